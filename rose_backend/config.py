@@ -1,0 +1,150 @@
+"""Every switch and limit of rose_backend, with its default and its check.
+
+``Switches`` is what both hosts share. ``EngineConfig`` is the standalone engine's, ``PluginConfig`` is what a vLLM server
+passes through ``--additional-config '{"rose": {...}}'``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from rose_backend.errors import ConfigError, nearest_name_hint
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+
+# Limits on one request, checked before anything is copied or allocated.
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_LENGTH = 256
+MAX_STOP_TOKEN_IDS = 128
+
+_T = TypeVar("_T", bound="Switches")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switches:
+    """The fused and cached parts, each of which can be switched off alone.
+
+    ``prefix_cache`` and ``chunked_prefill`` have vLLM options of their own in that host
+    (``--no-enable-prefix-caching``, ``--no-enable-chunked-prefill``); either way of switching off works there.
+    """
+
+    fused_kv_append: bool = True
+    """Attention stores the new K/V itself; off: a separate write runs before it."""
+    fused_mlp: bool = True
+    """Bias + GELU and bias + residual as one operation each."""
+    fused_sampler: bool = True
+    """Rose's one-pass sampler; off: plain torch operations (standalone) or vLLM's own sampler."""
+    fused_add_layernorm: bool = True
+    """Residual add and LayerNorm as one operation."""
+    cuda_graph: bool = True
+    """Replay decode steps from CUDA graphs where the device and the kernels allow it."""
+    chunked_prefill: bool = True
+    """Split long prompts over several steps; off: a prompt is computed in one step."""
+    prefix_cache: bool = True
+    """Reuse K/V of earlier requests that share a prefix, to the token."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
+                raise ConfigError(
+                    f"{field.name}: got {getattr(self, field.name)!r}, allowed are true and false"
+                )
+
+    @classmethod
+    def from_mapping(cls: type[_T], options: Mapping[str, Any], *, source: str) -> _T:
+        """Build from user-supplied options.
+
+        Args:
+            options: option name to value.
+            source: how to call the place the options came from in an error.
+
+        Raises:
+            ConfigError: unknown option (the nearest valid one is named) or bad value.
+        """
+        valid = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in valid:
+                hint = nearest_name_hint(name, valid)
+                raise ConfigError(f"{source}: unknown option {name!r}{hint} (valid: {', '.join(valid)})")
+        return cls(**dict(options))
+
+
+SWITCH_NAMES: tuple[str, ...] = tuple(field.name for field in fields(Switches))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginConfig(Switches):
+    """Options under the key ``rose`` of vLLM's ``--additional-config``."""
+
+    block_manager: bool = True
+    """Rose's KV block manager; off: vLLM's own manager keeps the block tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(Switches):
+    """Options of the standalone engine. Names are vLLM's where the meaning is the same.
+
+    Raises:
+        ConfigError: a value is outside its range; nothing has been loaded or allocated yet.
+    """
+
+    model: str
+    """Local directory or Hugging Face id."""
+    dtype: str = "auto"
+    """``auto`` takes float32 on CPU and the checkpoint's own type on a GPU."""
+    device: str = "auto"
+    block_size: int = 16
+    """Tokens per KV block."""
+    max_num_seqs: int = 256
+    """Sequences that may run at once; each of a request's ``n`` completions counts."""
+    max_num_batched_tokens: int = 2048
+    """Tokens one step may compute, prompts and decodes together."""
+    max_model_len: int | None = None
+    """Prompt plus output, in tokens; None takes the model's own window."""
+    num_blocks: int | None = None
+    """KV blocks to allocate; None sizes the pool from memory."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that weights, activations and the KV pool may take together."""
+    cpu_kvcache_space_gib: float = 1.0
+    """Memory of the KV pool on a CPU, in GiB, at most; never more than all sequences can use."""
+    seed: int = 0
+    """Seeds requests that bring none of their own."""
+    max_queue_size: int = 10_000
+    """Requests that may wait; one more is refused."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("device", self.device, DEVICES)
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model: got {self.model!r}, a directory or a Hugging Face id is needed")
+        _check_int("block_size", self.block_size, 1, 1024)
+        _check_int("max_num_seqs", self.max_num_seqs, 1, 65_536)
+        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
+        if self.max_model_len is not None:
+            _check_int("max_model_len", self.max_model_len, 2, 1 << 24)
+        if self.num_blocks is not None:
+            _check_int("num_blocks", self.num_blocks, 2, (1 << 31) - 1)
+        _check_int("max_queue_size", self.max_queue_size, 1, 10_000_000)
+        _check_int("seed", self.seed, 0, (1 << 63) - 1)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"gpu_memory_utilization: got {self.gpu_memory_utilization}, allowed is more than 0 and at most 1"
+            )
+        if not self.cpu_kvcache_space_gib > 0.0:
+            raise ConfigError(f"cpu_kvcache_space_gib: got {self.cpu_kvcache_space_gib}, must be above 0")
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}: got {value!r}, allowed are {', '.join(allowed)}")
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name}: got {value!r}, allowed is an integer from {low} to {high}")
