@@ -1,0 +1,319 @@
+"""BlockManager: which KV blocks each running sequence may read and write, decided for all sequences of a step at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rose_backend.block_manager.array_types import NO_BLOCKS, Int32Array, IntArray
+from rose_backend.block_manager.block_pool import NO_WRITER, BlockPool
+from rose_backend.block_manager.cache_stats import CacheStats
+from rose_backend.block_manager.clone_queue import ClonePlan, CloneQueue
+from rose_backend.block_manager.commit import Committer
+from rose_backend.block_manager.integrity import check_all
+from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
+from rose_backend.block_manager.reservation import Reservation, Reserver
+from rose_backend.block_manager.sequence_table import SequenceTable
+from rose_backend.errors import ConfigError, RowError
+
+_MAX_BLOCKS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Answer of ``add``."""
+
+    row: int
+    num_cached_tokens: int
+    """Prompt tokens that need no computation."""
+
+
+class BlockManager:
+    """Block tables, copy-on-write and the prefix cache. One block table per sequence, shared by all layers.
+
+    The life of one row's positions (``bs`` = block size)::
+
+        |<-- computed -->|<-- reserved -->|                 |
+        0            num_computed    num_row_blocks * bs   max_model_len
+        readable, can    writable by this
+        be shared        row alone
+
+    ``add`` and ``fork`` make rows that read other rows' or cached blocks; ``reserve`` makes the next positions writable
+    (new block, or a private copy of a shared part-filled tail, or the tail itself if nobody has written further);
+    the step writes; ``commit`` moves ``num_computed`` and makes the tokens findable; ``free`` lets go.
+
+    Rules that keep the data right:
+
+    - A block has at most one writer. Readers rely only on positions below their own ``num_computed``, so the writer may
+      append while others read.
+    - Nothing is findable before ``commit``, that is, before the step that wrote it is over.
+    - A clone reads its source before the step writes; the source is held until ``finish_clone_plan``.
+
+    Args:
+        num_blocks: blocks of the KV cache including block 0, the null block, which is never handed out.
+        block_size: tokens per block.
+        max_num_seqs: rows.
+        max_model_len: tokens a row can hold.
+        prefix_cache: find K/V of earlier sequences.
+        full_blocks_only: with ``prefix_cache``, let hits end at block boundaries only.
+        hash_key: key of the prefix hashes, at most 64 bytes; None draws a random one.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        prefix_cache: bool = True,
+        full_blocks_only: bool = False,
+        hash_key: bytes | None = None,
+    ) -> None:
+        _check_range("num_blocks", num_blocks, 2, _MAX_BLOCKS)
+        _check_range("block_size", block_size, 1, 65_536)
+        _check_range("max_num_seqs", max_num_seqs, 1, 1 << 20)
+        _check_range("max_model_len", max_model_len, 1, 1 << 30)
+        if hash_key is not None and len(hash_key) > 64:
+            raise ConfigError(f"hash_key: got {len(hash_key)} bytes, allowed are at most 64")
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.pool = BlockPool(num_blocks)
+        self.table = SequenceTable(max_num_seqs, -(-max_model_len // block_size))
+        self.cache: PrefixCache | None = None
+        if prefix_cache:
+            self.cache = PrefixCache(
+                self.pool, block_size, full_blocks_only=full_blocks_only, hash_key=hash_key
+            )
+        self.clones = CloneQueue(self.pool)
+        self.stats = CacheStats()
+        self._committer = Committer(self.pool, self.table, self.cache, block_size)
+        self._reserver = Reserver(self.pool, self.table, self.cache, self.clones, self.stats, block_size)
+        # Aliases: the arrays are allocated once and changed in place.
+        self.block_table = self.table.block_table
+        self.num_computed_tokens = self.table.num_computed_tokens
+        self.num_row_blocks = self.table.num_row_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that could be handed out now, cached ones included."""
+        return self.pool.num_free_blocks
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """All blocks but the null block."""
+        return self.pool.num_usable_blocks
+
+    @property
+    def num_free_rows(self) -> int:
+        """Sequences that could be added now."""
+        return self.table.num_free_rows
+
+    @property
+    def usage(self) -> float:
+        """Share of the usable blocks that somebody holds, 0 to 1."""
+        return 1.0 - self.pool.num_free_blocks / self.pool.num_usable_blocks
+
+    def match(
+        self, token_ids: Int32Array, *, namespace: bytes = b"", max_tokens: int | None = None
+    ) -> PrefixMatch:
+        """Look up the longest cached prefix of a prompt. Changes nothing.
+
+        Args:
+            token_ids: the prompt, int32 ``[P]``.
+            namespace: only blocks computed under the same namespace match (tenant salt, adapter id, ...).
+            max_tokens: longest useful hit; at most, and by default, all but the last token, whose logits are needed.
+        """
+        if self.cache is None or len(token_ids) == 0:
+            return PrefixMatch(NO_BLOCKS, 0, b"", 0)
+        token_ids = np.ascontiguousarray(token_ids, dtype=np.int32)
+        limit = len(token_ids) - 1
+        return self.cache.match(token_ids, namespace, limit if max_tokens is None else min(limit, max_tokens))
+
+    def blocks_needed(self, match: PrefixMatch, num_tokens: int) -> int:
+        """Return how much ``num_free_blocks`` shrinks, at least, when a match is added and reserved up to ``num_tokens``.
+
+        A part-matched tail that nobody else holds counts no clone: ``reserve`` overwrites it when blocks are short.
+        """
+        num_idle = int(np.count_nonzero(self.pool.ref_counts[match.block_ids] == 0))
+        num_new = max(-(-num_tokens // self.block_size) - len(match.block_ids), 0)
+        offset = match.num_tokens % self.block_size
+        if not offset:
+            return num_new + num_idle
+        tail = match.block_ids[-1]
+        can_claim = self.pool.writers[tail] == NO_WRITER and self.pool.num_written_tokens[tail] <= offset
+        return num_new + num_idle + int(self.pool.ref_counts[tail] > 0 and not can_claim)
+
+    def add(
+        self, token_ids: Int32Array, *, namespace: bytes = b"", match: PrefixMatch | None = None
+    ) -> Admission | None:
+        """Give a new sequence a row that already reads the longest cached prefix of its prompt.
+
+        Args:
+            token_ids: the prompt, int32 ``[P]``, at least one token.
+            namespace: see ``match``.
+            match: an earlier answer of ``match`` for the same prompt; looked up again if the cache has changed.
+
+        Returns:
+            None when all rows are taken. No block is allocated here; ``reserve`` does that.
+
+        Raises:
+            RowError: the prompt is empty or longer than a row.
+        """
+        if not 1 <= len(token_ids) <= self.max_model_len:
+            raise RowError(f"prompt: got {len(token_ids)} tokens, allowed are 1 to {self.max_model_len}")
+        if not self.table.num_free_rows:
+            return None
+        if match is None or (self.cache is not None and match.epoch != self.cache.epoch):
+            match = self.match(token_ids, namespace=namespace)
+        row = self.table.take_row()
+        count = len(match.block_ids)
+        self.pool.share(match.block_ids)
+        self.block_table[row, :count] = match.block_ids
+        self.num_row_blocks[row] = count
+        self.num_computed_tokens[row] = match.num_tokens
+        self.table.tail_writable[row] = match.num_tokens % self.block_size == 0
+        self.table.chain_digests[row] = match.chain_digest
+        if self.cache is not None:
+            self.stats.queries += 1
+            self.stats.query_tokens += len(token_ids)
+            self.stats.hit_tokens += match.num_tokens
+            self.stats.partial_hits += match.num_tokens % self.block_size != 0
+        return Admission(row, match.num_tokens)
+
+    def fork(self, row: int, num_children: int) -> Int32Array | None:
+        """Make rows that share all computed tokens of ``row``, the part-filled tail included.
+
+        Returns:
+            The new rows, or None when too few are free; then nothing has changed.
+        """
+        self._check_active(np.array([row]))
+        if num_children > self.table.num_free_rows:
+            return None
+        children = np.array([self.table.take_row() for _ in range(num_children)], np.int32)
+        num_tokens = int(self.num_computed_tokens[row])
+        count = -(-num_tokens // self.block_size)
+        shared = self.block_table[row, :count]
+        self.pool.share(shared, num_children)
+        self.block_table[children, :count] = shared
+        self.num_row_blocks[children] = count
+        self.num_computed_tokens[children] = num_tokens
+        self.table.tail_writable[children] = num_tokens % self.block_size == 0
+        for child in children.tolist():
+            self.table.chain_digests[child] = self.table.chain_digests[row]
+        self.stats.forks += num_children
+        return children
+
+    def free(self, rows: IntArray) -> None:
+        """Let go of rows and all they hold, in any state, a pending clone included. What was committed stays findable."""
+        rows = np.asarray(rows)
+        if not len(rows):
+            return
+        self._check_active(rows)
+        self._committer.drop_redundant_tails(rows)
+        block_ids = self.table.blocks_tail_first(rows)
+        own = block_ids[np.isin(self.pool.writers[block_ids], rows)]
+        self.pool.writers[own] = NO_WRITER
+        self.table.give_back(rows)
+        self.clones.release_blocks(block_ids)
+
+    def reserve(self, rows: IntArray, num_tokens: IntArray | int) -> Reservation:
+        """Make the next ``num_tokens`` positions of each row writable by that row alone. All rows or none.
+
+        Room that an earlier call left over is used first, so reserving several tokens ahead lets the following steps
+        pass without touching the pool.
+
+        Args:
+            rows: ``[N]``, no row twice.
+            num_tokens: ``[N]`` or one number: tokens behind ``num_computed_tokens``.
+
+        Raises:
+            RowError: a row is not in use, stands there twice, or would exceed ``max_model_len``.
+        """
+        rows = np.asarray(rows)
+        wanted = self.num_computed_tokens[rows] + num_tokens
+        idle = wanted <= self.num_row_blocks[rows] * self.block_size
+        idle &= self.table.tail_writable[rows]
+        if idle.all() and self.table.is_active[rows].all():
+            return Reservation(True, idle, 0)
+        self._check_active(rows)
+        if (wanted > self.max_model_len).any():
+            worst = int(np.argmax(wanted))
+            raise RowError(
+                f"reserve: row {int(rows[worst])} would hold {int(wanted[worst])} tokens, "
+                f"max_model_len is {self.max_model_len}"
+            )
+        return self._reserver.reserve(rows, wanted, idle)
+
+    def commit(self, rows: IntArray, num_tokens: IntArray | int, token_ids: IntArray) -> None:
+        """Declare reserved positions written: they count as computed, and lookups find them.
+
+        Call it when the step that wrote them is over, or when every later step is ordered behind it.
+
+        Args:
+            rows: ``[N]``, no row twice.
+            num_tokens: ``[N]`` or one number: tokens written behind ``num_computed_tokens``.
+            token_ids: int32 ``[sum(num_tokens)]``, row after row.
+
+        Raises:
+            RowError: a row is not in use or has not reserved that much, or the number of ids is another.
+        """
+        self._committer.commit(np.asarray(rows), num_tokens, token_ids)
+
+    def roll_back(self, rows: IntArray, num_tokens: IntArray | int = 0) -> None:
+        """Give back reserved blocks that lie wholly behind ``num_computed_tokens + num_tokens``."""
+        rows = np.asarray(rows)
+        self._check_active(rows)
+        kept = -(-(self.num_computed_tokens[rows] + num_tokens) // self.block_size)
+        shrinks = kept < self.num_row_blocks[rows]
+        if shrinks.any():
+            self.table.changed[rows[shrinks]] = True
+            self.clones.release_blocks(self.table.cut(rows[shrinks], kept[shrinks]))
+
+    def take_clone_plan(self) -> ClonePlan | None:
+        """Drain the copies that must run before the next forward pass; None when there are none."""
+        return self.clones.take_plan()
+
+    def finish_clone_plan(self, plan: ClonePlan) -> None:
+        """Let go of a plan's sources: the copies have run, or everything later is ordered behind them."""
+        self.clones.finish(plan)
+
+    def take_changed_rows(self) -> IntArray:
+        """Return the rows in use whose block table has changed since the last call."""
+        rows: IntArray = np.flatnonzero(self.table.changed)
+        self.table.changed[rows] = False
+        return rows
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget everything that is cached. False, and nothing is done, while a row is in use or a clone is under way."""
+        if self.table.is_active.any() or len(self.clones.held_sources()):
+            return False
+        if self.cache is not None:
+            block_ids = self.cache.cached_blocks()
+            self.cache.forget(block_ids)
+            self.pool.uncache(block_ids)
+        return True
+
+    def check_integrity(self) -> None:
+        """Recount every invariant.
+
+        Raises:
+            IntegrityError: names the invariant, the block and both counts.
+        """
+        check_all(self.pool, self.table, self.cache, self.clones, self.block_size)
+
+    def _check_active(self, rows: IntArray) -> None:
+        known = (rows >= 0) & (rows < len(self.table.is_active))
+        if not known.all() or not self.table.is_active[rows].all():
+            raise RowError(f"rows {rows.tolist()}: at least one is not in use")
+        if len(np.unique(rows)) != len(rows):
+            raise RowError(f"rows {rows.tolist()}: one stands there twice")
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name}: got {value}, allowed is an integer from {low} to {high}")
