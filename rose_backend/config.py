@@ -1,7 +1,7 @@
 """Every switch and limit of rose_backend, with its default and its check.
 
-``Switches`` is what both hosts share. ``EngineConfig`` is the standalone engine's, ``PluginConfig`` is what a vLLM server
-passes through ``--additional-config '{"rose": {...}}'``.
+``Switches`` is what both hosts share. ``EngineConfig`` is the standalone engine's, ``PluginConfig`` is what a vLLM
+server passes through ``--additional-config '{"rose": {...}}'``.
 """
 
 from __future__ import annotations
@@ -123,15 +123,15 @@ class EngineConfig(Switches):
         _check_choice("device", self.device, DEVICES)
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model: got {self.model!r}, a directory or a Hugging Face id is needed")
-        _check_int("block_size", self.block_size, 1, 1024)
-        _check_int("max_num_seqs", self.max_num_seqs, 1, 65_536)
-        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
+        check_int("block_size", self.block_size, 1, 1024)
+        check_int("max_num_seqs", self.max_num_seqs, 1, 65_536)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
         if self.max_model_len is not None:
-            _check_int("max_model_len", self.max_model_len, 2, 1 << 24)
+            check_int("max_model_len", self.max_model_len, 2, 1 << 24)
         if self.num_blocks is not None:
-            _check_int("num_blocks", self.num_blocks, 2, (1 << 31) - 1)
-        _check_int("max_queue_size", self.max_queue_size, 1, 10_000_000)
-        _check_int("seed", self.seed, 0, (1 << 63) - 1)
+            check_int("num_blocks", self.num_blocks, 2, (1 << 31) - 1)
+        check_int("max_queue_size", self.max_queue_size, 1, 10_000_000)
+        check_int("seed", self.seed, 0, (1 << 63) - 1)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"gpu_memory_utilization: got {self.gpu_memory_utilization}, allowed is more than 0 and at most 1"
@@ -145,6 +145,7 @@ def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{name}: got {value!r}, allowed are {', '.join(allowed)}")
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
+def check_int(name: str, value: object, low: int, high: int) -> None:
+    """Raise ConfigError unless ``value`` is an integer from ``low`` to ``high``."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"{name}: got {value!r}, allowed is an integer from {low} to {high}")

@@ -1,4 +1,4 @@
-"""BlockManager: which KV blocks each running sequence may read and write, decided for all sequences of a step at once."""
+"""BlockManager: which KV blocks each sequence may read and write, decided for all sequences of a step at once."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rose_backend.block_manager.integrity import check_all
 from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
 from rose_backend.block_manager.reservation import Reservation, Reserver
 from rose_backend.block_manager.sequence_table import SequenceTable
+from rose_backend.config import check_int
 from rose_backend.errors import ConfigError, RowError
 
 _MAX_BLOCKS = 2**31 - 1
@@ -59,8 +60,7 @@ class BlockManager:
         full_blocks_only: with ``prefix_cache``, let hits end at block boundaries only.
         hash_key: key of the prefix hashes, at most 64 bytes; None draws a random one.
 
-    Raises:
-        ConfigError: a number is out of range.
+    Raises: ConfigError if a number is out of range.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class BlockManager:
         full_blocks_only: bool = False,
         hash_key: bytes | None = None,
     ) -> None:
-        _check_range("num_blocks", num_blocks, 2, _MAX_BLOCKS)
-        _check_range("block_size", block_size, 1, 65_536)
-        _check_range("max_num_seqs", max_num_seqs, 1, 1 << 20)
-        _check_range("max_model_len", max_model_len, 1, 1 << 30)
+        check_int("num_blocks", num_blocks, 2, _MAX_BLOCKS)
+        check_int("block_size", block_size, 1, 65_536)
+        check_int("max_num_seqs", max_num_seqs, 1, 1 << 20)
+        check_int("max_model_len", max_model_len, 1, 1 << 30)
         if hash_key is not None and len(hash_key) > 64:
             raise ConfigError(f"hash_key: got {len(hash_key)} bytes, allowed are at most 64")
         self.block_size = block_size
@@ -135,18 +135,11 @@ class BlockManager:
         return self.cache.match(token_ids, namespace, limit if max_tokens is None else min(limit, max_tokens))
 
     def blocks_needed(self, match: PrefixMatch, num_tokens: int) -> int:
-        """Return how much ``num_free_blocks`` shrinks, at least, when a match is added and reserved up to ``num_tokens``.
+        """Return how much ``num_free_blocks`` shrinks when a match is added and reserved up to ``num_tokens``.
 
         A part-matched tail that nobody else holds counts no clone: ``reserve`` overwrites it when blocks are short.
         """
-        num_idle = int(np.count_nonzero(self.pool.ref_counts[match.block_ids] == 0))
-        num_new = max(-(-num_tokens // self.block_size) - len(match.block_ids), 0)
-        offset = match.num_tokens % self.block_size
-        if not offset:
-            return num_new + num_idle
-        tail = match.block_ids[-1]
-        can_claim = self.pool.writers[tail] == NO_WRITER and self.pool.num_written_tokens[tail] <= offset
-        return num_new + num_idle + int(self.pool.ref_counts[tail] > 0 and not can_claim)
+        return self._reserver.blocks_needed(match, num_tokens)
 
     def add(
         self, token_ids: Int32Array, *, namespace: bytes = b"", match: PrefixMatch | None = None
@@ -179,10 +172,7 @@ class BlockManager:
         self.table.tail_writable[row] = match.num_tokens % self.block_size == 0
         self.table.chain_digests[row] = match.chain_digest
         if self.cache is not None:
-            self.stats.queries += 1
-            self.stats.query_tokens += len(token_ids)
-            self.stats.hit_tokens += match.num_tokens
-            self.stats.partial_hits += match.num_tokens % self.block_size != 0
+            self.stats.count_lookup(len(token_ids), match.num_tokens, self.block_size)
         return Admission(row, match.num_tokens)
 
     def fork(self, row: int, num_children: int) -> Int32Array | None:
@@ -209,7 +199,7 @@ class BlockManager:
         return children
 
     def free(self, rows: IntArray) -> None:
-        """Let go of rows and all they hold, in any state, a pending clone included. What was committed stays findable."""
+        """Let go of rows and all they hold, pending clones included. What was committed stays findable."""
         rows = np.asarray(rows)
         if not len(rows):
             return
@@ -242,10 +232,8 @@ class BlockManager:
             return Reservation(True, idle, 0)
         self._check_active(rows)
         if (wanted > self.max_model_len).any():
-            worst = int(np.argmax(wanted))
             raise RowError(
-                f"reserve: row {int(rows[worst])} would hold {int(wanted[worst])} tokens, "
-                f"max_model_len is {self.max_model_len}"
+                f"reserve: got {int(wanted.max())} tokens in a row, max_model_len is {self.max_model_len}"
             )
         return self._reserver.reserve(rows, wanted, idle)
 
@@ -289,7 +277,7 @@ class BlockManager:
         return rows
 
     def reset_prefix_cache(self) -> bool:
-        """Forget everything that is cached. False, and nothing is done, while a row is in use or a clone is under way."""
+        """Forget everything cached. False, and nothing is done, while a row is in use or a clone is under way."""
         if self.table.is_active.any() or len(self.clones.held_sources()):
             return False
         if self.cache is not None:
@@ -312,8 +300,3 @@ class BlockManager:
             raise RowError(f"rows {rows.tolist()}: at least one is not in use")
         if len(np.unique(rows)) != len(rows):
             raise RowError(f"rows {rows.tolist()}: one stands there twice")
-
-
-def _check_range(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ConfigError(f"{name}: got {value}, allowed is an integer from {low} to {high}")

@@ -126,7 +126,8 @@ class BlockPool:
         """Return the cached blocks, next to be evicted first."""
         blocks = self._queue_blocks[self._queue_head : self._queue_end]
         live = self._stamps[blocks] == self._queue_stamps[self._queue_head : self._queue_end]
-        return blocks[live]
+        cached: Int32Array = blocks[live]
+        return cached
 
     def free_blocks(self) -> Int32Array:
         """Return the blocks on the free stack."""

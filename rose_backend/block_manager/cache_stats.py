@@ -28,6 +28,13 @@ class CacheStats:
     forks: int = 0
     """Rows made by ``fork``."""
 
+    def count_lookup(self, num_tokens: int, num_hit_tokens: int, block_size: int) -> None:
+        """Count the lookup of a prompt of ``num_tokens``."""
+        self.queries += 1
+        self.query_tokens += num_tokens
+        self.hit_tokens += num_hit_tokens
+        self.partial_hits += num_hit_tokens % block_size != 0
+
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""
         return asdict(self)

@@ -48,7 +48,7 @@ class CloneQueue:
         self._pending[dst_block_id] = (src_block_id, num_tokens)
 
     def release_blocks(self, block_ids: IntArray) -> None:
-        """Drop one reference for each entry, tails first; a copy into a block that nobody holds any more is called off."""
+        """Drop one reference for each entry, tails first; call off copies into blocks nobody holds any more."""
         while len(block_ids):
             dropped = self._pool.release(block_ids)
             if not self._pending:

@@ -1,4 +1,4 @@
-"""Recounts every invariant of the block manager. One function each; all raise IntegrityError with block id and counts."""
+"""Recounts every invariant of the block manager, one function each; all raise IntegrityError with the counts."""
 
 from __future__ import annotations
 

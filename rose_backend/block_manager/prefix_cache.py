@@ -5,8 +5,8 @@ Two indexes lead to a block:
     full      digest of (parent digest, its tokens)      -> the block that holds exactly these tokens
     siblings  (parent digest, first token)               -> every block that continues this parent, full or part-filled
 
-Digests are keyed, so that nobody outside the process can construct a collision; the tokens are compared all the same on
-every hit. The namespace (tenant salt, adapter, ...) is hashed into the root, so other namespaces' blocks have other parents.
+Digests are keyed, so that nobody outside the process can construct a collision; the tokens are compared all the same
+on every hit. The namespace (tenant salt, adapter, ...) is hashed into the root: other namespaces have other parents.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class PrefixCache:
     def publish_full(self, block_id: int, parent: bytes) -> bytes:
         """Make a published block that is now full findable by its digest; return the digest.
 
-        If another block holds the same tokens behind the same parent, that one stays and this one can no longer be found.
+        If another block holds the same tokens behind the same parent, that one stays and this one is unlinked.
         """
         digest = self.chain_digest(parent, self._block_tokens[block_id].tobytes())
         twin = self._full.setdefault(digest, block_id)
@@ -168,7 +168,7 @@ class PrefixCache:
             self._unlink(block_id)
 
     def truncate(self, block_id: int, num_tokens: int) -> None:
-        """Let lookups find only the first ``num_tokens`` (at least one) of a block that will be overwritten behind them."""
+        """Let lookups find only the first ``num_tokens`` (at least one) of a block: the rest will be overwritten."""
         self.epoch += 1
         digest = self._full_digest_of.pop(block_id, None)
         if digest is not None:

@@ -10,7 +10,7 @@ from rose_backend.block_manager.array_types import BoolArray, Int32Array, IntArr
 from rose_backend.block_manager.block_pool import NO_WRITER, BlockPool
 from rose_backend.block_manager.cache_stats import CacheStats
 from rose_backend.block_manager.clone_queue import CloneQueue
-from rose_backend.block_manager.prefix_cache import PrefixCache
+from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
 from rose_backend.block_manager.sequence_table import SequenceTable
 
 
@@ -64,6 +64,17 @@ class Reserver:
         self._clones = clones
         self._stats = stats
         self._block_size = block_size
+
+    def blocks_needed(self, match: PrefixMatch, num_tokens: int) -> int:
+        """See ``BlockManager.blocks_needed``."""
+        num_idle = int(np.count_nonzero(self._pool.ref_counts[match.block_ids] == 0))
+        num_new = max(-(-num_tokens // self._block_size) - len(match.block_ids), 0)
+        offset = match.num_tokens % self._block_size
+        if not offset:
+            return num_new + num_idle
+        tail = match.block_ids[-1]
+        can_claim = self._pool.writers[tail] == NO_WRITER and self._pool.num_written_tokens[tail] <= offset
+        return num_new + num_idle + int(self._pool.ref_counts[tail] > 0 and not can_claim)
 
     def reserve(self, rows: IntArray, wanted: IntArray, idle: BoolArray) -> Reservation:
         """Serve all rows or none.
