@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rose_backend.block_manager.array_types import BoolArray, Int32Array, IntArray, within_group_index
+from rose_backend.block_manager.array_types import Int32Array, IntArray, within_group_index
 from rose_backend.block_manager.block_pool import BlockPool
 from rose_backend.block_manager.prefix_cache import PrefixCache
 from rose_backend.block_manager.sequence_table import SequenceTable
@@ -24,15 +24,17 @@ class Committer:
 
     def commit(self, rows: IntArray, num_tokens: IntArray | int, token_ids: IntArray) -> None:
         """See ``BlockManager.commit``."""
-        counts = np.broadcast_to(np.asarray(num_tokens), rows.shape)
         start = self._table.num_computed_tokens[rows]
-        end = start + counts
-        self._check(rows, counts, end, len(token_ids))
-        if (counts == 1).all():
-            positions, row_of_token = start, rows
+        end = start + num_tokens
+        one_each = isinstance(num_tokens, int) and num_tokens == 1
+        if one_each:
+            positions, row_of_token, num_ids = start, rows, len(rows)
         else:
+            counts = end - start
             row_of_token = np.repeat(rows, counts)
             positions = np.repeat(start, counts) + within_group_index(counts)
+            num_ids = len(positions)
+        self._check(rows, start, end, len(token_ids), num_ids)
         columns = positions // self._block_size
         offsets = positions - columns * self._block_size
         blocks = self._table.block_table[row_of_token, columns]
@@ -41,7 +43,14 @@ class Committer:
         self._table.num_computed_tokens[rows] = end
         if self._cache is not None:
             self._cache.store_tokens(blocks, offsets, np.asarray(token_ids, np.int32))
-            self._publish(self._cache, row_of_token, blocks, offsets)
+            # Only tokens that open or fill a block, or go first into a copy, touch the index; all others cost nothing.
+            is_event = ~self._pool.is_cached[blocks]
+            if not one_each:
+                is_event[1:] &= blocks[1:] != blocks[:-1]
+            is_event |= offsets == self._block_size - 1
+            events = is_event.nonzero()[0]
+            if len(events):
+                self._publish(self._cache, row_of_token[events], blocks[events], offsets[events])
 
     def drop_redundant_tails(self, rows: IntArray) -> None:
         """Keep only one copy of equal part-filled tails findable, so that copies do not push other content out."""
@@ -55,27 +64,23 @@ class Committer:
             if cache.is_redundant(tail):
                 cache.forget(np.array([tail]))
 
-    def _publish(
-        self, cache: PrefixCache, row_of_token: IntArray, blocks: Int32Array, offsets: IntArray
-    ) -> None:
+    def _publish(self, cache: PrefixCache, rows: IntArray, blocks: Int32Array, offsets: IntArray) -> None:
         digests = self._table.chain_digests
-        is_full = offsets == self._block_size - 1
-        # Only tokens that open or fill a block, or go first into a copy, touch the index; all others cost nothing here.
-        opens: BoolArray = np.ones(len(blocks), np.bool_)
-        opens[1:] = blocks[1:] != blocks[:-1]
-        for index in np.flatnonzero((opens & ~self._pool.is_cached[blocks]) | is_full).tolist():
-            row, block_id = int(row_of_token[index]), int(blocks[index])
+        last = self._block_size - 1
+        for row, block_id, offset in zip(rows.tolist(), blocks.tolist(), offsets.tolist(), strict=True):
             if block_id not in cache:
                 cache.publish(block_id, digests[row])
-            if is_full[index]:
+            if offset == last:
                 digests[row] = cache.publish_full(block_id, digests[row])
 
-    def _check(self, rows: IntArray, counts: IntArray, end: IntArray, num_ids: int) -> None:
+    def _check(self, rows: IntArray, start: IntArray, end: IntArray, num_given: int, num_ids: int) -> None:
         table = self._table
-        ready = (end <= table.num_row_blocks[rows] * self._block_size) & table.tail_writable[rows]
-        ready = (ready | (counts == 0)) & table.is_active[rows]
+        ready = end <= table.num_row_blocks[rows] * self._block_size
+        ready &= table.tail_writable[rows]
+        ready |= start == end
+        ready &= table.is_active[rows]
         if not ready.all():
             bad = int(rows[np.argmin(ready)])
             raise RowError(f"commit: row {bad} is not in use or has not reserved the tokens to commit")
-        if num_ids != counts.sum():
-            raise RowError(f"commit: got {num_ids} token ids for {int(counts.sum())} tokens")
+        if num_given != num_ids:
+            raise RowError(f"commit: got {num_given} token ids for {num_ids} tokens")
