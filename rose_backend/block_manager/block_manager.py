@@ -135,10 +135,7 @@ class BlockManager:
         return self.cache.match(token_ids, namespace, limit if max_tokens is None else min(limit, max_tokens))
 
     def blocks_needed(self, match: PrefixMatch, num_tokens: int) -> int:
-        """Return how much ``num_free_blocks`` shrinks when a match is added and reserved up to ``num_tokens``.
-
-        A part-matched tail that nobody else holds counts no clone: ``reserve`` overwrites it when blocks are short.
-        """
+        """Return how much ``num_free_blocks`` shrinks, at least, when a match is added and holds ``num_tokens``."""
         return self._reserver.blocks_needed(match, num_tokens)
 
     def add(

