@@ -178,7 +178,7 @@ class BlockManager:
         Returns:
             The new rows, or None when too few are free; then nothing has changed.
         """
-        self._check_active(np.array([row]))
+        self.table.check_active(np.array([row]))
         if num_children > self.table.num_free_rows:
             return None
         children = np.array([self.table.take_row() for _ in range(num_children)], np.int32)
@@ -200,7 +200,7 @@ class BlockManager:
         rows = np.asarray(rows)
         if not len(rows):
             return
-        self._check_active(rows)
+        self.table.check_active(rows)
         self._committer.drop_redundant_tails(rows)
         block_ids = self.table.blocks_tail_first(rows)
         own = block_ids[np.isin(self.pool.writers[block_ids], rows)]
@@ -227,7 +227,7 @@ class BlockManager:
         idle &= self.table.tail_writable[rows]
         if idle.all() and self.table.is_active[rows].all():
             return Reservation(True, idle, 0)
-        self._check_active(rows)
+        self.table.check_active(rows)
         if (wanted > self.max_model_len).any():
             raise RowError(
                 f"reserve: got {int(wanted.max())} tokens in a row, max_model_len is {self.max_model_len}"
@@ -252,7 +252,7 @@ class BlockManager:
     def roll_back(self, rows: IntArray, num_tokens: IntArray | int = 0) -> None:
         """Give back reserved blocks that lie wholly behind ``num_computed_tokens + num_tokens``."""
         rows = np.asarray(rows)
-        self._check_active(rows)
+        self.table.check_active(rows)
         kept = -(-(self.num_computed_tokens[rows] + num_tokens) // self.block_size)
         shrinks = kept < self.num_row_blocks[rows]
         if shrinks.any():
@@ -290,10 +290,3 @@ class BlockManager:
             IntegrityError: names the invariant, the block and both counts.
         """
         check_all(self.pool, self.table, self.cache, self.clones, self.block_size)
-
-    def _check_active(self, rows: IntArray) -> None:
-        known = (rows >= 0) & (rows < len(self.table.is_active))
-        if not known.all() or not self.table.is_active[rows].all():
-            raise RowError(f"rows {rows.tolist()}: at least one is not in use")
-        if len(np.unique(rows)) != len(rows):
-            raise RowError(f"rows {rows.tolist()}: one stands there twice")

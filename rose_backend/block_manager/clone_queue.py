@@ -10,6 +10,8 @@ from rose_backend.block_manager.array_types import Int32Array, IntArray
 from rose_backend.block_manager.block_pool import BlockPool
 from rose_backend.errors import RowError
 
+_NO_SOURCE = -1
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClonePlan:
@@ -28,42 +30,49 @@ class ClonePlan:
 
 
 class CloneQueue:
-    """Pairs of the coming step by destination, and plans whose copies were not yet issued."""
+    """Pairs of the coming step, and plans whose copies were not yet issued. Memory: 4 bytes per block."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._pending: dict[int, tuple[int, int]] = {}  # destination -> (source, tokens)
+        self._pending: Int32Array = np.zeros((3, 0), np.int32)  # source, destination, tokens
+        self._pending_source_of: Int32Array = np.full(pool.num_blocks, _NO_SOURCE, np.int32)
         self._in_flight: list[ClonePlan] = []
 
-    def __len__(self) -> int:
-        return len(self._pending)
+    def add(self, tails: Int32Array, copies: Int32Array, num_tokens: IntArray) -> None:
+        """Queue copies of ``tails``, whose references the queue takes over.
 
-    def root_source(self, block_id: int) -> int:
-        """Follow a block that is itself still to be filled by a pending copy back to where its content is now."""
-        pair = self._pending.get(block_id)
-        return block_id if pair is None else pair[0]
-
-    def add(self, src_block_id: int, dst_block_id: int, num_tokens: int) -> None:
-        """Queue one copy. ``src_block_id`` must be a root source that the caller holds a reference to."""
-        self._pending[dst_block_id] = (src_block_id, num_tokens)
+        A tail that a pending copy is still to fill is copied from where its content is now: sources are all read first.
+        """
+        sources = tails
+        if self._pending.shape[1]:
+            roots = self._pending_source_of[tails]
+            sources = np.where(roots == _NO_SOURCE, tails, roots).astype(np.int32)
+            for root in roots[roots != _NO_SOURCE]:  # one by one: several copies may share a root
+                self._pool.share(root[None])
+        self._pending_source_of[copies] = sources
+        added = np.stack((sources, copies, num_tokens.astype(np.int32)))
+        self._pending = np.concatenate((self._pending, added), axis=1)
+        if sources is not tails:
+            self.release_blocks(tails[sources != tails])
 
     def release_blocks(self, block_ids: IntArray) -> None:
         """Drop one reference for each entry, tails first; call off copies into blocks nobody holds any more."""
         while len(block_ids):
             dropped = self._pool.release(block_ids)
-            if not self._pending:
+            if not self._pending.shape[1]:
                 return
-            pairs = (self._pending.pop(block_id, None) for block_id in dropped.tolist())
-            block_ids = np.array([pair[0] for pair in pairs if pair is not None], np.int32)
+            called_off = dropped[self._pending_source_of[dropped] != _NO_SOURCE]
+            block_ids = self._pending_source_of[called_off]
+            self._pending_source_of[called_off] = _NO_SOURCE
+            self._pending = self._pending[:, self._pending_source_of[self._pending[1]] != _NO_SOURCE]
 
     def take_plan(self) -> ClonePlan | None:
         """Drain the pending pairs into a plan whose sources stay held until ``finish``."""
-        if not self._pending:
+        if not self._pending.shape[1]:
             return None
-        destinations = np.fromiter(self._pending, np.int32, len(self._pending))
-        sources, num_tokens = np.array(list(self._pending.values()), np.int32).T.copy()
-        self._pending.clear()
-        plan = ClonePlan(sources, destinations, num_tokens)
+        plan = ClonePlan(*self._pending)
+        self._pending_source_of[plan.dst_block_ids] = _NO_SOURCE
+        self._pending = self._pending[:, :0]
         self._in_flight.append(plan)
         return plan
 
@@ -80,5 +89,4 @@ class CloneQueue:
 
     def held_sources(self) -> Int32Array:
         """Return the source of every pending and in-flight copy, an id as often as it is held."""
-        pending = np.array([source for source, _ in self._pending.values()], np.int32)
-        return np.concatenate([pending, *(plan.src_block_ids for plan in self._in_flight)])
+        return np.concatenate([self._pending[0], *(plan.src_block_ids for plan in self._in_flight)])

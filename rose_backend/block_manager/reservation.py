@@ -157,13 +157,7 @@ class Reserver:
         self._pool.num_written_tokens[copies] = offsets
         if self._cache is not None:
             self._cache.copy_tokens(tails, copies)
-        for tail, copy, offset in zip(tails.tolist(), copies.tolist(), offsets.tolist(), strict=True):
-            source = self._clones.root_source(tail)
-            if source != tail:
-                # The tail's own content arrives by the same plan: copy from where it comes from.
-                self._pool.share(np.array([source]))
-                self._clones.release_blocks(np.array([tail]))
-            self._clones.add(source, copy, offset)
+        self._clones.add(tails, copies, offsets)
         self._stats.clones += len(copies)
 
     def _take(self, count: int) -> Int32Array:

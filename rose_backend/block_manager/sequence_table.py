@@ -6,6 +6,7 @@ import numpy as np
 
 from rose_backend.block_manager.array_types import BoolArray, Int32Array, IntArray, within_group_index
 from rose_backend.block_manager.block_pool import NULL_BLOCK
+from rose_backend.errors import RowError
 
 
 class SequenceTable:
@@ -30,6 +31,7 @@ class SequenceTable:
         self.chain_digests: list[bytes] = [b""] * max_num_seqs
         """Digest of the chain of full, computed blocks of a row."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._scratch: Int32Array = np.zeros(max_num_seqs, np.int32)
 
     @property
     def num_free_rows(self) -> int:
@@ -57,11 +59,24 @@ class SequenceTable:
 
     def append(self, rows: IntArray, counts: IntArray, block_ids: Int32Array) -> IntArray:
         """Put ``counts[i]`` of ``block_ids`` behind the blocks of ``rows[i]``; return the row of each block."""
-        row_of_block: IntArray = np.repeat(rows, counts)
-        columns = np.repeat(self.num_row_blocks[rows], counts) + within_group_index(counts)
+        if len(block_ids) == np.count_nonzero(counts):  # one each, the common case
+            row_of_block = rows[counts > 0]
+            columns = self.num_row_blocks[row_of_block]
+        else:
+            row_of_block = np.repeat(rows, counts)
+            columns = np.repeat(self.num_row_blocks[rows], counts) + within_group_index(counts)
         self.block_table[row_of_block, columns] = block_ids
         self.num_row_blocks[rows] += counts.astype(np.int32)
         return row_of_block
+
+    def check_active(self, rows: IntArray) -> None:
+        """Raise RowError unless every row is in use and stands there once."""
+        if ((rows < 0) | (rows >= len(self.is_active))).any() or not self.is_active[rows].all():
+            raise RowError(f"rows {rows.tolist()}: at least one is not in use")
+        order = np.arange(len(rows), dtype=np.int32)
+        self._scratch[rows] = order
+        if (self._scratch[rows] != order).any():
+            raise RowError(f"rows {rows.tolist()}: one stands there twice")
 
     def cut(self, rows: IntArray, num_kept: IntArray) -> Int32Array:
         """Shorten rows to ``num_kept[i]`` blocks; return what was cut off."""
