@@ -1,0 +1,1 @@
+"""Plain torch twins of the launchers in ``rose_backend.kernels``, under the same names."""

@@ -1,0 +1,282 @@
+"""Choosing the next token of every row, in plain torch.
+
+A token is drawn by a race: token ``i`` arrives at time ``E_i / p_i``, where ``E_i`` is exponential noise made from
+(seed, position, i), and the first to arrive wins. That is an exact draw from ``p``, needs no sum over the vocabulary,
+and lets ``sample`` make noise for those tokens only that its filters keep. ``sample_unfused`` is the textbook sequence
+of operations over the whole vocabulary; both choose the same tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rose_backend.kernels.reference.philox import exponential_noise, token_bits
+from rose_backend.kernels.sampling_tensors import SampleOutput, SamplingTensors
+
+GREEDY_TEMPERATURE = 1e-5
+"""Below this a row is greedy; vLLM draws the same line."""
+
+MIN_CANDIDATES = 256
+"""Most likely tokens that the filters look at first. Nearly always enough; rows for which it is not sort everything."""
+
+RACE_TILE = 1 << 15
+"""Noise is made for about this many tokens at once, so that its intermediate words stay in cache."""
+
+_MINUS_INFINITY = float("-inf")
+
+
+def sample(
+    logits: torch.Tensor,  # [R, V] float32
+    params: SamplingTensors,
+) -> SampleOutput:
+    """Twin of ``rose_backend.kernels.sample``."""
+    scores = apply_penalties(logits, params)
+    is_greedy = params.temperature < GREEDY_TEMPERATURE
+    num_greedy = int(is_greedy.sum())
+    if num_greedy == logits.shape[0]:
+        token_ids = scores.argmax(dim=-1)
+    elif num_greedy == 0:
+        token_ids = _draw(scores, params)
+    else:
+        greedy_rows, drawn_rows = is_greedy.nonzero().squeeze(1), (~is_greedy).nonzero().squeeze(1)
+        token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        token_ids[greedy_rows] = scores[greedy_rows].argmax(dim=-1)
+        token_ids[drawn_rows] = _draw(scores[drawn_rows], params.select(drawn_rows))
+    return _report(logits, token_ids, params.num_logprobs)
+
+
+def apply_penalties(
+    logits: torch.Tensor,  # [R, V]
+    params: SamplingTensors,
+) -> torch.Tensor:
+    """Return logits with each row's penalties: a new tensor, or ``logits`` itself where no row has any."""
+    needed = (
+        (params.repetition_penalty != 1) | (params.presence_penalty != 0) | (params.frequency_penalty != 0)
+    )
+    if not bool(needed.any()):
+        return logits
+    rows = needed.nonzero().squeeze(1)
+    scores = logits[rows]
+    counts = None if params.output_counts is None else params.output_counts[rows]
+    seen = torch.zeros_like(scores, dtype=torch.bool) if counts is None else counts > 0
+    repeated = seen if params.prompt_mask is None else seen | params.prompt_mask[rows]
+    repetition = params.repetition_penalty[rows].unsqueeze(1)
+    scaled = scores * torch.where(scores > 0, 1.0 / repetition, repetition)
+    scores = torch.where(repeated, scaled, scores)
+    if counts is not None:
+        scores -= params.frequency_penalty[rows].unsqueeze(1) * counts
+        scores -= params.presence_penalty[rows].unsqueeze(1) * seen
+    return logits.index_copy(0, rows, scores)
+
+
+def _draw(
+    scores: torch.Tensor,  # [R, V]
+    params: SamplingTensors,
+) -> torch.Tensor:
+    """Draw one token per row, [R]; no row is greedy."""
+    scaled = scores / params.temperature.unsqueeze(1)
+    is_filtered = (_active_top_k(params, scaled.shape[1]) > 0) | (params.top_p < 1) | (params.min_p > 0)
+    num_filtered = int(is_filtered.sum())
+    if num_filtered == 0:
+        return _race_over_vocabulary(scaled, params)
+    if num_filtered == scaled.shape[0]:
+        return _draw_filtered(scaled, params)
+    token_ids = torch.empty(scaled.shape[0], dtype=torch.int64, device=scaled.device)
+    filtered_rows, other_rows = is_filtered.nonzero().squeeze(1), (~is_filtered).nonzero().squeeze(1)
+    token_ids[filtered_rows] = _draw_filtered(scaled[filtered_rows], params.select(filtered_rows))
+    token_ids[other_rows] = _race_over_vocabulary(scaled[other_rows], params.select(other_rows))
+    return token_ids
+
+
+def _active_top_k(params: SamplingTensors, vocab_size: int) -> torch.Tensor:
+    """Return [R] int64, 0 where top-k is off or keeps everything."""
+    top_k = params.top_k.to(torch.int64)
+    return torch.where(top_k < vocab_size, top_k, 0)
+
+
+def _draw_filtered(
+    scaled: torch.Tensor,  # [R, V]
+    params: SamplingTensors,
+) -> torch.Tensor:
+    """Draw one token per row, [R], from what min-p, top-k and top-p leave."""
+    vocab_size = scaled.shape[1]
+    top_k = _active_top_k(params, vocab_size)
+    total = _total_weight(scaled, params)
+    num_candidates = max(MIN_CANDIDATES, int(top_k.max()) + 1)
+    if 2 * num_candidates >= vocab_size:
+        return _draw_by_full_sort(scaled, total, params)
+    values, token_ids = _rank_candidates(scaled, num_candidates)
+    kept = _keep(values, top_k, total, params)
+    lowest_kept = values.masked_fill(~kept, float("inf")).amin(dim=-1)
+    # Beyond the candidates there may be more to keep unless the last one is dropped and ties with none that is kept,
+    # and more to count for top-p unless the last one is below top-k's threshold.
+    last_value = values[:, -1]
+    incomplete = kept[:, -1] | (last_value >= lowest_kept)
+    incomplete |= (top_k > 0) & (last_value >= _kth_value(values, top_k))
+    chosen = _race(values.masked_fill_(~kept, _MINUS_INFINITY), token_ids, params)
+    if bool(incomplete.any()):
+        rows = incomplete.nonzero().squeeze(1)
+        chosen[rows] = _draw_by_full_sort(scaled[rows], total[rows], params.select(rows))
+    return chosen
+
+
+def _draw_by_full_sort(
+    scaled: torch.Tensor,  # [R, V]
+    total: torch.Tensor,  # [R]
+    params: SamplingTensors,
+) -> torch.Tensor:
+    values, token_ids = scaled.sort(dim=-1, descending=True, stable=True)
+    kept = _keep(values, _active_top_k(params, scaled.shape[1]), total, params)
+    # Only columns that some row keeps take part in the race.
+    width = max(int(kept.sum(dim=-1).max()), 1)
+    values = values[:, :width].masked_fill(~kept[:, :width], _MINUS_INFINITY)
+    return _race(values, token_ids[:, :width], params)
+
+
+def _rank_candidates(
+    scaled: torch.Tensor,  # [R, V]
+    num_candidates: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest values and their tokens, both [R, C], falling; equal values in order of token id."""
+    token_ids = scaled.topk(num_candidates, dim=-1, sorted=False).indices.sort(dim=-1).values
+    values, order = scaled.gather(1, token_ids).sort(dim=-1, descending=True, stable=True)
+    return values, token_ids.gather(1, order)
+
+
+def _total_weight(
+    scaled: torch.Tensor,  # [R, V]
+    params: SamplingTensors,
+) -> torch.Tensor:
+    """Return sum(exp(scaled - max)) of what min-p keeps, as float64 [R]; zeros where no row has a top-p."""
+    total = torch.zeros(scaled.shape[0], dtype=torch.float64, device=scaled.device)
+    if not bool((params.top_p < 1).any()):
+        return total
+    for rows in _row_tiles(*scaled.shape):
+        tile = scaled[rows]
+        # Float64 all the way: with rounded sums the last token that top-p keeps would depend on the batch.
+        weights = (tile - tile.amax(dim=-1, keepdim=True)).double().exp_()
+        total[rows] = weights.mul_(weights >= params.min_p[rows].double().unsqueeze(1)).sum(dim=-1)
+    return total
+
+
+def _keep(
+    values: torch.Tensor,  # [R, C]
+    top_k: torch.Tensor,  # [R]
+    total: torch.Tensor,  # [R]
+    params: SamplingTensors,
+) -> torch.Tensor:
+    """Return which of the candidates min-p, top-k and top-p keep, bool [R, C].
+
+    Args:
+        values: scaled logits, falling; at least ``top_k`` of them.
+        top_k: 0 is off.
+        total: weight of everything that min-p keeps, used by rows without top-k.
+    """
+    weights = (values - values[:, :1]).double().exp_()
+    kept = (weights > 0) & (weights >= params.min_p.double().unsqueeze(1))
+    kept &= values >= _kth_value(values, top_k).unsqueeze(1)
+    has_top_p = params.top_p < 1
+    if bool(has_top_p.any()):
+        weights.masked_fill_(~kept, 0.0)
+        total = torch.where(top_k > 0, weights.sum(dim=-1), total)
+        weight_before = weights.cumsum(dim=-1) - weights
+        kept &= (weight_before < (params.top_p.double() * total).unsqueeze(1)) | ~has_top_p.unsqueeze(1)
+    return kept
+
+
+def _kth_value(
+    values: torch.Tensor,  # [R, C]
+    top_k: torch.Tensor,  # [R]
+) -> torch.Tensor:
+    """Return the ``top_k``-th of falling values, [R]; the last one where top-k is off."""
+    last = torch.where(top_k > 0, top_k, values.shape[1]) - 1
+    return values.gather(1, last.unsqueeze(1)).squeeze(1)
+
+
+def _race(
+    values: torch.Tensor,  # [R, C]
+    token_ids: torch.Tensor,  # [1, C] or [R, C]
+    params: SamplingTensors,
+) -> torch.Tensor:
+    """Return the token that arrives first, [R]; ``exp(values)`` are the rates."""
+    noise = exponential_noise(token_bits(token_ids, params.seed, params.position))
+    winner = (values.double() - noise.log_()).argmax(dim=-1, keepdim=True)
+    return token_ids.expand_as(values).gather(1, winner).squeeze(1)
+
+
+def _race_over_vocabulary(
+    scaled: torch.Tensor,  # [R, V]
+    params: SamplingTensors,
+) -> torch.Tensor:
+    token_ids = torch.arange(scaled.shape[1], device=scaled.device).unsqueeze(0)
+    tiles = _row_tiles(*scaled.shape)
+    if len(tiles) == 1:
+        return _race(scaled, token_ids, params)
+    chosen = torch.empty(scaled.shape[0], dtype=torch.int64, device=scaled.device)
+    for rows in tiles:
+        chosen[rows] = _race(scaled[rows], token_ids, params.select(rows))
+    return chosen
+
+
+def _row_tiles(num_rows: int, vocab_size: int) -> list[slice]:
+    rows_per_tile = max(RACE_TILE // vocab_size, 1)
+    return [slice(start, start + rows_per_tile) for start in range(0, num_rows, rows_per_tile)]
+
+
+def _report(
+    logits: torch.Tensor,  # [R, V]
+    token_ids: torch.Tensor,  # [R]
+    num_logprobs: int,
+) -> SampleOutput:
+    if num_logprobs < 0:
+        return SampleOutput(token_ids, None, None, None)
+    normaliser = logits.logsumexp(dim=-1, keepdim=True)
+    top = logits.topk(num_logprobs, dim=-1)
+    chosen = logits.gather(1, token_ids.unsqueeze(1)) - normaliser
+    return SampleOutput(token_ids, chosen.squeeze(1), top.values - normaliser, top.indices)
+
+
+def sample_unfused(
+    logits: torch.Tensor,  # [R, V] float32
+    params: SamplingTensors,
+) -> SampleOutput:
+    """Twin of ``rose_backend.kernels.sample_unfused``."""
+    scores = apply_penalties(logits, params)
+    token_ids = scores.argmax(dim=-1)
+    is_greedy = params.temperature < GREEDY_TEMPERATURE
+    if not bool(is_greedy.all()):
+        scaled = scores / torch.where(is_greedy, 1.0, params.temperature).unsqueeze(1)
+        if bool((params.min_p > 0).any()):
+            scaled = _mask_min_p(scaled, params)
+        if bool(((params.top_k > 0) | (params.top_p < 1)).any()):
+            scaled = _mask_top_k_top_p(scaled, params)
+        vocabulary = torch.arange(scaled.shape[1], device=scaled.device).unsqueeze(0)
+        noise = exponential_noise(token_bits(vocabulary, params.seed, params.position))
+        drawn = (scaled.double() - noise.log()).argmax(dim=-1)
+        token_ids = torch.where(is_greedy, token_ids, drawn)
+    return _report(logits, token_ids, params.num_logprobs)
+
+
+def _mask_min_p(
+    scaled: torch.Tensor,  # [R, V]
+    params: SamplingTensors,
+) -> torch.Tensor:
+    probabilities = scaled.double().softmax(dim=-1)
+    threshold = params.min_p.double().unsqueeze(1) * probabilities.amax(dim=-1, keepdim=True)
+    return scaled.masked_fill(probabilities < threshold, _MINUS_INFINITY)
+
+
+def _mask_top_k_top_p(
+    scaled: torch.Tensor,  # [R, V]
+    params: SamplingTensors,
+) -> torch.Tensor:
+    vocab_size = scaled.shape[1]
+    values, token_ids = scaled.sort(dim=-1, descending=True, stable=True)
+    top_k = torch.where(params.top_k > 0, params.top_k, vocab_size).clamp(max=vocab_size).to(torch.int64)
+    threshold = values.gather(1, top_k.unsqueeze(1) - 1)
+    values = values.masked_fill(values < threshold, _MINUS_INFINITY)
+    probabilities = values.double().softmax(dim=-1)
+    mass_before = probabilities.cumsum(dim=-1) - probabilities
+    top_p = params.top_p.double().unsqueeze(1)
+    values = values.masked_fill((mass_before >= top_p) & (top_p < 1), _MINUS_INFINITY)
+    return torch.empty_like(scaled).scatter_(1, token_ids, values)

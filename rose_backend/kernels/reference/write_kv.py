@@ -1,0 +1,37 @@
+"""Store new keys and values at given slots of a paged cache, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def write_kv(
+    new_key: torch.Tensor,  # [T, HKV, D]
+    new_value: torch.Tensor,  # [T, HKV, D]
+    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
+    value_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
+    slot_mapping: torch.Tensor,  # [T] int64
+) -> None:
+    """Twin of ``rose_backend.kernels.write_kv``."""
+    if slot_mapping.numel() == 0:
+        return
+    if bool((slot_mapping < 0).any()):
+        kept = slot_mapping >= 0
+        new_key, new_value, slot_mapping = new_key[kept], new_value[kept], slot_mapping[kept]
+    slots = slot_mapping.to(torch.int64)
+    block_size = key_cache.shape[1]
+    write_at(new_key, new_value, key_cache, value_cache, slots // block_size, slots % block_size)
+
+
+def write_at(
+    new_key: torch.Tensor,  # [T, HKV, D]
+    new_value: torch.Tensor,  # [T, HKV, D]
+    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
+    value_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
+    block_ids: torch.Tensor,  # [T] int64
+    offsets: torch.Tensor,  # [T] int64
+) -> None:
+    """Store token ``t`` in block ``block_ids[t]`` at ``offsets[t]``; any strides of the caches."""
+    # Two index tensors, not one flat slot: a strided cache cannot be viewed as [NB * BS, HKV, D].
+    key_cache.index_put_((block_ids, offsets), new_key)
+    value_cache.index_put_((block_ids, offsets), new_value)

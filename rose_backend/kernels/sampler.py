@@ -1,0 +1,70 @@
+"""Choosing the next token of every row in one pass. Runs in plain torch on every device."""
+
+from __future__ import annotations
+
+import torch
+
+from rose_backend.errors import ShapeError
+from rose_backend.kernels.reference import sampler as reference
+from rose_backend.kernels.sampling_tensors import SampleOutput, SamplingTensors
+from rose_backend.kernels.tensor_checks import check_tensors
+
+__all__ = ["SampleOutput", "SamplingTensors", "sample", "sample_unfused"]
+
+
+def sample(
+    logits: torch.Tensor,  # [R, V] float32
+    params: SamplingTensors,
+) -> SampleOutput:
+    """Choose the next token of every row; work that no row asks for is skipped.
+
+    In this order, as vLLM: penalties, temperature, min-p, top-k, top-p, draw. Top-k keeps every token that ties with
+    the k-th most likely one. Top-p keeps tokens, most likely first (of equal ones the lower id), until they hold the
+    probability asked for; at least one. A token that a filter drops is never drawn, nor is one with a logit of minus
+    infinity unless all have it.
+
+    The draw depends on nothing but the row's own logits, parameters, seed and position. Its random bits are those of
+    Philox4x32-10 with the seed as key and (token id, position, 0, 0) as counter, first word.
+
+    Args:
+        logits: stay as they are.
+
+    Raises:
+        ShapeError: shapes or dtypes disagree, or more alternatives are asked for than there are tokens.
+    """
+    _check(logits, params)
+    return reference.sample(logits, params)
+
+
+def sample_unfused(
+    logits: torch.Tensor,  # [R, V] float32
+    params: SamplingTensors,
+) -> SampleOutput:
+    """Choose the same tokens as ``sample`` by separate operations over the whole vocabulary (``fused_sampler`` off).
+
+    Raises:
+        ShapeError: as ``sample``.
+    """
+    _check(logits, params)
+    return reference.sample_unfused(logits, params)
+
+
+def _check(logits: torch.Tensor, params: SamplingTensors) -> None:
+    sizes = check_tensors(
+        logits=(logits, "R V", torch.float32),
+        temperature=(params.temperature, "R", torch.float32),
+        top_k=(params.top_k, "R", torch.int32),
+        top_p=(params.top_p, "R", torch.float32),
+        min_p=(params.min_p, "R", torch.float32),
+        seed=(params.seed, "R", torch.int64),
+        position=(params.position, "R", torch.int64),
+        presence_penalty=(params.presence_penalty, "R", torch.float32),
+        frequency_penalty=(params.frequency_penalty, "R", torch.float32),
+        repetition_penalty=(params.repetition_penalty, "R", torch.float32),
+    )
+    if params.prompt_mask is not None:
+        check_tensors(logits=(logits, "R V"), prompt_mask=(params.prompt_mask, "R V", torch.bool))
+    if params.output_counts is not None:
+        check_tensors(logits=(logits, "R V"), output_counts=(params.output_counts, "R V", torch.int32))
+    if params.num_logprobs > sizes["V"]:
+        raise ShapeError(f"num_logprobs: expected at most V={sizes['V']}, got {params.num_logprobs}")
