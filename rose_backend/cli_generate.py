@@ -1,0 +1,148 @@
+"""``rose generate``: stream one prompt, or work through a file of prompts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from rose_backend.config import EngineConfig
+from rose_backend.engine.llm import LLM
+from rose_backend.engine.outputs import CompletionOutput, RequestOutput
+from rose_backend.engine.progress import GenerationProgress
+from rose_backend.engine.request import Prompt
+from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.errors import RequestError
+
+
+def stream_prompt(config: EngineConfig, prompt: str, params: SamplingParams) -> int:
+    """Write a continuation to stdout as it is generated; several, when ``n`` asks for them, one after the other."""
+    with LLM.from_config(config) as llm:
+        if params.n > 1:
+            _print_completions(llm.generate(prompt, params)[0])
+            return 0
+        for output in llm.stream(prompt, params):
+            sys.stdout.write(output.outputs[0].delta_text)
+            sys.stdout.flush()
+    sys.stdout.write("\n")
+    return 0
+
+
+def generate_file(config: EngineConfig, prompts: str, output: str, defaults: dict[str, Any]) -> int:
+    """Generate for every line of ``prompts`` and write one JSON object per line to ``output``, in the same order.
+
+    Args:
+        prompts: text file, or .jsonl file whose lines may override ``defaults``.
+        defaults: ``SamplingParams`` fields of lines that say nothing else.
+
+    Raises:
+        RequestError: a line is not usable; its number is named and nothing has been generated.
+        OSError: a file cannot be read or written.
+    """
+    requests = read_prompts(Path(prompts), defaults)
+    with LLM.from_config(config) as llm:
+        # Checks every request, so a bad line leaves an existing output file alone.
+        finished = llm.generate_unordered(
+            [prompt for prompt, _ in requests], [params for _, params in requests]
+        )
+        with (
+            open(output, "w", encoding="utf-8") as file,
+            GenerationProgress(len(requests), enabled=True) as progress,
+        ):
+            writer = _OrderedWriter(file)
+            for index, result in finished:
+                writer.add(index, result)
+                progress.advance(result)
+    print(
+        f"{len(requests)} prompts, {progress.num_tokens} tokens, {progress.tokens_per_s:,.0f} tokens/s -> {output}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def read_prompts(path: Path, defaults: dict[str, Any]) -> list[tuple[Prompt, SamplingParams]]:
+    """Read a file of prompts; empty lines are left out.
+
+    Raises:
+        RequestError: a line is no JSON object, has no "prompt", or holds a sampling field that is not allowed.
+        OSError: the file cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    requests: list[tuple[Prompt, SamplingParams]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if path.suffix == ".jsonl":
+            requests.append(_parse_line(line, defaults, source=f"{path} line {number}"))
+        else:
+            requests.append((line, SamplingParams(**defaults)))
+    if not requests:
+        raise RequestError(f"{path}: holds no prompt")
+    return requests
+
+
+def _parse_line(line: str, defaults: dict[str, Any], *, source: str) -> tuple[Prompt, SamplingParams]:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise RequestError(f"{source}: not valid JSON ({error})") from error
+    if not isinstance(fields, dict) or "prompt" not in fields:
+        raise RequestError(f'{source}: a JSON object with "prompt" is needed')
+    prompt = fields.pop("prompt")
+    try:
+        return prompt, SamplingParams.from_mapping({**defaults, **fields}, source="line")
+    except RequestError as error:
+        raise RequestError(f"{source}: {error}", parameter=error.parameter, value=error.value) from error
+
+
+class _OrderedWriter:
+    """Writes results in order of their index as soon as all earlier ones are there."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._early: dict[int, RequestOutput] = {}
+        self._next_index = 0
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        self._early[index] = output
+        while self._next_index in self._early:
+            record = _as_record(self._next_index, self._early.pop(self._next_index))
+            self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self._next_index += 1
+        self._file.flush()
+
+
+def _as_record(index: int, output: RequestOutput) -> dict[str, Any]:
+    return {
+        "index": index,
+        "prompt": output.prompt if output.prompt is not None else output.prompt_token_ids,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "outputs": [_completion_record(completion) for completion in output.outputs],
+    }
+
+
+def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if completion.logprobs is not None:
+        record["cumulative_logprob"] = completion.cumulative_logprob
+        record["logprobs"] = [
+            {str(token_id): entry._asdict() for token_id, entry in position.items()}
+            for position in completion.logprobs
+        ]
+    return record
+
+
+def _print_completions(output: RequestOutput) -> None:
+    for completion in output.outputs:
+        print(f"--- completion {completion.index} ---")
+        print(completion.text)

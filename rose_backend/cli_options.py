@@ -1,0 +1,166 @@
+"""The command line's options, made from the fields of ``EngineConfig`` and ``SamplingParams``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import sys
+from typing import Any, NoReturn
+
+from rose_backend.config import DEVICES, DTYPES, SWITCH_NAMES, EngineConfig
+from rose_backend.engine.sampling_params import SamplingParams
+
+EXIT_USAGE = 2
+
+_ENGINE_HELP = {
+    "dtype": "number type of weights and KV cache; auto: float32 on a CPU, the checkpoint's own on a GPU",
+    "device": "where to run; auto: a GPU where there is one",
+    "block_size": "tokens per KV block",
+    "max_num_seqs": "sequences that may run at once; each of a request's n completions counts",
+    "max_num_batched_tokens": "tokens one step may compute, prompts and decodes together",
+    "max_model_len": "prompt plus output in tokens (default: the model's window)",
+    "num_blocks": "KV blocks to allocate (default: sized from memory)",
+    "gpu_memory_utilization": "share of the GPU's memory for weights, activations and KV pool together",
+    "cpu_kvcache_space_gib": "memory of the KV pool on a CPU in GiB, at most",
+    "seed": "seeds requests that bring no seed of their own",
+    "max_queue_size": "requests that may wait; one more is refused",
+}
+_SWITCH_HELP = {
+    "fused_kv_append": "attention stores new keys and values itself",
+    "fused_mlp": "bias + GELU and bias + residual as one operation each",
+    "fused_sampler": "the one-pass sampler",
+    "fused_add_layernorm": "residual add and LayerNorm as one operation",
+    "cuda_graph": "replay decode steps from CUDA graphs where device and kernels allow it",
+    "chunked_prefill": "split long prompts over several steps",
+    "prefix_cache": "reuse keys and values of earlier requests that share a prefix",
+}
+_SAMPLING_HELP = {
+    "n": "completions of each prompt",
+    "max_tokens": "tokens to generate at most; 'none' fills the window",
+    "min_tokens": "no stop before this many tokens",
+    "temperature": "0 takes the most likely token",
+    "top_k": "draw among the k most likely tokens; 0: off",
+    "top_p": "draw among the most likely tokens that reach this probability together",
+    "min_p": "leave out tokens less likely than this share of the most likely one",
+    "seed": "seed of the draws (default: derived from --seed and the number of the request)",
+    "repetition_penalty": "above 1: tokens of prompt and output become less likely",
+    "presence_penalty": "subtracted from the logit of tokens the output contains",
+    "frequency_penalty": "subtracted once for each time the output contains the token",
+    "stop": "string that ends the text; may be given several times",
+    "stop_token_ids": "token id that ends the text; may be given several times",
+    "ignore_eos": "go on behind the end-of-text token",
+    "include_stop_str_in_output": "keep the stop string at the end of the text",
+    "logprobs": "log-probabilities of this many most likely tokens (in the output file)",
+    "skip_special_tokens": "leave special tokens out of the text",
+}
+# Both the engine and a request have a seed.
+_SAMPLING_FLAG = {"seed": "--sampling-seed"}
+_CHOICES = {"dtype": DTYPES, "device": DEVICES}
+_PREFIX = "sampling_"
+
+
+class RoseParser(argparse.ArgumentParser):
+    """Reports a mistake as one line on stderr with exit code 2, and names the option that was probably meant."""
+
+    def __init__(self, **options: Any) -> None:
+        # A shortened option would stop working as soon as a longer one begins like it.
+        super().__init__(**{**options, "allow_abbrev": False})
+
+    def error(self, message: str) -> NoReturn:
+        print(f"rose: error: {message}", file=sys.stderr)
+        raise SystemExit(EXIT_USAGE)
+
+    def option_names(self) -> list[str]:
+        """Return every option of this parser and of its commands."""
+        names: list[str] = []
+        for action in self._actions:
+            names.extend(action.option_strings)
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    names.extend(parser.option_names())
+        return names
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add one option per field of ``EngineConfig`` but ``model``."""
+    group = parser.add_argument_group("engine")
+    switches = parser.add_argument_group("parts, each of which can be switched off alone")
+    for field in dataclasses.fields(EngineConfig):
+        if field.name in SWITCH_NAMES:
+            switches.add_argument(
+                _flag(field.name),
+                action=argparse.BooleanOptionalAction,
+                default=field.default,
+                help=f"{_SWITCH_HELP[field.name]} (default: on)",
+            )
+        elif field.name != "model":
+            group.add_argument(
+                _flag(field.name),
+                type=float if "float" in str(field.type) else int if "int" in str(field.type) else str,
+                choices=_CHOICES.get(field.name),
+                default=field.default,
+                metavar=None if field.name in _CHOICES else "N",
+                help=_with_default(_ENGINE_HELP[field.name], field.default),
+            )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Add one option per field of ``SamplingParams``."""
+    group = parser.add_argument_group("sampling")
+    for field in dataclasses.fields(SamplingParams):
+        flag = _SAMPLING_FLAG.get(field.name, _flag(field.name))
+        options: dict[str, Any] = {"dest": _PREFIX + field.name, "default": field.default}
+        if isinstance(field.default, bool):
+            options["action"] = argparse.BooleanOptionalAction
+        elif field.name in ("stop", "stop_token_ids"):
+            options |= {"action": "append", "type": int if field.name == "stop_token_ids" else str}
+            options["metavar"] = "ID" if field.name == "stop_token_ids" else "TEXT"
+        else:
+            options |= {"type": _number_type(field), "metavar": "N"}
+        group.add_argument(flag, help=_with_default(_SAMPLING_HELP[field.name], field.default), **options)
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the ``EngineConfig`` fields of a parsed command line, ``model`` left out."""
+    names = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
+    return {name: getattr(args, name) for name in names}
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the ``SamplingParams`` fields of a parsed command line."""
+    return {field.name: getattr(args, _PREFIX + field.name) for field in dataclasses.fields(SamplingParams)}
+
+
+def unknown_option_message(unknown: list[str], parser: RoseParser) -> str:
+    """Say which arguments nobody knows, and which option was probably meant."""
+    hint = ""
+    for argument in unknown:
+        close = difflib.get_close_matches(argument.partition("=")[0], parser.option_names(), n=1, cutoff=0.6)
+        if argument.startswith("-") and close:
+            hint = f"; did you mean {close[0]}?"
+            break
+    return f"unrecognized arguments: {' '.join(unknown)}{hint}"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _with_default(text: str, default: object) -> str:
+    if default is None or isinstance(default, bool) or "default" in text:
+        return text
+    return f"{text} (default: {default})"
+
+
+def _number_type(field: dataclasses.Field[Any]) -> Any:
+    if "float" in str(field.type):
+        return float
+    return _int_or_none if field.name == "max_tokens" else int
+
+
+def _int_or_none(text: str) -> int | None:
+    return None if text.lower() == "none" else int(text)
+
+
+_int_or_none.__name__ = "int"  # argparse puts the name into its error message

@@ -1,0 +1,259 @@
+"""AsyncEngine: many callers on event loops, one thread that runs the steps."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rose_backend.config import EngineConfig
+from rose_backend.engine.core import EngineCore, EngineStats
+from rose_backend.engine.outputs import RequestOutput
+from rose_backend.engine.request import Prompt, Request
+from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.errors import EngineDeadError, RequestError
+
+Delivery = RequestOutput | RequestError | EngineDeadError
+
+
+@dataclass(slots=True, eq=False)
+class _Subscriber:
+    """Where the outputs of one request go."""
+
+    loop: asyncio.AbstractEventLoop
+    queue: asyncio.Queue[Delivery] = field(default_factory=asyncio.Queue)
+
+
+class AsyncEngine:
+    """A model that serves any number of concurrent callers.
+
+    ::
+
+        engine = AsyncEngine("models/tiny-gpt2")
+        async for output in engine.generate("The rose", SamplingParams(max_tokens=32)):
+            print(output.outputs[0].delta_text, end="", flush=True)
+        await engine.shutdown()
+
+    Loading happens in the constructor, which blocks. Steps run in a thread of their own; callers only wait on queues.
+
+    Args:
+        model: local directory or Hugging Face id.
+        **options: fields of ``EngineConfig``.
+
+    Raises:
+        ConfigError: unknown option (the nearest valid one is named) or bad value.
+        ModelError: the model cannot be loaded.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.config = EngineConfig.from_mapping({"model": model, **options}, source="AsyncEngine")
+        self._core = EngineCore(self.config)
+        self._lock = threading.Condition()
+        # Everything below is guarded by the lock; the core belongs to the step thread alone.
+        self._inbox: deque[Request | str] = deque()
+        self._subscribers: dict[str, _Subscriber] = {}
+        self._is_stopping = False
+        self._death: EngineDeadError | None = None
+        self._thread = threading.Thread(target=self._run, name="rose-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since the start, as of some moment during the latest step."""
+        return self._core.stats
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._core.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt plus output, in tokens."""
+        return self._core.max_model_len
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """Every switch, and whether its part is in force."""
+        return self._core.parts
+
+    @property
+    def is_running(self) -> bool:
+        """False after a failure or ``shutdown``."""
+        return self._death is None and not self._is_stopping
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Generate for one prompt and yield its output after every token.
+
+        Each output holds everything so far; ``outputs[i].delta_text`` is the text that is new. The last one has
+        ``finished`` set. Leaving the loop early, or cancelling the task, aborts the request.
+
+        Args:
+            prompt: a string or a list of token ids.
+            sampling_params: None takes the defaults.
+            request_id: name for ``abort``; None makes one up.
+
+        Raises:
+            RequestError: the request is not allowed, its id is in use, or the queue is full. No other request notices.
+            EngineDeadError: the engine failed or was shut down.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        self._check_running()
+        request = self._core.factory.make(prompt, params, request_id=request_id, is_streaming=True)
+        subscriber = _Subscriber(asyncio.get_running_loop())
+        self._submit(request, subscriber)
+        is_over = False
+        try:
+            while not is_over:
+                delivery = await subscriber.queue.get()
+                is_over = not isinstance(delivery, RequestOutput) or delivery.finished
+                if isinstance(delivery, EngineDeadError):
+                    raise _for_one_caller(delivery)
+                if isinstance(delivery, RequestError):
+                    raise delivery
+                yield delivery
+        finally:
+            if not is_over:
+                self._abandon(request.request_id, subscriber)
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request; its ``generate`` yields a last output with ``finish_reason`` "abort".
+
+        Returns:
+            False for an id that no unfinished request has; then nothing has changed.
+        """
+        with self._lock:
+            if request_id not in self._subscribers:
+                return False
+            self._inbox.append(request_id)
+            self._lock.notify()
+        return True
+
+    async def shutdown(self) -> None:
+        """Stop after the present step. Unfinished requests end with ``EngineDeadError``. May be repeated."""
+        with self._lock:
+            self._is_stopping = True
+            self._lock.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def _check_running(self) -> None:
+        if self._death is not None:
+            raise _for_one_caller(self._death)
+        if self._is_stopping:
+            raise EngineDeadError("the engine was shut down")
+
+    def _submit(self, request: Request, subscriber: _Subscriber) -> None:
+        with self._lock:
+            self._check_running()
+            num_waiting = self._core.num_waiting + sum(isinstance(item, Request) for item in self._inbox)
+            if num_waiting >= self.config.max_queue_size:
+                raise RequestError(
+                    f"queue: got a request while {num_waiting} wait, allowed are {self.config.max_queue_size} "
+                    "(max_queue_size)"
+                )
+            if request.request_id in self._subscribers:
+                raise RequestError(
+                    f"request_id: got {request.request_id!r}, which an unfinished request has",
+                    parameter="request_id",
+                )
+            self._subscribers[request.request_id] = subscriber
+            self._inbox.append(request)
+            self._lock.notify()
+
+    def _abandon(self, request_id: str, subscriber: _Subscriber) -> None:
+        with self._lock:
+            # The id may belong to a later request by now.
+            if self._subscribers.get(request_id) is subscriber:
+                self._inbox.append(request_id)
+                self._lock.notify()
+
+    # ---- in the step thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                self._deliver(self._core.step())
+            death = EngineDeadError("the engine was shut down")
+        except BaseException as error:
+            death = (
+                error
+                if isinstance(error, EngineDeadError)
+                else EngineDeadError(f"the engine stopped: {error!r}")
+            )
+            if death is not error:
+                death.__cause__ = error
+        with self._lock:
+            self._death = death
+            self._inbox.clear()
+            orphans = list(self._subscribers.values())
+            self._subscribers.clear()
+        _post([(subscriber, death) for subscriber in orphans])
+
+    def _take_commands(self) -> bool:
+        """Carry out what callers asked for, waiting while there is nothing to do. False: stop."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._is_stopping or self._inbox or self._core.num_unfinished)
+            if self._is_stopping:
+                return False
+            # Under the lock, so that a caller never sees a request in neither the inbox nor the queue.
+            outputs = []
+            refused: list[tuple[_Subscriber, Delivery]] = []
+            while self._inbox:
+                command = self._inbox.popleft()
+                if isinstance(command, Request):
+                    try:
+                        self._core.add(command)
+                    except (
+                        RequestError
+                    ) as error:  # a preemption has filled the queue since the caller was let in
+                        refused.append((self._subscribers.pop(command.request_id), error))
+                elif (output := self._core.abort(command)) is not None:
+                    outputs.append(output)
+        _post(refused)
+        self._deliver(outputs)
+        return True
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        deliveries: list[tuple[_Subscriber, Delivery]] = []
+        with self._lock:
+            for output in outputs:
+                subscriber = self._subscribers.get(output.request_id)
+                if output.finished:
+                    self._subscribers.pop(output.request_id, None)
+                if subscriber is not None:
+                    deliveries.append((subscriber, output))
+        for subscriber, delivery in _post(deliveries):
+            if isinstance(delivery, RequestOutput):
+                self._abandon(delivery.request_id, subscriber)
+
+
+def _for_one_caller(death: EngineDeadError) -> EngineDeadError:
+    """Return an exception of the caller's own: tracebacks of several callers must not pile up in one object."""
+    error = EngineDeadError(str(death))
+    error.__cause__ = death.__cause__ or death
+    return error
+
+
+def _post(deliveries: list[tuple[_Subscriber, Delivery]]) -> list[tuple[_Subscriber, Delivery]]:
+    """Hand deliveries to their event loops, one wake-up per loop. Returns those whose loop is closed."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Subscriber, Delivery]]] = defaultdict(list)
+    for subscriber, delivery in deliveries:
+        by_loop[subscriber.loop].append((subscriber, delivery))
+    unreachable: list[tuple[_Subscriber, Delivery]] = []
+    for loop, batch in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_put_all, batch)
+        except RuntimeError:  # the loop is closed
+            unreachable.extend(batch)
+    return unreachable
+
+
+def _put_all(batch: list[tuple[_Subscriber, Delivery]]) -> None:
+    for subscriber, delivery in batch:
+        subscriber.queue.put_nowait(delivery)

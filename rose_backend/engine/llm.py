@@ -1,0 +1,197 @@
+"""LLM: generate text from Python, in the caller's own thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from rose_backend.config import EngineConfig
+from rose_backend.engine.core import EngineCore, EngineStats
+from rose_backend.engine.outputs import RequestOutput
+from rose_backend.engine.progress import GenerationProgress
+from rose_backend.engine.request import Prompt, Request
+from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.errors import EngineDeadError, RequestError
+
+
+class LLM:
+    """A model with its KV pool, ready to generate.
+
+    ::
+
+        with LLM("models/tiny-gpt2") as llm:
+            for output in llm.generate(["The rose", "Once upon a time"], SamplingParams(max_tokens=32)):
+                print(output.outputs[0].text)
+
+    Args:
+        model: local directory or Hugging Face id.
+        **options: fields of ``EngineConfig``.
+
+    Raises:
+        ConfigError: unknown option (the nearest valid one is named) or bad value.
+        ModelError: the model cannot be loaded.
+    """
+
+    config: EngineConfig
+    _core: EngineCore | None
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self._start(EngineConfig.from_mapping({"model": model, **options}, source="LLM"))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        """Build from checked options; errors are those of the constructor."""
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine inside.
+
+        Raises:
+            EngineDeadError: ``close`` was called.
+        """
+        if self._core is None:
+            raise EngineDeadError("this LLM was closed")
+        return self._core
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since the start: steps, computed and cached tokens, preemptions, clones."""
+        return self.core.stats
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.core.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts at once.
+
+        Args:
+            prompts: one prompt or many, each a string or a list of token ids.
+            sampling_params: one for all, or one for each prompt; None takes the defaults.
+            progress: show a progress bar on stderr.
+
+        Returns:
+            One finished output per prompt, in order.
+
+        Raises:
+            RequestError: a prompt or its parameters are not allowed; nothing has been computed then.
+            EngineDeadError: the engine failed.
+        """
+        prompt_list = _as_prompt_list(prompts)
+        outputs: list[RequestOutput | None] = [None] * len(prompt_list)
+        with GenerationProgress(len(prompt_list), enabled=progress) as bar:
+            for index, output in self.generate_unordered(prompt_list, sampling_params):
+                outputs[index] = output
+                bar.advance(output)
+        return [output for output in outputs if output is not None]
+
+    def generate_unordered(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Generate for all prompts at once and yield each as soon as it has finished, with its index.
+
+        Closing the iterator aborts what is left. Arguments and errors are those of ``generate``.
+        """
+        requests = self._make_requests(prompts, sampling_params, is_streaming=False)
+        index_of = {request.request_id: index for index, request in enumerate(requests)}
+        return ((index_of[output.request_id], output) for output in self._run(requests))
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Generate for one prompt and yield its output after every token.
+
+        ``outputs[i].delta_text`` is the text that is new. Closing the iterator aborts the request.
+
+        Raises:
+            RequestError: the prompt or the parameters are not allowed.
+            EngineDeadError: the engine failed.
+        """
+        return self._run(self._make_requests([prompt], sampling_params, is_streaming=True))
+
+    def close(self) -> None:
+        """Let go of the model and the KV pool. Harmless when called again."""
+        self._core = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, config: EngineConfig) -> None:
+        self.config = config
+        self._core = EngineCore(config)
+
+    def _make_requests(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        is_streaming: bool,
+    ) -> list[Request]:
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            params_list: Sequence[SamplingParams] = [sampling_params] * len(prompts)
+        else:
+            params_list = sampling_params
+        if len(params_list) != len(prompts):
+            raise RequestError(
+                f"sampling_params: got {len(params_list)} for {len(prompts)} prompts, allowed are one, or one for each",
+                parameter="sampling_params",
+            )
+        make = self.core.factory.make
+        return [
+            make(prompt, params, is_streaming=is_streaming)
+            for prompt, params in zip(prompts, params_list, strict=True)
+        ]
+
+    def _run(self, requests: list[Request]) -> Iterator[RequestOutput]:
+        core = self.core
+        queue = deque(requests)
+        unfinished: dict[str, None] = {}
+        try:
+            while queue or unfinished:
+                # A long list does not count against the queue's limit: it is fed in as the queue drains.
+                while queue and core.num_waiting < core.config.max_queue_size:
+                    request = queue.popleft()
+                    core.add(request)
+                    unfinished[request.request_id] = None
+                for output in core.step():
+                    if output.finished:
+                        unfinished.pop(output.request_id, None)
+                    yield output
+        finally:
+            if core.is_alive:
+                for request_id in unfinished:
+                    core.abort(request_id)
+
+
+def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"prompts: got {type(prompts).__name__}, allowed are a prompt and a list of prompts",
+            parameter="prompts",
+        )
+    items: list[Any] = list(prompts)
+    return [items] if items and all(isinstance(item, int) for item in items) else items

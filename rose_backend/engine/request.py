@@ -1,0 +1,201 @@
+"""One request and its completions: what is known of them outside the step path."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rose_backend.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.engine.text_stream import TextStream
+from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.errors import RequestError
+
+Prompt = str | Sequence[int]
+
+_SEED_MASK = (1 << 63) - 1
+
+
+@dataclass(slots=True, eq=False)
+class Completion:
+    """One of a request's ``n`` completions: a sequence of tokens that holds one row while it runs.
+
+    While it runs its tokens stand in the row's buffers; ``token_ids`` is written when it leaves the row.
+    """
+
+    request: Request
+    index: int
+    seed: int
+    token_ids: NDArray[np.int32]
+    """Prompt and output, as of the last time it had no row."""
+    row: int = -1
+    num_siblings_to_fork: int = 0
+    """Completions that are split off when this one has computed the prompt."""
+    num_computed_before: int = 0
+    """Tokens that were computed before a preemption took the row away."""
+    text_stream: TextStream | None = None
+    """None when the text is only needed at the end."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    final: CompletionOutput | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it takes no further token."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A checked request. Built by ``RequestFactory``."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: NDArray[np.int32]
+    params: SamplingParams
+    max_tokens: int
+    is_streaming: bool
+    completions: list[Completion] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+    """None until it first got a row."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all ``n`` completions have finished."""
+        return len(self.completions) == self.params.n and all(c.is_finished for c in self.completions)
+
+    def make_output(self, snapshot: Callable[[Completion], CompletionOutput]) -> RequestOutput:
+        """Describe the request's present state, each completion as ``snapshot`` shows it."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids.tolist(),
+            outputs=[snapshot(completion) for completion in self.completions],
+            finished=self.is_finished,
+            num_cached_tokens=self.num_cached_tokens or 0,
+        )
+
+
+class RequestFactory:
+    """Turns what a caller asks for into a ``Request``, or refuses it before anything is allocated.
+
+    Args:
+        max_model_len: prompt plus output, in tokens.
+        max_num_seqs: completions that may run at once.
+        seed: with the number of the request, the seed of requests that bring none.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int, max_num_seqs: int, seed: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._max_num_seqs = max_num_seqs
+        self._seed = seed
+        self._numbers = itertools.count()
+
+    def make(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        is_streaming: bool = False,
+    ) -> Request:
+        """Tokenize and check one request.
+
+        Raises:
+            RequestError: see ``SamplingParams.check_against_model``; or the prompt is empty, too long, or holds an id
+                outside the vocabulary.
+        """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params: got {type(params).__name__}, allowed is SamplingParams")
+        ids = self._checked_prompt(prompt)
+        params.check_against_model(
+            prompt_length=len(ids),
+            vocab_size=self._vocab_size,
+            max_model_len=self._max_model_len,
+            max_num_seqs=self._max_num_seqs,
+        )
+        number = next(self._numbers)
+        room = self._max_model_len - len(ids)
+        request = Request(
+            request_id=request_id if request_id is not None else f"request-{number}",
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=ids,
+            params=params,
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            is_streaming=is_streaming,
+        )
+        seed = derive_seed(self._seed, number) if params.seed is None else params.seed
+        first = self.make_completion(request, 0, seed)
+        first.num_siblings_to_fork = params.n - 1
+        request.completions.append(first)
+        return request
+
+    def make_completion(self, request: Request, index: int, base_seed: int) -> Completion:
+        """Make completion ``index``, which draws with ``base_seed + index``."""
+        params = request.params
+        stream = None
+        if request.is_streaming or params.stop_strings:
+            stream = TextStream(
+                self._tokenizer,
+                stop_strings=params.stop_strings,
+                keep_stop_string=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+        return Completion(
+            request=request,
+            index=index,
+            seed=(base_seed + index) & _SEED_MASK,
+            token_ids=request.prompt_token_ids,
+            text_stream=stream,
+            logprobs=None if params.logprobs is None else [],
+        )
+
+    def _checked_prompt(self, prompt: Prompt) -> NDArray[np.int32]:
+        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
+        if len(ids) == 0:
+            raise RequestError("prompt: got no tokens, allowed is at least one", parameter="prompt")
+        if len(ids) > self._max_model_len - 1:
+            raise RequestError(
+                f"prompt: got {len(ids)} tokens, allowed are at most {self._max_model_len - 1} "
+                f"(a window of {self._max_model_len} less one token to generate)",
+                parameter="prompt",
+            )
+        return np.array(ids, np.int32)
+
+    def _checked_ids(self, prompt: Sequence[int]) -> list[int]:
+        if isinstance(prompt, np.ndarray) and prompt.ndim == 1:
+            prompt = prompt.tolist()
+        if not isinstance(prompt, (list, tuple)):
+            raise RequestError(
+                f"prompt: got {type(prompt).__name__}, allowed are a string and a list of token ids",
+                parameter="prompt",
+            )
+        for token_id in prompt:
+            is_id = isinstance(token_id, (int, np.integer)) and not isinstance(token_id, bool)
+            if not is_id or not 0 <= token_id < self._vocab_size:
+                shown = str(token_id) if is_id and abs(int(token_id)) < 2**63 else type(token_id).__name__
+                raise RequestError(
+                    f"prompt: got token id {shown}, allowed are integers from 0 to {self._vocab_size - 1}",
+                    parameter="prompt",
+                )
+        return list(prompt)
+
+
+def derive_seed(engine_seed: int, request_number: int) -> int:
+    """Return a 63-bit seed; different for neighbouring requests and engine seeds (SplitMix64's finaliser)."""
+    mask = (1 << 64) - 1
+    value = (engine_seed * 0xD1342543DE82EF95 + (request_number + 1) * 0x9E3779B97F4A7C15) & mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return (value ^ (value >> 31)) & _SEED_MASK

@@ -1,0 +1,98 @@
+"""Everything a step needs to know about the running completions, as arrays indexed by row."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rose_backend.engine.request import Completion
+
+Int32Array = NDArray[np.int32]
+
+
+class RowState:
+    """Persistent per-row buffers; a completion's entries are written when it gets its row and stay until it leaves.
+
+    Rows are the block manager's. Entries of rows that nobody holds mean nothing.
+
+    Args:
+        max_num_seqs: rows.
+        max_model_len: tokens per row.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+        # np.empty touches no memory, so a window of a million tokens costs nothing until it is used.
+        self.token_ids: Int32Array = np.empty((max_num_seqs, max_model_len), np.int32)
+        """Prompt and output."""
+        self.num_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """Known tokens; the last of them may not be computed yet."""
+        self.num_prompt_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
+        self.max_num_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """A row with this many tokens has reached its length."""
+        self.min_num_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """No stop token is drawn while the row has fewer."""
+        self.num_computed_before: Int32Array = np.zeros(max_num_seqs, np.int32)
+        self.num_siblings_to_fork: Int32Array = np.zeros(max_num_seqs, np.int32)
+
+        self.temperature = np.zeros(max_num_seqs, np.float32)
+        self.top_k = np.zeros(max_num_seqs, np.int32)
+        self.top_p = np.ones(max_num_seqs, np.float32)
+        self.min_p = np.zeros(max_num_seqs, np.float32)
+        self.seed = np.zeros(max_num_seqs, np.int64)
+        self.repetition_penalty = np.ones(max_num_seqs, np.float32)
+        self.presence_penalty = np.zeros(max_num_seqs, np.float32)
+        self.frequency_penalty = np.zeros(max_num_seqs, np.float32)
+        self.uses_penalties = np.zeros(max_num_seqs, np.bool_)
+
+        self.stops_at_eos = np.zeros(max_num_seqs, np.bool_)
+        self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
+        self.wants_each_token = np.zeros(max_num_seqs, np.bool_)
+        """Rows whose completion must see every token as it comes: streams, stop strings, stop tokens, logprobs."""
+        self.completions: list[Completion | None] = [None] * max_num_seqs
+        self.generation = np.zeros(max_num_seqs, np.int64)
+        """Grows whenever a row is filled, so that copies made for an earlier holder can be told."""
+
+    def fill(self, row: int, completion: Completion) -> None:
+        """Write everything known about ``completion`` into ``row``."""
+        request, params = completion.request, completion.request.params
+        num_tokens, num_prompt_tokens = len(completion.token_ids), len(request.prompt_token_ids)
+        self.token_ids[row, :num_tokens] = completion.token_ids
+        self.num_tokens[row] = num_tokens
+        self.num_prompt_tokens[row] = num_prompt_tokens
+        self.max_num_tokens[row] = num_prompt_tokens + request.max_tokens
+        self.min_num_tokens[row] = num_prompt_tokens + params.min_tokens
+        self.num_computed_before[row] = completion.num_computed_before
+        self.num_siblings_to_fork[row] = completion.num_siblings_to_fork
+        self.temperature[row] = 0.0 if params.is_greedy else params.temperature
+        self.top_k[row] = max(params.top_k, 0)
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = completion.seed
+        self.repetition_penalty[row] = params.repetition_penalty
+        self.presence_penalty[row] = params.presence_penalty
+        self.frequency_penalty[row] = params.frequency_penalty
+        self.uses_penalties[row] = params.has_penalties
+        self.stops_at_eos[row] = not params.ignore_eos
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.wants_each_token[row] = (
+            completion.text_stream is not None
+            or completion.logprobs is not None
+            or bool(params.stop_token_ids)
+        )
+        self.completions[row] = completion
+        completion.row = row
+        self.generation[row] += 1
+
+    def clear(self, row: int) -> Completion:
+        """Take the completion out of ``row``, with the tokens it has so far."""
+        completion = self.completions[row]
+        assert completion is not None, f"row {row} holds no completion"
+        completion.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
+        completion.row = -1
+        self.completions[row] = None
+        return completion
+
+    def output_token_ids(self, row: int) -> list[int]:
+        """Return the tokens generated so far."""
+        ids: list[int] = self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]].tolist()
+        return ids

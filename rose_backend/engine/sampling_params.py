@@ -1,0 +1,201 @@
+"""How one request wants its tokens chosen and when it wants to stop. Names and meaning are vLLM's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rose_backend.config import (
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_STRING_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
+from rose_backend.errors import RequestError, nearest_name_hint
+
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this mean greedy."""
+
+_MAX_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling and stopping options of one request.
+
+    Every value is checked here as far as that is possible without a model, the rest when the request is submitted.
+
+    Raises:
+        RequestError: names the field, what was got and what is allowed.
+    """
+
+    n: int = 1
+    """Completions of the prompt; number ``i`` draws with ``seed + i``."""
+    max_tokens: int | None = 16
+    """Tokens to generate at most; None fills the model's window."""
+    min_tokens: int = 0
+    """No stop token may be drawn and no stop string ends the text before this many tokens."""
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Draw among the k most likely tokens; 0 and -1 switch this off."""
+    top_p: float = 1.0
+    """Draw among the most likely tokens that reach this probability together."""
+    min_p: float = 0.0
+    """Leave out tokens less likely than this share of the most likely one."""
+    seed: int | None = None
+    """Seed of the draws; None derives one from the engine's seed and the number of the request."""
+    repetition_penalty: float = 1.0
+    """Above 1 makes tokens of the prompt and the output less likely."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that the output contains."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time the output contains the token."""
+    stop: str | Sequence[str] | None = None
+    """Strings that end the text, wherever token boundaries fall."""
+    stop_token_ids: Sequence[int] | None = None
+    """Tokens that end the text like the model's end-of-text token."""
+    ignore_eos: bool = False
+    """Go on behind the end-of-text token."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string, or the text of the stop token, at the end of the text."""
+    logprobs: int | None = None
+    """Report each token's log-probability and this many of the most likely tokens; None reports none."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, MAX_N)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, _MAX_INT32)
+        _check_int("min_tokens", self.min_tokens, 0, _MAX_INT32)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _refusal("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+        _check_float("temperature", self.temperature, 0.0, math.inf)
+        _check_int("top_k", self.top_k, -1, _MAX_INT32)
+        _check_float("top_p", self.top_p, 0.0, 1.0, above_low=True)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, 2**63 - 1)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, math.inf, above_low=True)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self._check_stops()
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refusal(name, getattr(self, name), "true and false")
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any], *, source: str) -> SamplingParams:
+        """Build from user-supplied fields.
+
+        Args:
+            options: field name to value.
+            source: how to call the place the fields came from in an error.
+
+        Raises:
+            RequestError: unknown field (the nearest valid one is named) or bad value.
+        """
+        valid = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in valid:
+                hint = nearest_name_hint(name, valid)
+                raise RequestError(
+                    f"{source}: unknown sampling option {name!r}{hint} (valid: {', '.join(valid)})",
+                    parameter=name,
+                )
+        return cls(**dict(options))
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """``stop`` as a tuple, empty for None."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken instead of a draw."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens seen before change the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def check_against_model(
+        self, *, prompt_length: int, vocab_size: int, max_model_len: int, max_num_seqs: int
+    ) -> None:
+        """Check what depends on the model and on the prompt's length, in tokens.
+
+        Raises:
+            RequestError: a value is too large for this model, this engine or this prompt.
+        """
+        room = max_model_len - prompt_length
+        if self.max_tokens is not None and self.max_tokens > room:
+            raise _refusal(
+                "max_tokens",
+                self.max_tokens,
+                f"at most {room} behind a prompt of {prompt_length} tokens in a window of {max_model_len}",
+            )
+        if self.min_tokens > room:
+            raise _refusal("min_tokens", self.min_tokens, f"at most {room} behind this prompt")
+        if self.n > max_num_seqs:
+            raise _refusal("n", self.n, f"at most {max_num_seqs}, the engine's max_num_seqs")
+        if self.top_k > vocab_size:
+            raise _refusal("top_k", self.top_k, f"-1 to {vocab_size}, the size of the vocabulary")
+        for token_id in self.stop_token_ids or ():
+            if token_id >= vocab_size:
+                raise _refusal("stop_token_ids", token_id, f"ids from 0 to {vocab_size - 1}")
+
+    def _check_stops(self) -> None:
+        if not isinstance(self.stop, (str, list, tuple, type(None))):
+            raise _refusal("stop", self.stop, "a string, a list of strings and None")
+        if len(self.stop_strings) > MAX_STOP_STRINGS:
+            count = f"{len(self.stop_strings)} strings"
+            raise _refusal("stop", self.stop, f"at most {MAX_STOP_STRINGS}", shown=count)
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_STRING_LENGTH:
+                raise _refusal("stop", text, f"strings of 1 to {MAX_STOP_STRING_LENGTH} characters")
+        if not isinstance(self.stop_token_ids, (list, tuple, type(None))):
+            raise _refusal("stop_token_ids", self.stop_token_ids, "a list of token ids and None")
+        if len(self.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
+            count = f"{len(self.stop_token_ids or ())} ids"
+            raise _refusal(
+                "stop_token_ids", self.stop_token_ids, f"at most {MAX_STOP_TOKEN_IDS}", shown=count
+            )
+        for token_id in self.stop_token_ids or ():
+            _check_int("stop_token_ids", token_id, 0, _MAX_INT32)
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _refusal(name, value, f"an integer from {low} to {high}")
+
+
+def _check_float(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # An int too large for a float is no usable number either; comparing instead of converting keeps it from raising.
+    if is_number and low <= value <= high and abs(value) <= 1e300 and not (above_low and value == low):  # type: ignore[operator,arg-type]
+        return
+    start = f"above {low:g}" if above_low else f"from {low:g}"
+    end = "and finite" if high == math.inf else f"to {high:g}"
+    raise _refusal(name, value, f"a number {start} {end}")
+
+
+def _refusal(name: str, value: object, allowed: str, *, shown: str | None = None) -> RequestError:
+    got = _shorten(value) if shown is None else shown
+    return RequestError(f"{name}: got {got}, allowed is {allowed}", parameter=name, value=value)
+
+
+def _shorten(value: object) -> str:
+    # str() of a huge int raises; a request must not be able to trigger that.
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

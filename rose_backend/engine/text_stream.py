@@ -1,0 +1,122 @@
+"""Token ids to text, one token at a time: whole characters only, stop strings wherever token boundaries fall."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rose_backend.engine.tokenizer import Tokenizer
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_MAX_UNFINISHED = 3
+"""An unfinished UTF-8 character is at most three bytes, and decoders show at most one U+FFFD for each."""
+
+
+class TextStream:
+    """The text of one completion while its tokens arrive.
+
+    The result does not depend on how the text falls into tokens: of all stop strings the one whose end comes first
+    wins, of several ending there the longest.
+
+    Args:
+        stop_strings: strings that end the text.
+        keep_stop_string: leave the stop string at the end of the text.
+        min_tokens: no stop string ends within the text of this many first tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop_strings: Sequence[str] = (),
+        keep_stop_string: bool = False,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop_strings = tuple(stop_strings)
+        self._keep_stop_string = keep_stop_string
+        self._min_tokens = min_tokens
+        self._skip_special_tokens = skip_special_tokens
+        self._num_tokens = 0
+        # Tokens decoded together: some whose text is out already (context for decoders that look back), then the rest.
+        self._window: list[int] = []
+        self._num_context_tokens = 0
+        self._num_emitted = 0  # characters of the window's text that are part of self._text
+        self._text = ""
+        self._num_delivered = 0
+        self._closed = False
+
+    @property
+    def visible_text(self) -> str:
+        """Text that cannot change any more."""
+        return self._text[: self._num_visible()]
+
+    def push(self, token_id: int) -> str | None:
+        """Add one token.
+
+        Returns:
+            The stop string that ended the text, or None. After one, nothing more may be added.
+        """
+        self._num_tokens += 1
+        self._window.append(token_id)
+        decoded = self._decode(self._window)
+        stripped = decoded.rstrip(_REPLACEMENT)
+        certain = decoded[: max(len(stripped), len(decoded) - _MAX_UNFINISHED)]
+        stop_string = self._append(certain[self._num_emitted :])
+        self._num_emitted = max(self._num_emitted, len(certain))
+        if len(certain) == len(decoded) and certain:
+            self._slide_window()
+        return stop_string
+
+    def close(self) -> str | None:
+        """End the text: what was held back as an unfinished character becomes visible.
+
+        Returns:
+            A stop string that this completed, or None.
+        """
+        stop_string = None
+        if not self._closed:
+            stop_string = self._append(self._decode(self._window)[self._num_emitted :])
+        self._closed = True
+        return stop_string
+
+    def take_delta(self) -> str:
+        """Return the visible text that the previous call did not return."""
+        start, self._num_delivered = self._num_delivered, self._num_visible()
+        return self._text[start : self._num_delivered]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+    def _slide_window(self) -> None:
+        del self._window[: self._num_context_tokens]
+        self._num_context_tokens = len(self._window)
+        self._num_emitted = len(self._decode(self._window))
+
+    def _append(self, new_text: str) -> str | None:
+        old_length = len(self._text)
+        self._text += new_text
+        if not new_text or self._num_tokens <= self._min_tokens:
+            return None
+        best: tuple[int, int, str] | None = None
+        for stop in self._stop_strings:
+            start = self._text.find(stop, max(0, old_length - len(stop) + 1))
+            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
+                best = (start + len(stop), start, stop)
+        if best is None:
+            return None
+        end, start, stop = best
+        self._text = self._text[: end if self._keep_stop_string else start]
+        self._closed = True
+        return stop
+
+    def _num_visible(self) -> int:
+        if self._closed or self._keep_stop_string:
+            return len(self._text)
+        held_back = 0
+        for stop in self._stop_strings:
+            for length in range(min(len(stop) - 1, len(self._text)), held_back, -1):
+                if self._text.endswith(stop[:length]):
+                    held_back = length
+                    break
+        return len(self._text) - held_back

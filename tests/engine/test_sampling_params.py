@@ -1,0 +1,104 @@
+"""Every field is checked when the object is made, and against the model when the request is submitted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from rose_backend import SamplingParams
+from rose_backend.errors import RequestError
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("n", value) for value in (0, -1, 129, 10**30, True, 1.0, "2", None)],
+        *[("max_tokens", value) for value in (0, -5, 2**31, True, 3.0, "16")],
+        *[("min_tokens", value) for value in (-1, 17, True, None)],
+        *[("temperature", value) for value in (-0.1, NAN, math.inf, True, "hot", None, 10**400)],
+        *[("top_k", value) for value in (-2, 2**31, True, 1.5)],
+        *[("top_p", value) for value in (0.0, -0.1, 1.1, NAN, True)],
+        *[("min_p", value) for value in (-0.1, 1.1, NAN)],
+        *[("seed", value) for value in (-1, 2**63, 1.0, True)],
+        *[("repetition_penalty", value) for value in (0.0, -1.0, NAN, math.inf)],
+        *[("presence_penalty", value) for value in (-2.1, 2.1, NAN)],
+        *[("frequency_penalty", value) for value in (-2.1, 2.1, NAN)],
+        *[("logprobs", value) for value in (-1, 21, 10**9, True, 1.0)],
+        *[("stop", value) for value in ("", [""], ["x" * 257], ["x"] * 17, [1], 5, {"a"})],
+        *[("stop_token_ids", value) for value in ([-1], [True], ["1"], [1] * 129, 7, "ab")],
+        *[("ignore_eos", value) for value in (1, "no", None)],
+        *[("include_stop_str_in_output", value) for value in (0, None)],
+        *[("skip_special_tokens", value) for value in (1, "yes")],
+    ],
+)
+def test_refusals_name_the_field(field: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=rf"^{field}: got .*, allowed is ") as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.parameter == field
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 128),
+        ("max_tokens", None),
+        ("temperature", 0),
+        ("top_k", -1),
+        ("top_p", 1),
+        ("min_p", 1.0),
+        ("seed", 2**63 - 1),
+        ("repetition_penalty", 3.0),
+        ("stop", "x" * 256),
+        ("stop", ("a", "b")),
+        ("logprobs", 0),
+        ("logprobs", 20),
+    ],
+)
+def test_limits_themselves_are_allowed(field: str, value: Any) -> None:
+    assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+def test_defaults_are_vllms() -> None:
+    params = SamplingParams()
+    assert (params.n, params.max_tokens, params.temperature, params.top_p, params.top_k) == (
+        1,
+        16,
+        1.0,
+        1.0,
+        0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"max_tokens": 95}, "max_tokens"),
+        ({"max_tokens": None, "min_tokens": 95}, "min_tokens"),
+        ({"n": 9}, "n"),
+        ({"top_k": 501}, "top_k"),
+        ({"stop_token_ids": [3, 500]}, "stop_token_ids"),
+    ],
+)
+def test_check_against_the_model(options: dict[str, Any], field: str) -> None:
+    limits = {"prompt_length": 6, "vocab_size": 500, "max_model_len": 100, "max_num_seqs": 8}
+    with pytest.raises(RequestError, match=f"^{field}: got ") as caught:
+        SamplingParams(**options).check_against_model(**limits)
+    assert caught.value.parameter == field
+    SamplingParams(n=8, top_k=500, max_tokens=94, stop_token_ids=[499]).check_against_model(**limits)
+
+
+def test_unknown_field_names_the_nearest() -> None:
+    with pytest.raises(
+        RequestError, match=r"line 3: unknown sampling option 'temprature'; did you mean 'temperature'"
+    ):
+        SamplingParams.from_mapping({"temprature": 1}, source="line 3")
+
+
+def test_integer_too_long_to_print_is_refused_like_any_other() -> None:
+    with pytest.raises(RequestError, match=r"^max_tokens: got an integer of 16610 bits"):
+        SamplingParams(max_tokens=10**5000)

@@ -1,0 +1,125 @@
+"""What one step contains, and what a pure decode step does not touch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rose_backend import LLM
+from rose_backend.engine.scheduler import Step
+from tests.engine.conftest import GREEDY
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], list[Step]]:
+    """Return a function that records every step an engine runs."""
+
+    def record(llm: LLM) -> list[Step]:
+        recorded: list[Step] = []
+        forward = llm.core._runner.forward
+
+        def spy(step: Step) -> Any:
+            recorded.append(step)
+            return forward(step)
+
+        monkeypatch.setattr(llm.core._runner, "forward", spy)
+        return recorded
+
+    return record
+
+
+def test_decodes_lead_and_prompts_fill_the_budget(
+    make_llm: Callable[..., LLM], steps: Callable[[LLM], list[Step]]
+) -> None:
+    llm = make_llm(max_num_batched_tokens=40, prefix_cache=False)
+    recorded = steps(llm)
+    llm.generate([[9] * 3, [9] * 100, [8] * 50], replace(GREEDY, max_tokens=8))
+    for step in recorded:
+        counts = step.num_new_tokens.tolist()
+        assert sum(counts) <= 40
+        assert all(count == 1 for count in counts[: step.num_decodes])
+        assert all(count > 1 for count in counts[step.num_decodes :])
+        assert len(set(step.rows.tolist())) == len(counts)
+    # 3 + 37 of the second; its decode beside 39 more; the last 24 beside the decode and 15 of the third; ...
+    shapes = [sorted(step.num_new_tokens.tolist()) for step in recorded[:4]]
+    assert shapes == [[3, 37], [1, 39], [1, 15, 24], [1, 1, 35]]
+
+
+def test_prompt_of_one_token_takes_the_decode_path(
+    make_llm: Callable[..., LLM], steps: Callable[[LLM], list[Step]]
+) -> None:
+    llm = make_llm(prefix_cache=False)
+    recorded = steps(llm)
+    llm.generate([[9] * 3, [9], [8] * 5], replace(GREEDY, max_tokens=1))
+    assert [(step.num_decodes, step.num_new_tokens.tolist()) for step in recorded] == [(1, [1, 3, 5])]
+
+
+def test_without_chunked_prefill_a_prompt_is_one_piece(
+    make_llm: Callable[..., LLM], steps: Callable[[LLM], list[Step]]
+) -> None:
+    llm = make_llm(max_num_batched_tokens=200, max_model_len=200, chunked_prefill=False, prefix_cache=False)
+    recorded = steps(llm)
+    llm.generate([[9] * 120, [8] * 150, [7] * 40], replace(GREEDY, max_tokens=5))
+    pieces = sorted(count for step in recorded for count in step.num_new_tokens.tolist() if count > 1)
+    assert pieces == [40, 120, 150]
+
+
+def test_pure_decode_step_looks_at_no_completion(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    core = llm.core
+    for index in range(6):
+        core.add(core.factory.make([index + 1] * 10, replace(GREEDY, temperature=0.7, max_tokens=30)))
+    for _ in range(3):
+        core.step()
+    rows = core._rows
+    real = rows.completions
+
+    class Untouchable(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            raise AssertionError("a pure decode step looked at a completion")
+
+    rows.completions = Untouchable(real)
+    for _ in range(20):
+        assert core.step() == []
+    rows.completions = real
+    outputs = [output for _ in range(10) for output in core.step()]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [30] * 6
+
+
+def test_newest_is_preempted_and_the_oldest_finishes_first(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(num_blocks=12, max_model_len=160, max_num_seqs=3, prefix_cache=False)
+    core = llm.core
+    for name in ("old", "middle", "new", "last"):
+        core.add(core.factory.make([len(name)] * 40, replace(GREEDY, max_tokens=60), request_id=name))
+    finished = []
+    while core.num_unfinished:
+        finished.extend(output.request_id for output in core.step())
+        core.manager.check_integrity()
+    assert finished == ["old", "middle", "new", "last"]
+    assert core.stats.preemptions > 0
+    assert core.stats.generated_tokens == 240
+
+
+def test_requests_that_do_not_fit_wait_without_lookups(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(num_blocks=12, max_model_len=160)
+    core = llm.core
+    core.add(core.factory.make([1] * 100, replace(GREEDY, max_tokens=12)))
+    core.add(core.factory.make([2] * 100, replace(GREEDY, max_tokens=12)))
+    num_lookups = 0
+    match = core.manager.match
+
+    def counting(token_ids: np.ndarray, **options: Any) -> Any:
+        nonlocal num_lookups
+        num_lookups += 1
+        return match(token_ids, **options)
+
+    monkeypatch.setattr(core.manager, "match", counting)
+    while core.num_unfinished:
+        core.step()
+    assert num_lookups == 3

@@ -1,0 +1,214 @@
+"""The ``rose`` command: results where asked for, one line for each mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rose_backend import LLM, EngineConfig, SamplingParams, __version__
+from rose_backend.cli import main
+from rose_backend.config import SWITCH_NAMES
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Keep torch to one thread: for a tiny model more are no faster, and far slower when other programs run."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def run(*argv: str) -> int:
+    """Return the exit code, whether ``main`` returns it or argparse raises it."""
+    try:
+        return main(argv)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def assert_one_line_error(capsys: pytest.CaptureFixture[str], *parts: str) -> None:
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("rose: error: ")
+    assert captured.err.count("\n") == 1
+    for part in parts:
+        assert part in captured.err
+
+
+def test_prompt_streams_the_text(tiny_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with LLM(str(tiny_model_path)) as llm:
+        expected = llm.generate("The king", SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].text
+    code = run(
+        "generate",
+        "--model",
+        str(tiny_model_path),
+        "--prompt",
+        "The king",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "12",
+    )
+    assert (code, capsys.readouterr().out) == (0, expected + "\n")
+
+
+def test_several_completions_are_told_apart(
+    tiny_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--prompt", "The king", "--n", "2", "--sampling-seed", "3", "--no-prefix-cache"]
+    assert run("generate", "--model", str(tiny_model_path), *argv) == 0
+    with LLM(str(tiny_model_path)) as llm:
+        texts = [c.text for c in llm.generate("The king", SamplingParams(n=2, seed=3))[0].outputs]
+    expected = "".join(f"--- completion {index} ---\n{text}\n" for index, text in enumerate(texts))
+    assert capsys.readouterr().out == expected
+
+
+def test_file_of_prompts(tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        {"prompt": "The king", "max_tokens": 30},
+        {"prompt": [5, 6, 7], "max_tokens": 2, "logprobs": 1},
+        {"prompt": "Die Rose blüht", "stop": "e", "n": 2, "seed": 1, "temperature": 0.7},
+    ]
+    source.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8")
+    argv = ["--prompts", str(source), "--output", str(target), "--temperature", "0", "--max-num-seqs", "2"]
+    assert run("generate", "--model", str(tiny_model_path), *argv) == 0
+    records = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+    with LLM(str(tiny_model_path)) as llm:
+        for index, (line, record) in enumerate(zip(lines, records, strict=True)):
+            fields = {"temperature": 0.0} | {name: value for name, value in line.items() if name != "prompt"}
+            output = llm.generate([line["prompt"]], SamplingParams(**fields))[0]  # type: ignore[arg-type, list-item]
+            assert (record["index"], record["prompt"]) == (index, line["prompt"])
+            assert [o["text"] for o in record["outputs"]] == [c.text for c in output.outputs]
+            assert [o["token_ids"] for o in record["outputs"]] == [c.token_ids for c in output.outputs]
+            assert [o["finish_reason"] for o in record["outputs"]] == [
+                c.finish_reason for c in output.outputs
+            ]
+    assert len(records[1]["outputs"][0]["logprobs"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "3/3" in captured.err and "tokens/s" in captured.err
+
+
+def test_text_file_has_one_prompt_per_line(tiny_model_path: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    source.write_text("The king\n\n  The queen  \n", encoding="utf-8")
+    assert (
+        run("generate", "--model", str(tiny_model_path), "--prompts", str(source), "--output", str(target))
+        == 0
+    )
+    records = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+    assert [record["prompt"] for record in records] == ["The king", "  The queen  "]
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        ((), ("COMMAND",)),
+        (("genrate",), ("genrate", "generate")),
+        (("generate", "--prompt", "a"), ("--model",)),
+        (("generate", "--model", "m"), ("--prompt TEXT", "--prompts FILE")),
+        (("generate", "--model", "m", "--prompts", "f"), ("--output",)),
+        (("generate", "--model", "m", "--prompt", "a", "--output", "f"), ("--output",)),
+        (("generate", "--model", "m", "--prompt", "a", "--blok-size", "8"), ("--blok-size", "--block-size")),
+        (("generate", "--model", "m", "--prompt", "a", "--no-fused-mpl"), ("did you mean --no-fused-mlp?",)),
+        (("generate", "--model", "m", "--prompt", "a", "--block", "8"), ("--block",)),
+        (("generate", "--model", "m", "--prompt", "a", "--block-size", "x"), ("--block-size", "'x'")),
+        (("generate", "--model", "m", "--prompt", "a", "--block-size", "0"), ("block_size: got 0",)),
+        (("generate", "--model", "m", "--prompt", "a", "--top-p", "nan"), ("top_p: got nan",)),
+        (("generate", "--model", "m", "--prompt", "a", "--max-tokens", "-3"), ("max_tokens: got -3",)),
+        (("generate", "--model", "/no/such/dir", "--prompt", "a"), ("/no/such/dir",)),
+        (("generate", "--model", "m", "--prompts", "/no/file", "--output", "/tmp/x"), ("/no/file",)),
+        (("env", "--dtype", "int4"), ("--dtype", "int4")),
+    ],
+)
+def test_mistakes(argv: tuple[str, ...], parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*argv) == 2
+    assert_one_line_error(capsys, *parts)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("not json", "line 2: not valid JSON"),
+        ("[1]", 'line 2: a JSON object with "prompt" is needed'),
+        ('{"text": "a"}', 'line 2: a JSON object with "prompt" is needed'),
+        ('{"prompt": "a", "temprature": 1}', "did you mean 'temperature'?"),
+        ('{"prompt": "a", "n": 0}', "line 2: n: got 0"),
+        ('{"prompt": ""}', "prompt: got no tokens"),
+        ('{"prompt": {}}', "prompt: got dict"),
+    ],
+)
+def test_bad_line_leaves_the_output_alone(
+    line: str, message: str, tiny_model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "fine"}\n' + line + "\n", encoding="utf-8")
+    target.write_text("precious", encoding="utf-8")
+    assert (
+        run("generate", "--model", str(tiny_model_path), "--prompts", str(source), "--output", str(target))
+        == 2
+    )
+    assert_one_line_error(capsys, message)
+    assert target.read_text(encoding="utf-8") == "precious"
+
+
+def test_help_shows_every_option_and_no_command_that_does_not_exist(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("generate", "--help") == 0
+    text = capsys.readouterr().out
+    for field in (*dataclasses.fields(EngineConfig), *dataclasses.fields(SamplingParams)):
+        assert f"--{field.name.replace('_', '-')}" in text
+    for name in SWITCH_NAMES:
+        assert f"--no-{name.replace('_', '-')}" in text
+    assert run("--help") == 0
+    commands = capsys.readouterr().out
+    assert "generate" in commands and "env" in commands
+    assert "serve" not in commands.replace("serving", "") and "bench" not in commands
+
+
+def test_env_reports_versions_and_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    assert run("env", "--device", "cpu", "--no-fused-mlp") == 0
+    report = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert report["rose"] == __version__
+    assert report["torch"] == torch.__version__
+    assert set(SWITCH_NAMES) <= set(report)
+    assert {"python", "triton", "vllm", "transformers", "numpy", "flashinfer", "platform", "device"} <= set(
+        report
+    )
+    assert report["fused_mlp"] == "off"
+    assert report["fused_sampler"].startswith("on")
+    assert report["cuda_graph"] == "not in force (device is cpu)"
+
+
+def test_debug_level_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROSE_LOG_LEVEL", "debug")
+    with pytest.raises(ValueError, match="block_size"):
+        main(["generate", "--model", "m", "--prompt", "a", "--block-size", "0"])
+
+
+def test_unknown_log_level(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("ROSE_LOG_LEVEL", "loud")
+    assert run("env") == 2
+    assert_one_line_error(capsys, "ROSE_LOG_LEVEL: got 'loud'")
+
+
+def test_module_run_is_quick_and_light() -> None:
+    code = "import sys, rose_backend.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    result = subprocess.run(
+        [sys.executable, "-m", "rose_backend.cli", "--version"], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (0, f"rose {__version__}\n")
