@@ -1,0 +1,84 @@
+"""What happens to vLLM's configuration when ROSE is selected. With any other backend nothing does."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rose_backend.errors import ConfigError
+from rose_backend.vllm_plugin.model_choice import choose_model_class
+from rose_backend.vllm_plugin.options import (
+    ASYNC_SCHEDULER_CLASS,
+    SCHEDULER_CLASS,
+    is_rose_selected,
+    rose_options,
+)
+from rose_backend.vllm_plugin.plugin_logger import logger
+from rose_backend.vllm_plugin.refusals import check_supported
+from rose_backend.vllm_plugin.start_up_log import describe_parts
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from rose_backend.config import PluginConfig
+
+
+def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Build the replacement of ``VllmConfig.__post_init__``; see the patch ledger."""
+
+    @functools.wraps(original)
+    def __post_init__(self: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        model_config = self.model_config
+        if not is_rose_selected(self) or (model_config is not None and model_config.is_submodel_config):
+            return original(self, *args, **kwargs)
+        try:
+            options = rose_options(self)
+            _switch_off_vllm_parts(self, options)
+            original(self, *args, **kwargs)
+            check_supported(self, options)
+        except ConfigError as error:
+            # vLLM wraps the error in several lines of its own; this one line says it all.
+            logger.error("Cannot start with --attention-backend rose: %s", error)
+            raise
+        if options.block_manager:
+            _choose_scheduler(self)
+        chosen_model = choose_model_class(self, options)
+        _log_once(describe_parts(self, options, chosen_model))
+        return None
+
+    return __post_init__
+
+
+@functools.lru_cache(maxsize=8)
+def _log_once(line: str) -> None:
+    # Engine core and workers finish copies of the same configuration; vLLM copies it within a process, too.
+    if multiprocessing.parent_process() is None:
+        logger.info(line)
+
+
+def _switch_off_vllm_parts(vllm_config: VllmConfig, options: PluginConfig) -> None:
+    if not options.prefix_cache:
+        vllm_config.cache_config.enable_prefix_caching = False
+    if not options.cuda_graph:
+        from vllm.config import CUDAGraphMode
+
+        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    if not options.chunked_prefill:
+        scheduler_config = vllm_config.scheduler_config
+        scheduler_config.enable_chunked_prefill = False
+        model_config = vllm_config.model_config
+        if model_config is not None and scheduler_config.max_num_batched_tokens < model_config.max_model_len:
+            raise ConfigError(
+                f"chunked_prefill: false needs --max-num-batched-tokens of at least max_model_len "
+                f"{model_config.max_model_len}, got {scheduler_config.max_num_batched_tokens}"
+            )
+
+
+def _choose_scheduler(vllm_config: VllmConfig) -> None:
+    scheduler_config = vllm_config.scheduler_config
+    # The class must match the mode: an AsyncScheduler's subclass is what keeps steps overlapped.
+    scheduler_config.scheduler_cls = (
+        ASYNC_SCHEDULER_CLASS if scheduler_config.async_scheduling else SCHEDULER_CLASS
+    )

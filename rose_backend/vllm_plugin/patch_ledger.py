@@ -1,0 +1,136 @@
+"""Every vLLM attribute that this plugin replaces, as data, and the only code that replaces them.
+
+A replacement is a function ``build(original) -> new``. It gets the plain function behind a classmethod, and the result
+is wrapped the same way again. Applying an entry twice is harmless.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from rose_backend.vllm_plugin.version_gate import SUPPORTED_VERSIONS
+
+_MARK = "__rose_patch__"
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One replaced attribute of vLLM."""
+
+    target: str
+    """``module:attribute`` or ``module:Class.attribute``."""
+    reason: str
+    """Why there is no public way."""
+    remove_when: str
+    """What vLLM would have to offer."""
+    build: str
+    """``module:function`` that makes the replacement from the original; empty for a temporary one (see ``swapped``)."""
+    only_while: str = "always"
+    """When the replacement is in place."""
+    versions: str = SUPPORTED_VERSIONS
+    """vLLM releases whose target was read and tried."""
+
+
+_PLUGIN = "rose_backend.vllm_plugin"
+
+LEDGER: dict[str, Patch] = {
+    "finish_config": Patch(
+        target="vllm.config.vllm:VllmConfig.__post_init__",
+        reason="with ROSE selected: read the rose options, refuse unsupported features before anything is loaded, "
+        "choose Rose's scheduler and model classes. Plugins get no call with the configuration.",
+        remove_when="vLLM offers general plugins a hook on the finished configuration",
+        build=f"{_PLUGIN}.config_hook:wrap_post_init",
+    ),
+    "cpu_backend_choice": Patch(
+        target="vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls",
+        reason="the CPU platform returns CPU_ATTN whatever backend was selected",
+        remove_when="CpuPlatform honours a selected out-of-tree backend as CudaPlatform does",
+        build=f"{_PLUGIN}.platform_choice:wrap_get_attn_backend_cls",
+    ),
+    "block_manager_class": Patch(
+        target="vllm.v1.core.sched.scheduler:KVCacheManager",
+        reason="Scheduler.__init__ builds its manager from this name; there is no factory or setting for it",
+        remove_when="the scheduler takes its KV cache manager, or its class, as an argument",
+        build="",
+        only_while="RoseScheduler.__init__ runs",
+    ),
+    "gpt2_inner_model": Patch(
+        target="vllm.model_executor.models.gpt2:GPT2Model",
+        reason="GPT2LMHeadModel.__init__ builds its decoder from this name; building a second one would register every "
+        "attention layer twice",
+        remove_when="GPT2LMHeadModel takes its decoder class as an attribute",
+        build="",
+        only_while="RoseGPT2LMHeadModel.__init__ runs",
+    ),
+    "sampler_v1": Patch(
+        target="vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.__init__",
+        reason="model runner V1 builds its sampler directly; with ROSE selected its forward becomes Rose's",
+        remove_when="the sampler can be chosen by configuration or registered",
+        build=f"{_PLUGIN}.sampler:wrap_sampler_v1_init",
+    ),
+    "sampler_v2": Patch(
+        target="vllm.v1.worker.gpu.sample.sampler:Sampler.__init__",
+        reason="model runner V2 builds its sampler directly; with ROSE selected that object's draw becomes Rose's",
+        remove_when="custom_sampler is offered for every model, not only through the model class",
+        build=f"{_PLUGIN}.sampler:wrap_sampler_v2_init",
+    ),
+}
+
+
+def apply_patch(name: str) -> None:
+    """Replace one target for good, unless that was done before.
+
+    Raises:
+        KeyError: no such entry.
+        AttributeError: the target does not exist in this vLLM.
+    """
+    patch = LEDGER[name]
+    owner, attribute = resolve_owner(patch.target)
+    if is_applied(name):
+        return
+    current = inspect.getattr_static(owner, attribute)
+    original = current.__func__ if isinstance(current, classmethod) else current
+    module, _, function = patch.build.partition(":")
+    replacement = getattr(import_module(module), function)(original)
+    setattr(replacement, _MARK, name)
+    setattr(owner, attribute, classmethod(replacement) if isinstance(current, classmethod) else replacement)
+
+
+def is_applied(name: str) -> bool:
+    """Whether the target is replaced for good in this process."""
+    owner, attribute = resolve_owner(LEDGER[name].target)
+    current = inspect.getattr_static(owner, attribute)
+    return getattr(getattr(current, "__func__", current), _MARK, None) == name
+
+
+@contextmanager
+def swapped(name: str, replacement: Any) -> Iterator[None]:
+    """Replace one target while the block runs."""
+    owner, attribute = resolve_owner(LEDGER[name].target)
+    original = inspect.getattr_static(owner, attribute)
+    setattr(owner, attribute, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, original)
+
+
+def resolve_owner(target: str) -> tuple[Any, str]:
+    """Return the object that holds the target, and the attribute's name.
+
+    Raises:
+        AttributeError: the target does not exist.
+    """
+    module, _, path = target.partition(":")
+    *parents, attribute = path.split(".")
+    owner: Any = import_module(module)
+    for parent in parents:
+        owner = getattr(owner, parent)
+    if inspect.getattr_static(owner, attribute, None) is None:
+        raise AttributeError(f"vLLM has no {target}")
+    return owner, attribute

@@ -1,0 +1,103 @@
+"""What ROSE does not serve yet, refused by name before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from rose_backend.errors import ConfigError
+from rose_backend.vllm_plugin.options import ASYNC_SCHEDULER_CLASS, HAND_BACK_OPTION, SCHEDULER_CLASS
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from rose_backend.config import PluginConfig
+
+Check = Callable[["VllmConfig"], bool]
+
+
+def check_supported(vllm_config: VllmConfig, options: PluginConfig) -> None:
+    """Refuse a configuration that ROSE cannot run.
+
+    Raises:
+        ConfigError: names every unsupported feature found, and the option that helps where one does.
+    """
+    found = [name for name, is_used in _ATTENTION_CHECKS if is_used(vllm_config)]
+    if found:
+        raise ConfigError(
+            f"ROSE does not support {_join(found)}; choose another --attention-backend for this configuration"
+        )
+    if not options.block_manager:
+        return
+    found = [name for name, is_used in _MANAGER_CHECKS if is_used(vllm_config)]
+    if found:
+        raise ConfigError(
+            f"Rose's block manager does not support {_join(found)}; "
+            f"{HAND_BACK_OPTION} gives block management back to vLLM"
+        )
+
+
+def check_pool_size(num_blocks: int, block_size: int, max_model_len: int) -> None:
+    """Refuse a pool that can never hold one sequence of the longest length.
+
+    Raises:
+        ConfigError: names both numbers.
+    """
+    # Block 0 is the null block.
+    usable, needed = num_blocks - 1, -(-max_model_len // block_size)
+    if usable < needed:
+        raise ConfigError(
+            f"KV cache pool: {usable} usable blocks of {block_size} tokens cannot hold one sequence of max_model_len "
+            f"{max_model_len} ({needed} blocks); give it more memory or blocks, or lower --max-model-len"
+        )
+
+
+def _attention_checks() -> Iterator[tuple[str, Check]]:
+    yield "multi-head latent attention (MLA)", lambda c: _model(c, "use_mla")
+    yield "encoder-decoder models", lambda c: _model(c, "is_encoder_decoder")
+    yield "decode context parallelism", lambda c: c.parallel_config.decode_context_parallel_size > 1
+    yield "prefill context parallelism", lambda c: c.parallel_config.prefill_context_parallel_size > 1
+
+
+def _manager_checks() -> Iterator[tuple[str, Check]]:
+    yield "hybrid and Mamba models", lambda c: _model(c, "is_hybrid") or _model(c, "has_inner_state")
+    yield "models without attention", lambda c: _model(c, "is_attention_free")
+    yield "sliding-window models", _has_sliding_window
+    yield "multimodal models", lambda c: _model(c, "is_multimodal_model")
+    yield "prompt embeddings (--enable-prompt-embeds)", lambda c: _model(c, "enable_prompt_embeds")
+    yield "KV connectors (--kv-transfer-config)", _has_kv_connector
+    yield "KV cache events (--kv-events-config)", _has_kv_events
+    yield "KV cache residency metrics (--kv-cache-metrics)", lambda c: c.observability_config.kv_cache_metrics
+    yield "speculative decoding (--speculative-config)", lambda c: c.speculative_config is not None
+    yield "a scheduler of your own (--scheduler-cls)", _has_foreign_scheduler
+
+
+def _model(vllm_config: VllmConfig, attribute: str) -> bool:
+    return vllm_config.model_config is not None and bool(getattr(vllm_config.model_config, attribute))
+
+
+def _has_sliding_window(vllm_config: VllmConfig) -> bool:
+    model_config = vllm_config.model_config
+    return model_config is not None and model_config.get_sliding_window() is not None
+
+
+def _has_kv_connector(vllm_config: VllmConfig) -> bool:
+    config = vllm_config.kv_transfer_config
+    return config is not None and config.kv_connector is not None
+
+
+def _has_kv_events(vllm_config: VllmConfig) -> bool:
+    config = vllm_config.kv_events_config
+    return config is not None and config.enable_kv_cache_events
+
+
+def _has_foreign_scheduler(vllm_config: VllmConfig) -> bool:
+    return vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER_CLASS, ASYNC_SCHEDULER_CLASS)
+
+
+def _join(names: list[str]) -> str:
+    return " and ".join(names)
+
+
+_ATTENTION_CHECKS = tuple(_attention_checks())
+_MANAGER_CHECKS = tuple(_manager_checks())

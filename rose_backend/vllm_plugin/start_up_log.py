@@ -1,0 +1,54 @@
+"""The one line at start-up that says which Rose parts are in force."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rose_backend.config import SWITCH_NAMES
+from rose_backend.vllm_plugin.options import appends_in_attention, uses_rose_manager
+from rose_backend.vllm_plugin.patch_ledger import is_applied
+from rose_backend.vllm_plugin.sampler import serves_sampler
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from rose_backend.config import PluginConfig
+
+
+def describe_parts(vllm_config: VllmConfig, options: PluginConfig, chosen_model: str | None) -> str:
+    """Return the line.
+
+    Args:
+        vllm_config: finished; Rose's scheduler and model class are already chosen.
+        options: the user's switches.
+        chosen_model: architecture name of Rose's model class, or None for vLLM's own.
+    """
+    fused = appends_in_attention(vllm_config, options)
+    parts = [f"attention ROSE ({'stores K/V itself' if fused else 'separate K/V write'})"]
+    if uses_rose_manager(vllm_config):
+        hits = (
+            "prefix hits to the token"
+            if vllm_config.cache_config.enable_prefix_caching
+            else "no prefix cache"
+        )
+        parts.append(f"block manager RoseKVCacheManager ({hits})")
+    else:
+        parts.append("block manager vLLM's own")
+    parts.append(f"model {_describe_model(vllm_config, options, chosen_model)}")
+    sampler_patch = "sampler_v2" if vllm_config.use_v2_model_runner else "sampler_v1"
+    draws = serves_sampler(vllm_config) and is_applied(sampler_patch)
+    parts.append("sampler Rose" if draws else "sampler vLLM's own")
+    off = [name for name in (*SWITCH_NAMES, "block_manager") if not getattr(options, name)]
+    return f"Rose is active: {'; '.join(parts)}; switched off: {', '.join(off) or 'nothing'}"
+
+
+def _describe_model(vllm_config: VllmConfig, options: PluginConfig, chosen_model: str | None) -> str:
+    if chosen_model is None:
+        model_config = vllm_config.model_config
+        return f"vLLM's own {model_config.architecture if model_config is not None else ''}".rstrip()
+    fused = []
+    if options.fused_mlp:
+        fused.append("fused MLP")
+    if options.fused_add_layernorm:
+        fused.append("fused add + LayerNorm")
+    return f"{chosen_model} ({', '.join(fused)})"

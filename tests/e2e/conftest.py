@@ -1,0 +1,61 @@
+"""vLLM engines inside the test process: real scheduler, worker and model, a few seconds each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny_checkpoint import write_random_gpt2_124m
+
+collect_ignore_glob = [] if find_spec("vllm") else ["test_vllm_*.py"]
+
+MakeEngine = Callable[..., contextlib.AbstractContextManager[Any]]
+
+
+@pytest.fixture(scope="session")
+def make_engine(tiny_model_path: Path) -> Iterator[MakeEngine]:
+    """Return a context manager that runs a ``vllm.LLM`` with ROSE in this process."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        # Thread binding would stay behind in the test process.
+        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+        @contextlib.contextmanager
+        def engine(*, num_threads: int = 1, **options: Any) -> Iterator[Any]:
+            import torch
+            from vllm import LLM
+            from vllm.distributed import cleanup_dist_env_and_memory
+
+            defaults: dict[str, Any] = {
+                "model": str(tiny_model_path),
+                "attention_backend": "rose",
+                "dtype": "float32",
+                "max_model_len": 1024,
+                "enforce_eager": True,
+                "block_size": 16,
+                "max_num_seqs": 64,
+            }
+            # A small model's operations take less time than waking a second thread on a busy machine.
+            threads_before = torch.get_num_threads()
+            torch.set_num_threads(num_threads)
+            llm = LLM(**{**defaults, **options})
+            try:
+                yield llm
+            finally:
+                torch.set_num_threads(threads_before)
+                llm.llm_engine.engine_core.shutdown()
+                del llm
+                cleanup_dist_env_and_memory()
+
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def gpt2_124m_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a randomly initialised GPT-2 of 124M parameters."""
+    return write_random_gpt2_124m(tmp_path_factory.mktemp("gpt2_124m"))

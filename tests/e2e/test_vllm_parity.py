@@ -1,0 +1,217 @@
+"""vLLM with ROSE generates greedily what transformers generates in float32, token for token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.e2e.conftest import MakeEngine
+from tests.support.reference_generation import (
+    NUM_NEW_TOKENS,
+    GreedyReference,
+    Prompts,
+    greedy_differences,
+    parity_prompts,
+    tie_free_case,
+)
+
+VOCAB_SIZE = 2559
+"""Of the embedded model, without the end-of-text token."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+
+
+def generate(llm: Any, prompts: Prompts, params: Any = GREEDY) -> list[Any]:
+    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    return list(llm.generate(inputs, params, use_tqdm=False))
+
+
+def assert_equal(outputs: list[Any], reference: GreedyReference) -> None:
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    wrong = [index for index, row in enumerate(tokens) if tuple(row) != reference.token_ids[index]]
+    assert len(tokens) == len(reference.token_ids)
+    assert not wrong, [reference.explain_difference(index, tokens[index]) for index in wrong[:4]]
+
+
+def scheduler_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def runner_of(llm: Any) -> Any:
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
+    return worker.worker.model_runner
+
+
+def count_preemptions(scheduler: Any) -> list[str]:
+    preempted: list[str] = []
+    preempt = scheduler._preempt_request
+
+    def record(request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = record
+    return preempted
+
+
+@pytest.fixture(scope="module")
+def case(tiny_model_path: Path) -> tuple[Prompts, GreedyReference]:
+    return tie_free_case(tiny_model_path, vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def prompts(case: tuple[Prompts, GreedyReference]) -> Prompts:
+    return case[0]
+
+
+@pytest.fixture(scope="module")
+def reference(case: tuple[Prompts, GreedyReference]) -> GreedyReference:
+    return case[1]
+
+
+def test_all_at_once_then_from_the_cache_then_alone(
+    make_engine: MakeEngine, prompts: Prompts, reference: GreedyReference
+) -> None:
+    with make_engine() as llm:
+        from rose_backend.vllm_plugin.attention_backend import RoseAttentionImpl
+        from rose_backend.vllm_plugin.gpt2 import RoseGPT2LMHeadModel
+        from rose_backend.vllm_plugin.kv_cache_manager import RoseKVCacheManager
+        from rose_backend.vllm_plugin.sampler import RoseTopKTopP
+
+        scheduler, runner = scheduler_of(llm), runner_of(llm)
+        assert type(scheduler.kv_cache_manager) is RoseKVCacheManager
+        assert type(runner.model) is RoseGPT2LMHeadModel
+        assert type(runner.model.transformer.h[0].attn.attn.impl) is RoseAttentionImpl
+        assert type(runner.sampler.topk_topp_sampler.forward) is RoseTopKTopP
+
+        assert_equal(generate(llm, prompts), reference)
+        # Again: every prompt but its last token comes from the cache, to the token.
+        again = generate(llm, prompts)
+        assert_equal(again, reference)
+        assert [output.num_cached_tokens for output in again] == [len(prompt) - 1 for prompt in prompts]
+        assert llm.reset_prefix_cache()
+        alone = [generate(llm, (prompt,))[0] for prompt in prompts]
+        assert_equal(alone, reference)
+        assert alone[0].num_cached_tokens == 0
+        manager = scheduler.kv_cache_manager.manager
+        assert manager.usage == 0.0
+        manager.check_integrity()
+
+
+def test_without_prefix_cache_in_chunks_that_split_blocks(
+    make_engine: MakeEngine, prompts: Prompts, reference: GreedyReference
+) -> None:
+    with make_engine(enable_prefix_caching=False, max_num_batched_tokens=77, max_num_seqs=16) as llm:
+        outputs = generate(llm, prompts)
+        assert_equal(outputs, reference)
+        assert not any(output.num_cached_tokens for output in outputs)
+
+        # A seeded request whose prompt takes several chunks draws the same tokens as in one chunk.
+        longest = max(prompts, key=len)
+        seeded = SamplingParams(temperature=1.0, seed=5, max_tokens=12, top_k=40, ignore_eos=True)
+        chunked = generate(llm, (longest,), seeded)[0].outputs[0].token_ids
+    with make_engine() as llm:
+        mixed = generate(llm, (prompts[0], longest, prompts[1]), seeded)
+        assert mixed[1].outputs[0].token_ids == chunked
+        other = SamplingParams(temperature=1.0, seed=6, max_tokens=12, top_k=40, ignore_eos=True)
+        assert generate(llm, (longest,), other)[0].outputs[0].token_ids != chunked
+
+
+def test_with_a_pool_too_small_for_the_load(
+    make_engine: MakeEngine, prompts: Prompts, reference: GreedyReference
+) -> None:
+    # 100 blocks of 16 tokens: one and a half of the longest sequences.
+    with make_engine(num_gpu_blocks_override=101, max_num_batched_tokens=300) as llm:
+        preempted = count_preemptions(scheduler_of(llm))
+        assert_equal(generate(llm, prompts), reference)
+        assert preempted
+        manager = scheduler_of(llm).kv_cache_manager.manager
+        assert manager.stats.evictions > 0
+        manager.check_integrity()
+
+
+def test_conversations_that_share_parts_of_blocks(
+    make_engine: MakeEngine, prompts: Prompts, reference: GreedyReference, tiny_model_path: Path
+) -> None:
+    with make_engine(block_size=128, max_num_batched_tokens=500) as llm:
+        assert_equal(generate(llm, prompts), reference)
+        # Each next turn goes on from a different place inside the first one's answer.
+        turns = tuple(
+            (*prompt, *answer[: 7 * (index % 9)], 300 + index, 11, 12)
+            for index, (prompt, answer) in enumerate(zip(prompts, reference.token_ids, strict=True))
+            if len(prompt) < 900
+        )
+        params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+        outputs = generate(llm, turns, params)
+        answers = [list(output.outputs[0].token_ids) for output in outputs]
+        assert greedy_differences(tiny_model_path, turns, answers) == []
+        assert all(
+            output.num_cached_tokens >= len(turn) - 3 for output, turn in zip(outputs, turns, strict=True)
+        )
+        stats = scheduler_of(llm).kv_cache_manager.manager.stats
+        assert stats.clones + stats.claims >= 40, stats
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_manager": False},
+        {"fused_mlp": False},
+        {"fused_add_layernorm": False},
+        {
+            "fused_kv_append": False,
+            "fused_mlp": False,
+            "fused_sampler": False,
+            "fused_add_layernorm": False,
+            "cuda_graph": False,
+            "chunked_prefill": False,
+            "prefix_cache": False,
+        },
+    ],
+    ids=["vllm_block_manager", "no_fused_mlp", "no_fused_add_layernorm", "all_off"],
+)
+def test_every_switch_leaves_the_tokens_as_they_are(
+    make_engine: MakeEngine, prompts: Prompts, reference: GreedyReference, options: dict[str, bool]
+) -> None:
+    # One prompt of each length, twice: equal prompts in one step meet vLLM's early publishing.
+    chosen = list({len(prompt): index for index, prompt in enumerate(prompts)}.values()) * 2
+    some = tuple(prompts[index] for index in chosen)
+    expected = GreedyReference(
+        tuple(reference.token_ids[index] for index in chosen),
+        tuple(reference.leads[index] for index in chosen),
+    )
+    with make_engine(additional_config={"rose": options}) as llm:
+        assert_equal(generate(llm, some), expected)
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+        is_stock = type(scheduler_of(llm).kv_cache_manager) is KVCacheManager
+        assert is_stock == (not options.get("block_manager", True))
+
+
+def test_another_backend_runs_vllms_own_parts_only(
+    make_engine: MakeEngine, prompts: Prompts, reference: GreedyReference
+) -> None:
+    from vllm.model_executor.models.gpt2 import GPT2LMHeadModel, GPT2Model
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    with make_engine(attention_backend=None, block_size=32) as llm:
+        scheduler, runner = scheduler_of(llm), runner_of(llm)
+        assert type(scheduler) is Scheduler and type(scheduler.kv_cache_manager) is KVCacheManager
+        assert type(runner.model) is GPT2LMHeadModel and type(runner.model.transformer) is GPT2Model
+        assert runner.sampler.topk_topp_sampler.forward.__func__ is TopKTopPSampler.forward_cpu
+        assert runner.model.transformer.h[0].attn.attn.backend.name == "CPU_ATTN"
+        assert_equal(
+            generate(llm, prompts[:16]), GreedyReference(reference.token_ids[:16], reference.leads[:16])
+        )
+
+
+def test_gpt2_of_124m_parameters(make_engine: MakeEngine, gpt2_124m_path: Path) -> None:
+    prompts = parity_prompts(50_000)
+    with make_engine(model=str(gpt2_124m_path), num_threads=2) as llm:
+        answers = [list(output.outputs[0].token_ids) for output in generate(llm, prompts)]
+    assert all(len(answer) == NUM_NEW_TOKENS for answer in answers)
+    assert greedy_differences(gpt2_124m_path, prompts, answers) == []

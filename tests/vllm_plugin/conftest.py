@@ -1,0 +1,55 @@
+"""Real vLLM configurations of the embedded model, made in this process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# The package's other half works and is tested without vLLM.
+collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+
+MakeConfig = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def make_config(tiny_model_path: Path) -> MakeConfig:
+    """Return a function that builds a finished ``VllmConfig`` from engine arguments, ROSE unless told otherwise."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    def make(**arguments: Any) -> Any:
+        defaults: dict[str, Any] = {
+            "model": str(tiny_model_path),
+            "attention_backend": "rose",
+            "dtype": "float32",
+            "max_model_len": 1024,
+            "enforce_eager": True,
+        }
+        return EngineArgs(**{**defaults, **arguments}).create_engine_config()
+
+    # vLLM sets up its logging with the first configuration, and drops handlers that were added before.
+    make()
+    return make
+
+
+@pytest.fixture
+def rose_log(make_config: MakeConfig) -> Iterator[list[str]]:
+    """Return what the plugin logs during the test, one entry per line. vLLM's loggers do not propagate to pytest's."""
+    lines: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    from rose_backend.vllm_plugin.config_hook import _log_once
+
+    # The same line is logged once per process; each test wants to see its own.
+    _log_once.cache_clear()
+    logger, handler = logging.getLogger("vllm.rose_backend"), Collector()
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)

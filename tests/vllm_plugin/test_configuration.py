@@ -1,0 +1,230 @@
+"""What ROSE makes of a vLLM configuration, what it refuses, and that other backends see nothing of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.config import CUDAGraphMode, KVEventsConfig, KVTransferConfig
+
+from rose_backend.errors import ConfigError
+from rose_backend.vllm_plugin.options import (
+    ASYNC_SCHEDULER_CLASS,
+    HAND_BACK_OPTION,
+    SCHEDULER_CLASS,
+    appends_in_attention,
+    is_rose_selected,
+    rose_options,
+)
+from rose_backend.vllm_plugin.refusals import check_pool_size
+from tests.vllm_plugin.conftest import MakeConfig
+
+
+def rose(**options: Any) -> dict[str, Any]:
+    return {"additional_config": {"rose": options}}
+
+
+def test_everything_on(make_config: MakeConfig, rose_log: list[str]) -> None:
+    config = make_config()
+    assert is_rose_selected(config) and appends_in_attention(config, rose_options(config))
+    # The CPU platform switches asynchronous scheduling off.
+    assert config.scheduler_config.scheduler_cls == SCHEDULER_CLASS
+    assert config.model_config.hf_config.architectures == ["RoseGPT2LMHeadModel"]
+    (line,) = rose_log
+    for part in (
+        "attention ROSE",
+        "RoseKVCacheManager",
+        "fused MLP",
+        "sampler Rose",
+        "switched off: nothing",
+    ):
+        assert part in line, line
+
+
+def test_finishing_the_configuration_again_changes_nothing(
+    make_config: MakeConfig, rose_log: list[str]
+) -> None:
+    config = make_config()
+    # The engine core does this to its copy.
+    config.__post_init__()
+    assert config.scheduler_config.scheduler_cls == SCHEDULER_CLASS
+    assert config.model_config.hf_config.architectures == ["RoseGPT2LMHeadModel"]
+    assert len(rose_log) == 1
+
+
+def test_asynchronous_scheduling_keeps_an_asynchronous_scheduler(make_config: MakeConfig) -> None:
+    from rose_backend.vllm_plugin.config_hook import _choose_scheduler
+
+    config = make_config()
+    config.scheduler_config.async_scheduling = True
+    _choose_scheduler(config)
+    assert config.scheduler_config.scheduler_cls == ASYNC_SCHEDULER_CLASS
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    assert issubclass(config.scheduler_config.get_scheduler_cls(), AsyncScheduler)
+
+
+def test_switches_reach_vllms_own_settings(make_config: MakeConfig, rose_log: list[str]) -> None:
+    config = make_config(**rose(prefix_cache=False, cuda_graph=False, chunked_prefill=False))
+    assert config.cache_config.enable_prefix_caching is False
+    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+    assert config.scheduler_config.enable_chunked_prefill is False
+    (line,) = rose_log
+    assert (
+        line.endswith("switched off: cuda_graph, chunked_prefill, prefix_cache") and "no prefix cache" in line
+    )
+
+
+def test_fused_parts_can_be_switched_off_alone(make_config: MakeConfig, rose_log: list[str]) -> None:
+    config = make_config(
+        **rose(fused_mlp=False, fused_add_layernorm=False, fused_sampler=False, fused_kv_append=False)
+    )
+    assert config.model_config.hf_config.architectures == ["GPT2LMHeadModel"]
+    assert not appends_in_attention(config, rose_options(config))
+    (line,) = rose_log
+    for part in ("separate K/V write", "model vLLM's own GPT2LMHeadModel", "sampler vLLM's own"):
+        assert part in line, line
+
+
+def test_block_management_can_be_handed_back(make_config: MakeConfig, rose_log: list[str]) -> None:
+    config = make_config(**rose(block_manager=False))
+    assert config.scheduler_config.scheduler_cls is None
+    # vLLM's manager shares blocks in the step that writes them, so the write must come first.
+    assert not appends_in_attention(config, rose_options(config))
+    (line,) = rose_log
+    assert "block manager vLLM's own" in line and "separate K/V write" in line
+
+
+def test_processed_logprobs_keep_vllms_sampler(make_config: MakeConfig, rose_log: list[str]) -> None:
+    make_config(logprobs_mode="processed_logprobs")
+    (line,) = rose_log
+    assert "sampler vLLM's own" in line
+
+
+def test_another_backend_sees_nothing(make_config: MakeConfig, rose_log: list[str]) -> None:
+    # Options under our key are not even read.
+    for backend in (None, "CPU_ATTN"):
+        config = make_config(attention_backend=backend, **rose(no_such_option=1, prefix_cache=False))
+        assert config.scheduler_config.scheduler_cls is None
+        assert config.model_config.hf_config.architectures == ["GPT2LMHeadModel"]
+        assert config.cache_config.enable_prefix_caching
+    assert rose_log == []
+
+
+@pytest.mark.parametrize("spelling", ["rose", "ROSE", "Rose"])
+def test_any_spelling_of_the_name(make_config: MakeConfig, spelling: str) -> None:
+    assert is_rose_selected(make_config(attention_backend=spelling))
+
+
+def test_rose_for_one_kind_of_layer_counts(make_config: MakeConfig) -> None:
+    from vllm.config import AttentionConfig
+
+    attention = AttentionConfig(backend_per_kind={"full_attention": "rose"})
+    assert is_rose_selected(make_config(attention_backend=None, attention_config=attention))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fused_mpl": False}, "unknown option 'fused_mpl'; did you mean 'fused_mlp'?"),
+        ({"prefix_cache": "no"}, "prefix_cache: got 'no', allowed are true and false"),
+        (3, "got 3, a JSON object is needed"),
+    ],
+)
+def test_bad_options_are_named(
+    make_config: MakeConfig, rose_log: list[str], options: Any, message: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        make_config(additional_config={"rose": options})
+    assert message in str(caught.value)
+    (line,) = rose_log
+    assert message in line and "\n" not in line
+
+
+def test_prompts_that_no_step_could_hold_are_refused_at_start_up(make_config: MakeConfig) -> None:
+    with pytest.raises(
+        ValueError, match="needs --max-num-batched-tokens of at least max_model_len 1024, got 512"
+    ):
+        make_config(max_num_batched_tokens=512, **rose(chunked_prefill=False))
+
+
+UNSUPPORTED: dict[str, dict[str, Any]] = {
+    "KV connectors": {
+        "kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    },
+    "KV cache events": {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")},
+    "speculative decoding": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    },
+    "prompt embeddings": {"enable_prompt_embeds": True},
+    "KV cache residency metrics": {"kv_cache_metrics": True},
+    "a scheduler of your own": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+}
+
+
+@pytest.mark.parametrize("feature", UNSUPPORTED)
+def test_what_the_block_manager_does_not_serve_is_refused_by_name(
+    make_config: MakeConfig, rose_log: list[str], feature: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        make_config(**UNSUPPORTED[feature])
+    assert feature in str(caught.value) and HAND_BACK_OPTION in str(caught.value)
+    (line,) = rose_log
+    assert feature in line
+    # The option named in the message works, and another backend needs none.
+    make_config(**UNSUPPORTED[feature], **rose(block_manager=False))
+    make_config(**UNSUPPORTED[feature], attention_backend="CPU_ATTN")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "feature"),
+    [
+        ("is_hybrid", "hybrid and Mamba models"),
+        ("has_inner_state", "hybrid and Mamba models"),
+        ("is_attention_free", "models without attention"),
+        ("is_multimodal_model", "multimodal models"),
+    ],
+)
+def test_model_kinds_are_refused_by_name(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, attribute: str, feature: str
+) -> None:
+    from rose_backend.vllm_plugin.refusals import check_supported
+
+    config = make_config()
+    monkeypatch.setattr(type(config.model_config), attribute, property(lambda self: True))
+    with pytest.raises(ConfigError, match=feature):
+        check_supported(config, rose_options(config))
+
+
+def test_sliding_windows_are_refused_by_name(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rose_backend.vllm_plugin.refusals import check_supported
+
+    config = make_config()
+    monkeypatch.setattr(type(config.model_config), "get_sliding_window", lambda self: 128)
+    with pytest.raises(ConfigError, match="sliding-window models"):
+        check_supported(config, rose_options(config))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "feature"),
+    [("use_mla", "latent attention"), ("is_encoder_decoder", "encoder-decoder models")],
+)
+def test_what_attention_does_not_serve_is_refused_without_a_way_round(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, attribute: str, feature: str
+) -> None:
+    from rose_backend.vllm_plugin.refusals import check_supported
+
+    config = make_config(**rose(block_manager=False))
+    monkeypatch.setattr(type(config.model_config), attribute, property(lambda self: True))
+    with pytest.raises(ConfigError, match=feature):
+        check_supported(config, rose_options(config))
+
+
+def test_a_pool_that_can_never_hold_one_sequence_is_refused() -> None:
+    check_pool_size(65, 16, 1024)
+    with pytest.raises(
+        ConfigError, match=r"63 usable blocks of 16 tokens .* max_model_len 1024 \(64 blocks\)"
+    ):
+        check_pool_size(64, 16, 1024)

@@ -1,0 +1,167 @@
+"""register() in any process, any order, any number of times."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import pickle
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from rose_backend import vllm_plugin
+from rose_backend.vllm_plugin.backend_name import BACKEND_CLASS_PATH, ensure_backend_name, is_rose
+from rose_backend.vllm_plugin.patch_ledger import LEDGER
+
+
+def run_script(script: str, *arguments: str) -> Any:
+    """Run Python code in a fresh interpreter; return the JSON value it prints last."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def unpickle_name(data: bytes, queue: Any) -> None:
+    """Run in a spawned process that has not loaded the plugin."""
+    member = pickle.loads(data)
+    queue.put((member.name, member.get_path(), is_rose(member)))
+
+
+def test_registering_again_changes_nothing() -> None:
+    from vllm.config.vllm import VllmConfig
+
+    vllm_plugin.register()
+    before = VllmConfig.__post_init__, AttentionBackendEnum["ROSE"], list(AttentionBackendEnum.__members__)
+    vllm_plugin.register()
+    vllm_plugin.register()
+    assert before == (
+        VllmConfig.__post_init__,
+        AttentionBackendEnum["ROSE"],
+        list(AttentionBackendEnum.__members__),
+    )
+
+
+def test_the_name_is_a_real_member_with_our_class() -> None:
+    vllm_plugin.register()
+    member = AttentionBackendEnum["ROSE"]
+    backend = member.get_class()
+    assert f"{backend.__module__}.{backend.__qualname__}" == BACKEND_CLASS_PATH
+    assert backend.get_name() == "ROSE"
+    assert is_rose(member) and not is_rose(AttentionBackendEnum.CPU_ATTN) and not is_rose(None)
+
+
+def test_the_member_reaches_a_spawned_process_that_has_not_loaded_the_plugin() -> None:
+    vllm_plugin.register()
+    data = pickle.dumps(AttentionBackendEnum["ROSE"])
+    assert pickle.loads(data) is AttentionBackendEnum["ROSE"]
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=unpickle_name, args=(data, queue))
+    process.start()
+    try:
+        assert queue.get(timeout=120) == ("ROSE", BACKEND_CLASS_PATH, True)
+    finally:
+        process.join(30)
+
+
+def test_a_name_that_another_plugin_has_taken_is_reported(
+    monkeypatch: pytest.MonkeyPatch, rose_log: list[str]
+) -> None:
+    vllm_plugin.register()
+    monkeypatch.setattr(AttentionBackendEnum["ROSE"], "_value_", "other_plugin.Backend")
+    assert ensure_backend_name() is None
+    vllm_plugin.register()
+    assert len(rose_log) == 2 and all("other_plugin.Backend" in line for line in rose_log)
+    assert not is_rose(AttentionBackendEnum["ROSE"])
+
+
+def test_a_part_that_fails_takes_nothing_else_down(
+    monkeypatch: pytest.MonkeyPatch, rose_log: list[str]
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("registry changed")
+
+    monkeypatch.setattr(ModelRegistry, "models", {})
+    monkeypatch.setattr(type(ModelRegistry), "register_model", fail)
+    vllm_plugin.register()
+    (line,) = rose_log
+    assert "models" in line
+
+
+def test_importing_the_plugin_is_cheap() -> None:
+    heavy = run_script(
+        """
+        import json, sys
+        import rose_backend.vllm_plugin
+        print(json.dumps([name for name in ("torch", "vllm", "triton", "numpy") if name in sys.modules]))
+        """
+    )
+    assert heavy == []
+
+
+def test_register_touches_only_what_the_ledger_names() -> None:
+    result = run_script(
+        """
+        import json, sys
+        import vllm.engine.arg_utils
+        import vllm.v1.sample.ops.topk_topp_sampler, vllm.v1.worker.gpu.sample.sampler
+        from rose_backend.vllm_plugin import register
+
+        def snapshot(modules):
+            seen = {}
+            for name in modules:
+                module = sys.modules[name]
+                for attribute, value in list(vars(module).items()):
+                    seen[name, attribute] = id(value)
+                    if isinstance(value, type) and value.__module__ == name:
+                        for inner, member in list(vars(value).items()):
+                            seen[name, f"{attribute}.{inner}"] = id(member)
+            return seen
+
+        modules = [name for name in sys.modules if name.split(".")[0] == "vllm"]
+        before = snapshot(modules)
+        known = set(sys.modules)
+        register()
+        after = snapshot(modules)
+        changed = sorted(f"{m}:{a}" for (m, a), value in after.items() if before.get((m, a)) != value)
+        heavy = sorted({"torch.cuda.graphs", "flashinfer", "vllm.v1.core.sched.scheduler"} & (set(sys.modules) - known))
+        from vllm.platforms import current_platform
+        print(json.dumps({"changed": changed, "heavy": heavy, "is_cpu": current_platform.is_cpu()}))
+        """
+    )
+    always = {patch.target for patch in LEDGER.values() if patch.only_while == "always"}
+    if not result["is_cpu"]:
+        always.remove(LEDGER["cpu_backend_choice"].target)
+    enum = {name for name in result["changed"] if "AttentionBackendEnum" in name}
+    assert set(result["changed"]) - enum == always
+    assert enum == {"vllm.v1.attention.backends.registry:AttentionBackendEnum.ROSE"}
+    assert result["heavy"] == []
+
+
+def test_with_an_unsupported_version_vllm_refuses_the_name_itself(tiny_model_path: Path) -> None:
+    message = run_script(
+        """
+        import json, sys
+        import vllm
+        vllm.__version__ = "0.34.0"
+        from vllm.engine.arg_utils import EngineArgs
+        EngineArgs(model=sys.argv[1]).create_engine_config()
+        try:
+            EngineArgs(model=sys.argv[1], attention_backend="rose").create_engine_config()
+        except ValueError as error:
+            print(json.dumps(str(error)))
+        """,
+        str(tiny_model_path),
+    )
+    assert message.startswith("Unknown attention backend: 'ROSE'. Valid options are: ")
