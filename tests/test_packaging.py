@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import re
 import subprocess
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -96,9 +97,11 @@ def test_pins_are_exact_and_public(name: str) -> None:
 
 def test_installed_versions_are_the_pinned_ones() -> None:
     pins = read_pins("cpu.txt", "dev.txt") if is_cpu_installation() else read_pins("cuda.txt", "dev.txt")
+    # Not sys.path: importing setuptools puts its own copies of other packages there.
+    site_packages = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
     differing = {}
     for name, requirement in pins.items():
-        found = [item.version for item in importlib.metadata.distributions(name=name)]
+        found = [item.version for item in importlib.metadata.distributions(name=name, path=site_packages)]
         if len(found) != 1 or not requirement.specifier.contains(found[0], prereleases=True):
             differing[str(requirement)] = found
     assert differing == {}
