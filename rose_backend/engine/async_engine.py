@@ -173,7 +173,7 @@ class AsyncEngine:
                 self._inbox.append(request_id)
                 self._lock.notify()
 
-    # ---- in the step thread ------------------------------------------------------------------------------------------
+    # From here on: in the step thread.
 
     def _run(self) -> None:
         try:

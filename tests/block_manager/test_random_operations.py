@@ -7,8 +7,12 @@ forks, evictions and take-overs. Two symbols only, so that prefixes collide all 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rose_backend.block_manager import BlockManager
 
@@ -22,11 +26,34 @@ def lcp(left: list[int], right: list[int]) -> int:
     return count
 
 
+class DrawnChoices:
+    """Stands in for NumPy's generator with choices that hypothesis draws, and can make smaller after a failure."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.data = data
+
+    def integers(self, low: int, high: int, size: int | None = None) -> Any:
+        number = st.integers(low, high - 1)
+        if size is None:
+            return self.data.draw(number)
+        return np.array(self.data.draw(st.lists(number, min_size=size, max_size=size)), np.int64)
+
+    def random(self) -> float:
+        return self.data.draw(st.integers(0, 99)) / 100
+
+    def choice(self, options: Any, p: object = None) -> Any:
+        if isinstance(options, int):
+            return self.integers(0, options)
+        return options[self.integers(0, len(options))]
+
+
 class Simulation:
     """Rows with their true token lists, and a K/V memory that the block manager's answers are applied to."""
 
-    def __init__(self, seed: int, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
-        self.rng = np.random.default_rng(seed)
+    def __init__(
+        self, seed: int | DrawnChoices, num_blocks: int, block_size: int, *, prefix_cache: bool = True
+    ) -> None:
+        self.rng: Any = np.random.default_rng(seed) if isinstance(seed, int) else seed
         self.block_size = block_size
         self.max_model_len = min(block_size * (num_blocks - 1), block_size * 3 + 5)
         self.manager = BlockManager(
@@ -203,3 +230,11 @@ def test_random_run_exercises_all_paths() -> None:
         min(stats.clones, stats.claims, stats.overwrites, stats.evictions, stats.partial_hits, stats.forks)
         > 10
     ), stats
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(data=st.data(), num_blocks=st.integers(2, 12), block_size=st.sampled_from([1, 2, 4]))
+def test_any_sequence_of_operations(data: st.DataObject, num_blocks: int, block_size: int) -> None:
+    simulation = Simulation(DrawnChoices(data), num_blocks, block_size)
+    simulation.run(25)
+    simulation.finish()
