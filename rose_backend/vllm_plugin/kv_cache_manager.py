@@ -97,9 +97,11 @@ class RoseKVCacheManager(KVCacheFacade):
             return self.empty_kv_cache_blocks, 0, 0
         return RoseBlocks(match.block_ids, match), match.num_tokens, 0
 
-    def get_computed_blocks_for_connector(self, request: Request, *args: Any) -> tuple[Any, int, int, bool]:
+    def get_computed_blocks_for_connector(
+        self, request: Request, max_cache_hit_length: int | None = None
+    ) -> tuple[Any, int, int, bool]:
         """Return ``get_computed_blocks`` and that no group's hit differs: there is one group."""
-        return *self.get_computed_blocks(request, *args), False
+        return *self.get_computed_blocks(request, max_cache_hit_length), False
 
     def allocate_slots(
         self,
