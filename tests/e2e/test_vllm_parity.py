@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from rose_backend.config import SWITCH_NAMES
 from tests.e2e.conftest import MakeEngine
 from tests.support.reference_generation import (
     NUM_NEW_TOKENS,
@@ -20,6 +21,7 @@ from tests.support.reference_generation import (
 
 VOCAB_SIZE = 2559
 """Of the embedded model, without the end-of-text token."""
+PLUGIN_SWITCHES = (*SWITCH_NAMES, "block_manager")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
 
 
@@ -154,27 +156,14 @@ def test_conversations_that_share_parts_of_blocks(
         assert stats.clones + stats.claims >= 40, stats
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"block_manager": False},
-        {"fused_mlp": False},
-        {"fused_add_layernorm": False},
-        {
-            "fused_kv_append": False,
-            "fused_mlp": False,
-            "fused_sampler": False,
-            "fused_add_layernorm": False,
-            "cuda_graph": False,
-            "chunked_prefill": False,
-            "prefix_cache": False,
-        },
-    ],
-    ids=["vllm_block_manager", "no_fused_mlp", "no_fused_add_layernorm", "all_off"],
-)
+@pytest.mark.parametrize("switched_off", [*PLUGIN_SWITCHES, "all but block_manager"])
 def test_every_switch_leaves_the_tokens_as_they_are(
-    make_engine: MakeEngine, prompts: Prompts, reference: GreedyReference, options: dict[str, bool]
+    make_engine: MakeEngine, prompts: Prompts, reference: GreedyReference, switched_off: str
 ) -> None:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    from rose_backend.vllm_plugin.sampler import RoseTopKTopP
+
     # One prompt of each length, twice: equal prompts in one step meet vLLM's early publishing.
     chosen = list({len(prompt): index for index, prompt in enumerate(prompts)}.values()) * 2
     some = tuple(prompts[index] for index in chosen)
@@ -182,12 +171,18 @@ def test_every_switch_leaves_the_tokens_as_they_are(
         tuple(reference.token_ids[index] for index in chosen),
         tuple(reference.leads[index] for index in chosen),
     )
-    with make_engine(additional_config={"rose": options}) as llm:
+    names = [switched_off] if switched_off in PLUGIN_SWITCHES else SWITCH_NAMES
+    is_on = {name: name not in names for name in PLUGIN_SWITCHES}
+    with make_engine(additional_config={"rose": dict.fromkeys(names, False)}) as llm:
         assert_equal(generate(llm, some), expected)
-        from vllm.v1.core.kv_cache_manager import KVCacheManager
-
-        is_stock = type(scheduler_of(llm).kv_cache_manager) is KVCacheManager
-        assert is_stock == (not options.get("block_manager", True))
+        scheduler, runner = scheduler_of(llm), runner_of(llm)
+        manager, attention = scheduler.kv_cache_manager, runner.model.transformer.h[0].attn.attn
+        assert (type(manager) is not KVCacheManager) == is_on["block_manager"]
+        assert manager.enable_caching == is_on["prefix_cache"]
+        assert scheduler.scheduler_config.enable_chunked_prefill == is_on["chunked_prefill"]
+        assert attention.impl.appends_in_attention == (is_on["fused_kv_append"] and is_on["block_manager"])
+        draws = type(runner.sampler.topk_topp_sampler.forward) is RoseTopKTopP
+        assert draws == is_on["fused_sampler"]
 
 
 def test_another_backend_runs_vllms_own_parts_only(
