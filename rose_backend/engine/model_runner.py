@@ -95,7 +95,7 @@ class ModelRunner:
         plan = step.clone_plan
         if plan is not None:
             src, dst = torch.from_numpy(plan.src_block_ids), torch.from_numpy(plan.dst_block_ids)
-            kernels.block_clone(self._kv_cache, src.to(self._device), dst.to(self._device), block_dim=2)
+            kernels.block_clone(self._kv_cache, src, dst, block_dim=2)
             self._manager.finish_clone_plan(plan)
         rows, counts = step.rows, step.num_new_tokens
         start = self._manager.num_computed_tokens[rows]

@@ -18,6 +18,7 @@ Letters that shapes are written in, everywhere in this package:
 ``V``   vocabulary
 ``E``   width of the model
 ``I``   width of the MLP
+``O``   outputs of a linear layer
 ``K``   alternatives reported per token
 ======  =======================================================
 """
@@ -26,27 +27,33 @@ from __future__ import annotations
 
 from rose_backend.kernels.block_clone import block_clone
 from rose_backend.kernels.fused_mlp import bias_gelu, bias_residual
-from rose_backend.kernels.layer_norm import add_layer_norm, layer_norm
+from rose_backend.kernels.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from rose_backend.kernels.paged_decode import DecodePlan, paged_decode, plan_paged_decode
 from rose_backend.kernels.paged_prefill import PrefillPlan, paged_prefill, plan_paged_prefill
 from rose_backend.kernels.sampler import SampleOutput, SamplingTensors, sample, sample_unfused
+from rose_backend.kernels.small_batch_linear import PackedLinear, pack_linear, small_batch_linear
 from rose_backend.kernels.write_kv import write_kv
 
 __all__ = [
     "DecodePlan",
+    "PackedLinear",
     "PrefillPlan",
     "SampleOutput",
     "SamplingTensors",
     "add_layer_norm",
+    "add_rms_norm",
     "bias_gelu",
     "bias_residual",
     "block_clone",
     "layer_norm",
+    "pack_linear",
     "paged_decode",
     "paged_prefill",
     "plan_paged_decode",
     "plan_paged_prefill",
+    "rms_norm",
     "sample",
     "sample_unfused",
+    "small_batch_linear",
     "write_kv",
 ]

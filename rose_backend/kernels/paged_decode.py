@@ -1,4 +1,4 @@
-"""Decode attention that also stores the new token's keys and values. Runs in plain torch on every device."""
+"""Decode attention that also stores the new token's keys and values: one launch on a GPU, plain torch elsewhere."""
 
 from __future__ import annotations
 
@@ -6,10 +6,41 @@ import torch
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.reference import paged_decode as reference
-from rose_backend.kernels.reference.paged_decode import DecodePlan, plan_paged_decode
+from rose_backend.kernels.reference.paged_decode import DecodePlan
 from rose_backend.kernels.tensor_checks import check_head_groups, check_same_dtype, check_tensors
 
 __all__ = ["DecodePlan", "paged_decode", "plan_paged_decode"]
+
+MAX_GPU_HEAD_SIZE = 256
+"""Larger heads do not fit a program's registers."""
+
+_GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def plan_paged_decode(
+    block_table: torch.Tensor,  # [R, MB] int32
+    num_computed_tokens: torch.Tensor,  # [R] int32
+    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  only shape, dtype and device are used
+    *,
+    sliding_window: int | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    chunk_bytes: int = reference.CHUNK_BYTES,
+) -> DecodePlan | None:
+    """Work out what all layers of a step share. None on a GPU: the kernel reads lengths on the device.
+
+    Args:
+        chunk_bytes: keys that are gathered at once, at most, unless a single request has more.
+    """
+    if key_cache.is_cuda:
+        return None
+    return reference.plan_paged_decode(
+        block_table,
+        num_computed_tokens,
+        key_cache,
+        sliding_window=sliding_window,
+        alibi_slopes=alibi_slopes,
+        chunk_bytes=chunk_bytes,
+    )
 
 
 def paged_decode(
@@ -47,13 +78,17 @@ def paged_decode(
         alibi_slopes: per-head slope of a linear penalty on distance.
         logits_soft_cap: scaled products become ``cap * tanh(product / cap)``.
         plan: from ``plan_paged_decode`` with the same lengths, table and options, made once for all layers of a step;
-            None makes one for this call.
+            None makes one for this call. A GPU needs none.
+
+    Calls on one GPU share scratch memory and must follow one another on one stream. They can be captured in a CUDA
+    graph after a first call outside, and one captured call serves any lengths.
 
     Returns:
         ``out``. Accumulated in float32, rounded once.
 
     Raises:
-        ShapeError: shapes or dtypes disagree, ``HQ`` is not a multiple of ``HKV``, or only one new tensor is given.
+        ShapeError: shapes or dtypes disagree, ``HQ`` is not a multiple of ``HKV``, or only one new tensor is given. On
+            a GPU also: the dtype is another, ``D`` is over ``MAX_GPU_HEAD_SIZE``, or an innermost stride is not 1.
     """
     sizes = check_tensors(
         query=(query, "R HQ D"),
@@ -65,6 +100,34 @@ def paged_decode(
     )
     check_head_groups(sizes["HQ"], sizes["HKV"])
     check_new_tokens(query, new_key, new_value, key_cache, value_cache, out)
+    if query.is_cuda:
+        from rose_backend.kernels.gpu import paged_decode as gpu
+
+        check_gpu_tensors(
+            query=query,
+            new_key=new_key,
+            new_value=new_value,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            block_table=block_table,
+            num_computed_tokens=num_computed_tokens,
+            alibi_slopes=alibi_slopes,
+            out=out,
+        )
+        return gpu.paged_decode(
+            query,
+            new_key,
+            new_value,
+            key_cache,
+            value_cache,
+            block_table,
+            num_computed_tokens,
+            scale=scale,
+            out=out,
+            sliding_window=sliding_window,
+            alibi_slopes=alibi_slopes,
+            logits_soft_cap=logits_soft_cap,
+        )
     return reference.paged_decode(
         query,
         new_key,
@@ -117,3 +180,24 @@ def check_new_tokens(
         value_cache=value_cache,
         out=out,
     )
+
+
+def check_gpu_tensors(query: torch.Tensor, **tensors: torch.Tensor | None) -> None:
+    """Require what the GPU kernels need beyond matching shapes.
+
+    Args:
+        tensors: all others, by name.
+
+    Raises:
+        ShapeError: the dtype is not supported, the head is too large, or an innermost stride is not 1.
+    """
+    if query.dtype not in _GPU_DTYPES:
+        allowed = ", ".join(map(str, _GPU_DTYPES))
+        raise ShapeError(f"query: expected one of {allowed} on a GPU, got {query.dtype}")
+    if query.shape[-1] > MAX_GPU_HEAD_SIZE:
+        raise ShapeError(f"query: expected D of at most {MAX_GPU_HEAD_SIZE} on a GPU, got {query.shape[-1]}")
+    for name, tensor in {"query": query, **tensors}.items():
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ShapeError(
+                f"{name}: expected an innermost stride of 1, got strides {list(tensor.stride())}"
+            )

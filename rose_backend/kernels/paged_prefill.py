@@ -1,15 +1,41 @@
-"""Prefill attention that also stores the chunk's keys and values. Runs in plain torch on every device."""
+"""Prefill attention that also stores the chunk's keys and values: one launch on a GPU, plain torch elsewhere."""
 
 from __future__ import annotations
 
 import torch
 
-from rose_backend.kernels.paged_decode import check_new_tokens
+from rose_backend.kernels.paged_decode import check_gpu_tensors, check_new_tokens
 from rose_backend.kernels.reference import paged_prefill as reference
-from rose_backend.kernels.reference.paged_prefill import PrefillPlan, plan_paged_prefill
+from rose_backend.kernels.reference.paged_prefill import PrefillPlan
 from rose_backend.kernels.tensor_checks import check_head_groups, check_tensors
 
 __all__ = ["PrefillPlan", "paged_prefill", "plan_paged_prefill"]
+
+
+def plan_paged_prefill(
+    block_table: torch.Tensor,  # [R, MB] int32
+    query_start_loc: torch.Tensor,  # [R + 1] int32
+    num_computed_tokens: torch.Tensor,  # [R] int32
+    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  only shape and device are used
+    *,
+    num_step_tokens: int,
+    sliding_window: int | None = None,
+) -> PrefillPlan | None:
+    """Work out what all layers of a step share. None on a GPU: the kernel reads lengths on the device.
+
+    Args:
+        num_step_tokens: ``T``; tokens that belong to no row are padding.
+    """
+    if key_cache.is_cuda:
+        return None
+    return reference.plan_paged_prefill(
+        block_table,
+        query_start_loc,
+        num_computed_tokens,
+        key_cache,
+        num_step_tokens=num_step_tokens,
+        sliding_window=sliding_window,
+    )
 
 
 def paged_prefill(
@@ -48,13 +74,14 @@ def paged_prefill(
         alibi_slopes: per-head slope of a linear penalty on distance.
         logits_soft_cap: scaled products become ``cap * tanh(product / cap)``.
         plan: from ``plan_paged_prefill`` with the same lengths, table and options, made once for all layers of a step;
-            None makes one for this call.
+            None makes one for this call. A GPU needs none.
 
     Returns:
         ``out``. Accumulated in float32, rounded once.
 
     Raises:
-        ShapeError: shapes or dtypes disagree, ``HQ`` is not a multiple of ``HKV``, or only one new tensor is given.
+        ShapeError: shapes or dtypes disagree, ``HQ`` is not a multiple of ``HKV``, or only one new tensor is given. On
+            a GPU also: the dtype is another, ``D`` is over 256, or an innermost stride is not 1.
     """
     sizes = check_tensors(
         query=(query, "T HQ D"),
@@ -67,6 +94,36 @@ def paged_prefill(
     )
     check_head_groups(sizes["HQ"], sizes["HKV"])
     check_new_tokens(query, new_key, new_value, key_cache, value_cache, out)
+    if query.is_cuda:
+        from rose_backend.kernels.gpu import paged_prefill as gpu
+
+        check_gpu_tensors(
+            query=query,
+            new_key=new_key,
+            new_value=new_value,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            block_table=block_table,
+            query_start_loc=query_start_loc,
+            num_computed_tokens=num_computed_tokens,
+            alibi_slopes=alibi_slopes,
+            out=out,
+        )
+        return gpu.paged_prefill(
+            query,
+            new_key,
+            new_value,
+            key_cache,
+            value_cache,
+            block_table,
+            query_start_loc,
+            num_computed_tokens,
+            scale=scale,
+            out=out,
+            sliding_window=sliding_window,
+            alibi_slopes=alibi_slopes,
+            logits_soft_cap=logits_soft_cap,
+        )
     return reference.paged_prefill(
         query,
         new_key,

@@ -1,6 +1,6 @@
 """Store new keys and values at given slots of a paged cache.
 
-Used when the store is not part of attention (``fused_kv_append`` off). Runs in plain torch on every device.
+Used when the store is not part of attention (``fused_kv_append`` off). One launch on a GPU, plain torch elsewhere.
 """
 
 from __future__ import annotations
@@ -35,4 +35,9 @@ def write_kv(
         slot_mapping=(slot_mapping, "T", torch.int64),
     )
     check_same_dtype(key_cache=key_cache, value_cache=value_cache, new_key=new_key, new_value=new_value)
-    reference.write_kv(new_key, new_value, key_cache, value_cache, slot_mapping)
+    if new_key.is_cuda:
+        from rose_backend.kernels.gpu import write_kv as gpu
+
+        gpu.write_kv(new_key, new_value, key_cache, value_cache, slot_mapping)
+    else:
+        reference.write_kv(new_key, new_value, key_cache, value_cache, slot_mapping)

@@ -161,7 +161,7 @@ class GPT2:
             write_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
             new_key = new_value = None
         split = metadata.num_decodes
-        if step.decode is not None:
+        if split:
             paged_decode(
                 query[:split],
                 None if new_key is None else new_key[:split],
@@ -174,7 +174,7 @@ class GPT2:
                 out=attended[:split],
                 plan=step.decode,
             )
-        if step.prefill is not None:
+        if split < metadata.num_computed_tokens.shape[0]:
             paged_prefill(
                 query[split:],
                 None if new_key is None else new_key[split:],

@@ -25,9 +25,9 @@ class RoseAttentionMetadata:
     num_computed_tokens: torch.Tensor  # [R] int32
     block_table: torch.Tensor  # [R, MB] int32
     slot_mapping: torch.Tensor  # [T] int64
-    decode_plans: dict[int | None, DecodePlan] = field(default_factory=dict)
+    decode_plans: dict[int | None, DecodePlan | None] = field(default_factory=dict)
     """By sliding window. Made by the first layer that needs one, shared by the others."""
-    prefill_plans: dict[int | None, PrefillPlan] = field(default_factory=dict)
+    prefill_plans: dict[int | None, PrefillPlan | None] = field(default_factory=dict)
 
 
 class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadata]):

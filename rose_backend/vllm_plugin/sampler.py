@@ -28,13 +28,14 @@ _OFFSET_PER_DRAW = 4
 def serves_sampler(vllm_config: VllmConfig | None) -> bool:
     """Whether Rose draws the tokens of this engine.
 
-    Processed log-probability modes want the filtered distribution itself, which Rose never builds: vLLM's sampler
-    stays, and the line at start-up says so.
+    Processed log-probability modes and the check of drafted tokens want the filtered distribution itself, which Rose
+    never builds: vLLM's sampler stays, and the line at start-up says so.
     """
     if (
         vllm_config is None
         or not is_rose_selected(vllm_config)
         or not rose_options(vllm_config).fused_sampler
+        or vllm_config.speculative_config is not None
     ):
         return False
     model_config = vllm_config.model_config

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rose_backend.kernels.reference.philox import exponential_noise, philox4x32, token_bits
+from rose_backend.kernels.reference.philox import exponential_noise, philox4x32, token_bits, vocabulary_bits
 
 ALL_ONES = 0xFFFFFFFF
 # (counter, key, result): the vectors published with Random123 for philox4x32-10.
@@ -37,7 +37,8 @@ def bits_kernel(out_ptr, seed_ptr, position_ptr, num_tokens, TILE: tl.constexpr)
     tokens = tl.arange(0, TILE)
     zero = tokens * 0
     position = tl.load(position_ptr + row).to(tl.int32)
-    word, _, _, _ = tl.philox(tl.load(seed_ptr + row), tokens, zero + position, zero, zero)
+    first, second, third, fourth = tl.philox(tl.load(seed_ptr + row), tokens // 4, zero + position, zero, zero)
+    word = tl.where(tokens % 4 == 0, first, tl.where(tokens % 4 == 1, second, tl.where(tokens % 4 == 2, third, fourth)))
     tl.store(out_ptr + row * num_tokens + tokens, word.to(tl.int64), mask=tokens < num_tokens)
 
 seeds, positions, num_tokens = json.loads(sys.argv[1])
@@ -55,14 +56,23 @@ def test_known_answers(counter: tuple[int, ...], key: tuple[int, ...], expected:
     assert tuple(word.item() for word in words) == expected
 
 
-def test_token_bits_are_the_first_word() -> None:
+def test_four_tokens_share_a_counter() -> None:
     tokens = torch.arange(50).unsqueeze(0)
     bits = token_bits(tokens, torch.tensor(SEEDS), torch.tensor(POSITIONS))
-    zero = torch.zeros_like(tokens)
+    quads = torch.arange(13).unsqueeze(0)
+    zero = torch.zeros_like(quads)
     for row, (seed, position) in enumerate(zip(SEEDS, POSITIONS, strict=True)):
         key = (torch.tensor([[seed & ALL_ONES]]), torch.tensor([[(seed >> 32) & ALL_ONES]]))
-        words = philox4x32((tokens, zero + position, zero, zero), key)
-        assert torch.equal(bits[row : row + 1], words[0])
+        words = philox4x32((quads, zero + position, zero, zero), key)
+        for word in range(4):
+            assert torch.equal(bits[row, word::4], words[word][0, : len(bits[row, word::4])])
+
+
+@pytest.mark.parametrize("vocab_size", [1, 3, 4, 50])
+def test_vocabulary_bits_are_those_of_its_tokens(vocab_size: int) -> None:
+    seed, position = torch.tensor(SEEDS), torch.tensor(POSITIONS)
+    expected = token_bits(torch.arange(vocab_size).unsqueeze(0), seed, position)
+    assert torch.equal(vocabulary_bits(vocab_size, seed, position), expected)
 
 
 def test_token_bits_by_row_and_by_column_agree() -> None:

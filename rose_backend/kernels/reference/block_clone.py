@@ -15,6 +15,13 @@ def block_clone(
     """Twin of ``rose_backend.kernels.block_clone``."""
     if src_block_ids.numel() == 0:
         return
+    if kv_cache.device.type == "cpu":
+        sources, destinations = src_block_ids.tolist(), dst_block_ids.tolist()
+        if set(sources).isdisjoint(destinations):
+            # On a CPU torch's index operations move memory at a tenth of the speed of plain copies.
+            for source, destination in zip(sources, destinations, strict=True):
+                kv_cache.select(block_dim, destination).copy_(kv_cache.select(block_dim, source))
+            return
     # The gather is complete before the first store, so a destination may be another pair's source.
-    sources = kv_cache.index_select(block_dim, src_block_ids)
-    kv_cache.index_copy_(block_dim, dst_block_ids.to(torch.int64), sources)
+    content = kv_cache.index_select(block_dim, src_block_ids)
+    kv_cache.index_copy_(block_dim, dst_block_ids.to(torch.int64), content)

@@ -33,20 +33,6 @@ def philox4x32(counter: Words, key: Key) -> Words:
     return word_0, word_1 & WORD_MASK, word_2, word_3 & WORD_MASK
 
 
-def _philox_first_word(token_ids: torch.Tensor, position: torch.Tensor, key: Key) -> torch.Tensor:
-    """Return ``philox4x32((token_ids, position, 0, 0), key)[0]`` for [1 or R, C], [R, 1] and a key of [R, 1].
-
-    What is the same for a whole row or column stays that small for two rounds, and what only the other three words need
-    is left out of the last two.
-    """
-    keys = _round_keys(key)
-    zero = torch.zeros((1, 1), dtype=torch.int64, device=token_ids.device)
-    word_0, _, word_2, word_3 = _run_rounds((token_ids, position, zero, zero), keys[: _NUM_ROUNDS - 2])
-    product_1 = word_2 * _MULTIPLIERS[1]
-    word_2 = _mix(word_0.mul_(_MULTIPLIERS[0]), word_3, keys[-2][1])
-    return _mix(word_2.mul_(_MULTIPLIERS[1]), product_1, keys[-1][0])
-
-
 def _round_keys(key: Key) -> list[Key]:
     rounds = torch.arange(_NUM_ROUNDS, device=key[0].device).view(-1, *[1] * key[0].ndim)
     keys_0, keys_1 = ((word + rounds * step) & WORD_MASK for word, step in zip(key, _KEY_STEPS, strict=True))
@@ -83,12 +69,39 @@ def token_bits(
 ) -> torch.Tensor:
     """Return the 32 random bits of each (row, token) as int64 [R, C].
 
-    Key: lower and upper half of the seed. Counter: (token id, position, 0, 0). They depend on nothing else, so a row
-    draws the same in any batch.
+    Key: lower and upper half of the seed. Counter: (token id // 4, position, 0, 0); the token's bits are word
+    ``token id % 4`` of the four. They depend on nothing else, so a row draws the same in any batch.
+    """
+    words = torch.stack(_token_words(token_ids >> 2, seed, position), dim=-1)
+    which = (token_ids & 3).unsqueeze(-1)
+    return words.gather(-1, which.expand(*words.shape[:-1], 1)).squeeze(-1)
+
+
+def vocabulary_bits(
+    vocab_size: int,
+    seed: torch.Tensor,  # [R] int64
+    position: torch.Tensor,  # [R] int64
+) -> torch.Tensor:
+    """Return ``token_bits`` of all tokens, int64 [R, V], for a quarter of the work."""
+    quads = torch.arange((vocab_size + 3) // 4, device=seed.device).unsqueeze(0)
+    words = torch.stack(_token_words(quads, seed, position), dim=-1)
+    return words.flatten(1)[:, :vocab_size]
+
+
+def _token_words(
+    quads: torch.Tensor,  # [1, C] or [R, C] int64
+    seed: torch.Tensor,  # [R] int64
+    position: torch.Tensor,  # [R] int64
+) -> Words:
+    """Return the four words of each counter (quad, position, 0, 0), [R, C].
+
+    What is the same for a whole row or column stays that small for two rounds.
     """
     seed = seed.unsqueeze(1)
-    key = (seed & WORD_MASK, (seed >> _HALF) & WORD_MASK)
-    return _philox_first_word(token_ids, position.unsqueeze(1) & WORD_MASK, key)
+    zero = torch.zeros((1, 1), dtype=torch.int64, device=quads.device)
+    keys = _round_keys((seed & WORD_MASK, (seed >> _HALF) & WORD_MASK))
+    word_0, word_1, word_2, word_3 = _run_rounds((quads, position.unsqueeze(1) & WORD_MASK, zero, zero), keys)
+    return word_0, word_1 & WORD_MASK, word_2, word_3 & WORD_MASK
 
 
 def exponential_noise(bits: torch.Tensor) -> torch.Tensor:

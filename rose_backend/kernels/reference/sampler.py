@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from rose_backend.kernels.reference.philox import exponential_noise, token_bits
+from rose_backend.kernels.reference.philox import exponential_noise, token_bits, vocabulary_bits
 from rose_backend.kernels.sampling_tensors import SampleOutput, SamplingTensors
 
 GREEDY_TEMPERATURE = 1e-5
@@ -195,27 +195,32 @@ def _kth_value(
 
 def _race(
     values: torch.Tensor,  # [R, C]
-    token_ids: torch.Tensor,  # [1, C] or [R, C]
+    token_ids: torch.Tensor,  # [R, C]
     params: SamplingTensors,
 ) -> torch.Tensor:
     """Return the token that arrives first, [R]; ``exp(values)`` are the rates."""
-    noise = exponential_noise(token_bits(token_ids, params.seed, params.position))
-    winner = (values.double() - noise.log_()).argmax(dim=-1, keepdim=True)
-    return token_ids.expand_as(values).gather(1, winner).squeeze(1)
+    winner = _first_to_arrive(values, token_bits(token_ids, params.seed, params.position))
+    return token_ids.gather(1, winner.unsqueeze(1)).squeeze(1)
 
 
 def _race_over_vocabulary(
     scaled: torch.Tensor,  # [R, V]
     params: SamplingTensors,
 ) -> torch.Tensor:
-    token_ids = torch.arange(scaled.shape[1], device=scaled.device).unsqueeze(0)
-    tiles = _row_tiles(*scaled.shape)
-    if len(tiles) == 1:
-        return _race(scaled, token_ids, params)
+    vocab_size = scaled.shape[1]
     chosen = torch.empty(scaled.shape[0], dtype=torch.int64, device=scaled.device)
-    for rows in tiles:
-        chosen[rows] = _race(scaled[rows], token_ids, params.select(rows))
+    for rows in _row_tiles(*scaled.shape):
+        bits = vocabulary_bits(vocab_size, params.seed[rows], params.position[rows])
+        chosen[rows] = _first_to_arrive(scaled[rows], bits)
     return chosen
+
+
+def _first_to_arrive(
+    values: torch.Tensor,  # [R, C]
+    bits: torch.Tensor,  # [R, C]
+) -> torch.Tensor:
+    """Return the column that wins the race, [R]."""
+    return (values.double() - exponential_noise(bits).log_()).argmax(dim=-1)
 
 
 def _row_tiles(num_rows: int, vocab_size: int) -> list[slice]:
@@ -250,9 +255,7 @@ def sample_unfused(
             scaled = _mask_min_p(scaled, params)
         if bool(((params.top_k > 0) | (params.top_p < 1)).any()):
             scaled = _mask_top_k_top_p(scaled, params)
-        vocabulary = torch.arange(scaled.shape[1], device=scaled.device).unsqueeze(0)
-        noise = exponential_noise(token_bits(vocabulary, params.seed, params.position))
-        drawn = (scaled.double() - noise.log()).argmax(dim=-1)
+        drawn = _first_to_arrive(scaled, vocabulary_bits(scaled.shape[1], params.seed, params.position))
         token_ids = torch.where(is_greedy, token_ids, drawn)
     return _report(logits, token_ids, params.num_logprobs)
 

@@ -1,0 +1,182 @@
+"""What both launches of the sampler are made of: scores, random bits, the race, and searches without sorting.
+
+A token is drawn by a race: token ``i`` arrives at time ``E_i / p_i`` with exponential noise ``E_i``, and the first one
+wins. In logarithms that is the largest ``score_i - log(E_i)``. Float32 names the tokens that may be first, float64
+decides among them, so the winner is the one that float64 throughout would give.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NO_TOKEN = tl.constexpr(2**31 - 1)
+MINUS_INFINITY = tl.constexpr(float("-inf"))
+GREEDY_TEMPERATURE = tl.constexpr(1e-5)
+
+
+@triton.jit
+def scores_of(logits, tokens, valid, penalties, temperature, row, vocab_size):
+    """Return logits after penalties and temperature, each operation rounded as in the reference.
+
+    Args:
+        penalties: pointers to prompt mask and output counts [R, V], each or None, and to the repetition, presence and
+            frequency penalty [R].
+    """
+    mask_ptr, counts_ptr, repetition_ptr, presence_ptr, frequency_ptr = penalties
+    scores = logits
+    if mask_ptr is not None or counts_ptr is not None:
+        repetition, presence = tl.load(repetition_ptr + row), tl.load(presence_ptr + row)
+        frequency = tl.load(frequency_ptr + row)
+        if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
+            repeated = tokens < 0
+            if counts_ptr is not None:
+                counts = tl.load(counts_ptr + row * vocab_size + tokens, mask=valid, other=0)
+                repeated = counts > 0
+            if mask_ptr is not None:
+                repeated = repeated | (
+                    tl.load(mask_ptr + row * vocab_size + tokens, mask=valid, other=0) != 0
+                )
+            factor = tl.where(logits > 0, tl.div_rn(repetition * 0.0 + 1.0, repetition), repetition)
+            scores = tl.where(repeated, logits * factor, logits)
+            if counts_ptr is not None:
+                scores -= frequency * counts.to(tl.float32)
+                scores -= tl.where(counts > 0, presence, 0.0)
+    if (temperature >= GREEDY_TEMPERATURE) & (temperature != 1.0):
+        scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature)
+    return scores
+
+
+@triton.jit
+def ordered_key(values):
+    """Map float32 to int32 in the same order; both zeros are equal."""
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def tile_bits(first_token, seed, position, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the random bits of tokens ``first_token + arange(ROWS * COLUMNS)``, uint32 [ROWS, COLUMNS]."""
+    quads = (
+        tl.arange(0, ROWS)[:, None] * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)[None, :] + first_token // 4
+    )
+    zero = quads * 0
+    word_0, word_1, word_2, word_3 = tl.philox(seed, quads, zero + position, zero, zero)
+    # join adds an innermost dimension, so that the last two count the words in order.
+    words = tl.join(tl.join(word_0, word_2), tl.join(word_1, word_3))
+    return words.reshape([ROWS, COLUMNS])
+
+
+@triton.jit
+def bits_of(tokens, seed, position):
+    """Return the random bits of any tokens, uint32."""
+    zero = tokens * 0
+    word_0, word_1, word_2, word_3 = tl.philox(seed, tokens >> 2, zero + position, zero, zero)
+    return tl.where(
+        (tokens & 2) == 0,
+        tl.where((tokens & 1) == 0, word_0, word_1),
+        tl.where((tokens & 1) == 0, word_2, word_3),
+    )
+
+
+@triton.jit
+def exact_arrival(score, token, seed, position):
+    """Return ``score - log(noise)`` in float64, as the reference computes it."""
+    noise = -tl.log((bits_of(token, seed, position).to(tl.float64) + 0.5) * 2.3283064365386963e-10)
+    return score.to(tl.float64) - tl.log(noise)
+
+
+@triton.jit
+def gumbel(bits):
+    """Return ``-log(noise)`` in float32, to an absolute 1e-5."""
+    # Noise is -log(u). Near 1, where the race is won, u = 1 - rest keeps its digits only as the rest.
+    rest = ((~bits).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = rest * (1.0 + rest * (0.5 + rest * (1.0 / 3 + rest * (0.25 + rest * 0.2))))
+    noise = tl.where(rest < 0.0625, series, -tl.log((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10))
+    return -tl.log(noise)
+
+
+@triton.jit
+def race(
+    scores, tokens, bits, running, best_arrival, best_token, seed, position, EXACT_ARRIVAL: tl.constexpr
+):
+    """Let the running tokens race against the best one so far; return arrival (float64) and token of the winner.
+
+    Args:
+        EXACT_ARRIVAL: the arrival matters; else it may be the float32 one, and nobody has come before.
+    """
+    arrivals = tl.where(running, scores + gumbel(bits), MINUS_INFINITY)
+    top = tl.maximum(tl.max(arrivals), best_arrival.to(tl.float32))
+    # Rounding of the sum is relative to its size, that of the noise is not.
+    reach = top - (4e-5 + 4e-7 * tl.abs(top))
+    near = running & (arrivals >= reach)
+    token = tl.min(tl.where(near, tokens, NO_TOKEN))
+    if not EXACT_ARRIVAL:  # noqa: SIM102, one is for the compiler and one for the GPU
+        if tl.min(tl.where(near & (tokens > token), tokens, NO_TOKEN)) == NO_TOKEN:
+            best_token = tl.where(token == NO_TOKEN, best_token, token)
+            token = tl.full([], NO_TOKEN, tl.int32)
+    while token < NO_TOKEN:
+        score = tl.max(tl.where(tokens == token, scores, MINUS_INFINITY))
+        arrival = exact_arrival(score, token, seed, position)
+        best_token = tl.where(arrival > best_arrival, token, best_token)
+        best_arrival = tl.maximum(arrival, best_arrival)
+        token = tl.min(tl.where(near & (tokens > token), tokens, NO_TOKEN))
+    return best_arrival, best_token
+
+
+@triton.jit
+def kth_largest_key(keys, k, low, high):
+    """Return a key that exactly the ``k`` largest and what ties with the last of them reach.
+
+    If fewer than ``k`` reach ``low``, all that do reach the result.
+
+    Args:
+        low, high: int32; nothing is above ``high``, and something reaches ``low``.
+    """
+    low = tl.min(tl.where(keys >= low, keys, high)).to(tl.int64)
+    high = high.to(tl.int64) + 1
+    while high - low > 1:
+        third = (high - low + 2) // 3
+        first, second = low + third, tl.minimum(low + 2 * third, high - 1)
+        # Both counts in one sum: there are fewer than 2**15 keys.
+        reached = tl.where(keys >= second.to(tl.int32), 65537, (keys >= first.to(tl.int32)).to(tl.int32))
+        counts = tl.sum(reached)
+        first_count, second_count = counts & 0xFFFF, counts >> 16
+        high = tl.where(second_count >= k, high, tl.where(first_count >= k, second, first))
+        low = tl.where(second_count >= k, second, tl.where(first_count >= k, first, low))
+        # Exactly k reach it: no need to know the smallest such key.
+        high = tl.where((second_count == k) | ((first_count == k) & (second_count < k)), low + 1, high)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def keep_top_p(scores, keys, tokens, kept, row_max, lowest, top_p, vocab_size):
+    """Return which of the kept tokens top-p keeps: most likely first, of equal ones the lower id.
+
+    Args:
+        lowest: no kept token has a lower key.
+    """
+    # Weights in units of 2**-36 and, below them, a count: sums are exact, and one sum gives both.
+    weights = (tl.exp(scores - row_max) * 68719476736.0).to(tl.int64)
+    parts = tl.where(kept, weights * 16384 + 1, 0)
+    part_below, part_above = tl.sum(parts), tl.full([], 0, tl.int64)
+    needed = top_p.to(tl.float64) * (part_below >> 14).to(tl.float64)
+    # The key at which top-p ends is above low and up to high: more than enough weight is above the one, too little
+    # above the other. One token or one key in between is it.
+    low, high = lowest.to(tl.int64) - 1, ordered_key(row_max).to(tl.int64)
+    while (high - low > 1) & ((part_below & 16383) - (part_above & 16383) > 1):
+        middle = (low + high) >> 1
+        part = tl.sum(tl.where(keys > middle.to(tl.int32), parts, 0))
+        is_enough = (part >> 14).to(tl.float64) >= needed
+        low, part_below = tl.where(is_enough, middle, low), tl.where(is_enough, part, part_below)
+        high, part_above = tl.where(is_enough, high, middle), tl.where(is_enough, part_above, part)
+    edge = tl.max(tl.where(kept & (keys <= high.to(tl.int32)), keys, lowest))
+    num_ties = (part_below & 16383) - (part_above & 16383)
+    last_token = tl.full([], 0, tl.int32) + vocab_size
+    if num_ties > 1:
+        weight = ((part_below >> 14) - (part_above >> 14)).to(tl.float64) / num_ties.to(tl.float64)
+        num_kept = tl.ceil((needed - (part_above >> 14).to(tl.float64)) / weight)
+        num_kept = tl.minimum(tl.maximum(num_kept, 1.0), num_ties.to(tl.float64)).to(tl.int32)
+        negated = tl.where(kept & (keys == edge), -tokens, -NO_TOKEN)
+        last_token = -kth_largest_key(negated, num_kept, -last_token, last_token * 0)
+    return kept & ((keys > edge) | ((keys == edge) & (tokens <= last_token)))

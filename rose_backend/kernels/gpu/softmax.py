@@ -1,0 +1,37 @@
+"""What decode and prefill attention share on a GPU: logits in base 2, and where tokens lie in a paged cache."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+NO_LOGIT = tl.constexpr(-1e30)
+"""Maximum of nothing: finite, so that the difference of two of them is not NaN."""
+HIDDEN = tl.constexpr(-2e30)
+"""Logit of what may not be seen: weighs nothing, also beside a maximum of nothing."""
+
+
+def logit_factors(scale: float, logits_soft_cap: float | None) -> tuple[float, float]:
+    """Fold scale, cap and the change to base 2 into the two factors of ``to_logits``."""
+    if logits_soft_cap is None:
+        return scale * LOG2_E.value, 1.0
+    return scale / logits_soft_cap, logits_soft_cap * LOG2_E.value
+
+
+@triton.jit
+def to_logits(products, distance, slope, factors, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
+    """Return base-2 logits of query-key products. ``distance`` is key position minus query position."""
+    logits = products * factors[0]
+    if HAS_CAP:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1); right at both infinities.
+        logits = factors[1] * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2_E)) + 1.0))
+    if HAS_ALIBI:
+        logits += slope * LOG2_E * distance
+    return logits
+
+
+@triton.jit
+def cached_offsets(block_ids, positions, block_stride, token_stride, BLOCK_SIZE: tl.constexpr):
+    """Return where tokens at ``positions`` lie in a cache, for the blocks that they are in. 64 bits."""
+    return block_ids.to(tl.int64) * block_stride + (positions % BLOCK_SIZE).to(tl.int64) * token_stride

@@ -1,0 +1,94 @@
+"""Products of a few rows with a weight matrix, with what stands in front of and behind them in a transformer layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rose_backend.errors import ShapeError
+from rose_backend.kernels.reference import small_batch_linear as reference
+from rose_backend.kernels.tensor_checks import check_same_dtype, check_tensors
+
+MAX_ROWS = 64
+"""More rows are better served by a library's matrix product."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLinear:
+    """A linear layer, with the LayerNorm in front of it folded in where there is one. Made by ``pack_linear``."""
+
+    weight: torch.Tensor  # [O, E]
+    bias: torch.Tensor  # [O] float32
+    column_sums: torch.Tensor | None  # [O] float32, with a norm: sums of the rows of weight
+    eps: float
+
+
+def pack_linear(
+    weight: torch.Tensor,  # [O, E]
+    bias: torch.Tensor,  # [O]
+    *,
+    norm_weight: torch.Tensor | None = None,  # [E]
+    norm_bias: torch.Tensor | None = None,  # [E]
+    eps: float = 0.0,
+) -> PackedLinear:
+    """Prepare a layer once, at load time.
+
+    ``norm(x) * g + h`` in front of ``@ W.T + b`` equals ``norm(x) @ (W * g).T + (b + W @ h)``.
+
+    Raises:
+        ShapeError: shapes or dtypes disagree, or only one of the norm's tensors is given.
+    """
+    check_tensors(weight=(weight, "O E"), bias=(bias, "O"))
+    check_same_dtype(weight=weight, bias=bias)
+    if norm_weight is None or norm_bias is None:
+        if norm_weight is not norm_bias:
+            raise ShapeError("norm_weight and norm_bias: expected both or neither, got one")
+        return PackedLinear(weight.contiguous(), bias.float(), None, eps)
+    check_tensors(weight=(weight, "O E"), norm_weight=(norm_weight, "E"), norm_bias=(norm_bias, "E"))
+    folded = (weight.float() * norm_weight.float()).to(weight.dtype).contiguous()
+    folded_bias = bias.float() + weight.float() @ norm_bias.float()
+    return PackedLinear(folded, folded_bias, folded.float().sum(1), eps)
+
+
+def small_batch_linear(
+    x: torch.Tensor,  # [T, E]
+    layer: PackedLinear,
+    *,
+    gelu: bool = False,
+    residual: torch.Tensor | None = None,  # [T, O]
+    out: torch.Tensor | None = None,  # [T, O]  written
+) -> torch.Tensor:
+    """Return ``residual + gelu(norm(x) @ W.T + b)``, each part only where it was asked for. Rounded once, from float32.
+
+    Args:
+        x: at most ``MAX_ROWS`` rows, innermost stride 1.
+        gelu: GELU in its tanh form.
+        out: may be ``residual`` itself, not ``x``; None allocates.
+
+    Raises:
+        ShapeError: shapes or dtypes disagree, or there are too many rows.
+    """
+    if out is None:
+        out = x.new_empty((x.shape[0], layer.weight.shape[0]))
+    check_tensors(x=(x, "T E"), weight=(layer.weight, "O E"), out=(out, "T O"))
+    check_same_dtype(x=x, weight=layer.weight, out=out)
+    if residual is not None:
+        check_tensors(out=(out, "T O"), residual=(residual, "T O"))
+        check_same_dtype(x=x, residual=residual)
+    if x.shape[0] > MAX_ROWS:
+        raise ShapeError(f"x: expected at most {MAX_ROWS} rows, got {x.shape[0]}")
+    if x.is_cuda:
+        from rose_backend.kernels.gpu.small_batch_linear import small_batch_linear as launch
+
+        return launch(x, layer.weight, layer.bias, layer.column_sums, residual, out, eps=layer.eps, gelu=gelu)
+    return reference.small_batch_linear(
+        x,
+        layer.weight,
+        layer.bias,
+        residual,
+        out,
+        has_norm=layer.column_sums is not None,
+        eps=layer.eps,
+        gelu=gelu,
+    )

@@ -1,0 +1,109 @@
+"""The Triton kernel of the norms, interpreted on small shapes and compiled for three generations of GPUs.
+
+The interpreter truncates bfloat16 where GPUs round it, so that type is compared on a GPU only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rose_backend.kernels.reference import layer_norm as twin
+from tests.support.aot import CAPABILITIES, compile_launch, record_launches
+from tests.support.error_budget import assert_within_budget
+from tests.support.interpreter import run_interpreted
+
+EPS = 1e-5
+SHAPES = [(1, 128), (3, 7), (5, 768), (0, 16), (2, 1500)]
+DTYPES = [torch.float32, torch.float16]
+
+
+def call(name: str, *args: Any) -> Any:
+    from rose_backend.kernels.gpu import layer_norm as gpu
+
+    return getattr(gpu, name)(*args)
+
+
+def make(num_tokens: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(num_tokens + width)
+    x, residual = (torch.randn(num_tokens, width, generator=generator).to(dtype) * 2 + 1 for _ in range(2))
+    weight, bias = (torch.randn(width, generator=generator).to(dtype) for _ in range(2))
+    return x, residual, weight, bias
+
+
+def exact_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    variance = centred.square().mean(-1, keepdim=True)
+    return centred / (variance + EPS).sqrt() * weight.double() + bias.double()
+
+
+def exact_rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_norms(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, _, weight, bias = make(*shape, dtype)
+    before = x.clone()
+    normed = run_interpreted(call, "layer_norm", x, weight, bias, EPS)
+    torch_result = F.layer_norm(x, weight.shape, weight, bias, EPS)
+    assert_within_budget(normed, exact_layer_norm(x.double(), weight, bias), torch_result)
+    normed = run_interpreted(call, "rms_norm", x, weight, EPS)
+    assert_within_budget(normed, exact_rms_norm(x.double(), weight), F.rms_norm(x, weight.shape, weight, EPS))
+    assert normed.dtype == dtype
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_norms_of_sums(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, residual, weight, bias = make(*shape, dtype)
+    before = (x.clone(), residual.clone())
+    exact_sum = x.double() + residual.double()
+    normed, total = run_interpreted(call, "add_layer_norm", x, residual, weight, bias, EPS)
+    torch_result = F.layer_norm(x + residual, weight.shape, weight, bias, EPS)
+    assert_within_budget(normed, exact_layer_norm(exact_sum, weight, bias), torch_result)
+    assert torch.equal(total, x + residual)
+    # The same as in two steps.
+    assert torch.equal(normed, run_interpreted(call, "layer_norm", total, weight, bias, EPS))
+    normed, total = run_interpreted(call, "add_rms_norm", x, residual, weight, EPS)
+    torch_result = F.rms_norm(x + residual, weight.shape, weight, EPS)
+    assert_within_budget(normed, exact_rms_norm(exact_sum, weight), torch_result)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+
+
+def test_eps_counts() -> None:
+    x, _, weight, bias = make(4, 16, torch.float32)
+    for name, args in (("layer_norm", (x, weight, bias, 0.5)), ("rms_norm", (x, weight, 0.5))):
+        expected = getattr(twin, name)(*args)
+        torch.testing.assert_close(run_interpreted(call, name, *args), expected, rtol=0, atol=1e-5)
+
+
+def test_views_of_wider_tensors() -> None:
+    x, residual, weight, bias = make(3, 64, torch.float16)
+    arguments = (x[:, ::2], residual[:, 1::2], weight[::2], bias[1::2])
+    expected = run_interpreted(call, "add_layer_norm", *(value.contiguous() for value in arguments), EPS)
+    actual = run_interpreted(call, "add_layer_norm", *arguments, EPS)
+    assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_compiles_without_spills(capability: int) -> None:
+    from rose_backend.kernels.gpu import layer_norm as gpu
+
+    with record_launches(gpu, "_norm_kernel") as launches:
+        for width in (768, 16_384):
+            for dtype in (torch.float16, torch.bfloat16):
+                x, residual, weight, bias = make(4, width, dtype)
+                gpu.add_layer_norm(x, residual, weight, bias, EPS)
+        gpu.rms_norm(x, weight, EPS)
+    assert len(launches) == 5
+    for recorded in launches:
+        resources = compile_launch(recorded, capability)
+        assert resources.spill_bytes == 0
+        assert "ld.global.v4.b32" in resources.ptx and "st.global.v4.b32" in resources.ptx

@@ -1,0 +1,133 @@
+"""The Triton sampler, interpreted with small slices and compiled for three generations of GPUs.
+
+The interpreter takes a tenth of a second per row, so frequencies are compared on a GPU. Here every draw is compared
+with that of the reference, whose frequencies are tested.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rose_backend.kernels import SampleOutput, SamplingTensors, sample_unfused
+from tests.kernels.test_sample import make_params, random_case
+from tests.support.aot import CAPABILITIES, compile_launch, record_launches
+from tests.support.interpreter import run_interpreted
+
+INFINITY = float("inf")
+
+
+def call(
+    logits: torch.Tensor, fields: dict[str, Any], columns: int = 16, group: int = 4, candidates: int = 16
+) -> tuple[torch.Tensor | None, ...]:
+    """Sample with slices of ``group`` x ``columns`` tokens."""
+    from rose_backend.kernels.gpu import sampler as gpu
+
+    gpu._COLUMNS, gpu._MIN_GROUP, gpu.MAX_CANDIDATE_GROUPS = columns, group, candidates
+    output = gpu.sample(logits, SamplingTensors(**fields))
+    return output.token_ids, output.logprob, output.top_logprobs, output.top_token_ids
+
+
+def fields_of(params: SamplingTensors) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in SamplingTensors.__dataclass_fields__}
+
+
+def sample(logits: torch.Tensor, params: SamplingTensors, **shape: int) -> SampleOutput:
+    return SampleOutput(*run_interpreted(call, logits, fields_of(params), **shape))
+
+
+# One slice and several; the last with groups of two tokens and few places for candidates, so that ties overflow.
+@pytest.mark.parametrize(
+    ("vocab_size", "shape"),
+    [(3, {}), (67, {}), (301, {}), (301, {"columns": 64, "group": 2, "candidates": 8})],
+    ids=str,
+)
+def test_draws_and_logprobs_are_those_of_the_reference(vocab_size: int, shape: dict[str, int]) -> None:
+    logits, params = random_case(24, vocab_size, seed=vocab_size)
+    expected = sample_unfused(logits, params)
+    actual = sample(logits, params, **shape)
+    assert torch.equal(actual.token_ids, expected.token_ids)
+    torch.testing.assert_close(actual.logprob, expected.logprob, rtol=0, atol=1e-5)
+    torch.testing.assert_close(actual.top_logprobs, expected.top_logprobs, rtol=0, atol=1e-5)
+    assert torch.equal(logits.gather(1, actual.top_token_ids), logits.topk(3).values)
+    assert all(len(set(row)) == 3 for row in actual.top_token_ids.tolist())
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [{}, {"top_k": 3}, {"top_k": 40}, {"top_p": 0.5}, {"top_k": 9, "top_p": 0.8}, {"min_p": 0.2}],
+    ids=str,
+)
+def test_infinite_and_equal_logits(filters: dict[str, Any]) -> None:
+    logits = torch.zeros(6, 150)
+    logits[1] = -INFINITY
+    logits[2, 1::2] = -INFINITY
+    logits[3, 130] = INFINITY
+    logits[4] = -INFINITY
+    logits[4, [70, 140]] = 2.0
+    # More ties than places for candidates.
+    logits[5, 20:120] = 1.0
+    params = make_params(6, **filters)
+    drawn = sample(logits, params).token_ids
+    assert torch.equal(drawn, sample_unfused(logits, params).token_ids)
+    assert drawn[1] == 0 and drawn[2] % 2 == 0 and drawn[3] == 130 and drawn[4] in (70, 140)
+
+
+def test_top_p_at_the_exact_edge_of_ties() -> None:
+    # 0.3 in float32 is a little more than 0.3: of twenty equal tokens it takes seven, not six.
+    logits = torch.full((24, 67), -INFINITY)
+    logits[:, 10:30] = 1.0
+    params = make_params(24, top_p=0.3, top_k=[0, 5] * 12)
+    drawn = sample(logits, params, candidates=32, columns=32).token_ids
+    assert torch.equal(drawn, sample_unfused(logits, params).token_ids)
+    assert drawn.min() >= 10 and drawn.max() == 16
+
+
+def test_rows_do_not_depend_on_their_batch() -> None:
+    logits, params = random_case(12, 301, seed=1)
+    whole = sample(logits, params)
+    rows = torch.tensor([7, 3, 3, 11])
+    part = {
+        name: value[rows] if isinstance(value, torch.Tensor) else value
+        for name, value in fields_of(params).items()
+    }
+    output = SampleOutput(*run_interpreted(call, logits[rows], part))
+    for name in SampleOutput.__dataclass_fields__:
+        assert torch.equal(getattr(output, name), getattr(whole, name)[rows])
+
+
+def test_padded_rows_and_no_rows() -> None:
+    logits, params = random_case(4, 67, seed=8)
+    wide = torch.full((4, 80), float("nan"))
+    wide[:, :67] = logits
+    assert torch.equal(sample(wide[:, :67], params).token_ids, sample_unfused(logits, params).token_ids)
+    empty = sample(torch.zeros(0, 67), make_params(0, num_logprobs=2))
+    assert empty.token_ids.shape == (0,) and empty.top_token_ids.shape == (0, 2)
+
+
+def test_not_a_number_ends_and_stays_in_the_vocabulary() -> None:
+    logits = torch.full((4, 67), float("nan"))
+    logits[2:, 5] = 1.0
+    params = make_params(4, top_k=[3, 0, 3, 0], top_p=0.5)
+    drawn = sample(logits, params).token_ids
+    assert ((drawn >= 0) & (drawn < 67)).all()
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_compiles_without_spills(capability: int) -> None:
+    from rose_backend.kernels.gpu import sampler as gpu
+
+    logits = torch.zeros(1, 50_257)
+    everything = make_params(
+        1,
+        prompt_mask=torch.zeros(1, 50_257, dtype=torch.bool),
+        output_counts=torch.zeros(1, 50_257, dtype=torch.int32),
+        num_logprobs=3,
+    )
+    with record_launches(gpu, "_scan_kernel", "_choose_kernel") as launches:
+        gpu.sample(logits, everything)
+    assert len(launches) == 2
+    for recorded in launches:
+        assert compile_launch(recorded, capability).spill_bytes == 0

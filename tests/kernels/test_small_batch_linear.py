@@ -1,0 +1,192 @@
+"""Products of a few rows with what stands around them in a layer: twin, interpreted kernel, compiled kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rose_backend.errors import ShapeError
+from rose_backend.kernels import pack_linear, small_batch_linear
+from rose_backend.kernels.small_batch_linear import MAX_ROWS, PackedLinear
+from tests.support.aot import CAPABILITIES, compile_launch, record_launches
+from tests.support.error_budget import assert_within_budget
+from tests.support.interpreter import run_interpreted
+
+EPS = 1e-5
+
+
+@dataclass
+class Case:
+    """Random inputs of one product; ``norm``, ``residual`` are None where the product has none."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+    norm: tuple[torch.Tensor, torch.Tensor] | None
+    residual: torch.Tensor | None
+    gelu: bool
+
+    @property
+    def layer(self) -> PackedLinear:
+        norm_weight, norm_bias = self.norm or (None, None)
+        return pack_linear(self.weight, self.bias, norm_weight=norm_weight, norm_bias=norm_bias, eps=EPS)
+
+    def plain(self, dtype: torch.dtype) -> torch.Tensor:
+        """Compute with separate torch operations in ``dtype``."""
+        x = self.x.to(dtype)
+        if self.norm is not None:
+            x = F.layer_norm(x, (x.shape[1],), self.norm[0].to(dtype), self.norm[1].to(dtype), EPS)
+        y = F.linear(x, self.weight.to(dtype), self.bias.to(dtype))
+        if self.gelu:
+            y = F.gelu(y, approximate="tanh")
+        return y if self.residual is None else y + self.residual.to(dtype)
+
+    def check(self, actual: torch.Tensor) -> None:
+        assert_within_budget(actual, self.plain(torch.float64), self.plain(self.x.dtype))
+
+
+def make_case(
+    rows: int, depth: int, columns: int, parts: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Case:
+    """``parts`` names what the product carries: any of "norm", "gelu" and "residual"."""
+    generator = torch.Generator().manual_seed(rows * 1000 + depth + columns)
+
+    def random(*shape: int, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator) * scale + shift
+        return values.to(device=device, dtype=dtype)
+
+    return Case(
+        # A mean that is not zero, and rows of a wider tensor.
+        x=random(rows, depth + 3, scale=2.0, shift=0.7)[:, :depth],
+        weight=random(columns, depth, scale=depth**-0.5),
+        bias=random(columns),
+        norm=(random(depth, shift=1.0, scale=0.3), random(depth)) if "norm" in parts else None,
+        residual=random(rows, columns + 5)[:, :columns] if "residual" in parts else None,
+        gelu="gelu" in parts,
+    )
+
+
+PARTS = ["", "norm", "norm gelu", "residual", "gelu residual", "norm residual"]
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_twin_is_the_separate_operations(parts: str, dtype: torch.dtype) -> None:
+    case = make_case(5, 96, 40, parts, dtype)
+    case.check(small_batch_linear(case.x, case.layer, gelu=case.gelu, residual=case.residual))
+
+
+def launch(case: Case, config: dict[str, Any], use_pdl: bool | None = None) -> torch.Tensor:
+    from rose_backend.kernels.gpu import small_batch_linear as gpu
+
+    layer = case.layer
+    out = torch.full(
+        (len(case.x), len(case.weight) + 7), float("nan"), dtype=case.x.dtype, device=case.x.device
+    )
+    gpu.small_batch_linear(
+        case.x,
+        layer.weight,
+        layer.bias,
+        layer.column_sums,
+        case.residual,
+        out[:, : len(case.weight)],
+        eps=EPS,
+        gelu=case.gelu,
+        config=gpu.LinearConfig(**config),
+        use_pdl=use_pdl,
+    )
+    assert out[:, len(case.weight) :].isnan().all()
+    return out[:, : len(case.weight)]
+
+
+def config(block_n: int, block_k: int, split_k: int, use_dot: bool) -> dict[str, Any]:
+    return dict(block_n=block_n, block_k=block_k, split_k=split_k, num_warps=4, num_stages=2, use_dot=use_dot)
+
+
+# Depths and widths that no tile divides; one tile over the whole depth, several, and a split depth.
+CUTS = [
+    (1, config(4, 128, 1, False)),
+    (2, config(4, 32, 1, False)),
+    (3, config(2, 32, 2, False)),
+    (5, config(16, 128, 1, True)),
+    (16, config(16, 32, 1, True)),
+    (17, config(32, 32, 3, True)),
+]
+# A norm in front needs the whole row in one program.
+CASES = [
+    (rows, cut, parts) for rows, cut in CUTS for parts in PARTS if cut["split_k"] == 1 or "norm" not in parts
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "cut", "parts"), CASES, ids=lambda value: "" if isinstance(value, dict) else None
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_interpreted_kernel_agrees(
+    rows: int, cut: dict[str, Any], parts: str, dtype: torch.dtype
+) -> None:
+    case = make_case(rows, 100, 37, parts, dtype)
+    case.check(run_interpreted(launch, case, cut))
+
+
+def launch_twice(case: Case, cut: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    return launch(case, cut), launch(case, cut)
+
+
+def test_a_split_depth_leaves_its_counters_as_they_were() -> None:
+    case = make_case(4, 100, 37, "residual")
+    first, second = run_interpreted(launch_twice, case, config(16, 32, 3, True))
+    assert torch.equal(first, second)
+
+
+SHAPES = [(768, 2304, "norm"), (768, 3072, "norm gelu"), (3072, 768, "residual")]
+COMPILED = [(capability, 1, *SHAPES[0]) for capability in CAPABILITIES]
+COMPILED += [(capability, 64, *SHAPES[1]) for capability in CAPABILITIES]
+COMPILED += [(90, rows, *shape) for rows in (4, 16) for shape in SHAPES]
+
+
+@pytest.mark.parametrize(("capability", "rows", "depth", "columns", "parts"), COMPILED)
+def test_the_chosen_cuts_compile_without_spills(
+    capability: int, rows: int, depth: int, columns: int, parts: str
+) -> None:
+    from rose_backend.kernels.gpu import small_batch_linear as gpu
+
+    case = make_case(rows, depth, columns, parts, torch.float16)
+    layer = case.layer
+    out = torch.empty((rows, columns), dtype=torch.float16)
+    with record_launches(gpu, "small_batch_linear_kernel") as launches:
+        gpu.small_batch_linear(
+            case.x,
+            layer.weight,
+            layer.bias,
+            layer.column_sums,
+            case.residual,
+            out,
+            eps=EPS,
+            gelu=case.gelu,
+            use_pdl=capability >= 90,
+        )
+    resources = compile_launch(launches[0], capability)
+    assert resources.spill_bytes == 0
+    assert ("griddepcontrol.wait" in resources.ptx) == (capability >= 90)
+
+
+def test_bad_input_is_named() -> None:
+    case = make_case(2, 8, 4, "")
+    with pytest.raises(ShapeError, match="norm_weight and norm_bias"):
+        pack_linear(case.weight, case.bias, norm_weight=torch.ones(8))
+    with pytest.raises(ShapeError, match=f"at most {MAX_ROWS} rows, got {MAX_ROWS + 1}"):
+        small_batch_linear(torch.zeros(MAX_ROWS + 1, 8), case.layer)
+    with pytest.raises(ShapeError, match="weight: expected E=9"):
+        small_batch_linear(torch.zeros(2, 9), case.layer)
+    with pytest.raises(ShapeError, match="residual: expected O=4"):
+        small_batch_linear(case.x, case.layer, residual=torch.zeros(2, 5))
+
+
+def test_no_rows_are_no_work() -> None:
+    case = make_case(1, 8, 4, "norm gelu")
+    assert small_batch_linear(case.x[:0], case.layer, gelu=True).shape == (0, 4)

@@ -1,0 +1,73 @@
+"""The small-batch products on a CUDA device: every type and cut, chained launches, repeats, graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rose_backend.kernels import small_batch_linear
+from tests.kernels.test_small_batch_linear import PARTS, config, launch, make_case
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(768, 2304, "norm"), (768, 768, "residual"), (768, 3072, "norm gelu"), (3072, 768, "residual")]
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 33, 64])
+def test_odd_sizes(rows: int, dtype: torch.dtype, parts: str) -> None:
+    case = make_case(rows, 801, 203, parts, dtype, "cuda")
+    case.check(small_batch_linear(case.x, case.layer, gelu=case.gelu, residual=case.residual))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 32, 64])
+def test_the_shapes_of_gpt2(rows: int, shape: tuple[int, int, str]) -> None:
+    case = make_case(rows, *shape, torch.float16, "cuda")
+    case.check(small_batch_linear(case.x, case.layer, gelu=case.gelu, residual=case.residual))
+
+
+@pytest.mark.parametrize("use_pdl", [False, True])
+@pytest.mark.parametrize("cut", [config(16, 128, 8, True), config(4, 512, 2, False)], ids=["dot", "vector"])
+def test_a_thousand_runs_are_bitwise_equal(cut: dict[str, Any], use_pdl: bool) -> None:
+    case = make_case(4, 3072, 768, "residual", torch.float16, "cuda")
+    first = launch(case, cut, use_pdl).clone()
+    case.check(first)
+    different = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(1000):
+        different |= (launch(case, cut, use_pdl) != first).any()
+    assert not different
+
+
+def test_a_chain_of_dependent_launches_in_a_graph() -> None:
+    """Each launch reads what the one before wrote, in place over one residual, with early launches allowed."""
+    from rose_backend.kernels.gpu import small_batch_linear as gpu
+
+    widen = make_case(4, 768, 3072, "norm gelu", torch.float16, "cuda")
+    narrow = make_case(4, 3072, 768, "residual", torch.float16, "cuda")
+    up, down = widen.layer, narrow.layer
+    start = widen.x.contiguous()
+    hidden, wide = start.clone(), torch.empty((4, 3072), dtype=torch.float16, device="cuda")
+
+    def chain(use_pdl: bool) -> None:
+        hidden.copy_(start)
+        for _ in range(24):
+            gpu.small_batch_linear(
+                hidden, up.weight, up.bias, up.column_sums, None, wide, eps=1e-5, gelu=True, use_pdl=use_pdl
+            )
+            gpu.small_batch_linear(
+                wide, down.weight, down.bias, None, hidden, hidden, eps=0.0, gelu=False, use_pdl=use_pdl
+            )
+
+    chain(False)
+    expected = hidden.clone()
+    chain(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(True)
+    for _ in range(50):
+        graph.replay()
+        assert torch.equal(hidden, expected)
