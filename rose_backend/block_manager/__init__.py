@@ -3,8 +3,10 @@
 Start reading at ``README.md`` in this folder. Knows nothing of torch, Triton or vLLM.
 """
 
-from rose_backend.block_manager.block_manager import Admission, BlockManager
+from rose_backend.block_manager.admission import Admission
+from rose_backend.block_manager.block_manager import BlockManager
 from rose_backend.block_manager.block_pool import NULL_BLOCK, BlockPool
+from rose_backend.block_manager.cache_events import BlockRemoved, BlockStored, CacheCleared, CacheEvent
 from rose_backend.block_manager.cache_stats import CacheStats
 from rose_backend.block_manager.clone_queue import ClonePlan
 from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
@@ -15,6 +17,10 @@ __all__ = [
     "Admission",
     "BlockManager",
     "BlockPool",
+    "BlockRemoved",
+    "BlockStored",
+    "CacheCleared",
+    "CacheEvent",
     "CacheStats",
     "ClonePlan",
     "PrefixCache",

@@ -1,4 +1,7 @@
-"""Array types and two small array tools that every file of this folder uses."""
+"""Array types and two small array tools that every file of this folder uses.
+
+Ids are stored as int32 and used as an index as int64: NumPy converts any other index anew at each use.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,14 @@ NO_BLOCKS: Int32Array = np.zeros(0, np.int32)
 NO_BLOCKS.setflags(write=False)
 
 
-def within_group_index(counts: IntArray) -> Int64Array:
-    """Number the members of each group: counts ``[2, 0, 3]`` give ``[0, 1, 0, 1, 2]``."""
-    ends = np.cumsum(counts)
+def any_of(flags: BoolArray) -> bool:
+    """Return whether any flag is set: as ``flags.any()``, in a quarter of the time for a few hundred."""
+    return bool(np.count_nonzero(flags))
+
+
+def concatenate_ranges(starts: IntArray, counts: IntArray) -> Int64Array:
+    """Return ``counts[i]`` numbers from ``starts[i]`` on, for each ``i``: ``[5, 9], [2, 1]`` give ``[5, 6, 9]``."""
+    ends = np.cumsum(counts, dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total, dtype=np.int64) - np.repeat(ends - counts, counts)
+    numbers: Int64Array = np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
+    return numbers

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
-from rose_backend.block_manager.array_types import NO_BLOCKS, Int32Array, IntArray
-from rose_backend.block_manager.block_pool import NO_WRITER, BlockPool
+from rose_backend.block_manager.admission import Admission, Admitter
+from rose_backend.block_manager.array_types import NO_BLOCKS, Int32Array, IntArray, any_of
+from rose_backend.block_manager.block_pool import BlockPool
+from rose_backend.block_manager.cache_events import CacheEvent
 from rose_backend.block_manager.cache_stats import CacheStats
 from rose_backend.block_manager.clone_queue import ClonePlan, CloneQueue
 from rose_backend.block_manager.commit import Committer
@@ -19,15 +21,6 @@ from rose_backend.config import check_int
 from rose_backend.errors import ConfigError, RowError
 
 _MAX_BLOCKS = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """Answer of ``add``."""
-
-    row: int
-    num_cached_tokens: int
-    """Prompt tokens that need no computation."""
 
 
 class BlockManager:
@@ -59,6 +52,8 @@ class BlockManager:
         prefix_cache: find K/V of earlier sequences.
         full_blocks_only: with ``prefix_cache``, let hits end at block boundaries only.
         hash_key: key of the prefix hashes, at most 64 bytes; None draws a random one.
+        bytes_per_block: of one block over all layers, keys and values; ``stats.bytes_cloned`` counts with it.
+        record_events: keep a record for ``take_events``.
 
     Raises: ConfigError if a number is out of range.
     """
@@ -73,24 +68,26 @@ class BlockManager:
         prefix_cache: bool = True,
         full_blocks_only: bool = False,
         hash_key: bytes | None = None,
+        bytes_per_block: int = 0,
+        record_events: bool = False,
     ) -> None:
         check_int("num_blocks", num_blocks, 2, _MAX_BLOCKS)
         check_int("block_size", block_size, 1, 65_536)
         check_int("max_num_seqs", max_num_seqs, 1, 1 << 20)
         check_int("max_model_len", max_model_len, 1, 1 << 30)
+        check_int("bytes_per_block", bytes_per_block, 0, 1 << 50)
         if hash_key is not None and len(hash_key) > 64:
             raise ConfigError(f"hash_key: got {len(hash_key)} bytes, allowed are at most 64")
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.pool = BlockPool(num_blocks)
-        self.table = SequenceTable(max_num_seqs, -(-max_model_len // block_size))
+        self.table = SequenceTable(max_num_seqs, max_model_len, block_size)
         self.cache: PrefixCache | None = None
         if prefix_cache:
-            self.cache = PrefixCache(
-                self.pool, block_size, full_blocks_only=full_blocks_only, hash_key=hash_key
-            )
+            self.cache = PrefixCache(self.pool, block_size, full_blocks_only, hash_key, record_events)
         self.clones = CloneQueue(self.pool)
-        self.stats = CacheStats()
+        self.stats = CacheStats(bytes_per_block)
+        self._admitter = Admitter(self.pool, self.table, self.cache, self.clones, self.stats, block_size)
         self._committer = Committer(self.pool, self.table, self.cache, block_size)
         self._reserver = Reserver(self.pool, self.table, self.cache, self.clones, self.stats, block_size)
         # Aliases: the arrays are allocated once and changed in place.
@@ -118,8 +115,30 @@ class BlockManager:
         """Share of the usable blocks that somebody holds, 0 to 1."""
         return 1.0 - self.pool.num_free_blocks / self.pool.num_usable_blocks
 
+    def hash_blocks(
+        self, token_ids: Int32Array, *, namespace: bytes = b"", known: Sequence[bytes] = ()
+    ) -> list[bytes]:
+        """Hash a prompt once for any number of lookups.
+
+        Args:
+            token_ids: the prompt, int32 ``[P]``.
+            namespace: see ``match``.
+            known: earlier answer for a prefix of the same tokens in the same namespace; only the rest is hashed.
+
+        Returns:
+            The digest of the namespace and of each full block, ``1 + P // block_size``; none without a prefix cache.
+        """
+        if self.cache is None:
+            return []
+        return self.cache.hash_blocks(np.ascontiguousarray(token_ids, np.int32), namespace, known)
+
     def match(
-        self, token_ids: Int32Array, *, namespace: bytes = b"", max_tokens: int | None = None
+        self,
+        token_ids: Int32Array,
+        *,
+        namespace: bytes = b"",
+        max_tokens: int | None = None,
+        block_hashes: Sequence[bytes] | None = None,
     ) -> PrefixMatch:
         """Look up the longest cached prefix of a prompt. Changes nothing.
 
@@ -127,12 +146,18 @@ class BlockManager:
             token_ids: the prompt, int32 ``[P]``.
             namespace: only blocks computed under the same namespace match (tenant salt, adapter id, ...).
             max_tokens: longest useful hit; at most, and by default, all but the last token, whose logits are needed.
+            block_hashes: answer of ``hash_blocks`` for the same tokens and namespace; nothing is hashed then.
+
+        Raises:
+            RowError: ``block_hashes`` does not cover the prompt.
         """
         if self.cache is None or len(token_ids) == 0:
             return PrefixMatch(NO_BLOCKS, 0, b"", 0)
-        token_ids = np.ascontiguousarray(token_ids, dtype=np.int32)
         limit = len(token_ids) - 1
-        return self.cache.match(token_ids, namespace, limit if max_tokens is None else min(limit, max_tokens))
+        if max_tokens is not None:
+            limit = max(min(limit, max_tokens), 0)
+        token_ids = np.ascontiguousarray(token_ids, dtype=np.int32)
+        return self.cache.match(token_ids, namespace, limit, block_hashes)
 
     def blocks_needed(self, match: PrefixMatch, num_tokens: int) -> int:
         """Return how much ``num_free_blocks`` shrinks, at least, when a match is added and holds ``num_tokens``."""
@@ -160,53 +185,29 @@ class BlockManager:
             return None
         if match is None or (self.cache is not None and match.epoch != self.cache.epoch):
             match = self.match(token_ids, namespace=namespace)
-        row = self.table.take_row()
-        count = len(match.block_ids)
-        self.pool.share(match.block_ids)
-        self.block_table[row, :count] = match.block_ids
-        self.num_row_blocks[row] = count
-        self.num_computed_tokens[row] = match.num_tokens
-        self.table.tail_writable[row] = match.num_tokens % self.block_size == 0
-        self.table.chain_digests[row] = match.chain_digest
-        if self.cache is not None:
-            self.stats.count_lookup(len(token_ids), match.num_tokens, self.block_size)
-        return Admission(row, match.num_tokens)
+        return self._admitter.add(len(token_ids), namespace, match)
 
     def fork(self, row: int, num_children: int) -> Int32Array | None:
         """Make rows that share all computed tokens of ``row``, the part-filled tail included.
 
         Returns:
             The new rows, or None when too few are free; then nothing has changed.
+
+        Raises:
+            RowError: ``row`` is not in use, or ``num_children`` is negative.
         """
         self.table.check_active(np.array([row]))
+        if num_children < 0:
+            raise RowError(f"num_children: got {num_children}, allowed is 0 or more")
         if num_children > self.table.num_free_rows:
             return None
-        children = np.array([self.table.take_row() for _ in range(num_children)], np.int32)
-        num_tokens = int(self.num_computed_tokens[row])
-        count = -(-num_tokens // self.block_size)
-        shared = self.block_table[row, :count]
-        self.pool.share(shared, num_children)
-        self.block_table[children, :count] = shared
-        self.num_row_blocks[children] = count
-        self.num_computed_tokens[children] = num_tokens
-        self.table.tail_writable[children] = num_tokens % self.block_size == 0
-        for child in children.tolist():
-            self.table.chain_digests[child] = self.table.chain_digests[row]
-        self.stats.forks += num_children
-        return children
+        return self._admitter.fork(row, num_children).astype(np.int32)
 
     def free(self, rows: IntArray) -> None:
         """Let go of rows and all they hold, pending clones included. What was committed stays findable."""
-        rows = np.asarray(rows)
-        if not len(rows):
-            return
+        rows = np.asarray(rows, np.int64)
         self.table.check_active(rows)
-        self._committer.drop_redundant_tails(rows)
-        block_ids = self.table.blocks_tail_first(rows)
-        own = block_ids[np.isin(self.pool.writers[block_ids], rows)]
-        self.pool.writers[own] = NO_WRITER
-        self.table.give_back(rows)
-        self.clones.release_blocks(block_ids)
+        self._admitter.free(rows)
 
     def reserve(self, rows: IntArray, num_tokens: IntArray | int) -> Reservation:
         """Make the next ``num_tokens`` positions of each row writable by that row alone. All rows or none.
@@ -221,14 +222,14 @@ class BlockManager:
         Raises:
             RowError: a row is not in use, stands there twice, or would exceed ``max_model_len``.
         """
-        rows = np.asarray(rows)
+        rows, num_tokens = np.asarray(rows, np.int64), self.table.checked_counts("reserve", num_tokens)
+        self.table.check_distinct(rows)
         wanted = self.num_computed_tokens[rows] + num_tokens
-        idle = wanted <= self.num_row_blocks[rows] * self.block_size
-        idle &= self.table.tail_writable[rows]
-        if idle.all() and self.table.is_active[rows].all():
+        idle = wanted <= self.table.capacity[rows]
+        if np.count_nonzero(idle) == len(rows):
             return Reservation(True, idle, 0)
         self.table.check_active(rows)
-        if (wanted > self.max_model_len).any():
+        if any_of(wanted > self.max_model_len):
             raise RowError(
                 f"reserve: got {int(wanted.max())} tokens in a row, max_model_len is {self.max_model_len}"
             )
@@ -247,17 +248,19 @@ class BlockManager:
         Raises:
             RowError: a row is not in use or has not reserved that much, or the number of ids is another.
         """
-        self._committer.commit(np.asarray(rows), num_tokens, token_ids)
+        self._committer.commit(
+            np.asarray(rows, np.int64), self.table.checked_counts("commit", num_tokens), token_ids
+        )
 
     def roll_back(self, rows: IntArray, num_tokens: IntArray | int = 0) -> None:
         """Give back reserved blocks that lie wholly behind ``num_computed_tokens + num_tokens``."""
-        rows = np.asarray(rows)
+        rows = np.asarray(rows, np.int64)
         self.table.check_active(rows)
-        kept = -(-(self.num_computed_tokens[rows] + num_tokens) // self.block_size)
-        shrinks = kept < self.num_row_blocks[rows]
-        if shrinks.any():
-            self.table.changed[rows[shrinks]] = True
-            self.clones.release_blocks(self.table.cut(rows[shrinks], kept[shrinks]))
+        num_tokens = self.table.checked_counts("roll_back", np.minimum(num_tokens, self.max_model_len))
+        num_kept = -(-(self.num_computed_tokens[rows] + num_tokens) // self.block_size)
+        shrinks = num_kept < self.num_row_blocks[rows]
+        if any_of(shrinks):
+            self.clones.release_blocks(self.table.cut(rows[shrinks], num_kept[shrinks]))
 
     def take_clone_plan(self) -> ClonePlan | None:
         """Drain the copies that must run before the next forward pass; None when there are none."""
@@ -278,10 +281,13 @@ class BlockManager:
         if self.table.is_active.any() or len(self.clones.held_sources()):
             return False
         if self.cache is not None:
-            block_ids = self.cache.cached_blocks()
-            self.cache.forget(block_ids)
-            self.pool.uncache(block_ids)
+            self.cache.clear()
+            self.pool.uncache_all()
         return True
+
+    def take_events(self) -> list[CacheEvent]:
+        """Drain what happened to the cache's full blocks, oldest first; empty unless ``record_events``."""
+        return self.cache.take_events() if self.cache is not None else []
 
     def check_integrity(self) -> None:
         """Recount every invariant.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(slots=True)
 class CacheStats:
     """Monotonic counters; a reader keeps its own earlier copy to get a difference."""
 
+    bytes_per_block: int = 0
+    """Of one block over all layers, keys and values. Not a counter."""
     queries: int = 0
     """Prefix lookups that led to an admission."""
     query_tokens: int = 0
@@ -21,6 +23,8 @@ class CacheStats:
     """Cached blocks that were given away."""
     clones: int = 0
     """Blocks copied on write."""
+    bytes_cloned: int = 0
+    """K/V bytes of those blocks, over all layers."""
     claims: int = 0
     """Part-filled tails taken over in place, without a copy."""
     overwrites: int = 0
@@ -35,6 +39,13 @@ class CacheStats:
         self.hit_tokens += num_hit_tokens
         self.partial_hits += num_hit_tokens % block_size != 0
 
+    def count_clones(self, num_blocks: int) -> None:
+        """Count blocks copied on write."""
+        self.clones += num_blocks
+        self.bytes_cloned += num_blocks * self.bytes_per_block
+
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""
-        return asdict(self)
+        return {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name != "bytes_per_block"
+        }

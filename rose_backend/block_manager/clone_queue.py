@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rose_backend.block_manager.array_types import Int32Array, IntArray
+from rose_backend.block_manager.array_types import Int32Array, Int64Array, IntArray
 from rose_backend.block_manager.block_pool import BlockPool
 from rose_backend.errors import RowError
 
 _NO_SOURCE = -1
+_NONE: Int64Array = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,31 +39,32 @@ class CloneQueue:
         self._pending_source_of: Int32Array = np.full(pool.num_blocks, _NO_SOURCE, np.int32)
         self._in_flight: list[ClonePlan] = []
 
-    def add(self, tails: Int32Array, copies: Int32Array, num_tokens: IntArray) -> None:
+    def add(self, tails: Int64Array, copies: Int64Array, num_tokens: IntArray) -> None:
         """Queue copies of ``tails``, whose references the queue takes over.
 
         A tail that a pending copy is still to fill is copied from where its content is now: sources are all read first.
         """
-        sources = tails
+        added = np.empty((3, len(tails)), np.int32)
+        added[:] = tails, copies, num_tokens
+        moved = _NONE
         if self._pending.shape[1]:
             roots = self._pending_source_of[tails]
-            sources = np.where(roots == _NO_SOURCE, tails, roots).astype(np.int32)
-            for root in roots[roots != _NO_SOURCE]:  # one by one: several copies may share a root
-                self._pool.share(root[None])
-        self._pending_source_of[copies] = sources
-        added = np.stack((sources, copies, num_tokens.astype(np.int32)))
+            is_moved = roots != _NO_SOURCE
+            moved = tails[is_moved]
+            added[0, is_moved] = roots[is_moved]
+            self._pool.share_held(roots[is_moved])
+        self._pending_source_of[copies] = added[0]
         self._pending = np.concatenate((self._pending, added), axis=1)
-        if sources is not tails:
-            self.release_blocks(tails[sources != tails])
+        self.release_blocks(moved)
 
-    def release_blocks(self, block_ids: IntArray) -> None:
+    def release_blocks(self, block_ids: Int64Array) -> None:
         """Drop one reference for each entry, tails first; call off copies into blocks nobody holds any more."""
         while len(block_ids):
             dropped = self._pool.release(block_ids)
             if not self._pending.shape[1]:
                 return
             called_off = dropped[self._pending_source_of[dropped] != _NO_SOURCE]
-            block_ids = self._pending_source_of[called_off]
+            block_ids = self._pending_source_of[called_off].astype(np.int64)
             self._pending_source_of[called_off] = _NO_SOURCE
             self._pending = self._pending[:, self._pending_source_of[self._pending[1]] != _NO_SOURCE]
 
@@ -71,7 +73,7 @@ class CloneQueue:
         if not self._pending.shape[1]:
             return None
         plan = ClonePlan(*self._pending)
-        self._pending_source_of[plan.dst_block_ids] = _NO_SOURCE
+        self._pending_source_of[plan.dst_block_ids.astype(np.int64)] = _NO_SOURCE
         self._pending = self._pending[:, :0]
         self._in_flight.append(plan)
         return plan
@@ -85,7 +87,7 @@ class CloneQueue:
         if plan not in self._in_flight:
             raise RowError(f"clone plan of {len(plan)} copies is not in flight: it was finished before")
         self._in_flight.remove(plan)
-        self.release_blocks(plan.src_block_ids)
+        self.release_blocks(plan.src_block_ids.astype(np.int64))
 
     def held_sources(self) -> Int32Array:
         """Return the source of every pending and in-flight copy, an id as often as it is held."""

@@ -2,23 +2,29 @@
 
 Two indexes lead to a block:
 
-    full      digest of (parent digest, its tokens)      -> the block that holds exactly these tokens
-    siblings  (parent digest, first token)               -> every block that continues this parent, full or part-filled
+    full      digest of (parent digest, its tokens)  -> the block that holds exactly these tokens
+    siblings  parent digest                          -> every block behind this parent, full or part-filled
 
-Digests are keyed, so that nobody outside the process can construct a collision; the tokens are compared all the same
-on every hit. The namespace (tenant salt, adapter, ...) is hashed into the root: other namespaces have other parents.
+Digests start from a keyed root, so that nobody outside the process can compute one; the tokens are compared all the
+same on every hit. The namespace (tenant salt, adapter, ...) is hashed into the root: other namespaces have other
+parents.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
-from rose_backend.block_manager.array_types import NO_BLOCKS, Int32Array, IntArray
+from rose_backend.block_manager.array_types import NO_BLOCKS, Int32Array, Int64Array
 from rose_backend.block_manager.block_pool import BlockPool
+from rose_backend.block_manager.cache_events import BlockRemoved, BlockStored, CacheCleared, CacheEvent
+from rose_backend.block_manager.sibling_index import SiblingIndex
+from rose_backend.errors import RowError
 
 DIGEST_BYTES = 32
 
@@ -38,28 +44,41 @@ class PrefixMatch:
 
 
 class PrefixCache:
-    """The index over published blocks. Memory: ``4 * block_size`` bytes per block, about 0.5 KiB per cached block.
+    """The index over published blocks.
+
+    Memory: ``4 * block_size + 16`` bytes per block, and at most 350 more while it is findable.
 
     Args:
         pool: whose ``num_written_tokens`` say how much of a block is valid.
         block_size: tokens per block.
         full_blocks_only: find whole blocks only.
         hash_key: at most 64 bytes; None draws a random one.
+        record_events: keep a record for ``take_events``.
     """
 
     def __init__(
-        self, pool: BlockPool, block_size: int, *, full_blocks_only: bool, hash_key: bytes | None
+        self,
+        pool: BlockPool,
+        block_size: int,
+        full_blocks_only: bool,
+        hash_key: bytes | None,
+        record_events: bool,
     ) -> None:
         self._pool = pool
         self.block_size = block_size
-        self._full_blocks_only = full_blocks_only
+        self.full_blocks_only = full_blocks_only
         self._hash_key = os.urandom(32) if hash_key is None else hash_key
         self._block_tokens: Int32Array = np.zeros((pool.num_blocks, block_size), np.int32)
+        self._slot_tokens: Int32Array = self._block_tokens.reshape(-1)
         self._full: dict[bytes, int] = {}
-        self._full_digest_of: dict[int, bytes] = {}
-        self._siblings: dict[tuple[bytes, int], dict[int, None]] = {}
-        self._sibling_key_of: dict[int, tuple[bytes, int]] = {}
+        self._siblings = SiblingIndex(pool, self._block_tokens)
+        # Empty where a block has none. Lists, as dictionaries would take more memory and time.
+        self._parent_of: list[bytes] = [b""] * pool.num_blocks
+        self._digest_of: list[bytes] = [b""] * pool.num_blocks
         self.epoch = 0
+        self._events: list[CacheEvent] | None = [] if record_events else None
+
+    # Hashing and lookup
 
     def root_digest(self, namespace: bytes) -> bytes:
         """Return the parent digest of a sequence's first block."""
@@ -69,134 +88,201 @@ class PrefixCache:
 
     def chain_digest(self, parent: bytes, tokens: bytes) -> bytes:
         """Return the digest of a full block. ``tokens``: its int32 ids as bytes."""
-        return hashlib.blake2b(parent + tokens, key=self._hash_key, digest_size=DIGEST_BYTES).digest()
+        return hashlib.blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
 
-    def match(self, token_ids: Int32Array, namespace: bytes, max_tokens: int) -> PrefixMatch:
+    def hash_blocks(self, token_ids: Int32Array, namespace: bytes, known: Sequence[bytes]) -> list[bytes]:
+        """Return the root digest and the digest of each full block; ``known`` are the first of them."""
+        return [*known, *self._digests(token_ids, namespace, known)]
+
+    def match(
+        self,
+        token_ids: Int32Array,
+        namespace: bytes,
+        max_tokens: int,
+        block_hashes: Sequence[bytes] | None,
+    ) -> PrefixMatch:
         """Find the longest cached prefix, at most ``max_tokens`` long. Changes nothing."""
         size = self.block_size
-        digests, blocks = self._walk_full_blocks(token_ids, namespace, max_tokens // size)
-        num_tokens = len(blocks) * size
-        block_ids = np.array(blocks, np.int32)
-        if not self._full_blocks_only and num_tokens < max_tokens:
+        if block_hashes is not None and len(block_hashes) <= len(token_ids) // size:
+            raise RowError(
+                f"block_hashes: got {len(block_hashes)} for {len(token_ids)} tokens, "
+                f"expected {1 + len(token_ids) // size}"
+            )
+        digests = self._digests(token_ids, namespace) if block_hashes is None else iter(block_hashes)
+        parent, block_ids = self._walk_full_blocks(token_ids, digests, max_tokens // size)
+        num_tokens = len(block_ids) * size
+        if not self.full_blocks_only and num_tokens < max_tokens:
             rest = token_ids[num_tokens : min(num_tokens + size, max_tokens)]
-            block_id, run = self._longest_run(digests[-1], rest)
+            block_id, run = self._siblings.longest_run(parent, rest)
             if run:
                 block_ids = np.append(block_ids, np.int32(block_id))
                 num_tokens += run
-        return PrefixMatch(block_ids, num_tokens, digests[-1], self.epoch)
+        return PrefixMatch(block_ids, num_tokens, parent, self.epoch)
+
+    def _digests(
+        self, token_ids: Int32Array, namespace: bytes, known: Sequence[bytes] = ()
+    ) -> Iterator[bytes]:
+        """Yield the digests behind ``known``, each hashed only when it is asked for."""
+        if not known:
+            known = [self.root_digest(namespace)]
+            yield known[0]
+        digest = known[-1]
+        data, step = token_ids.tobytes(), 4 * self.block_size
+        for start in range((len(known) - 1) * step, len(data) - step + 1, step):
+            digest = self.chain_digest(digest, data[start : start + step])
+            yield digest
 
     def _walk_full_blocks(
-        self, token_ids: Int32Array, namespace: bytes, max_blocks: int
-    ) -> tuple[list[bytes], list[int]]:
-        """Return the digests from the root on and the blocks of the longest chain of wholly matching blocks."""
-        size = self.block_size
-        digests, blocks = [self.root_digest(namespace)], []
-        data = token_ids.tobytes()
-        step = 4 * size
-        for start in range(0, max_blocks * step, step):
-            digest = self.chain_digest(digests[-1], data[start : start + step])
+        self, token_ids: Int32Array, digests: Iterator[bytes], max_blocks: int
+    ) -> tuple[bytes, Int32Array]:
+        """Return the longest chain of wholly matching blocks and its digest."""
+        root, blocks = next(digests), []
+        for digest in islice(digests, max_blocks):
             block_id = self._full.get(digest)
             if block_id is None:
                 break
-            digests.append(digest)
             blocks.append(block_id)
-        if blocks:
-            wanted = token_ids[: len(blocks) * size].reshape(-1, size)
-            same = (self._block_tokens[blocks] == wanted).all(axis=1)
-            if not same.all():
-                count = int(np.argmin(same))
-                digests, blocks = digests[: count + 1], blocks[:count]
-        return digests, blocks
+        if not blocks:
+            return root, NO_BLOCKS
+        block_ids = np.array(blocks, np.int32)
+        wanted = token_ids[: len(blocks) * self.block_size].reshape(-1, self.block_size)
+        same = self._block_tokens.take(block_ids, axis=0) == wanted
+        if not same.all():
+            block_ids = block_ids[: np.argmin(same.all(axis=1))]
+        parent = self._digest_of[block_ids[-1]] if len(block_ids) else root
+        return parent, block_ids
 
-    def _longest_run(self, parent: bytes, tokens: Int32Array) -> tuple[int, int]:
-        siblings = self._siblings.get((parent, int(tokens[0])))
-        if not siblings:
-            return 0, 0
-        block_ids = np.fromiter(siblings, np.int32, len(siblings))
-        same = self._block_tokens[block_ids, : len(tokens)] == tokens
-        same &= np.arange(len(tokens)) < self._pool.num_written_tokens[block_ids][:, None]
-        runs = np.where(same.all(axis=1), len(tokens), np.argmin(same, axis=1))
-        best = int(np.argmax(runs))
-        return int(block_ids[best]), int(runs[best])
+    # Publishing
 
-    def store_tokens(self, block_ids: IntArray, offsets: IntArray, token_ids: Int32Array) -> None:
-        """Note which token each written slot holds."""
-        self._block_tokens[block_ids, offsets] = token_ids
+    def store_tokens(self, slots: Int64Array, token_ids: Int32Array) -> None:
+        """Note which token each written slot, ``block_id * block_size + offset``, holds."""
+        self._slot_tokens[slots] = token_ids
 
-    def copy_tokens(self, src_block_ids: IntArray, dst_block_ids: IntArray) -> None:
+    def copy_tokens(self, src_block_ids: Int64Array, dst_block_ids: Int64Array) -> None:
         """Note that blocks were cloned."""
-        self._block_tokens[dst_block_ids] = self._block_tokens[src_block_ids]
-
-    def __contains__(self, block_id: int) -> bool:
-        return block_id in self._sibling_key_of
+        self._block_tokens[dst_block_ids] = self._block_tokens.take(src_block_ids, axis=0)
 
     def publish(self, block_id: int, parent: bytes) -> None:
         """Make a block that has its first tokens findable; it may grow later."""
-        key = (parent, int(self._block_tokens[block_id, 0]))
-        self._siblings.setdefault(key, {})[block_id] = None
-        self._sibling_key_of[block_id] = key
+        self._parent_of[block_id] = parent
+        self._siblings.add(parent, block_id)
         self._pool.is_cached[block_id] = True
 
-    def publish_full(self, block_id: int, parent: bytes) -> bytes:
-        """Make a published block that is now full findable by its digest; return the digest.
+    def publish_full(self, block_id: int, parent: bytes, namespace: bytes) -> bytes:
+        """Make a block that is now full findable by its digest; return the digest.
 
         If another block holds the same tokens behind the same parent, that one stays and this one is unlinked.
         """
-        digest = self.chain_digest(parent, self._block_tokens[block_id].tobytes())
-        twin = self._full.setdefault(digest, block_id)
-        if twin == block_id:
-            self._full_digest_of[block_id] = digest
+        tokens = self._block_tokens[block_id]
+        digest = self.chain_digest(parent, tokens.tobytes())
+        is_published = self._parent_of[block_id] != b""
+        twin = self._full.get(digest)
+        if twin is not None:
+            if is_published:
+                self._unlink(block_id)
+            return digest
+        self._full[digest] = block_id
+        self._digest_of[block_id] = digest
+        if self.full_blocks_only:
+            self._pool.is_cached[block_id] = True
+        elif is_published:
+            self._siblings.close(parent, block_id)
         else:
-            self._unlink(block_id)
+            self.publish(block_id, parent)
+        if self._events is not None:
+            known_parent = None if parent == self.root_digest(namespace) else parent
+            self._events.append(
+                BlockStored(digest, known_parent, tuple(tokens.tolist()), namespace, block_id)
+            )
         return digest
 
-    def is_redundant(self, block_id: int) -> bool:
-        """Whether a sibling holds all tokens of this published, part-filled block, too."""
-        count = int(self._pool.num_written_tokens[block_id])
-        siblings = self._siblings[self._sibling_key_of[block_id]]
-        if len(siblings) == 1:
-            return False
-        others = np.fromiter((other for other in siblings if other != block_id), np.int32, len(siblings) - 1)
-        long_enough = others[self._pool.num_written_tokens[others] >= count]
-        same = self._block_tokens[long_enough, :count] == self._block_tokens[block_id, :count]
-        return bool(same.all(axis=1).any())
+    # Growing, shrinking, forgetting
 
-    def forget(self, block_ids: IntArray) -> None:
-        """Make blocks unfindable."""
+    def reopen(self, block_id: int) -> None:
+        """Note that a row is going to append to a block, if it is findable."""
+        parent = self._parent_of[block_id]
+        if parent:
+            self._siblings.reopen(parent, block_id)
+
+    def truncate(self, block_id: int) -> None:
+        """Note that a row is going to overwrite the end of a block. Call it before the block's length changes."""
         self.epoch += 1
+        self.reopen(block_id)
+        self._drop_digest(block_id)
+        if self.full_blocks_only:
+            self._pool.is_cached[block_id] = False
+
+    def retire_tails(self, rows: Int64Array, tails: Int64Array) -> None:
+        """Note that rows let go of their last computed blocks.
+
+        Of equal part-filled tails only one stays findable, so that copies do not push other content out.
+        """
+        pool = self._pool
+        is_part_filled = pool.is_cached[tails] & (pool.num_written_tokens[tails] < self.block_size)
+        rows, tails = rows[is_part_filled], tails[is_part_filled]
+        parents = [self._parent_of[block_id] for block_id in tails.tolist()]
+        for block_id, parent, closes in zip(
+            tails.tolist(), parents, (pool.writers[tails] == rows).tolist(), strict=True
+        ):
+            if closes:
+                self._siblings.close(parent, block_id)
+        is_last_holder = (pool.ref_counts[tails] == 1).tolist()
+        for block_id, parent, drops in zip(tails.tolist(), parents, is_last_holder, strict=True):
+            if drops and self._siblings.is_covered(parent, block_id):
+                self._unlink(block_id)
+
+    def forget(self, block_ids: Int64Array) -> None:
+        """Make blocks unfindable."""
         for block_id in block_ids.tolist():
             self._unlink(block_id)
 
-    def truncate(self, block_id: int, num_tokens: int) -> None:
-        """Let lookups find only the first ``num_tokens`` (at least one) of a block: the rest will be overwritten."""
+    def clear(self) -> None:
+        """Forget everything."""
         self.epoch += 1
-        digest = self._full_digest_of.pop(block_id, None)
-        if digest is not None:
+        self._full.clear()
+        self._siblings.clear()
+        self._parent_of = [b""] * self._pool.num_blocks
+        self._digest_of = [b""] * self._pool.num_blocks
+        if self._events is not None:
+            self._events.append(CacheCleared())
+
+    def take_events(self) -> list[CacheEvent]:
+        """See ``BlockManager.take_events``."""
+        events = self._events
+        if not events:
+            return []
+        self._events = []
+        return events
+
+    def _unlink(self, block_id: int) -> None:
+        self.epoch += 1
+        self._pool.is_cached[block_id] = False
+        self._drop_digest(block_id)
+        parent = self._parent_of[block_id]
+        if parent:
+            self._parent_of[block_id] = b""
+            self._siblings.remove(parent, block_id)
+
+    def _drop_digest(self, block_id: int) -> None:
+        digest = self._digest_of[block_id]
+        if digest:
+            self._digest_of[block_id] = b""
             del self._full[digest]
-        self._pool.num_written_tokens[block_id] = num_tokens
+            if self._events is not None:
+                self._events.append(BlockRemoved(digest))
+
+    # For the integrity check and for pictures
 
     def cached_blocks(self) -> Int32Array:
-        """Return every findable block, held or not."""
-        if not self._sibling_key_of:
-            return NO_BLOCKS
-        return np.fromiter(self._sibling_key_of, np.int32, len(self._sibling_key_of))
+        """Return every findable block, held or not, from the indexes themselves."""
+        block_ids = self._full.values() if self.full_blocks_only else self._siblings.block_ids()
+        return np.array([*block_ids], np.int32)
 
     def full_index(self) -> dict[bytes, int]:
-        """Return the digest index, for the integrity check."""
+        """Return the index of full blocks."""
         return self._full
 
     def tokens_of(self, block_id: int) -> Int32Array:
-        """Return the valid tokens of a block, for the integrity check and for pictures."""
+        """Return the written tokens of a block."""
         tokens: Int32Array = self._block_tokens[block_id, : self._pool.num_written_tokens[block_id]]
         return tokens
-
-    def _unlink(self, block_id: int) -> None:
-        self._pool.is_cached[block_id] = False
-        digest = self._full_digest_of.pop(block_id, None)
-        if digest is not None:
-            del self._full[digest]
-        key = self._sibling_key_of.pop(block_id)
-        siblings = self._siblings[key]
-        del siblings[block_id]
-        if not siblings:
-            del self._siblings[key]

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from rose_backend.block_manager.array_types import BoolArray, Int32Array, IntArray, within_group_index
+from rose_backend.block_manager.array_types import (
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    IntArray,
+    any_of,
+    concatenate_ranges,
+)
 from rose_backend.block_manager.block_pool import NULL_BLOCK
 from rose_backend.errors import RowError
+
+_NOT_IN_USE = -1
 
 
 class SequenceTable:
@@ -14,85 +23,145 @@ class SequenceTable:
 
     Args:
         max_num_seqs: rows.
-        max_blocks_per_row: width of the block table.
+        max_model_len: tokens a row can hold.
+        block_size: tokens per block.
 
-    Memory: ``4 * max_blocks_per_row + 18`` bytes per row, and one chain digest.
+    Memory: ``4 * ceil(max_model_len / block_size)`` bytes per row and about 150 more.
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks_per_row: int) -> None:
-        self.block_table: Int32Array = np.full((max_num_seqs, max_blocks_per_row), NULL_BLOCK, np.int32)
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.width = -(-max_model_len // block_size)
+        self.block_table: Int32Array = np.full((max_num_seqs, self.width), NULL_BLOCK, np.int32)
+        self.entries: Int32Array = self.block_table.reshape(-1)
+        """The block table in one dimension: ``row * width + column``. One index is cheaper than two."""
         self.num_row_blocks: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.num_computed_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
         """Tokens whose K/V was written by steps that are over."""
-        self.is_active: BoolArray = np.zeros(max_num_seqs, np.bool_)
-        self.tail_writable: BoolArray = np.ones(max_num_seqs, np.bool_)
-        """False while the block that takes the next token may belong to somebody else, too."""
+        self.capacity: Int32Array = np.full(max_num_seqs, _NOT_IN_USE, np.int32)
+        """Tokens that a row may hold as it is. ``num_computed_tokens`` as long as the block that takes the next token
+        may belong to somebody else, too; otherwise what its blocks hold, at most ``max_model_len``. -1: not in use."""
+        self.next_publish: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """Computed tokens at which the row's next block is to be made findable, or is full."""
         self.changed: BoolArray = np.zeros(max_num_seqs, np.bool_)
         self.chain_digests: list[bytes] = [b""] * max_num_seqs
         """Digest of the chain of full, computed blocks of a row."""
+        self.namespaces: list[bytes] = [b""] * max_num_seqs
+        self._max_model_len = max_model_len
+        self._block_size = block_size
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._scratch: Int32Array = np.zeros(max_num_seqs, np.int32)
+        self._scratch: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self._order: Int64Array = np.arange(max_num_seqs)
+        self._scratch_distinct = b""
 
     @property
     def num_free_rows(self) -> int:
         """Rows that nobody uses."""
         return len(self._free_rows)
 
-    def take_row(self) -> int:
-        """Give out an empty row. The caller has checked that there is one."""
-        row = self._free_rows.pop()
-        self.is_active[row] = True
-        self.changed[row] = True
-        return row
+    @property
+    def is_active(self) -> BoolArray:
+        """Which rows are in use."""
+        is_active: BoolArray = self.capacity != _NOT_IN_USE
+        return is_active
 
-    def give_back(self, rows: IntArray) -> None:
-        """Empty rows and make them available again."""
-        self.block_table[rows, :] = NULL_BLOCK
+    def take_rows(
+        self, count: int, block_ids: IntArray, num_tokens: int, chain_digest: bytes, namespace: bytes
+    ) -> Int64Array:
+        """Give out rows that all read ``num_tokens`` in ``block_ids``. The caller has checked that so many are free."""
+        numbers = [self._free_rows.pop() for _ in range(count)]
+        rows = np.array(numbers, np.int64)
+        self.block_table[rows, : len(block_ids)] = block_ids
+        self.num_row_blocks[rows] = len(block_ids)
+        self.num_computed_tokens[rows] = num_tokens
+        self.capacity[rows] = num_tokens
+        self.next_publish[rows] = num_tokens + 1
+        self.changed[rows] = True
+        for row in numbers:
+            self.chain_digests[row] = chain_digest
+            self.namespaces[row] = namespace
+        return rows
+
+    def give_back(self, rows: Int64Array, entries: Int64Array) -> None:
+        """Empty rows, whose entries are ``entries``, and make them available again."""
+        self.entries[entries] = NULL_BLOCK
         self.num_row_blocks[rows] = 0
         self.num_computed_tokens[rows] = 0
-        self.is_active[rows] = False
-        self.tail_writable[rows] = True
+        self.capacity[rows] = _NOT_IN_USE
         self.changed[rows] = False
-        for row in rows.tolist():
-            self.chain_digests[row] = b""
-            self._free_rows.append(row)
+        self._free_rows.extend(rows.tolist())
 
-    def append(self, rows: IntArray, counts: IntArray, block_ids: Int32Array) -> IntArray:
+    def append(self, rows: Int64Array, counts: Int32Array, block_ids: Int64Array) -> Int64Array:
         """Put ``counts[i]`` of ``block_ids`` behind the blocks of ``rows[i]``; return the row of each block."""
-        if len(block_ids) == np.count_nonzero(counts):  # one each, the common case
-            row_of_block = rows[counts > 0]
-            columns = self.num_row_blocks[row_of_block]
+        old_counts = self.num_row_blocks[rows]
+        new_counts = old_counts + counts
+        self.num_row_blocks[rows] = new_counts
+        if len(block_ids) == np.count_nonzero(counts):  # at most one each
+            gets_one = counts != 0
+            row_of_block: Int64Array = rows[gets_one]
+            entries = row_of_block * self.width + old_counts[gets_one]
         else:
             row_of_block = np.repeat(rows, counts)
-            columns = np.repeat(self.num_row_blocks[rows], counts) + within_group_index(counts)
-        self.block_table[row_of_block, columns] = block_ids
-        self.num_row_blocks[rows] += counts.astype(np.int32)
+            entries = concatenate_ranges(rows * self.width + old_counts, counts)
+        self.entries[entries] = block_ids.astype(np.int32)
+        self.capacity[rows] = self.full_capacity(new_counts)
         return row_of_block
 
-    def check_active(self, rows: IntArray) -> None:
-        """Raise RowError unless every row is in use and stands there once."""
-        if ((rows < 0) | (rows >= len(self.is_active))).any() or not self.is_active[rows].all():
-            raise RowError(f"rows {rows.tolist()}: at least one is not in use")
-        order = np.arange(len(rows), dtype=np.int32)
-        self._scratch[rows] = order
-        if (self._scratch[rows] != order).any():
-            raise RowError(f"rows {rows.tolist()}: one stands there twice")
+    def full_capacity(self, num_row_blocks: Int32Array) -> Int32Array:
+        """Return the tokens that so many blocks of a row hold."""
+        capacity: Int32Array = np.minimum(num_row_blocks * self._block_size, self._max_model_len)
+        return capacity
 
-    def cut(self, rows: IntArray, num_kept: IntArray) -> Int32Array:
+    def cut(self, rows: Int64Array, num_kept: Int32Array) -> Int64Array:
         """Shorten rows to ``num_kept[i]`` blocks; return what was cut off."""
-        width = int(self.num_row_blocks[rows].max())
-        columns = np.arange(width)
-        tables = self.block_table[rows, :width]
-        is_cut = (columns >= num_kept[:, None]) & (columns < self.num_row_blocks[rows][:, None])
-        cut: Int32Array = tables[is_cut]
-        self.block_table[rows, :width] = np.where(is_cut, NULL_BLOCK, tables)
-        self.num_row_blocks[rows] = np.minimum(self.num_row_blocks[rows], num_kept)
+        entries = concatenate_ranges(rows * self.width + num_kept, self.num_row_blocks[rows] - num_kept)
+        cut: Int64Array = self.entries[entries].astype(np.int64)
+        self.entries[entries] = NULL_BLOCK
+        self.num_row_blocks[rows] = num_kept
+        self.capacity[rows] = np.minimum(self.capacity[rows], self.full_capacity(num_kept))
+        self.changed[rows] = True
         return cut
 
-    def blocks_tail_first(self, rows: IntArray) -> Int32Array:
-        """Return all blocks of ``rows``, row after row, the last block of each row first."""
-        counts = self.num_row_blocks[rows]
-        width = int(counts.max()) if len(rows) else 0
-        columns = np.arange(width - 1, -1, -1)
-        tables: Int32Array = self.block_table[rows][:, columns]
-        return tables[columns < counts[:, None]]
+    def entries_tail_first(self, rows: Int64Array) -> Int64Array:
+        """Return where in ``entries`` the blocks of ``rows`` stand, row after row, the last block of each row first."""
+        backwards = rows[::-1]
+        entries: Int64Array = concatenate_ranges(backwards * self.width, self.num_row_blocks[backwards])[::-1]
+        return entries
+
+    def check_active(self, rows: Int64Array) -> None:
+        """Raise RowError unless every row is in use and stands there once."""
+        self.check_distinct(rows)
+        if any_of(self.capacity[rows] == _NOT_IN_USE):
+            raise RowError(f"rows {rows.tolist()}: at least one is not in use")
+
+    def check_distinct(self, rows: Int64Array) -> None:
+        """Raise RowError unless every row exists and stands there once."""
+        packed = rows.tobytes()
+        if packed == self._scratch_distinct:  # one step asks for the same rows again and again
+            return
+        num_rows = len(self._order)
+        if len(rows) and (rows.min() < 0 or rows.max() >= num_rows):
+            raise RowError(f"rows {rows.tolist()}: allowed are 0 to {num_rows - 1}")
+        order = self._order[: len(rows)]
+        if len(rows) <= num_rows:
+            self._scratch[rows] = order  # the last store into an element stays
+        if len(rows) > num_rows or any_of(self._scratch[rows] != order):
+            raise RowError(f"rows {rows.tolist()}: one stands there twice")
+        self._scratch_distinct = packed
+
+    def checked_counts(self, name: str, num_tokens: IntArray | int) -> Int32Array | int:
+        """Return a number of tokens per row as something that, added to a row's length, cannot overflow.
+
+        Raises:
+            RowError: one is negative or more than a row can hold; ``name`` is the caller.
+        """
+        if isinstance(num_tokens, int):
+            low = high = num_tokens
+        else:
+            num_tokens = np.atleast_1d(num_tokens)
+            low, high = np.minimum.reduce(num_tokens, initial=0), np.maximum.reduce(num_tokens, initial=0)
+        if low < 0 or high > self._max_model_len:
+            raise RowError(
+                f"{name}: got {low if low < 0 else high} tokens, allowed are 0 to max_model_len, "
+                f"{self._max_model_len}"
+            )
+        return num_tokens if isinstance(num_tokens, int) else num_tokens.astype(np.int32, copy=False)

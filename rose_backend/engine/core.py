@@ -183,6 +183,7 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             max_model_len=loaded.max_model_len,
             prefix_cache=config.prefix_cache,
+            bytes_per_block=loaded.kv_cache.nbytes // loaded.num_blocks,
         )
         self._rows = RowState(config.max_num_seqs, loaded.max_model_len)
         self._scheduler = Scheduler(config, self.manager, self._rows, self.factory)

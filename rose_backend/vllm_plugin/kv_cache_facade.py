@@ -122,7 +122,7 @@ class KVCacheFacade:
             counters = ", ".join(f"{name} {count}" for name, count in self.manager.stats.as_dict().items())
             logger.info("Rose block manager since start-up: %s", counters)
 
-    # Asked every step, but nothing here ever has an answer: block zeroing, Mamba states, KV events, sliding windows
+    # Asked every step, but nothing here ever has an answer: block zeroing, Mamba states, sliding windows
 
     def take_new_block_ids(self) -> list[int]:
         """Return no blocks to zero: full attention never reads what was not written."""
@@ -134,10 +134,6 @@ class KVCacheFacade:
 
     def finalize_partial_tail_offloads(self, request: Request) -> list[tuple[int, int, int]]:
         """Return no Mamba states."""
-        return []
-
-    def take_events(self) -> list[Any]:
-        """Return no KV events; they are refused at start-up."""
         return []
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:

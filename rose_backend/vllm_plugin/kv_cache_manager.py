@@ -1,19 +1,21 @@
 """Rose's block manager behind the interface of vLLM's ``KVCacheManager``.
 
 vLLM counts a token as computed when it schedules it; Rose publishes it only when the step that writes it is behind us.
-So this adapter commits late: nothing per step, and the frontier of all running requests at once when somebody looks
-something up, or a request's own when it leaves. Between two lookups a decoding request costs one comparison per step.
+So this adapter commits late: for all running requests when somebody looks something up, or for one when it leaves.
+Between two lookups a decoding request costs one comparison per step. Steps that were scheduled but have not run yet
+count as behind us: every worker runs steps, and the copies before them, in the order in which they were scheduled.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.v1.request import Request, RequestStatus
 
 from rose_backend.block_manager import BlockManager, PrefixMatch
-from rose_backend.errors import ConfigError, IntegrityError
+from rose_backend.errors import IntegrityError
 from rose_backend.vllm_plugin.kv_cache_blocks import (
     BlockPoolShim,
     CoordinatorShim,
@@ -22,8 +24,9 @@ from rose_backend.vllm_plugin.kv_cache_blocks import (
     RoseBlocks,
 )
 from rose_backend.vllm_plugin.kv_cache_facade import KVCacheFacade
-from rose_backend.vllm_plugin.kv_cache_spec import is_rose_group
-from rose_backend.vllm_plugin.options import HAND_BACK_OPTION
+from rose_backend.vllm_plugin.kv_cache_spec import block_bytes, the_rose_group
+from rose_backend.vllm_plugin.kv_events import KVEventLog
+from rose_backend.vllm_plugin.prompt_hashes import HashedPrompt, PromptHashes
 from rose_backend.vllm_plugin.refusals import check_pool_size
 
 if TYPE_CHECKING:
@@ -38,6 +41,8 @@ class RoseKVCacheManager(KVCacheFacade):
 
     Args:
         max_num_seqs: requests that may hold blocks at once.
+        num_prefill_lookahead: tokens behind a position that a drafter's cache entry there depends on.
+        enable_kv_cache_events: whether vLLM publishes KV cache events.
         kv_cache_config, max_model_len, enable_caching, log_stats, watermark: as vLLM's scheduler passes them.
         unused: what only features need that are refused at start-up.
 
@@ -54,10 +59,12 @@ class RoseKVCacheManager(KVCacheFacade):
         enable_caching: bool = True,
         log_stats: bool = False,
         watermark: float = 0.0,
+        num_prefill_lookahead: int = 0,
+        enable_kv_cache_events: bool = False,
         **unused: Any,
     ) -> None:
-        _check_groups(kv_cache_config)
-        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        cache_group = the_rose_group(kv_cache_config)
+        spec = cache_group.kv_cache_spec
         check_pool_size(kv_cache_config.num_blocks, spec.block_size, max_model_len)
         manager = BlockManager(
             num_blocks=kv_cache_config.num_blocks,
@@ -65,6 +72,8 @@ class RoseKVCacheManager(KVCacheFacade):
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             prefix_cache=enable_caching,
+            bytes_per_block=block_bytes(cache_group),
+            record_events=enable_kv_cache_events,
         )
         super().__init__(manager, enable_caching=enable_caching, log_stats=log_stats)
         self.kv_cache_config = kv_cache_config
@@ -76,13 +85,20 @@ class RoseKVCacheManager(KVCacheFacade):
         self._requests: dict[int, Request] = {}
         # Tokens each row can hold as it is. A plain list: one lookup per request and step is all that a decode costs.
         self._capacity = [0] * max_num_seqs
+        # Blocks of each row that vLLM knows of; the row has more while its share of a roll-over was not asked for.
+        self._num_reported = [0] * max_num_seqs
         self._is_flushed = False
+        self._has_rolled_over = False
+        self._prompts = PromptHashes(manager)
+        self._num_prefill_lookahead = num_prefill_lookahead
+        self._events = KVEventLog(manager, spec) if enable_kv_cache_events else None
 
     # Lookup and admission
 
     def new_step_starts(self) -> None:
         """Note that what was scheduled before now belongs to earlier steps."""
         self._is_flushed = False
+        self._has_rolled_over = False
 
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
@@ -91,10 +107,15 @@ class RoseKVCacheManager(KVCacheFacade):
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         self._flush()
-        token_ids = np.array(request._all_token_ids, np.int32)
-        match = self.manager.match(token_ids, namespace=_namespace(request), max_tokens=max_cache_hit_length)
+        prompt = self._prompts.get(request)
+        match = prompt.match(self.manager, max_cache_hit_length)
+        if self._num_prefill_lookahead:
+            # The drafter's entries at the last positions were made from tokens that did not match.
+            match = prompt.shorten(match, match.num_tokens - self._num_prefill_lookahead, self.block_size)
         if match.num_tokens == 0:
             return self.empty_kv_cache_blocks, 0, 0
+        if self._events is not None:
+            self._events.report_reuse(request, match.num_tokens // self.block_size)
         return RoseBlocks(match.block_ids, match), match.num_tokens, 0
 
     def get_computed_blocks_for_connector(
@@ -130,20 +151,18 @@ class RoseKVCacheManager(KVCacheFacade):
             if target <= self._capacity[row]:
                 return self.empty_kv_cache_blocks
             return self._extend(row, target, reserved_blocks)
-        if num_external_computed_tokens or num_encoder_tokens or num_lookahead_tokens:
+        if num_external_computed_tokens or num_encoder_tokens:
             raise IntegrityError("allocate_slots: a feature that is refused at start-up asks for blocks")
-        token_ids = np.array(request._all_token_ids, np.int32)
+        prompt = self._prompts.get(request)
         match = getattr(new_computed_blocks, "match", None)
         if match is None or match.num_tokens != num_new_computed_tokens:
-            match = self.manager.match(
-                token_ids, namespace=_namespace(request), max_tokens=num_new_computed_tokens
-            )
-        num_tokens = num_new_computed_tokens + num_new_tokens
+            match = prompt.match(self.manager, num_new_computed_tokens)
+        num_tokens = min(num_new_computed_tokens + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         watermark = self.watermark_blocks if has_scheduled_reqs and _is_waiting(request) else 0
         num_full = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else num_tokens
         if not self._fits(match, num_tokens, num_full, watermark, reserved_blocks):
             return None
-        return self._admit(request, token_ids, match, num_tokens)
+        return self._admit(request, prompt, match, num_tokens)
 
     def _fits(
         self, match: PrefixMatch, num_tokens: int, num_full_tokens: int, watermark: int, reserved_blocks: int
@@ -153,38 +172,62 @@ class RoseKVCacheManager(KVCacheFacade):
             return False
         return num_full_tokens <= num_tokens or self.manager.blocks_needed(match, num_full_tokens) <= free
 
-    def _admit(self, request: Request, token_ids: Any, match: PrefixMatch, num_tokens: int) -> Any:
-        admission = self.manager.add(token_ids, namespace=_namespace(request), match=match)
+    def _admit(self, request: Request, prompt: HashedPrompt, match: PrefixMatch, num_tokens: int) -> Any:
+        admission = self.manager.add(prompt.token_ids, namespace=prompt.namespace, match=match)
         if admission is None:
             return None
         row = admission.row
         # Had the cache changed since the lookup, vLLM would have been told another length: try again next step.
-        if admission.num_cached_tokens != match.num_tokens or not self._reserve(row, num_tokens):
+        if admission.num_cached_tokens != match.num_tokens or not self._reserve([row], num_tokens):
             self._free_row(row)
             return None
         self._row_of[request.request_id] = row
         self._requests[row] = request
-        return self.get_blocks(request.request_id)
+        self._prompts.drop(request.request_id)
+        self._num_reported[row] = 0
+        return self._report(row)
 
     def _extend(self, row: int, target: int, reserved_blocks: int) -> Any:
         target = min(target, self.max_model_len)
-        old_count = int(self.manager.num_row_blocks[row])
-        needed = -(-target // self.block_size) - old_count
-        if needed > self.manager.num_free_blocks - reserved_blocks:
-            return None
-        if not self._reserve(row, target):
-            return None
-        new_count = int(self.manager.num_row_blocks[row])
-        return RoseBlocks(self.manager.block_table[row, old_count:new_count].copy())
+        needed = -(-target // self.block_size) - int(self.manager.num_row_blocks[row])
+        if needed > 0:
+            num_spare = self.manager.num_free_blocks - reserved_blocks - needed
+            if num_spare < 0:
+                return None
+            others = [] if self._has_rolled_over else self._other_full_rows(row)
+            if not self._reserve([row, *others] if len(others) <= num_spare else [row], target):
+                return None
+        return self._report(row)
 
-    def _reserve(self, row: int, target: int) -> bool:
+    def _other_full_rows(self, row: int) -> list[int]:
+        """Return the rows that are about to ask for their next block, too: one call serves all of them."""
+        self._has_rolled_over = True
+        num_row_blocks = self.manager.num_row_blocks
+        return [
+            other
+            for other, request in self._requests.items()
+            if request.num_computed_tokens >= self._capacity[other]
+            and self._num_reported[other] == num_row_blocks[other]
+            and other != row
+        ]
+
+    def _reserve(self, rows: list[int], target: int) -> bool:
+        """Make the first of ``rows`` hold ``target`` tokens, each other one its next block as well."""
+        row_array, size = np.array(rows), self.block_size
+        targets = (self.manager.num_row_blocks[row_array] + 1) * size
         # To the end of the last block: the same blocks, and the steps inside it need no further call.
-        target = min(-(-target // self.block_size) * self.block_size, self.max_model_len)
-        num_tokens = target - int(self.manager.num_computed_tokens[row])
-        if not self.manager.reserve(np.array([row]), num_tokens).ok:
-            return False
-        self._capacity[row] = target
-        return True
+        targets[0] = -(-target // size) * size
+        targets = np.minimum(targets, self.max_model_len)
+        return self.manager.reserve(row_array, targets - self.manager.num_computed_tokens[row_array]).ok
+
+    def _report(self, row: int) -> Any:
+        """Return the blocks of a row that vLLM does not know yet; from now on it may use them."""
+        old_count, new_count = self._num_reported[row], int(self.manager.num_row_blocks[row])
+        self._num_reported[row] = new_count
+        # vLLM schedules nothing beyond max_model_len; only look-ahead slots reach there, and those are never used.
+        capacity = new_count * self.block_size
+        self._capacity[row] = capacity if capacity < self.max_model_len else sys.maxsize
+        return RoseBlocks(self.manager.block_table[row, old_count:new_count].copy())
 
     # Publishing and freeing
 
@@ -203,11 +246,28 @@ class RoseKVCacheManager(KVCacheFacade):
         token_ids: list[int] = []
         for row, start in zip(rows, starts, strict=True):
             request = self._requests[row]
-            # Tokens that are still placeholders (asynchronous scheduling) have no id yet.
+            # Drafts and placeholders are computed tokens to vLLM, too, but only tokens with an id are certain.
             end = min(request.num_computed_tokens, request.num_tokens)
             counts.append(max(end - start, 0))
             token_ids.extend(request._all_token_ids[start:end])
         self.manager.commit(row_array, np.array(counts), np.array(token_ids, np.int32))
+        if self._events is not None:
+            self._events.collect([(row, self._requests[row]) for row in rows], starts)
+
+    def take_events(self) -> list[Any]:
+        """Return what became findable and what went since the last call, as vLLM's events."""
+        if self._events is None:
+            return []
+        # Without events nobody knows of a block before the next lookup; with them subscribers wait for it.
+        computed, size = self.manager.num_computed_tokens, self.block_size
+        self._commit(
+            [
+                row
+                for row, request in self._requests.items()
+                if min(request.num_computed_tokens, request.num_tokens) // size > computed[row] // size
+            ]
+        )
+        return self._events.take()
 
     def free(self, request: Request) -> None:
         """Let go of a finished, aborted or preempted request's blocks; what it computed stays findable."""
@@ -221,6 +281,7 @@ class RoseKVCacheManager(KVCacheFacade):
         return [] if row is None else [HeldRow(row)]
 
     def _detach(self, request: Request) -> int | None:
+        self._prompts.drop(request.request_id)
         row = self._row_of.pop(request.request_id, None)
         if row is not None:
             self._commit([row])
@@ -232,27 +293,8 @@ class RoseKVCacheManager(KVCacheFacade):
         self.manager.free(np.array([row]))
 
     def _num_row_blocks(self, request_id: str) -> int:
-        row = self._row_of.get(request_id)
-        return 0 if row is None else int(self.manager.num_row_blocks[row])
-
-
-def _namespace(request: Request) -> bytes:
-    """Return what keeps tenants and adapters apart in the prefix cache."""
-    adapter = request.lora_request.lora_name if request.lora_request is not None else None
-    if adapter is None and request.cache_salt is None:
-        return b""
-    return repr((adapter, request.cache_salt)).encode()
+        return int(self.manager.num_row_blocks[self._row_of[request_id]]) if request_id in self._row_of else 0
 
 
 def _is_waiting(request: Request) -> bool:
     return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-
-
-def _check_groups(kv_cache_config: KVCacheConfig) -> None:
-    groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    if len(groups) != 1 or not is_rose_group(groups[0]):
-        kinds = ", ".join(type(spec).__name__ for spec in groups) or "none"
-        raise ConfigError(
-            f"Rose's block manager serves one KV cache group of full ROSE attention, this model has {kinds}; "
-            f"{HAND_BACK_OPTION} gives block management back to vLLM"
-        )

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
+from rose_backend.errors import ConfigError
+from rose_backend.vllm_plugin.options import HAND_BACK_OPTION
+
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import AttentionSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +30,42 @@ def as_rose_spec(spec: AttentionSpec) -> AttentionSpec:
     return RoseAttentionSpec(**{field.name: getattr(spec, field.name) for field in fields(spec)})
 
 
+def the_rose_group(kv_cache_config: KVCacheConfig) -> KVCacheGroupSpec:
+    """Return the only KV cache group of a model that Rose's block manager can serve.
+
+    Raises:
+        ConfigError: names what the model has instead.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1 or not is_rose_group(groups[0].kv_cache_spec):
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
+        raise ConfigError(
+            f"Rose's block manager serves one KV cache group of full ROSE attention, this model has {kinds}; "
+            f"{HAND_BACK_OPTION} gives block management back to vLLM"
+        )
+    return groups[0]
+
+
 def is_rose_group(spec: Any) -> bool:
-    """Whether all layers of a KV cache group attend with ROSE over their whole history."""
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return all(map(is_rose_group, spec.kv_cache_specs.values()))
+    """Whether all layers of a KV cache group attend causally over their whole history, at least one with ROSE.
+
+    The others belong to a draft model, whose attention backend vLLM chooses on its own.
+    """
+    specs = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    return all(map(_is_full_attention, specs)) and any(isinstance(one, RoseAttentionSpec) for one in specs)
+
+
+def _is_full_attention(spec: Any) -> bool:
     return (
-        isinstance(spec, RoseAttentionSpec)
+        type(spec) in (FullAttentionSpec, RoseAttentionSpec)
         and spec.sliding_window is None
         and spec.attention_chunk_size is None
+        and not spec.non_causal
     )
+
+
+def block_bytes(group: KVCacheGroupSpec) -> int:
+    """Return the bytes of one block over all layers of a group, keys and values, on one worker."""
+    spec = group.kv_cache_spec
+    num_layers = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(group.layer_names)
+    return num_layers * int(spec.page_size_bytes)

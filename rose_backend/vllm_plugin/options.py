@@ -50,6 +50,9 @@ def appends_in_attention(vllm_config: VllmConfig, options: PluginConfig) -> bool
     """Whether attention stores the new K/V itself instead of a separate write before it.
 
     vLLM's own manager lets a request of the same step read blocks that are being written; only a separate write of all
-    tokens before all reads is right then.
+    tokens before all reads is right then. A drafter with a cache of its own passes tokens that must not be stored
+    (slot -1), which only the separate write leaves out.
     """
-    return options.fused_kv_append and uses_rose_manager(vllm_config)
+    return (
+        options.fused_kv_append and uses_rose_manager(vllm_config) and vllm_config.num_lookahead_tokens == 0
+    )

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 Check = Callable[["VllmConfig"], bool]
 
+# Drafts that need no cache, and drafters whose cache follows the target's position by position.
+SPECULATIVE_METHODS = (
+    *("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"),
+    *("draft_model", "eagle", "eagle3", "mtp"),
+)
+_METHODS_HINT = f"--speculative-config with a method other than {', '.join(SPECULATIVE_METHODS)}"
+
 
 def check_supported(vllm_config: VllmConfig, options: PluginConfig) -> None:
     """Refuse a configuration that ROSE cannot run.
@@ -57,6 +64,7 @@ def _attention_checks() -> Iterator[tuple[str, Check]]:
     yield "encoder-decoder models", lambda c: _model(c, "is_encoder_decoder")
     yield "decode context parallelism", lambda c: c.parallel_config.decode_context_parallel_size > 1
     yield "prefill context parallelism", lambda c: c.parallel_config.prefill_context_parallel_size > 1
+    yield "chunked local attention", lambda c: _model(c, "attention_chunk_size")
 
 
 def _manager_checks() -> Iterator[tuple[str, Check]]:
@@ -66,9 +74,8 @@ def _manager_checks() -> Iterator[tuple[str, Check]]:
     yield "multimodal models", lambda c: _model(c, "is_multimodal_model")
     yield "prompt embeddings (--enable-prompt-embeds)", lambda c: _model(c, "enable_prompt_embeds")
     yield "KV connectors (--kv-transfer-config)", _has_kv_connector
-    yield "KV cache events (--kv-events-config)", _has_kv_events
     yield "KV cache residency metrics (--kv-cache-metrics)", lambda c: c.observability_config.kv_cache_metrics
-    yield "speculative decoding (--speculative-config)", lambda c: c.speculative_config is not None
+    yield "this kind of speculative decoding (" + _METHODS_HINT + ")", _has_other_drafts
     yield "a scheduler of your own (--scheduler-cls)", _has_foreign_scheduler
 
 
@@ -86,9 +93,9 @@ def _has_kv_connector(vllm_config: VllmConfig) -> bool:
     return config is not None and config.kv_connector is not None
 
 
-def _has_kv_events(vllm_config: VllmConfig) -> bool:
-    config = vllm_config.kv_events_config
-    return config is not None and config.enable_kv_cache_events
+def _has_other_drafts(vllm_config: VllmConfig) -> bool:
+    config = vllm_config.speculative_config
+    return config is not None and config.method not in SPECULATIVE_METHODS
 
 
 def _has_foreign_scheduler(vllm_config: VllmConfig) -> bool:

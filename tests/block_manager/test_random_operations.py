@@ -1,240 +1,161 @@
-"""Seeded random operations on the block manager over a simulated K/V memory.
+"""Random calls of the block manager, each compared with the oracle, over pools and blocks of many sizes.
 
-The K/V of a token depends on all tokens before it, so the simulated value of a slot is a hash of the whole prefix. Each
-row's values, read through its block table, must equal what was computed for it: that one check covers hits, clones,
-forks, evictions and take-overs. Two symbols only, so that prefixes collide all the time.
+``ROSE_RANDOM_OPERATIONS=1000000`` makes more calls than the 100,000 of every run, ``ROSE_RANDOM_SEED=1`` others. A
+failure names its setting and seed, and the same two variables repeat it.
 """
 
 from __future__ import annotations
 
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from rose_backend.block_manager import BlockManager
+from tests.block_manager.kv_memory import TensorMemory
+from tests.block_manager.random_driver import RandomDriver
+from tests.block_manager.simulation import Simulation
 
+NUM_OPERATIONS = int(os.environ.get("ROSE_RANDOM_OPERATIONS", "100000"))
+FIRST_SEED = int(os.environ.get("ROSE_RANDOM_SEED", "0"))
 
-def lcp(left: list[int], right: list[int]) -> int:
-    count = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+pytestmark = pytest.mark.timeout(300 + NUM_OPERATIONS // 1000)
 
 
-class DrawnChoices:
-    """Stands in for NumPy's generator with choices that hypothesis draws, and can make smaller after a failure."""
+@dataclass(frozen=True)
+class Setting:
+    """A block manager to try, and how much of all calls it gets."""
 
-    def __init__(self, data: st.DataObject) -> None:
-        self.data = data
+    num_blocks: int
+    block_size: int
+    weight: int = 10
+    blocks_per_row: int = 4
+    max_num_seqs: int = 6
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
 
-    def integers(self, low: int, high: int, size: int | None = None) -> Any:
-        number = st.integers(low, high - 1)
-        if size is None:
-            return self.data.draw(number)
-        return np.array(self.data.draw(st.lists(number, min_size=size, max_size=size)), np.int64)
-
-    def random(self) -> float:
-        return self.data.draw(st.integers(0, 99)) / 100
-
-    def choice(self, options: Any, p: object = None) -> Any:
-        if isinstance(options, int):
-            return self.integers(0, options)
-        return options[self.integers(0, len(options))]
+    def __str__(self) -> str:
+        return "-".join([f"{self.num_blocks}x{self.block_size}", *self.options])
 
 
-class Simulation:
-    """Rows with their true token lists, and a K/V memory that the block manager's answers are applied to."""
+SETTINGS = [
+    *(Setting(num_blocks, size, 3, 2, 3) for num_blocks in (2, 3) for size in (1, 2, 16, 64)),
+    *(Setting(num_blocks, size) for num_blocks in (5, 9, 17) for size in (1, 2, 16, 64)),
+    *(Setting(4, size) for size in (16, 64)),  # room for one sequence, so that tails are overwritten
+    *(Setting(num_blocks, size, 12, 6, 10) for num_blocks in (40, 150) for size in (1, 2, 16, 64)),
+    *(Setting(2000, size, 6, 130, 16) for size in (1, 2, 16, 64)),
+    # One block a row, so that many blocks begin alike and grow side by side.
+    *(Setting(num_blocks, 32, 30, 0, 12) for num_blocks in (24, 80)),
+    *(Setting(num_blocks, 4, options={"record_events": True}) for num_blocks in (6, 40)),
+    *(Setting(num_blocks, 4, options={"full_blocks_only": True}) for num_blocks in (6, 40)),
+    *(Setting(num_blocks, 4, options={"prefix_cache": False}) for num_blocks in (6, 40)),
+    *(Setting(20, size, options={"memory": TensorMemory}) for size in (1, 4, 16)),
+]
+# At least this often in 100,000 calls: about a third of what is usual, so that no path can silently go untested.
+REQUIRED_CALLS = {
+    "reserve": 8000,
+    "add": 6000,
+    "commit": 4000,
+    "free": 4000,
+    "match": 3000,
+    "blocks_needed": 1500,
+    "fork": 1500,
+    "take_clone_plan": 1200,
+    "mistake": 1000,
+    "roll_back": 800,
+    "finish_clone_plan": 600,
+    "take_changed_rows": 500,
+    "reset_prefix_cache": 200,
+}
+REQUIRED_PATHS = {
+    "miss": 2000,
+    "full hit": 400,
+    "partial hit": 1000,
+    "partial hit among many blocks": 60,
+    "match still valid": 2000,
+    "stale match": 60,
+    "no free row": 1000,
+    "claims": 200,
+    "overwrites": 30,
+    "overwrite of a full block": 12,
+    "clones": 1200,
+    "chain of clones": 120,
+    "several rows want one tail": 60,
+    "clone called off": 300,
+    "several plans in flight": 400,
+    "plan finished out of order": 250,
+    "free while a clone is pending": 250,
+    "free while a plan is in flight": 1000,
+    "free of several rows": 1300,
+    "evictions": 3000,
+    "eviction of several blocks, others staying": 300,
+    "shortage": 1000,
+    "some rows servable": 400,
+    "commit of fewer than written": 500,
+    "full block known already": 450,
+    "redundant tail dropped": 150,
+    "roll-back that cuts": 350,
+    "fork of a part-filled tail": 400,
+    "preemption": 400,
+    "reset": 100,
+    "reset refused": 120,
+}
+NUM_MISTAKES = 21
 
-    def __init__(
-        self, seed: int | DrawnChoices, num_blocks: int, block_size: int, *, prefix_cache: bool = True
-    ) -> None:
-        self.rng: Any = np.random.default_rng(seed) if isinstance(seed, int) else seed
-        self.block_size = block_size
-        self.max_model_len = min(block_size * (num_blocks - 1), block_size * 3 + 5)
-        self.manager = BlockManager(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=6,
-            max_model_len=self.max_model_len,
-            prefix_cache=prefix_cache,
+TOTAL_WEIGHT = sum(setting.weight for setting in SETTINGS)
+
+
+@cache
+def run(setting: Setting) -> tuple[Counter[str], Counter[str]]:
+    """Make this setting's share of all calls, on a fresh block manager every 1,000; return the calls and the paths."""
+    share = -(-NUM_OPERATIONS * setting.weight // TOTAL_WEIGHT)
+    calls, paths, seed = Counter[str](), Counter[str](), FIRST_SEED
+    while calls.total() < share:
+        simulation = Simulation(
+            num_blocks=setting.num_blocks,
+            block_size=setting.block_size,
+            max_num_seqs=setting.max_num_seqs,
+            # Not a whole number of blocks, and more than a small pool can hold.
+            max_model_len=setting.blocks_per_row * setting.block_size + setting.block_size // 2 + 1,
+            **setting.options,
         )
-        self.memory = np.zeros((num_blocks, block_size), np.int64)
-        self.rows: dict[
-            int, tuple[bytes, list[int]]
-        ] = {}  # row -> (namespace, tokens that are or will be computed)
-        self.history: list[tuple[bytes, list[int]]] = []
-        self.plans: list = []
-
-    def symbols(self, count: int) -> list[int]:
-        return self.rng.integers(0, 2, count).tolist()
-
-    def computed(self, row: int) -> int:
-        return int(self.manager.num_computed_tokens[row])
-
-    @staticmethod
-    def value(namespace: bytes, tokens: list[int]) -> int:
-        return hash((namespace, *tokens))
-
-    def add(self) -> None:
-        prompt = self.symbols(int(self.rng.integers(1, self.max_model_len + 1)))
-        namespace = b"tenant" if self.rng.random() < 0.3 else b""
-        stats = self.manager.stats
-        nothing_lost = self.manager.cache is not None and stats.evictions == 0 and stats.overwrites == 0
-        admission = self.manager.add(np.array(prompt, np.int32), namespace=namespace)
-        if admission is None:
-            assert len(self.rows) == 6
-            return
-        known = [lcp(prompt[:-1], tokens) for space, tokens in self.history if space == namespace]
-        assert admission.num_cached_tokens <= max(known, default=0)
-        if nothing_lost:
-            assert admission.num_cached_tokens == max(known, default=0)
-        self.rows[admission.row] = (namespace, prompt)
-
-    def fork(self) -> None:
-        row = self.pick()
-        if row is None:
-            return
-        count = int(self.rng.integers(1, 4))
-        children = self.manager.fork(row, count)
-        if children is None:
-            assert len(self.rows) + count > 6
-            return
-        namespace, tokens = self.rows[row]
-        for child in children.tolist():
-            self.rows[child] = (namespace, tokens[: self.computed(row)])
-
-    def free(self) -> None:
-        rows = [row for row in self.rows if self.rng.random() < 0.4]
-        self.manager.free(np.array(rows, np.int64))
-        for row in rows:
-            del self.rows[row]
-
-    def pick(self) -> int | None:
-        return int(self.rng.choice(list(self.rows))) if self.rows else None
-
-    def step(self) -> None:
-        """Reserve for some rows, let other things happen, perhaps reserve again, copy, write, commit."""
-        reserved: dict[int, int] = {}
-        for _ in range(int(self.rng.integers(1, 4))):
-            reserved.update(self.reserve_some())
-            if self.rng.random() < 0.5:
-                self.rng.choice([self.add, self.free, self.fork, self.fork])()
-                reserved = {row: count for row, count in reserved.items() if row in self.rows}
-        self.copy()
-        written = [(row, int(self.rng.integers(0, count + 1))) for row, count in reserved.items()]
-        self.write_and_commit(written)
-        if self.rng.random() < 0.5:
-            self.manager.roll_back(np.array(list(reserved), np.int64))
-
-    def reserve_some(self) -> dict[int, int]:
-        chosen = [row for row in self.rows if self.rng.random() < 0.6]
-        counts = []
-        for row in chosen:
-            namespace, tokens = self.rows[row]
-            room = self.max_model_len - self.computed(row)
-            count = int(self.rng.integers(0, min(room, 2 * self.block_size) + 1))
-            missing = self.computed(row) + count - len(tokens)
-            self.rows[row] = (namespace, tokens + self.symbols(max(missing, 0)))
-            counts.append(count)
-        before = self.manager.num_free_blocks
-        reservation = self.manager.reserve(np.array(chosen, np.int64), np.array(counts, np.int64))
-        if not reservation.ok:
-            assert self.manager.num_free_blocks == before
-            served = np.flatnonzero(reservation.servable)
-            chosen = [chosen[i] for i in served]
-            counts = [counts[i] for i in served]
-            assert self.manager.reserve(np.array(chosen, np.int64), np.array(counts, np.int64)).ok
-        self.manager.check_integrity()
-        return dict(zip(chosen, counts, strict=True))
-
-    def copy(self) -> None:
-        plan = self.manager.take_clone_plan()
-        if plan is not None:
-            self.memory[plan.dst_block_ids] = self.memory[plan.src_block_ids]
-            self.plans.append(plan)
-        while self.plans and self.rng.random() < 0.6:
-            self.manager.finish_clone_plan(self.plans.pop(0))
-
-    def write_and_commit(self, written: list[tuple[int, int]]) -> None:
-        token_ids: list[int] = []
-        for row, count in written:
-            namespace, tokens = self.rows[row]
-            start = self.computed(row)
-            for position in range(start, start + count):
-                block = self.manager.block_table[row, position // self.block_size]
-                assert block != 0
-                self.memory[block, position % self.block_size] = self.value(namespace, tokens[: position + 1])
-            token_ids += tokens[start : start + count]
-            self.history.append((namespace, tokens[: start + count]))
-        rows = np.array([row for row, _ in written], np.int64)
-        self.manager.commit(
-            rows, np.array([count for _, count in written], np.int64), np.array(token_ids, np.int32)
-        )
-
-    def check(self) -> None:
-        self.manager.check_integrity()
-        for row, (namespace, tokens) in self.rows.items():
-            for position in range(self.computed(row)):
-                block = self.manager.block_table[row, position // self.block_size]
-                expected = self.value(namespace, tokens[: position + 1])
-                assert self.memory[block, position % self.block_size] == expected, (row, position, block)
-
-    def run(self, num_operations: int) -> None:
-        for _ in range(num_operations):
-            operation = self.rng.choice(4, p=[0.3, 0.1, 0.15, 0.45])
-            (self.add, self.fork, self.free, self.step)[operation]()
-            self.check()
-
-    def finish(self) -> None:
-        self.manager.free(np.array(list(self.rows), np.int64))
-        self.rows.clear()
-        self.copy()
-        for plan in self.plans:
-            self.manager.finish_clone_plan(plan)
-        self.plans.clear()
-        self.check()
-        assert self.manager.num_free_blocks == self.manager.num_usable_blocks
-        assert self.manager.reset_prefix_cache()
-        self.check()
-        assert self.manager.pool.num_cached_blocks == 0
+        try:
+            RandomDriver(simulation, seed).run(min(1000, share - calls.total()))
+        except BaseException as error:
+            error.add_note(f"setting {setting}, seed {seed}")
+            raise
+        calls += simulation.calls
+        paths += simulation.paths
+        seed += 1
+    return calls, paths
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 4, 16])
-@pytest.mark.parametrize("num_blocks", [2, 5, 9, 30, 400])
-def test_random_operations_keep_every_row_right(num_blocks: int, block_size: int) -> None:
-    for seed in range(3):
-        simulation = Simulation(seed, num_blocks, block_size)
-        simulation.run(250)
-        simulation.finish()
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_every_call_agrees_with_the_oracle(setting: Setting) -> None:
+    calls, _ = run(setting)
+    assert calls.total() >= NUM_OPERATIONS * setting.weight // TOTAL_WEIGHT
 
 
-def test_random_operations_without_prefix_cache() -> None:
-    for seed in range(3):
-        simulation = Simulation(seed, 12, 4, prefix_cache=False)
-        simulation.run(250)
-        simulation.finish()
-        assert simulation.manager.stats.hit_tokens == 0
-        assert simulation.manager.stats.clones > 0
+def test_the_random_calls_took_every_path() -> None:
+    calls, paths = Counter[str](), Counter[str]()
+    for setting in SETTINGS:
+        more_calls, more_paths = run(setting)
+        calls += more_calls
+        paths += more_paths
+    assert calls.total() >= NUM_OPERATIONS
+    rare = {
+        name: (taken[name], wanted)
+        for taken, required in ((calls, REQUIRED_CALLS), (paths, REQUIRED_PATHS))
+        for name, per_100_000 in required.items()
+        if taken[name] < (wanted := max(1, per_100_000 * NUM_OPERATIONS // 100_000))
+    }
+    assert not rare, f"taken less often than required: {rare}"
+    mistakes = [name for name in paths if name.startswith("mistake: ")]
+    assert len(mistakes) == NUM_MISTAKES, f"{len(mistakes)} kinds of mistakes were tried: {sorted(mistakes)}"
 
 
-def test_random_run_exercises_all_paths() -> None:
-    simulation = Simulation(0, 14, 4)
-    simulation.run(1500)
-    stats = simulation.manager.stats
-    assert (
-        min(stats.clones, stats.claims, stats.overwrites, stats.evictions, stats.partial_hits, stats.forks)
-        > 10
-    ), stats
-
-
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(data=st.data(), num_blocks=st.integers(2, 12), block_size=st.sampled_from([1, 2, 4]))
-def test_any_sequence_of_operations(data: st.DataObject, num_blocks: int, block_size: int) -> None:
-    simulation = Simulation(DrawnChoices(data), num_blocks, block_size)
-    simulation.run(25)
-    simulation.finish()
+@pytest.mark.parametrize("num_blocks", sorted({setting.num_blocks for setting in SETTINGS}))
+def test_blocks_were_evicted_in_pools_of_every_size(num_blocks: int) -> None:
+    runs = [run(setting) for setting in SETTINGS if setting.num_blocks == num_blocks]
+    assert sum(paths["evictions"] for _, paths in runs) >= 10

@@ -43,6 +43,8 @@ def make_engine(tiny_model_path: Path) -> Iterator[MakeEngine]:
             # A small model's operations take less time than waking a second thread on a busy machine.
             threads_before = torch.get_num_threads()
             torch.set_num_threads(num_threads)
+            # The engine before was held by its test until now; vLLM measures free memory while it starts.
+            cleanup_dist_env_and_memory()
             llm = LLM(**{**defaults, **options})
             try:
                 yield llm

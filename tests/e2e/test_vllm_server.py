@@ -108,10 +108,38 @@ def test_a_hit_inside_a_block_costs_one_copy_and_disturbs_nobody(server: VllmSer
 
 
 def prefix_hits(server: VllmServer) -> float:
+    return metric(server, "vllm:prefix_cache_hits_total")
+
+
+def metric(server: VllmServer, name: str) -> float:
     for line in server.client.get("/metrics").text.splitlines():
-        if line.startswith("vllm:prefix_cache_hits_total"):
+        if line.startswith(name):
             return float(line.rpartition(" ")[2])
-    raise AssertionError("no vllm:prefix_cache_hits_total")
+    raise AssertionError(f"no {name}")
+
+
+def test_metrics_follow_the_pool_and_the_prefix_cache(server: VllmServer) -> None:
+    def state() -> tuple[float, float, float]:
+        names = ("kv_cache_usage_perc", "prefix_cache_queries_total", "prefix_cache_hits_total")
+        usage, queries, hits = (metric(server, f"vllm:{name}") for name in names)
+        return usage, queries, hits
+
+    usage, queries, hits = state()
+    assert usage == 0.0
+    prompt = [11 * index % 2000 + 1 for index in range(300)]
+    body = {"model": MODEL_NAME, "prompt": prompt, "temperature": 0, "max_tokens": 600, "ignore_eos": True}
+    # Of its own, so that no earlier prompt has a token in common.
+    body["cache_salt"] = "metrics"
+    for num_hits in (0, 299):
+        usages = []
+        with server.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            for number, line in enumerate(response.iter_lines()):
+                if number % 100 == 50 and line.startswith("data: "):
+                    usages.append(metric(server, "vllm:kv_cache_usage_perc"))
+        # 300 tokens in blocks of 128 to begin with, 900 in the end.
+        assert 0 < usages[0] < usages[-1] < 1, usages
+        usage, queries, hits = 0.0, queries + len(prompt), hits + num_hits
+        assert state() == (usage, queries, hits)
 
 
 def test_several_completions_with_a_seed(server: VllmServer) -> None:
@@ -172,9 +200,9 @@ REFUSED_AT_START: dict[str, tuple[tuple[str, ...], str]] = {
         # vLLM's own check comes first.
         "To serve at least one request with the model's max seq len (1024)",
     ),
-    "KV events": (
-        ("--kv-events-config", '{"enable_kv_cache_events": true, "publisher": "null"}'),
-        "Rose's block manager does not support KV cache events",
+    "residency metrics": (
+        ("--kv-cache-metrics",),
+        "Rose's block manager does not support KV cache residency metrics",
     ),
     "unknown model": ((), "no-such-folder"),
 }

@@ -8,6 +8,7 @@ else a bug.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -78,7 +79,7 @@ def tie_free_case(
     raise AssertionError(f"{model_path}: every seed has a tie")
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def greedy_reference(
     model_path: str | Path, prompts: Prompts, num_new_tokens: int = NUM_NEW_TOKENS
 ) -> GreedyReference:
@@ -93,6 +94,13 @@ def greedy_reference(
             token_ids[index] = tuple(batch_tokens[row].tolist())
             leads[index] = tuple(batch_leads[row].tolist())
     return GreedyReference(tuple(token_ids), tuple(leads))
+
+
+def tie_free_answer(model_path: str | Path, prompt: Sequence[int], num_new_tokens: int) -> tuple[int, ...]:
+    """Return the greedy continuation of one prompt; fails where two likeliest tokens are close."""
+    reference = greedy_reference(model_path, (tuple(prompt),), num_new_tokens)
+    assert min(reference.leads[0]) > SAFE_LEAD, "choose another prompt: two tokens are equally likely"
+    return reference.token_ids[0]
 
 
 @torch.inference_mode()

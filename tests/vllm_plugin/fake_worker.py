@@ -3,11 +3,15 @@
 A slot's content depends on all tokens up to its position, as a real K/V entry's does from the second layer on, so it is
 represented by a chained hash of them. Before a step writes anything, every position that its requests would read is
 compared with what it must be: a block that was shared too early, copied too late or overwritten shows at once.
+
+It speculates, too: drafts of a pretended drafter, some right and some wrong, are written like any token, then kept or
+rejected. The drafter has a cache of its own in the same blocks; an entry there may depend on the token behind it, too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,11 +42,17 @@ def expected_output(prompt: list[int], num_tokens: int) -> list[int]:
     return output
 
 
+def drafter_entry(state: int, following_token: int) -> int:
+    """Return the content of a position in the drafter's cache."""
+    return chain(state, following_token + VOCAB_SIZE)
+
+
 @dataclass
 class _Sequence:
     tokens: list[int]
     states: list[int]  # states[p] = content of position p
     table: list[int]
+    drafts: list[int] = field(default_factory=list)
 
     def extend(self, tokens: list[int]) -> None:
         for token in tokens:
@@ -51,12 +61,37 @@ class _Sequence:
 
 
 class FakeWorker:
-    """Follows scheduler outputs as model runner V1 does: block ids are appended; resumed requests get a new table."""
+    """Follows scheduler outputs as model runner V1 does: block ids are appended; resumed requests get a new table.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    Args:
+        num_blocks, block_size: of the cache.
+        num_drafts: drafted per request and step.
+        num_lookahead: positions behind a step's tokens that the drafter writes, too; None for one without a cache.
+        drafter_reads_ahead: whether the drafter's entry at a position depends on the token behind it (EAGLE).
+        max_model_len: the drafter stops there.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_drafts: int = 0,
+        num_lookahead: int | None = None,
+        drafter_reads_ahead: bool = False,
+        max_model_len: int = 0,
+    ) -> None:
         self.block_size = block_size
         self.memory = np.full((num_blocks, block_size), -1, np.int64)
+        self.drafter_memory = np.full((num_blocks, block_size), -1, np.int64)
         self.num_copies = 0
+        self.num_accepted = 0
+        self.num_rejected = 0
+        self._num_drafts = num_drafts
+        self._num_lookahead = num_lookahead
+        self._reads_ahead = drafter_reads_ahead
+        self._max_model_len = max_model_len
+        self._random = random.Random(5)
         self._sequences: dict[str, _Sequence] = {}
 
     def run(self, output: Any, requests: dict[str, Any]) -> Any:
@@ -72,7 +107,11 @@ class FakeWorker:
             self._check_reads(request_id, start)
         sampled = {}
         for request_id, start in starts.items():
-            sampled[request_id] = self._write(request_id, start, output.num_scheduled_tokens[request_id])
+            drafts = self._drafts_to_verify(
+                request_id, output.scheduled_spec_decode_tokens.get(request_id, [])
+            )
+            count = output.num_scheduled_tokens[request_id] - len(drafts)
+            sampled[request_id] = self._write(request_id, start, count, drafts)
         return ModelRunnerOutput(
             req_ids=list(sampled),
             req_id_to_index={request_id: index for index, request_id in enumerate(sampled)},
@@ -84,6 +123,7 @@ class FakeWorker:
         destinations = [pair.dst_block_id for pair in pairs]
         assert len(set(destinations)) == len(destinations), "two copies into one block"
         self.memory[destinations] = self.memory[sources]
+        self.drafter_memory[destinations] = self.drafter_memory[sources]
         self.num_copies += len(pairs)
 
     def _update(self, output: Any, requests: dict[str, Any]) -> dict[str, int]:
@@ -104,29 +144,95 @@ class FakeWorker:
                 sequence.extend(list(requests[request_id].all_token_ids))
             elif new_ids is not None:
                 sequence.table.extend(new_ids[0])
-            starts[request_id] = cached.num_computed_tokens[index]
+            # The scheduler counts drafts that may have been rejected meanwhile (asynchronous scheduling).
+            starts[request_id] = min(cached.num_computed_tokens[index], len(sequence.tokens) - 1)
         return starts
+
+    def _drafts_to_verify(self, request_id: str, scheduled: list[int]) -> list[int]:
+        # Placeholders stand for the worker's own drafts; where it has none, for tokens that are always rejected.
+        own = self._sequences[request_id].drafts
+        return [
+            (own[index] if index < len(own) else -1) if draft == -1 else draft
+            for index, draft in enumerate(scheduled)
+        ]
+
+    def draft_token_ids(self) -> dict[str, list[int]]:
+        """Return what to speculate on next, by request."""
+        return {request_id: sequence.drafts for request_id, sequence in self._sequences.items()}
 
     def _check_reads(self, request_id: str, num_computed: int) -> None:
         sequence = self._sequences[request_id]
-        positions = np.arange(num_computed)
-        blocks = np.array(sequence.table, np.int64)[positions // self.block_size]
-        got = self.memory[blocks, positions % self.block_size]
-        wrong = np.flatnonzero(got != np.array(sequence.states[:num_computed], np.int64))
+        blocks, offsets = self._slots(sequence, 0, num_computed)
+        wrong = np.flatnonzero(
+            self.memory[blocks, offsets] != np.array(sequence.states[:num_computed], np.int64)
+        )
         assert not len(wrong), (
             f"{request_id}: positions {wrong.tolist()} of {num_computed} hold something else"
         )
+        if self._num_lookahead is not None:
+            entries = np.array(self._drafter_entries(sequence, 0, num_computed), np.int64)
+            differs = self.drafter_memory[blocks, offsets] != entries
+            if self._reads_ahead:
+                # Blocks are shared whatever follows them, so the last entry of one may be made for another token.
+                # vLLM's own manager has the same; a drafter may be wrong, its drafts are verified.
+                differs &= offsets != self.block_size - 1
+            wrong = np.flatnonzero(differs)
+            assert not len(wrong), (
+                f"{request_id}: the drafter's positions {wrong.tolist()} hold something else"
+            )
 
-    def _write(self, request_id: str, start: int, count: int) -> list[int]:
+    def _write(self, request_id: str, start: int, count: int, drafts: list[int]) -> list[int]:
         sequence = self._sequences[request_id]
         end = start + count
         assert end <= len(sequence.tokens), f"{request_id}: token {end - 1} is not known"
-        for position in range(start, end):
-            block = sequence.table[position // self.block_size]
-            assert block != 0, f"{request_id}: position {position} would be written to the null block"
-            self.memory[block, position % self.block_size] = sequence.states[position]
-        if end < len(sequence.tokens):
-            return []
-        token = next_token(sequence.states[-1])
-        sequence.extend([token])
-        return [token]
+        states = sequence.states[start:end]
+        for draft in drafts:
+            states.append(chain(states[-1], draft))
+        blocks, offsets = self._slots(sequence, start, end + len(drafts))
+        assert blocks.all(), f"{request_id}: a position would be written to the null block"
+        self.memory[blocks, offsets] = states
+        sampled: list[int] = []
+        if end == len(sequence.tokens):
+            sampled = self._sample(sequence, drafts)
+        else:
+            assert not drafts, f"{request_id}: drafts inside a prompt"
+        self._run_drafter(sequence, start, end + len(drafts))
+        return sampled
+
+    def _sample(self, sequence: _Sequence, drafts: list[int]) -> list[int]:
+        first = len(sequence.tokens)
+        for draft in [*drafts, None]:
+            token = next_token(sequence.states[-1])
+            sequence.extend([token])
+            if draft != token:
+                break
+        num_accepted = len(sequence.tokens) - first - 1
+        self.num_accepted += num_accepted
+        self.num_rejected += len(drafts) - num_accepted
+        return sequence.tokens[first:]
+
+    def _run_drafter(self, sequence: _Sequence, start: int, end: int) -> None:
+        if self._num_lookahead is not None:
+            # All positions that it may write hold garbage first; those whose following token is known are right then.
+            blocks, offsets = self._slots(
+                sequence, start, min(end + self._num_lookahead, self._max_model_len)
+            )
+            assert blocks.all(), "the drafter has no block for its look-ahead"
+            self.drafter_memory[blocks, offsets] = -7
+            known = min(end, len(sequence.tokens) - 1)
+            blocks, offsets = self._slots(sequence, start, known)
+            self.drafter_memory[blocks, offsets] = self._drafter_entries(sequence, start, known)
+        sequence.drafts = []
+        state = sequence.states[-1]
+        for _ in range(self._num_drafts):
+            token = next_token(state) if self._random.random() < 0.7 else self._random.randrange(VOCAB_SIZE)
+            sequence.drafts.append(token)
+            state = chain(state, token)
+
+    def _drafter_entries(self, sequence: _Sequence, start: int, end: int) -> list[int]:
+        following = sequence.tokens[start + 1 : end + 1] if self._reads_ahead else [0] * (end - start)
+        return list(map(drafter_entry, sequence.states[start:end], following))
+
+    def _slots(self, sequence: _Sequence, start: int, end: int) -> tuple[Any, Any]:
+        positions = np.arange(start, end)
+        return np.array(sequence.table, np.int64)[positions // self.block_size], positions % self.block_size

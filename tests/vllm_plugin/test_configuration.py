@@ -152,14 +152,34 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
     "KV connectors": {
         "kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     },
-    "KV cache events": {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")},
-    "speculative decoding": {
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    "this kind of speculative decoding": {
+        "speculative_config": {
+            "method": "custom_class",
+            "model": "a_module.AProposer",
+            "num_speculative_tokens": 2,
+        }
     },
     "prompt embeddings": {"enable_prompt_embeds": True},
     "KV cache residency metrics": {"kv_cache_metrics": True},
     "a scheduler of your own": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
 }
+
+
+SERVED: dict[str, dict[str, Any]] = {
+    "KV cache events": {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")},
+    "n-gram speculation": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    },
+    "LoRA": {"enable_lora": True},
+    "priorities": {"scheduling_policy": "priority"},
+    "pipeline parallelism": {"pipeline_parallel_size": 2},
+    "tensor parallelism": {"tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("feature", SERVED)
+def test_what_the_block_manager_serves_keeps_it(make_config: MakeConfig, feature: str) -> None:
+    assert make_config(**SERVED[feature]).scheduler_config.scheduler_cls == SCHEDULER_CLASS
 
 
 @pytest.mark.parametrize("feature", UNSUPPORTED)
@@ -209,15 +229,37 @@ def test_sliding_windows_are_refused_by_name(
 
 @pytest.mark.parametrize(
     ("attribute", "feature"),
-    [("use_mla", "latent attention"), ("is_encoder_decoder", "encoder-decoder models")],
+    [
+        ("use_mla", "latent attention"),
+        ("is_encoder_decoder", "encoder-decoder models"),
+        ("attention_chunk_size", "chunked local attention"),
+    ],
 )
-def test_what_attention_does_not_serve_is_refused_without_a_way_round(
+def test_models_that_attention_does_not_serve_are_refused_without_a_way_round(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, attribute: str, feature: str
 ) -> None:
     from rose_backend.vllm_plugin.refusals import check_supported
 
     config = make_config(**rose(block_manager=False))
-    monkeypatch.setattr(type(config.model_config), attribute, property(lambda self: True))
+    monkeypatch.setattr(type(config.model_config), attribute, property(lambda self: True), raising=False)
+    with pytest.raises(ConfigError, match=feature):
+        check_supported(config, rose_options(config))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "feature"),
+    [
+        ("decode_context_parallel_size", "decode context parallelism"),
+        ("prefill_context_parallel_size", "prefill context parallelism"),
+    ],
+)
+def test_context_parallelism_is_refused_by_name(
+    make_config: MakeConfig, attribute: str, feature: str
+) -> None:
+    from rose_backend.vllm_plugin.refusals import check_supported
+
+    config = make_config()
+    setattr(config.parallel_config, attribute, 2)
     with pytest.raises(ConfigError, match=feature):
         check_supported(config, rose_options(config))
 

@@ -9,8 +9,15 @@ import inspect
 from typing import Any
 
 import pytest
+from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
+from vllm.distributed import kv_events
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import Request
 
 from rose_backend.vllm_plugin.attention_backend import (
     RoseAttentionBackend,
@@ -28,10 +35,21 @@ NOT_CALLED_ON_BLOCKS = {
 # All belong to features that are refused at start-up, or that one group of full attention does not need.
 IGNORED_ARGUMENTS = {
     "skip_zeroing_group_ids",
-    *("dcp_world_size", "pcp_world_size", "use_eagle", "num_prefill_lookahead", "num_hash_lookahead_tokens"),
-    *("enable_kv_cache_events", "enable_mamba_shared_prefix_checkpoint", "metrics_collector"),
+    *("dcp_world_size", "pcp_world_size", "use_eagle", "num_hash_lookahead_tokens"),
+    *("enable_mamba_shared_prefix_checkpoint", "metrics_collector"),
     *("hash_block_size", "scheduler_block_size", "max_in_flight_tokens"),
 }
+
+EVENT_FIELDS = {
+    kv_events.BlockStored: {
+        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
+        *("extra_keys", "group_idx", "kv_cache_spec_kind", "session_id"),
+    },
+    kv_events.BlockRemoved: {"block_hashes", "medium", "group_idx"},
+    kv_events.AllBlocksCleared: set(),
+}
+# About other tiers and other kinds of groups than Rose's manager keeps.
+EVENT_FIELDS_LEFT_OUT = {"kv_cache_spec_sliding_window", "locality", "ownership"}
 
 
 def public_functions(owner: type) -> dict[str, Any]:
@@ -103,3 +121,43 @@ def test_attention_classes_are_complete_and_take_the_same_arguments(ours: type, 
     for name in [*public_functions(theirs), "__init__"]:
         if name in vars(ours):
             assert_accepts(getattr(ours, name), getattr(theirs, name), f"{ours.__name__}.{name}")
+
+
+@pytest.mark.parametrize("event", EVENT_FIELDS, ids=lambda event: event.__name__)
+def test_events_have_the_fields_that_are_filled_and_no_new_ones(event: Any) -> None:
+    fields = set(event.__struct_fields__)
+    assert EVENT_FIELDS[event] <= fields, f"gone: {sorted(EVENT_FIELDS[event] - fields)}"
+    unknown = fields - EVENT_FIELDS[event] - EVENT_FIELDS_LEFT_OUT
+    assert not unknown, f"new fields of {event.__name__}: {sorted(unknown)}"
+
+
+def test_requests_carry_what_keys_and_events_are_made_of() -> None:
+    request = Request(
+        "a",
+        [1, 2, 3],
+        SamplingParams(max_tokens=1),
+        None,
+        cache_salt="s",
+        lora_request=LoRARequest("n", 1, "/p"),
+    )
+    keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, 0, 1, 0)
+    assert keys == (("lora", "n", "/p"), ("cache_salt", "s"))
+    assert kv_cache_utils.to_event_extra_keys([keys]) == [("n", "s")]
+    assert kv_cache_utils.maybe_convert_block_hash(bytes(32)) in (0, bytes(32))
+    for name in ("block_hashes", "session_id", "resumable", "kv_cache_report_mode", "num_computed_tokens"):
+        assert hasattr(request, name), f"Request has no {name}"
+    assert (request.lora_request.adapter_id, request.lora_request.name) == (1, "n")
+
+
+def test_configuration_names_what_speculation_needs() -> None:
+    for name in ("num_lookahead_tokens", "num_prefill_lookahead_tokens"):
+        assert isinstance(getattr(VllmConfig, name), property), f"VllmConfig has no {name}"
+    assert "method" in SpeculativeConfig.__dataclass_fields__
+    assert "attention_chunk_size" in inspect.getsource(ModelConfig), (
+        "chunked local attention would go unnoticed"
+    )
+
+
+def test_specifications_have_the_fields_that_decide_whether_rose_serves_a_group() -> None:
+    for name in ("sliding_window", "attention_chunk_size", "non_causal"):
+        assert name in FullAttentionSpec.__dataclass_fields__, f"FullAttentionSpec has no {name}"

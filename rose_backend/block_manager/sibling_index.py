@@ -1,0 +1,169 @@
+"""Which findable block behind a given parent shares the longest run of leading tokens with a prompt.
+
+Siblings are blocks behind the same parent, full or part-filled. The first blocks of all prompts of a namespace are
+siblings, so there may be very many; most other groups have one member.
+
+A small group is a plain tuple, and all of it is compared. A large group keeps apart
+
+    open     blocks that a row still appends to, at most one per row: all compared
+    closed   all others, in the order of their tokens: a block with the longest common run stands beside the place where
+             the searched tokens would be inserted, so that two are compared
+
+A block that only grows changes neither.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import numpy as np
+
+from rose_backend.block_manager.array_types import Int32Array
+from rose_backend.block_manager.block_pool import NO_WRITER, BlockPool
+
+_MAX_SMALL = 8
+_BEFORE_ALL_IDS = -1
+
+
+class SiblingIndex:
+    """Groups of siblings by the digest of their parent. Memory: about 130 bytes per block.
+
+    Args:
+        pool: whose ``num_written_tokens`` and ``writers`` say what a block holds and whether it grows.
+        block_tokens: int32 ``[num_blocks, block_size]``, the tokens of every block.
+    """
+
+    def __init__(self, pool: BlockPool, block_tokens: Int32Array) -> None:
+        self._pool = pool
+        self._block_tokens = block_tokens
+        self._groups: dict[bytes, _Group] = {}
+
+    def add(self, parent: bytes, block_id: int) -> None:
+        """Put in a block."""
+        group = self._groups.get(parent)
+        if group is None:
+            self._groups[parent] = (block_id,)
+        elif isinstance(group, _LargeGroup):
+            group.add(block_id)
+        elif len(group) < _MAX_SMALL:
+            self._groups[parent] = (*group, block_id)
+        else:
+            self._groups[parent] = large = _LargeGroup(self._pool, self._block_tokens)
+            for member in (*group, block_id):
+                large.add(member)
+
+    def remove(self, parent: bytes, block_id: int) -> None:
+        """Take out a block."""
+        group = self._groups[parent]
+        if isinstance(group, _LargeGroup):
+            group.remove(block_id)
+            if not len(group):
+                del self._groups[parent]
+        elif len(group) == 1:
+            del self._groups[parent]
+        else:
+            self._groups[parent] = tuple(member for member in group if member != block_id)
+
+    def close(self, parent: bytes, block_id: int) -> None:
+        """Note that a block will not grow any more."""
+        group = self._groups[parent]
+        if isinstance(group, _LargeGroup):
+            group.close(block_id)
+
+    def reopen(self, parent: bytes, block_id: int) -> None:
+        """Note that a block will grow or be overwritten. Call it before its length changes."""
+        group = self._groups[parent]
+        if isinstance(group, _LargeGroup):
+            group.reopen(block_id)
+
+    def longest_run(self, parent: bytes, tokens: Int32Array) -> tuple[int, int]:
+        """Return the block that shares most leading tokens with ``tokens``, and how many; ``(0, 0)`` if none does."""
+        group = self._groups.get(parent)
+        if group is None:
+            return 0, 0
+        members = group.candidates(tokens.tolist()) if isinstance(group, _LargeGroup) else group
+        block_ids = np.array(members, np.int64)
+        same = self._block_tokens.take(block_ids, axis=0)[:, : len(tokens)] == tokens
+        same &= np.arange(len(tokens)) < self._pool.num_written_tokens[block_ids][:, None]
+        runs = np.where(same.all(axis=1), len(tokens), np.argmin(same, axis=1))
+        best = int(np.argmax(runs))
+        return (members[best], int(runs[best])) if runs[best] else (0, 0)
+
+    def is_covered(self, parent: bytes, block_id: int) -> bool:
+        """Whether a sibling starts with all tokens of this block."""
+        group = self._groups[parent]
+        if len(group) == 1:
+            return False
+        tokens = self._tokens_of(block_id)
+        members = group.candidates(tokens) if isinstance(group, _LargeGroup) else group
+        return any(
+            member != block_id and self._tokens_of(member)[: len(tokens)] == tokens for member in members
+        )
+
+    def clear(self) -> None:
+        """Take out all blocks."""
+        self._groups.clear()
+
+    def block_ids(self) -> list[int]:
+        """Return all blocks."""
+        return [block_id for group in self._groups.values() for block_id in group]
+
+    def _tokens_of(self, block_id: int) -> list[int]:
+        tokens: list[int] = self._block_tokens[block_id, : self._pool.num_written_tokens[block_id]].tolist()
+        return tokens
+
+
+class _LargeGroup:
+    """Siblings, the closed ones sorted by ``(tokens, block id)``."""
+
+    def __init__(self, pool: BlockPool, block_tokens: Int32Array) -> None:
+        self._pool = pool
+        self._block_tokens = block_tokens
+        self._open: set[int] = set()
+        self._closed = array("i")
+
+    def __len__(self) -> int:
+        return len(self._open) + len(self._closed)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._open
+        yield from self._closed
+
+    def add(self, block_id: int) -> None:
+        is_full = self._pool.num_written_tokens[block_id] == self._block_tokens.shape[1]
+        if self._pool.writers[block_id] != NO_WRITER and not is_full:
+            self._open.add(block_id)
+        else:
+            self._insert(block_id)
+
+    def remove(self, block_id: int) -> None:
+        if block_id in self._open:
+            self._open.remove(block_id)
+        else:
+            del self._closed[bisect_left(self._closed, self._key(block_id), key=self._key)]
+
+    def close(self, block_id: int) -> None:
+        if block_id in self._open:
+            self._open.remove(block_id)
+            self._insert(block_id)
+
+    def reopen(self, block_id: int) -> None:
+        self.remove(block_id)
+        self._open.add(block_id)
+
+    def candidates(self, tokens: list[int]) -> list[int]:
+        """Return the open blocks and the neighbours of ``tokens``, a block that holds just these and its follower."""
+        place = bisect_left(self._closed, (tokens, _BEFORE_ALL_IDS), key=self._key)
+        return [*self._open, *self._closed[max(place - 1, 0) : place + 2]]
+
+    def _insert(self, block_id: int) -> None:
+        self._closed.insert(bisect_left(self._closed, self._key(block_id), key=self._key), block_id)
+
+    def _key(self, block_id: int) -> tuple[list[int], int]:
+        return self._block_tokens[block_id, : self._pool.num_written_tokens[block_id]].tolist(), block_id
+
+
+_Group: TypeAlias = tuple[int, ...] | _LargeGroup

@@ -1,0 +1,94 @@
+"""Each invariant by itself: one kind of damage, and the message that names it with its counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from rose_backend.block_manager import BlockManager
+from rose_backend.errors import IntegrityError
+
+
+def damaged_manager() -> BlockManager:
+    """Row 0 holds blocks 1 (full) and 2 (one token), row 1 holds 1 and 4 (to be copied from 2); 3 is cached."""
+    manager = BlockManager(num_blocks=10, block_size=4, max_num_seqs=3, max_model_len=32)
+    first = manager.add(np.array([1, 2, 3, 4, 5], np.int32))
+    other = manager.add(np.array([9, 9], np.int32))
+    assert first is not None and other is not None
+    for row, tokens in ((first.row, [1, 2, 3, 4, 5]), (other.row, [9, 9])):
+        assert manager.reserve(np.array([row]), len(tokens)).ok
+        manager.commit(np.array([row]), len(tokens), np.array(tokens, np.int32))
+    manager.free(np.array([other.row]))
+    child = manager.fork(first.row, 1)
+    assert child is not None and manager.reserve(child, 1).ok
+    manager.check_integrity()
+    assert manager.block_table[:2, :3].tolist() == [[1, 2, 0], [1, 4, 0]]
+    assert manager.pool.cached_blocks().tolist() == [3]
+    return manager
+
+
+def set_item(name: str, index: object, value: object) -> Callable[[BlockManager], None]:
+    """Return a function that stores ``value`` in an array of the manager."""
+
+    def damage(manager: BlockManager) -> None:
+        owner, _, attribute = name.rpartition(".")
+        getattr(getattr(manager, owner) if owner else manager, attribute)[index] = value
+
+    return damage
+
+
+def lose_a_free_row(manager: BlockManager) -> None:
+    manager.table.take_rows(1, np.zeros(0, np.int32), 0, b"", b"")
+    manager.table.capacity[2] = -1
+
+
+def point_a_second_digest_to_a_block(manager: BlockManager) -> None:
+    assert manager.cache is not None
+    manager.cache.full_index()[b"another"] = 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (set_item("block_table", (0, 5), 6), r"row 0 has an entry behind its last block"),
+        (set_item("num_computed_tokens", 0, 9), r"row 0: 9 computed tokens in 2 blocks"),
+        (set_item("num_row_blocks", 2, 1), r"row 2 is not in use but holds 1 blocks"),
+        (lose_a_free_row, r"rows: 2 in use \+ 0 free, expected 3 in all"),
+        (set_item("block_table", (0, 1), 1), r"row 0 lists block 1 twice"),
+        (set_item("block_table", (0, 1), 0), r"the null block is held 1 times, expected 0"),
+        (set_item("pool.ref_counts", 1, 3), r"block 1: reference count is 3, 2 holders were counted"),
+        (set_item("pool.ref_counts", 2, 1), r"block 2: reference count is 1, 2 holders were counted"),
+        (set_item("pool.ref_counts", 7, 1), r"block 7: reference count is 1, 0 holders were counted"),
+        (lambda manager: manager.pool.take(1), r"block 5: reference count is 1, 0 holders"),
+        (
+            lambda manager: manager.pool._push_stack(np.array([1])),
+            r"block 1 is in 2 states, expected 1: free 6",
+        ),
+        (
+            lambda manager: manager.pool._queue.push(np.array([6])),
+            r"block 6 is in 2 states, expected 1: free 5",
+        ),
+        (set_item("pool.is_cached", 6, True), r"block 6 is free but can still be found"),
+        (set_item("pool.is_cached", 3, False), r"block 3 waits for eviction but cannot be found"),
+        (set_item("pool.writers", 1, 2), r"block 1: writer is row 2, which does not list it"),
+        (set_item("pool.writers", 3, 0), r"block 3: writer is row 0, which does not list it"),
+        (set_item("pool.writers", 2, -1), r"block 2: row 0 may write it, but its writer is -1"),
+        (set_item("pool.num_written_tokens", 1, 3), r"block 1: row 0 reads 4 tokens, 3 are written"),
+        (set_item("pool.num_written_tokens", 8, 1), r"block 8 is free but counts 1 written tokens"),
+        (
+            set_item("pool.num_written_tokens", 2, 2),
+            r"block 2: 2 tokens are written, its writer, row 0, has computed 1",
+        ),
+        (set_item("pool.num_written_tokens", 3, 5), r"block 3: 5 written tokens, 4 fit"),
+        (set_item("pool.is_cached", 2, False), r"blocks \[2\] are in the index or flagged, not both"),
+        (set_item("pool.num_written_tokens", 3, 0), r"block 3 can be found but holds 0 tokens"),
+        (point_a_second_digest_to_a_block, r"2 digests lead to 1 full blocks, expected one each"),
+    ],
+)
+def test_damage_is_named(damage: Callable[[BlockManager], object], message: str) -> None:
+    manager = damaged_manager()
+    damage(manager)
+    with pytest.raises(IntegrityError, match=message):
+        manager.check_integrity()

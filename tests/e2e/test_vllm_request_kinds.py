@@ -1,0 +1,179 @@
+"""What a request may ask for beside its prompt, together with prefix hits, chunks and overlapped steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+from tests.e2e.conftest import MakeEngine
+from tests.support.reference_generation import reference_logits, tie_free_answer
+from tests.support.stepped_engine import SteppedEngine, overlap_steps_on_cpu, tokens_of
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def shared_engine(make_engine: MakeEngine) -> Iterator[SteppedEngine]:
+    with pytest.MonkeyPatch.context() as environment:
+        overlap_steps_on_cpu(environment)
+        with make_engine(
+            max_num_batched_tokens=61,
+            max_num_seqs=12,
+            # The embedded model would fill JSON with blanks.
+            structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
+        ) as llm:
+            yield SteppedEngine(llm)
+
+
+@pytest.fixture
+def engine(shared_engine: SteppedEngine) -> SteppedEngine:
+    """Return the engine with an empty prefix cache."""
+    assert shared_engine.llm.reset_prefix_cache()
+    return shared_engine
+
+
+def random_tokens(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(1, 2559, length).tolist()
+
+
+def test_several_completions_are_single_runs(engine: SteppedEngine) -> None:
+    prompt = random_tokens(45, seed=12)
+    options: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 12, "ignore_eos": True}
+    several = SamplingParams(n=4, seed=100, output_kind=RequestOutputKind.FINAL_ONLY, **options)
+    outputs = [engine.generate([prompt], several)[0] for _ in range(2)]
+    singles = engine.generate([prompt] * 4, [SamplingParams(seed=100 + i, **options) for i in range(4)])
+    for output in outputs:
+        assert [tuple(c.token_ids) for c in output.outputs] == [tokens_of(single) for single in singles]
+    assert len(set(map(tokens_of, singles))) == 4
+    assert [output.num_cached_tokens for output in (outputs[1], *singles)] == [44] * 5
+
+
+AGE = {
+    "type": "object",
+    "properties": {"age": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["age"],
+    "additionalProperties": False,
+}
+STRUCTURES: dict[str, tuple[dict[str, Any], str]] = {
+    "choice": ({"choice": ["a red rose", "a blue king"]}, "a red rose|a blue king"),
+    "regex": ({"regex": "[0-9]{3}-[a-f]{4}"}, "[0-9]{3}-[a-f]{4}"),
+    "json": ({"json": AGE}, r'\{"age": ?[1-9][0-9]?\}'),
+}
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_structured_output_with_hits(engine: SteppedEngine, kind: str) -> None:
+    structure, pattern = STRUCTURES[kind]
+    params = SamplingParams(
+        temperature=0.0, max_tokens=40, structured_outputs=StructuredOutputsParams(**structure)
+    )
+    # Beside a request without a structure, so that both kinds of rows stand in one batch.
+    prompts = [random_tokens(39, seed=13), random_tokens(20, seed=14)]
+    cold, warm = (engine.generate(prompts, [params, SamplingParams(**GREEDY)]) for _ in range(2))
+    assert [output.num_cached_tokens for output in (*cold, *warm)] == [0, 0, 38, 19]
+    assert list(map(tokens_of, cold)) == list(map(tokens_of, warm))
+    assert re.fullmatch(pattern, cold[0].outputs[0].text), cold[0].outputs[0].text
+
+
+def test_logprobs_with_and_without_hits(engine: SteppedEngine, tiny_model_path: Path) -> None:
+    prompt = random_tokens(70, seed=15)
+    params = SamplingParams(logprobs=3, **GREEDY)
+    (cold,), (warm,) = (engine.generate([prompt], params) for _ in range(2))
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 69)
+    assert tokens_of(cold) == tokens_of(warm) == tie_free_answer(tiny_model_path, prompt, 16)
+    exact = reference_logits(tiny_model_path, [*prompt, *tokens_of(cold)]).log_softmax(-1)[69:-1]
+    for output in (cold, warm):
+        for token, logprobs, row in zip(tokens_of(output), output.outputs[0].logprobs, exact, strict=True):
+            assert logprobs[token].rank == 1 and len(logprobs) == 3
+            for token_id, entry in logprobs.items():
+                assert entry.logprob == pytest.approx(float(row[token_id]), abs=1e-4)
+
+
+def test_prompt_logprobs_read_nothing_from_the_cache(engine: SteppedEngine, tiny_model_path: Path) -> None:
+    prompt = random_tokens(150, seed=16)
+    (plain,) = engine.generate([prompt], SamplingParams(**GREEDY))
+    (asked,) = engine.generate([prompt], SamplingParams(prompt_logprobs=2, **GREEDY))
+    (after,) = engine.generate([prompt], SamplingParams(**GREEDY))
+    assert [output.num_cached_tokens for output in (plain, asked, after)] == [0, 0, 149]
+    assert tokens_of(plain) == tokens_of(asked) == tokens_of(after)
+    exact = reference_logits(tiny_model_path, prompt).log_softmax(-1)
+    assert len(asked.prompt_logprobs) == 150 and asked.prompt_logprobs[0] is None
+    for position, logprobs in enumerate(asked.prompt_logprobs[1:]):
+        token = prompt[position + 1]
+        assert logprobs[token].logprob == pytest.approx(float(exact[position, token]), abs=1e-4)
+
+
+def test_salts_and_requests_that_skip_the_cache(engine: SteppedEngine) -> None:
+    prompt = random_tokens(50, seed=17)
+    skipping = SamplingParams(skip_reading_prefix_cache=True, **GREEDY)
+    # What each finds, in this order: its own tenant's content only, and what a request that skips has written.
+    for salt, params, num_cached in [
+        (None, SamplingParams(**GREEDY), 0),
+        ("one", SamplingParams(**GREEDY), 0),
+        ("other", skipping, 0),
+        ("other", skipping, 0),
+        ("other", SamplingParams(**GREEDY), 49),
+        ("one", SamplingParams(**GREEDY), 49),
+        (None, SamplingParams(**GREEDY), 49),
+        ("third", SamplingParams(**GREEDY), 0),
+    ]:
+        engine.add("request", prompt, params, salt=salt)
+        output = engine.drain()["request"]
+        assert output.num_cached_tokens == num_cached, salt
+        assert tokens_of(output) == tokens_of(engine.generate([prompt], skipping)[0])
+
+
+def test_resets_between_and_during_requests(engine: SteppedEngine, tiny_model_path: Path) -> None:
+    prompt = random_tokens(90, seed=18)
+    expected = tie_free_answer(tiny_model_path, prompt, 16)
+    engine.generate([prompt], SamplingParams(**GREEDY))
+    assert engine.llm.reset_prefix_cache()
+    assert engine.generate([prompt], SamplingParams(**GREEDY))[0].num_cached_tokens == 0
+    for num_steps in range(1, 9):
+        engine.add("runs", prompt, SamplingParams(**GREEDY))
+        for _ in range(num_steps):
+            engine.step()
+        assert not engine.llm.reset_prefix_cache(), "a request holds blocks"
+        preemptions_before = engine.num_preemptions
+        assert engine.llm.reset_prefix_cache(reset_running_requests=True)
+        assert engine.num_preemptions == preemptions_before + 1
+        assert engine.manager.usage == 0.0 and not len(engine.manager.cache.cached_blocks())
+        assert tokens_of(engine.drain()["runs"]) == expected
+
+
+def test_stop_strings_and_min_tokens_with_hits(engine: SteppedEngine, tiny_model_path: Path) -> None:
+    tokenizer = engine.llm.get_tokenizer()
+    prompt = tokenizer("The king said that the queen had seen the garden and the rose in the morning")[
+        "input_ids"
+    ]
+    answer = tie_free_answer(tiny_model_path, prompt, 40)
+    text = tokenizer.decode(answer)
+    stop = text[30:34]
+    cases = {
+        "stop string": (SamplingParams(stop=[stop], temperature=0.0, max_tokens=40), text[: text.find(stop)]),
+        "kept": (
+            SamplingParams(stop=[stop], include_stop_str_in_output=True, temperature=0.0, max_tokens=40),
+            text[: text.find(stop) + 4],
+        ),
+        "none": (SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True), text),
+    }
+    for _ in range(2):
+        outputs = engine.generate([prompt] * 3, [params for params, _ in cases.values()])
+        assert [output.outputs[0].text for output in outputs] == [expected for _, expected in cases.values()]
+    assert [output.num_cached_tokens for output in outputs] == [len(prompt) - 1] * 3
+
+    # A stop token that would come first of all is held back for min_tokens, hits or not.
+    held_back = SamplingParams(stop_token_ids=[answer[0]], min_tokens=8, temperature=0.0, max_tokens=16)
+    warm, _ = engine.generate([prompt, random_tokens(33, seed=19)], [held_back, SamplingParams(**GREEDY)])
+    assert engine.llm.reset_prefix_cache()
+    (cold,) = engine.generate([prompt], held_back)
+    assert (warm.num_cached_tokens, cold.num_cached_tokens) == (len(prompt) - 1, 0)
+    assert tokens_of(warm) == tokens_of(cold)
+    assert answer[0] not in tokens_of(warm)[:8] and len(tokens_of(warm)) >= 8

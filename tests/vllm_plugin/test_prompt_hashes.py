@@ -1,0 +1,126 @@
+"""Which requests may share blocks, and that a waiting request is hashed once."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+from rose_backend.block_manager import PrefixCache
+from rose_backend.vllm_plugin.prompt_hashes import namespace_of
+from tests.vllm_plugin.test_kv_cache_manager import BLOCK_SIZE, admit, make_manager, make_request
+
+PROMPT = list(range(40))
+ADAPTERS = {
+    "none": None,
+    "a": LoRARequest("a", 1, "/adapters/one"),
+    "a under another number": LoRARequest("a", 2, "/adapters/one"),
+    "a with other weights": LoRARequest("a", 1, "/adapters/two"),
+    "b with a's weights": LoRARequest("b", 1, "/adapters/one"),
+}
+SALTS = (None, "", "x", "y", "('lora', 'a', '/adapters/one')")
+
+
+def keyed_request(name: str, adapter: str, salt: str | None, **options: Any) -> Any:
+    request = make_request(name, PROMPT)
+    request.lora_request, request.cache_salt = ADAPTERS[adapter], salt
+    return request
+
+
+def test_requests_share_exactly_where_vllms_hashes_are_equal() -> None:
+    init_none_hash(sha256_cbor)
+    hasher = get_request_block_hasher(BLOCK_SIZE, sha256_cbor)
+    kinds = list(itertools.product(ADAPTERS, SALTS))
+    hashes = [hasher(keyed_request("r", *kind))[0] for kind in kinds]
+    shared = 0
+    for (first, first_hash), (second, second_hash) in itertools.product(
+        zip(kinds, hashes, strict=True), repeat=2
+    ):
+        manager = make_manager(40)
+        admit(manager, keyed_request("first", *first))
+        manager.new_step_starts()
+        num_hits = manager.get_computed_blocks(keyed_request("second", *second))[1]
+        # To the token, as always, or nothing at all.
+        assert num_hits == (39 if first_hash == second_hash else 0), (first, second)
+        shared += num_hits > 0
+    assert len(kinds) < shared < len(kinds) ** 2
+
+
+def test_no_key_is_the_plain_namespace() -> None:
+    assert namespace_of(make_request("a", PROMPT)) == b""
+
+
+@pytest.fixture
+def num_hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count blocks that are hashed."""
+    counts: list[int] = []
+    chain_digest = PrefixCache.chain_digest
+
+    def count(self: PrefixCache, parent: bytes, tokens: bytes) -> bytes:
+        counts.append(1)
+        return chain_digest(self, parent, tokens)
+
+    monkeypatch.setattr(PrefixCache, "chain_digest", count)
+    return counts
+
+
+def test_a_waiting_request_is_hashed_once(num_hashed: list[int]) -> None:
+    manager = make_manager(11)
+    admit(manager, make_request("holder", list(range(500, 620))))
+    del num_hashed[:]
+    late = make_request("late", list(range(100)))
+    for _ in range(5):
+        assert admit(manager, late) is None
+    manager._flush()
+    num_of_holder = len(num_hashed) - 100 // BLOCK_SIZE
+    assert num_of_holder == 120 // BLOCK_SIZE, "committing the holder's blocks hashes them, once"
+    # Tokens that arrive while it waits again are hashed alone.
+    late._all_token_ids.extend(range(100, 130))
+    assert admit(manager, late) is None
+    assert len(num_hashed) == num_of_holder + 130 // BLOCK_SIZE
+    assert len(manager._prompts) == 1
+
+
+@pytest.mark.parametrize("end", ["admitted", "freed", "popped"])
+def test_hashes_are_kept_only_while_a_request_waits(end: str) -> None:
+    manager = make_manager(11)
+    request = make_request("a", PROMPT)
+    manager.get_computed_blocks(request)
+    assert len(manager._prompts) == 1
+    if end == "admitted":
+        admit(manager, request)
+    elif end == "freed":
+        manager.free(request)
+    else:
+        assert manager.pop_blocks_for_free(request) == []
+    assert len(manager._prompts) == 0
+
+
+def test_a_streaming_session_may_take_tokens_back() -> None:
+    manager = make_manager(11)
+    first = make_request("first", PROMPT)
+    admit(manager, first)
+    manager.new_step_starts()
+    session = make_request("session", PROMPT)
+    session.resumable = True
+    assert manager.get_computed_blocks(session)[1] == 39
+    session._all_token_ids[8:] = range(900, 932)
+    assert manager.get_computed_blocks(session)[1] == 8
+
+
+def test_hits_are_the_same_with_and_without_kept_hashes() -> None:
+    manager = make_manager(40)
+    first = make_request("first", PROMPT)
+    admit(manager, first)
+    manager.free(first)
+    late = make_request("late", [*PROMPT[:37], *range(700, 720)])
+    prompt = manager._prompts.get(late)
+    kept = manager.manager.match(prompt.token_ids, block_hashes=prompt.block_hashes)
+    fresh = manager.manager.match(np.array(late._all_token_ids, np.int32))
+    assert kept.num_tokens == fresh.num_tokens == 37
+    assert kept.block_ids.tolist() == fresh.block_ids.tolist() and kept.chain_digest == fresh.chain_digest
