@@ -35,7 +35,7 @@ format: set-up ## rewrite the code with ruff
 	$(VENV_PYTHON) -m ruff format .
 
 bench: set-up ## time the block manager
-	$(VENV_PYTHON) benchmarks/block_manager.py
+	$(VENV_PYTHON) -m benchmarks.block_manager
 
 clean: ## remove .venv and every cache
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis rose_backend.egg-info

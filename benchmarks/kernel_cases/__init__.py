@@ -1,0 +1,1 @@
+"""What ``benchmarks/kernels.py`` times: one module per family of kernels, each with ``cases()``."""

@@ -1,0 +1,97 @@
+"""Draw what benchmarks/block_manager.py measured: decode cost per row over pool size and over sequence length.
+
+    python -m benchmarks.plot_block_manager [benchmarks/results/cpu/block_manager.json] [--out benchmarks/figures]
+
+Writes block_manager_cost.png and .svg. Lines are medians, bands the 10th to 90th percentile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PANELS = {
+    "pool_size": ("num_blocks", "blocks in the pool"),
+    "sequence_length": ("num_tokens", "tokens of each sequence"),
+}
+LABELS = {"stock": "vLLM's KVCacheManager", "rose_in_vllm": "Rose in vLLM", "rose_core": "Rose's own engine"}
+COLOURS = {"stock": "tab:gray", "rose_in_vllm": "tab:orange", "rose_core": "tab:red"}
+FIGURE = "whole_block_us_per_row"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One side of one panel; microseconds per row."""
+
+    side: str
+    x: list[int]
+    median: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def curves(report: dict[str, Any], scene: str) -> list[Curve]:
+    """Return the curves of a scene, slowest label first; points that were skipped are left out."""
+    axis, _ = PANELS[scene]
+    found = []
+    for side in LABELS:
+        points = [p for p in report["scenes"][scene] if p["side"] == side and FIGURE in p]
+        points.sort(key=lambda point: point[axis])
+        columns = [[point[FIGURE][name] for point in points] for name in ("median", "p10", "p90")]
+        if points:
+            found.append(Curve(side, [point[axis] for point in points], *columns))
+    return found
+
+
+def draw(report: dict[str, Any], out: Path) -> list[Path]:
+    """Write both files into ``out`` and return their paths."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    for panel, (scene, (_, label)) in zip(axes, PANELS.items(), strict=True):
+        for curve in curves(report, scene):
+            colour = COLOURS[curve.side]
+            panel.plot(curve.x, curve.median, "o-", color=colour, label=LABELS[curve.side])
+            panel.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.2)
+        panel.set(xscale="log", yscale="log", xlabel=label)
+        panel.grid(True, alpha=0.3)
+    axes[0].set_ylabel("µs per request and decode step")
+    axes[0].legend()
+    machine, settings = report["machine"], report["settings"]
+    figure.suptitle(
+        f"Block manager, {settings['rows']} requests, blocks of {settings['block_size']}, "
+        f"mean over whole blocks; {machine['cpu']}, one core",
+        fontsize=10,
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    paths = [out / f"block_manager_cost.{ending}" for ending in ("png", "svg")]
+    for path in paths:
+        figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return paths
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = HERE / "results" / "cpu" / "block_manager.json"
+    parser.add_argument("json", type=Path, nargs="?", default=default, help="file that --json has written")
+    parser.add_argument("--out", type=Path, default=HERE / "figures", help="folder (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    for path in draw(json.loads(options.json.read_text()), options.out):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

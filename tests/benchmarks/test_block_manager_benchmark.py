@@ -1,0 +1,112 @@
+"""benchmarks/block_manager.py end to end, and how it sorts steps into phases and finds losses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks import block_manager
+from benchmarks.support.decode_loops import run_steps
+
+PHASES = {"inside", "fills", "rolls_over", "whole_block", "whole_block_and_hashing"}
+SIDES = ["rose_core", "rose_in_vllm", "stock"]
+
+
+@pytest.fixture(scope="module")
+def quick_report(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the report of one quick run with few rows."""
+    path = tmp_path_factory.mktemp("report") / "block_manager.json"
+    assert block_manager.main(["--quick", "--rows", "32", "--repeats", "3", "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+def test_a_quick_run_writes_what_it_promises(quick_report: Any) -> None:
+    assert quick_report["benchmark"] == "block_manager"
+    assert quick_report["settings"] == {"rows": 32, "block_size": 16, "repeats": 3, "quick": True}
+    assert {"cpu", "cores", "pinned_to_core", "load_at_start"} <= quick_report["machine"].keys()
+    assert {"python", "numpy", "torch"} <= quick_report["versions"].keys()
+    assert quick_report["command"].startswith("python -m benchmarks.")
+    assert [entry["limit"] for entry in quick_report["bars"]] == [40, 20, 150, 250, 150]
+    for entry in quick_report["bars"]:
+        assert entry["value"] > 0 and isinstance(entry["met"], bool)
+
+
+def test_decode_scenes_have_every_phase_of_every_side(quick_report: Any) -> None:
+    scenes = quick_report["scenes"]
+    for name, sides in (
+        ("steady_decode", SIDES),
+        ("decode_evicting", SIDES),
+        ("decode_with_lookups", SIDES[1:]),
+    ):
+        assert list(scenes[name]) == sides
+        for figures in scenes[name].values():
+            assert figures.keys() >= PHASES
+            assert figures["rolls_over"]["samples"] == figures["fills"]["samples"] == 3
+            assert figures["inside"]["samples"] == 3 * 14
+    assert {"inside.reserve", "inside.commit"} <= scenes["steady_decode"]["rose_core"].keys()
+    assert {"inside.allocate_slots", "inside.cache_blocks"} <= scenes["steady_decode"]["stock"].keys()
+    assert "inside.lookup" in scenes["decode_with_lookups"]["stock"]
+    assert scenes["copy_on_write"]["samples"] == 12
+
+
+def test_curves_have_a_point_for_every_size_and_side(quick_report: Any) -> None:
+    scenes = quick_report["scenes"]
+    for name, axis, values in (
+        ("pool_size", "num_blocks", [1000, 10_000]),
+        ("sequence_length", "num_tokens", [16, 1024]),
+    ):
+        points = [(point[axis], point["side"]) for point in scenes[name]]
+        assert points == [(value, side) for value in values for side in SIDES]
+        for point in scenes[name]:
+            assert "skipped" in point or point["whole_block_us_per_row"]["median"] > 0
+
+
+def test_lookups_found_what_is_cached(quick_report: Any) -> None:
+    scenes = quick_report["scenes"]
+    assert scenes["long_prompt"]["hit_tokens"] == dict.fromkeys(SIDES, 4096)
+    assert {"match", "hash_blocks", "match_and_hash"} <= scenes["long_prompt"]["rose_core"].keys()
+    assert "hash_request" in scenes["long_prompt"]["stock"]
+    many = scenes["among_many"]
+    assert [point["num_prompts"] for point in many] == [10, 10, 100, 100]
+    # Four full blocks for both, and at least half of the fifth for Rose.
+    assert [point["hit_tokens"] >= 72 for point in many] == [True, False, True, False]
+    for side in ("rose_core", "stock"):
+        memory = scenes["memory_per_block"][side]
+        assert 50 < memory["empty"] < memory["all_cached"] < 2000
+
+
+def test_steps_are_sorted_into_phases() -> None:
+    class CountingLoop:
+        """Step n takes n microseconds."""
+
+        manager = None
+
+        def restart(self) -> None:
+            self.count = 0
+
+        def step(self) -> dict[str, float]:
+            self.count += 1
+            return {"a": float(self.count), "b": 0.0, "hashing": 1000.0}
+
+    samples = run_steps(CountingLoop(), prompt_len=5, block_size=4, num_cycles=2)
+    # Positions 5 to 16; the first cycle is not counted: steps 5 to 12 write positions 9 to 16.
+    assert samples["rolls_over"] == [8.0, 12.0]
+    assert samples["fills"] == [7.0, 11.0]
+    assert samples["inside"] == samples["inside.a"] == [5.0, 6.0, 9.0, 10.0]
+    assert samples["whole_block"] == [6.5, 10.5]
+    assert samples["whole_block_and_hashing"] == [1006.5, 1010.5]
+
+
+def test_losses_are_exactly_where_rose_took_longer(quick_report: Any) -> None:
+    scenes = quick_report["scenes"]
+    for entry in block_manager.losses(scenes):
+        assert entry["rose_us"] > entry["stock_us"]
+    before = {(entry["name"], entry["side"]) for entry in block_manager.losses(scenes)}
+    stock = scenes["steady_decode"]["stock"]["inside"]
+    kept, stock["median"] = stock["median"], 0.001
+    after = {(entry["name"], entry["side"]) for entry in block_manager.losses(scenes)}
+    stock["median"] = kept
+    name = "steady_decode: inside"
+    assert after - before == {(name, "rose_core"), (name, "rose_in_vllm")} - before != set()

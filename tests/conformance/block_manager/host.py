@@ -1,0 +1,239 @@
+"""The scheduler and the worker around a manager, at the pace of a test, with every cache slot remembered.
+
+A slot's content stands for a real K/V entry, which depends on all tokens before it: a chained hash of them, seeded by
+whatever must keep requests apart (salt, adapter). After each step every position of every request that holds blocks is
+compared with what it must be. A block that was shared too early, copied too late, found under another tenant's name or
+handed out twice shows at once, whichever manager answered.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request, RequestStatus
+
+from tests.conformance.block_manager.managers import BLOCK_SIZE, ManagerEntry
+from tests.vllm_plugin.fake_worker import chain, next_token
+
+init_none_hash(sha256)
+_BLOCK_HASHER = get_request_block_hasher(BLOCK_SIZE, sha256)
+
+
+class Host:
+    """Drives one manager as vLLM's scheduler does.
+
+    As there, tokens count as computed and blocks retained for copies go back once the step is scheduled.
+
+    Args:
+        entry: which manager.
+        num_blocks: of the pool, the null block included.
+        max_num_seqs, max_model_len: limits; the pool must hold one sequence of ``max_model_len``.
+        options: further keywords of the manager.
+    """
+
+    def __init__(
+        self,
+        entry: ManagerEntry,
+        num_blocks: int = 13,
+        *,
+        max_num_seqs: int = 8,
+        max_model_len: int = 128,
+        **options: Any,
+    ) -> None:
+        self.manager: Any = entry.make(
+            num_blocks, max_num_seqs=max_num_seqs, max_model_len=max_model_len, **options
+        )
+        self.num_usable_blocks = num_blocks - 1
+        self._check_books = entry.check_books
+        self._memory = np.full((num_blocks, BLOCK_SIZE), -1, np.int64)
+        self._holders: dict[str, Request] = {}
+        self._states: dict[str, list[int]] = {}
+        self._planned: list[tuple[Request, int, int]] = []  # request, first and last position + 1 to compute
+
+    @staticmethod
+    def new_request(
+        name: str,
+        prompt: list[int],
+        *,
+        salt: str | None = None,
+        adapter: str | None = None,
+        adapter_path: str = "first",
+        skip_reading: bool = False,
+    ) -> Request:
+        """Return a waiting request as the engine core builds it."""
+        request = Request(
+            name,
+            prompt,
+            SamplingParams(max_tokens=1000),
+            None,
+            cache_salt=salt,
+            lora_request=LoRARequest(adapter, 1, adapter_path) if adapter else None,
+            block_hasher=_BLOCK_HASHER,
+        )
+        request.skip_reading_prefix_cache = skip_reading
+        return request
+
+    # One step
+
+    def start_step(self) -> None:
+        """Begin to schedule."""
+        self.manager.new_step_starts()
+
+    def hits(self, request: Request) -> int:
+        """Return what ``lookup`` does, in a new step if none is under way."""
+        if not self._planned:
+            self.start_step()
+        return self.lookup(request)
+
+    def lookup(self, request: Request) -> int:
+        """Return how many of a waiting request's tokens the manager finds."""
+        return int(self.manager.get_computed_blocks(request)[1])
+
+    def admit(self, request: Request, num_tokens: int | None = None, **options: Any) -> Any:
+        """Look a waiting request up and allocate its next ``num_tokens`` (default: all that is left).
+
+        Returns: the manager's answer; None if it refused, and then the request waits on.
+        """
+        blocks, num_hits, _ = self.manager.get_computed_blocks(request)
+        num_tokens = request.num_tokens - num_hits if num_tokens is None else num_tokens
+        allocated = self.manager.allocate_slots(
+            request,
+            num_tokens,
+            num_new_computed_tokens=num_hits,
+            new_computed_blocks=blocks,
+            **options,
+        )
+        if allocated is not None:
+            self.manager.record_prefix_cache_stats(request, num_hits)
+            request.status = RequestStatus.RUNNING
+            self._holders[request.request_id] = request
+            self._planned.append((request, num_hits, num_hits + num_tokens))
+        return allocated
+
+    def append(self, request: Request, num_tokens: int = 1, **options: Any) -> Any:
+        """Allocate a running request's next tokens; None if the manager refused."""
+        allocated = self.manager.allocate_slots(request, num_tokens, **options)
+        if allocated is not None:
+            start = request.num_computed_tokens
+            self._planned.append((request, start, start + num_tokens))
+        return allocated
+
+    def finish_step(self) -> list[tuple[int, int]]:
+        """Run what was scheduled: copies, then writes; check all slots; generate. Returns the copies."""
+        copies, retained = self.manager.take_kv_cache_block_copies()
+        pairs = [(copy.src_block_id, copy.dst_block_id) for copy in copies]
+        self.manager.block_pool.free_blocks(retained)
+        for request, _, num_computed in self._planned:
+            request.num_computed_tokens = num_computed
+        if pairs:
+            sources, destinations = np.array(pairs).T
+            self._memory[destinations] = self._memory[sources]
+        for request, start, end in self._planned:
+            self._memory.reshape(-1)[self._slots(request, end)[start:]] = self._states_of(request)[start:end]
+        self.check_slots()
+        for request, _, num_computed in self._planned:
+            self.manager.cache_blocks(request, num_computed)
+            if num_computed == request.num_tokens:
+                request.append_output_token_ids(next_token(self._states_of(request)[num_computed - 1]))
+        self._planned.clear()
+        return pairs
+
+    # Whole steps
+
+    def run(self, request: Request, **options: Any) -> Any:
+        """Admit a request in a step of its own; the manager's answer."""
+        self.start_step()
+        allocated = self.admit(request, **options)
+        self.finish_step()
+        return allocated
+
+    def decode(self, *requests: Request, steps: int = 1) -> None:
+        """Generate ``steps`` tokens for requests, which the manager must not refuse."""
+        for _ in range(steps):
+            self.start_step()
+            for request in requests:
+                assert self.append(request) is not None, f"{request.request_id} was refused"
+            self.finish_step()
+
+    def free(self, *requests: Request) -> None:
+        """Finish requests."""
+        for request in requests:
+            self._forget(request)
+            self.manager.free(request)
+
+    def preempt(self, request: Request) -> None:
+        """Send a running request back to the queue as the scheduler does."""
+        self.free(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.status = RequestStatus.PREEMPTED
+
+    def pop_for_later_free(self, request: Request) -> list[Any]:
+        """Finish a request whose blocks are to return later."""
+        self._forget(request)
+        blocks: list[Any] = self.manager.pop_blocks_for_free(request)
+        return blocks
+
+    # Read
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that somebody holds, from the manager's usage figure."""
+        return round(self.manager.usage * self.num_usable_blocks)
+
+    def block_ids(self, request: Request) -> list[int]:
+        """Return a request's block table."""
+        (ids,) = self.manager.get_block_ids(request.request_id)
+        return list(ids)
+
+    def snapshot(self, *probes: Request) -> Any:
+        """Return all that the interface shows: usage, tables, and what ``probes`` would find."""
+        self._check_books(self.manager)
+        tables = {name: self.block_ids(request) for name, request in self._holders.items()}
+        return self.manager.usage, tables, [self.hits(probe) for probe in probes]
+
+    def check_slots(self) -> None:
+        """Compare every computed position of every request that holds blocks with what it must hold."""
+        for request in self._holders.values():
+            num_computed = request.num_computed_tokens
+            got = self._memory.reshape(-1)[self._slots(request, num_computed)]
+            wrong = np.flatnonzero(got != self._states_of(request)[:num_computed])
+            assert not len(wrong), f"{request.request_id}: position {wrong[0]} holds another content"
+
+    def check_no_leak(self) -> None:
+        """Finish everybody; then no block is held and the whole pool can be handed out."""
+        self._check_books(self.manager)
+        self.free(*list(self._holders.values()))
+        assert self.manager.usage == 0.0
+        self._check_books(self.manager)
+
+    def _slots(self, request: Request, num_tokens: int) -> Any:
+        positions = np.arange(num_tokens)
+        blocks = np.array(self.block_ids(request))
+        assert len(np.unique(blocks)) == len(blocks) and 0 not in blocks, f"{request.request_id}: {blocks}"
+        assert len(blocks) * BLOCK_SIZE >= num_tokens, f"{request.request_id}: too few blocks"
+        return blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+
+    def _states_of(self, request: Request) -> list[int]:
+        states = self._states.setdefault(request.request_id, [])
+        tokens = request._all_token_ids
+        for token in tokens[len(states) :]:
+            states.append(chain(states[-1] if states else _seed(request), token))
+        return states
+
+    def _forget(self, request: Request) -> None:
+        self._holders.pop(request.request_id, None)
+        self._planned = [entry for entry in self._planned if entry[0] is not request]
+
+
+def _seed(request: Request) -> int:
+    adapter, salt = request.lora_request, request.cache_salt
+    if adapter is None and salt is None:
+        return 0
+    return zlib.crc32(repr((salt, adapter and (adapter.lora_name, adapter.lora_path))).encode())

@@ -1,0 +1,66 @@
+"""The managers that the suite is run on. Another one joins with one entry in ``MANAGERS``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from rose_backend.vllm_plugin.kv_cache_manager import RoseKVCacheManager
+from rose_backend.vllm_plugin.kv_cache_spec import as_rose_spec
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class ManagerEntry:
+    """How to build one manager, and how to recount its books."""
+
+    make: Callable[..., Any]
+    """``(num_blocks, *, max_num_seqs, max_model_len, enable_caching, watermark)`` -> manager."""
+    check_books: Callable[[Any], None]
+    """Raises if the manager's own state contradicts itself."""
+
+
+def _make_rose(num_blocks: int, *, max_num_seqs: int, **options: Any) -> RoseKVCacheManager:
+    spec = as_rose_spec(_full_attention())
+    return RoseKVCacheManager(**_common(num_blocks, spec), max_num_seqs=max_num_seqs, **options)
+
+
+def _make_stock(num_blocks: int, *, max_num_seqs: int, **options: Any) -> KVCacheManager:
+    # The stock manager has no limit of its own on requests.
+    return KVCacheManager(**_common(num_blocks, _full_attention()), **options)
+
+
+def _full_attention() -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=64, dtype=torch.float32)
+
+
+def _common(num_blocks: int, spec: FullAttentionSpec) -> dict[str, Any]:
+    return {
+        "kv_cache_config": KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        "scheduler_block_size": BLOCK_SIZE,
+        "hash_block_size": BLOCK_SIZE,
+        "log_stats": True,
+    }
+
+
+def _check_stock_books(manager: KVCacheManager) -> None:
+    (group,) = manager.coordinator.single_type_managers
+    holders = Counter(block.block_id for blocks in group.req_to_blocks.values() for block in blocks)
+    queued = {block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()}
+    assert len(queued) == manager.block_pool.get_num_free_blocks()
+    for block in manager.block_pool.blocks[1:]:
+        assert block.ref_cnt == holders[block.block_id], block
+        assert (block.block_id in queued) == (block.ref_cnt == 0), block
+
+
+MANAGERS = {
+    "rose": ManagerEntry(_make_rose, lambda manager: manager.manager.check_integrity()),
+    "stock": ManagerEntry(_make_stock, _check_stock_books),
+}
