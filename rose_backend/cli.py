@@ -1,4 +1,4 @@
-"""The ``rose`` command: ``rose generate`` and ``rose env``."""
+"""The ``rose`` command: ``rose generate``, ``rose blocks`` and ``rose env``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from rose_backend import __version__
+from rose_backend.cli_blocks import add_blocks_command
 from rose_backend.cli_options import (
     EXIT_USAGE,
     RoseParser,
@@ -82,6 +83,7 @@ def _build_parser() -> RoseParser:
     add_sampling_options(generate)
     add_engine_options(generate)
     generate.set_defaults(run=_generate)
+    add_blocks_command(commands)
     env = commands.add_parser(
         "env",
         help="versions, device and parts in force",

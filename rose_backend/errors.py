@@ -43,6 +43,10 @@ class IntegrityError(RoseError, RuntimeError):
     """An invariant of the block manager is broken. Always a bug in rose_backend."""
 
 
+class MetricsError(RoseError, RuntimeError):
+    """A server's metrics cannot be had, or say nothing about a KV cache."""
+
+
 class EngineDeadError(RoseError, RuntimeError):
     """The engine stopped after a failure inside a step; it serves no further requests."""
 

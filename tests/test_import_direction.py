@@ -26,7 +26,9 @@ ALLOWED = {
     "engine": CORE,
     "server": CORE | {"engine"},
     "vllm_plugin": CORE,
-    "cli": EVERYTHING | {"cli_generate", "cli_options", "environment_report"},
+    "block_view": frozenset({"errors", "config", "block_manager"}),
+    "cli": EVERYTHING | {"cli_blocks", "cli_generate", "cli_options", "environment_report"},
+    "cli_blocks": frozenset({"errors", "block_view"}),
     "cli_generate": EVERYTHING | {"cli_options"},
     "cli_options": EVERYTHING,
     "environment_report": EVERYTHING,
@@ -40,6 +42,7 @@ THIRD_PARTY = {
     "config": frozenset[str](),
     "__init__": frozenset[str](),
     "block_manager": frozenset({"numpy"}),
+    "block_view": frozenset({"numpy", "rich", "prometheus_client"}),
 }
 ONLY_IN_PLUGIN = "vllm"
 HEAVY_MODULES = ("torch", "triton", "vllm", "transformers", "flashinfer", "fastapi")
@@ -169,6 +172,9 @@ def test_imports_go_one_way() -> None:
         ("engine/core.py", "if TYPE_CHECKING:\n    from rose_backend import vllm_plugin"),
         ("vllm_plugin/scheduler.py", "from rose_backend.engine.scheduler import Scheduler"),
         ("vllm_plugin/scheduler.py", "from rose_backend import LLM"),
+        ("block_view/page.py", "import torch"),
+        ("block_view/live.py", "from rose_backend.engine.llm import LLM"),
+        ("cli_blocks.py", "def run():\n    from rose_backend.engine.llm import LLM"),
         ("cli.py", "def run():\n    import vllm"),
         ("__init__.py", "from rose_backend.engine.llm import LLM"),
         ("utils.py", ""),
@@ -213,6 +219,7 @@ def test_a_right_import_passes(tmp_path: Path, file: str, source: str) -> None:
         "import rose_backend.config, rose_backend.errors",
         "import rose_backend.block_manager",
         "import rose_backend.cli",
+        "import rose_backend.block_view.page, rose_backend.block_view.terminal, rose_backend.block_view.live",
         "import rose_backend.vllm_plugin",
     ],
 )

@@ -1,0 +1,179 @@
+"""Reads what an engine's Prometheus endpoint says about its KV cache: vLLM's names, with Rose inside or not."""
+
+from __future__ import annotations
+
+import http.client
+import math
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from rose_backend.errors import ConfigError, MetricsError
+
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
+
+TIMEOUT_S = 5.0
+_MAX_BYTES = 32 << 20
+_USAGE = "vllm:kv_cache_usage_perc"
+_ROSE_USAGE = "rose:kv_cache_usage_perc"
+_CACHE_CONFIG = "vllm:cache_config_info"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One answer of an engine. Counters count since its start; several engines behind one address are added up.
+
+    A value that is not served is None.
+    """
+
+    time_s: float
+    """``time.monotonic`` at the answer."""
+    usage: float
+    """Share of the pool that requests hold, 0 to 1; the mean over the engines."""
+    rose_usage: float | None
+    """The same as Rose's block manager counts it, where both are served."""
+    num_engines: int
+    model: str
+    num_blocks: int | None
+    """KV blocks of all engines, without each engine's null block."""
+    block_size: int | None
+    running: float | None
+    waiting: float | None
+    query_tokens: float | None
+    hit_tokens: float | None
+    preemptions: float | None
+    prompt_tokens: float | None
+    generation_tokens: float | None
+
+
+def metrics_url(url: str) -> str:
+    """Return the address to ask.
+
+    Args:
+        url: server's address, with or without ``/metrics``.
+
+    Raises:
+        ConfigError: not an http or https address.
+    """
+    try:
+        parts = urlsplit(url)
+        is_http = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_http = False
+    if not is_http or any(character.isspace() or not character.isprintable() for character in url):
+        raise ConfigError(f"url: got {url!r}, allowed is http://HOST:PORT or https://HOST:PORT")
+    path = parts.path.rstrip("/")
+    return parts._replace(path=path if path.endswith("/metrics") else f"{path}/metrics", fragment="").geturl()
+
+
+def read_metrics(url: str) -> Reading:
+    """Ask once.
+
+    Args:
+        url: answer of ``metrics_url``.
+
+    Raises:
+        MetricsError: no answer, or one that does not describe a KV cache; one line that says which.
+    """
+    request = urllib.request.Request(url, headers={"Accept": "text/plain"})
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            body = answer.read(_MAX_BYTES)
+    except urllib.error.HTTPError as error:
+        raise MetricsError(
+            f"{url}: answered {error.code} {error.reason}; is this an engine's address?"
+        ) from error
+    except urllib.error.URLError as error:
+        raise MetricsError(f"{url}: no answer ({_reason(error.reason)})") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise MetricsError(f"{url}: no answer ({_reason(error)})") from error
+    return parse_metrics(body.decode("utf-8", errors="replace"), url, time.monotonic())
+
+
+def parse_metrics(text: str, url: str, time_s: float) -> Reading:
+    """Read Prometheus' text format.
+
+    Args:
+        text: the answer's body.
+        url: for errors.
+        time_s: when it came.
+
+    Raises:
+        MetricsError: prometheus_client is missing, or the text has no vLLM KV-cache metrics.
+    """
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ImportError as error:
+        raise MetricsError(
+            "url: needs prometheus_client, which is not installed; pip install 'rose-backend[serve]'"
+        ) from error
+    try:
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    except ValueError as error:
+        raise MetricsError(f"{url}: answered, but not with Prometheus metrics") from error
+    return _Answer(samples).reading(url, time_s)
+
+
+class _Answer:
+    """The samples of one answer, by name."""
+
+    def __init__(self, samples: Iterable[Sample]) -> None:
+        self._samples: dict[str, list[Sample]] = {}
+        for sample in samples:
+            if math.isfinite(sample.value):
+                self._samples.setdefault(sample.name, []).append(sample)
+
+    def reading(self, url: str, time_s: float) -> Reading:
+        usages = self._samples.get(_USAGE) or self._samples.get(_ROSE_USAGE)
+        if usages is None:
+            raise MetricsError(
+                f"{url}: answered with metrics, but not with {_USAGE}; is this an engine's address?"
+            )
+        models = sorted({sample.labels.get("model_name", "") for sample in usages} - {""})
+        return Reading(
+            time_s=time_s,
+            usage=sum(sample.value for sample in usages) / len(usages),
+            rose_usage=self._mean(_ROSE_USAGE) if _USAGE in self._samples else None,
+            num_engines=len(usages),
+            model=", ".join(models),
+            num_blocks=self._num_blocks(),
+            block_size=self._block_size(),
+            running=self._total("vllm:num_requests_running"),
+            waiting=self._total("vllm:num_requests_waiting"),
+            query_tokens=self._total("vllm:prefix_cache_queries_total"),
+            hit_tokens=self._total("vllm:prefix_cache_hits_total"),
+            preemptions=self._total("vllm:num_preemptions_total"),
+            prompt_tokens=self._total("vllm:prompt_tokens_total"),
+            generation_tokens=self._total("vllm:generation_tokens_total"),
+        )
+
+    def _total(self, name: str) -> float | None:
+        samples = self._samples.get(name)
+        return sum(sample.value for sample in samples) if samples else None
+
+    def _mean(self, name: str) -> float | None:
+        samples = self._samples.get(name)
+        return sum(sample.value for sample in samples) / len(samples) if samples else None
+
+    def _config(self, label: str) -> list[int]:
+        # A label that is not known yet reads "None".
+        texts = [sample.labels.get(label, "") for sample in self._samples.get(_CACHE_CONFIG, ())]
+        return [int(text) for text in texts if text.isdecimal()]
+
+    def _num_blocks(self) -> int | None:
+        counts = self._config("num_gpu_blocks")
+        return sum(count - 1 for count in counts) if counts else None
+
+    def _block_size(self) -> int | None:
+        sizes = set(self._config("block_size"))
+        return sizes.pop() if len(sizes) == 1 else None
+
+
+def _reason(error: object) -> str:
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return " ".join(str(text).split())

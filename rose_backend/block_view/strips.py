@@ -1,0 +1,121 @@
+"""A frame as strips of blocks under each other, and what links one strip to the next: the order of every picture."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rose_backend.block_view.view_model import BlockState, BlockView, CellView, Frame, RowView, SlotKind
+
+
+class StripKind(enum.Enum):
+    """What the blocks of a strip have in common."""
+
+    SEQUENCE = "sequence"
+    SOURCE = "source"
+    CACHED = "cached"
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """One line of blocks. Equal columns of sequences hold equal positions."""
+
+    kind: StripKind
+    name: str
+    notes: tuple[str, ...]
+    cells: tuple[CellView | None, ...]
+    """None leaves a column empty."""
+
+
+class LinkKind(enum.Enum):
+    """How a block has to do with the one in the same column of the next strip."""
+
+    SAME = "same block"
+    COPY = "copy"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Joins a column of one strip to the same column of the next."""
+
+    kind: LinkKind
+    text: str
+
+
+def strips_of(frame: Frame, block_size: int) -> list[Strip]:
+    """Return the strips from top to bottom: sequences, copy sources nobody reads just above the copy, the cache."""
+    strips: list[Strip] = []
+    for row in frame.rows:
+        strips += _sources_above(frame, row, block_size)
+        notes = [f"{row.num_computed} {SlotKind.COMPUTED.value}"]
+        if row.num_reserved:
+            notes.append(f"{row.num_reserved} {SlotKind.RESERVED.value}")
+        strips.append(Strip(StripKind.SEQUENCE, row.name, tuple(notes), row.cells))
+    if frame.pool.eviction_order:
+        cells = tuple(
+            _unread_cell(frame.block(block_id), block_size) for block_id in frame.pool.eviction_order
+        )
+        strips.append(Strip(StripKind.CACHED, "cache", ("first to go", "at the left"), cells))
+    return strips
+
+
+def links_between(upper: Strip, lower: Strip, frame: Frame) -> list[Link | None]:
+    """Return the link of each column that both strips have."""
+    copies = {(copy.source, copy.destination): copy for copy in frame.copies}
+    links: list[Link | None] = []
+    for above, below in zip(upper.cells, lower.cells, strict=False):
+        link = None
+        if above is not None and below is not None:
+            pair = (above.block.block_id, below.block.block_id)
+            if pair[0] == pair[1]:
+                link = Link(LinkKind.SAME, LinkKind.SAME.value)
+            elif pair in copies:
+                number = copies[pair].num_tokens
+                link = Link(LinkKind.COPY, f"copy {number} token{'s' if number > 1 else ''}")
+        links.append(link)
+    return links
+
+
+def fill_note(block: BlockView, block_size: int) -> str:
+    """Say who may write a block."""
+    if len(block.words) == block_size:
+        return "full"
+    return f"{block.writer} may write" if block.writer else "no writer"
+
+
+def references_note(block: BlockView) -> str:
+    """Say how many hold a block."""
+    return f"{block.ref_count} ref{'' if block.ref_count == 1 else 's'}"
+
+
+def counts_line(frame: Frame) -> str:
+    """Say how the counts of the pool add up."""
+    pool = frame.pool
+    total = pool.num_free + pool.num_cached + pool.num_held
+    return f"free {pool.num_free} + cached {pool.num_cached} + held {pool.num_held} = {total} blocks"
+
+
+def history_line(frame: Frame) -> str:
+    """Say what the manager has counted since the story began."""
+    counters = frame.counters
+    return (
+        f"so far: forks {counters['forks']}, copies {counters['clones']}, "
+        f"prompt tokens found {counters['hit_tokens']} of {counters['query_tokens']}"
+    )
+
+
+def _sources_above(frame: Frame, row: RowView, block_size: int) -> Iterator[Strip]:
+    read = {cell.block.block_id for other in frame.rows for cell in other.cells}
+    columns = {cell.block.block_id: column for column, cell in enumerate(row.cells)}
+    for copy in frame.copies:
+        if copy.source not in read and copy.destination in columns:
+            blank: tuple[CellView | None, ...] = (None,) * columns[copy.destination]
+            cell = _unread_cell(frame.block(copy.source), block_size)
+            yield Strip(StripKind.SOURCE, "source", ("held until", "copied"), (*blank, cell))
+
+
+def _unread_cell(block: BlockView, block_size: int) -> CellView:
+    assert block.state in (BlockState.CACHED, BlockState.CLONE_SOURCE)
+    words = [(word, SlotKind.COMPUTED) for word in block.words]
+    return CellView(block, (*words, *[("", SlotKind.EMPTY)] * (block_size - len(words))))
