@@ -76,6 +76,7 @@ def _manager_checks() -> Iterator[tuple[str, Check]]:
     yield "KV connectors (--kv-transfer-config)", _has_kv_connector
     yield "KV cache residency metrics (--kv-cache-metrics)", lambda c: c.observability_config.kv_cache_metrics
     yield "this kind of speculative decoding (" + _METHODS_HINT + ")", _has_other_drafts
+    yield "KV cache events beside a drafter that reads ahead", _has_events_of_lookahead_hashes
     yield "a scheduler of your own (--scheduler-cls)", _has_foreign_scheduler
 
 
@@ -96,6 +97,14 @@ def _has_kv_connector(vllm_config: VllmConfig) -> bool:
 def _has_other_drafts(vllm_config: VllmConfig) -> bool:
     config = vllm_config.speculative_config
     return config is not None and config.method not in SPECULATIVE_METHODS
+
+
+def _has_events_of_lookahead_hashes(vllm_config: VllmConfig) -> bool:
+    # From vLLM 0.33 on such drafters make a block's published hash depend on tokens behind it, which may not be there
+    # when the block is full.
+    config = vllm_config.kv_events_config
+    has_events = config is not None and config.enable_kv_cache_events
+    return has_events and getattr(vllm_config, "num_hash_lookahead_tokens", 0) > 0
 
 
 def _has_foreign_scheduler(vllm_config: VllmConfig) -> bool:

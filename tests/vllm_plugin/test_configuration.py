@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -225,6 +226,20 @@ def test_sliding_windows_are_refused_by_name(
     monkeypatch.setattr(type(config.model_config), "get_sliding_window", lambda self: 128)
     with pytest.raises(ConfigError, match="sliding-window models"):
         check_supported(config, rose_options(config))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_events_of_hashes_that_read_ahead_are_refused(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    from rose_backend.vllm_plugin.refusals import check_supported
+
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    with_events, without = make_config(kv_events_config=events, **rose()), make_config(**rose())
+    monkeypatch.setattr(type(without), "num_hash_lookahead_tokens", num_tokens, raising=False)
+    check_supported(without, rose_options(without))
+    with contextlib.nullcontext() if num_tokens == 0 else pytest.raises(ConfigError, match="reads ahead"):
+        check_supported(with_events, rose_options(with_events))
 
 
 @pytest.mark.parametrize(

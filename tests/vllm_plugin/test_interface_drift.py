@@ -50,6 +50,8 @@ EVENT_FIELDS = {
 }
 # About other tiers and other kinds of groups than Rose's manager keeps.
 EVENT_FIELDS_LEFT_OUT = {"kv_cache_spec_sliding_window", "locality", "ownership"}
+# Of hashes that depend on tokens behind a block (0.33), which are refused together with events.
+EVENT_FIELDS_LEFT_OUT |= {"lookahead_token_ids"}
 
 
 def public_functions(owner: type) -> dict[str, Any]:
