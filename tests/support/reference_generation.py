@@ -7,8 +7,9 @@ else a bug.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -154,11 +155,24 @@ def _generate_batch(
     model: torch.nn.Module, input_ids: torch.Tensor, num_new_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, leads, cache = [], [], None
-    for _ in range(num_new_tokens):
-        result = model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = result.past_key_values
-        top = result.logits[:, -1].float().topk(2, dim=-1)
-        tokens.append(top.indices[:, 0])
-        leads.append(top.values[:, 0] - top.values[:, 1])
-        input_ids = tokens[-1][:, None]
+    with _threads_for(model):
+        for _ in range(num_new_tokens):
+            result = model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = result.past_key_values
+            top = result.logits[:, -1].float().topk(2, dim=-1)
+            tokens.append(top.indices[:, 0])
+            leads.append(top.values[:, 0] - top.values[:, 1])
+            input_ids = tokens[-1][:, None]
     return torch.stack(tokens, 1), torch.stack(leads, 1)
+
+
+@contextlib.contextmanager
+def _threads_for(model: torch.nn.Module) -> Iterator[None]:
+    """Use one thread for a small model: on a busy machine waking a second one takes longer than its share."""
+    before = torch.get_num_threads()
+    if sum(parameter.numel() for parameter in model.parameters()) < 10_000_000:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
