@@ -175,6 +175,40 @@ def test_the_chosen_cuts_compile_without_spills(
     assert ("griddepcontrol.wait" in resources.ptx) == (capability >= 90)
 
 
+@pytest.mark.parametrize("rows", [4, 16, 32, 64])
+@pytest.mark.parametrize(("depth", "columns"), [(768, 4096), (3072, 4096), (768, 4097), (3072, 50_257)])
+def test_parts_never_outgrow_their_scratch(rows: int, depth: int, columns: int) -> None:
+    from rose_backend.kernels.gpu import small_batch_linear as gpu
+
+    x, weight = torch.zeros(rows, depth).half(), torch.zeros(1, 1).half().expand(columns, depth)
+    bias, out = torch.zeros(columns), torch.empty(rows, columns).half()
+    with record_launches(gpu, "small_batch_linear_kernel") as launches:
+        gpu.small_batch_linear(x, weight, bias, None, None, out, eps=0.0, gelu=False)
+    (tiles, parts), sizes = launches[0].grid, launches[0].arguments
+    assert (parts > 1) == (columns <= 4096 and not (depth == 768 and rows > 16))
+    if parts > 1:
+        assert tiles * parts * sizes["BLOCK_M"] * sizes["BLOCK_N"] <= sizes["partial_ptr"].numel()
+        assert tiles <= sizes["arrivals_ptr"].numel()
+
+
+def test_a_cut_that_outgrows_the_scratch_is_refused() -> None:
+    from rose_backend.kernels.gpu import small_batch_linear as gpu
+
+    x, weight = torch.zeros(16, 768).half(), torch.zeros(1, 1).half().expand(50_257, 768)
+    with pytest.raises(ShapeError, match="for the parts of 16 x 50257 results"):
+        gpu.small_batch_linear(
+            x,
+            weight,
+            torch.zeros(50_257),
+            None,
+            None,
+            torch.empty(16, 50_257).half(),
+            eps=0.0,
+            gelu=False,
+            config=gpu.LinearConfig(32, 256, 4, 4, 3, True),
+        )
+
+
 def test_bad_input_is_named() -> None:
     case = make_case(2, 8, 4, "")
     with pytest.raises(ShapeError, match="norm_weight and norm_bias"):

@@ -22,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rose_backend.errors import ShapeError
+
 
 @triton.jit
 def _prefetch_to_l2(pointers):
@@ -166,6 +168,9 @@ class LinearConfig:
     use_dot: bool
 
 
+MAX_SPLIT_COLUMNS = 4096
+
+
 @lru_cache(maxsize=256)
 def choose_config(block_m: int, num_columns: int, depth: int, *, has_norm: bool, exact: bool) -> LinearConfig:
     """Return the cut for ``block_m`` rows (a power of two); measured by ``benchmarks.tune_small_batch_linear``.
@@ -185,6 +190,9 @@ def choose_config(block_m: int, num_columns: int, depth: int, *, has_norm: bool,
         if block_m == 64 or depth > 1024:
             return LinearConfig(32, min(whole, 128), 1, 8, 5, True)
         return LinearConfig(32, whole, 1, 8 if block_m == 32 else 4, 3, True)
+    if num_columns > MAX_SPLIT_COLUMNS:
+        # So many columns fill the GPU without a split.
+        return LinearConfig(32, min(whole, 256), 1, 4, 3, True)
     if depth > 1024:
         split_k, block_k = (4, 256) if block_m == 64 else (8, min(whole // 8, 512))
         return LinearConfig(32, block_k, split_k, 4, 3, True)
@@ -200,7 +208,8 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 _scratch: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-_SCRATCH_FLOATS = 1 << 21
+_SCRATCH_FLOATS = MAX_SPLIT_COLUMNS * 8 * 64
+"""Parts of the widest product that is split: columns, parts, rows."""
 _SCRATCH_TILES = 1 << 14
 
 
@@ -250,6 +259,12 @@ def small_batch_linear(
     if config.use_dot:
         block_m = max(block_m, 16)
     tiles = triton.cdiv(num_columns, config.block_n)
+    num_floats = tiles * config.split_k * block_m * config.block_n
+    if config.split_k > 1 and (num_floats > _SCRATCH_FLOATS or tiles > _SCRATCH_TILES):
+        raise ShapeError(
+            f"config: {config} needs {num_floats} floats for the parts of {num_rows} x {num_columns} results, "
+            f"allowed are {_SCRATCH_FLOATS}"
+        )
     partial, arrivals = scratch_of(x.device)
     deep = triton.cdiv(triton.cdiv(depth, config.split_k), config.block_k) * config.block_k
     small_batch_linear_kernel[(tiles, config.split_k)](
