@@ -1,4 +1,7 @@
-"""Prefill attention that also stores the chunk's keys and values: one launch on a GPU, plain torch elsewhere."""
+"""Prefill attention that also stores the chunk's keys and values.
+
+One launch on a GPU, two with float8 caches; plain torch elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import torch
 from rose_backend.kernels.paged_decode import check_gpu_tensors, check_new_tokens
 from rose_backend.kernels.reference import paged_prefill as reference
 from rose_backend.kernels.reference.paged_prefill import PrefillPlan
-from rose_backend.kernels.tensor_checks import check_head_groups, check_tensors
+from rose_backend.kernels.tensor_checks import check_head_groups, check_sinks, check_tensors
 
 __all__ = ["PrefillPlan", "paged_prefill", "plan_paged_prefill"]
 
@@ -53,6 +56,9 @@ def paged_prefill(
     sliding_window: int | None = None,
     alibi_slopes: torch.Tensor | None = None,  # [HQ]
     logits_soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [HQ]
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
     plan: PrefillPlan | None = None,
 ) -> torch.Tensor:
     """Store a chunk of each request's prompt and attend causally over what came before and the chunk itself.
@@ -62,8 +68,10 @@ def paged_prefill(
     ``p % BS``, and sees positions ``0 .. p``. Tokens past the last row's end are padding.
 
     Args:
-        query, new_key, new_value: one dtype with the caches (float32, float16 or bfloat16), innermost stride 1. Without
-            ``new_key`` and ``new_value`` the chunk has been stored before (``write_kv``), and nothing is written.
+        query, new_key, new_value: one dtype with the caches (float32, float16 or bfloat16), innermost stride 1. Beside
+            float8 caches (``torch.float8_e4m3fn``), which a GPU of compute capability 8.9 can read, one of these three.
+            Without ``new_key`` and ``new_value`` the chunk has been stored before (``write_kv``), and nothing is
+            written.
         key_cache, value_cache: any strides with an innermost one of 1. The blocks that receive tokens must belong to
             their request alone.
         block_table: entries past the block of a row's last token are never used.
@@ -73,6 +81,10 @@ def paged_prefill(
         sliding_window: a query sees at most this many tokens, itself included.
         alibi_slopes: per-head slope of a linear penalty on distance.
         logits_soft_cap: scaled products become ``cap * tanh(product / cap)``.
+        sinks: float32; per query head one more logit in the softmax, neither scaled nor capped, without a value.
+        key_scale, value_scale: float32 of one element, only with float8 caches; None is 1. A cached number times this
+            is the key or value. What is stored is divided by it, limited to +-448 and rounded to the nearest, ties to
+            even; the chunk is attended as it is stored.
         plan: from ``plan_paged_prefill`` with the same lengths, table and options, made once for all layers of a step;
             None makes one for this call. A GPU needs none.
 
@@ -80,8 +92,9 @@ def paged_prefill(
         ``out``. Accumulated in float32, rounded once.
 
     Raises:
-        ShapeError: shapes or dtypes disagree, ``HQ`` is not a multiple of ``HKV``, or only one new tensor is given. On
-            a GPU also: the dtype is another, ``D`` is over 256, or an innermost stride is not 1.
+        ShapeError: shapes or dtypes disagree, ``HQ`` is not a multiple of ``HKV``, only one new tensor is given, or a
+            scale is given without float8 caches. On a GPU also: the dtype is another, ``D`` is over 256, an innermost
+            stride is not 1, or it cannot convert float8.
     """
     sizes = check_tensors(
         query=(query, "T HQ D"),
@@ -93,7 +106,8 @@ def paged_prefill(
         out=(out, "T HQ D"),
     )
     check_head_groups(sizes["HQ"], sizes["HKV"])
-    check_new_tokens(query, new_key, new_value, key_cache, value_cache, out)
+    check_new_tokens(query, new_key, new_value, key_cache, value_cache, out, key_scale, value_scale)
+    check_sinks(sinks, query)
     if query.is_cuda:
         from rose_backend.kernels.gpu import paged_prefill as gpu
 
@@ -107,6 +121,7 @@ def paged_prefill(
             query_start_loc=query_start_loc,
             num_computed_tokens=num_computed_tokens,
             alibi_slopes=alibi_slopes,
+            sinks=sinks,
             out=out,
         )
         return gpu.paged_prefill(
@@ -123,6 +138,9 @@ def paged_prefill(
             sliding_window=sliding_window,
             alibi_slopes=alibi_slopes,
             logits_soft_cap=logits_soft_cap,
+            sinks=sinks,
+            key_scale=key_scale,
+            value_scale=value_scale,
         )
     return reference.paged_prefill(
         query,
@@ -138,5 +156,8 @@ def paged_prefill(
         sliding_window=sliding_window,
         alibi_slopes=alibi_slopes,
         logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
         plan=plan,
     )

@@ -7,11 +7,17 @@ takes the size of the first tensor that has it; every later tensor must agree. T
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
 from rose_backend.errors import ShapeError
+from rose_backend.kernels.reference.float8 import CACHE_DTYPE
+
+FLOAT8_CAPABILITY = (8, 9)
+"""Compute capability from which on a GPU converts to and from 8-bit types."""
+
+_FLOAT8_VALUE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Spec = tuple[torch.Tensor, str] | tuple[torch.Tensor, str, torch.dtype]
 
@@ -71,6 +77,81 @@ def check_head_groups(num_query_heads: int, num_kv_heads: int) -> None:
     """
     if num_kv_heads == 0 or num_query_heads % num_kv_heads:
         raise ShapeError(f"query: HQ must be a multiple of HKV={num_kv_heads}, got HQ={num_query_heads}")
+
+
+def check_cache_dtype(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+    **values: torch.Tensor,
+) -> None:
+    """Require caches of one dtype and device: that of ``values``, or float8 beside a usual dtype of ``values``.
+
+    Args:
+        key_scale, value_scale: float32 of one element; only with float8 caches.
+        values: query, output and new keys and values by name; one dtype and device.
+
+    Raises:
+        ShapeError: a dtype, device or scale is another. On a GPU also: it cannot convert float8.
+    """
+    check_same_dtype(**values)
+    name, first = next(iter(values.items()))
+    is_float8 = key_cache.dtype == CACHE_DTYPE and first.dtype in _FLOAT8_VALUE_DTYPES
+    if not is_float8 and key_cache.dtype != first.dtype:
+        raise ShapeError(
+            f"key_cache: expected dtype {first.dtype} as {name}, or {CACHE_DTYPE} beside float32, float16 or "
+            f"bfloat16, got {key_cache.dtype}"
+        )
+    check_same_dtype(key_cache=key_cache, value_cache=value_cache)
+    if key_cache.device != first.device:
+        raise ShapeError(f"key_cache: expected device {first.device} as {name}, got {key_cache.device}")
+    for scale_name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if scale is not None:
+            _check_scale(scale_name, scale, key_cache, is_float8)
+    if is_float8 and key_cache.is_cuda:
+        check_float8_capability(device_capability(key_cache.device))
+
+
+def check_float8_capability(capability: tuple[int, int]) -> None:
+    """Require a GPU that converts to and from 8-bit types.
+
+    Raises:
+        ShapeError: names its compute capability.
+    """
+    if capability < FLOAT8_CAPABILITY:
+        needed, got = (".".join(map(str, version)) for version in (FLOAT8_CAPABILITY, capability))
+        raise ShapeError(f"key_cache: {CACHE_DTYPE} needs compute capability {needed}, this GPU has {got}")
+
+
+def check_sinks(sinks: torch.Tensor | None, query: torch.Tensor) -> None:
+    """Require one float32 logit per query head of ``query`` [..., HQ, D], on its device.
+
+    Raises:
+        ShapeError: another shape, dtype or device.
+    """
+    if sinks is None:
+        return
+    check_tensors(query=(query, "T HQ D"), sinks=(sinks, "HQ", torch.float32))
+    if sinks.device != query.device:
+        raise ShapeError(f"sinks: expected device {query.device} as query, got {sinks.device}")
+
+
+@cache
+def device_capability(device: torch.device) -> tuple[int, int]:
+    """Return a CUDA device's compute capability."""
+    return torch.cuda.get_device_capability(device)
+
+
+def _check_scale(name: str, scale: torch.Tensor, key_cache: torch.Tensor, is_float8: bool) -> None:
+    if not is_float8:
+        raise ShapeError(f"{name}: expected None with caches of {key_cache.dtype}, got a tensor")
+    if scale.dtype != torch.float32 or scale.numel() != 1 or scale.dim() > 1:
+        got = f"{scale.dtype} {list(scale.shape)}"
+        raise ShapeError(f"{name}: expected torch.float32 of one element, got {got}")
+    if scale.device != key_cache.device:
+        raise ShapeError(f"{name}: expected device {key_cache.device} as key_cache, got {scale.device}")
 
 
 @lru_cache(maxsize=256)

@@ -10,6 +10,7 @@ import torch
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import paged_decode, paged_prefill, plan_paged_prefill, write_kv
 from rose_backend.kernels.reference import paged_prefill as twin
+from rose_backend.kernels.reference.float8 import CACHE_DTYPE
 from tests.support.error_budget import assert_within_budget
 from tests.support.paged_inputs import (
     CACHE_LAYOUTS,
@@ -24,12 +25,21 @@ SCALE = 0.25
 COMPUTED = [0, 0, 5, 8, 13, 16, 0, 21]
 QUERY_LENS = [1, 9, 3, 8, 1, 11, 16, 2]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SINKS = torch.tensor([2.0, -1.0, 0.0, 5.0])
 
 
 def run(inputs: PagedInputs, *, stored_before: bool = False, **options: Any) -> torch.Tensor:
     out = torch.full_like(inputs.query, float("nan"))
     if stored_before:
-        write_kv(inputs.new_key, inputs.new_value, inputs.key_cache, inputs.value_cache, inputs.slot_mapping)
+        write_kv(
+            inputs.new_key,
+            inputs.new_value,
+            inputs.key_cache,
+            inputs.value_cache,
+            inputs.slot_mapping,
+            key_scale=inputs.key_scale,
+            value_scale=inputs.value_scale,
+        )
     returned = paged_prefill(
         inputs.query,
         None if stored_before else inputs.new_key,
@@ -41,6 +51,8 @@ def run(inputs: PagedInputs, *, stored_before: bool = False, **options: Any) -> 
         inputs.num_computed_tokens,
         scale=SCALE,
         out=out,
+        key_scale=inputs.key_scale,
+        value_scale=inputs.value_scale,
         **options,
     )
     assert returned is out
@@ -70,7 +82,8 @@ def test_values_and_stores(dtype: torch.dtype, layout: str, heads: tuple[int, in
         {"sliding_window": 17},
         {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
         {"logits_soft_cap": 0.7},
-        {"sliding_window": 12, "alibi_slopes": torch.tensor([0.5, 0.1, 0.2, 0.3]), "logits_soft_cap": 2.0},
+        {"sinks": SINKS},
+        {"sliding_window": 12, "alibi_slopes": SINKS / 9, "logits_soft_cap": 2.0, "sinks": SINKS},
     ],
     ids=lambda options: "+".join(options),
 )
@@ -84,10 +97,41 @@ def test_options(options: dict[str, Any], dtype: torch.dtype) -> None:
     assert same_bits(inputs.storage, stored)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scales", [(None, None), (0.02, 3.0)], ids=str)
+@pytest.mark.parametrize("layout", CACHE_LAYOUTS)
+def test_float8_caches(dtype: torch.dtype, scales: tuple[float | None, float | None], layout: str) -> None:
+    inputs = build_paged_inputs(
+        COMPUTED,
+        QUERY_LENS,
+        dtype=dtype,
+        cache_dtype=CACHE_DTYPE,
+        key_scale=scales[0],
+        value_scale=scales[1],
+        layout=layout,
+    )
+    inputs.new_key[0] *= 1000  # Some is limited.
+    stored = expected_storage(inputs)
+    options: dict[str, Any] = {"sliding_window": 15, "sinks": SINKS}
+    out = run(inputs, **options)
+    exact = naive_attention(inputs, scale=SCALE, **options)
+    assert_within_budget(out, exact, naive_attention(inputs, scale=SCALE, dtype=dtype, **options))
+    assert same_bits(inputs.storage, stored)
+
+
 @pytest.mark.parametrize("layout", CACHE_LAYOUTS)
 @pytest.mark.parametrize("window", [None, 6])
-def test_separate_store_gives_the_same(layout: str, window: int | None) -> None:
-    fused, separate = (build_paged_inputs(COMPUTED, QUERY_LENS, layout=layout) for _ in range(2))
+@pytest.mark.parametrize("cache_dtype", [None, CACHE_DTYPE], ids=str)
+def test_separate_store_gives_the_same(
+    layout: str, window: int | None, cache_dtype: torch.dtype | None
+) -> None:
+    scale = None if cache_dtype is None else 0.1
+    fused, separate = (
+        build_paged_inputs(
+            COMPUTED, QUERY_LENS, layout=layout, cache_dtype=cache_dtype, key_scale=scale, value_scale=scale
+        )
+        for _ in range(2)
+    )
     expected = run(fused, sliding_window=window)
     actual = run(separate, stored_before=True, sliding_window=window)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
@@ -166,6 +210,14 @@ def test_one_plan_serves_several_calls() -> None:
         ({"new_key": None}, r"new_key: expected a tensor because new_value is given, got None"),
         ({"new_value": torch.zeros(7, 2, 16)}, r"new_value: expected T=9, got 7"),
         ({"key_cache": torch.zeros(6, 8, 2, 12)}, r"key_cache: expected D=16, got 12"),
+        (
+            {"key_scale": torch.ones(1)},
+            r"key_scale: expected None with caches of torch.float32, got a tensor",
+        ),
+        (
+            {"value_cache": torch.zeros(6, 8, 2, 16).to(CACHE_DTYPE)},
+            r"value_cache: expected dtype torch.float32 as key_cache, got torch.float8_e4m3fn",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -175,3 +227,8 @@ def test_mismatches_are_named(change: dict[str, Any], message: str) -> None:
         setattr(inputs, name, value)
     with pytest.raises(ShapeError, match=message):
         run(inputs)
+
+
+def test_sinks_of_other_heads_are_named() -> None:
+    with pytest.raises(ShapeError, match="sinks: expected HQ=4, got 3"):
+        run(build_paged_inputs([3, 8], [4, 5]), sinks=SINKS[:3])

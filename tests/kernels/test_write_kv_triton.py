@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rose_backend.kernels.gpu import write_kv as gpu
+from rose_backend.kernels.reference.float8 import CACHE_DTYPE
 from tests.support.aot import CAPABILITIES, compile_launch, record_launches
 from tests.support.interpreter import run_interpreted
 from tests.support.paged_inputs import (
@@ -18,7 +19,15 @@ from tests.support.paged_inputs import (
 
 
 def launch(inputs: PagedInputs) -> None:
-    gpu.write_kv(inputs.new_key, inputs.new_value, inputs.key_cache, inputs.value_cache, inputs.slot_mapping)
+    gpu.write_kv(
+        inputs.new_key,
+        inputs.new_value,
+        inputs.key_cache,
+        inputs.value_cache,
+        inputs.slot_mapping,
+        key_scale=inputs.key_scale,
+        value_scale=inputs.value_scale,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -32,6 +41,18 @@ def test_stores(layout: str, dtype: torch.dtype) -> None:
     assert same_bits(inputs.storage, stored)
 
 
+def test_float8_caches() -> None:
+    inputs = build_paged_inputs(
+        [0, 5, -1], [3, 9, 2], dtype=torch.float16, cache_dtype=CACHE_DTYPE, key_scale=0.5, value_scale=2.0
+    )
+    # Numbers that are held exactly: the interpreter rounds others wrongly. Some are limited.
+    for new in (inputs.new_key, inputs.new_value):
+        new.copy_(2.0 ** torch.randint(-3, 12, new.shape))
+    stored = expected_storage(inputs)
+    run_interpreted(launch, inputs)
+    assert same_bits(inputs.storage, stored)
+
+
 @pytest.mark.parametrize("lengths", [[], [-1, -1]], ids=str)
 def test_nothing_to_do(lengths: list[int]) -> None:
     inputs = build_paged_inputs(lengths)
@@ -40,13 +61,25 @@ def test_nothing_to_do(lengths: list[int]) -> None:
     assert same_bits(inputs.storage, before)
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_compiles_without_spills(capability: int) -> None:
+@pytest.mark.parametrize(
+    ("capability", "cache_dtype"), [*((c, torch.float16) for c in CAPABILITIES), (90, CACHE_DTYPE)], ids=str
+)
+def test_compiles_without_spills(capability: int, cache_dtype: torch.dtype) -> None:
     new = torch.empty(64, 12, 64, dtype=torch.float16)
-    cache = torch.empty(4, 16, 12, 64, dtype=torch.float16)
+    cache = torch.empty(4, 16, 12, 64, dtype=cache_dtype)
+    scale = None if cache_dtype == torch.float16 else torch.ones(1)
     with record_launches(gpu, "_write_kv_kernel") as launches:
-        gpu.write_kv(new, new, cache, cache, torch.empty(64, dtype=torch.int64))
+        gpu.write_kv(
+            new,
+            new,
+            cache,
+            cache,
+            torch.empty(64, dtype=torch.int64),
+            key_scale=scale,
+            value_scale=scale,
+        )
     resources = compile_launch(launches[0], capability)
     print(f"sm_{capability}: {resources.summary()}")
     assert resources.spill_bytes == 0
-    assert "st.global.v4" in resources.ptx, "the stores are not 16 bytes wide"
+    wide = "st.global.v4" if cache_dtype == torch.float16 else "st.global.v2"
+    assert wide in resources.ptx, "the stores are not 8 elements wide"

@@ -20,9 +20,13 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 CAPABILITIES = (80, 90, 100)
 """Compute capabilities that every kernel must compile for: A100, H100 and H200, B200."""
+
+COMPILED: list[tuple[Launch, int, Resources]] = []
+"""What ``compile_launch`` has compiled in this process: launch, capability, resources."""
 
 _LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl", "enable_fp_fusion")
 _POINTER_TYPES = {
@@ -129,7 +133,9 @@ def compile_launch(launch: Launch, capability: int) -> Resources:
             compiled = triton.compile(
                 source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options)
             )
-    return _read_report(log.getvalue(), compiled)
+    resources = _read_report(log.getvalue(), compiled)
+    COMPILED.append((launch, capability, resources))
+    return resources
 
 
 def _argument_type(value: Any, param: Any) -> str:
@@ -143,6 +149,8 @@ def _argument_type(value: Any, param: Any) -> str:
         return "i32" if -(2**31) <= value < 2**31 else "i64"
     if isinstance(value, float):
         return "fp32"
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_POINTER_TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
     raise TypeError(f"{param.name}: no kernel argument type for {type(value).__name__}")
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rose_backend.kernels.reference.float8 import to_cache
+
 CACHE_LAYOUTS = ("contiguous", "vllm", "layer_of_stack")
 GARBAGE_BLOCK_ID = 1_000_000
 
@@ -31,14 +33,30 @@ class PagedInputs:
     num_computed_tokens: torch.Tensor
     """[R] int32"""
     history_keys: list[torch.Tensor]
-    """Per row [num_computed_tokens, HKV, D]; empty for padding."""
+    """Per row [num_computed_tokens, HKV, D] as cached; empty for padding."""
     history_values: list[torch.Tensor]
     slot_mapping: torch.Tensor
     """[T] int64, -1 for padding rows' tokens."""
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
 
     def row_tokens(self, row: int) -> slice:
         """Return the row's tokens within the step."""
         return slice(int(self.query_start_loc[row]), int(self.query_start_loc[row + 1]))
+
+    def row_keys(self, row: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return what the row's tokens see of each other, [S, HKV, D]: history and new tokens as they are cached."""
+        new = to_cache(self.new_key[self.row_tokens(row)], self.key_cache.dtype, self.key_scale)
+        return _scaled(torch.cat((self.history_keys[row], new)), self.key_scale, dtype)
+
+    def row_values(self, row: int, dtype: torch.dtype) -> torch.Tensor:
+        """As ``row_keys``."""
+        new = to_cache(self.new_value[self.row_tokens(row)], self.value_cache.dtype, self.value_scale)
+        return _scaled(torch.cat((self.history_values[row], new)), self.value_scale, dtype)
+
+
+def _scaled(cached: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    return cached.to(dtype) if scale is None else (cached.double() * scale).to(dtype)
 
 
 def build_paged_inputs(
@@ -50,6 +68,9 @@ def build_paged_inputs(
     head_size: int = 16,
     block_size: int = 8,
     dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
+    key_scale: float | None = None,
+    value_scale: float | None = None,
     layout: str = "contiguous",
     seed: int = 0,
     extra_columns: int = 3,
@@ -58,6 +79,8 @@ def build_paged_inputs(
 
     Args:
         query_lens: new tokens per row; None is one each.
+        cache_dtype: None is ``dtype``.
+        key_scale, value_scale: of float8 caches.
         layout: of ``CACHE_LAYOUTS``.
         extra_columns: block-table columns that nothing needs.
     """
@@ -70,7 +93,7 @@ def build_paged_inputs(
     ]
     num_blocks = sum(widths) + 3
     storage, key_cache, value_cache = _make_cache(
-        num_blocks, block_size, num_kv_heads, head_size, dtype, layout
+        num_blocks, block_size, num_kv_heads, head_size, cache_dtype or dtype, layout
     )
     block_table = torch.full(
         (len(widths), max(widths, default=0) + extra_columns), GARBAGE_BLOCK_ID, dtype=torch.int32
@@ -84,8 +107,9 @@ def build_paged_inputs(
     for row, (computed, length) in enumerate(zip(num_computed_tokens, query_lens, strict=True)):
         blocks = torch.tensor([next(free_blocks) for _ in range(widths[row])], dtype=torch.int64)
         block_table[row, : widths[row]] = blocks.to(torch.int32)
-        keys = random(max(computed, 0), num_kv_heads, head_size)
-        values = random(max(computed, 0), num_kv_heads, head_size)
+        keys, values = (
+            random(max(computed, 0), num_kv_heads, head_size).to(key_cache.dtype) for _ in range(2)
+        )
         for position in range(max(computed, 0)):
             key_cache[blocks[position // block_size], position % block_size] = keys[position]
             value_cache[blocks[position // block_size], position % block_size] = values[position]
@@ -110,6 +134,8 @@ def build_paged_inputs(
         history_keys=history_keys,
         history_values=history_values,
         slot_mapping=torch.cat(slots).to(torch.int64) if slots else torch.empty(0, dtype=torch.int64),
+        key_scale=None if key_scale is None else torch.tensor(key_scale),
+        value_scale=None if value_scale is None else torch.tensor([value_scale]),
     )
 
 
@@ -141,16 +167,18 @@ def expected_storage(inputs: PagedInputs) -> torch.Tensor:
         inputs.value_cache.shape, inputs.value_cache.stride(), inputs.value_cache.storage_offset()
     )
     block_size = inputs.key_cache.shape[1]
+    keys = to_cache(inputs.new_key, key_view.dtype, inputs.key_scale)
+    values = to_cache(inputs.new_value, value_view.dtype, inputs.value_scale)
     for token, slot in enumerate(inputs.slot_mapping.tolist()):
         if slot >= 0:
-            key_view[slot // block_size, slot % block_size] = inputs.new_key[token]
-            value_view[slot // block_size, slot % block_size] = inputs.new_value[token]
+            key_view[slot // block_size, slot % block_size] = keys[token]
+            value_view[slot // block_size, slot % block_size] = values[token]
     return clone
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Return whether two tensors are equal bit for bit; NaN equals the same NaN."""
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
     return left.dtype == right.dtype and torch.equal(left.view(integer), right.view(integer))
 
 
@@ -162,6 +190,7 @@ def naive_attention(
     sliding_window: int | None = None,
     alibi_slopes: torch.Tensor | None = None,
     logits_soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return attention of every token [T, HQ, D] by the definition, row after row and head after head, in ``dtype``.
 
@@ -173,8 +202,7 @@ def naive_attention(
         tokens = inputs.row_tokens(row)
         if computed < 0 or tokens.start == tokens.stop:
             continue
-        keys = torch.cat((inputs.history_keys[row], inputs.new_key[tokens])).to(dtype)
-        values = torch.cat((inputs.history_values[row], inputs.new_value[tokens])).to(dtype)
+        keys, values = inputs.row_keys(row, dtype), inputs.row_values(row, dtype)
         distance = torch.arange(len(keys)) - torch.arange(computed, len(keys)).unsqueeze(1)
         visible = distance <= 0
         if sliding_window is not None:
@@ -185,6 +213,9 @@ def naive_attention(
                 scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
             if alibi_slopes is not None:
                 scores = scores + alibi_slopes[head].to(dtype) * distance
-            weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(~visible, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head].to(dtype).expand(len(scores), 1)), dim=-1)
+            weights = scores.softmax(-1)[:, : len(keys)]
             out[tokens, head] = weights @ values[:, head // num_groups]
     return out

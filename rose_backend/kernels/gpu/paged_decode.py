@@ -1,97 +1,57 @@
 """Decode attention in one launch: every row's context is split over programs, and the last to arrive combines them.
 
-The program of a row's last split also stores the new token's keys and values, which it takes from the projection.
+A program attends a few query heads of a row's new tokens, which share a KV head. That of a row's last split also stores
+the new tokens' keys and values, which it takes from the projection.
 """
 
 from __future__ import annotations
-
-import functools
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from rose_backend.kernels.gpu.softmax import HIDDEN, NO_LOGIT, cached_offsets, logit_factors, to_logits
-from rose_backend.kernels.gpu.split_context import combine_splits, find_split, record_size, split_scratch
+from rose_backend.kernels.gpu.decode_tile import add_logit, attend_tile
+from rose_backend.kernels.gpu.decode_tuning import DecodeTuning, decode_tuning, num_processors
+from rose_backend.kernels.gpu.float8 import load_scale, scale_to_half, to_cache
+from rose_backend.kernels.gpu.softmax import (
+    HIDDEN,
+    LOG2_E,
+    NO_LOGIT,
+    cached_offsets,
+    logit_factors,
+    to_logits,
+)
+from rose_backend.kernels.gpu.split_context import (
+    combine_splits,
+    find_split,
+    query_offsets,
+    record_size,
+    split_scratch,
+    store_output,
+    store_record,
+)
 
+_COMBINE_FAN_IN = 8
+"""Splits whose partial results the last of them adds up; at least 2."""
+_COMBINE_TILE = 8
+"""Partial results that are loaded at once."""
 _COMBINE_ELEMENTS = 1024
-"""Numbers of partial results that each warp of the last program loads at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeTuning:
-    """What decides speed only."""
-
-    tile: int
-    """Cached tokens per iteration, a power of two."""
-    min_split: int
-    """Tokens below which a row is not split further."""
-    num_programs: int
-    """Pieces of work wanted over all heads, beyond one per row and head."""
-    use_dot: bool
-    """Multiply on the matrix units, which needs a 16-bit type to be exact; otherwise lane by lane."""
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None
-    """Per thread. The assembler's own choice may be a few too few."""
-
-
-@triton.jit
-def _attend_with_dot(
-    state,
-    query,
-    key,
-    value,
-    is_token,
-    distance,
-    slopes,
-    factors,
-    HAS_CAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-):
-    """Add one tile of keys and values to ``state``: maximum, sum of weights, weighted values, of each query head."""
-    top, total, attended = state
-    products = tl.dot(query, tl.trans(key))
-    logits = to_logits(products, distance[None, :], slopes[:, None], factors, HAS_CAP, HAS_ALIBI)
-    logits = tl.where(is_token[None, :], logits, HIDDEN)
-    new_top = tl.maximum(top, tl.max(logits, 1))
-    weights = tl.exp2(logits - new_top[:, None])
-    shrink = tl.exp2(top - new_top)
-    total = total * shrink + tl.sum(weights, 1)
-    attended = tl.dot(weights.to(value.dtype), value, attended * shrink[:, None])
-    return new_top, total, attended
-
-
-@triton.jit
-def _attend_by_lanes(
-    state,
-    query,
-    key,
-    value,
-    is_token,
-    distance,
-    slopes,
-    factors,
-    HAS_CAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-):
-    """As above for one query head, but ``state`` is of each token of a tile: nothing is reduced over tokens here."""
-    top, total, attended = state
-    products = tl.sum(tl.sum(query.to(tl.float32), 0)[None, :] * key.to(tl.float32), 1)
-    logits = to_logits(products, distance, tl.sum(slopes), factors, HAS_CAP, HAS_ALIBI)
-    logits = tl.where(is_token, logits, HIDDEN)
-    new_top = tl.maximum(top, logits)
-    weights = tl.exp2(logits - new_top)
-    shrink = tl.exp2(top - new_top)
-    total = total * shrink + weights
-    attended = attended * shrink[:, None] + weights[:, None] * value.to(tl.float32)
-    return new_top, total, attended
+"""Numbers that a warp loads at once, unless one query's are more."""
+_MAX_QUERY_ELEMENTS = 8192
+"""Numbers that one program attends, unless one head's tokens are more: they stay in registers."""
 
 
 @triton.jit(
     do_not_specialize=["num_rows", "window", "table_stride"],
-    do_not_specialize_on_alignment=["block_table_ptr", "num_computed_ptr", "slopes_ptr"],
+    do_not_specialize_on_alignment=[
+        "block_table_ptr",
+        "num_computed_ptr",
+        "query_start_ptr",
+        "slopes_ptr",
+        "sinks_ptr",
+        "key_scale_ptr",
+        "value_scale_ptr",
+    ],
 )
 def _paged_decode_kernel(
     out_ptr,
@@ -102,7 +62,11 @@ def _paged_decode_kernel(
     value_cache_ptr,
     block_table_ptr,
     num_computed_ptr,
+    query_start_ptr,
     slopes_ptr,
+    sinks_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
     partial_ptr,  # [slots, RECORD] float32
     arrived_ptr,  # [slots] int32
     num_rows,
@@ -124,10 +88,12 @@ def _paged_decode_kernel(
     value_token_stride,
     value_head_stride,
     table_stride,
-    NUM_HEADS: tl.constexpr,
+    SHARES: tl.constexpr,
     SHARERS: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    MAX_QUERY_LEN: tl.constexpr,
+    QUERY_TILE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -135,61 +101,104 @@ def _paged_decode_kernel(
     EXTRA: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     TILE: tl.constexpr,
+    NEW_TILE: tl.constexpr,
     RECORD: tl.constexpr,
-    RECORD_TILE: tl.constexpr,
+    FAN_IN: tl.constexpr,
+    COMBINE_QUERIES: tl.constexpr,
     COMBINE_TILE: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
     HAS_NEW: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_KEY_SCALE: tl.constexpr,
+    HAS_VALUE_SCALE: tl.constexpr,
     USE_DOT: tl.constexpr,
+    BY_ASSEMBLER: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # Neighbouring programs read neighbouring heads of the same tokens. ``SHARERS`` programs read the same KV head.
-    head = tl.program_id(0) % NUM_HEADS
-    kv_head = (head // SHARERS).to(tl.int64)
-    row, length, split, num_splits, slot, begin, end = find_split(
-        num_computed_ptr, num_rows, window, tl.program_id(0) // NUM_HEADS,
-        ROWS_TILE, EXTRA, MIN_SPLIT, TILE, HAS_NEW, HAS_WINDOW,
+    # Neighbouring programs read neighbouring heads of the same tokens. ``SHARERS`` programs read the same KV head:
+    # each has ``GROUP`` of its query heads and ``TOKENS`` of the row's new tokens.
+    share = tl.program_id(0) % SHARES
+    kv_head = (share // SHARERS).to(tl.int64)
+    first_head = share // (MAX_QUERY_LEN // TOKENS) * GROUP
+    own_token = share % (MAX_QUERY_LEN // TOKENS)
+    row, length, first_token, query_len, split, num_splits, slot, begin, end = find_split(
+        num_computed_ptr, query_start_ptr, num_rows, window, tl.program_id(0) // SHARES,
+        ROWS_TILE, EXTRA, MIN_SPLIT, TILE, MAX_QUERY_LEN, HAS_STARTS, HAS_NEW, HAS_WINDOW,
     )  # fmt: skip
-    if row >= num_rows:
+    if (row >= num_rows) | (own_token >= query_len):
         return
-    row64 = row.to(tl.int64)
-    table_ptr = block_table_ptr + row64 * table_stride
+    first_token = first_token.to(tl.int64)
+    table_ptr = block_table_ptr + row.to(tl.int64) * table_stride
     key_ptr = key_cache_ptr + kv_head * key_head_stride
     value_ptr = value_cache_ptr + kv_head * value_head_stride
     is_last_split = split == num_splits - 1
+    key_scale = load_scale(key_scale_ptr, HAS_KEY_SCALE)
+    value_scale = load_scale(value_scale_ptr, HAS_VALUE_SCALE)
 
     tokens = tl.arange(0, TILE)
     dims = tl.arange(0, HEAD_TILE)
     is_dim = dims < HEAD_SIZE
-    group = tl.arange(0, GROUP_TILE)
-    is_head = group < GROUP
-    heads = head * GROUP + group
-    head_mask = is_head[:, None] & is_dim[None, :]
     block_ids = tl.load(table_ptr + (begin + tokens) // BLOCK_SIZE, mask=begin + tokens < end, other=0)
-    query_offsets = row64 * query_row_stride + heads * query_head_stride
-    query = tl.load((query_ptr + query_offsets)[:, None] + dims[None, :], mask=head_mask, other=0.0)
-    slopes = tl.zeros([GROUP_TILE], tl.float32)
+    # Queries: ``GROUP`` heads of the first token, then of the next.
+    queries = tl.arange(0, QUERY_TILE)
+    num_queries = GROUP if TOKENS == 1 else GROUP * query_len
+    is_query = queries < num_queries
+    heads = first_head + (queries if TOKENS == 1 else queries % GROUP)
+    query_mask = is_query[:, None] & is_dim[None, :]
+    query_ptr += (first_token + own_token) * query_row_stride + first_head * query_head_stride
+    query_rows = query_ptr + query_offsets(queries, query_row_stride, query_head_stride, GROUP, TOKENS)
+    query = tl.load(query_rows[:, None] + dims[None, :], mask=query_mask, other=0.0)
+    slopes = tl.zeros([QUERY_TILE], tl.float32)
     if HAS_ALIBI:
-        slopes = tl.load(slopes_ptr + heads, mask=is_head, other=0.0).to(tl.float32)
+        slopes = tl.load(slopes_ptr + heads, mask=is_query, other=0.0).to(tl.float32)
+    if TOKENS == 1:
+        query_positions = length + own_token
+    else:
+        query_positions = (length + queries // GROUP)[:, None]
+    if USE_DOT:
+        query_limits = (query_positions, slopes[:, None], window)
+    else:
+        query_limits = (query_positions, tl.sum(slopes), window)
+    product_factor *= key_scale
     factors = (product_factor, logit_factor)
+    tile_factors = factors
+    if USE_DOT and tl.float8e4nv == key_cache_ptr.dtype.element_ty and query.dtype == tl.bfloat16:
+        # Float8 becomes float16 in one instruction, bfloat16 in several.
+        query, query_factors = scale_to_half(query)
+        factors = (product_factor * query_factors, logit_factor)
+        tile_factors = ((product_factor * query_factors)[:, None], logit_factor)
+    MASK_WINDOW: tl.constexpr = HAS_WINDOW and MAX_QUERY_LEN > 1
     if HAS_NEW:
-        new_key_ptr += row64 * new_key_row_stride + kv_head * new_key_head_stride
-        new_value_ptr += row64 * new_value_row_stride + kv_head * new_value_head_stride
-        new_key = tl.load(new_key_ptr + dims, mask=is_dim, other=0.0)
-        new_value = tl.load(new_value_ptr + dims, mask=is_dim, other=0.0)
-        if is_last_split & (head % SHARERS == 0):
-            block_id = tl.load(table_ptr + length // BLOCK_SIZE)
-            key_slot = cached_offsets(block_id, length, key_block_stride, key_token_stride, BLOCK_SIZE)
-            value_slot = cached_offsets(block_id, length, value_block_stride, value_token_stride, BLOCK_SIZE)
-            tl.store(key_ptr + key_slot + dims, new_key, mask=is_dim)
-            tl.store(value_ptr + value_slot + dims, new_value, mask=is_dim)
+        new_tokens = tl.arange(0, NEW_TILE)
+        is_new = new_tokens < query_len
+        new_mask = is_new[:, None] & is_dim[None, :]
+        new_rows = first_token + new_tokens
+        new_key_rows = new_key_ptr + new_rows * new_key_row_stride + kv_head * new_key_head_stride
+        new_value_rows = new_value_ptr + new_rows * new_value_row_stride + kv_head * new_value_head_stride
+        new_key = tl.load(new_key_rows[:, None] + dims[None, :], mask=new_mask, other=0.0)
+        new_value = tl.load(new_value_rows[:, None] + dims[None, :], mask=new_mask, other=0.0)
+        new_key = to_cache(new_key, key_scale, key_cache_ptr.dtype.element_ty)
+        new_value = to_cache(new_value, value_scale, value_cache_ptr.dtype.element_ty)
+        if is_last_split & (share % SHARERS == 0):
+            slots = length + new_tokens
+            new_ids = tl.load(table_ptr + slots // BLOCK_SIZE, mask=is_new, other=0)
+            key_slots = cached_offsets(new_ids, slots, key_block_stride, key_token_stride, BLOCK_SIZE)
+            value_slots = cached_offsets(new_ids, slots, value_block_stride, value_token_stride, BLOCK_SIZE)
+            tl.store((key_ptr + key_slots)[:, None] + dims[None, :], new_key, mask=new_mask)
+            tl.store((value_ptr + value_slots)[:, None] + dims[None, :], new_value, mask=new_mask)
 
-    STATES: tl.constexpr = GROUP_TILE if USE_DOT else TILE
+    STATES: tl.constexpr = QUERY_TILE if USE_DOT else TILE
     top = tl.full([STATES], NO_LOGIT, tl.float32)
     total = tl.zeros([STATES], tl.float32)
     attended = tl.zeros([STATES, HEAD_TILE], tl.float32)
+    if HAS_NEW and MAX_QUERY_LEN > 1:
+        top, total, attended = attend_tile(
+            (top, total, attended), query, new_key, new_value, length + new_tokens, is_new & is_last_split,
+            query_limits, tile_factors, True, MASK_WINDOW, HAS_CAP, HAS_ALIBI, USE_DOT, BY_ASSEMBLER,
+        )  # fmt: skip
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         positions = start + tokens
         is_token = positions < end
@@ -202,88 +211,95 @@ def _paged_decode_kernel(
         value = tl.load((value_ptr + value_offsets)[:, None] + dims[None, :], mask=mask, other=0.0)
         following = positions + TILE
         block_ids = tl.load(table_ptr + following // BLOCK_SIZE, mask=following < end, other=0)
-        distance = (positions - length).to(tl.float32)
-        state = (top, total, attended)
-        if USE_DOT:
-            top, total, attended = _attend_with_dot(
-                state, query, key, value, is_token, distance, slopes, factors, HAS_CAP, HAS_ALIBI
-            )
-        else:
-            top, total, attended = _attend_by_lanes(
-                state, query, key, value, is_token, distance, slopes, factors, HAS_CAP, HAS_ALIBI
-            )
+        # A row's own new tokens are among the cached ones when they were stored before.
+        top, total, attended = attend_tile(
+            (top, total, attended), query, key, value, positions, is_token, query_limits, tile_factors,
+            MAX_QUERY_LEN > 1 and not HAS_NEW, MASK_WINDOW, HAS_CAP, HAS_ALIBI, USE_DOT, BY_ASSEMBLER,
+        )  # fmt: skip
     if not USE_DOT:
         lane_weights = tl.exp2(top - tl.max(top))
         attended = tl.sum(attended * lane_weights[:, None], 0)[None, :]
-        total = tl.zeros([GROUP_TILE], tl.float32) + tl.sum(total * lane_weights)
-        top = tl.zeros([GROUP_TILE], tl.float32) + tl.max(top)
-
-    if HAS_NEW:
-        products = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], 1)
+        total = tl.zeros([QUERY_TILE], tl.float32) + tl.sum(total * lane_weights)
+        top = tl.zeros([QUERY_TILE], tl.float32) + tl.max(top)
+    if HAS_NEW and MAX_QUERY_LEN == 1:
+        products = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), 1)
         logits = to_logits(products, 0.0, slopes, factors, HAS_CAP, HAS_ALIBI)
         logits = tl.where(is_last_split, logits, HIDDEN)
-        new_top = tl.maximum(top, logits)
-        weights = tl.exp2(logits - new_top)
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + weights
-        attended = attended * shrink[:, None] + weights[:, None] * new_value.to(tl.float32)[None, :]
-        top = new_top
+        top, total, attended, weights = add_logit((top, total, attended), logits)
+        attended += weights[:, None] * new_value.to(tl.float32)
+    if HAS_SINKS:
+        logits = tl.load(sinks_ptr + heads, mask=is_query, other=0.0).to(tl.float32) * LOG2_E
+        logits = tl.where(is_last_split, logits, HIDDEN)
+        top, total, attended, weights = add_logit((top, total, attended), logits)
 
-    out_ptr += row64 * out_row_stride + head * GROUP * out_head_stride
+    out_ptr += (first_token + own_token) * out_row_stride + first_head * out_head_stride
     if num_splits == 1:
-        attended = attended / total[:, None]
-        out_rows = (out_ptr + group * out_head_stride)[:, None]
-        tl.store(out_rows + dims[None, :], attended.to(out_ptr.dtype.element_ty), mask=head_mask)
-        return
-    slot += head * (2 * EXTRA)
-    partial_ptr += slot.to(tl.int64) * RECORD
-    record_ptr = partial_ptr + split * RECORD
-    tl.store((record_ptr + group * HEAD_SIZE)[:, None] + dims[None, :], attended, mask=head_mask)
-    tl.store(record_ptr + GROUP * HEAD_SIZE + group, top, mask=is_head)
-    tl.store(record_ptr + GROUP * (HEAD_SIZE + 1) + group, total, mask=is_head)
-    # Every thread's part of the record comes before the one thread that counts the program in.
-    tl.debug_barrier()
-    if tl.atomic_add(arrived_ptr + slot, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
-        tl.store(arrived_ptr + slot, 0)
-        combine_splits(
-            out_ptr, out_head_stride, partial_ptr, num_splits,
-            GROUP, RECORD_TILE, HEAD_SIZE, HEAD_TILE, RECORD, COMBINE_TILE,
+        store_output(
+            out_ptr, out_row_stride, out_head_stride, total, attended, value_scale, queries, query_mask, GROUP, TOKENS
         )  # fmt: skip
+        return
+    slot += share * (2 * EXTRA)
+    records_ptr = partial_ptr + slot.to(tl.int64) * RECORD
+    store_record(
+        records_ptr + split * RECORD, (top, total, attended), queries, (is_query, query_mask), GROUP * TOKENS, HEAD_SIZE
+    )  # fmt: skip
+    combine_splits(
+        out_ptr, out_row_stride, out_head_stride, records_ptr, arrived_ptr + slot, split, num_splits, num_queries,
+        value_scale, GROUP, TOKENS, HEAD_SIZE, HEAD_TILE, RECORD, FAN_IN, COMBINE_QUERIES, COMBINE_TILE,
+    )  # fmt: skip
 
 
 def paged_decode(
-    query: torch.Tensor,  # [R, HQ, D]
-    new_key: torch.Tensor | None,  # [R, HKV, D]
-    new_value: torch.Tensor | None,  # [R, HKV, D]
+    query: torch.Tensor,  # [T, HQ, D]
+    new_key: torch.Tensor | None,  # [T, HKV, D]
+    new_value: torch.Tensor | None,  # [T, HKV, D]
     key_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
     value_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
     block_table: torch.Tensor,  # [R, MB] int32
     num_computed_tokens: torch.Tensor,  # [R] int32
     *,
     scale: float,
-    out: torch.Tensor,  # [R, HQ, D]  written
+    out: torch.Tensor,  # [T, HQ, D]  written
+    query_start_loc: torch.Tensor | None = None,  # [R + 1] int32
+    max_query_len: int = 1,
     sliding_window: int | None = None,
     alibi_slopes: torch.Tensor | None = None,  # [HQ]
     logits_soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [HQ]
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
     tuning: DecodeTuning | None = None,
 ) -> torch.Tensor:
     """Twin of ``rose_backend.kernels.paged_decode``."""
-    num_rows, num_query_heads, head_size = query.shape
+    num_query_heads, head_size = query.shape[1:]
     block_size, num_kv_heads = key_cache.shape[1:3]
-    if num_rows == 0:
+    num_rows = num_computed_tokens.shape[0]
+    if num_rows == 0 or query.shape[0] == 0:
         return out
-    tuning = tuning or decode_tuning(head_size, query.dtype, _num_processors(query.device))
-    # Lane by lane, each query head has programs of its own; those that share a KV head find it in the L2 cache.
-    group = num_query_heads // num_kv_heads if tuning.use_dot else 1
-    num_heads = num_query_heads // group
-    extra = max(tuning.num_programs // num_heads, 1)
-    record = record_size(group, head_size)
     head_tile = max(triton.next_power_of_2(head_size), 16)
-    group_tile = triton.next_power_of_2(group)
-    partial, arrived = split_scratch(query.device, num_heads * 2 * extra, record)
+    tokens, group = max_query_len, num_query_heads // num_kv_heads
+    group = _heads_per_program(group, tokens, head_tile)
+    if tuning is None:
+        tuning = decode_tuning(
+            head_size,
+            query.dtype,
+            num_processors(query.device),
+            cache_dtype=key_cache.dtype,
+            num_rows=num_rows,
+            num_queries=group * tokens,
+        )
+    if not tuning.use_dot:
+        # Each query has programs of its own; those that share a KV head find it in the L2 cache.
+        tokens, group = 1, 1
+    shares = num_query_heads // group * (max_query_len // tokens)
+    extra = max(tuning.num_programs // shares, 1)
+    record = record_size(group * tokens, head_size)
+    query_tile = triton.next_power_of_2(group * tokens)
+    partial, arrived = split_scratch(query.device, shares * 2 * extra, record)
     stored_key = query if new_key is None else new_key
     stored_value = query if new_value is None else new_value
-    _paged_decode_kernel[(num_heads * (num_rows + extra),)](
+    new_tile = 1 if max_query_len == 1 else 16 if tuning.use_dot else tuning.tile
+    _paged_decode_kernel[(shares * (num_rows + extra),)](
         out,
         query,
         stored_key,
@@ -292,7 +308,11 @@ def paged_decode(
         value_cache,
         block_table,
         num_computed_tokens,
+        num_computed_tokens if query_start_loc is None else query_start_loc,
         query if alibi_slopes is None else alibi_slopes,
+        query if sinks is None else sinks,
+        query if key_scale is None else key_scale,
+        query if value_scale is None else value_scale,
         partial,
         arrived,
         num_rows,
@@ -305,10 +325,12 @@ def paged_decode(
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
         block_table.stride(0),
-        NUM_HEADS=num_heads,
-        SHARERS=num_heads // num_kv_heads,
+        SHARES=shares,
+        SHARERS=shares // num_kv_heads,
         GROUP=group,
-        GROUP_TILE=max(group_tile, 16) if tuning.use_dot else 1,
+        TOKENS=tokens,
+        MAX_QUERY_LEN=max_query_len,
+        QUERY_TILE=max(query_tile, 16) if tuning.use_dot else 1,
         HEAD_SIZE=head_size,
         HEAD_TILE=head_tile,
         BLOCK_SIZE=block_size,
@@ -316,14 +338,23 @@ def paged_decode(
         EXTRA=extra,
         MIN_SPLIT=tuning.min_split,
         TILE=tuning.tile,
+        NEW_TILE=new_tile,
         RECORD=record,
-        RECORD_TILE=group_tile,
-        COMBINE_TILE=max(_COMBINE_ELEMENTS * tuning.num_warps // (group_tile * head_tile), 1),
+        FAN_IN=_COMBINE_FAN_IN,
+        COMBINE_QUERIES=max(
+            min(query_tile, _COMBINE_ELEMENTS * tuning.num_warps // (_COMBINE_TILE * head_tile)), 1
+        ),
+        COMBINE_TILE=_COMBINE_TILE,
+        HAS_STARTS=query_start_loc is not None,
         HAS_NEW=new_key is not None,
         HAS_WINDOW=sliding_window is not None,
         HAS_CAP=logits_soft_cap is not None,
         HAS_ALIBI=alibi_slopes is not None,
+        HAS_SINKS=sinks is not None,
+        HAS_KEY_SCALE=key_scale is not None,
+        HAS_VALUE_SCALE=value_scale is not None,
         USE_DOT=tuning.use_dot,
+        BY_ASSEMBLER=not triton.knobs.runtime.interpret,
         STAGES=tuning.num_stages,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
@@ -332,33 +363,10 @@ def paged_decode(
     return out
 
 
-def decode_tuning(head_size: int, dtype: torch.dtype, num_processors: int) -> DecodeTuning:
-    """Return what was fastest on an H200 for this shape."""
-    head_tile = max(triton.next_power_of_2(head_size), 16)
-    if dtype.itemsize == 4:
-        return DecodeTuning(
-            tile=max(2048 // head_tile, 16),
-            min_split=64,
-            num_programs=4 * num_processors,
-            use_dot=False,
-            num_warps=4,
-            num_stages=1,
-        )
-    if head_tile <= 64:
-        return DecodeTuning(
-            tile=64, min_split=128, num_programs=4 * num_processors, use_dot=True, num_warps=2, num_stages=3
-        )
-    return DecodeTuning(
-        tile=4096 // head_tile,
-        min_split=128,
-        num_programs=3 * num_processors,
-        use_dot=True,
-        num_warps=4,
-        num_stages=4,
-        max_registers=128 if head_tile == 128 else None,
-    )
-
-
-@functools.cache
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def _heads_per_program(group: int, num_tokens: int, head_tile: int) -> int:
+    """Return how many of the ``group`` query heads of a KV head one program attends; a divisor of ``group``."""
+    for heads in range(group, 1, -1):
+        query_tile = triton.next_power_of_2(heads * num_tokens)
+        if group % heads == 0 and query_tile * head_tile <= _MAX_QUERY_ELEMENTS:
+            return heads
+    return 1

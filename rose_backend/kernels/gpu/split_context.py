@@ -20,6 +20,7 @@ from rose_backend.kernels.gpu.softmax import NO_LOGIT
 @triton.jit
 def find_split(
     num_computed_ptr,
+    query_start_ptr,
     num_rows,
     window,
     work,
@@ -27,18 +28,28 @@ def find_split(
     EXTRA: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     TILE: tl.constexpr,
+    MAX_QUERY_LEN: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
     HAS_NEW: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Return what piece ``work`` is: row, length, split, number of splits, first slot, begin, end.
+    """Return what piece ``work`` is: row, length, first token, number of tokens, split, number of splits, first slot,
+    begin, end.
 
     The row is ``num_rows`` or more if there is no such piece. Positions ``begin .. end - 1`` are read from the cache.
     """
     rows = tl.arange(0, ROWS_TILE)
     computed = tl.load(num_computed_ptr + rows, mask=rows < num_rows, other=-1)
-    ends = computed if HAS_NEW else computed + 1
+    if HAS_STARTS:
+        starts = tl.load(query_start_ptr + rows, mask=rows < num_rows, other=0)
+        stops = tl.load(query_start_ptr + rows + 1, mask=rows < num_rows, other=0)
+        query_lens = tl.minimum(stops - starts, MAX_QUERY_LEN)
+        computed = tl.where(query_lens > 0, computed, -1)
+    else:
+        query_lens = 1
+    ends = computed if HAS_NEW else computed + query_lens
     begins = tl.maximum(computed + 1 - window, 0) if HAS_WINDOW else tl.zeros_like(computed)
-    num_tokens = tl.maximum(ends - begins, 0)
+    num_tokens = tl.where(computed >= 0, tl.maximum(ends - begins, 0), 0)
     chunk = tl.maximum(tl.cdiv(tl.sum(num_tokens), EXTRA), MIN_SPLIT)
     # Splits of one row are equally long, in whole tiles.
     wanted = tl.maximum(tl.cdiv(num_tokens, chunk), 1)
@@ -53,71 +64,196 @@ def find_split(
     end = tl.minimum(begin + size, tl.sum(tl.where(is_row, ends, 0)))
     length = tl.sum(tl.where(is_row, computed, 0))
     num_splits = tl.sum(tl.where(is_row, counts, 0))
-    return row, length, split, num_splits, first_slot, begin, end
+    if HAS_STARTS:
+        first_token = tl.sum(tl.where(is_row, starts, 0))
+        query_len = tl.sum(tl.where(is_row, query_lens, 0))
+    else:
+        first_token = row
+        query_len = 1
+    return row, length, first_token, query_len, split, num_splits, first_slot, begin, end
+
+
+@triton.jit
+def query_offsets(queries, row_stride, head_stride, GROUP: tl.constexpr, TOKENS: tl.constexpr):
+    """Return where a program's ``queries`` lie, which are ``GROUP`` heads of the first token, then of the next."""
+    if TOKENS == 1:
+        offsets = queries.to(tl.int64) * head_stride
+    else:
+        offsets = (queries // GROUP).to(tl.int64) * row_stride + queries % GROUP * head_stride
+    return offsets
+
+
+@triton.jit
+def store_record(record_ptr, state, queries, mask, QUERIES: tl.constexpr, HEAD_SIZE: tl.constexpr):
+    """Store what some of a record's ``QUERIES`` queries attended, their maxima and their sums of weights.
+
+    ``state`` is (maxima, sums, attended), ``mask`` (queries, elements).
+    """
+    HEAD_TILE: tl.constexpr = state[2].shape[1]
+    elements = queries[:, None] * HEAD_SIZE + tl.arange(0, HEAD_TILE)[None, :]
+    tl.store(record_ptr + elements, state[2], mask=mask[1])
+    tl.store(record_ptr + QUERIES * HEAD_SIZE + queries, state[0], mask=mask[0])
+    tl.store(record_ptr + QUERIES * (HEAD_SIZE + 1) + queries, state[1], mask=mask[0])
+
+
+@triton.jit
+def _add_records(
+    record_ptr,
+    step,
+    count,
+    queries,
+    mask,
+    QUERIES: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    COMBINE_TILE: tl.constexpr,
+):
+    """Add up ``count`` records, ``step`` numbers apart, in their order; ``COMBINE_TILE`` are loaded at once."""
+    QUERY_TILE: tl.constexpr = queries.shape[0]
+    top_ptrs = record_ptr + QUERIES * HEAD_SIZE + queries
+    part_ptrs = record_ptr + queries[:, None] * HEAD_SIZE + tl.arange(0, HEAD_TILE)[None, :]
+    counts = tl.zeros_like(queries) + count
+    top = tl.full([QUERY_TILE], NO_LOGIT, tl.float32)
+    total = tl.zeros([QUERY_TILE], tl.float32)
+    attended = tl.zeros([QUERY_TILE, HEAD_TILE], tl.float32)
+    for start in tl.range(0, count, COMBINE_TILE, num_stages=1):
+        tops, totals, parts = (), (), ()
+        new_top = top
+        for nth in tl.static_range(COMBINE_TILE):
+            offset = (start + nth) * step
+            is_record = start + nth < counts
+            # Past the first-level cache, which other processors' stores do not reach.
+            part = tl.load(
+                part_ptrs + offset, mask=mask[1] & is_record[:, None], other=0.0, cache_modifier=".cg"
+            )
+            record_top = tl.load(
+                top_ptrs + offset, mask=mask[0] & is_record, other=NO_LOGIT, cache_modifier=".cg"
+            )
+            record_total = tl.load(
+                top_ptrs + QUERIES + offset, mask=mask[0] & is_record, other=0.0, cache_modifier=".cg"
+            )
+            tops += (record_top,)  # type: ignore[assignment]
+            totals += (record_total,)  # type: ignore[assignment]
+            parts += (part,)  # type: ignore[assignment]
+        for nth in tl.static_range(COMBINE_TILE):
+            new_top = tl.maximum(new_top, tops[nth])
+        shrink = tl.exp2(top - new_top)
+        total *= shrink
+        attended *= shrink[:, None]
+        for nth in tl.static_range(COMBINE_TILE):
+            weights = tl.exp2(tops[nth] - new_top)
+            total += totals[nth] * weights
+            attended += parts[nth] * weights[:, None]
+        top = new_top
+    return top, total, attended
 
 
 @triton.jit
 def combine_splits(
     out_ptr,
+    out_row_stride,
     out_head_stride,
-    partial_ptr,
+    records_ptr,
+    arrived_ptr,
+    split,
     num_splits,
+    num_queries,
+    value_scale,
     GROUP: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     RECORD: tl.constexpr,
+    FAN_IN: tl.constexpr,
+    QUERY_TILE: tl.constexpr,
     COMBINE_TILE: tl.constexpr,
 ):
-    """Add up a row's splits in their order, whoever came last, and store the row's output.
+    """Count in the program that has stored record ``split``; who comes last adds up and stores the row's output.
 
-    A split's record holds what ``GROUP`` heads attended, then their maxima, then their sums of weights.
+    Whoever it is, records are added up in the same order: first those of ``FAN_IN`` neighbouring splits by the last of
+    them, then these sums by the last of all. ``QUERY_TILE`` queries are added up at once.
     """
-    group = tl.arange(0, GROUP_TILE)
-    dims = tl.arange(0, HEAD_TILE)
-    is_head = group < GROUP
-    is_element = is_head[:, None] & (dims < HEAD_SIZE)[None, :]
-    elements = group[:, None] * HEAD_SIZE + dims[None, :]
-    top = tl.full([GROUP_TILE], NO_LOGIT, tl.float32)
-    total = tl.zeros([GROUP_TILE], tl.float32)
-    attended = tl.zeros([GROUP_TILE, HEAD_TILE], tl.float32)
-    for start in tl.range(0, num_splits, COMBINE_TILE, num_stages=1):
-        splits = start + tl.arange(0, COMBINE_TILE)
-        is_split = splits < num_splits
-        records = partial_ptr + splits * RECORD
-        # Past the first-level cache, which other processors' stores do not reach.
-        parts = tl.load(
-            records[:, None, None] + elements[None, :, :],
-            mask=is_split[:, None, None] & is_element[None, :, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        mask = is_split[:, None] & is_head[None, :]
-        top_ptrs = records[:, None] + GROUP * HEAD_SIZE + group[None, :]
-        tops = tl.load(top_ptrs, mask=mask, other=NO_LOGIT, cache_modifier=".cg")
-        totals = tl.load(top_ptrs + GROUP, mask=mask, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        weights = tl.exp2(tops - new_top[None, :])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(totals * weights, 0)
-        attended = attended * shrink[:, None] + tl.sum(parts * weights[:, :, None], 0)
-        top = new_top
-    out_rows = (out_ptr + group * out_head_stride)[:, None]
-    tl.store(
-        out_rows + dims[None, :], (attended / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_element
-    )
+    # Every thread's part of the record comes before the one thread that counts the program in.
+    tl.debug_barrier()
+    first = split // FAN_IN * FAN_IN
+    num_sums = tl.cdiv(num_splits, FAN_IN)
+    num_members = tl.minimum(num_splits - first, FAN_IN)
+    if tl.atomic_add(arrived_ptr + first, 1, sem="acq_rel", scope="gpu") == num_members - 1:
+        tl.store(arrived_ptr + first, 0)
+        QUERIES: tl.constexpr = GROUP * TOKENS
+        is_last = num_sums == 1
+        step, count = RECORD, num_members
+        if num_sums > 1:
+            record_ptr = records_ptr + first * RECORD
+            for first_query in tl.range(0, QUERIES, QUERY_TILE, num_stages=1):
+                queries = first_query + tl.arange(0, QUERY_TILE)
+                is_query = queries < num_queries
+                mask = (is_query, is_query[:, None] & (tl.arange(0, HEAD_TILE) < HEAD_SIZE)[None, :])
+                state = _add_records(
+                    record_ptr,
+                    RECORD,
+                    num_members,
+                    queries,
+                    mask,
+                    QUERIES,
+                    HEAD_SIZE,
+                    HEAD_TILE,
+                    COMBINE_TILE,
+                )
+                # The sum takes the place of its first record, which every thread has read.
+                tl.debug_barrier()
+                store_record(record_ptr, state, queries, mask, QUERIES, HEAD_SIZE)
+            tl.debug_barrier()
+            # Groups count at their first split's place, so the row's second place is free to count the groups.
+            is_last = tl.atomic_add(arrived_ptr + 1, 1, sem="acq_rel", scope="gpu") == num_sums - 1
+            if is_last:
+                tl.store(arrived_ptr + 1, 0)
+            step, count = FAN_IN * RECORD, num_sums
+        if is_last:
+            for first_query in tl.range(0, QUERIES, QUERY_TILE, num_stages=1):
+                queries = first_query + tl.arange(0, QUERY_TILE)
+                is_query = queries < num_queries
+                mask = (is_query, is_query[:, None] & (tl.arange(0, HEAD_TILE) < HEAD_SIZE)[None, :])
+                _, total, attended = _add_records(
+                    records_ptr, step, count, queries, mask, QUERIES, HEAD_SIZE, HEAD_TILE, COMBINE_TILE
+                )
+                store_output(
+                    out_ptr, out_row_stride, out_head_stride, total, attended, value_scale, queries, mask[1],
+                    GROUP, TOKENS,
+                )  # fmt: skip
 
 
-def record_size(group: int, head_size: int) -> int:
+@triton.jit
+def store_output(
+    out_ptr,
+    row_stride,
+    head_stride,
+    total,
+    attended,
+    value_scale,
+    queries,
+    mask,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Store what ``queries`` attended, of which ``total`` are the sums of weights."""
+    dims = tl.arange(0, attended.shape[1])[None, :]
+    rows = out_ptr + query_offsets(queries, row_stride, head_stride, GROUP, TOKENS)
+    attended *= (value_scale / total)[:, None]
+    tl.store(rows[:, None] + dims, attended.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def record_size(num_queries: int, head_size: int) -> int:
     """Return the float32 numbers of one record, a whole number of 16-byte words."""
-    return -(-group * (head_size + 2) // 4) * 4
+    return -(-num_queries * (head_size + 2) // 4) * 4
 
 
 @functools.cache
 def split_scratch(device: torch.device, num_slots: int, record: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return room for the records of split rows, and counters that every launch finds and leaves at zero.
 
-    Sizes follow from the model's shape and the device alone. Never freed: captured graphs hold the addresses.
+    Sizes follow from the model's shape, the tokens per row and the device alone. Never freed: captured graphs hold the
+    addresses.
 
     Raises:
         RuntimeError: asked for first while a graph is being captured, where memory would be the graph's own.

@@ -6,16 +6,23 @@ import torch
 import triton
 import triton.language as tl
 
+from rose_backend.kernels.gpu.float8 import load_scale, to_cache
+
 _TOKEN_TILE = 16
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slot_mapping_ptr"])
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["slot_mapping_ptr", "key_scale_ptr", "value_scale_ptr"],
+)
 def _write_kv_kernel(
     new_key_ptr,
     new_value_ptr,
     key_cache_ptr,
     value_cache_ptr,
     slot_mapping_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
     num_tokens,
     new_key_token_stride,
     new_key_head_stride,
@@ -36,6 +43,8 @@ def _write_kv_kernel(
     HEAD_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TOKEN_TILE: tl.constexpr,
+    HAS_KEY_SCALE: tl.constexpr,
+    HAS_VALUE_SCALE: tl.constexpr,
 ):
     head = (tl.program_id(0) % NUM_KV_HEADS).to(tl.int64)
     tokens = tl.program_id(0) // NUM_KV_HEADS * TOKEN_TILE + tl.arange(0, TOKEN_TILE)
@@ -56,6 +65,8 @@ def _write_kv_kernel(
         + dims * new_value_dim_stride,
         mask,
     )
+    key = to_cache(key, load_scale(key_scale_ptr, HAS_KEY_SCALE), key_cache_ptr.dtype.element_ty)
+    value = to_cache(value, load_scale(value_scale_ptr, HAS_VALUE_SCALE), value_cache_ptr.dtype.element_ty)
     key_slots = block_ids * key_block_stride + offsets * key_token_stride
     value_slots = block_ids * value_block_stride + offsets * value_token_stride
     tl.store(key_cache_ptr + key_slots + head * key_head_stride + dims * key_dim_stride, key, mask)
@@ -68,6 +79,9 @@ def write_kv(
     key_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
     value_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
     slot_mapping: torch.Tensor,  # [T] int64
+    *,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> None:
     """Twin of ``rose_backend.kernels.write_kv``."""
     num_tokens, num_kv_heads, head_size = new_key.shape
@@ -79,6 +93,8 @@ def write_kv(
         key_cache,
         value_cache,
         slot_mapping,
+        slot_mapping if key_scale is None else key_scale,
+        slot_mapping if value_scale is None else value_scale,
         num_tokens,
         *new_key.stride(),
         *new_value.stride(),
@@ -89,4 +105,6 @@ def write_kv(
         HEAD_TILE=triton.next_power_of_2(head_size),
         BLOCK_SIZE=key_cache.shape[1],
         TOKEN_TILE=_TOKEN_TILE,
+        HAS_KEY_SCALE=key_scale is not None,
+        HAS_VALUE_SCALE=value_scale is not None,
     )

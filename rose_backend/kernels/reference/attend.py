@@ -15,6 +15,7 @@ def attend(
     scale: float,
     is_causal: bool = False,
     logits_soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return ``softmax(cap(scale * q k^T) + bias) v`` as [R, H, Q, D] in the query's dtype, accumulated in float32.
 
@@ -23,8 +24,10 @@ def attend(
             hides a position. At least one position per query must stay visible.
         is_causal: query i sees keys 0..i; only together with ``bias=None``.
         logits_soft_cap: products become ``cap * tanh(product / cap)`` before the bias is added.
+        sinks: logits, broadcast to [R, H, Q], that take part in the softmax and attend to nothing. Neither scaled nor
+            capped.
     """
-    if logits_soft_cap is None and (bias is None or bias.dtype == query.dtype):
+    if logits_soft_cap is None and sinks is None and (bias is None or bias.dtype == query.dtype):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=bias, is_causal=is_causal, scale=scale
         )
@@ -36,7 +39,12 @@ def attend(
         scores = scores.masked_fill(hidden, float("-inf"))
     if bias is not None:
         scores = scores + bias
-    return (scores.softmax(dim=-1) @ value.float()).to(query.dtype)
+    if sinks is not None:
+        sink_scores = sinks.float().expand(scores.shape[:-1]).unsqueeze(-1)
+        weights = torch.cat((scores, sink_scores), dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    return (weights @ value.float()).to(query.dtype)
 
 
 def position_bias(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from rose_backend.kernels.reference.attend import attend, position_bias
+from rose_backend.kernels.reference.float8 import from_cache, to_cache
 from rose_backend.kernels.reference.write_kv import write_at
 
 # Queries attended at once where a mask is needed: bounds the mask to this many rows of float per visible token.
@@ -113,6 +114,9 @@ def paged_prefill(
     sliding_window: int | None = None,
     alibi_slopes: torch.Tensor | None = None,  # [HQ]
     logits_soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [HQ]
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
     plan: PrefillPlan | None = None,
 ) -> torch.Tensor:
     """Twin of ``rose_backend.kernels.paged_prefill``."""
@@ -125,40 +129,46 @@ def paged_prefill(
             num_step_tokens=query.shape[0],
             sliding_window=sliding_window,
         )
+    stored_key = None if new_key is None else to_cache(new_key, key_cache.dtype, key_scale)
+    stored_value = None if new_value is None else to_cache(new_value, value_cache.dtype, value_scale)
     for row in plan.rows:
         tokens = slice(row.start, row.start + row.num_tokens)
         _attend_row(
             row,
             query[tokens],
-            _row_tokens(key_cache, None if new_key is None else new_key[tokens], row),
-            _row_tokens(value_cache, None if new_value is None else new_value[tokens], row),
+            _row_tokens(key_cache, stored_key, row, query.dtype, key_scale),
+            _row_tokens(value_cache, stored_value, row, query.dtype, value_scale),
             out[tokens],
             scale=scale,
             sliding_window=sliding_window,
             alibi_slopes=alibi_slopes,
             logits_soft_cap=logits_soft_cap,
+            sinks=sinks,
         )
-    if new_key is not None and new_value is not None and plan.rows:
+    if stored_key is not None and stored_value is not None and plan.rows:
         if plan.token_indices is not None:
-            new_key, new_value = new_key[plan.token_indices], new_value[plan.token_indices]
-        write_at(new_key, new_value, key_cache, value_cache, plan.write_block_ids, plan.write_offsets)
+            stored_key, stored_value = stored_key[plan.token_indices], stored_value[plan.token_indices]
+        write_at(stored_key, stored_value, key_cache, value_cache, plan.write_block_ids, plan.write_offsets)
     return out
 
 
 def _row_tokens(
     cache: torch.Tensor,  # [NB, BS, HKV, D]
-    new_tokens: torch.Tensor | None,  # [Q, HKV, D]
+    stored_tokens: torch.Tensor | None,  # [T, HKV, D]  in the cache's dtype
     row: PrefillRow,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the row's keys or values from ``first_position`` to its last new token, [S, HKV, D]."""
+    """Return the row's keys or values from ``first_position`` to its last new token, [S, HKV, D] of ``dtype``."""
     num_history = row.num_computed_tokens - row.first_position
-    if new_tokens is None:
-        gathered = cache.index_select(0, row.block_ids).flatten(0, 1)
-        return gathered[: num_history + row.num_tokens]
-    if num_history == 0:
-        return new_tokens
-    history = cache.index_select(0, row.history_block_ids).flatten(0, 1)[:num_history]
-    return torch.cat((history, new_tokens))
+    if stored_tokens is None:
+        gathered = cache.index_select(0, row.block_ids).flatten(0, 1)[: num_history + row.num_tokens]
+    else:
+        gathered = stored_tokens[row.start : row.start + row.num_tokens]
+        if num_history > 0:
+            history = cache.index_select(0, row.history_block_ids).flatten(0, 1)[:num_history]
+            gathered = torch.cat((history, gathered))
+    return from_cache(gathered, dtype, scale)
 
 
 def _attend_row(
@@ -172,6 +182,7 @@ def _attend_row(
     sliding_window: int | None,
     alibi_slopes: torch.Tensor | None,
     logits_soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     num_kv_heads = key.shape[1]
     num_groups = query.shape[1] // num_kv_heads
@@ -181,6 +192,7 @@ def _attend_row(
     heads_query = query.transpose(0, 1).unsqueeze(0)
     heads_key, heads_value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (key, value))
     num_visible = key.shape[0]
+    head_sinks = None if sinks is None else sinks.unsqueeze(-1)
     plain = alibi_slopes is None and (sliding_window is None or num_visible <= sliding_window)
     if plain and (row.num_tokens == 1 or row.num_tokens == num_visible):
         attended = attend(
@@ -191,6 +203,7 @@ def _attend_row(
             scale=scale,
             is_causal=row.num_tokens > 1,
             logits_soft_cap=logits_soft_cap,
+            sinks=head_sinks,
         )
         out.copy_(attended[0].transpose(0, 1))
         return
@@ -214,5 +227,6 @@ def _attend_row(
             bias.unsqueeze(0),
             scale=scale,
             logits_soft_cap=logits_soft_cap,
+            sinks=head_sinks,
         )
         out[start:end].copy_(attended[0].transpose(0, 1))

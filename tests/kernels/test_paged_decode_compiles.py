@@ -1,0 +1,76 @@
+"""The Triton kernel of decode attention, compiled for three generations of GPUs that need not be there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rose_backend.kernels.gpu import paged_decode as gpu
+from rose_backend.kernels.reference.float8 import CACHE_DTYPE
+from tests.support.aot import CAPABILITIES, compile_launch, record_launches
+
+GPT2, LLAMA_8B = (12, 12, 64, torch.float16), (32, 8, 128, torch.bfloat16)
+CASES = [
+    *((shape, 64, 1, None, capability) for shape in (GPT2, LLAMA_8B) for capability in CAPABILITIES),
+    (LLAMA_8B, 64, 1, CACHE_DTYPE, 90),
+    (GPT2, 64, 1, CACHE_DTYPE, 100),
+    (LLAMA_8B, 64, 4, CACHE_DTYPE, 90),
+    (LLAMA_8B, 64, 4, None, 80),
+    (GPT2, 64, 4, None, 90),
+    (GPT2, 1, 1, None, 90),
+]
+
+
+@pytest.mark.parametrize(("shape", "num_rows", "max_query_len", "cache_dtype", "capability"), CASES, ids=str)
+def test_compiles_without_spills(
+    shape: tuple[int, int, int, torch.dtype],
+    num_rows: int,
+    max_query_len: int,
+    cache_dtype: torch.dtype | None,
+    capability: int,
+) -> None:
+    num_query_heads, num_kv_heads, head_size, dtype = shape
+    query = torch.empty(num_rows * max_query_len, num_query_heads, head_size, dtype=dtype)
+    new = torch.empty(num_rows * max_query_len, num_kv_heads, head_size, dtype=dtype)
+    cache = torch.empty(4, 16, num_kv_heads, head_size, dtype=cache_dtype or dtype)
+    ints = torch.empty(num_rows, 4, dtype=torch.int32)
+    options: dict[str, Any] = {}
+    if max_query_len > 1:
+        options = {
+            "query_start_loc": torch.empty(num_rows + 1, dtype=torch.int32),
+            "max_query_len": max_query_len,
+        }
+    if cache_dtype is not None:
+        options |= {
+            "sinks": torch.empty(num_query_heads),
+            "key_scale": torch.empty(1),
+            "value_scale": torch.empty(1),
+        }
+    tuning = gpu.decode_tuning(
+        head_size,
+        dtype,
+        132,
+        cache_dtype=cache_dtype,
+        num_rows=num_rows,
+        num_queries=num_query_heads // num_kv_heads * max_query_len,
+    )
+    with record_launches(gpu, "_paged_decode_kernel") as launches:
+        gpu.paged_decode(
+            query,
+            new,
+            new,
+            cache,
+            cache,
+            ints,
+            ints[:, 0].contiguous(),
+            scale=1.0,
+            out=query,
+            tuning=tuning,
+            **options,
+        )
+    resources = compile_launch(launches[0], capability)
+    print(f"sm_{capability} {shape}: {resources.summary()}")
+    assert resources.spill_bytes == 0
+    assert "mma" in resources.ptx and "cp.async" in resources.ptx

@@ -1,0 +1,34 @@
+"""What every supported Triton must be able to parse: 3.6 stops at constructs that newer ones take."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import rose_backend.kernels.gpu
+
+KERNEL_FILES = sorted(Path(rose_backend.kernels.gpu.__file__).parent.glob("*.py"))
+
+
+def nested_targets(source: str) -> list[int]:
+    """Return the lines that assign to a tuple inside a tuple, such as ``(a, b), c = ...``."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
+            items = target.elts if isinstance(target, ast.Tuple) else []
+            if any(isinstance(item, (ast.Tuple, ast.List)) for item in items):
+                lines.append(node.lineno)
+    return lines
+
+
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: path.stem)
+def test_no_kernel_unpacks_nested_tuples(path: Path) -> None:
+    assert nested_targets(path.read_text()) == [], "Triton 3.6 raises TypeError: unhashable type: 'list'"
+
+
+def test_nested_tuples_are_found() -> None:
+    assert nested_targets("a, b = f()\n(a, b), c = g()\n") == [2]
