@@ -20,10 +20,10 @@ def sample(
 ) -> SampleOutput:
     """Choose the next token of every row; work that no row asks for is skipped.
 
-    In this order, as vLLM: penalties, temperature, min-p, top-k, top-p, draw. Top-k keeps every token that ties with
-    the k-th most likely one. Top-p keeps tokens, most likely first (of equal ones the lower id), until they hold the
-    probability asked for; at least one. A token that a filter drops is never drawn, nor is one with a logit of minus
-    infinity unless all have it.
+    In this order, as vLLM: bias, penalties, temperature, min-p, top-k, top-p, draw. Top-k keeps every token that ties
+    with the k-th most likely one. Top-p keeps tokens, most likely first (of equal ones the lower id), until they hold
+    the probability asked for; at least one. A token that a filter drops is never drawn, nor is one with a logit of
+    minus infinity unless all have it.
 
     The draw depends on nothing but the row's own logits, parameters, seed and position. Its random bits are those of
     Philox4x32-10 with the seed as key and (token id // 4, position, 0, 0) as counter, word ``token id % 4``.
@@ -32,7 +32,8 @@ def sample(
         logits: stay as they are.
 
     Raises:
-        ShapeError: shapes or dtypes disagree, or more alternatives are asked for than there are tokens.
+        ShapeError: shapes or dtypes disagree, only one of the bias's tensors is given, or more alternatives are asked
+            for than there are tokens.
     """
     _check(logits, params)
     return _implementation(logits).sample(logits, params)
@@ -76,5 +77,13 @@ def _check(logits: torch.Tensor, params: SamplingTensors) -> None:
         check_tensors(logits=(logits, "R V"), prompt_mask=(params.prompt_mask, "R V", torch.bool))
     if params.output_counts is not None:
         check_tensors(logits=(logits, "R V"), output_counts=(params.output_counts, "R V", torch.int32))
+    if params.bias_token_ids is not None and params.bias is not None:
+        check_tensors(
+            logits=(logits, "R V"),
+            bias_token_ids=(params.bias_token_ids, "R M", torch.int32),
+            bias=(params.bias, "R M", torch.float32),
+        )
+    elif params.bias_token_ids is not params.bias:
+        raise ShapeError("bias_token_ids and bias: expected both or neither, got one")
     if params.num_logprobs > sizes["V"]:
         raise ShapeError(f"num_logprobs: expected at most V={sizes['V']}, got {params.num_logprobs}")

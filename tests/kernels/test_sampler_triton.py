@@ -20,12 +20,12 @@ INFINITY = float("inf")
 
 
 def call(
-    logits: torch.Tensor, fields: dict[str, Any], columns: int = 16, group: int = 4, candidates: int = 16
+    logits: torch.Tensor, fields: dict[str, Any], columns: int = 16, group: int = 4, candidates: int = 64
 ) -> tuple[torch.Tensor | None, ...]:
     """Sample with slices of ``group`` x ``columns`` tokens."""
     from rose_backend.kernels.gpu import sampler as gpu
 
-    gpu._COLUMNS, gpu._MIN_GROUP, gpu.MAX_CANDIDATE_GROUPS = columns, group, candidates
+    gpu._COLUMNS, gpu._MIN_GROUP, gpu.MAX_CANDIDATES = columns, group, candidates
     output = gpu.sample(logits, SamplingTensors(**fields))
     return output.token_ids, output.logprob, output.top_logprobs, output.top_token_ids
 
@@ -41,7 +41,7 @@ def sample(logits: torch.Tensor, params: SamplingTensors, **shape: int) -> Sampl
 # One slice and several; the last with groups of two tokens and few places for candidates, so that ties overflow.
 @pytest.mark.parametrize(
     ("vocab_size", "shape"),
-    [(3, {}), (67, {}), (301, {}), (301, {"columns": 64, "group": 2, "candidates": 8})],
+    [(3, {}), (67, {}), (301, {}), (301, {"columns": 64, "group": 8, "candidates": 16})],
     ids=str,
 )
 def test_draws_and_logprobs_are_those_of_the_reference(vocab_size: int, shape: dict[str, int]) -> None:
@@ -75,12 +75,29 @@ def test_infinite_and_equal_logits(filters: dict[str, Any]) -> None:
     assert drawn[1] == 0 and drawn[2] % 2 == 0 and drawn[3] == 130 and drawn[4] in (70, 140)
 
 
-def test_top_p_at_the_exact_edge_of_ties() -> None:
+def test_top_k_of_nearly_all_tokens() -> None:
+    # More than there are groups, so that the groups' maxima say nothing about the k-th largest score.
+    logits = torch.randn(40, 67, generator=torch.Generator().manual_seed(2)) * 0.1
+    params = make_params(40, top_k=[60, 66] * 20, top_p=[1.0, 1.0, 0.99, 0.99] * 10)
+    drawn = sample(logits, params).token_ids
+    assert torch.equal(drawn, sample_unfused(logits, params).token_ids)
+
+
+def test_flat_rows_keep_more_than_there_are_places_for_candidates() -> None:
+    logits = torch.randn(24, 150, generator=torch.Generator().manual_seed(3)) * 0.1
+    params = make_params(24, top_k=[0, 40, 100] * 8, min_p=[0.0, 0.0, 0.0, 0.9] * 6, top_p=0.5)
+    drawn = sample(logits, params, candidates=16).token_ids
+    assert torch.equal(drawn, sample_unfused(logits, params).token_ids)
+
+
+# The ties have places as candidates, or do not.
+@pytest.mark.parametrize("candidates", [32, 16])
+def test_top_p_at_the_exact_edge_of_ties(candidates: int) -> None:
     # 0.3 in float32 is a little more than 0.3: of twenty equal tokens it takes seven, not six.
-    logits = torch.full((24, 67), -INFINITY)
+    logits = torch.full((48, 67), -INFINITY)
     logits[:, 10:30] = 1.0
-    params = make_params(24, top_p=0.3, top_k=[0, 5] * 12)
-    drawn = sample(logits, params, candidates=32, columns=32).token_ids
+    params = make_params(48, top_p=0.3, top_k=[0, 5, 0, 0] * 12)
+    drawn = sample(logits, params, candidates=candidates, columns=32).token_ids
     assert torch.equal(drawn, sample_unfused(logits, params).token_ids)
     assert drawn.min() >= 10 and drawn.max() == 16
 
@@ -124,6 +141,8 @@ def test_compiles_without_spills(capability: int) -> None:
         1,
         prompt_mask=torch.zeros(1, 50_257, dtype=torch.bool),
         output_counts=torch.zeros(1, 50_257, dtype=torch.int32),
+        bias_token_ids=torch.zeros(1, 3, dtype=torch.int32),
+        bias=torch.zeros(1, 3),
         num_logprobs=3,
     )
     with record_launches(gpu, "_scan_kernel", "_choose_kernel") as launches:

@@ -1,9 +1,10 @@
 """Choosing one row's token: the first maximum, a draw among candidates, a draw by rejection, and the top logits.
 
-``source`` is what a row's scores are made of: (its logits [V], penalties as in ``scores_of``, temperature, row index).
-``filters`` is (top_k, top_p, min_p) and ``draws`` is (seed, position), numbers of this row. ``maxima`` are the largest
-scores of its groups: group ``g`` is column ``g % COLUMNS`` of slice ``g // COLUMNS``, and a slice is ``GROUP`` x
-``COLUMNS`` tokens.
+``source`` is what a row's scores are made of: (its logits [V], adjustments as in ``scores_of``, temperature, row).
+``filters`` is (top_k or 0, top_p, min_p) and ``draws`` is (seed, position), numbers of this row. ``row_max`` is its
+largest score, ``group_keys`` are the keys (see ``ordered_key``) of the largest scores of its groups. A slice is
+``GROUP`` x ``COLUMNS`` tokens, read as ``GROUP / 4`` rows of ``COLUMNS`` quads of neighbours; group ``g`` is the quads
+in column ``g % COLUMNS`` of slice ``g // COLUMNS``.
 """
 
 from __future__ import annotations
@@ -22,37 +23,55 @@ from rose_backend.kernels.gpu.race import (
     race,
     scores_of,
     tile_bits,
+    value_of_key,
 )
 
 
 @triton.jit
 def tile_tokens(slice_index, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the tokens of one slice, [GROUP, COLUMNS]; the last slice's go beyond the vocabulary."""
-    rows = tl.arange(0, GROUP)[:, None] * COLUMNS
-    return slice_index * (GROUP * COLUMNS) + rows + tl.arange(0, COLUMNS)[None, :]
+    """Return the tokens of one slice, [GROUP / 4, COLUMNS, 4]; the last slice's go beyond the vocabulary."""
+    rows = tl.arange(0, GROUP // 4)[:, None, None] * (COLUMNS * 4)
+    return (
+        slice_index * (GROUP * COLUMNS)
+        + rows
+        + tl.arange(0, COLUMNS)[None, :, None] * 4
+        + tl.arange(0, 4)[None, None, :]
+    )
+
+
+@triton.jit
+def group_tokens(groups, members, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the tokens of groups; ``members`` counts those of one group, 0 to ``GROUP - 1``, in order of token id."""
+    first_tokens = groups // COLUMNS * (GROUP * COLUMNS) + groups % COLUMNS * 4
+    return first_tokens + members // 4 * (COLUMNS * 4) + members % 4
+
+
+@triton.jit
+def largest_of_groups(values):
+    """Return the largest value of each group, [COLUMNS], of a slice's values [GROUP / 4, COLUMNS, 4]."""
+    return tl.max(tl.max(values, axis=0), axis=1)
 
 
 @triton.jit
 def load_scores(source, tokens, mask, vocab_size):
     """Return the scores of any tokens; minus infinity where masked."""
-    logits_ptr, penalties, temperature, row = source
+    logits_ptr, adjustments, temperature, row = source
     logits = tl.load(logits_ptr + tokens, mask=mask, other=MINUS_INFINITY)
-    return scores_of(logits, tokens, mask, penalties, temperature, row, vocab_size)
+    return scores_of(logits, tokens, mask, adjustments, temperature, row, vocab_size)
 
 
 @triton.jit
 def load_tile(source, slice_index, vocab_size, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return tokens and scores of one slice, [GROUP, COLUMNS]; minus infinity beyond the vocabulary."""
+    """Return tokens and scores of one slice, [GROUP / 4, COLUMNS, 4]; minus infinity beyond the vocabulary."""
     tokens = tile_tokens(slice_index, GROUP, COLUMNS)
     return tokens, load_scores(source, tokens, tokens < vocab_size, vocab_size)
 
 
 @triton.jit
-def choose_first_maximum(maxima, source, vocab_size, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
+def choose_first_maximum(group_keys, row_max, source, vocab_size, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
     """Return the lowest token with the row's largest score."""
-    row_max = tl.max(maxima)
-    groups = tl.arange(0, maxima.shape[0])
-    slice_index = tl.min(tl.where(maxima == row_max, groups // COLUMNS, NO_TOKEN))
+    groups = tl.arange(0, group_keys.shape[0])
+    slice_index = tl.min(tl.where(group_keys == ordered_key(row_max), groups // COLUMNS, NO_TOKEN))
     # Scores that are all NaN have no maximum.
     slice_index = tl.where(slice_index == NO_TOKEN, 0, slice_index)
     tokens, scores = load_tile(source, slice_index, vocab_size, GROUP, COLUMNS)
@@ -60,151 +79,217 @@ def choose_first_maximum(maxima, source, vocab_size, GROUP: tl.constexpr, COLUMN
 
 
 @triton.jit
-def choose_among_candidates(
-    maxima,
+def choose_winner(source, draws, winners_ptr, vocab_size, num_slices, SLICE_TILE: tl.constexpr):
+    """Return the winner of all slices' winners; NO_TOKEN if there is none."""
+    seed, position = draws
+    slices = tl.arange(0, SLICE_TILE)
+    tokens = tl.load(winners_ptr + slices, mask=slices < num_slices, other=NO_TOKEN)
+    mask = tokens < vocab_size
+    arrivals = exact_arrival(load_scores(source, tokens, mask, vocab_size), tokens, seed, position)
+    return tl.min(tl.where(mask & (arrivals == tl.max(arrivals)), tokens, NO_TOKEN))
+
+
+@triton.jit
+def choose_filtered(
+    group_keys,
+    row_max,
     source,
     filters,
     draws,
-    groups_ptr,  # [CANDIDATES]  scratch
+    token,
+    total,
+    scratch,  # int32: winners [num_slices], groups [all], tokens [CANDIDATES]; float32: scores [CANDIDATES]
+    vocab_size,
+    num_slices,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Draw a token of a row with filters.
+
+    Nothing that is kept has a lower key than ``bound``. If few tokens reach it, the draw is searched among them.
+
+    Args:
+        token: winner of all tokens, where there is neither top-k nor min-p and slices have raced. Else NO_TOKEN.
+        total: weight of all tokens, that of the largest score is 1. Without ``token`` 0.
+        TILE: tokens that are read at once.
+    """
+    top_k, top_p, min_p = filters
+    lowest = ordered_key(tl.full([], MINUS_INFINITY, tl.float32)) + 1
+    lowest = tl.maximum(lowest, ordered_key(row_max + tl.log(min_p)))
+    bound = lowest
+    if token < vocab_size:
+        # If top-p keeps the winner, nobody else can be drawn; if not, nothing behind it is kept.
+        bound = _key_of(source, token, vocab_size)
+    elif top_k > 0:
+        # The k groups with the largest maxima hold at least one score each that reaches the k-th of those.
+        kth = kth_largest_key(group_keys, top_k, lowest, ordered_key(row_max))
+        bound = tl.where(tl.sum((group_keys >= kth).to(tl.int32)) >= top_k, kth, lowest)
+    num_candidates, before = _gather_candidates(
+        group_keys, row_max, source, bound, token, scratch, vocab_size, GROUP, COLUMNS, CANDIDATES, TILE
+    )
+    if num_candidates <= CANDIDATES:
+        token = _choose_among_candidates(
+            num_candidates, row_max, bound, filters, draws, total, scratch, vocab_size, CANDIDATES
+        )
+    elif (token == NO_TOKEN) | (before >= top_p.to(tl.float64) * total):
+        if top_k > 0:
+            bound = _kth_largest_key_of_row(row_max, source, top_k, bound, vocab_size, TILE)
+            lowest = bound
+        token = _choose_by_rejection(
+            row_max, source, lowest, top_p, draws, bound, token, scratch[0], vocab_size, num_slices,
+            GROUP, COLUMNS, TILE, group_keys.shape[0] // COLUMNS,
+        )  # fmt: skip
+    return token
+
+
+@triton.jit
+def _gather_candidates(
+    group_keys,
+    row_max,
+    source,
+    bound,
+    token,
+    scratch,
     vocab_size,
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Draw a token of a row with a top-k of at most ``CANDIDATES``; return NO_TOKEN if too many groups tie."""
-    top_k, top_p, min_p = filters
-    seed, position = draws
-    row_max = tl.max(maxima)
-    highest = ordered_key(row_max)
-    group_keys = ordered_key(maxima)
-    lowest = ordered_key(tl.full([], MINUS_INFINITY, tl.float32)) + 1
-    lowest = kth_largest_key(group_keys, top_k, lowest, highest)
-    is_chosen = group_keys >= lowest
-    num_chosen = tl.sum(is_chosen.to(tl.int32))
-    token = tl.full([], NO_TOKEN, tl.int32)
-    if num_chosen <= CANDIDATES:
-        slots = tl.cumsum(is_chosen.to(tl.int32)) - 1
-        tl.store(groups_ptr + slots, tl.arange(0, maxima.shape[0]), mask=is_chosen)
-        tl.debug_barrier()
-        members = tl.arange(0, CANDIDATES * GROUP)
-        valid = members // GROUP < num_chosen
-        groups = tl.load(groups_ptr + members // GROUP, mask=valid, other=0)
-        tokens = groups // COLUMNS * (GROUP * COLUMNS) + members % GROUP * COLUMNS + groups % COLUMNS
+    """Write the tokens that reach ``bound`` and their scores side by side, if there are no more than ``CANDIDATES``.
+
+    Returns:
+        Their number, and the weight (float64) of those that have a higher key, or the same and come before ``token``.
+    """
+    _, groups_ptr, tokens_ptr, scores_ptr = scratch
+    is_chosen = group_keys >= bound
+    num_groups = tl.sum(is_chosen.to(tl.int32))
+    group_places = tl.cumsum(is_chosen.to(tl.int32)) - 1
+    # Everybody has read what an earlier round left.
+    tl.debug_barrier()
+    tl.store(groups_ptr + group_places, tl.arange(0, group_keys.shape[0]), mask=is_chosen)
+    tl.debug_barrier()
+    num_candidates, weights = tl.full([], 0, tl.int32), tl.zeros([TILE], tl.float32)
+    for first_group in range(0, num_groups, TILE // GROUP):
+        members = tl.arange(0, TILE)
+        places = first_group + members // GROUP
+        valid = places < num_groups
+        groups = tl.load(groups_ptr + places, mask=valid, other=0)
+        tokens = group_tokens(groups, members % GROUP, GROUP, COLUMNS)
         scores = load_scores(source, tokens, valid & (tokens < vocab_size), vocab_size)
         keys = ordered_key(scores)
-        lowest = kth_largest_key(keys, top_k, lowest, highest)
-        lowest = tl.maximum(lowest, ordered_key(row_max + tl.log(min_p)))
-        kept = keys >= lowest
-        if top_p < 1:
-            kept = keep_top_p(scores, keys, tokens, kept, row_max, lowest, top_p, vocab_size)
-        arrival, bits = tl.full([], MINUS_INFINITY, tl.float64), bits_of(tokens, seed, position)
-        arrival, token = race(scores, tokens, bits, kept, arrival, token, seed, position, False)
-    return token
+        is_candidate = keys >= bound
+        comes_before = (keys > bound) | (is_candidate & (tokens < token))
+        weights += tl.where(comes_before, tl.exp(scores - row_max), 0.0)
+        if num_candidates <= CANDIDATES:
+            slots = num_candidates + tl.cumsum(is_candidate.to(tl.int32)) - 1
+            tl.store(tokens_ptr + slots, tokens, mask=is_candidate & (slots < CANDIDATES))
+            tl.store(scores_ptr + slots, scores, mask=is_candidate & (slots < CANDIDATES))
+        num_candidates += tl.sum(is_candidate.to(tl.int32))
+    tl.debug_barrier()
+    return num_candidates, tl.sum(weights).to(tl.float64)
 
 
 @triton.jit
-def choose_by_rejection(
-    maxima,
-    source,
+def _choose_among_candidates(
+    num_candidates,
+    row_max,
+    lowest,
     filters,
     draws,
-    winners_ptr,  # [num_slices]
-    has_winners,
+    total,
+    scratch,
     vocab_size,
-    num_slices,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):
-    """Draw a token of a row with any filters.
-
-    Min-p and top-k are a lowest key. Top-p is asked about one winner after the other: it keeps a token if less than
-    enough weight comes before it (higher keys, then lower tokens), and if not, nothing behind that token is kept.
-    """
-    top_k, top_p, min_p = filters
-    row_max = tl.max(maxima)
-    lowest = ordered_key(tl.full([], MINUS_INFINITY, tl.float32)) + 1
-    lowest = tl.maximum(lowest, ordered_key(row_max + tl.log(min_p)))
-    if (top_k > 0) & (top_k < vocab_size):
-        lowest = _kth_largest_key_of_row(
-            maxima, source, top_k, lowest, vocab_size, num_slices, GROUP, COLUMNS
-        )
-    token = tl.full([], NO_TOKEN, tl.int32)
-    has_token = has_winners
-    if has_winners:
-        slice_tile: tl.constexpr = maxima.shape[0] // COLUMNS
-        token = _winner_of_slices(source, draws, winners_ptr, vocab_size, num_slices, slice_tile)
-        has_token = _key_of(source, token, vocab_size) >= lowest
-    end_key, end_token = lowest, tl.full([], 0, tl.int32) + vocab_size
-    is_searching = row_max == row_max
-    while is_searching:
-        if has_token == 0:
-            token = _race_before(source, draws, end_key, end_token, vocab_size, num_slices, GROUP, COLUMNS)
-        is_searching = top_p < 1
-        if is_searching:
-            key = _key_of(source, token, vocab_size)
-            before, total = _weights(
-                source, row_max, lowest, key, token, vocab_size, num_slices, GROUP, COLUMNS
-            )
-            # The most likely token is always kept.
-            is_searching = (before.to(tl.float64) >= top_p.to(tl.float64) * total.to(tl.float64)) & (
-                before > 0
-            )
-            end_key, end_token = key, token
-            has_token = has_token & (before < 0)
+    """Draw one of the candidates that reach ``lowest``, which are all that the filters may keep."""
+    top_k, top_p, _ = filters
+    seed, position = draws
+    slots = tl.arange(0, CANDIDATES)
+    valid = slots < num_candidates
+    tokens = tl.load(scratch[2] + slots, mask=valid, other=NO_TOKEN)
+    scores = tl.load(scratch[3] + slots, mask=valid, other=MINUS_INFINITY)
+    keys = ordered_key(scores)
+    if top_k > 0:
+        lowest = kth_largest_key(keys, top_k, lowest, ordered_key(row_max))
+    kept = keys >= lowest
+    if top_p < 1:
+        kept = keep_top_p(scores, keys, tokens, kept, row_max, lowest, top_p, total, vocab_size)
+    arrival, token = tl.full([], MINUS_INFINITY, tl.float64), tl.full([], NO_TOKEN, tl.int32)
+    bits = bits_of(tokens, seed, position)
+    arrival, token = race(scores, tokens, bits, kept, arrival, token, seed, position, False)
     return token
 
 
 @triton.jit
-def _kth_largest_key_of_row(
-    maxima,
+def _choose_by_rejection(
+    row_max,
     source,
-    k,
     lowest,
+    top_p,
+    draws,
+    end_key,
+    end_token,
+    winners_ptr,  # [num_slices]
     vocab_size,
     num_slices,
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    SLICE_TILE: tl.constexpr,
 ):
+    """Draw from any number of tokens that reach ``lowest`` and come before an end, see ``_race_before``.
+
+    Top-p is asked about one winner after the other: it keeps a token if less than enough weight comes before it (higher
+    keys, then lower tokens), and if not, nothing behind that token is kept.
+    """
+    token = tl.full([], NO_TOKEN, tl.int32)
+    is_searching = row_max == row_max
+    while is_searching:
+        _race_before(
+            source, draws, end_key, end_token, winners_ptr, vocab_size, num_slices, GROUP, COLUMNS, SLICE_TILE
+        )
+        token = choose_winner(source, draws, winners_ptr, vocab_size, num_slices, SLICE_TILE)
+        is_searching = (top_p < 1) & (token < vocab_size)
+        if is_searching:
+            end_key, end_token = _key_of(source, token, vocab_size), token
+            before, total = _weights(source, row_max, lowest, end_key, token, vocab_size, 2 * TILE)
+            # The most likely token is always kept.
+            is_searching = (before >= top_p.to(tl.float64) * total) & (before > 0)
+    return token
+
+
+@triton.jit
+def _kth_largest_key_of_row(row_max, source, k, lowest, vocab_size, TILE: tl.constexpr):
     """As ``kth_largest_key``, for all scores of a row."""
-    highest = ordered_key(tl.max(maxima))
-    # The k groups with the largest maxima hold at least one score each that reaches the k-th of those.
-    low = kth_largest_key(ordered_key(maxima), k, lowest, highest).to(tl.int64)
-    high = highest.to(tl.int64) + 1
+    low, high = lowest.to(tl.int64), ordered_key(row_max).to(tl.int64) + 1
     while high - low > 1:
         middle = (low + high) >> 1
-        counts = tl.zeros([GROUP, COLUMNS], tl.int32)
-        for slice_index in range(num_slices):
-            tokens = tile_tokens(slice_index, GROUP, COLUMNS)
+        count = tl.full([], 0, tl.int32)
+        for first_token in range(0, vocab_size, TILE):
+            tokens = first_token + tl.arange(0, TILE)
             scores = load_scores(source, tokens, tokens < vocab_size, vocab_size)
-            counts += (ordered_key(scores) >= middle.to(tl.int32)).to(tl.int32)
-        count = tl.sum(counts)
+            count += tl.sum((ordered_key(scores) >= middle.to(tl.int32)).to(tl.int32))
         low = tl.where(count >= k, middle, low)
         high = tl.where(count > k, high, tl.where(count == k, middle + 1, middle))
     return low.to(tl.int32)
 
 
 @triton.jit
-def _weights(
-    source,
-    row_max,
-    lowest,
-    key,
-    token,
-    vocab_size,
-    num_slices,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Return the weight before ``token``, whose key is ``key``, and that of all keys from ``lowest`` up."""
-    before = tl.zeros([GROUP, COLUMNS], tl.float32)
-    total = tl.zeros([GROUP, COLUMNS], tl.float32)
-    for slice_index in range(num_slices):
-        tokens, scores = load_tile(source, slice_index, vocab_size, GROUP, COLUMNS)
+def _weights(source, row_max, lowest, key, token, vocab_size, TILE: tl.constexpr):
+    """Return the weight before ``token``, whose key is ``key``, and that of all keys from ``lowest`` up; float64."""
+    before, total = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
+    for first_token in range(0, vocab_size, TILE):
+        tokens = first_token + tl.arange(0, TILE)
+        scores = load_scores(source, tokens, tokens < vocab_size, vocab_size)
         keys = ordered_key(scores)
         weights = tl.where(keys >= lowest, tl.exp(scores - row_max), 0.0)
-        total += weights
-        before += tl.where((keys > key) | ((keys == key) & (tokens < token)), weights, 0.0)
-    return tl.sum(before), tl.sum(total)
+        comes_before = (keys > key) | ((keys == key) & (tokens < token))
+        total += tl.sum(weights).to(tl.float64)
+        before += tl.sum(tl.where(comes_before, weights, 0.0)).to(tl.float64)
+    return before, total
 
 
 @triton.jit
@@ -213,44 +298,50 @@ def _race_before(
     draws,
     key,
     token,
+    winners_ptr,  # [num_slices]
     vocab_size,
     num_slices,
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SLICE_TILE: tl.constexpr,
 ):
-    """Return the winner among higher keys than ``key``, and of equal ones lower tokens than ``token``."""
+    """Write each slice's winner among higher keys than ``key``, and of equal ones lower tokens than ``token``.
+
+    With NO_TOKEN no slice has raced before. Else all have, with a later end, and only those race again whose winner is
+    not before this one.
+    """
     seed, position = draws
-    best_arrival, best_token = tl.full([], MINUS_INFINITY, tl.float64), tl.full([], NO_TOKEN, tl.int32)
-    for slice_index in range(num_slices):
+    slices = tl.arange(0, SLICE_TILE)
+    must_race = slices < num_slices
+    if token < vocab_size:
+        winners = tl.load(winners_ptr + slices, mask=must_race, other=NO_TOKEN)
+        winner_keys = ordered_key(load_scores(source, winners, winners < vocab_size, vocab_size))
+        is_behind = (winner_keys < key) | ((winner_keys == key) & (winners >= token))
+        must_race = (winners < vocab_size) & is_behind
+        # Everybody has read the old ones.
+        tl.debug_barrier()
+    slice_index = tl.min(tl.where(must_race, slices, NO_TOKEN))
+    while slice_index < num_slices:
         tokens, scores = load_tile(source, slice_index, vocab_size, GROUP, COLUMNS)
         keys = ordered_key(scores)
         running = (keys > key) | ((keys == key) & (tokens < token))
-        bits = tile_bits(slice_index * (GROUP * COLUMNS), seed, position, GROUP, COLUMNS)
-        best_arrival, best_token = race(
-            scores, tokens, bits, running, best_arrival, best_token, seed, position, True
-        )
-    return best_token
+        bits = tile_bits(slice_index * (GROUP * COLUMNS), seed, position, GROUP // 4, COLUMNS)
+        arrival, winner = tl.full([], MINUS_INFINITY, tl.float64), tl.full([], NO_TOKEN, tl.int32)
+        arrival, winner = race(scores, tokens, bits, running, arrival, winner, seed, position, False)
+        tl.store(winners_ptr + slice_index, winner)
+        slice_index = tl.min(tl.where(must_race & (slices > slice_index), slices, NO_TOKEN))
+    tl.debug_barrier()
 
 
 @triton.jit
 def _key_of(source, token, vocab_size):
-    token = tl.minimum(token, vocab_size - 1)
-    return ordered_key(load_scores(source, token, token >= 0, vocab_size))
-
-
-@triton.jit
-def _winner_of_slices(source, draws, winners_ptr, vocab_size, num_slices, SLICE_TILE: tl.constexpr):
-    seed, position = draws
-    slices = tl.arange(0, SLICE_TILE)
-    mask = slices < num_slices
-    tokens = tl.load(winners_ptr + slices, mask=mask, other=0)
-    arrivals = exact_arrival(load_scores(source, tokens, mask, vocab_size), tokens, seed, position)
-    return tl.min(tl.where(mask & (arrivals == tl.max(arrivals)), tokens, NO_TOKEN))
+    tokens = token + tl.arange(0, 1)
+    return tl.max(ordered_key(load_scores(source, tokens, tokens < vocab_size, vocab_size)))
 
 
 @triton.jit
 def report_top_logits(
-    maxima,
+    group_keys,  # of logits, not of scores
     logits_ptr,  # [V]
     normaliser,
     logprobs_ptr,  # [K]  written
@@ -261,23 +352,21 @@ def report_top_logits(
     COLUMNS: tl.constexpr,
 ):
     """Write the largest logits, falling: take one from the group with the largest maximum, lower that, repeat."""
-    groups = tl.arange(0, maxima.shape[0])
+    groups = tl.arange(0, group_keys.shape[0])
     gone = -NO_TOKEN - 1  # less than any key
-    first_tokens = groups // COLUMNS * (GROUP * COLUMNS) + groups % COLUMNS
-    keys = tl.where(first_tokens < vocab_size, ordered_key(maxima), gone)
+    keys = tl.where(group_tokens(groups, 0, GROUP, COLUMNS) < vocab_size, group_keys, gone)
     last_key, last_token = tl.full([], NO_TOKEN, tl.int32), tl.full([], 0, tl.int32)
     last_group = last_token
     for index in range(num_logprobs):
         key = tl.max(keys)
         group = tl.min(tl.where(keys == key, groups, NO_TOKEN))
-        tokens = group // COLUMNS * (GROUP * COLUMNS) + group % COLUMNS + tl.arange(0, GROUP) * COLUMNS
+        tokens = group_tokens(group, tl.arange(0, GROUP), GROUP, COLUMNS)
         logits = tl.load(logits_ptr + tokens, mask=tokens < vocab_size, other=MINUS_INFINITY)
         members = tl.where(tokens < vocab_size, ordered_key(logits), gone)
         is_new = (group != last_group) | (key != last_key) | (tokens > last_token)
         token = tl.min(tl.where((members == key) & is_new, tokens, NO_TOKEN))
         is_left = (members < key) | ((members == key) & (tokens > token))
         keys = tl.where(groups == group, tl.max(tl.where(is_left, members, gone)), keys)
-        logit = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        tl.store(logprobs_ptr + index, logit - normaliser)
+        tl.store(logprobs_ptr + index, value_of_key(key) - normaliser)
         tl.store(tokens_ptr + index, token.to(tl.int64))
         last_key, last_token, last_group = key, token, group

@@ -1,13 +1,15 @@
 """Choosing the next token of every row in two launches that never sort.
 
-The vocabulary is cut into slices of ``GROUP`` x ``COLUMNS`` tokens; a group is the ``GROUP`` tokens of one column.
+The vocabulary is cut into slices, and slices into groups of ``GROUP`` tokens (see ``choose_token.py``).
 
-1. One program per row and slice reads the logits once. It writes the largest score of each group, and for rows that may
-   need it the winner of the slice's race (see ``race.py``).
-2. One program per row. What is among the ``k`` largest scores is in one of the ``k`` groups with the largest maxima, so
-   with a small top-k it searches a few thousand candidates in registers. Rows without one take the winner of all
-   slices, ask whether top-p keeps it, and if not let those race again that come before it: each round rejects the loser
-   and everything behind it. With top-p 0.9 nine of ten rows need no second round.
+1. One program per row and slice reads the logits once. It writes the largest score of each group; for rows without
+   top-k and min-p the winner of the slice's race (see ``race.py``), and if they have top-p the slice's weight.
+2. One program per row. Without filters the winner of all slices is it. Else a lowest score is known: the ``k`` largest
+   scores reach the ``k``-th largest maximum of a group; min-p is one; top-p alone keeps the winner of all tokens, or
+   nothing behind it. Groups whose maximum reaches that are read once more. What reaches it, if that is no more than
+   ``MAX_CANDIDATES`` tokens, is searched in registers. Else top-p is asked whether it keeps the winner, and if not
+   those race again that come before it: each round rejects the loser and everything behind it. With top-p 0.9 nine of
+   ten rows need no second round.
 
 Slices, tiles and the order of every sum depend on the vocabulary only, so a row's token does not depend on its batch.
 """
@@ -19,9 +21,10 @@ import triton
 import triton.language as tl
 
 from rose_backend.kernels.gpu.choose_token import (
-    choose_among_candidates,
-    choose_by_rejection,
+    choose_filtered,
     choose_first_maximum,
+    choose_winner,
+    largest_of_groups,
     report_top_logits,
     tile_tokens,
 )
@@ -29,16 +32,17 @@ from rose_backend.kernels.gpu.race import (
     GREEDY_TEMPERATURE,
     MINUS_INFINITY,
     NO_TOKEN,
+    ordered_key,
     race,
     scores_of,
     tile_bits,
 )
 from rose_backend.kernels.sampling_tensors import SampleOutput, SamplingTensors
 
-MAX_CANDIDATE_GROUPS = 128
-"""Largest top-k that is searched among candidates, and groups that those may come from; at most ``_COLUMNS``."""
+MAX_CANDIDATES = 2048
+"""Tokens of a row that are searched in registers."""
 
-# On an H200 with 50,257 tokens; 256 columns with 8 warps: 22 us for one row and 53 us for 256, now 21 us and 50 us.
+# Columns of a slice, which 4 warps read: the fastest of those tried on an H200 with 50,257 tokens.
 _COLUMNS = 128
 _MIN_GROUP = 16
 # With larger vocabularies groups grow, so that the second launch can hold all their maxima.
@@ -47,61 +51,66 @@ _SCAN_WARPS = 4
 _CHOOSE_WARPS = 8
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_slices", "logits_stride"])
+@triton.jit(do_not_specialize=["vocab_size", "num_slices", "logits_stride", "bias_width"])
 def _scan_kernel(
     logits_ptr,  # [R, V]
     logits_stride,
     filters,  # temperature, top_k, top_p, min_p: [R]
     draws,  # seed, position: [R]
     penalties,  # see scores_of
+    biases,  # see scores_of
+    bias_width,
     maxima_ptr,  # [R, num_slices * COLUMNS]  written: largest score of each group
-    winners_ptr,  # [R, num_slices]  written for rows that are neither greedy nor have a small top-k
-    raw,  # pointers to the largest logit of each group and of each slice, and to the slices' weight sums; or None
+    masses_ptr,  # [R, 2, num_slices]  written for rows with nothing but top-p: see _store_mass
+    winners_ptr,  # [R, num_slices]  written for rows without top-k and min-p
+    raw,  # pointers to the largest logit of each group, and to masses of the logits themselves, written; or None
     vocab_size,
     num_slices,
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
-    CANDIDATES: tl.constexpr,
 ):
     row = (tl.program_id(0) // num_slices).to(tl.int64)
     slice_index = tl.program_id(0) % num_slices
-    temperature, top_k = tl.load(filters[0] + row), tl.load(filters[1] + row)
+    temperature = tl.load(filters[0] + row)
+    top_k, top_p, min_p = _load_filters(filters, row, vocab_size)
     tokens = tile_tokens(slice_index, GROUP, COLUMNS)
     valid = tokens < vocab_size
     logits = tl.load(logits_ptr + row * logits_stride + tokens, mask=valid, other=MINUS_INFINITY)
-    scores = scores_of(logits, tokens, valid, penalties, temperature, row, vocab_size)
-    slice_offset = row * num_slices + slice_index
-    groups = slice_offset * COLUMNS + tl.arange(0, COLUMNS)
-    tl.store(maxima_ptr + groups, tl.max(scores, axis=0))
+    scores = scores_of(logits, tokens, valid, (penalties, biases, bias_width), temperature, row, vocab_size)
+    groups = (row * num_slices + slice_index) * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(maxima_ptr + groups, largest_of_groups(scores))
+    masses = row * (2 * num_slices) + slice_index
     if raw is not None:
-        raw_maxima = tl.max(logits, axis=0)
-        tl.store(raw[0] + groups, raw_maxima)
-        largest = tl.max(raw_maxima)
-        tl.store(raw[1] + slice_offset, largest)
-        # All minus infinity: the weights are 0, not NaN.
-        weights = tl.exp(logits - tl.where(largest == MINUS_INFINITY, 0.0, largest))
-        tl.store(raw[2] + slice_offset, tl.sum(weights))
-    if (temperature >= GREEDY_TEMPERATURE) & (_is_small_top_k(top_k, vocab_size, CANDIDATES) == 0):
+        tl.store(raw[0] + groups, largest_of_groups(logits))
+        _store_mass(logits, raw[1] + masses, num_slices)
+    if (temperature >= GREEDY_TEMPERATURE) & (top_k == 0) & (min_p == 0):
+        if top_p < 1:
+            _store_mass(scores, masses_ptr + masses, num_slices)
         seed, position = tl.load(draws[0] + row), tl.load(draws[1] + row).to(tl.int32)
-        bits = tile_bits(slice_index * (GROUP * COLUMNS), seed, position, GROUP, COLUMNS)
-        arrival, winner = tl.full([], MINUS_INFINITY, tl.float64), tl.full([], 0, tl.int32)
+        bits = tile_bits(slice_index * (GROUP * COLUMNS), seed, position, GROUP // 4, COLUMNS)
+        arrival, winner = tl.full([], MINUS_INFINITY, tl.float64), tl.full([], NO_TOKEN, tl.int32)
         arrival, winner = race(
             scores, tokens, bits, scores > MINUS_INFINITY, arrival, winner, seed, position, False
         )
-        tl.store(winners_ptr + slice_offset, winner)
+        tl.store(winners_ptr + row * num_slices + slice_index, winner)
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_slices", "logits_stride", "num_logprobs"])
+@triton.jit(do_not_specialize=["vocab_size", "num_slices", "logits_stride", "bias_width", "num_logprobs"])
 def _choose_kernel(
     logits_ptr,  # [R, V]
     logits_stride,
     filters,  # temperature, top_k, top_p, min_p: [R]
     draws,  # seed, position: [R]
     penalties,  # see scores_of
+    biases,  # see scores_of
+    bias_width,
     maxima_ptr,  # [R, num_slices * COLUMNS]
+    masses_ptr,  # [R, 2, num_slices]
     winners_ptr,  # [R, num_slices]
     raw,  # see _scan_kernel
-    groups_ptr,  # [R, CANDIDATES]  scratch
+    groups_ptr,  # [R, num_slices * COLUMNS] int32  scratch
+    tokens_ptr,  # [R, CANDIDATES] int32  scratch
+    scores_ptr,  # [R, CANDIDATES]  scratch
     token_ids_ptr,  # [R]  written
     logprobs,  # pointers to logprob [R], top_logprobs [R, K] and top_token_ids [R, K], written; or None
     num_logprobs,
@@ -110,6 +119,7 @@ def _choose_kernel(
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    TILE: tl.constexpr,
     GROUP_TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -117,60 +127,87 @@ def _choose_kernel(
     groups = tl.arange(0, GROUP_TILE)
     is_group = groups < num_slices * COLUMNS
     group_offsets = row * (num_slices * COLUMNS) + groups
+    slice_tile: tl.constexpr = GROUP_TILE // COLUMNS
     if tl.program_id(1) == 0:
-        temperature, top_k = tl.load(filters[0] + row), tl.load(filters[1] + row)
-        row_filters = (top_k, tl.load(filters[2] + row), tl.load(filters[3] + row))
+        temperature = tl.load(filters[0] + row)
+        row_filters = _load_filters(filters, row, vocab_size)
+        top_k, top_p, min_p = row_filters
         row_draws = (tl.load(draws[0] + row), tl.load(draws[1] + row).to(tl.int32))
-        source = (logits_ptr, penalties, temperature, row)
+        source = (logits_ptr, (penalties, biases, bias_width), temperature, row)
         maxima = tl.load(maxima_ptr + group_offsets, mask=is_group, other=MINUS_INFINITY)
+        row_max, group_keys = tl.max(maxima), ordered_key(maxima)
+        winners = winners_ptr + row * num_slices
         # With an infinite maximum there are no weights: the first such token is taken, as in the reference.
-        if (temperature < GREEDY_TEMPERATURE) | (tl.abs(tl.max(maxima)) == float("inf")):
-            token = choose_first_maximum(maxima, source, vocab_size, GROUP, COLUMNS)
+        if (temperature < GREEDY_TEMPERATURE) | (tl.abs(row_max) == float("inf")):
+            token = choose_first_maximum(group_keys, row_max, source, vocab_size, GROUP, COLUMNS)
         else:
-            token = tl.full([], NO_TOKEN, tl.int32)
-            has_small_top_k = _is_small_top_k(top_k, vocab_size, CANDIDATES)
-            if has_small_top_k:
-                scratch = groups_ptr + row * CANDIDATES
-                token = choose_among_candidates(
-                    maxima, source, row_filters, row_draws, scratch, vocab_size, GROUP, COLUMNS, CANDIDATES
-                )
-            if token == NO_TOKEN:
-                winners = winners_ptr + row * num_slices
-                token = choose_by_rejection(
-                    maxima, source, row_filters, row_draws, winners, has_small_top_k == 0,
-                    vocab_size, num_slices, GROUP, COLUMNS,
+            token, total = tl.full([], NO_TOKEN, tl.int32), tl.full([], 0.0, tl.float64)
+            has_winners = (top_k == 0) & (min_p == 0)
+            if has_winners:
+                token = choose_winner(source, row_draws, winners, vocab_size, num_slices, slice_tile)
+                if top_p < 1:
+                    total = _total_mass(masses_ptr, row, row_max, num_slices, slice_tile)
+            if (has_winners == 0) | (top_p < 1):
+                groups_ptr += row * (num_slices * COLUMNS)
+                scratch = (winners, groups_ptr, tokens_ptr + row * CANDIDATES, scores_ptr + row * CANDIDATES)
+                token = choose_filtered(
+                    group_keys, row_max, source, row_filters, row_draws, token, total, scratch, vocab_size,
+                    num_slices, GROUP, COLUMNS, CANDIDATES, TILE,
                 )  # fmt: skip
         # Only scores that are NaN can leave nobody.
         token = tl.where(token < vocab_size, token, 0)
         tl.store(token_ids_ptr + row, token.to(tl.int64))
         if logprobs is not None:
-            tl.store(
-                logprobs[0] + row,
-                tl.load(logits_ptr + token) - _logsumexp(raw, row, num_slices, GROUP_TILE // COLUMNS),
-            )
+            normaliser = _logsumexp(raw[1], row, num_slices, slice_tile)
+            tl.store(logprobs[0] + row, tl.load(logits_ptr + token) - normaliser)
     elif logprobs is not None:
         raw_maxima = tl.load(raw[0] + group_offsets, mask=is_group, other=MINUS_INFINITY)
         offset = row * num_logprobs
-        normaliser = _logsumexp(raw, row, num_slices, GROUP_TILE // COLUMNS)
+        normaliser = _logsumexp(raw[1], row, num_slices, slice_tile)
         report_top_logits(
-            raw_maxima, logits_ptr, normaliser, logprobs[1] + offset, logprobs[2] + offset,
+            ordered_key(raw_maxima), logits_ptr, normaliser, logprobs[1] + offset, logprobs[2] + offset,
             num_logprobs, vocab_size, GROUP, COLUMNS,
         )  # fmt: skip
 
 
 @triton.jit
-def _is_small_top_k(top_k, vocab_size, CANDIDATES: tl.constexpr):
-    return (top_k > 0) & (top_k <= CANDIDATES) & (top_k < vocab_size)
+def _load_filters(filters, row, vocab_size):
+    """Return the row's (top_k, top_p, min_p), top_k as 0 where it keeps everything."""
+    top_k = tl.load(filters[1] + row)
+    top_k = tl.where((top_k > 0) & (top_k < vocab_size), top_k, 0)
+    return top_k, tl.load(filters[2] + row), tl.load(filters[3] + row)
 
 
 @triton.jit
-def _logsumexp(raw, row, num_slices, SLICE_TILE: tl.constexpr):
+def _store_mass(values, mass_ptr, num_slices):
+    """Write a slice's largest value, and ``num_slices`` further its sum of exp(value - largest)."""
+    largest = tl.max(values)
+    # All minus infinity: the weights are 0, not NaN.
+    weights = tl.exp(values - tl.where(largest == MINUS_INFINITY, 0.0, largest))
+    tl.store(mass_ptr, largest)
+    tl.store(mass_ptr + num_slices, tl.sum(weights))
+
+
+@triton.jit
+def _total_mass(masses_ptr, row, row_max, num_slices, SLICE_TILE: tl.constexpr):
+    """Return the row's sum of exp(value - row_max), float64."""
     slices = tl.arange(0, SLICE_TILE)
     mask = slices < num_slices
-    largest = tl.load(raw[1] + row * num_slices + slices, mask=mask, other=MINUS_INFINITY)
-    sums = tl.load(raw[2] + row * num_slices + slices, mask=mask, other=0.0)
+    offsets = row * (2 * num_slices) + slices
+    largest = tl.load(masses_ptr + offsets, mask=mask, other=MINUS_INFINITY)
+    sums = tl.load(masses_ptr + offsets + num_slices, mask=mask, other=0.0)
+    return tl.sum(tl.where(sums > 0, sums * tl.exp(largest - row_max), 0.0).to(tl.float64))
+
+
+@triton.jit
+def _logsumexp(masses_ptr, row, num_slices, SLICE_TILE: tl.constexpr):
+    slices = tl.arange(0, SLICE_TILE)
+    largest = tl.load(
+        masses_ptr + row * (2 * num_slices) + slices, mask=slices < num_slices, other=MINUS_INFINITY
+    )
     row_max = tl.max(largest)
-    return row_max + tl.log(tl.sum(tl.where(sums > 0, sums * tl.exp(largest - row_max), 0.0)))
+    total = _total_mass(masses_ptr, row, row_max, num_slices, SLICE_TILE)
+    return row_max + tl.log(total.to(tl.float32))
 
 
 def sample(
@@ -210,11 +247,11 @@ def _launch(
     def scratch(width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(num_rows, width, dtype=dtype, device=logits.device)
 
-    maxima, winners = scratch(num_groups), scratch(num_slices, torch.int32)
-    raw = None if logprobs is None else (scratch(num_groups), scratch(num_slices), scratch(num_slices))
-    groups = scratch(MAX_CANDIDATE_GROUPS, torch.int32)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     mask, counts = params.prompt_mask, params.output_counts
+    biases = None
+    if params.bias_token_ids is not None and params.bias is not None:
+        biases = (params.bias_token_ids.contiguous(), params.bias.contiguous())
     inputs = (
         logits,
         logits.stride(0),
@@ -227,16 +264,18 @@ def _launch(
             params.presence_penalty,
             params.frequency_penalty,
         ),
-        maxima,
-        winners,
-        raw,
+        biases,
+        0 if biases is None else biases[0].shape[1],
+        scratch(num_groups),
+        scratch(2 * num_slices),
+        scratch(num_slices, torch.int32),
+        None if logprobs is None else (scratch(num_groups), scratch(2 * num_slices)),
     )
     options = {
         "vocab_size": vocab_size,
         "num_slices": num_slices,
         "GROUP": group,
         "COLUMNS": _COLUMNS,
-        "CANDIDATES": MAX_CANDIDATE_GROUPS,
         # Fused products would round penalties differently from the reference.
         "enable_fp_fusion": False,
     }
@@ -245,11 +284,16 @@ def _launch(
     grid = (num_rows, 2 if num_logprobs else 1)
     _choose_kernel[grid](
         *inputs,
-        groups,
+        scratch(num_groups, torch.int32),
+        scratch(MAX_CANDIDATES, torch.int32),
+        scratch(MAX_CANDIDATES),
         token_ids,
         logprobs,
         num_logprobs,
         **options,
+        CANDIDATES=MAX_CANDIDATES,
+        # Penalties take registers of their own.
+        TILE=MAX_CANDIDATES if mask is None and counts is None else MAX_CANDIDATES // 2,
         GROUP_TILE=triton.next_power_of_2(num_groups),
         num_warps=_CHOOSE_WARPS,
     )

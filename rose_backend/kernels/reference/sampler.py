@@ -30,7 +30,7 @@ def sample(
     params: SamplingTensors,
 ) -> SampleOutput:
     """Twin of ``rose_backend.kernels.sample``."""
-    scores = apply_penalties(logits, params)
+    scores = apply_penalties(add_bias(logits, params), params)
     is_greedy = params.temperature < GREEDY_TEMPERATURE
     num_greedy = int(is_greedy.sum())
     if num_greedy == logits.shape[0]:
@@ -43,6 +43,23 @@ def sample(
         token_ids[greedy_rows] = scores[greedy_rows].argmax(dim=-1)
         token_ids[drawn_rows] = _draw(scores[drawn_rows], params.select(drawn_rows))
     return _report(logits, token_ids, params.num_logprobs)
+
+
+def add_bias(
+    logits: torch.Tensor,  # [R, V]
+    params: SamplingTensors,
+) -> torch.Tensor:
+    """Return logits with each row's bias: a new tensor, or ``logits`` itself without any."""
+    if params.bias_token_ids is None or params.bias is None:
+        return logits
+    is_listed = (params.bias_token_ids >= 0).cumprod(dim=1).bool()
+    token_ids = torch.where(is_listed, params.bias_token_ids, 0).to(torch.int64)
+    bias = torch.where(is_listed, params.bias, 0.0)
+    scores = logits.clone()
+    # One after the other: the sum over a token named twice is then the same on every device.
+    for index in range(token_ids.shape[1]):
+        scores.scatter_add_(1, token_ids[:, index : index + 1], bias[:, index : index + 1])
+    return scores
 
 
 def apply_penalties(
@@ -246,7 +263,7 @@ def sample_unfused(
     params: SamplingTensors,
 ) -> SampleOutput:
     """Twin of ``rose_backend.kernels.sample_unfused``."""
-    scores = apply_penalties(logits, params)
+    scores = apply_penalties(add_bias(logits, params), params)
     token_ids = scores.argmax(dim=-1)
     is_greedy = params.temperature < GREEDY_TEMPERATURE
     if not bool(is_greedy.all()):
