@@ -24,7 +24,7 @@ from rose_backend.kernels import (
 from rose_backend.vllm_plugin.attention_metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.backend_name import BACKEND_NAME
 from rose_backend.vllm_plugin.kv_cache_spec import as_rose_spec
-from rose_backend.vllm_plugin.options import appends_in_attention, rose_options
+from rose_backend.vllm_plugin.options import FLOAT8_CACHE_DTYPES, appends_in_attention, rose_options
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
@@ -36,7 +36,7 @@ class RoseAttentionBackend(AttentionBackend):
     """What vLLM asks before it builds anything. Any KV cache layout: the kernels trust strides, not shapes."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FLOAT8_CACHE_DTYPES]
     forward_includes_kv_cache_update: bool = True
 
     @staticmethod
@@ -70,9 +70,40 @@ class RoseAttentionBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        """One logit per query head that takes part in the softmax and attends to nothing."""
+        return True
+
+    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Causal attention over a KV cache only."""
         return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: Any,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """Refuse a cache of another 16-bit type than the model's, and float8 where the GPU cannot convert it."""
+        if kv_cache_dtype in ("float16", "bfloat16") and getattr(torch, kv_cache_dtype) != dtype:
+            return f"kv_cache_dtype {kv_cache_dtype} with a model in {str(dtype).removeprefix('torch.')} not supported"
+        if (
+            kv_cache_dtype in FLOAT8_CACHE_DTYPES
+            and device_capability is not None
+            and device_capability < (8, 9)
+        ):
+            return f"kv_cache_dtype {kv_cache_dtype} needs compute capability 8.9, this GPU has " + (
+                device_capability.as_version_str()
+            )
+        return None
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
@@ -100,6 +131,7 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,  # [HQ]
         **unsupported: Any,
     ) -> None:
         extra = sorted(name for name, value in unsupported.items() if value is not None)
@@ -114,11 +146,22 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.sliding_window = sliding_window
+        self.sinks = sinks
         self.kv_cache_dtype = kv_cache_dtype
+        self.has_float8_cache = kv_cache_dtype in FLOAT8_CACHE_DTYPES
         self.logits_soft_cap = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self._sinks: torch.Tensor | None = None
         vllm_config = get_current_vllm_config()
         self.appends_in_attention = appends_in_attention(vllm_config, rose_options(vllm_config))
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Bring the loaded sinks into the kernels' type. A reload keeps their address, which graphs hold."""
+        if self.sinks is None:
+            return
+        if self._sinks is None:
+            self._sinks = self.sinks.detach().float()
+        self._sinks.copy_(self.sinks)
 
     def forward(
         self,
@@ -140,55 +183,65 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         if attn_metadata is None:
             # A profiling run: there is no cache yet.
             return output.fill_(0)
-        key_cache, value_cache = _split_cache(kv_cache, self.head_size)
+        caches = self._caches(layer, kv_cache)
         if self.kv_sharing_target_layer_name is not None:
             key = value = None
         if not self.appends_in_attention and key is not None and value is not None:
             count = attn_metadata.num_actual_tokens
-            write_kv(key[:count], value[:count], key_cache, value_cache, attn_metadata.slot_mapping[:count])
+            write_kv(key[:count], value[:count], slot_mapping=attn_metadata.slot_mapping[:count], **caches)
             key = value = None
         if attn_metadata.num_decodes:
-            self._decode(query, key, value, key_cache, value_cache, attn_metadata, output)
+            self._decode(query, key, value, caches, attn_metadata, output)
         if attn_metadata.num_prefill_tokens:
-            self._prefill(query, key, value, key_cache, value_cache, attn_metadata, output)
+            self._prefill(query, key, value, caches, attn_metadata, output)
         return output
+
+    def _caches(self, layer: Any, kv_cache: torch.Tensor) -> dict[str, Any]:
+        """Return K and V as [NB, BS, HKV, D] views of vLLM's [NB, HKV, BS, 2 * D] view, and their scales."""
+        # vLLM hands float8 numbers over as bytes.
+        by_token = (kv_cache.view(torch.float8_e4m3fn) if self.has_float8_cache else kv_cache).transpose(1, 2)
+        return {
+            "key_cache": by_token[..., : self.head_size],
+            "value_cache": by_token[..., self.head_size :],
+            "key_scale": layer._k_scale if self.has_float8_cache else None,
+            "value_scale": layer._v_scale if self.has_float8_cache else None,
+        }
 
     def _decode(
         self,
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        caches: dict[str, Any],
         metadata: RoseAttentionMetadata,
         output: torch.Tensor,
     ) -> None:
-        rows = slice(0, metadata.num_decodes)
-        block_table, num_computed_tokens = metadata.block_table[rows], metadata.num_computed_tokens[rows]
+        rows, tokens = slice(0, metadata.num_decodes), slice(0, metadata.num_decode_tokens)
+        lengths: dict[str, Any] = {
+            "block_table": metadata.block_table[rows],
+            "num_computed_tokens": metadata.num_computed_tokens[rows],
+        }
+        if metadata.max_decode_query_len > 1:
+            lengths["query_start_loc"] = metadata.query_start_loc[: metadata.num_decodes + 1]
+            lengths["max_query_len"] = metadata.max_decode_query_len
         # ALiBi slopes differ between models, not between layers that share a step's metadata.
         plan = metadata.decode_plans.get(self.sliding_window)
         if plan is None:
             plan = metadata.decode_plans[self.sliding_window] = plan_paged_decode(
-                block_table,
-                num_computed_tokens,
-                key_cache,
+                key_cache=caches["key_cache"],
                 sliding_window=self.sliding_window,
                 alibi_slopes=self._slopes_on(query.device),
+                **lengths,
             )
         paged_decode(
-            query[rows],
-            None if key is None else key[rows],
-            None if value is None else value[rows],
-            key_cache,
-            value_cache,
-            block_table,
-            num_computed_tokens,
-            scale=self.scale,
-            out=output[rows],
-            sliding_window=self.sliding_window,
-            alibi_slopes=self._slopes_on(query.device),
-            logits_soft_cap=self.logits_soft_cap,
+            query[tokens],
+            None if key is None else key[tokens],
+            None if value is None else value[tokens],
+            out=output[tokens],
             plan=plan,
+            **lengths,
+            **caches,
+            **self._scoring(query.device),
         )
 
     def _prefill(
@@ -196,49 +249,48 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        caches: dict[str, Any],
         metadata: RoseAttentionMetadata,
         output: torch.Tensor,
     ) -> None:
         rows = slice(metadata.first_prefill_row, None)
         first = metadata.num_actual_tokens - metadata.num_prefill_tokens
         tokens = slice(first, metadata.num_actual_tokens)
-        block_table, num_computed_tokens = metadata.block_table[rows], metadata.num_computed_tokens[rows]
+        lengths: dict[str, Any] = {
+            "block_table": metadata.block_table[rows],
+            "query_start_loc": metadata.prefill_start_loc,
+            "num_computed_tokens": metadata.num_computed_tokens[rows],
+        }
         plan = metadata.prefill_plans.get(self.sliding_window)
         if plan is None:
             plan = metadata.prefill_plans[self.sliding_window] = plan_paged_prefill(
-                block_table,
-                metadata.prefill_start_loc,
-                num_computed_tokens,
-                key_cache,
+                key_cache=caches["key_cache"],
                 num_step_tokens=metadata.num_prefill_tokens,
                 sliding_window=self.sliding_window,
+                **lengths,
             )
         paged_prefill(
             query[tokens],
             None if key is None else key[tokens],
             None if value is None else value[tokens],
-            key_cache,
-            value_cache,
-            block_table,
-            metadata.prefill_start_loc,
-            num_computed_tokens,
-            scale=self.scale,
             out=output[tokens],
-            sliding_window=self.sliding_window,
-            alibi_slopes=self._slopes_on(query.device),
-            logits_soft_cap=self.logits_soft_cap,
             plan=plan,
+            **lengths,
+            **caches,
+            **self._scoring(query.device),
         )
+
+    def _scoring(self, device: torch.device) -> dict[str, Any]:
+        """Return what makes weights of queries and keys."""
+        return {
+            "scale": self.scale,
+            "sliding_window": self.sliding_window,
+            "alibi_slopes": self._slopes_on(device),
+            "logits_soft_cap": self.logits_soft_cap,
+            "sinks": self.sinks if self._sinks is None else self._sinks,
+        }
 
     def _slopes_on(self, device: torch.device) -> torch.Tensor | None:
         if self.alibi_slopes is not None and self.alibi_slopes.device != device:
             self.alibi_slopes = self.alibi_slopes.to(device)
         return self.alibi_slopes
-
-
-def _split_cache(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V as [NB, BS, HKV, D] views of vLLM's [NB, HKV, BS, 2 * D] view."""
-    by_token = kv_cache.transpose(1, 2)
-    return by_token[..., :head_size], by_token[..., head_size:]

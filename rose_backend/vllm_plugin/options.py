@@ -16,6 +16,9 @@ OPTIONS_KEY = "rose"
 HAND_BACK_OPTION = '--additional-config \'{"rose": {"block_manager": false}}\''
 """Gives block management back to vLLM."""
 
+FLOAT8_CACHE_DTYPES = ("fp8", "fp8_e4m3")
+"""vLLM's names of caches in ``torch.float8_e4m3fn``."""
+
 SCHEDULER_CLASS = "rose_backend.vllm_plugin.scheduler.RoseScheduler"
 ASYNC_SCHEDULER_CLASS = "rose_backend.vllm_plugin.scheduler.RoseAsyncScheduler"
 

@@ -6,7 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rose_backend.errors import ConfigError
-from rose_backend.vllm_plugin.options import ASYNC_SCHEDULER_CLASS, HAND_BACK_OPTION, SCHEDULER_CLASS
+from rose_backend.vllm_plugin.options import (
+    ASYNC_SCHEDULER_CLASS,
+    FLOAT8_CACHE_DTYPES,
+    HAND_BACK_OPTION,
+    SCHEDULER_CLASS,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,6 +25,9 @@ SPECULATIVE_METHODS = (
     *("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"),
     *("draft_model", "eagle", "eagle3", "mtp"),
 )
+# vLLM's selector asks again for each layer, but says no more than "kv_cache_dtype not supported".
+CACHE_DTYPES = ("auto", "float16", "bfloat16", *FLOAT8_CACHE_DTYPES)
+_CACHE_DTYPES_HINT = f"--kv-cache-dtype other than {', '.join(CACHE_DTYPES)}"
 _METHODS_HINT = f"--speculative-config with a method other than {', '.join(SPECULATIVE_METHODS)}"
 
 
@@ -65,6 +73,7 @@ def _attention_checks() -> Iterator[tuple[str, Check]]:
     yield "decode context parallelism", lambda c: c.parallel_config.decode_context_parallel_size > 1
     yield "prefill context parallelism", lambda c: c.parallel_config.prefill_context_parallel_size > 1
     yield "chunked local attention", lambda c: _model(c, "attention_chunk_size")
+    yield "this K/V cache type (" + _CACHE_DTYPES_HINT + ")", _has_other_cache_dtype
 
 
 def _manager_checks() -> Iterator[tuple[str, Check]]:
@@ -82,6 +91,10 @@ def _manager_checks() -> Iterator[tuple[str, Check]]:
 
 def _model(vllm_config: VllmConfig, attribute: str) -> bool:
     return vllm_config.model_config is not None and bool(getattr(vllm_config.model_config, attribute))
+
+
+def _has_other_cache_dtype(vllm_config: VllmConfig) -> bool:
+    return vllm_config.cache_config.cache_dtype not in CACHE_DTYPES
 
 
 def _has_sliding_window(vllm_config: VllmConfig) -> bool:

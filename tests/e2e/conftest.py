@@ -29,6 +29,7 @@ def make_engine(tiny_model_path: Path) -> Iterator[MakeEngine]:
         def engine(*, num_threads: int = 1, **options: Any) -> Iterator[Any]:
             import torch
             from vllm import LLM
+            from vllm.compilation.monitor import set_cudagraph_capturing_enabled
             from vllm.distributed import cleanup_dist_env_and_memory
 
             defaults: dict[str, Any] = {
@@ -45,6 +46,8 @@ def make_engine(tiny_model_path: Path) -> Iterator[MakeEngine]:
             torch.set_num_threads(num_threads)
             # The engine before was held by its test until now; vLLM measures free memory while it starts.
             cleanup_dist_env_and_memory()
+            # Model runner V1 forbids captures for the rest of the process; V2 does not allow them again.
+            set_cudagraph_capturing_enabled(True)
             llm = LLM(**{**defaults, **options})
             try:
                 yield llm

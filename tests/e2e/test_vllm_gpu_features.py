@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.config import CUDAGraphMode
 
 from tests.e2e.conftest import MakeEngine
 from tests.e2e.test_vllm_features import (
@@ -53,6 +54,8 @@ def test_ngram_speculation(
     choose_runner(monkeypatch, runner)
     options: dict[str, Any] = {"speculative_config": NGRAM, "enforce_eager": eager, **MEMORY}
     with make_engine(num_gpu_blocks_override=400, disable_log_stats=False, **options) as llm:
+        mode = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
+        assert mode == (CUDAGraphMode.NONE if eager else CUDAGraphMode.FULL_AND_PIECEWISE)
         before = draft_counts(llm)
         for _ in range(2):
             assert_greedy(llm.generate(inputs_of(case[0]), GREEDY, use_tqdm=False), case[1])

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from rose_backend.errors import ConfigError
@@ -177,24 +179,10 @@ def test_profiling_without_a_cache_returns_zeros(configs: dict[bool, Any]) -> No
     assert impl.forward(None, query, query, query, torch.tensor([]), None, output).eq(0).all()
 
 
-def test_rows_without_tokens_are_padding(configs: dict[bool, Any]) -> None:
-    step = Step(STEPS["decodes"])
-    common = step.common_metadata()
-    last = common.query_start_loc[-1:]
-    common.query_start_loc = common.query_start_loc_cpu = torch.cat((common.query_start_loc, last, last))
-    common.seq_lens = torch.cat((common.seq_lens, torch.zeros(2, dtype=torch.int32)))
-    common.block_table_tensor = torch.cat((step.table, torch.zeros(2, 8, dtype=torch.int32)))
-    common.num_reqs += 2
-    builder = RoseAttentionMetadataBuilder(None, ["layer"], configs[True], torch.device("cpu"))
-    metadata = builder.build(0, common)
-    assert metadata.num_computed_tokens.tolist() == [0, 15, 16, 40, -1, -1]
-    assert metadata.num_decodes == 4 and metadata.num_prefill_tokens == 0
-
-
 def test_unknown_layer_options_are_refused(configs: dict[bool, Any]) -> None:
     with set_current_vllm_config(configs[True]):
-        with pytest.raises(ConfigError, match="sinks"):
-            RoseAttentionImpl(NUM_HEADS, HEAD_SIZE, SCALE, sinks=torch.zeros(NUM_HEADS))
+        with pytest.raises(ConfigError, match="chunk_lookback"):
+            RoseAttentionImpl(NUM_HEADS, HEAD_SIZE, SCALE, chunk_lookback=4)
         with pytest.raises(ConfigError, match="ENCODER_ONLY"):
             RoseAttentionImpl(NUM_HEADS, HEAD_SIZE, SCALE, attn_type=AttentionType.ENCODER_ONLY)
 
@@ -202,7 +190,6 @@ def test_unknown_layer_options_are_refused(configs: dict[bool, Any]) -> None:
 def test_the_platform_refuses_what_the_backend_does_not_support() -> None:
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
-    from vllm.v1.attention.selector import AttentionSelectorConfig
 
     from rose_backend.vllm_plugin import register
 
@@ -215,9 +202,10 @@ def test_the_platform_refuses_what_the_backend_does_not_support() -> None:
     for change, reason in (
         ({"head_size": 60}, "head_size"),
         ({"head_size": 512}, "head_size"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "float16"}, "kv_cache_dtype float16 with a model in float32"),
+        ({"kv_cache_dtype": "fp8", "use_per_head_quant_scales": True}, "per-head quant scales"),
         ({"block_size": 24}, "block_size"),
-        ({"has_sink": True}, "sinks"),
         ({"use_mla": True}, "MLA"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "ENCODER_ONLY"),
     ):
@@ -225,11 +213,31 @@ def test_the_platform_refuses_what_the_backend_does_not_support() -> None:
             CpuPlatform.get_attn_backend_cls(rose, good._replace(**change))
 
 
-def test_what_is_declared_is_what_is_there() -> None:
-    assert RoseAttentionBackend.forward_includes_kv_cache_update is True
-    assert RoseAttentionMetadataBuilder.reorder_batch_threshold == 1
-    # The torch twins cannot be captured; raise this together with kernels that can.
-    assert RoseAttentionMetadataBuilder._cudagraph_support is AttentionCGSupport.NEVER
+@pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False)])
+def test_float8_needs_a_gpu_that_converts_it(capability: tuple[int, int], refused: bool) -> None:
+    for cache_dtype in ("auto", "fp8", "fp8_e4m3"):
+        reasons = RoseAttentionBackend.validate_configuration(
+            **AttentionSelectorConfig(64, torch.float16, cache_dtype, 16)._asdict(),
+            device_capability=DeviceCapability(*capability),
+        )
+        if refused and cache_dtype != "auto":
+            assert reasons == [f"kv_cache_dtype {cache_dtype} needs compute capability 8.9, this GPU has 8.0"]
+        else:
+            assert reasons == []
+
+
+def test_reloaded_sinks_keep_their_address(configs: dict[bool, Any]) -> None:
+    loaded = torch.nn.Parameter(torch.zeros(NUM_HEADS, dtype=torch.bfloat16), requires_grad=False)
+    with set_current_vllm_config(configs[True]):
+        impl = RoseAttentionImpl(NUM_HEADS, HEAD_SIZE, SCALE, NUM_KV_HEADS, sinks=loaded)
+    addresses = set()
+    for value in (1.5, -2.0):
+        loaded.fill_(value)
+        impl.process_weights_after_loading(torch.bfloat16)
+        sinks = impl._scoring(torch.device("cpu"))["sinks"]
+        assert sinks.dtype == torch.float32 and sinks.tolist() == [value] * NUM_HEADS
+        addresses.add(sinks.data_ptr())
+    assert len(addresses) == 1
 
 
 def test_specifications_are_marked_and_otherwise_equal() -> None:

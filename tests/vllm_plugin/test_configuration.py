@@ -167,6 +167,7 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
 
 
 SERVED: dict[str, dict[str, Any]] = {
+    "float8 K/V": {"kv_cache_dtype": "fp8"},
     "KV cache events": {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")},
     "n-gram speculation": {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
@@ -181,6 +182,13 @@ SERVED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("feature", SERVED)
 def test_what_the_block_manager_serves_keeps_it(make_config: MakeConfig, feature: str) -> None:
     assert make_config(**SERVED[feature]).scheduler_config.scheduler_cls == SCHEDULER_CLASS
+
+
+def test_other_quantized_caches_are_refused_by_name(make_config: MakeConfig, rose_log: list[str]) -> None:
+    with pytest.raises(ValueError, match="this K/V cache type"):
+        make_config(kv_cache_dtype="fp8_e5m2")
+    (line,) = rose_log
+    assert "--kv-cache-dtype other than auto, float16, bfloat16, fp8, fp8_e4m3" in line
 
 
 @pytest.mark.parametrize("feature", UNSUPPORTED)

@@ -12,6 +12,7 @@ import pytest
 from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed import kv_events
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.attention import attention as attention_layer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from vllm.v1.core import kv_cache_utils
@@ -120,9 +121,25 @@ def test_blocks_have_every_method_that_is_called() -> None:
 )
 def test_attention_classes_are_complete_and_take_the_same_arguments(ours: type, theirs: type) -> None:
     assert not inspect.isabstract(ours), sorted(ours.__abstractmethods__)
-    for name in [*public_functions(theirs), "__init__"]:
-        if name in vars(ours):
-            assert_accepts(getattr(ours, name), getattr(theirs, name), f"{ours.__name__}.{name}")
+    for base in theirs.__mro__:
+        for name in [*public_functions(base), "__init__"]:
+            if name in vars(ours):
+                assert_accepts(getattr(ours, name), getattr(theirs, name), f"{ours.__name__}.{name}")
+
+
+def test_vllm_asks_for_what_the_attention_classes_override() -> None:
+    for owner, name in (
+        (AttentionMetadataBuilder, "get_cudagraph_support"),
+        (AttentionMetadataBuilder, "reorder_batch_threshold"),
+        (AttentionImpl, "process_weights_after_loading"),
+        (AttentionBackend, "supports_sink"),
+        (AttentionBackend, "supports_combination"),
+        (AttentionBackend, "customize_spec"),
+    ):
+        assert hasattr(owner, name), f"vLLM's {owner.__name__} has no {name}: ROSE's would never be called"
+    layer = inspect.getsource(attention_layer)
+    for name in ("_k_scale", "_v_scale", "impl.process_weights_after_loading"):
+        assert name in layer, f"vLLM's attention layer has no {name}"
 
 
 @pytest.mark.parametrize("event", EVENT_FIELDS, ids=lambda event: event.__name__)
