@@ -1,81 +1,176 @@
-"""Time the GPU kernels on cold inputs, and say how near to the speed of memory they come.
+"""Time the GPU kernels on cold inputs beside their peers, once their tests have passed on this machine.
 
-    python -m benchmarks.kernels [--match decode] [--repeats 50] [--json FILE]
+    python -m benchmarks.kernels --prove [--families decode sampler] [--match B=1] [--json FILE]
 
-Microseconds are per launch, from replays of a captured graph that rotates among input sets larger than the L2 cache:
-20th, 50th and 80th percentile. GB/s counts each input and output once, by the median; the last columns divide that by
-what a large copy reaches on the same device, and count the attention products as two operations each.
+Microseconds are per launch, from replays of captured graphs that rotate among input sets larger than the L2 cache,
+taken in turns by all sides: 20th, 50th and 80th percentile. GB/s counts each input and output once, by the median; "of
+copy" divides that by what a large copy reaches on the same device. A peer's "x Rose" is its median over Rose's: above 1
+Rose is faster. It is shown only for families whose tests have passed, all of them, with these sources, versions and
+this GPU: ``--prove`` runs them first, or see benchmarks/support/proof.py. Peers that are not installed are named and
+left out; a peer whose result differs from Rose's is named and not timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
-import json
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.kernel_cases.timing import KernelCase, copy_bandwidth, time_case
-
-FAMILIES = ("attention", "clone", "elementwise", "sampler")
-
-
-def measure(case: KernelCase, repeats: int, copy: float) -> dict[str, float | str]:
-    """Return one row of the table."""
-    times = time_case(case, repeats)
-    p20, p50, p80 = (times[int(share * (len(times) - 1))] for share in (0.2, 0.5, 0.8))
-    rate = case.num_bytes / p50 * 1e6
-    return {
-        "case": case.name,
-        "p20_us": p20,
-        "p50_us": p50,
-        "p80_us": p80,
-        "gb_per_s": rate / 1e9,
-        "copy_share": rate / copy,
-        "tflop_per_s": case.flops / p50 / 1e6,
-    }
+from benchmarks.kernel_cases import FAMILIES, peers
+from benchmarks.kernel_cases.case import ROSE, Contest, KernelCase
+from benchmarks.kernel_cases.timing import LaunchGraph, copy_bandwidth, percentile, time_alternated
+from benchmarks.support.kernel_tables import brief, print_report
+from benchmarks.support.proof import DEFAULT_FOLDER, ROOT, machine_facts, source_digest, unproved_because
+from benchmarks.support.report import run_facts, write_json
 
 
-def print_table(rows: list[dict[str, float | str]], copy: float) -> None:
-    """Print all rows for people."""
-    table = Table(title=f"{torch.cuda.get_device_name()}, copy {copy / 1e12:.2f} TB/s")
-    for name in ("case", "p20 us", "p50 us", "p80 us", "GB/s", "of copy", "TFLOP/s"):
-        table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
-    for row in rows:
-        times = (f"{row[name]:.2f}" for name in ("p20_us", "p50_us", "p80_us"))
-        flops = f"{row['tflop_per_s']:.0f}" if row["tflop_per_s"] else ""
-        table.add_row(str(row["case"]), *times, f"{row['gb_per_s']:.0f}", f"{row['copy_share']:.1%}", flops)
-    Console(width=120).print(table)
-
-
-def main() -> int:
-    """Time every case whose name matches."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--match", default="", help="only cases whose name contains this")
-    parser.add_argument("--repeats", type=int, default=50, help="graph replays per case (default 50)")
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
-    args = parser.parse_args()
+def main(arguments: list[str] | None = None) -> int:
+    """Time every chosen case; the status is 1 if a peer disagreed or broke, or a family is unproved."""
+    options = parse_options(arguments)
     if not torch.cuda.is_available():
         print(f"needs a CUDA device; torch {torch.__version__} sees none", file=sys.stderr)
         return 1
+    if options.prove:
+        prove(options.families, options.proofs)
+    machine = machine_facts()
+    unproved = {name: unproved_because(FAMILIES[name], options.proofs, machine) for name in options.families}
     torch.manual_seed(0)
     copy = copy_bandwidth()
     rows = []
-    for family in FAMILIES:
-        for case in importlib.import_module(f"benchmarks.kernel_cases.{family}").cases():
-            if args.match in case.name:
-                rows.append(measure(case, args.repeats, copy))
+    for family in options.families:
+        module = importlib.import_module(f"benchmarks.kernel_cases.{family}")
+        for case in module.cases():
+            if re.search(options.match, case.name):
+                row = measure(case, options, copy, compare=unproved[family] is None)
+                rows.append({"family": family, **row})
+                print(brief(row), file=sys.stderr, flush=True)
                 torch.cuda.empty_cache()
-    print_table(rows, copy)
-    if args.json:
-        args.json.write_text(json.dumps({"copy_bytes_per_s": copy, "rows": rows}, indent=1) + "\n")
-    return 0
+    report = {
+        **run_facts(),
+        "commit": options.commit or head_commit(),
+        "kernels_digest": source_digest(),
+        "gpu": machine["gpu"],
+        "driver": machine["driver"],
+        "copy_bytes_per_s": copy,
+        "repeats": options.repeats,
+        "samples_per_repeat": options.samples,
+        "families": {
+            name: {"tests": FAMILIES[name], "unproved_because": why} for name, why in unproved.items()
+        },
+        "missing_peers": peers.MISSING,
+        "rows": rows,
+    }
+    print_report(Console(width=180), report)
+    if options.json:
+        write_json(options.json, report)
+    broken = any("error" in side for row in rows for side in row["sides"].values())
+    return int(broken or any(unproved.values()))
+
+
+def parse_options(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options, or exit with what is wrong with them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--match", default="", help="only cases whose name has a match of this expression")
+    parser.add_argument("--repeats", type=int, default=5, help="turns that every side takes (default 5)")
+    parser.add_argument("--samples", type=int, default=5, help="measurements per turn (default 5)")
+    parser.add_argument("--prove", action="store_true", help="run the families' tests first")
+    parser.add_argument("--proofs", type=Path, default=DEFAULT_FOLDER, help="folder of the tests' records")
+    parser.add_argument("--commit", help="of the sources, where this is no git checkout")
+    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    options = parser.parse_args(arguments)
+    if options.repeats < 3:
+        parser.error(f"--repeats: got {options.repeats}, at least 3")
+    if options.samples < 1:
+        parser.error(f"--samples: got {options.samples}, at least 1")
+    return options
+
+
+def prove(families: list[str], folder: Path) -> None:
+    """Run the families' tests, one process for each file at the same time."""
+    files = dict.fromkeys(file for family in families for file in FAMILIES[family])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.support.proof"]
+    runs = [subprocess.Popen([*command, "--proofs", str(folder), file], cwd=ROOT) for file in files]
+    for run in runs:
+        run.wait()
+
+
+def head_commit() -> str | None:
+    """Return the commit that is checked out, with "-dirty" if files differ from it; None outside a git checkout."""
+    if shutil.which("git") is None:
+        return None
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def measure(case: KernelCase, options: argparse.Namespace, copy: float, *, compare: bool) -> dict[str, Any]:
+    """Return one row: what each side took, or what is wrong with it.
+
+    Args:
+        copy: bandwidth of a copy in bytes per second.
+        compare: the family's tests have passed.
+    """
+    contest = case.make(case.num_sets)
+    # All are compared before any is timed: some work in place, and on what others share.
+    sides = {name: {"error": error} for name, error in broken_peers(contest).items()}
+    graphs: dict[str, LaunchGraph] = {}
+    for name, launches in contest.sides.items():
+        if name in sides:
+            continue
+        try:
+            graphs[name] = LaunchGraph(launches)
+        except Exception as error:
+            if name == ROSE:
+                raise
+            sides[name] = {"error": described(error)}
+        # Collections are slow with a peer's many objects around, and every capture makes one.
+        gc.freeze()
+    times = time_alternated(graphs, options.repeats, options.samples)
+    for name, values in times.items():
+        p20, p50, p80 = (percentile(values, share) for share in (0.2, 0.5, 0.8))
+        rate = case.num_bytes / p50 * 1e6
+        sides[name] = {
+            "p20_us": p20,
+            "p50_us": p50,
+            "p80_us": p80,
+            "gb_per_s": rate / 1e9,
+            "copy_share": rate / copy,
+            "tflop_per_s": case.flops / p50 / 1e6,
+        }
+        if name != ROSE:
+            sides[name]["times_rose"] = p50 / sides[ROSE]["p50_us"] if compare else None
+    return {"case": case.name, "num_bytes": case.num_bytes, "flops": case.flops, "sides": sides}
+
+
+def broken_peers(contest: Contest) -> dict[str, str]:
+    """Return what is wrong with the peers that fail or whose results differ from Rose's."""
+    broken = {}
+    for name in contest.sides:
+        try:
+            complaint = None if name == ROSE else contest.disagreement(name)
+        except Exception as error:
+            # A peer may break in any way; that is no reason to lose the other figures.
+            complaint = described(error)
+        if complaint is not None:
+            broken[name] = complaint
+    return broken
+
+
+def described(error: Exception) -> str:
+    """Return an exception on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 if __name__ == "__main__":

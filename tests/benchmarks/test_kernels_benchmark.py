@@ -1,0 +1,213 @@
+"""The kernel benchmark compares results before times, and shows a ratio only where it may. Its times are made up."""
+
+from __future__ import annotations
+
+import importlib
+import io
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import kernels
+from benchmarks.kernel_cases import FAMILIES, peers
+from benchmarks.kernel_cases.case import COLD_BYTES, MAX_SETS, ROSE, Contest, KernelCase
+from benchmarks.kernel_cases.sampler import FILTERS, allowed_tokens
+from benchmarks.kernel_cases.timing import time_alternated
+from benchmarks.support.kernel_tables import losses, print_report
+
+COPY = 4e12
+
+
+class FakeGraph:
+    """Takes as long as the first launch's result says."""
+
+    taken: ClassVar[list[float]] = []
+
+    def __init__(self, launches: Any) -> None:
+        self.us = float(launches[0]()[0])
+
+    def sample(self) -> float:
+        self.taken.append(self.us)
+        return self.us
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "LaunchGraph", FakeGraph)
+
+
+def measured(sides: dict[str, float], *, compare: bool = True, tolerance: float = 1.0) -> dict[str, Any]:
+    """Time sides whose result is the time that they take."""
+
+    def make(num_sets: int) -> Contest:
+        launches = {name: [lambda us=us: torch.tensor([us])] * num_sets for name, us in sides.items()}
+        return Contest(launches, tolerance=tolerance)
+
+    options = kernels.parse_options([])
+    case = KernelCase("some work", 8_000_000, make, flops=6_000_000)
+    return {"family": "decode", **kernels.measure(case, options, COPY, compare=compare)}
+
+
+def test_figures_of_a_row() -> None:
+    row = measured({ROSE: 2.0, "slow": 3.0})
+    assert row["sides"][ROSE] == {
+        "p20_us": 2.0,
+        "p50_us": 2.0,
+        "p80_us": 2.0,
+        "gb_per_s": 4000.0,
+        "copy_share": 1.0,
+        "tflop_per_s": 3.0,
+    }
+    assert row["sides"]["slow"]["times_rose"] == 1.5
+
+
+def test_no_ratio_without_a_proof() -> None:
+    row = measured({ROSE: 2.0, "slow": 3.0}, compare=False)
+    assert row["sides"]["slow"]["times_rose"] is None
+    assert row["sides"]["slow"]["p50_us"] == 3.0
+
+
+def test_a_peer_that_disagrees_is_not_timed() -> None:
+    row = measured({ROSE: 2.0, "wrong": 3.0, "slow": 2.1}, tolerance=0.1)
+    assert row["sides"]["wrong"] == {"error": "differs from Rose by 5.0e-01, at most 1.0e-01 expected"}
+    assert row["sides"]["slow"]["times_rose"] == pytest.approx(1.05)
+    row = measured({ROSE: 2.0, "wrong": float("nan")})
+    assert "differs from Rose by nan" in row["sides"]["wrong"]["error"]
+
+
+def test_a_broken_peer_costs_nobody_else_a_figure_but_a_broken_rose_stops() -> None:
+    def make(broken: str) -> Any:
+        def work(name: str) -> Any:
+            def run() -> torch.Tensor:
+                if name == broken:
+                    raise RuntimeError("no such kernel")
+                return torch.tensor([2.0])
+
+            return [run]
+
+        return lambda num_sets: Contest({ROSE: work(ROSE), "peer": work("peer"), "other": work("other")})
+
+    options = kernels.parse_options([])
+    row = kernels.measure(KernelCase("work", 1, make("peer")), options, COPY, compare=True)
+    assert row["sides"]["peer"] == {"error": "RuntimeError: no such kernel"}
+    assert row["sides"]["other"]["times_rose"] == 1.0
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        kernels.measure(KernelCase("work", 1, make(ROSE)), options, COPY, compare=True)
+
+
+def test_results_are_compared_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph writes to all input sets, of which one may be what another side's check starts from."""
+    order: list[str] = []
+
+    class Graph(FakeGraph):
+        def __init__(self, launches: Any) -> None:
+            order.append("time")
+            super().__init__(launches)
+
+    monkeypatch.setattr(kernels, "LaunchGraph", Graph)
+    launches = {name: [lambda: torch.tensor([2.0])] for name in (ROSE, "peer", "other")}
+    contest = Contest(launches, reset=lambda: order.append("compare"))
+    kernels.measure(KernelCase("work", 1, lambda _: contest), kernels.parse_options([]), COPY, compare=True)
+    assert order == ["compare"] * 4 + ["time"] * 3
+
+
+def test_sides_take_turns() -> None:
+    FakeGraph.taken.clear()
+    graphs = {us: FakeGraph([lambda us=us: torch.tensor([us])]) for us in (1.0, 2.0)}
+    times = time_alternated(graphs, repeats=3, samples=2)
+    assert FakeGraph.taken == [1.0, 1.0, 2.0, 2.0] * 3
+    assert times == {1.0: [1.0] * 6, 2.0: [2.0] * 6}
+
+
+def report_of(rows: list[dict[str, Any]], unproved_because: str | None) -> str:
+    console = Console(file=io.StringIO(), width=150)
+    report = {
+        "gpu": "some GPU",
+        "driver": "1.2",
+        "copy_bytes_per_s": COPY,
+        "families": {"decode": {"tests": [], "unproved_because": unproved_because}},
+        "missing_peers": {"absent": "No module named 'absent'"},
+        "rows": rows,
+    }
+    print_report(console, report)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_printed_report_names_losses_and_what_is_missing() -> None:
+    rows = [measured({ROSE: 3.0, "fast": 1.5, "wrong": 9.0})]
+    text = report_of(rows, None)
+    assert "some GPU, driver 1.2, copy 4.00 TB/s" in text
+    assert "skipped: absent: No module named 'absent'" in text
+    assert "not timed: some work: wrong: differs" in text
+    assert losses(rows) == ["some work: fast takes 0.50 of Rose's time"]
+    assert losses(rows)[0] in text
+
+
+def test_the_printed_report_has_no_ratio_without_a_proof() -> None:
+    text = report_of([measured({ROSE: 3.0, "fast": 1.5}, compare=False)], "tests/t.py: 1 failed")
+    assert "unproved, so not compared: decode: tests/t.py: 1 failed" in text
+    assert "loss" not in text and "0.50" not in text
+    (line,) = [line for line in text.splitlines() if "fast" in line]
+    assert "unproved" in line
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cases_are_named_and_rotate_among_more_than_a_cache_holds(family: str) -> None:
+    cases = list(importlib.import_module(f"benchmarks.kernel_cases.{family}").cases())
+    assert cases and len({case.name for case in cases}) == len(cases)
+    for case in cases:
+        assert case.num_sets >= 2
+        assert case.num_sets * case.num_bytes >= COLD_BYTES or case.num_sets == MAX_SETS
+
+
+def test_an_absent_peer_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "MISSING", {})
+    assert peers.load("absent", "no_such_package_at_all") is None
+    assert peers.MISSING == {"absent": "No module named 'no_such_package_at_all'"}
+    assert peers.load("present", "json") is not None
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_allowed_tokens_are_those_of_the_definition(name: str) -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.25, 0.03, 0.02]]).log()
+    filters = {**FILTERS[name]}
+    if "top_k" in filters:
+        filters["top_k"] = 3
+    allowed = {
+        "greedy": [0],
+        "no filter": [0, 1, 2, 3, 4],
+        "top-k 50, top-p 0.9": [0, 1, 2],
+        "top-k 500, top-p 0.9": [0, 1, 2],
+        "top-p 0.9": [0, 1, 2],
+        "min-p 0.05": [0, 1, 2, 3, 4],
+    }[name]
+    assert allowed_tokens(logits, filters).nonzero()[:, 1].tolist() == allowed
+    if name == "min-p 0.05":
+        assert allowed_tokens(logits, {"min_p": 0.7}).nonzero()[:, 1].tolist() == [0, 1]
+
+
+def test_help_names_the_switches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        kernels.main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for switch in ("--families", "--match", "--prove", "--proofs", "--json"):
+        assert switch in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--repeats", "2"], "--repeats: got 2, at least 3"),
+        (["--samples", "0"], "--samples: got 0, at least 1"),
+        (["--families", "none"], "invalid choice: 'none'"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        kernels.main(arguments)
+    assert message in capsys.readouterr().err
