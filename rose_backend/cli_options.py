@@ -23,6 +23,7 @@ _ENGINE_HELP = {
     "num_blocks": "KV blocks to allocate (default: sized from memory)",
     "gpu_memory_utilization": "share of the GPU's memory for weights, activations and KV pool together",
     "cpu_kvcache_space_gib": "memory of the KV pool on a CPU in GiB, at most",
+    "run_ahead": "decode steps to start before the tokens of the one before are read; 0: none (default: 1 on a GPU)",
     "seed": "seeds requests that bring no seed of their own",
     "max_queue_size": "requests that may wait; one more is refused",
 }

@@ -15,6 +15,8 @@ from rose_backend.errors import ConfigError, nearest_name_hint
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 
+MAX_RUN_AHEAD = 4
+
 # Limits on one request, checked before anything is copied or allocated.
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -112,6 +114,9 @@ class EngineConfig(Switches):
     """Share of the GPU's memory that weights, activations and the KV pool may take together."""
     cpu_kvcache_space_gib: float = 1.0
     """Memory of the KV pool on a CPU, in GiB, at most; never more than all sequences can use."""
+    run_ahead: int | None = None
+    """Decode steps that the host may start before it has read the tokens of the one before them; 0 reads each step's
+    tokens first. None takes 1 on a GPU and 0 on a CPU."""
     seed: int = 0
     """Seeds requests that bring none of their own."""
     max_queue_size: int = 10_000
@@ -130,6 +135,8 @@ class EngineConfig(Switches):
             check_int("max_model_len", self.max_model_len, 2, 1 << 24)
         if self.num_blocks is not None:
             check_int("num_blocks", self.num_blocks, 2, (1 << 31) - 1)
+        if self.run_ahead is not None:
+            check_int("run_ahead", self.run_ahead, 0, MAX_RUN_AHEAD)
         check_int("max_queue_size", self.max_queue_size, 1, 10_000_000)
         check_int("seed", self.seed, 0, (1 << 63) - 1)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

@@ -14,8 +14,9 @@ from rose_backend.engine.output_processor import OutputProcessor
 from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.request import Completion, Request, RequestFactory
 from rose_backend.engine.row_state import RowState
-from rose_backend.engine.scheduler import Scheduler, Step
+from rose_backend.engine.scheduler import Scheduler
 from rose_backend.engine.start_up import LoadedModel, load
+from rose_backend.engine.step_pipeline import StepPipeline
 from rose_backend.errors import EngineDeadError, IntegrityError, RequestError
 
 
@@ -65,10 +66,6 @@ class EngineCore:
         )
         self._build(loaded)
         self._requests: dict[str, Request] = {}
-        self._steps = 0
-        self._computed_tokens = 0
-        self._prompt_tokens_computed = 0
-        self._recomputed_tokens = 0
         self._generated_tokens = 0
         self._failure: BaseException | None = None
 
@@ -90,12 +87,12 @@ class EngineCore:
     @property
     def stats(self) -> EngineStats:
         """Counters since the start."""
-        counters = self._scheduler.counters
+        counters, steps = self._scheduler.counters, self._pipeline.counters
         return EngineStats(
-            steps=self._steps,
-            computed_tokens=self._computed_tokens,
-            prompt_tokens_computed=self._prompt_tokens_computed,
-            recomputed_tokens=self._recomputed_tokens,
+            steps=steps.steps,
+            computed_tokens=steps.computed_tokens,
+            prompt_tokens_computed=steps.prompt_tokens_computed,
+            recomputed_tokens=steps.recomputed_tokens,
             generated_tokens=self._generated_tokens,
             cached_tokens=counters.cached_tokens,
             preemptions=counters.preemptions,
@@ -144,7 +141,7 @@ class EngineCore:
         return output
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step.
+        """Start one step, and take in what an earlier one has drawn; without run-ahead, this one.
 
         Returns:
             An output for each request that has finished, and for each streaming one with a new token.
@@ -154,11 +151,10 @@ class EngineCore:
         """
         self._check_alive()
         try:
-            step = self._scheduler.schedule()
-            return [] if step is None else self._run(step)
+            return self._advance()
         except Exception as error:
             self._failure = error
-            raise EngineDeadError(f"the engine stopped in step {self._steps}: {_describe(error)}") from error
+            raise EngineDeadError(f"the engine stopped in {self._where()}: {_describe(error)}") from error
         except BaseException as error:
             # Ctrl-C, too, can leave rows and reservations half-way: going on could give wrong text.
             self._failure = error
@@ -190,25 +186,34 @@ class EngineCore:
         self._runner = ModelRunner(
             loaded.model, config, self.manager, self._rows, loaded.kv_cache, loaded.eos_token_ids
         )
+        if loaded.captures_graphs:
+            self._runner.capture()
+        self._pipeline = StepPipeline(
+            self.manager, self._rows, self._scheduler, self._runner, loaded.device, loaded.run_ahead
+        )
         self._outputs = OutputProcessor(self._rows, loaded.tokenizer, loaded.eos_token_ids)
 
-    def _run(self, step: Step) -> list[RequestOutput]:
-        rows = step.rows
-        self._count(step)
-        forwarded = self._runner.forward(step)
-        # The model's work is enqueued: everything that may read these blocks comes behind it on the same stream.
-        self.manager.commit(rows, step.num_new_tokens, forwarded.token_ids)
-        self._steps += 1
-        due = np.flatnonzero(self.manager.num_computed_tokens[rows] == self._rows.num_tokens[rows])
-        if not len(due):
+    def _advance(self) -> list[RequestOutput]:
+        read = self._pipeline.advance()
+        if read is None:
             return []
-        due_rows, sources = self._scheduler.fork_siblings(rows[due])
-        sampled = self._runner.sample(forwarded, due, due_rows, sources)
-        self._generated_tokens += len(due_rows)
-        finished_rows, news = self._outputs.apply(due_rows, sampled)
+        rows, sampled = read
+        self._generated_tokens += len(rows)
+        finished_rows, news = self._outputs.apply(rows, sampled)
         if len(finished_rows):
             self._scheduler.release(finished_rows)
-        return self._collect(news)
+        outputs = self._collect(news)
+        if not self._requests:
+            self._pipeline.drop()
+        return outputs
+
+    def _where(self) -> str:
+        """Say which step it is and whom it served, for the one report of a failure."""
+        rows = self._scheduler.running_rows
+        newest = list(self._requests)[-3:]
+        return (
+            f"step {self._pipeline.counters.steps} with {len(rows)} rows, newest requests {', '.join(newest)}"
+        )
 
     def _collect(self, news: Iterable[Completion]) -> list[RequestOutput]:
         outputs = []
@@ -218,17 +223,6 @@ class EngineCore:
             if request.is_finished or request.is_streaming:
                 outputs.append(self._outputs.request_output(request))
         return outputs
-
-    def _count(self, step: Step) -> None:
-        rows = step.rows
-        start = self.manager.num_computed_tokens[rows]
-        end = start + step.num_new_tokens
-        again = np.minimum(end, np.maximum(start, self._rows.num_computed_before[rows]))
-        num_prompt_tokens = self._rows.num_prompt_tokens[rows]
-        first_time = np.maximum(np.minimum(end, num_prompt_tokens) - again, 0)
-        self._computed_tokens += int(step.num_new_tokens.sum())
-        self._recomputed_tokens += int((again - start).sum())
-        self._prompt_tokens_computed += int(first_time.sum())
 
     def _release(self, completions: list[Completion]) -> None:
         if completions:

@@ -77,10 +77,11 @@ def gpu_reserve_bytes(config: EngineConfig, *, vocab_size: int, width: int, shap
     """Return an upper estimate of what the largest step takes beside weights and KV pool.
 
     Hidden states of ``max_num_batched_tokens`` tokens: residual, normed, QKV (3E), attention out, MLP (4E), one spare.
-    Logits of ``max_num_seqs`` rows, 20 bytes each: float32 raw, scaled and sorted, and int64 indices. Plus 256 MiB.
+    Logits of ``max_num_seqs`` rows, 24 bytes each: float32 raw, scaled and sorted, and int64 indices; and float32 once
+    more for captured graphs, which keep what they need. Plus 256 MiB.
     """
     hidden = config.max_num_batched_tokens * width * 11 * shape.dtype.itemsize
-    logits = min(config.max_num_seqs, config.max_num_batched_tokens) * vocab_size * 20
+    logits = min(config.max_num_seqs, config.max_num_batched_tokens) * vocab_size * 24
     return hidden + logits + _GPU_SLACK_BYTES
 
 

@@ -22,6 +22,12 @@ class StepLogprobs:
     top_logprobs: NDArray[np.float32]  # [S, K], falling
     top_token_ids: NDArray[np.int64]  # [S, K]
 
+    def select(self, rows: NDArray[np.bool_]) -> StepLogprobs:
+        """Return the entries of some rows."""
+        return StepLogprobs(
+            self.logprob[rows], self.rank[rows], self.top_logprobs[rows], self.top_token_ids[rows]
+        )
+
     def entry(self, index: int, token_id: int, num_logprobs: int, tokenizer: Tokenizer) -> dict[int, Logprob]:
         """Return the dictionary of row ``index``: its sampled token and its ``num_logprobs`` most likely ones."""
         entry = {

@@ -1,4 +1,4 @@
-"""One step on the device: inputs from the row buffers, forward pass, next tokens."""
+"""One step on the device: inputs from the row buffers, forward passes, next tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from numpy.typing import NDArray
 from rose_backend import kernels
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
+from rose_backend.engine.decode_buffers import SAMPLING_FIELDS, DecodeBuffers
+from rose_backend.engine.decode_runner import DecodeRunner, graph_widths
 from rose_backend.engine.logprobs import StepLogprobs, compute_logprobs
 from rose_backend.engine.penalty_table import PenaltyTable
+from rose_backend.engine.prompt_graphs import PromptGraphs
 from rose_backend.engine.row_state import Int32Array, RowState
 from rose_backend.engine.scheduler import Step
+from rose_backend.engine.staging import download, upload
 from rose_backend.models.attention_metadata import AttentionMetadata
 
 
@@ -41,11 +45,24 @@ class CausalLM(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """Outcome of a forward pass."""
+    """Outcome of a step's forward passes. ``T`` and ``R`` count what is not in the decode part."""
 
-    hidden: torch.Tensor  # [T, E]
+    decode_rows: Int32Array  # [D], have drawn already
+    decode_step: int
+    decode_slots: NDArray[np.int64]  # [D]
+    rows: Int32Array  # [R]
+    num_new_tokens: Int32Array  # [R]
+    hidden: torch.Tensor | None  # [T, E]
     token_ids: Int32Array  # [T], what was computed, row after row
     last_token_indices: NDArray[np.int64]  # [R], of each row's last token in hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens that ``ModelRunner.sample`` draws; they may not be there yet."""
+
+    token_ids: torch.Tensor  # [S] int64, in host memory
+    logprobs: StepLogprobs | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +71,11 @@ class SampledTokens:
 
     token_ids: NDArray[np.int64]  # [S]
     logprobs: StepLogprobs | None
-    """None when no row asked for any."""
+    """None when no row asked for any; otherwise of the first rows, those that came out of ``ModelRunner.sample``."""
 
 
 class ModelRunner:
-    """Runs steps of one model over one KV pool.
+    """Runs steps of one model over one KV pool. Nothing here waits for the device, unless logprobs are asked for.
 
     Args:
         kv_cache: ``[L, 2, NB, BS, H, D]``.
@@ -82,58 +99,75 @@ class ModelRunner:
         self._block_size = config.block_size
         self._eos_token_ids = eos_token_ids
         self._sample_tokens = kernels.sample if config.fused_sampler else kernels.sample_unfused
+        self._writes_apart = not config.fused_kv_append
         self._penalties = PenaltyTable(state, int(model.config.vocab_size), self._device)
-        self._device_table = None
-        if self._device.type != "cpu":
-            self._device_table = torch.zeros(
-                manager.block_table.shape, dtype=torch.int32, device=self._device
-            )
+        widths = () if self._device.type == "cpu" else graph_widths(config.max_num_seqs)
+        self.decoder = DecodeRunner(self._decode, manager, state, self._device, widths)
+        self.prompts: PromptGraphs | None = None
+        self._max_num_batched_tokens = config.max_num_batched_tokens
+
+    def capture(self) -> None:
+        """Capture decode steps, and forward passes over prompts, in CUDA graphs."""
+        self.decoder.capture()
+        if self._writes_apart:
+            return
+        self.prompts = PromptGraphs(
+            lambda ids, positions, metadata: self._model.forward(ids, positions, self._kv_cache, metadata),
+            self._max_num_batched_tokens,
+            self._manager.block_table.shape[1],
+            self._device,
+        )
+        self.prompts.capture()
 
     @torch.inference_mode()
     def forward(self, step: Step) -> Forwarded:
-        """Run the step's clones and its forward pass, which writes the K/V of every token in it."""
+        """Run the step's clones and its forward passes, which write the K/V of every token in it.
+
+        The decode part goes through fixed buffers and draws its tokens itself; all else is one pass of its own.
+        """
         plan = step.clone_plan
         if plan is not None:
-            src, dst = torch.from_numpy(plan.src_block_ids), torch.from_numpy(plan.dst_block_ids)
+            src, dst = upload(self._device, plan.src_block_ids, plan.dst_block_ids)
             kernels.block_clone(self._kv_cache, src, dst, block_dim=2)
             self._manager.finish_clone_plan(plan)
-        rows, counts = step.rows, step.num_new_tokens
-        start = self._manager.num_computed_tokens[rows]
-        ends = np.cumsum(counts, dtype=np.int64)
-        if step.num_decodes == len(rows):
-            row_of_token, positions = rows, start.astype(np.int64)
-        else:
-            row_of_token = np.repeat(rows, counts)
-            positions = np.arange(ends[-1]) + np.repeat(start - (ends - counts), counts)
-        token_ids = self._state.token_ids[row_of_token, positions]
-        blocks = self._manager.block_table[row_of_token, positions // self._block_size].astype(np.int64)
-        metadata = AttentionMetadata(
-            query_start_loc=self._to_device(np.concatenate([[0], ends]).astype(np.int32)),
-            num_computed_tokens=self._to_device(start),
-            block_table=self._gather_block_table(rows, int((start + counts).max())),
-            slot_mapping=self._to_device(blocks * self._block_size + positions % self._block_size),
-            num_decodes=step.num_decodes,
+        split, decode_step, decode_slots = 0, 0, np.empty(0, np.int64)
+        if step.is_synchronous:
+            self.decoder.clear()
+        elif step.num_decodes:
+            split = step.num_decodes
+            decode_step, decode_slots = self.decoder.enqueue(step.rows[:split], is_repeat=step.is_repeat)
+        rows, counts = step.rows[split:], step.num_new_tokens[split:]
+        hidden, token_ids = None, np.empty(0, np.int32)
+        if len(rows):
+            hidden, token_ids = self._forward_chunks(rows, counts, int(np.count_nonzero(counts == 1)))
+        last_token_indices = np.cumsum(counts, dtype=np.int64) - 1
+        return Forwarded(
+            step.rows[:split],
+            decode_step,
+            decode_slots,
+            rows,
+            counts,
+            hidden,
+            token_ids,
+            last_token_indices,
         )
-        hidden = self._model.forward(
-            self._to_device(token_ids.astype(np.int64)), self._to_device(positions), self._kv_cache, metadata
-        )
-        return Forwarded(hidden, token_ids, ends - 1)
 
     @torch.inference_mode()
     def sample(
         self, forwarded: Forwarded, due: NDArray[np.intp], rows: Int32Array, sources: NDArray[np.intp]
-    ) -> SampledTokens:
+    ) -> Drawn:
         """Draw the next token of ``rows``.
 
         Args:
-            due: ``[D]`` indices of the step's rows that have computed all their tokens.
+            due: ``[D]`` indices of the rows of ``forwarded`` that have computed all their tokens.
             rows: ``[S]`` rows to draw for; several may share one distribution.
             sources: ``[S]`` for each the index in ``due`` whose distribution it draws from.
         """
-        last = self._to_device(forwarded.last_token_indices[due])
+        assert forwarded.hidden is not None, "no row is due"
+        (last,) = upload(self._device, forwarded.last_token_indices[due])
         logits = self._model.compute_logits(forwarded.hidden[last])
         if len(rows) != len(due):
-            logits = logits[self._to_device(sources)]
+            logits = logits[upload(self._device, sources)[0]]
         num_top = int(self._state.num_logprobs[rows].max())
         raw_logits = logits
         banned = self._banned_before_min_tokens(rows)
@@ -142,22 +176,68 @@ class ModelRunner:
             logits[banned] = float("-inf")
         token_ids = self._sample_tokens(logits, self._sampling_tensors(rows)).token_ids
         self._penalties.record(rows, token_ids)
+        self.decoder.put_first_tokens(rows, token_ids)
         logprobs = compute_logprobs(raw_logits, token_ids, num_top) if num_top >= 0 else None
-        return SampledTokens(token_ids.cpu().numpy(), logprobs)
+        return Drawn(download(token_ids), logprobs)
+
+    def _decode(self, buffers: DecodeBuffers, width: int) -> torch.Tensor:
+        num_computed = buffers.num_computed_tokens[:width]
+        block_table = buffers.block_table[:width]
+        slot_mapping = None
+        if self._writes_apart:
+            positions = buffers.positions[:width]
+            blocks = block_table.gather(1, (positions // self._block_size)[:, None])[:, 0].long()
+            slot_mapping = blocks * self._block_size + positions % self._block_size
+            slot_mapping = torch.where(num_computed < 0, -1, slot_mapping)
+        metadata = AttentionMetadata(
+            query_start_loc=None,
+            num_computed_tokens=num_computed,
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+            num_decodes=width,
+        )
+        hidden = self._model.forward(
+            buffers.input_ids[:width], buffers.positions[:width], self._kv_cache, metadata
+        )
+        return self._sample_tokens(self._model.compute_logits(hidden), buffers.sampling(width)).token_ids
+
+    def _forward_chunks(
+        self, rows: Int32Array, counts: Int32Array, num_singles: int
+    ) -> tuple[torch.Tensor, Int32Array]:
+        """Compute ``counts[i]`` tokens of ``rows[i]``, the first ``num_singles`` of which have one each."""
+        start = self._manager.num_computed_tokens[rows]
+        ends = np.cumsum(counts, dtype=np.int64)
+        row_of_token = np.repeat(rows, counts)
+        positions = np.arange(ends[-1]) + np.repeat(start - (ends - counts), counts)
+        token_ids = self._state.token_ids[row_of_token, positions]
+        width = -(-int((start + counts).max()) // self._block_size)
+        inputs = (
+            token_ids.astype(np.int64),
+            positions,
+            np.concatenate([[0], ends]).astype(np.int32),
+            start,
+            self._manager.block_table[rows, :width],
+        )
+        if self.prompts is not None and (hidden := self.prompts.run(*inputs)) is not None:
+            return hidden, token_ids
+        blocks = self._manager.block_table[row_of_token, positions // self._block_size].astype(np.int64)
+        ids, where, query_start_loc, num_computed, block_table, slot_mapping = upload(
+            self._device, *inputs, blocks * self._block_size + positions % self._block_size
+        )
+        metadata = AttentionMetadata(query_start_loc, num_computed, block_table, slot_mapping, num_singles)
+        return self._model.forward(ids, where, self._kv_cache, metadata), token_ids
 
     def _sampling_tensors(self, rows: Int32Array) -> kernels.SamplingTensors:
         state = self._state
         prompt_mask, output_counts = self._penalties.gather(rows)
+        values = {name: getattr(state, name)[rows] for name in SAMPLING_FIELDS}
+        tensors = upload(
+            self._device, state.num_tokens[rows].astype(np.int64), state.seed[rows], *values.values()
+        )
         return kernels.SamplingTensors(
-            temperature=self._to_device(state.temperature[rows]),
-            top_k=self._to_device(state.top_k[rows]),
-            top_p=self._to_device(state.top_p[rows]),
-            min_p=self._to_device(state.min_p[rows]),
-            seed=self._to_device(state.seed[rows]),
-            position=self._to_device(state.num_tokens[rows].astype(np.int64)),
-            presence_penalty=self._to_device(state.presence_penalty[rows]),
-            frequency_penalty=self._to_device(state.frequency_penalty[rows]),
-            repetition_penalty=self._to_device(state.repetition_penalty[rows]),
+            position=tensors[0],
+            seed=tensors[1],
+            **dict(zip(values, tensors[2:], strict=True)),
             prompt_mask=prompt_mask,
             output_counts=output_counts,
             num_logprobs=-1,
@@ -179,16 +259,3 @@ class ModelRunner:
         if not token_ids:
             return None
         return torch.tensor(row_indices, device=self._device), torch.tensor(token_ids, device=self._device)
-
-    def _gather_block_table(self, rows: Int32Array, max_num_tokens: int) -> torch.Tensor:
-        if self._device_table is None:
-            width = -(-max_num_tokens // self._block_size)
-            return torch.from_numpy(self._manager.block_table[rows, :width])
-        changed = self._manager.take_changed_rows()
-        if len(changed):
-            self._device_table[self._to_device(changed)] = self._to_device(self._manager.block_table[changed])
-        return self._device_table[self._to_device(rows)]
-
-    def _to_device(self, array: NDArray[Any]) -> torch.Tensor:
-        # Every array here was made by indexing, so the tensor never shares memory with a persistent buffer.
-        return torch.from_numpy(array).to(self._device, non_blocking=True)

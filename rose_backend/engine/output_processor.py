@@ -37,9 +37,13 @@ class OutputProcessor:
         positions = state.num_tokens[rows]
         state.token_ids[rows, positions] = token_ids
         state.num_tokens[rows] = positions + 1
-        is_eos = np.isin(token_ids, self._eos_token_ids) & state.stops_at_eos[rows]
+        # np.isin sorts; there are one or two of them.
+        is_eos = np.zeros(len(rows), np.bool_)
+        for eos_token_id in self._eos_token_ids.tolist():
+            is_eos |= token_ids == eos_token_id
+        is_eos &= state.stops_at_eos[rows]
         is_full = positions + 1 >= state.max_num_tokens[rows]
-        finished_rows: list[int] = []
+        finished: list[Completion] = []
         news: list[Completion] = []
         for index in np.flatnonzero(is_eos | is_full | state.wants_each_token[rows]).tolist():
             completion = state.completions[int(rows[index])]
@@ -48,10 +52,11 @@ class OutputProcessor:
                 completion, index, sampled, is_eos=bool(is_eos[index]), is_full=bool(is_full[index])
             )
             if completion.is_finished:
-                finished_rows.append(completion.row)
+                finished.append(completion)
             if completion.is_finished or completion.request.is_streaming:
                 news.append(completion)
-        return np.array(finished_rows, np.int32), news
+        self._describe_finished(finished)
+        return np.array([completion.row for completion in finished], np.int32), news
 
     def close(self, completion: Completion, reason: FinishReason) -> None:
         """End a completion from outside; keeps what it has."""
@@ -79,8 +84,6 @@ class OutputProcessor:
         elif is_full:
             completion.finish_reason = "length"
         self._extend_text(completion, token_id)
-        if completion.is_finished:
-            completion.final = self._describe(completion)
 
     def _extend_text(self, completion: Completion, token_id: int) -> None:
         stream = completion.text_stream
@@ -99,14 +102,38 @@ class OutputProcessor:
         """Whether the newest token belongs to the text; a stop token does so only when that was asked for."""
         return completion.finish_reason != "stop" or completion.request.params.include_stop_str_in_output
 
-    def _describe(self, completion: Completion) -> CompletionOutput:
+    def _describe_finished(self, completions: list[Completion]) -> None:
+        """Set ``final`` of each. Many may end in one step: their texts are made at once."""
+        for skips_special in (True, False):
+            plain = [
+                completion
+                for completion in completions
+                if completion.text_stream is None
+                and completion.request.params.skip_special_tokens is skips_special
+            ]
+            shown = [self._shown_token_ids(completion) for completion in plain]
+            texts = self._tokenizer.decode_batch(shown, skip_special_tokens=skips_special)
+            for completion, text in zip(plain, texts, strict=True):
+                completion.final = self._describe(completion, text)
+        for completion in completions:
+            if completion.text_stream is not None:
+                completion.final = self._describe(completion)
+
+    def _shown_token_ids(self, completion: Completion) -> list[int]:
+        token_ids = self._token_ids(completion)
+        return token_ids if self._shows(completion) else token_ids[:-1]
+
+    def _describe(self, completion: Completion, text: str | None = None) -> CompletionOutput:
+        """Args: text: of a completion without a stream, where it is known already."""
         token_ids = self._token_ids(completion)
         stream, params = completion.text_stream, completion.request.params
         if stream is not None:
             text, delta = stream.visible_text, stream.take_delta()
         else:
-            shown = token_ids if self._shows(completion) else token_ids[:-1]
-            text = delta = self._tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
+            if text is None:
+                shown = self._shown_token_ids(completion)
+                text = self._tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
+            delta = text
         return CompletionOutput(
             index=completion.index,
             text=text,

@@ -17,18 +17,20 @@ def parts_in_force(config: Switches, device: str) -> dict[str, str]:
     Returns:
         Switch name to "on", "off", "on (...)" with what it runs on, or "not in force (...)" with the reason.
     """
-    return {name: _describe(name, getattr(config, name), device) for name in SWITCH_NAMES}
+    return {name: _describe(name, config, device) for name in SWITCH_NAMES}
 
 
-def _describe(name: str, is_on: bool, device: str) -> str:
-    if not is_on:
+def _describe(name: str, config: Switches, device: str) -> str:
+    if not getattr(config, name):
         return "off"
-    if name == "cuda_graph":
-        return (
-            "not in force (no captured path yet)"
-            if device == "cuda"
-            else f"not in force (device is {device})"
-        )
+    if name == "cuda_graph" and not captures_graphs(config, device):
+        reason = "fused_sampler is off" if device == "cuda" else f"device is {device}"
+        return f"not in force ({reason})"
     if name in _KERNEL_PARTS:
-        return "on (PyTorch operations)"
+        return "on (Triton kernels)" if device == "cuda" else "on (PyTorch operations)"
     return "on"
+
+
+def captures_graphs(config: Switches, device: str) -> bool:
+    """Return whether decode steps are captured. The unfused sampler waits for the device, which no graph can hold."""
+    return config.cuda_graph and config.fused_sampler and device == "cuda"

@@ -181,6 +181,9 @@ class RequestFactory:
                 f"prompt: got {type(prompt).__name__}, allowed are a string and a list of token ids",
                 parameter="prompt",
             )
+        # Long prompts of plain integers are looked through without a Python step per token.
+        if prompt and set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < self._vocab_size:
+            return list(prompt)
         for token_id in prompt:
             is_id = isinstance(token_id, (int, np.integer)) and not isinstance(token_id, bool)
             if not is_id or not 0 <= token_id < self._vocab_size:

@@ -31,6 +31,12 @@ class RowState:
         """A row with this many tokens has reached its length."""
         self.min_num_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
         """No stop token is drawn while the row has fewer."""
+        self.num_unread_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """Tokens drawn, or to be drawn, by steps whose outcome the host has not read."""
+        self.num_uncommitted_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """Tokens computed, or to be computed, by decode steps whose outcome the host has not read."""
+        self.is_on_device = np.zeros(max_num_seqs, np.bool_)
+        """The newest token stands where the next decode step finds it, read by the host or not."""
         self.num_computed_before: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.num_siblings_to_fork: Int32Array = np.zeros(max_num_seqs, np.int32)
 
@@ -43,6 +49,8 @@ class RowState:
         self.presence_penalty = np.zeros(max_num_seqs, np.float32)
         self.frequency_penalty = np.zeros(max_num_seqs, np.float32)
         self.uses_penalties = np.zeros(max_num_seqs, np.bool_)
+        self.needs_host = np.zeros(max_num_seqs, np.bool_)
+        """Rows whose every draw needs tensors that the host makes: penalties and logprobs."""
 
         self.stops_at_eos = np.zeros(max_num_seqs, np.bool_)
         self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
@@ -50,7 +58,9 @@ class RowState:
         """Rows whose completion must see every token as it comes: streams, stop strings, stop tokens, logprobs."""
         self.completions: list[Completion | None] = [None] * max_num_seqs
         self.generation = np.zeros(max_num_seqs, np.int64)
-        """Grows whenever a row is filled, so that copies made for an earlier holder can be told."""
+        """Grows whenever a row is filled or cleared, so that what was made for an earlier holder can be told."""
+        self.num_cleared = 0
+        """Rows cleared so far; while it stands still no generation has changed but of rows filled anew."""
 
     def fill(self, row: int, completion: Completion) -> None:
         """Write everything known about ``completion`` into ``row``."""
@@ -72,6 +82,7 @@ class RowState:
         self.presence_penalty[row] = params.presence_penalty
         self.frequency_penalty[row] = params.frequency_penalty
         self.uses_penalties[row] = params.has_penalties
+        self.needs_host[row] = params.has_penalties or params.logprobs is not None
         self.stops_at_eos[row] = not params.ignore_eos
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.wants_each_token[row] = (
@@ -90,7 +101,16 @@ class RowState:
         completion.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
         completion.row = -1
         self.completions[row] = None
+        self.num_unread_tokens[row] = self.num_uncommitted_tokens[row] = 0
+        self.is_on_device[row] = False
+        self.generation[row] += 1
+        self.num_cleared += 1
         return completion
+
+    def num_planned_tokens(self, rows: Int32Array) -> Int32Array:
+        """Return how many tokens ``rows`` have when every step in flight is over."""
+        planned: Int32Array = self.num_tokens[rows] + self.num_unread_tokens[rows]
+        return planned
 
     def output_token_ids(self, row: int) -> list[int]:
         """Return the tokens generated so far."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +17,17 @@ from rose_backend.errors import IntegrityError
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The work of one forward pass. Rows with one new token lead."""
+    """The work of one step. Rows with one new token lead."""
 
     rows: Int32Array  # [R]
     num_new_tokens: Int32Array  # [R]
     num_decodes: int
+    """The first so many rows compute their newest token and draw the next."""
     clone_plan: ClonePlan | None
+    is_synchronous: bool
+    """A row's draw needs what only the host can make: the step's outcome is read before the next one is planned."""
+    is_repeat: bool = False
+    """The same rows as in the step before, all of them decodes, with nothing to tell the device."""
 
 
 @dataclass(slots=True)
@@ -56,6 +61,9 @@ class Scheduler:
         self._chunked_prefill = config.chunked_prefill
         self._running: Int32Array = np.empty(0, np.int32)
         self._num_promised_rows = 0
+        # The last step, and how often it may be handed out again: nobody came or went, and everybody has room.
+        self._again: Step | None = None
+        self._num_repeats = 0
         # Admission costs a prefix lookup: after a failure it is not tried again before something has been freed.
         self._blocked: tuple[Completion, int] | None = None
 
@@ -69,21 +77,36 @@ class Scheduler:
         """Whether anything runs or waits."""
         return bool(len(self._running) or self.waiting)
 
-    def schedule(self) -> Step | None:
-        """Reserve the next step's blocks and return its work; None when there is nothing to do."""
-        rows, counts, was_short = self._reserve_running()
+    def schedule(self, num_in_flight: int = 0) -> Step | None:
+        """Reserve the next step's blocks and return its work.
+
+        Args:
+            num_in_flight: steps whose outcome has not been read. What they will have done counts as done.
+
+        Returns:
+            None when there is nothing to do, or nothing before a step in flight has been read.
+        """
+        if self._num_repeats > 0 and not self._may_admit():
+            self._num_repeats -= 1
+            return self._again
+        self._num_repeats = 0
+        is_synchronous = bool(np.count_nonzero(self._needs_host(self._running)))
+        if is_synchronous and num_in_flight:
+            return None
+        picked = self._reserve_running(may_preempt=not num_in_flight)
+        if picked is None:
+            return None
+        rows, counts, was_short = picked
         if not was_short and self.waiting:
             rows, counts = self._admit(rows, counts)
         if not len(rows):
-            if self.has_work:
+            if self.has_work and not num_in_flight:
                 raise IntegrityError("the scheduler has requests but can neither run nor admit one")
             return None
-        is_single = counts == 1
-        num_decodes = int(np.count_nonzero(is_single))
-        if not is_single[:num_decodes].all():
-            order = np.argsort(~is_single, kind="stable")
-            rows, counts = rows[order], counts[order]
-        return Step(rows, counts, num_decodes, self._manager.take_clone_plan())
+        step = self._make_step(rows, counts, is_synchronous)
+        self._again = replace(step, clone_plan=None, is_repeat=True)
+        self._num_repeats = self._count_repeats(step)
+        return step
 
     def fork_siblings(self, rows: Int32Array) -> tuple[Int32Array, NDArray[np.intp]]:
         """Split off the siblings of those rows that have just computed their prompt.
@@ -104,26 +127,62 @@ class Scheduler:
 
     def release(self, rows: Int32Array) -> list[Completion]:
         """Free rows; returns their completions, each with the tokens it has so far."""
+        self._num_repeats = 0
         self._manager.free(rows)
         self._running = self._running[~np.isin(self._running, rows)]
         self._num_promised_rows -= int(self._rows.num_siblings_to_fork[rows].sum())
         self._rows.num_siblings_to_fork[rows] = 0
         return [self._rows.clear(row) for row in rows.tolist()]
 
-    def _reserve_running(self) -> tuple[Int32Array, Int32Array, bool]:
+    def _needs_host(self, rows: Int32Array) -> NDArray[np.bool_]:
+        state = self._rows
+        needs: NDArray[np.bool_] = state.needs_host[rows]
+        return needs | (state.num_planned_tokens(rows) < state.min_num_tokens[rows])
+
+    def _make_step(self, rows: Int32Array, counts: Int32Array, is_synchronous: bool) -> Step:
+        is_decode = (counts == 1) & (self._num_remaining(rows) == 1)
+        # Who comes in with siblings, or needs the host, draws from a distribution that a decode step does not show.
+        is_decode &= (self._rows.num_siblings_to_fork[rows] == 0) & ~self._needs_host(rows)
+        num_decodes = int(np.count_nonzero(is_decode))
+        if num_decodes < len(rows):
+            order = np.argsort((counts > 1) * 2 + ~is_decode, kind="stable")
+            rows, counts = rows[order], counts[order]
+        return Step(rows, counts, num_decodes, self._manager.take_clone_plan(), is_synchronous)
+
+    def _count_repeats(self, step: Step) -> int:
+        """Return how many more steps would be planned just as this one if nobody comes or goes."""
+        rows = step.rows
+        if step.is_synchronous or step.num_decodes < len(self._running):
+            return 0
+        planned = self._rows.num_planned_tokens(rows)
+        room = np.minimum(self._rows.max_num_tokens[rows], self._manager.table.capacity[rows] + 1) - planned
+        return int(room.min()) - 1
+
+    def _num_remaining(self, rows: Int32Array) -> Int32Array:
+        """Return how many tokens of each row are still to be computed when every step in flight is over."""
+        state = self._rows
+        num_computed = self._manager.num_computed_tokens[rows] + state.num_uncommitted_tokens[rows]
+        remaining: Int32Array = state.num_planned_tokens(rows) - num_computed
+        return remaining
+
+    def _reserve_running(self, *, may_preempt: bool) -> tuple[Int32Array, Int32Array, bool] | None:
         was_short = False
         while True:
             rows, counts = self._pick_running()
-            if not len(rows) or self._manager.reserve(rows, counts).ok:
+            ahead = counts + self._rows.num_uncommitted_tokens[rows]
+            if not len(rows) or self._manager.reserve(rows, ahead).ok:
                 return rows, counts, was_short
+            if not may_preempt:
+                # A step in flight may end a sequence; whoever is preempted would lose the tokens it draws.
+                return None
             if len(self._running) == 1:
                 raise IntegrityError("the block pool cannot serve its only sequence")
             self._preempt_newest()
             was_short = True
 
     def _pick_running(self) -> tuple[Int32Array, Int32Array]:
-        running, budget = self._running, self._max_num_batched_tokens
-        remaining = self._rows.num_tokens[running] - self._manager.num_computed_tokens[running]
+        running, budget = self._can_go_on(), self._max_num_batched_tokens
+        remaining = self._num_remaining(running)
         is_single = remaining == 1
         if is_single.all():
             return running[:budget], remaining[:budget]
@@ -134,6 +193,16 @@ class Scheduler:
         fits = counts > 0
         counts = np.concatenate([np.ones(len(singles), np.int32), counts[fits]])
         return np.concatenate([singles, chunked[fits]]), counts
+
+    def _can_go_on(self) -> Int32Array:
+        """Return the running rows but those that wait for a step in flight to be read."""
+        state, running = self._rows, self._running
+        if not np.count_nonzero(state.num_unread_tokens[running]):
+            return running
+        # Either the last token is on its way, or the newest one can be had from nowhere else.
+        waits = state.num_planned_tokens(running) >= state.max_num_tokens[running]
+        waits |= (state.num_unread_tokens[running] > 0) & ~state.is_on_device[running]
+        return running[~waits]
 
     def _preempt_newest(self) -> None:
         row = self._running[-1:]
@@ -147,10 +216,8 @@ class Scheduler:
         budget = self._max_num_batched_tokens - int(counts.sum())
         new_rows: list[int] = []
         new_counts: list[int] = []
-        while self.waiting and budget > 0:
+        while budget > 0 and self._may_admit():
             completion = self.waiting[0]
-            if self._blocked is not None and not self._may_retry(completion):
-                break
             admitted = self._try_admit(completion, budget)
             if admitted is None:
                 break
@@ -166,10 +233,18 @@ class Scheduler:
             np.concatenate([counts, np.array(new_counts, np.int32)]),
         )
 
-    def _may_retry(self, completion: Completion) -> bool:
-        assert self._blocked is not None
+    def _may_admit(self) -> bool:
+        """Whether it makes sense to look for a row and blocks for the first in the queue."""
+        if not self.waiting or not self._manager.num_free_rows:
+            return False
+        if self._blocked is None:
+            return True
         blocked, num_free_blocks = self._blocked
-        if blocked is completion and len(self._running) and self._manager.num_free_blocks <= num_free_blocks:
+        if (
+            blocked is self.waiting[0]
+            and len(self._running)
+            and self._manager.num_free_blocks <= num_free_blocks
+        ):
             return False
         self._blocked = None
         return True
@@ -207,6 +282,7 @@ class Scheduler:
         return row, count
 
     def _fork(self, parent_row: int) -> Int32Array:
+        self._num_repeats = 0
         parent = self._rows.completions[parent_row]
         assert parent is not None, f"row {parent_row} holds no completion"
         num_children = int(self._rows.num_siblings_to_fork[parent_row])

@@ -9,7 +9,7 @@ import torch
 
 from rose_backend.config import EngineConfig
 from rose_backend.engine.kv_pool import KVShape, allocate_kv_cache, choose_num_blocks
-from rose_backend.engine.parts import parts_in_force
+from rose_backend.engine.parts import captures_graphs, parts_in_force
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError
 from rose_backend.models.gpt2 import GPT2
@@ -17,6 +17,9 @@ from rose_backend.models.registry import load_model
 from rose_backend.models.weight_loading import resolve_model_path
 
 logger = logging.getLogger(__name__)
+
+_DEFAULT_RUN_AHEAD = {"cpu": 0, "cuda": 1}
+"""A CPU computes a step while the host waits anyway: there is nothing to run ahead of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,10 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     num_blocks: int
     kv_cache: torch.Tensor  # [L, 2, NB, BS, H, D]
+    device: torch.device
+    captures_graphs: bool
+    run_ahead: int
+    """Steps that may be in flight behind the one that is read."""
     parts: dict[str, str]
     """Every switch, and whether its part is in force."""
 
@@ -64,6 +71,9 @@ def load(config: EngineConfig) -> LoadedModel:
         eos_token_ids=() if eos_token_id is None else (eos_token_id,),
         num_blocks=num_blocks,
         kv_cache=allocate_kv_cache(num_blocks, config.block_size, shape, device),
+        device=device,
+        captures_graphs=captures_graphs(config, device.type),
+        run_ahead=_DEFAULT_RUN_AHEAD[device.type] if config.run_ahead is None else config.run_ahead,
         parts=parts_in_force(config, device.type),
     )
     _log_start(config, loaded, device)

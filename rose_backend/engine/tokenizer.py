@@ -46,6 +46,11 @@ class Tokenizer:
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def decode_batch(self, batch: list[list[int]], *, skip_special_tokens: bool = True) -> list[str]:
+        """Return the text of each list; on several cores where the tokenizer library may use them."""
+        texts: list[str] = self._backend.decode_batch(batch, skip_special_tokens=skip_special_tokens)
+        return texts
+
     def decode_token(self, token_id: int) -> str:
         """Return the text of one token alone, special tokens by their name."""
         return self.decode([token_id], skip_special_tokens=False)

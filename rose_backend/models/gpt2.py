@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from rose_backend.config import Switches
+from rose_backend.config import SWITCH_NAMES, Switches
 from rose_backend.kernels import (
     DecodePlan,
     PrefillPlan,
@@ -25,9 +25,17 @@ from rose_backend.kernels import (
     plan_paged_prefill,
     write_kv,
 )
+from rose_backend.kernels.embed_tokens import embed_tokens
 from rose_backend.models.attention_metadata import AttentionMetadata
 from rose_backend.models.gpt2_checkpoint import GPT2Config, GPT2Weights, LayerWeights, read_gpt2
+from rose_backend.models.gpt2_small_batch import MAX_ROWS, PackedLayer, forward_layers, pack_layers
 from rose_backend.models.weight_loading import resolve_model_path
+
+LayerCaches = list[tuple[torch.Tensor, ...]]
+"""Key and value cache of each layer."""
+
+_SMALL_BATCH_SWITCHES = {"fused_kv_append", "fused_mlp", "fused_add_layernorm"}
+"""The small-batch layers are all of these at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +45,7 @@ class _StepPlan:
     metadata: AttentionMetadata
     decode: DecodePlan | None
     prefill: PrefillPlan | None
-    prefill_start_loc: torch.Tensor
+    prefill_start_loc: torch.Tensor | None
     attended: torch.Tensor
     """[T, HQ, D]: attention's output, overwritten by each layer."""
 
@@ -56,6 +64,9 @@ class GPT2:
         self.weights = weights
         self.switches = switches
         self._scale = config.head_size**-0.5
+        self._packed_layers: tuple[PackedLayer, ...] = ()
+        if config.device.type == "cuda" and _SMALL_BATCH_SWITCHES <= _switches_on(switches):
+            self.pack_for_small_batches()
 
     @classmethod
     def load(
@@ -91,49 +102,78 @@ class GPT2:
 
         Keys and values of all tokens are stored in ``kv_cache``, whose strides may be any with an innermost one of 1.
         """
-        weights = self.weights
-        eps = self.config.layer_norm_epsilon
         caches = [layer_cache.unbind(0) for layer_cache in kv_cache.unbind(0)]
-        step = self._plan_step(input_ids.shape[0], caches[0][0], metadata)
-        residual = F.embedding(input_ids, weights.token_embedding)
-        residual = residual + F.embedding(positions, weights.position_embedding)
-        layers = weights.layers
-        normed = layer_norm(residual, layers[0].ln_1_weight, layers[0].ln_1_bias, eps)
-        for index, layer in enumerate(layers):
-            key_cache, value_cache = caches[index]
-            delta = self._attention(layer, normed, key_cache, value_cache, step)
-            normed, residual = self._add_norm(delta, residual, layer.ln_2_weight, layer.ln_2_bias)
-            if index + 1 < len(layers):
-                next_weight, next_bias = layers[index + 1].ln_1_weight, layers[index + 1].ln_1_bias
-            else:
-                next_weight, next_bias = weights.final_norm_weight, weights.final_norm_bias
-            if self.switches.fused_mlp:
-                widened = bias_gelu(normed @ layer.fc_weight, layer.fc_bias)
-                residual = bias_residual(widened @ layer.fc_proj_weight, layer.fc_proj_bias, residual)
-                normed = layer_norm(residual, next_weight, next_bias, eps)
-            else:
-                widened = F.gelu(torch.addmm(layer.fc_bias, normed, layer.fc_weight), approximate="tanh")
-                delta = torch.addmm(layer.fc_proj_bias, widened, layer.fc_proj_weight)
-                normed, residual = self._add_norm(delta, residual, next_weight, next_bias)
-        return normed
+        num_tokens = input_ids.shape[0]
+        step = self._plan_step(num_tokens, caches[0][0], metadata)
+        weights = self.weights
+        residual = embed_tokens(input_ids, positions, weights.token_embedding, weights.position_embedding)
+        if self._packed_layers and num_tokens == metadata.num_decodes and num_tokens <= MAX_ROWS:
+            return self._small_batch(residual, caches, step)
+        return self._any_batch(residual, caches, step)
 
     def compute_logits(
         self,
         hidden: torch.Tensor,  # [R, E]
     ) -> torch.Tensor:
-        """Return float32 logits [R, V] of hidden states that ``forward`` returned."""
-        return F.linear(hidden, self.weights.lm_head).float()
+        """Return float32 logits [R, V] of hidden states that ``forward`` returned; rows may be further apart."""
+        head = self.weights.padded_lm_head
+        if hidden.is_cuda and hidden.dtype is not torch.float32:
+            logits = torch.mm(hidden, head.t(), out_dtype=torch.float32)
+        else:
+            logits = F.linear(hidden, head).float()
+        return logits[:, : self.config.vocab_size]
+
+    def pack_for_small_batches(self) -> None:
+        """Prepare another way through the layers for a few decodes at once. Takes as much memory as the layers do."""
+        self._packed_layers = pack_layers(self.weights, self.config.layer_norm_epsilon)
+
+    def _small_batch(self, residual: torch.Tensor, caches: LayerCaches, step: _StepPlan) -> torch.Tensor:
+        def attend(index: int, qkv: torch.Tensor) -> torch.Tensor:
+            return self._attend(qkv, caches[index], step)
+
+        forward_layers(residual, self._packed_layers, attend)
+        weights, eps = self.weights, self.config.layer_norm_epsilon
+        return layer_norm(residual, weights.final_norm_weight, weights.final_norm_bias, eps)
+
+    def _any_batch(self, residual: torch.Tensor, caches: LayerCaches, step: _StepPlan) -> torch.Tensor:
+        weights, eps = self.weights, self.config.layer_norm_epsilon
+        layers = weights.layers
+        normed = layer_norm(residual, layers[0].ln_1_weight, layers[0].ln_1_bias, eps)
+        for index, layer in enumerate(layers):
+            qkv = torch.addmm(layer.qkv_bias, normed, layer.qkv_weight)
+            attended = self._attend(qkv, caches[index], step)
+            delta = torch.addmm(layer.attn_proj_bias, attended, layer.attn_proj_weight)
+            normed, residual = self._add_norm(delta, residual, layer.ln_2_weight, layer.ln_2_bias)
+            if index + 1 < len(layers):
+                next_weight, next_bias = layers[index + 1].ln_1_weight, layers[index + 1].ln_1_bias
+            else:
+                next_weight, next_bias = weights.final_norm_weight, weights.final_norm_bias
+            if self.switches.fused_mlp and not normed.is_cuda:
+                widened = bias_gelu(normed @ layer.fc_weight, layer.fc_bias)
+                residual = bias_residual(widened @ layer.fc_proj_weight, layer.fc_proj_bias, residual)
+                normed = layer_norm(residual, next_weight, next_bias, eps)
+                continue
+            if self.switches.fused_mlp:
+                # The library's product carries bias and GELU (tanh form) itself: no pass over what lies between.
+                widened = torch._addmm_activation(layer.fc_bias, normed, layer.fc_weight, use_gelu=True)
+            else:
+                widened = F.gelu(torch.addmm(layer.fc_bias, normed, layer.fc_weight), approximate="tanh")
+            delta = torch.addmm(layer.fc_proj_bias, widened, layer.fc_proj_weight)
+            normed, residual = self._add_norm(delta, residual, next_weight, next_bias)
+        return normed
 
     def _plan_step(self, num_tokens: int, key_cache: torch.Tensor, metadata: AttentionMetadata) -> _StepPlan:
         num_decodes = metadata.num_decodes
         num_prefills = metadata.num_computed_tokens.shape[0] - num_decodes
         decode = prefill = None
-        prefill_start_loc = metadata.query_start_loc[num_decodes:] - num_decodes
+        prefill_start_loc = None
         if num_decodes:
             decode = plan_paged_decode(
                 metadata.block_table[:num_decodes], metadata.num_computed_tokens[:num_decodes], key_cache
             )
         if num_prefills:
+            assert metadata.query_start_loc is not None, "rows of several tokens need their places"
+            prefill_start_loc = metadata.query_start_loc[num_decodes:] - num_decodes
             prefill = plan_paged_prefill(
                 metadata.block_table[num_decodes:],
                 prefill_start_loc,
@@ -144,20 +184,19 @@ class GPT2:
         attended = key_cache.new_empty((num_tokens, self.config.n_head, self.config.head_size))
         return _StepPlan(metadata, decode, prefill, prefill_start_loc, attended)
 
-    def _attention(
+    def _attend(
         self,
-        layer: LayerWeights,
-        normed: torch.Tensor,  # [T, E]
-        key_cache: torch.Tensor,  # [NB, BS, H, D]  written
-        value_cache: torch.Tensor,  # [NB, BS, H, D]  written
+        qkv: torch.Tensor,  # [T, 3 * E]
+        caches: tuple[torch.Tensor, ...],  # keys and values, [NB, BS, H, D]  written
         step: _StepPlan,
     ) -> torch.Tensor:
         config, metadata, attended = self.config, step.metadata, step.attended
-        qkv = torch.addmm(layer.qkv_bias, normed, layer.qkv_weight)
+        key_cache, value_cache = caches
         query, key, value = qkv.view(-1, 3, config.n_head, config.head_size).unbind(1)
         new_key: torch.Tensor | None = key
         new_value: torch.Tensor | None = value
         if not self.switches.fused_kv_append:
+            assert metadata.slot_mapping is not None, "a separate write needs the tokens' slots"
             write_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
             new_key = new_value = None
         split = metadata.num_decodes
@@ -174,7 +213,7 @@ class GPT2:
                 out=attended[:split],
                 plan=step.decode,
             )
-        if split < metadata.num_computed_tokens.shape[0]:
+        if step.prefill_start_loc is not None:
             paged_prefill(
                 query[split:],
                 None if new_key is None else new_key[split:],
@@ -188,7 +227,7 @@ class GPT2:
                 out=attended[split:],
                 plan=step.prefill,
             )
-        return torch.addmm(layer.attn_proj_bias, attended.view(-1, config.n_embd), layer.attn_proj_weight)
+        return attended.view(-1, config.n_embd)
 
     def _add_norm(
         self,
@@ -202,3 +241,7 @@ class GPT2:
             return add_layer_norm(delta, residual, weight, bias, eps)
         new_residual = delta + residual
         return F.layer_norm(new_residual, weight.shape, weight, bias, eps), new_residual
+
+
+def _switches_on(switches: Switches) -> set[str]:
+    return {name for name in SWITCH_NAMES if getattr(switches, name)}

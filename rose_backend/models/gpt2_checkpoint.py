@@ -14,6 +14,9 @@ from rose_backend.models.weight_loading import CONFIG_FILE, CheckpointTensors, r
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
 
+HEAD_ALIGNMENT = 64
+"""Matrix products whose width is no multiple of a tile are several times slower on a GPU; 50,257 is none."""
+
 
 @dataclass(frozen=True, slots=True)
 class GPT2Config:
@@ -68,8 +71,14 @@ class GPT2Weights:
     layers: tuple[LayerWeights, ...]
     final_norm_weight: torch.Tensor
     final_norm_bias: torch.Tensor
-    lm_head: torch.Tensor
-    """[V, E]; the token embedding itself where the two are tied."""
+    padded_lm_head: torch.Tensor
+    """[V', E]: the head, and rows of zeros behind it up to a multiple of ``HEAD_ALIGNMENT``. The token embedding is a
+    part of it where the two are tied."""
+
+    @property
+    def lm_head(self) -> torch.Tensor:
+        """[V, E]"""
+        return self.padded_lm_head[: self.token_embedding.shape[0]]
 
 
 def read_gpt2(directory: Path, *, dtype: str, device: str) -> tuple[GPT2Config, GPT2Weights]:
@@ -181,30 +190,37 @@ def _read_weights(
         )
         for i in range(config.n_layer)
     )
-    embedding = place(token_embedding)
+    padded_embedding = place(_pad_rows(token_embedding))
     return GPT2Weights(
-        token_embedding=embedding,
+        token_embedding=padded_embedding[: config.vocab_size],
         position_embedding=read("wpe.weight", config.n_positions, width),
         layers=layers,
         final_norm_weight=read("ln_f.weight", width),
         final_norm_bias=read("ln_f.bias", width),
-        lm_head=_read_lm_head(tensors, config, token_embedding, embedding, tied=tied),
+        padded_lm_head=_read_lm_head(tensors, config, token_embedding, padded_embedding, tied=tied),
     )
+
+
+def _pad_rows(matrix: torch.Tensor) -> torch.Tensor:
+    num_rows, width = matrix.shape
+    padded = matrix.new_zeros((-(-num_rows // HEAD_ALIGNMENT) * HEAD_ALIGNMENT, width))
+    padded[:num_rows] = matrix
+    return padded
 
 
 def _read_lm_head(
     tensors: CheckpointTensors,
     config: GPT2Config,
     stored_embedding: torch.Tensor,
-    embedding: torch.Tensor,
+    padded_embedding: torch.Tensor,
     *,
     tied: bool,
 ) -> torch.Tensor:
     if tied and "lm_head.weight" not in tensors:
-        return embedding
+        return padded_embedding
     head = tensors.read("lm_head.weight", (config.vocab_size, config.n_embd))
     if not tied:
-        return head.to(device=config.device, dtype=config.dtype)
+        return _pad_rows(head).to(device=config.device, dtype=config.dtype)
     if not torch.equal(head, stored_embedding):
         raise ModelError("config.json: tie_word_embeddings is on, but lm_head.weight differs from wte.weight")
-    return embedding
+    return padded_embedding

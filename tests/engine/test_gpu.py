@@ -1,4 +1,4 @@
-"""The standalone engine on a CUDA device. The kernels are the torch twins there, too."""
+"""The standalone engine on a CUDA device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def gpt2_124m_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_greedy_tokens_equal_transformers(tiny_model_path: Path, switched_off: str | None) -> None:
     prompts, reference = tie_free_case(tiny_model_path, vocab_size=2559)
     options = {} if switched_off is None else {switched_off: False}
-    with LLM(str(tiny_model_path), device="cuda", dtype="float32", num_blocks=1000, **options) as llm:
+    with LLM(
+        str(tiny_model_path), device="cuda", dtype="float32", num_blocks=1000, max_num_seqs=64, **options
+    ) as llm:
         for _ in range(2):  # the second time from the prefix cache
             outputs = llm.generate([list(prompt) for prompt in prompts], GREEDY)
             for index, output in enumerate(outputs):

@@ -66,7 +66,9 @@ def test_cpu_pool_is_zero(dtype: torch.dtype) -> None:
 
 def test_parts_in_force_are_told_honestly() -> None:
     assert parts_in_force(Switches(), "cpu")["cuda_graph"] == "not in force (device is cpu)"
-    assert parts_in_force(Switches(), "cuda")["cuda_graph"] == "not in force (no captured path yet)"
+    assert parts_in_force(Switches(), "cuda")["cuda_graph"] == "on"
+    unfused = parts_in_force(Switches(fused_sampler=False), "cuda")
+    assert unfused["cuda_graph"] == "not in force (fused_sampler is off)"
     for name in SWITCH_NAMES:
         parts = parts_in_force(Switches(**{name: False}), "cuda")
         assert set(parts) == set(SWITCH_NAMES)

@@ -110,6 +110,19 @@ def test_logits_of_chunks_and_decodes(switched_model: GPT2, reference: torch.nn.
         torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)
 
 
+def test_the_way_for_few_decodes_agrees(checkpoint: Path, reference: torch.nn.Module) -> None:
+    # Taken by itself on a GPU only.
+    model = load_model(checkpoint)
+    model.pack_for_small_batches()
+    tokens = [random_tokens(30, seed=1), random_tokens(21, seed=2), random_tokens(17, seed=3)]
+    sequences = Sequences(model, tokens)
+    sequences.step([20, 16, 1])
+    for index in range(5):
+        for row, logits in enumerate(sequences.step([1, 1, 1])):
+            expected = reference_logits(reference, tokens[row])[(20, 16, 1)[row] + index]
+            torch.testing.assert_close(logits[0], expected, rtol=0, atol=TOLERANCE)
+
+
 def test_greedy_tokens_around_block_boundaries(model: GPT2, reference: torch.nn.Module) -> None:
     lengths = [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 200]
     num_new = 24

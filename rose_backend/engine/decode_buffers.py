@@ -1,0 +1,128 @@
+"""The decode step's tensors, which stay where they are: captured graphs hold their addresses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rose_backend.engine.row_state import RowState
+from rose_backend.engine.staging import upload
+from rose_backend.kernels import SamplingTensors
+from rose_backend.kernels.advance_rows import advance_rows
+
+HISTORY_STEPS = 8
+"""Steps whose tokens are kept for the host; more than can be in flight."""
+
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+"""Arrays of ``RowState``, and fields of ``SamplingTensors``, of four bytes a row."""
+
+
+class DecodeBuffers:
+    """What a decode step reads and writes, one entry per slot.
+
+    A slot without a row has ``num_computed_tokens`` -1: nothing is read or written for it, and it draws nonsense.
+
+    Args:
+        num_slots: S.
+        table_width: blocks per sequence (MB).
+    """
+
+    def __init__(self, num_slots: int, table_width: int, device: torch.device) -> None:
+        self.device = device
+        self.tokens = torch.zeros((2, num_slots), dtype=torch.int64, device=device)
+        self.input_ids, self.first_tokens = self.tokens.unbind(0)
+        """The next step's input; and the tokens drawn last by a step over prompts, in that step's order."""
+        self._longs = torch.zeros((3, num_slots), dtype=torch.int64, device=device)
+        self.positions, self.draw_positions, self.seeds = self._longs.unbind(0)
+        self._words = torch.zeros((1 + len(SAMPLING_FIELDS), num_slots), dtype=torch.int32, device=device)
+        self.num_computed_tokens = self._words[0]
+        self._sampling = {name: self._words[index] for index, name in enumerate(SAMPLING_FIELDS, start=1)}
+        for name, words in self._sampling.items():
+            if name != "top_k":
+                self._sampling[name] = words.view(torch.float32)
+        self.block_table = torch.zeros((num_slots, table_width), dtype=torch.int32, device=device)
+        self.history = torch.zeros(
+            (HISTORY_STEPS, num_slots), dtype=torch.int64, pin_memory=device.type != "cpu"
+        )
+        """``[HISTORY_STEPS, S]`` in host memory: the tokens of step ``n`` stand in row ``n % HISTORY_STEPS``."""
+        self.step_index = torch.zeros(1, dtype=torch.int64, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty all slots and count steps from 0."""
+        self.tokens.zero_()
+        self._longs.zero_()
+        self._words.zero_()
+        self.num_computed_tokens.fill_(-1)
+        self.step_index.zero_()
+
+    def sampling(self, width: int) -> SamplingTensors:
+        """Return the parameters of the first ``width`` slots' draws."""
+        return SamplingTensors(
+            seed=self.seeds[:width],
+            position=self.draw_positions[:width],
+            num_logprobs=-1,
+            **{name: values[:width] for name, values in self._sampling.items()},
+        )
+
+    def advance(self, token_ids: torch.Tensor) -> None:
+        """End a step that drew ``token_ids``, int64 ``[width]``."""
+        width = len(token_ids)
+        advance_rows(
+            token_ids,
+            self.input_ids[:width],
+            self.num_computed_tokens[:width],
+            self.positions[:width],
+            self.draw_positions[:width],
+            self.history,
+            self.step_index,
+        )
+
+    def write_rows(
+        self,
+        slots: NDArray[np.int64],
+        state: RowState,
+        rows: NDArray[np.signedinteger[Any]],
+        sources: NDArray[np.int64],
+    ) -> None:
+        """Put ``rows`` into ``slots``; entries past ``len(rows)`` of ``slots`` become empty.
+
+        Args:
+            slots: ``[N]``.
+            rows: ``[n]``, at most N.
+            sources: ``[N]``: where in ``tokens``, read as one list, the row's newest token stands; negative where the
+                host knows it.
+        """
+        num_rows, num_slots = len(rows), len(slots)
+        words = np.zeros((1 + len(SAMPLING_FIELDS), num_slots), np.int32)
+        words[0] = -1
+        longs = np.zeros((4, num_slots), np.int64)
+        position = state.num_planned_tokens(rows) - 1
+        words[0, :num_rows] = position
+        for index, name in enumerate(SAMPLING_FIELDS, start=1):
+            words[index, :num_rows] = getattr(state, name)[rows].view(np.int32)
+        longs[0, :num_rows] = state.token_ids[rows, state.num_tokens[rows] - 1]
+        longs[1, :num_rows] = position
+        longs[2, :num_rows] = position + 1
+        longs[3, :num_rows] = state.seed[rows]
+        to, source, new_longs, new_words = upload(self.device, slots, sources, longs, words)
+        known = self.tokens.view(-1)[source.clamp(min=0)]
+        self.input_ids.index_copy_(0, to, torch.where(source >= 0, known, new_longs[0]))
+        self._longs.index_copy_(1, to, new_longs[1:])
+        self._words.index_copy_(1, to, new_words)
+
+    def write_block_tables(self, slots: NDArray[np.int64], block_tables: NDArray[np.int32]) -> None:
+        """Write the block tables ``[N, MB]`` of ``slots``, ``[N]``."""
+        to, tables = upload(self.device, slots, block_tables)
+        self.block_table.index_copy_(0, to, tables)

@@ -1,0 +1,165 @@
+"""Decode steps over fixed buffers: one function, replayed from a CUDA graph where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rose_backend.block_manager import BlockManager
+from rose_backend.engine.decode_buffers import HISTORY_STEPS, DecodeBuffers
+from rose_backend.engine.decode_slots import NO_SLOT, DecodeSlots, Int64Array
+from rose_backend.engine.row_state import Int32Array, RowState
+
+MAX_CAPTURED_ROWS = 512
+"""Larger steps keep the GPU busy without a graph."""
+
+
+def graph_widths(max_rows: int) -> tuple[int, ...]:
+    """Return the numbers of slots that graphs are captured for, rising; the last one is ``max_rows`` if that is small.
+
+    Steps of one eighth waste little work; a width costs a fraction of a second at the start.
+    """
+    limit = min(max_rows, MAX_CAPTURED_ROWS)
+    widths = [1, 2, 4, 8, 16, 32, 48, 64, *range(96, 257, 32), *range(320, MAX_CAPTURED_ROWS + 1, 64)]
+    return (*(width for width in widths if width < limit), limit)
+
+
+class DecodeRunner:
+    """Runs decode steps without waiting for them, and without waiting for their tokens to start the next one.
+
+    Args:
+        compute: given the buffers and a number of slots, computes one step over the first so many slots and returns the
+            token that each draws, int64 ``[width]``. It must not wait for the device.
+        widths: numbers of slots that a step may be rounded up to, rising; a larger step is as wide as it must be.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[DecodeBuffers, int], torch.Tensor],
+        manager: BlockManager,
+        state: RowState,
+        device: torch.device,
+        widths: tuple[int, ...] = (),
+    ) -> None:
+        num_slots, table_width = manager.block_table.shape
+        self.buffers = DecodeBuffers(num_slots, table_width, device)
+        self.widths = widths
+        self._compute = compute
+        self._manager = manager
+        self._state = state
+        self._slots = DecodeSlots(state)
+        self._first_token_of_row: Int64Array = np.full(num_slots, NO_SLOT, np.int64)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._num_steps = 0
+        self._width = 0
+        self._last_slots: Int64Array = np.empty(0, np.int64)
+
+    @property
+    def num_slots(self) -> int:
+        """Rows that can be in a step."""
+        return len(self.buffers.input_ids)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture a graph for each of ``widths``, the widest first: the others fit into its memory."""
+        pool = torch.cuda.graph_pool_handle()
+        for width in reversed(self.widths):
+            # Outside first: kernels are compiled and their scratch memory is allocated there.
+            self._step(width)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                self._step(width)
+            self._graphs[width] = graph
+        torch.cuda.synchronize()
+        self.buffers.reset()
+
+    @torch.inference_mode()
+    def enqueue(self, rows: Int32Array, *, is_repeat: bool = False) -> tuple[int, Int64Array]:
+        """Start a step in which every one of ``rows`` computes its newest token and draws the next.
+
+        Each row's blocks are reserved, and its newest token is known or stands on the device (``is_on_device``).
+
+        Args:
+            is_repeat: the rows of the call before, in the same order, and no block table has changed.
+
+        Returns:
+            What ``tokens`` asks for: the step's number, and the slot of each row.
+        """
+        if not is_repeat:
+            self._width = self._width_for(len(rows))
+            self._last_slots = self._place(rows)
+        self._run(self._width)
+        if not is_repeat:
+            self.forget_first_tokens()
+        step, self._num_steps = self._num_steps, self._num_steps + 1
+        return step, self._last_slots
+
+    def tokens(self, step: int, slots: Int64Array) -> NDArray[np.int64]:
+        """Return what a step drew, ``[len(slots)]``. The caller has waited for it, and not too long."""
+        drawn: NDArray[np.int64] = self.buffers.history[step % HISTORY_STEPS].numpy()[slots]
+        return drawn
+
+    @torch.inference_mode()
+    def put_first_tokens(self, rows: Int32Array, token_ids: torch.Tensor) -> None:
+        """Keep tokens that a step over prompts has drawn for ``rows``, so that the next step can take them as input.
+
+        Args:
+            token_ids: int64 ``[len(rows)]`` on the device.
+        """
+        self.buffers.first_tokens[: len(rows)].copy_(token_ids)
+        self._first_token_of_row[rows] = np.arange(len(rows))
+        self._state.is_on_device[rows] = True
+
+    def forget_first_tokens(self) -> None:
+        """Let go of what ``put_first_tokens`` kept: rows that are in no slot by now wait until the host has read it."""
+        self._first_token_of_row[:] = NO_SLOT
+        self._state.is_on_device[:] = False
+        self._state.is_on_device[self._slots.rows()] = True
+
+    def clear(self) -> None:
+        """Take all rows out of their slots: a step has moved them on without the buffers."""
+        self._slots.clear()
+        self.forget_first_tokens()
+
+    def _width_for(self, num_rows: int) -> int:
+        return next((width for width in self.widths if width >= num_rows), num_rows)
+
+    def _place(self, rows: Int32Array) -> Int64Array:
+        """Give every row a slot and tell the device what has changed; return the slots."""
+        slots, change = self._slots.assign(rows, self._width)
+        tables = self._changed_tables()
+        if change is not None:
+            sources = np.full(len(change.slots) + len(change.emptied), NO_SLOT, np.int64)
+            # A token that the host has not read is taken from where the row stood, or from the step over its prompt.
+            first = self._first_token_of_row[change.rows]
+            sources[: len(change.rows)] = np.where(
+                self._state.num_unread_tokens[change.rows] == 0,
+                NO_SLOT,
+                np.where(change.old_slots >= 0, change.old_slots, self.num_slots + first),
+            )
+            self.buffers.write_rows(
+                np.concatenate([change.slots, change.emptied]), self._state, change.rows, sources
+            )
+            tables = np.union1d(tables, change.slots)
+        if len(tables):
+            table_rows = self._slots.row_of_slot(tables)
+            self.buffers.write_block_tables(tables, self._manager.block_table[table_rows])
+        return slots
+
+    def _changed_tables(self) -> Int64Array:
+        slots = self._slots.slots_of(self._manager.take_changed_rows())
+        return slots[slots >= 0]
+
+    def _run(self, width: int) -> None:
+        graph = self._graphs.get(width)
+        if graph is None:
+            self._step(width)
+        else:
+            graph.replay()
+
+    def _step(self, width: int) -> None:
+        self.buffers.advance(self._compute(self.buffers, width))

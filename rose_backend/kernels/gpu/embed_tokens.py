@@ -1,0 +1,57 @@
+"""Token and position embedding in one launch, one program per token."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _embed_tokens_kernel(
+    input_ids_ptr,  # [T]
+    positions_ptr,  # [T]
+    token_embedding_ptr,  # [V, E]
+    position_embedding_ptr,  # [P, E]
+    out_ptr,  # [T, E] contiguous, written
+    token_stride,
+    position_stride,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, TILE)
+    mask = columns < WIDTH
+    token_id = tl.load(input_ids_ptr + token)
+    position = tl.load(positions_ptr + token)
+    embedded = tl.load(token_embedding_ptr + token_id * token_stride + columns, mask=mask).to(tl.float32)
+    embedded += tl.load(position_embedding_ptr + position * position_stride + columns, mask=mask).to(
+        tl.float32
+    )
+    tl.store(out_ptr + token * WIDTH + columns, embedded.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def embed_tokens(
+    input_ids: torch.Tensor,  # [T] int64
+    positions: torch.Tensor,  # [T] int64
+    token_embedding: torch.Tensor,  # [V, E], innermost stride 1
+    position_embedding: torch.Tensor,  # [P, E], innermost stride 1
+) -> torch.Tensor:
+    """Twin of ``rose_backend.kernels.embed_tokens``."""
+    num_tokens, width = len(input_ids), token_embedding.shape[1]
+    out = token_embedding.new_empty((num_tokens, width))
+    if num_tokens:
+        tile = triton.next_power_of_2(width)
+        _embed_tokens_kernel[(num_tokens,)](
+            input_ids,
+            positions,
+            token_embedding,
+            position_embedding,
+            out,
+            token_embedding.stride(0),
+            position_embedding.stride(0),
+            WIDTH=width,
+            TILE=tile,
+            num_warps=min(max(tile // 256, 1), 8),
+        )
+    return out

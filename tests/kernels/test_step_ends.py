@@ -1,0 +1,99 @@
+"""What opens and what closes a decode step: embeddings, and the new token's way into the next step."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from rose_backend.errors import ShapeError
+from rose_backend.kernels.advance_rows import advance_rows
+from rose_backend.kernels.embed_tokens import embed_tokens
+from rose_backend.kernels.gpu import advance_rows as gpu_advance
+from rose_backend.kernels.gpu import embed_tokens as gpu_embed
+from tests.support.aot import CAPABILITIES, compile_launch, record_launches
+from tests.support.interpreter import run_interpreted
+
+LENGTHS = [7, -1, 0, 300, -1]
+
+
+def state() -> dict[str, torch.Tensor]:
+    num_computed = torch.tensor(LENGTHS, dtype=torch.int32)
+    positions = num_computed.clamp(min=0).long()
+    return {
+        "token_ids": torch.tensor([11, 12, 13, 14, 15]),
+        "input_ids": torch.zeros(5, dtype=torch.int64),
+        "num_computed_tokens": num_computed,
+        "positions": positions,
+        "draw_positions": positions + 1,
+        "history": torch.full((4, 6), -1),
+        "step_index": torch.tensor([9]),
+    }
+
+
+def launch_advance(tensors: dict[str, torch.Tensor]) -> None:
+    gpu_advance.advance_rows(**tensors)
+
+
+def launch_embed(*tensors: torch.Tensor) -> torch.Tensor:
+    return gpu_embed.embed_tokens(*tensors)
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_advance(implementation: str) -> None:
+    tensors = state()
+    if implementation == "torch":
+        advance_rows(**tensors)
+    else:
+        run_interpreted(launch_advance, tensors)
+    assert tensors["input_ids"].tolist() == [11, 12, 13, 14, 15]
+    assert tensors["num_computed_tokens"].tolist() == [8, -1, 1, 301, -1]
+    assert tensors["positions"].tolist() == [8, 0, 1, 301, 0]
+    assert tensors["draw_positions"].tolist() == [9, 1, 2, 302, 1]
+    assert tensors["step_index"].tolist() == [10]
+    expected = torch.full((4, 6), -1)
+    expected[9 % 4, :5] = tensors["token_ids"]
+    assert torch.equal(tensors["history"], expected)
+
+
+@pytest.mark.parametrize("name", ["num_computed_tokens", "history"])
+def test_advance_refuses_other_types(name: str) -> None:
+    tensors: dict[str, Any] = copy.copy(state())
+    tensors[name] = tensors[name].float()
+    with pytest.raises(ShapeError, match=name):
+        advance_rows(**tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_embed(implementation: str, dtype: torch.dtype) -> None:
+    tokens, positions = torch.tensor([4, 0, 30, 4]), torch.tensor([0, 9, 3, 3])
+    wide = torch.randn(31, 50).to(dtype)
+    token_embedding, position_embedding = wide[:, :40], torch.randn(10, 40).to(dtype)
+    arguments = (tokens, positions, token_embedding, position_embedding)
+    actual = (
+        embed_tokens(*arguments) if implementation == "torch" else run_interpreted(launch_embed, *arguments)
+    )
+    assert torch.equal(actual, token_embedding[tokens] + position_embedding[positions])
+
+
+def test_no_tokens() -> None:
+    nothing, table = torch.zeros(0, dtype=torch.int64), torch.randn(3, 8)
+    assert run_interpreted(launch_embed, nothing, nothing, table, table).shape == (0, 8)
+    assert embed_tokens(nothing, nothing, table, table).shape == (0, 8)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_compiles_without_spills(capability: int) -> None:
+    tokens = torch.zeros(256, dtype=torch.int64)
+    table = torch.zeros(300, 768, dtype=torch.float16)
+    with record_launches(gpu_embed, "_embed_tokens_kernel") as launches:
+        gpu_embed.embed_tokens(tokens, tokens, table, table)
+    with record_launches(gpu_advance, "_advance_rows_kernel") as more:
+        gpu_advance.advance_rows(
+            tokens, tokens, tokens.int(), tokens, tokens, torch.zeros(8, 256, dtype=torch.int64), tokens[:1]
+        )
+    for launch in [*launches, *more]:
+        assert compile_launch(launch, capability).spill_bytes == 0

@@ -1,0 +1,42 @@
+"""Many small requests of all kinds: when they run together, nearly every step sees somebody come or go."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from rose_backend import LLM, SamplingParams
+
+VOCAB_SIZE = 2559
+"""The embedded model's, without its end-of-text token."""
+
+
+def crowd(num_requests: int, seed: int, max_tokens: int = 60) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Return prompts that share stems, and parameters of all kinds."""
+    rng = random.Random(seed)
+    prompts, params = [], []
+    stem = [rng.randrange(1, VOCAB_SIZE) for _ in range(60)]
+    for index in range(num_requests):
+        own = [rng.randrange(1, VOCAB_SIZE) for _ in range(rng.choice((1, 2, 15, 16, 17, 90)))]
+        prompts.append(stem[: rng.choice((0, 0, 16, 37, 60))] + own)
+        kind = rng.choice(("greedy", "greedy", "sampled", "filtered", "siblings", "stops"))
+        options: dict[str, Any] = {
+            "max_tokens": rng.randrange(1, max_tokens),
+            "seed": index,
+            "temperature": 0.0,
+        }
+        if kind != "greedy":
+            options["temperature"] = 0.8
+        if kind == "filtered":
+            options |= {"top_k": 50, "top_p": 0.9}
+        elif kind == "siblings":
+            options["n"] = 3
+        elif kind == "stops":
+            options |= {"stop": ["e"], "stop_token_ids": [rng.randrange(VOCAB_SIZE) for _ in range(60)]}
+        params.append(SamplingParams(ignore_eos=True, **options))
+    return prompts, params
+
+
+def tokens_of(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[list[int]]]:
+    """Return the tokens of each completion of each request."""
+    return [[c.token_ids for c in output.outputs] for output in llm.generate(prompts, params)]
