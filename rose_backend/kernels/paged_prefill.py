@@ -104,6 +104,7 @@ def paged_prefill(
         query_start_loc=(query_start_loc, "R+1", torch.int32),
         num_computed_tokens=(num_computed_tokens, "R", torch.int32),
         out=(out, "T HQ D"),
+        **({} if alibi_slopes is None else {"alibi_slopes": (alibi_slopes, "HQ")}),
     )
     check_head_groups(sizes["HQ"], sizes["HKV"])
     check_new_tokens(query, new_key, new_value, key_cache, value_cache, out, key_scale, value_scale)

@@ -24,7 +24,7 @@ from rose_backend.kernels import (
 from rose_backend.vllm_plugin.attention_metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.backend_name import BACKEND_NAME
 from rose_backend.vllm_plugin.kv_cache_spec import as_rose_spec
-from rose_backend.vllm_plugin.options import FLOAT8_CACHE_DTYPES, appends_in_attention, rose_options
+from rose_backend.vllm_plugin.options import CACHE_DTYPES, FLOAT8_DTYPES, appends_in_attention, rose_options
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
@@ -36,7 +36,7 @@ class RoseAttentionBackend(AttentionBackend):
     """What vLLM asks before it builds anything. Any KV cache layout: the kernels trust strides, not shapes."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FLOAT8_CACHE_DTYPES]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(CACHE_DTYPES)
     forward_includes_kv_cache_update: bool = True
 
     @staticmethod
@@ -95,11 +95,7 @@ class RoseAttentionBackend(AttentionBackend):
         """Refuse a cache of another 16-bit type than the model's, and float8 where the GPU cannot convert it."""
         if kv_cache_dtype in ("float16", "bfloat16") and getattr(torch, kv_cache_dtype) != dtype:
             return f"kv_cache_dtype {kv_cache_dtype} with a model in {str(dtype).removeprefix('torch.')} not supported"
-        if (
-            kv_cache_dtype in FLOAT8_CACHE_DTYPES
-            and device_capability is not None
-            and device_capability < (8, 9)
-        ):
+        if kv_cache_dtype in FLOAT8_DTYPES and device_capability is not None and device_capability < (8, 9):
             return f"kv_cache_dtype {kv_cache_dtype} needs compute capability 8.9, this GPU has " + (
                 device_capability.as_version_str()
             )
@@ -148,7 +144,7 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         self.sliding_window = sliding_window
         self.sinks = sinks
         self.kv_cache_dtype = kv_cache_dtype
-        self.has_float8_cache = kv_cache_dtype in FLOAT8_CACHE_DTYPES
+        self.has_float8_cache = kv_cache_dtype in FLOAT8_DTYPES
         self.logits_soft_cap = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self._sinks: torch.Tensor | None = None

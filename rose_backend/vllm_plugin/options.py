@@ -16,8 +16,11 @@ OPTIONS_KEY = "rose"
 HAND_BACK_OPTION = '--additional-config \'{"rose": {"block_manager": false}}\''
 """Gives block management back to vLLM."""
 
-FLOAT8_CACHE_DTYPES = ("fp8", "fp8_e4m3")
+FLOAT8_DTYPES = ("fp8", "fp8_e4m3")
 """vLLM's names of caches in ``torch.float8_e4m3fn``."""
+
+CACHE_DTYPES = ("auto", "float16", "bfloat16", *FLOAT8_DTYPES)
+"""Values of ``--kv-cache-dtype`` that attention serves."""
 
 SCHEDULER_CLASS = "rose_backend.vllm_plugin.scheduler.RoseScheduler"
 ASYNC_SCHEDULER_CLASS = "rose_backend.vllm_plugin.scheduler.RoseAsyncScheduler"

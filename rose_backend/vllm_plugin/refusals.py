@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin.options import (
     ASYNC_SCHEDULER_CLASS,
-    FLOAT8_CACHE_DTYPES,
+    CACHE_DTYPES,
     HAND_BACK_OPTION,
     SCHEDULER_CLASS,
 )
@@ -26,7 +26,6 @@ SPECULATIVE_METHODS = (
     *("draft_model", "eagle", "eagle3", "mtp"),
 )
 # vLLM's selector asks again for each layer, but says no more than "kv_cache_dtype not supported".
-CACHE_DTYPES = ("auto", "float16", "bfloat16", *FLOAT8_CACHE_DTYPES)
 _CACHE_DTYPES_HINT = f"--kv-cache-dtype other than {', '.join(CACHE_DTYPES)}"
 _METHODS_HINT = f"--speculative-config with a method other than {', '.join(SPECULATIVE_METHODS)}"
 

@@ -10,35 +10,22 @@ import torch
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import paged_decode, plan_paged_decode
-from rose_backend.kernels.reference.float8 import CACHE_DTYPE
-from tests.support.gpu_steps import LAYOUTS, GpuStep, Shape, as_bits, make_step, resolve_options
+from tests.support.gpu_steps import (
+    FLOAT8,
+    LAYOUTS,
+    OPTIONS,
+    SHAPES,
+    GpuStep,
+    Shape,
+    as_bits,
+    make_step,
+    resolve_options,
+)
 from tests.support.paged_inputs import same_bits
 
 pytestmark = pytest.mark.gpu
 
-FLOAT8 = {"cache_dtype": CACHE_DTYPE, "key_scale": 0.7, "value_scale": 1.3}
 DTYPES = [(torch.float16, {}), (torch.bfloat16, {}), (torch.float32, {}), (torch.bfloat16, FLOAT8)]
-# Each head size and each group size with each dtype.
-SHAPES = [
-    (3, 3, 64, 16),
-    (12, 12, 64, 256),
-    (4, 2, 80, 48),
-    (8, 2, 96, 32),
-    (5, 1, 128, 16),
-    (32, 8, 128, 16),
-    (8, 1, 192, 64),
-    (3, 3, 256, 128),
-    (16, 1, 256, 16),
-    (2, 2, 16, 16),
-]
-OPTIONS = [
-    {"sliding_window": 1},
-    {"sliding_window": 100},
-    {"logits_soft_cap": 0.7},
-    {"alibi": True},
-    {"sinks": True},
-    {"sliding_window": 333, "alibi": True, "logits_soft_cap": 2.0, "sinks": True},
-]
 LENGTHS, QUERY_LENS = [0, 1, 15, 16, -1, 700, 33, 5000, 40], [4, 3, 2, 1, 2, 4, 0, 3, 4]
 
 

@@ -229,6 +229,7 @@ def test_mismatches_are_named(change: dict[str, Any], message: str) -> None:
         run(inputs)
 
 
-def test_sinks_of_other_heads_are_named() -> None:
-    with pytest.raises(ShapeError, match="sinks: expected HQ=4, got 3"):
-        run(build_paged_inputs([3, 8], [4, 5]), sinks=SINKS[:3])
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_numbers_of_other_heads_are_named(name: str) -> None:
+    with pytest.raises(ShapeError, match=f"{name}: expected HQ=4, got 3"):
+        run(build_paged_inputs([3, 8], [4, 5]), **{name: SINKS[:3]})

@@ -8,13 +8,35 @@ from typing import Any
 import torch
 
 from rose_backend.kernels import paged_decode, paged_prefill
-from rose_backend.kernels.reference.float8 import to_cache
+from rose_backend.kernels.reference.float8 import CACHE_DTYPE, to_cache
 from tests.support.error_budget import assert_within_budget
 from tests.support.paged_inputs import GARBAGE_BLOCK_ID
 
 Shape = tuple[int, int, int, int]
 """Query heads, KV heads, head size, block size."""
 
+FLOAT8 = {"cache_dtype": CACHE_DTYPE, "key_scale": 0.7, "value_scale": 1.3}
+SHAPES: list[Shape] = [
+    (3, 3, 64, 16),
+    (12, 12, 64, 256),
+    (4, 2, 80, 48),
+    (8, 2, 96, 32),
+    (5, 1, 128, 16),
+    (32, 8, 128, 16),
+    (8, 1, 192, 64),
+    (3, 3, 256, 128),
+    (16, 1, 256, 16),
+    (2, 2, 16, 16),
+]
+"""Each head size and each group size; meant for each dtype."""
+OPTIONS: list[dict[str, Any]] = [
+    {"sliding_window": 1},
+    {"sliding_window": 100},
+    {"logits_soft_cap": 0.7},
+    {"alibi": True},
+    {"sinks": True},
+    {"sliding_window": 333, "alibi": True, "logits_soft_cap": 2.0, "sinks": True},
+]
 LAYOUTS = ("interleaved", "tokens first", "heads first")
 
 
