@@ -29,7 +29,7 @@ from __future__ import annotations
 from rose_backend.kernels.block_clone import block_clone
 from rose_backend.kernels.fused_mlp import bias_gelu, bias_residual
 from rose_backend.kernels.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from rose_backend.kernels.lm_head import lm_head_is_faster, lm_head_sample
+from rose_backend.kernels.lm_head import lm_head_sample
 from rose_backend.kernels.paged_decode import DecodePlan, paged_decode, plan_paged_decode
 from rose_backend.kernels.paged_prefill import PrefillPlan, paged_prefill, plan_paged_prefill
 from rose_backend.kernels.sampler import SampleOutput, SamplingTensors, sample, sample_unfused
@@ -48,7 +48,6 @@ __all__ = [
     "bias_residual",
     "block_clone",
     "layer_norm",
-    "lm_head_is_faster",
     "lm_head_sample",
     "pack_linear",
     "paged_decode",

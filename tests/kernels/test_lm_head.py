@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import SamplingTensors, lm_head_is_faster, lm_head_sample, sample
+from rose_backend.kernels import SamplingTensors, lm_head_sample, sample
 from tests.kernels.test_sample import make_params
 from tests.support.aot import CAPABILITIES, compile_launch, record_launches
 from tests.support.interpreter import run_interpreted
@@ -130,16 +130,6 @@ def test_rows_do_not_depend_on_their_batch() -> None:
     rows = torch.tensor([19, 3, 3])
     part = run_interpreted(call, hidden[rows], lm_head, {name: value[rows] for name, value in draws.items()})
     assert torch.equal(part, whole[rows])
-
-
-def test_preferred_at_the_sizes_that_were_measured() -> None:
-    assert [lm_head_is_faster(num_rows) for num_rows in (0, 1, 64, 256, 257)] == [
-        False,
-        True,
-        True,
-        True,
-        False,
-    ]
 
 
 def test_no_rows() -> None:
