@@ -1,9 +1,10 @@
-"""Time every sensible cut of the small-batch products on this GPU and print the best one per shape.
+"""Find the fastest cuts of a GPT-2 layer's four products on this GPU: all four together, in a chain of layers.
 
-    python -m benchmarks.tune_small_batch_linear [--json FILE] [--rows 1 2 4 8 16 32 64]
+    python -m benchmarks.tune_small_batch_linear [--json FILE] [--rows 1 8 16 32 64 128 256]
 
-Each figure is microseconds per launch in a CUDA graph of dependent launches over so many weight sets that they do not
-fit the L2 cache. Every cut is first compared with float64. The baseline is cuBLAS with separate element-wise kernels.
+A product's best cut depends on what its neighbours leave free, so each candidate is timed with the other three products
+as they are best so far, in a CUDA graph of twelve layers whose weights do not fit the L2 cache. The search starts with
+the cuts that are in use. Every cut is first compared with float64. The baseline is cuBLAS with Rose's norms.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import functools
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,158 +25,220 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from rose_backend.kernels.gpu.small_batch_linear import LinearConfig
+from rose_backend.kernels import add_layer_norm, layer_norm
+from rose_backend.kernels.gpu.linear_tuning import LinearConfig, choose_config
 from rose_backend.kernels.gpu.small_batch_linear import small_batch_linear as launch
-from rose_backend.kernels.small_batch_linear import pack_linear
+from rose_backend.kernels.small_batch_linear import PackedLinear, pack_linear
 
-SHAPES = {  # name: depth, columns, norm, gelu, residual
-    "qkv": (768, 2304, True, False, False),
-    "attention projection": (768, 768, False, False, True),
-    "fc": (768, 3072, True, True, False),
-    "fc projection": (3072, 768, False, False, True),
-}
-WEIGHT_BYTES = 160 << 20
+PRODUCTS = ("qkv", "attn_proj", "fc", "fc_proj")
+SHAPES = {"qkv": (768, 2304), "attn_proj": (768, 768), "fc": (768, 3072), "fc_proj": (3072, 768)}
+NORMED = ("qkv", "fc")
+NUM_LAYERS, WIDTH, EPS = 12, 768, 1e-5
+MAX_SHARED_BYTES = 220_000
 
-
-def configs(rows: int, depth: int, has_norm: bool) -> list[LinearConfig]:
-    """Return the cuts worth timing; wider searches have not found others among the best three."""
-    whole = triton.next_power_of_2(depth)
-    found = []
-    if rows <= 8:
-        for block_n, warps in [(2, 2), (2, 4), (2, 8), (4, 2), (4, 4), (4, 8), (8, 2), (8, 4)]:
-            for block_k in {min(whole, 1024), whole}:
-                if rows * block_n * block_k <= 32768:
-                    found.append(LinearConfig(block_n, block_k, 1, warps, 3, False))
-    if rows >= 4:
-        for block_n, warps in product([16, 32], [2, 4, 8]):
-            cuts = [(min(whole, 1024), 1, 3), (256, 1, 3), (256, 1, 5), (128, 1, 5)]
-            if not has_norm:
-                cuts += [(whole // 4, 4, 3), (whole // 8, 8, 3), (256, 4, 3), (256, 4, 5)]
-            for block_k, split_k, stages in dict.fromkeys(cuts):
-                deep = -(-depth // split_k // block_k) * block_k
-                in_flight = 1 if deep == block_k else stages
-                if (max(rows, 16) + block_n) * block_k * in_flight * 2 <= 220_000:
-                    found.append(LinearConfig(block_n, block_k, split_k, warps, stages, True))
-    return found
+Cuts = dict[str, LinearConfig]
 
 
-class Case:
-    def __init__(self, name: str, rows: int, sets: int | None = None) -> None:
-        depth, columns, norm, self.gelu, residual = SHAPES[name]
+def cuts_in_use(rows: int) -> Cuts:
+    """Return the cut of each product where moments are given."""
+    return {
+        name: choose_config(rows, columns, depth, own_sums=False, exact=False, can_use_tma=True)
+        for name, (depth, columns) in SHAPES.items()
+    }
+
+
+def candidates(rows: int, name: str) -> list[LinearConfig]:
+    """Return the cuts worth timing."""
+    depth = SHAPES[name][0]
+    block_m, found = triton.next_power_of_2(rows), [cuts_in_use(rows)[name]]
+    if rows <= 32:
+        for block_n, num_warps, split_k in product((16, 32), (4, 8, 16), (1, 3) if depth > 1024 else (1,)):
+            whole = triton.next_power_of_2(depth // split_k)
+            if (
+                max(block_m, 8) + block_n
+            ) * whole * 2 <= MAX_SHARED_BYTES and block_n * whole <= 4096 * num_warps:
+                found.append(
+                    LinearConfig(
+                        max(block_m, 8), block_n, whole, split_k, num_warps, num_warps, 3, True, True
+                    )
+                )
+    if rows > 8:
+        tiles = [(16, 256, 3), (32, 128, 4), (32, 256, 3), (64, 64, 6), (64, 128, 3)]
+        for block_m, tile, split_k in product((32, 64, 128), tiles, (1, 3, 6) if depth > 1024 else (1,)):
+            block_n, block_k, num_stages = tile
+            if block_m <= max(triton.next_power_of_2(rows), 32):
+                num_warps = 8 if block_m == 128 else 4
+                found.append(
+                    LinearConfig(block_m, block_n, block_k, split_k, 1, num_warps, num_stages, use_tma=True)
+                )
+    found += [replace(config, is_early=not config.is_early) for config in found]
+    return list(dict.fromkeys(found))
+
+
+class Chain:
+    """Twelve layers' products, each of which waits for the one before. Attention is left out."""
+
+    def __init__(self, rows: int, num_layers: int = NUM_LAYERS) -> None:
         torch.manual_seed(0)
-        sets = sets or max(2, WEIGHT_BYTES // (depth * columns * 2))
 
         def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
             return (torch.randn(shape, device="cuda") * scale).half()
 
-        self.norm = (1 + random(depth, scale=0.1), random(depth, scale=0.1)) if norm else (None, None)
-        self.weights = [random(columns, depth, scale=depth**-0.5) for _ in range(sets)]
-        self.bias = random(columns)
-        self.layers = [
-            pack_linear(weight, self.bias, norm_weight=self.norm[0], norm_bias=self.norm[1], eps=1e-5)
-            for weight in self.weights
+        self.norm = (1 + random(WIDTH, scale=0.1), random(WIDTH, scale=0.1))
+        self.biases = {name: random(columns, scale=0.1) for name, (_, columns) in SHAPES.items()}
+        self.weights = [
+            {
+                name: random(columns, depth, scale=0.3 * depth**-0.5)
+                for name, (depth, columns) in SHAPES.items()
+            }
+            for _ in range(num_layers)
         ]
-        self.x = random(rows, depth)
-        self.residual = random(rows, columns) if residual else None
-        self.out = torch.empty((rows, columns), device="cuda", dtype=torch.float16)
+        self.layers = [
+            {name: self._pack(name, weight) for name, weight in weights.items()} for weights in self.weights
+        ]
+        self.start = random(rows, WIDTH)
+        self.inputs = {"qkv": self.start, "attn_proj": random(rows, WIDTH), "fc": self.start}
+        self.inputs["fc_proj"] = random(rows, 4 * WIDTH)
 
-    def run(self, config: LinearConfig, use_pdl: bool, count: int | None = None) -> None:
-        for layer in self.layers[:count]:
-            launch(self.x, layer.weight, layer.bias, layer.column_sums, self.residual, self.out,
-                   eps=1e-5, gelu=self.gelu, config=config, use_pdl=use_pdl)  # fmt: skip
+    def _pack(self, name: str, weight: torch.Tensor) -> PackedLinear:
+        norm_weight, norm_bias = self.norm if name in NORMED else (None, None)
+        return pack_linear(weight, self.biases[name], norm_weight=norm_weight, norm_bias=norm_bias, eps=EPS)
 
-    def baseline(self) -> None:
-        for weight in self.weights:
-            x = self.x if self.norm[0] is None else F.layer_norm(self.x, (self.x.shape[1],), *self.norm, 1e-5)
-            y = torch.addmm(self.bias, x, weight.T)
-            if self.gelu:
-                y = F.gelu(y, approximate="tanh")
-            if self.residual is not None:
-                y = y + self.residual
+    def product(
+        self,
+        name: str,
+        layer: PackedLinear,
+        x: torch.Tensor,
+        moments: torch.Tensor | None,
+        config: LinearConfig,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run one product; return its result and, where a norm follows, the result's moments."""
+        ends_block = name not in NORMED
+        out = torch.empty((len(x), len(layer.weight)), dtype=x.dtype, device=x.device)
+        out_moments = launch(
+            x, layer.weight, layer.bias, layer.column_sums, self.start if ends_block else None, out, eps=EPS,
+            gelu=name == "fc", x_moments=moments, with_moments=ends_block, config=config,
+        )  # fmt: skip
+        return out, out_moments
 
-    def exact(self) -> torch.Tensor:
-        x = self.x.double()
-        if self.norm[0] is not None:
-            x = F.layer_norm(x, (x.shape[1],), self.norm[0].double(), self.norm[1].double(), 1e-5)
-        y = x @ self.weights[0].double().T + self.bias.double()
-        if self.gelu:
-            y = F.gelu(y, approximate="tanh")
-        return y if self.residual is None else y + self.residual.double()
+    def run(self, cuts: Cuts) -> None:
+        hidden, moments = self.start, moments_of(self.start)
+        for layer in self.layers:
+            qkv, _ = self.product("qkv", layer["qkv"], hidden, moments, cuts["qkv"])
+            hidden, moments = self.product(
+                "attn_proj", layer["attn_proj"], qkv[:, :WIDTH], None, cuts["attn_proj"]
+            )
+            wide, _ = self.product("fc", layer["fc"], hidden, moments, cuts["fc"])
+            hidden, moments = self.product("fc_proj", layer["fc_proj"], wide, None, cuts["fc_proj"])
+
+    def run_baseline(self) -> None:
+        hidden = self.start
+        normed = layer_norm(hidden, *self.norm, EPS)
+        for weights in self.weights:
+            qkv = torch.addmm(self.biases["qkv"], normed, weights["qkv"].T)
+            delta = torch.addmm(self.biases["attn_proj"], qkv[:, :WIDTH], weights["attn_proj"].T)
+            normed, _ = add_layer_norm(delta, self.start, *self.norm, EPS)
+            wide = torch._addmm_activation(self.biases["fc"], normed, weights["fc"].T, use_gelu=True)
+            delta = torch.addmm(self.biases["fc_proj"], wide, weights["fc_proj"].T)
+            normed, _ = add_layer_norm(delta, self.start, *self.norm, EPS)
+
+    def error(self, name: str, config: LinearConfig) -> float:
+        """Return how far one product is from float64."""
+        x, weight = self.inputs[name], self.weights[0][name].double()
+        exact = x.double()
+        moments = None
+        if name in NORMED:
+            moments = moments_of(x)
+            exact = F.layer_norm(exact, (WIDTH,), *(vector.double() for vector in self.norm), EPS)
+        exact = exact @ weight.T + self.biases[name].double()
+        if name == "fc":
+            exact = F.gelu(exact, approximate="tanh")
+        if name not in NORMED:
+            exact = exact + self.start.double()
+        result, _ = self.product(name, self.layers[0][name], x, moments, config)
+        return (result.double() - exact).abs().max().item()
 
 
-def graph_us(function, launches: int) -> float:
+def moments_of(x: torch.Tensor) -> torch.Tensor:
+    """Return the moments of ``x`` in 16 parts."""
+    parts = x.float().view(len(x), 16, -1)
+    return torch.stack([parts.sum(2), parts.square().sum(2)], 1)
+
+
+def graph_us(function: Callable[[], None]) -> float:
+    """Return microseconds per layer."""
     function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()
     times = []
-    for _ in range(7):
+    for _ in range(9):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / launches)
+        times.append(start.elapsed_time(end) * 1e3 / NUM_LAYERS)
     return statistics.median(times[2:])
 
 
-def warm(job: tuple[str, int, int, int]) -> None:
-    """Compile a share of one shape's candidates into the cache that all processes share."""
-    name, rows, worker, workers = job
-    case = Case(name, rows, sets=1)
-    depth, _, norm, _, _ = SHAPES[name]
-    for index, config in enumerate(configs(rows, depth, norm)):
-        if index % workers == worker:
-            for use_pdl in (False, True):
-                case.run(config, use_pdl, 1)
-    torch.cuda.synchronize()
+def warm(job: tuple[int, int, int]) -> None:
+    """Compile a share of the candidates into the cache that all processes share."""
+    rows, worker, workers = job
+    chain = Chain(rows, num_layers=1)
+    jobs = [(name, config) for name in PRODUCTS for config in candidates(rows, name)]
+    for name, config in jobs[worker::workers]:
+        chain.error(name, config)
 
 
-def time_all(case: Case, name: str, rows: int) -> list[tuple[float, bool, LinearConfig]]:
-    """Return microseconds, use of programmatic dependent launch, and cut of all candidates, the fastest first."""
-    depth, _, has_norm, _, _ = SHAPES[name]
-    exact, launches = case.exact(), len(case.layers)
-    timed = []
-    for config, use_pdl in product(configs(rows, depth, has_norm), (False, True)):
-        case.out.fill_(float("nan"))
-        case.run(config, use_pdl, 1)
-        error = (case.out.double() - exact).abs().max().item()
-        if not error < 0.02:
-            raise SystemExit(f"{name}, {rows} rows, {config}: wrong by {error}")
-        timed.append((graph_us(functools.partial(case.run, config, use_pdl), launches), use_pdl, config))
-    return sorted(timed, key=lambda item: item[0])
+def search(rows: int) -> dict[str, object]:
+    """Return the fastest cuts that were found, with the times of all that were tried."""
+    chain, best = Chain(rows), cuts_in_use(rows)
+    in_use = fastest = graph_us(functools.partial(chain.run, best))
+    tried = []
+    for name in PRODUCTS * 2:
+        for config in candidates(rows, name):
+            error = chain.error(name, config)
+            if not error < 0.02:
+                raise SystemExit(f"{name}, {rows} rows, {config}: wrong by {error}")
+            us = graph_us(functools.partial(chain.run, {**best, name: config}))
+            tried.append((us, name, asdict(config)))
+            if us < fastest:
+                fastest, best = us, {**best, name: config}
+    return {
+        "rows": rows,
+        "baseline_us": graph_us(chain.run_baseline),
+        "in_use_us": in_use,
+        "fastest_us": fastest,
+        "fastest": {name: asdict(config) for name, config in best.items()},
+        "tried": sorted(tried, key=lambda item: item[0]),
+    }
 
 
 def main() -> int:
+    """Search for each number of rows and print what was found, in microseconds per layer."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--workers", type=int, default=16, help="processes that compile")
     options = parser.parse_args()
-    jobs = [(name, rows, worker, 4) for rows in options.rows for name in SHAPES for worker in range(4)]
+    jobs = [(rows, worker, 8) for rows in options.rows for worker in range(8)]
     with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
         list(pool.map(warm, jobs))
     results = []
-    for rows, name in product(options.rows, SHAPES):
-        case = Case(name, rows)
-        baseline = graph_us(case.baseline, len(case.layers))
-        timed = time_all(case, name, rows)
-        depth, columns = SHAPES[name][:2]
-        result = {
-            "product": name,
-            "rows": rows,
-            "baseline_us": baseline,
-            "floor_us": depth * columns * 2 / 4.3e6,
-            "plain": [[us, asdict(config)] for us, use_pdl, config in timed if not use_pdl][:4],
-            "pdl": [[us, asdict(config)] for us, use_pdl, config in timed if use_pdl][:4],
-        }
+    for rows in options.rows:
+        result = search(rows)
         results.append(result)
-        print(f"{name:22s} rows {rows:3d}  cuBLAS {baseline:5.2f}  floor {result['floor_us']:4.2f}")
-        for us, use_pdl, config in timed[:3]:
-            print(f"    {us:5.2f} {'pdl  ' if use_pdl else 'plain'} {config}", flush=True)
+        print(
+            f"{rows:3d} rows: cuBLAS {result['baseline_us']:.2f}, in use {result['in_use_us']:.2f}, "
+            f"fastest {result['fastest_us']:.2f}",
+            flush=True,
+        )
+        for name, config in result["fastest"].items():
+            print(f"    {name:9s} {LinearConfig(**config)}", flush=True)
     if options.json:
         device = torch.cuda.get_device_name()
         report = {

@@ -33,7 +33,12 @@ from rose_backend.kernels.lm_head import lm_head_sample
 from rose_backend.kernels.paged_decode import DecodePlan, paged_decode, plan_paged_decode
 from rose_backend.kernels.paged_prefill import PrefillPlan, paged_prefill, plan_paged_prefill
 from rose_backend.kernels.sampler import SampleOutput, SamplingTensors, sample, sample_unfused
-from rose_backend.kernels.small_batch_linear import PackedLinear, pack_linear, small_batch_linear
+from rose_backend.kernels.small_batch_linear import (
+    PackedLinear,
+    pack_linear,
+    small_batch_linear,
+    small_batch_linear_and_moments,
+)
 from rose_backend.kernels.write_kv import write_kv
 
 __all__ = [
@@ -58,5 +63,6 @@ __all__ = [
     "sample",
     "sample_unfused",
     "small_batch_linear",
+    "small_batch_linear_and_moments",
     "write_kv",
 ]

@@ -82,6 +82,7 @@ def paged_decode(
     key_scale: torch.Tensor | None = None,  # one float32
     value_scale: torch.Tensor | None = None,  # one float32
     plan: DecodePlan | None = None,
+    overlap: bool = False,
 ) -> torch.Tensor:
     """Store one or a few new tokens per request and attend over its whole history.
 
@@ -110,6 +111,11 @@ def paged_decode(
             the cache will hold them: divided, limited to +-448, rounded, multiplied.
         plan: from ``plan_paged_decode`` with the same lengths, table and options, made once for all layers of a step;
             None makes one for this call. A GPU needs none.
+        overlap: on GPUs of capability 9.0 and later, start while the kernel in front still runs, and allow the same to
+            the next one (programmatic dependent launch). What kernels in front make or read may be ``query``,
+            ``new_key``, ``new_value`` and ``out``. All else, the cached tokens too, is read ahead and must be complete:
+            it is if whatever made it is followed, before this call, by a kernel that was launched without programmatic
+            dependence. Without ``new_key`` the last tokens come from a kernel in front, and nothing overlaps.
 
     Calls on one GPU share scratch memory and must follow one another on one stream. They can be captured in a CUDA
     graph after a first call outside, and one captured call serves any lengths.
@@ -153,6 +159,7 @@ def paged_decode(
     }
     if query.is_cuda:
         from rose_backend.kernels.gpu import paged_decode as gpu
+        from rose_backend.kernels.gpu.small_batch_linear import has_dependent_launch
 
         check_gpu_tensors(
             query=query,
@@ -167,7 +174,8 @@ def paged_decode(
             sinks=sinks,
             out=out,
         )
-        return gpu.paged_decode(*tensors, scale=scale, out=out, **options)
+        overlap = overlap and new_key is not None and has_dependent_launch(query.device)
+        return gpu.paged_decode(*tensors, scale=scale, out=out, overlap=overlap, **options)
     return reference.paged_decode(*tensors, scale=scale, out=out, plan=plan, **options)
 
 

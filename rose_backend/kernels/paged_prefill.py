@@ -60,6 +60,7 @@ def paged_prefill(
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
     plan: PrefillPlan | None = None,
+    mean_query_len: float | None = None,
 ) -> torch.Tensor:
     """Store a chunk of each request's prompt and attend causally over what came before and the chunk itself.
 
@@ -87,6 +88,8 @@ def paged_prefill(
             even; the chunk is attended as it is stored.
         plan: from ``plan_paged_prefill`` with the same lengths, table and options, made once for all layers of a step;
             None makes one for this call. A GPU needs none.
+        mean_query_len: tokens per row to choose a GPU's tiles for; None takes ``T / R``, which is wrong where rows or
+            tokens are padding, as in a captured graph. Decides speed only.
 
     Returns:
         ``out``. Accumulated in float32, rounded once.
@@ -142,6 +145,7 @@ def paged_prefill(
             sinks=sinks,
             key_scale=key_scale,
             value_scale=value_scale,
+            mean_query_len=mean_query_len,
         )
     return reference.paged_prefill(
         query,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from rose_backend.errors import ShapeError
 from rose_backend.kernels.reference import small_batch_linear as reference
 from rose_backend.kernels.tensor_checks import check_same_dtype, check_tensors
 
-MAX_ROWS = 64
+MAX_ROWS = 256
 """More rows are better served by a library's matrix product."""
 
 
@@ -58,6 +59,7 @@ def small_batch_linear(
     gelu: bool = False,
     residual: torch.Tensor | None = None,  # [T, O]
     out: torch.Tensor | None = None,  # [T, O]  written
+    x_moments: torch.Tensor | None = None,  # [T, 2, P] float32
 ) -> torch.Tensor:
     """Return ``residual + gelu(norm(x) @ W.T + b)``, each part only where it was asked for. Rounded once, from float32.
 
@@ -65,10 +67,43 @@ def small_batch_linear(
         x: at most ``MAX_ROWS`` rows, innermost stride 1.
         gelu: GELU in its tanh form.
         out: may be ``residual`` itself, not ``x``; None allocates.
+        x_moments: of ``x``, from ``small_batch_linear_and_moments``, ``P`` a power of two; None has the norm sum up
+            ``x`` itself.
 
     Raises:
         ShapeError: shapes or dtypes disagree, or there are too many rows.
     """
+    return _compute(x, layer, gelu, residual, out, x_moments, with_moments=False)[0]
+
+
+def small_batch_linear_and_moments(
+    x: torch.Tensor,  # [T, E]
+    layer: PackedLinear,
+    *,
+    gelu: bool = False,
+    residual: torch.Tensor | None = None,  # [T, O]
+    out: torch.Tensor | None = None,  # [T, O]  written
+    x_moments: torch.Tensor | None = None,  # [T, 2, P] float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``small_batch_linear``, and the moments of the result for the norm behind it, float32 ``[T, 2, P]``.
+
+    They are the sums of each row and of its squares, each in ``P`` parts that have to be added.
+    """
+    out, moments = _compute(x, layer, gelu, residual, out, x_moments, with_moments=True)
+    assert moments is not None, "they were asked for"
+    return out, moments
+
+
+def _compute(
+    x: torch.Tensor,
+    layer: PackedLinear,
+    gelu: bool,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+    x_moments: torch.Tensor | None,
+    *,
+    with_moments: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     if out is None:
         out = x.new_empty((x.shape[0], layer.weight.shape[0]))
     check_tensors(x=(x, "T E"), weight=(layer.weight, "O E"), out=(out, "T O"))
@@ -76,19 +111,31 @@ def small_batch_linear(
     if residual is not None:
         check_tensors(out=(out, "T O"), residual=(residual, "T O"))
         check_same_dtype(x=x, residual=residual)
+    if x_moments is not None:
+        check_tensors(x=(x, "T E"), x_moments=(x_moments, "T S P", torch.float32))
+        _, kinds, parts = x_moments.shape
+        if kinds != 2 or parts & (parts - 1) or not x_moments.is_contiguous():
+            raise ShapeError(
+                f"x_moments: expected contiguous [T, 2, P], P a power of two, got {list(x_moments.shape)}"
+            )
     if x.shape[0] > MAX_ROWS:
         raise ShapeError(f"x: expected at most {MAX_ROWS} rows, got {x.shape[0]}")
     if x.is_cuda:
-        from rose_backend.kernels.gpu.small_batch_linear import small_batch_linear as launch
+        from rose_backend.kernels.gpu import small_batch_linear as gpu
 
-        return launch(x, layer.weight, layer.bias, layer.column_sums, residual, out, eps=layer.eps, gelu=gelu)
-    return reference.small_batch_linear(
+        compute: Callable[..., torch.Tensor | None] = gpu.small_batch_linear
+    else:
+        compute = reference.small_batch_linear
+    moments = compute(
         x,
         layer.weight,
         layer.bias,
+        layer.column_sums,
         residual,
         out,
-        has_norm=layer.column_sums is not None,
         eps=layer.eps,
         gelu=gelu,
+        x_moments=x_moments,
+        with_moments=with_moments,
     )
+    return out, moments

@@ -22,3 +22,5 @@ class AttentionMetadata:
     """[T] int64: block id * BS + offset of each token, -1 for padding. Read only with ``fused_kv_append`` off."""
     num_decodes: int
     """The first so many requests have one token each and take the decode path, the rest take the prefill path."""
+    mean_query_len: float | None = None
+    """Tokens per request on the prefill path, for the choice of tiles; None: what the shapes say, padding included."""

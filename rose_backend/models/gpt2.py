@@ -27,7 +27,7 @@ from rose_backend.kernels import (
 )
 from rose_backend.kernels.embed_tokens import embed_tokens
 from rose_backend.models.attention_metadata import AttentionMetadata
-from rose_backend.models.gpt2_checkpoint import GPT2Config, GPT2Weights, LayerWeights, read_gpt2
+from rose_backend.models.gpt2_checkpoint import GPT2Config, GPT2Weights, read_gpt2
 from rose_backend.models.gpt2_small_batch import MAX_ROWS, PackedLayer, forward_layers, pack_layers
 from rose_backend.models.weight_loading import resolve_model_path
 
@@ -65,7 +65,7 @@ class GPT2:
         self.switches = switches
         self._scale = config.head_size**-0.5
         self._packed_layers: tuple[PackedLayer, ...] = ()
-        if config.device.type == "cuda" and _SMALL_BATCH_SWITCHES <= _switches_on(switches):
+        if config.device.type == "cuda" and _switches_on(switches) >= _SMALL_BATCH_SWITCHES:
             self.pack_for_small_batches()
 
     @classmethod
@@ -129,7 +129,8 @@ class GPT2:
 
     def _small_batch(self, residual: torch.Tensor, caches: LayerCaches, step: _StepPlan) -> torch.Tensor:
         def attend(index: int, qkv: torch.Tensor) -> torch.Tensor:
-            return self._attend(qkv, caches[index], step)
+            # Launched in the ordinary way, embed_tokens has made sure that all but qkv is complete.
+            return self._attend(qkv, caches[index], step, overlap=True)
 
         forward_layers(residual, self._packed_layers, attend)
         weights, eps = self.weights, self.config.layer_norm_epsilon
@@ -189,6 +190,8 @@ class GPT2:
         qkv: torch.Tensor,  # [T, 3 * E]
         caches: tuple[torch.Tensor, ...],  # keys and values, [NB, BS, H, D]  written
         step: _StepPlan,
+        *,
+        overlap: bool = False,
     ) -> torch.Tensor:
         config, metadata, attended = self.config, step.metadata, step.attended
         key_cache, value_cache = caches
@@ -212,6 +215,7 @@ class GPT2:
                 scale=self._scale,
                 out=attended[:split],
                 plan=step.decode,
+                overlap=overlap,
             )
         if step.prefill_start_loc is not None:
             paged_prefill(
@@ -226,6 +230,7 @@ class GPT2:
                 scale=self._scale,
                 out=attended[split:],
                 plan=step.prefill,
+                mean_query_len=metadata.mean_query_len,
             )
         return attended.view(-1, config.n_embd)
 

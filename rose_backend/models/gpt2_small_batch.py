@@ -1,4 +1,4 @@
-"""GPT-2's layers for a few tokens at once, where a step is as long as its weights take to arrive: five launches each."""
+"""GPT-2's layers for a few tokens at once, where a step is as long as its weights take: five launches each."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from rose_backend.kernels import PackedLinear, pack_linear, small_batch_linear
+from rose_backend.kernels import (
+    PackedLinear,
+    pack_linear,
+    small_batch_linear,
+    small_batch_linear_and_moments,
+)
 from rose_backend.models.gpt2_checkpoint import GPT2Weights, LayerWeights
 
-MAX_ROWS = 64
+MAX_ROWS = 256
 """On an H200, more rows are faster through a library's products."""
 
 
@@ -39,11 +44,14 @@ def forward_layers(
     Args:
         attend: given the number of a layer and its QKV projection ``[R, 3 * E]``, returns what was attended, [R, E].
     """
+    moments: torch.Tensor | None = None
     for index, layer in enumerate(layers):
-        attended = attend(index, small_batch_linear(residual, layer.qkv))
-        small_batch_linear(attended, layer.attn_proj, residual=residual, out=residual)
-        widened = small_batch_linear(residual, layer.fc, gelu=True)
-        small_batch_linear(widened, layer.fc_proj, residual=residual, out=residual)
+        attended = attend(index, small_batch_linear(residual, layer.qkv, x_moments=moments))
+        _, moments = small_batch_linear_and_moments(
+            attended, layer.attn_proj, residual=residual, out=residual
+        )
+        widened = small_batch_linear(residual, layer.fc, gelu=True, x_moments=moments)
+        _, moments = small_batch_linear_and_moments(widened, layer.fc_proj, residual=residual, out=residual)
     return residual
 
 

@@ -104,6 +104,16 @@ def test_many_rows(num_rows: int, max_query_len: int | None) -> None:
     assert torch.equal(out.isnan().any(-1).any(-1), ~step.real_tokens())
 
 
+@pytest.mark.parametrize("num_rows", [7, 33, 65, 130, 300])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 90, "alibi": True, "sinks": True}], ids=str)
+def test_many_heads_that_share_nothing(num_rows: int, options: dict[str, Any]) -> None:
+    """The more rows, the more heads has a program."""
+    lengths = torch.randint(-1, 600, (num_rows,)).tolist()
+    lengths[:3] = [4000, 0, 319]
+    step = make_step(lengths, shape=(12, 12, 64, 16))
+    check(step, [0, 1, 2, num_rows // 2, num_rows - 1], **resolve_options(options, 12))
+
+
 @pytest.mark.parametrize("max_query_len", [None, 2])
 def test_empty_batches(max_query_len: int | None) -> None:
     assert make_step([]).decode(max_query_len=max_query_len).shape == (0, 4, 64)

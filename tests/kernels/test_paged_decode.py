@@ -60,6 +60,12 @@ def test_values_and_stores(dtype: torch.dtype, layout: str, heads: tuple[int, in
     assert same_bits(inputs.storage, stored)
 
 
+def test_overlap_changes_nothing_where_there_is_none() -> None:
+    one_by_one, overlapped = build_paged_inputs(LENGTHS), build_paged_inputs(LENGTHS)
+    assert same_bits(run(overlapped, overlap=True), run(one_by_one, overlap=False))
+    assert same_bits(overlapped.storage, one_by_one.storage)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -9,7 +9,10 @@ import torch
 
 from rose_backend.kernels.gpu import paged_decode as gpu
 from rose_backend.kernels.reference.float8 import CACHE_DTYPE
-from tests.support.aot import CAPABILITIES, compile_launch, record_launches
+from tests.support.aot import CAPABILITIES, Resources, compile_launch, record_launches
+
+Shape = tuple[int, int, int, torch.dtype]
+"""Query heads, KV heads, head size, dtype."""
 
 GPT2, LLAMA_8B = (12, 12, 64, torch.float16), (32, 8, 128, torch.bfloat16)
 CASES = [
@@ -20,17 +23,47 @@ CASES = [
     (LLAMA_8B, 64, 4, None, 80),
     (GPT2, 64, 4, None, 90),
     (GPT2, 1, 1, None, 90),
+    (GPT2, 256, 1, None, 90),
 ]
 
 
 @pytest.mark.parametrize(("shape", "num_rows", "max_query_len", "cache_dtype", "capability"), CASES, ids=str)
 def test_compiles_without_spills(
-    shape: tuple[int, int, int, torch.dtype],
+    shape: Shape, num_rows: int, max_query_len: int, cache_dtype: torch.dtype | None, capability: int
+) -> None:
+    resources = compile_decode(shape, num_rows, max_query_len, cache_dtype, capability)
+    assert resources.spill_bytes == 0
+    lane_by_lane = shape == GPT2 and max_query_len == 1 and cache_dtype is None
+    assert ("mma" in resources.ptx) == ("cp.async" in resources.ptx) == (not lane_by_lane)
+    assert "ld.global.v4" in resources.ptx
+    assert "griddepcontrol" not in resources.ptx
+
+
+@pytest.mark.parametrize(("shape", "num_rows"), [(GPT2, 8), (LLAMA_8B, 64)], ids=str)
+def test_overlap_reads_ahead_and_writes_only_after_the_wait(shape: Shape, num_rows: int) -> None:
+    resources = compile_decode(shape, num_rows, 1, None, 90, overlap=True)
+    ptx = resources.ptx
+    assert resources.spill_bytes == 0
+    marks = ("griddepcontrol.launch_dependents", "ld.global", "griddepcontrol.wait")
+    assert sorted(marks, key=ptx.index) == list(marks)
+    # One wait is that of a program without work.
+    assert ptx.count("griddepcontrol.wait") == 2
+    last_wait = ptx.rindex("griddepcontrol.wait")
+    assert last_wait < min(ptx.index("st.global"), ptx.index("atom.global"))
+    # The first tile of keys and values.
+    assert ("ld.global.v4" in ptx[:last_wait]) == (shape == GPT2)
+
+
+def compile_decode(
+    shape: Shape,
     num_rows: int,
     max_query_len: int,
     cache_dtype: torch.dtype | None,
     capability: int,
-) -> None:
+    *,
+    overlap: bool = False,
+) -> Resources:
+    """Compile as for an H200, with the tuning that is used there."""
     num_query_heads, num_kv_heads, head_size, dtype = shape
     query = torch.empty(num_rows * max_query_len, num_query_heads, head_size, dtype=dtype)
     new = torch.empty(num_rows * max_query_len, num_kv_heads, head_size, dtype=dtype)
@@ -55,6 +88,7 @@ def test_compiles_without_spills(
         cache_dtype=cache_dtype,
         num_rows=num_rows,
         num_queries=num_query_heads // num_kv_heads * max_query_len,
+        num_kv_heads=num_kv_heads,
     )
     with record_launches(gpu, "_paged_decode_kernel") as launches:
         gpu.paged_decode(
@@ -68,9 +102,9 @@ def test_compiles_without_spills(
             scale=1.0,
             out=query,
             tuning=tuning,
+            overlap=overlap,
             **options,
         )
     resources = compile_launch(launches[0], capability)
     print(f"sm_{capability} {shape}: {resources.summary()}")
-    assert resources.spill_bytes == 0
-    assert "mma" in resources.ptx and "cp.async" in resources.ptx
+    return resources

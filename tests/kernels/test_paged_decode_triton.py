@@ -29,7 +29,11 @@ FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def launch(
-    inputs: PagedInputs, stored_before: bool, num_programs: int, options: dict[str, Any]
+    inputs: PagedInputs,
+    stored_before: bool,
+    num_programs: int,
+    max_whole: int,
+    options: dict[str, Any],
 ) -> tuple[torch.Tensor, int, int]:
     """Return output, records written by split rows, and what the counters add up to afterwards."""
     # The interpreter cannot multiply bfloat16 matrices; compiled, float32 must not use the matrix units. Numbers from
@@ -37,10 +41,18 @@ def launch(
     is_float8 = inputs.key_cache.dtype == CACHE_DTYPE
     use_dot = inputs.query.dtype == FLOAT16 or (is_float8 and inputs.query.dtype == BFLOAT16)
     tuning = gpu.DecodeTuning(
-        tile=8, min_split=8, num_programs=num_programs, use_dot=use_dot, num_warps=4, num_stages=1
+        tile=8,
+        min_split=8,
+        num_programs=num_programs,
+        use_dot=use_dot,
+        num_warps=4,
+        num_stages=1,
+        max_whole=max_whole,
+        fan_in=3,
+        kv_heads=2,
     )
     scratch: list[torch.Tensor] = []
-    names = ("split_scratch", "_COMBINE_FAN_IN", "_COMBINE_TILE", "_COMBINE_ELEMENTS", "_MAX_QUERY_ELEMENTS")
+    names = ("split_scratch", "_COMBINE_TILE", "_COMBINE_ELEMENTS", "_MAX_QUERY_ELEMENTS")
     before = {name: getattr(gpu, name) for name in names}
 
     def poisoned_scratch(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +61,7 @@ def launch(
         return scratch[0], scratch[1]
 
     # So few that combining takes two levels and several iterations, and that programs share the queries of a KV head.
-    for name, value in zip(names, (poisoned_scratch, 3, 2, 8, 512), strict=True):
+    for name, value in zip(names, (poisoned_scratch, 2, 8, 512), strict=True):
         setattr(gpu, name, value)
     try:
         out = torch.full_like(inputs.query, float("nan"))
@@ -78,10 +90,17 @@ def launch(
 
 
 def run(
-    inputs: PagedInputs, *, stored_before: bool = False, num_programs: int = 12, **options: Any
+    inputs: PagedInputs,
+    *,
+    stored_before: bool = False,
+    num_programs: int = 48,
+    max_whole: int = 0,
+    **options: Any,
 ) -> tuple[torch.Tensor, int]:
     """Return output and the number of records of split rows."""
-    out, num_records, counted = run_interpreted(launch, inputs, stored_before, num_programs, options)
+    out, num_records, counted = run_interpreted(
+        launch, inputs, stored_before, num_programs, max_whole, options
+    )
     assert counted == 0, "a counter was left behind for the next launch"
     return out, num_records
 
@@ -233,9 +252,29 @@ def test_long_rows_get_most_splits() -> None:
     # The maximum rises from split to split.
     slopes = torch.tensor([0.5])
     whole, no_records = run(one, num_programs=1, alibi_slopes=slopes)
-    split, num_records = run(many, num_programs=6, alibi_slopes=slopes)
+    split, num_records = run(many, num_programs=7, alibi_slopes=slopes)
     assert (no_records, num_records) == (0, 5)
     torch.testing.assert_close(split, whole, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("max_whole", "num_records"), [(8, 2 + 3 + 2), (9, 3 + 2), (23, 0)])
+@pytest.mark.parametrize("query_lens", [None, [1, 1, 0, 1, 3, 1]], ids=["one token", "several tokens"])
+def test_short_rows_stay_whole(query_lens: list[int] | None, max_whole: int, num_records: int) -> None:
+    inputs = build_paged_inputs([7, 9, -1, 23, 0, 16], query_lens, num_query_heads=1, num_kv_heads=1)
+    stored = expected_storage(inputs)
+    options = {} if query_lens is None else {"query_start_loc": inputs.query_start_loc, "max_query_len": 3}
+    out, counted = run(inputs, max_whole=max_whole, **options)
+    check(inputs, out)
+    assert counted == num_records
+    assert same_bits(inputs.storage, stored)
+
+
+def test_rows_that_fill_the_places_are_hardly_split() -> None:
+    # Two programs beyond one per row: a batch of equal rows stays whole, a long row among short ones does not.
+    equal = build_paged_inputs([16] * 4, num_query_heads=1, num_kv_heads=1)
+    uneven = build_paged_inputs([30, 1, 1, 1], num_query_heads=1, num_kv_heads=1)
+    assert run(equal, num_programs=5)[1] == 0
+    assert run(uneven, num_programs=5)[1] == 2
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16], ids=str)

@@ -43,12 +43,12 @@ def launch(inputs: PagedInputs, stored_before: bool, loops: str, options: dict[s
         key_scale=inputs.key_scale,
         value_scale=inputs.value_scale,
         tuning=gpu.PrefillTuning(
-            query_tile=8,
-            tile=4,
+            query_tile=4 if loops == "wide tiles" else 8,
+            tile=8 if loops == "wide tiles" else 4,
             num_warps=4,
             num_stages=1,
             by_descriptor=loops == "descriptors",
-            split=loops != "one loop",
+            split=loops not in ("one loop", "wide tiles"),
         ),
         **options,
     )
@@ -81,6 +81,8 @@ def check(inputs: PagedInputs, out: torch.Tensor, *, scale: float = SCALE, **opt
         ((2, 1), 40, 6, FLOAT32, "vllm", "one loop"),
         ((2, 1), 24, 8, FLOAT16, "layer_of_stack", "two loops"),
         ((3, 1), 32, 16, FLOAT16, "vllm", "one loop"),
+        ((3, 1), 32, 16, FLOAT16, "vllm", "wide tiles"),
+        ((2, 1), 40, 6, FLOAT32, "vllm", "wide tiles"),
         ((4, 2), 16, 2, FLOAT16, "vllm", "descriptors"),
     ],
     ids=str,
@@ -181,15 +183,18 @@ def record(
     capability: int,
     *,
     cache_dtype: torch.dtype | None = None,
+    query_len: int = 512,
     **options: Any,
 ) -> list[Launch]:
-    """Return the launches for prompts of 512 tokens, the one that attends last; nothing runs."""
+    """Return the launches for prompts of ``query_len`` tokens, the one that attends last; nothing runs."""
     projected = torch.empty(2048, heads[0] + 2 * heads[1], head_size, dtype=dtype)
     query, key, value = projected.split([heads[0], heads[1], heads[1]], dim=1)
     cache = torch.empty(4, 16, heads[1], head_size, dtype=cache_dtype or dtype)
     ints = torch.empty(5, 8, dtype=torch.int32)
     is_stored = cache.dtype != dtype
-    tuning = gpu.prefill_tuning(512, head_size, dtype, divmod(capability, 10), is_describable=not is_stored)
+    tuning = gpu.prefill_tuning(
+        query_len, head_size, dtype, divmod(capability, 10), is_describable=not is_stored
+    )
     with (
         record_launches(store_chunk, "_store_chunk_kernel") as launches,
         record_launches(gpu, "_paged_prefill_kernel") as attending,
@@ -211,6 +216,34 @@ def record(
     return launches + attending
 
 
+@pytest.mark.parametrize(("mean_query_len", "by_descriptor"), [(None, False), (128, False), (512, True)])
+def test_tiles_suit_the_length_that_is_stated(
+    mean_query_len: float | None, by_descriptor: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of 64 rows only a few are real, as in a captured graph: tokens per row say nothing.
+    monkeypatch.setattr(gpu, "device_capability", lambda device: (9, 0))
+    projected = torch.empty(2048, 36, 64, dtype=FLOAT16)
+    query, key, value = projected.split(12, dim=1)
+    cache = torch.empty(4, 16, 12, 64, dtype=FLOAT16)
+    rows = torch.empty(64, 8, dtype=torch.int32)
+    lengths = torch.empty(65, dtype=torch.int32)
+    with record_launches(gpu, "_paged_prefill_kernel") as launches:
+        gpu.paged_prefill(
+            query,
+            key,
+            value,
+            cache,
+            cache,
+            rows,
+            lengths,
+            lengths[:64],
+            scale=1.0,
+            out=torch.empty(query.shape, dtype=FLOAT16),
+            mean_query_len=mean_query_len,
+        )
+    assert launches[0].arguments["DESCRIBED"] == by_descriptor
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
     ("heads", "head_size", "dtype"), [((12, 12), 64, FLOAT16), ((32, 8), 128, BFLOAT16)], ids=str
@@ -224,6 +257,14 @@ def test_compiles_without_spills(
     assert resources.spill_bytes == 0
     assert {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}[capability] in resources.ptx
     assert ("cp.async.bulk.tensor" in resources.ptx) == (capability >= 90)
+
+
+@pytest.mark.parametrize("query_len", [16, 128])
+def test_short_chunks_compile_without_spills(query_len: int) -> None:
+    (launch,) = record((12, 12), 64, FLOAT16, 90, query_len=query_len)
+    resources = compile_launch(launch, 90)
+    print(f"sm_90 {query_len} tokens: {resources.summary()}")
+    assert resources.spill_bytes == 0
 
 
 @pytest.mark.parametrize("capability", [90, 100])

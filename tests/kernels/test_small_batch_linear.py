@@ -80,41 +80,74 @@ def test_the_twin_is_the_separate_operations(parts: str, dtype: torch.dtype) -> 
     case.check(small_batch_linear(case.x, case.layer, gelu=case.gelu, residual=case.residual))
 
 
-def launch(case: Case, config: dict[str, Any], use_pdl: bool | None = None) -> torch.Tensor:
+def launch(
+    case: Case,
+    config: dict[str, Any],
+    use_pdl: bool | None = None,
+    num_x_parts: int = 0,
+    with_moments: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return the product and, ``with_moments``, its moments; those of ``x`` come in ``num_x_parts`` or not at all."""
     from rose_backend.kernels.gpu import small_batch_linear as gpu
 
     layer = case.layer
     out = torch.full(
         (len(case.x), len(case.weight) + 7), float("nan"), dtype=case.x.dtype, device=case.x.device
     )
-    gpu.small_batch_linear(
-        case.x,
-        layer.weight,
-        layer.bias,
-        layer.column_sums,
-        case.residual,
-        out[:, : len(case.weight)],
-        eps=EPS,
-        gelu=case.gelu,
-        config=gpu.LinearConfig(**config),
-        use_pdl=use_pdl,
-    )
+    # What the launcher allocates is full of NaN.
+    torch.use_deterministic_algorithms(True)
+    try:
+        moments = gpu.small_batch_linear(
+            case.x,
+            layer.weight,
+            layer.bias,
+            layer.column_sums,
+            case.residual,
+            out[:, : len(case.weight)],
+            eps=EPS,
+            gelu=case.gelu,
+            x_moments=moments_of(case.x, num_x_parts) if num_x_parts else None,
+            with_moments=with_moments,
+            config=gpu.LinearConfig(**config),
+            use_pdl=use_pdl,
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert out[:, len(case.weight) :].isnan().all()
-    return out[:, : len(case.weight)]
+    result = out[:, : len(case.weight)]
+    return (result, moments) if with_moments else result
 
 
-def config(block_n: int, block_k: int, split_k: int, use_dot: bool) -> dict[str, Any]:
-    return dict(block_n=block_n, block_k=block_k, split_k=split_k, num_warps=4, num_stages=2, use_dot=use_dot)
+def moments_of(x: torch.Tensor, num_parts: int) -> torch.Tensor:
+    """Return the sums of rows and of their squares, each in some parts."""
+    parts = x.float().tensor_split(num_parts, 1)
+    return torch.stack([torch.stack([part.sum(1), part.square().sum(1)], 1) for part in parts], 2)
 
 
-# Depths and widths that no tile divides; one tile over the whole depth, several, and a split depth.
+def config(block_m: int, block_n: int, block_k: int, split_k: int = 1, **options: Any) -> dict[str, Any]:
+    return dict(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=block_k,
+        split_k=split_k,
+        num_warps=4,
+        num_stages=2,
+        **options,
+    )
+
+
+# Depths and widths that no tile divides; one tile over the whole depth, several, and a split depth; one tile of rows
+# and several.
 CUTS = [
-    (1, config(4, 128, 1, False)),
-    (2, config(4, 32, 1, False)),
-    (3, config(2, 32, 2, False)),
-    (5, config(16, 128, 1, True)),
-    (16, config(16, 32, 1, True)),
-    (17, config(32, 32, 3, True)),
+    (1, config(1, 4, 128, use_dot=False)),
+    (2, config(2, 4, 32, use_dot=False)),
+    (3, config(4, 2, 32, 2, use_dot=False)),
+    (5, config(16, 16, 128)),
+    (5, config(8, 16, 128, warp_split=4, weights_left=True)),
+    (16, config(16, 16, 32)),
+    (17, config(16, 16, 128, warp_split=4)),
+    (17, config(32, 32, 32, 3)),
+    (21, config(16, 32, 64, 2, weights_left=True)),
 ]
 # A norm in front needs the whole row in one program.
 CASES = [
@@ -133,22 +166,45 @@ def test_the_interpreted_kernel_agrees(
     case.check(run_interpreted(launch, case, cut))
 
 
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("cut", [config(16, 16, 128), config(16, 32, 32, 3)])
+def test_moments_are_taken_from_one_product_to_the_next(cut: dict[str, Any], parts: str) -> None:
+    case = make_case(21, 100, 37, parts, torch.float16)
+    result, moments = run_interpreted(launch, case, cut, num_x_parts=4, with_moments=True)
+    case.check(result)
+    torch.testing.assert_close(moments.sum(2), moments_of(result, 1)[:, :, 0])
+
+
+def test_tiles_copied_by_the_tensor_memory_accelerator() -> None:
+    case = make_case(21, 109, 37, "norm residual", torch.float16)
+    case.x, case.weight = aligned(case.x[:, :104]), aligned(case.weight[:, :104])
+    case.norm = tuple(vector[:104] for vector in case.norm)
+    case.check(run_interpreted(launch, case, config(16, 32, 32, use_tma=True)))
+
+
+def aligned(matrix: torch.Tensor) -> torch.Tensor:
+    return torch.cat([matrix, matrix.new_full((len(matrix), 8), float("nan"))], 1)[:, : matrix.shape[1]]
+
+
 def launch_twice(case: Case, cut: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return launch(case, cut), launch(case, cut)
 
 
 def test_a_split_depth_leaves_its_counters_as_they_were() -> None:
     case = make_case(4, 100, 37, "residual")
-    first, second = run_interpreted(launch_twice, case, config(16, 32, 3, True))
+    first, second = run_interpreted(launch_twice, case, config(16, 16, 32, 3))
     assert torch.equal(first, second)
 
 
 SHAPES = [(768, 2304, "norm"), (768, 768, "residual"), (768, 3072, "norm gelu"), (3072, 768, "residual")]
 HALF, FLOAT32 = torch.float16, torch.float32
+# What a program may take of A100, H200, B200.
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 COMPILED = [(capability, 1, *SHAPES[0], HALF) for capability in CAPABILITIES]
 COMPILED += [(capability, 16, *SHAPES[3], HALF) for capability in CAPABILITIES]
 COMPILED += [(capability, 64, *SHAPES[2], HALF) for capability in CAPABILITIES]
-COMPILED += [(90, 4, *shape, HALF) for shape in SHAPES] + [(90, 16, *shape, HALF) for shape in SHAPES[:3]]
+COMPILED += [(90, rows, *shape, HALF) for rows in (4, 32, 128, 256) for shape in SHAPES]
+COMPILED += [(80, 4, *SHAPES[3], HALF)]
 COMPILED += [(90, 4, *SHAPES[0], FLOAT32), (90, 64, *SHAPES[3], FLOAT32)]
 
 
@@ -160,10 +216,11 @@ def test_the_chosen_cuts_compile_without_spills(
 
     case = make_case(rows, depth, columns, parts, dtype)
     layer = case.layer
-    out = torch.empty((rows, columns), dtype=dtype)
+    x, out = case.x.contiguous(), torch.empty((rows, columns), dtype=dtype)
+    exact = dtype is torch.float32
     with record_launches(gpu, "small_batch_linear_kernel") as launches:
         gpu.small_batch_linear(
-            case.x,
+            x,
             layer.weight,
             layer.bias,
             layer.column_sums,
@@ -171,27 +228,32 @@ def test_the_chosen_cuts_compile_without_spills(
             out,
             eps=EPS,
             gelu=case.gelu,
+            x_moments=moments_of(x, 16) if case.norm else None,
+            with_moments=case.residual is not None,
+            config=gpu.choose_config(
+                rows, columns, depth, own_sums=False, exact=exact, can_use_tma=capability >= 90
+            ),
             use_pdl=capability >= 90,
         )
     resources = compile_launch(launches[0], capability)
     assert resources.spill_bytes == 0
+    assert resources.shared_bytes <= SHARED_BYTES[capability]
     assert ("griddepcontrol.wait" in resources.ptx) == (capability >= 90)
 
 
-@pytest.mark.parametrize("rows", [4, 16, 32, 64])
+@pytest.mark.parametrize("can_use_tma", [False, True])
+@pytest.mark.parametrize("rows", [4, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize(("depth", "columns"), [(768, 4096), (3072, 4096), (768, 4097), (3072, 50_257)])
-def test_parts_never_outgrow_their_scratch(rows: int, depth: int, columns: int) -> None:
+def test_parts_never_outgrow_their_scratch(rows: int, depth: int, columns: int, can_use_tma: bool) -> None:
     from rose_backend.kernels.gpu import small_batch_linear as gpu
 
-    x, weight = torch.zeros(rows, depth).half(), torch.zeros(1, 1).half().expand(columns, depth)
-    bias, out = torch.zeros(columns), torch.empty(rows, columns).half()
-    with record_launches(gpu, "small_batch_linear_kernel") as launches:
-        gpu.small_batch_linear(x, weight, bias, None, None, out, eps=0.0, gelu=False)
-    (tiles, parts), sizes = launches[0].grid, launches[0].arguments
-    assert (parts > 1) == (columns <= 4096 and not (depth == 768 and rows > 16))
-    if parts > 1:
-        assert tiles * parts * sizes["BLOCK_M"] * sizes["BLOCK_N"] <= sizes["partial_ptr"].numel()
-        assert tiles <= sizes["arrivals_ptr"].numel()
+    cut = gpu.choose_config(rows, columns, depth, own_sums=False, exact=False, can_use_tma=can_use_tma)
+    partial, arrivals = gpu.scratch_of(torch.device("cpu"))
+    num_tiles = -(-columns // cut.block_n) * -(-rows // cut.block_m)
+    if cut.split_k > 1:
+        assert columns <= 4096
+        assert num_tiles * cut.split_k * cut.block_m * cut.block_n <= partial.numel()
+        assert num_tiles <= arrivals.numel()
 
 
 def test_a_cut_that_outgrows_the_scratch_is_refused() -> None:
@@ -208,7 +270,7 @@ def test_a_cut_that_outgrows_the_scratch_is_refused() -> None:
             torch.empty(16, 50_257).half(),
             eps=0.0,
             gelu=False,
-            config=gpu.LinearConfig(32, 256, 4, 4, 3, True),
+            config=gpu.LinearConfig(16, 32, 256, 4),
         )
 
 
@@ -220,6 +282,11 @@ def test_bad_input_is_named() -> None:
         small_batch_linear(torch.zeros(MAX_ROWS + 1, 8), case.layer)
     with pytest.raises(ShapeError, match="weight: expected E=9"):
         small_batch_linear(torch.zeros(2, 9), case.layer)
+    with pytest.raises(ShapeError, match="x_moments: expected T=2"):
+        small_batch_linear(case.x, case.layer, x_moments=torch.zeros(3, 2, 4))
+    for shape in ((2, 3, 4), (2, 2, 3)):
+        with pytest.raises(ShapeError, match="x_moments: expected contiguous"):
+            small_batch_linear(case.x, case.layer, x_moments=torch.zeros(shape))
     with pytest.raises(ShapeError, match="residual: expected O=4"):
         small_batch_linear(case.x, case.layer, residual=torch.zeros(2, 5))
 

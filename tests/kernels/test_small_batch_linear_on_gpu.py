@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rose_backend.kernels import small_batch_linear
-from tests.kernels.test_small_batch_linear import PARTS, config, launch, make_case
+from rose_backend.kernels import small_batch_linear, small_batch_linear_and_moments
+from tests.kernels.test_small_batch_linear import PARTS, config, launch, make_case, moments_of
 from tests.support.error_budget import assert_within_budget
 
 pytestmark = pytest.mark.gpu
@@ -19,42 +19,83 @@ LLAMA_8B = [(4096, 4096, "residual"), (4096, 6144, "norm"), (4096, 14_336, ""), 
 
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 33, 64])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 33, 64, 130])
 def test_odd_sizes(rows: int, dtype: torch.dtype, parts: str) -> None:
     case = make_case(rows, 801, 203, parts, dtype, "cuda")
-    case.check(small_batch_linear(case.x, case.layer, gelu=case.gelu, residual=case.residual))
+    for moments in (None, moments_of(case.x, 4)):
+        case.check(
+            small_batch_linear(case.x, case.layer, gelu=case.gelu, residual=case.residual, x_moments=moments)
+        )
 
 
 @pytest.mark.parametrize(
     ("shape", "row_counts"),
-    [(shape, range(1, 65)) for shape in SHAPES]
-    + [(shape, (1, 2, 3, 8, 16, 17, 33, 64)) for shape in LLAMA_8B],
+    [(shape, (*range(1, 66), 96, 127, 128, 129, 192, 255, 256)) for shape in SHAPES]
+    + [(shape, (1, 2, 3, 8, 16, 17, 33, 64, 65, 256)) for shape in LLAMA_8B],
     ids=str,
 )
 def test_the_shapes_of_models_at_any_number_of_rows(shape: tuple[int, int, str], row_counts: Any) -> None:
-    case = make_case(64, *shape, torch.float16, "cuda")
+    case = make_case(256, *shape, torch.float16, "cuda")
+    # Rows at the places at which tiles are copied.
+    case.x = torch.cat([case.x, case.x[:, :8]], 1)[:, : shape[0]]
     layer, exact, same_dtype = case.layer, case.plain(torch.float64), case.plain(torch.float16)
+    x_moments = moments_of(case.x, 16)
     for rows in row_counts:
         residual = None if case.residual is None else case.residual[:rows]
-        actual = small_batch_linear(case.x[:rows], layer, gelu=case.gelu, residual=residual)
-        assert_within_budget(actual, exact[:rows], same_dtype[:rows])
+        for given in (None, x_moments[:rows]) if layer.column_sums is not None else (None,):
+            out = torch.full((rows, shape[1]), float("nan"), dtype=torch.float16, device="cuda")
+            actual, moments = small_batch_linear_and_moments(
+                case.x[:rows], layer, gelu=case.gelu, residual=residual, out=out, x_moments=given
+            )
+            assert_within_budget(actual, exact[:rows], same_dtype[:rows])
+            torch.testing.assert_close(moments.sum(2), moments_of(actual, 1)[:, :, 0], rtol=1e-4, atol=1e-2)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16, 64])
+KINDS_OF_CUTS = [
+    (8, config(8, 32, 1024, warp_split=4, weights_left=True)),
+    (29, config(32, 32, 1024, warp_split=4, weights_left=True)),
+    (29, config(32, 16, 1024, warp_split=4)),
+    (29, config(32, 64, 1024, weights_left=True)),
+    (29, config(32, 64, 1024, weights_left=True, use_tma=True)),
+    (64, config(64, 32, 1024, use_tma=True)),
+    (100, config(64, 64, 64, use_tma=True)),
+    (200, config(128, 64, 64, use_tma=True)),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("rows", "cut"), KINDS_OF_CUTS, ids=str)
+def test_every_kind_of_cut(rows: int, cut: dict[str, Any], shape: tuple[int, int, str]) -> None:
+    case = make_case(rows, *shape, torch.float16, "cuda")
+    case.x = torch.cat([case.x, case.x[:, :8]], 1)[:, : shape[0]]
+    split_k = 3 if shape[0] > 1024 else 1
+    result, moments = launch(case, {**cut, "split_k": split_k}, num_x_parts=16, with_moments=True)
+    case.check(result)
+    torch.testing.assert_close(moments.sum(2), moments_of(result, 1)[:, :, 0], rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 64, 128, 256])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_thousand_runs_of_the_chosen_cuts_are_bitwise_equal(shape: tuple[int, int, str], rows: int) -> None:
     case = make_case(rows, *shape, torch.float16, "cuda")
-    layer = case.layer
-    first = small_batch_linear(case.x, layer, gelu=case.gelu, residual=case.residual)
+    case.x = case.x.contiguous()
+    layer, moments = case.layer, moments_of(case.x, 16)
+
+    def run() -> torch.Tensor:
+        return small_batch_linear(case.x, layer, gelu=case.gelu, residual=case.residual, x_moments=moments)
+
+    first = run()
     different = torch.zeros((), dtype=torch.bool, device="cuda")
     for _ in range(1000):
-        again = small_batch_linear(case.x, layer, gelu=case.gelu, residual=case.residual)
+        again = run()
         different |= (again != first).any()
     assert not different
 
 
 @pytest.mark.parametrize("use_pdl", [False, True])
-@pytest.mark.parametrize("cut", [config(16, 128, 8, True), config(4, 512, 2, False)], ids=["dot", "vector"])
+@pytest.mark.parametrize(
+    "cut", [config(16, 16, 128, 8), config(4, 4, 512, 2, use_dot=False)], ids=["dot", "vector"]
+)
 def test_a_thousand_runs_are_bitwise_equal(cut: dict[str, Any], use_pdl: bool) -> None:
     case = make_case(4, 3072, 768, "residual", torch.float16, "cuda")
     first = launch(case, cut, use_pdl).clone()
@@ -65,25 +106,29 @@ def test_a_thousand_runs_are_bitwise_equal(cut: dict[str, Any], use_pdl: bool) -
     assert not different
 
 
-def test_a_chain_of_dependent_launches_in_a_graph() -> None:
+@pytest.mark.parametrize("rows", [1, 4, 32, 128, 256])
+def test_a_chain_of_dependent_launches_in_a_graph(rows: int) -> None:
     """Each launch reads what the one before wrote, in place over one residual, with early launches allowed."""
     from rose_backend.kernels.gpu import small_batch_linear as gpu
 
-    widen = make_case(4, 768, 3072, "norm gelu", torch.float16, "cuda")
-    narrow = make_case(4, 3072, 768, "residual", torch.float16, "cuda")
+    widen = make_case(rows, 768, 3072, "norm gelu", torch.float16, "cuda")
+    narrow = make_case(rows, 3072, 768, "residual", torch.float16, "cuda")
     up, down = widen.layer, narrow.layer
     start = widen.x.contiguous()
-    hidden, wide = start.clone(), torch.empty((4, 3072), dtype=torch.float16, device="cuda")
+    hidden, wide = start.clone(), torch.empty((rows, 3072), dtype=torch.float16, device="cuda")
 
     def chain(use_pdl: bool) -> None:
         hidden.copy_(start)
+        moments = moments_of(start, 1)
         for _ in range(24):
             gpu.small_batch_linear(
-                hidden, up.weight, up.bias, up.column_sums, None, wide, eps=1e-5, gelu=True, use_pdl=use_pdl
-            )
-            gpu.small_batch_linear(
-                wide, down.weight, down.bias, None, hidden, hidden, eps=0.0, gelu=False, use_pdl=use_pdl
-            )
+                hidden, up.weight, up.bias, up.column_sums, None, wide, eps=1e-5, gelu=True,
+                x_moments=moments, use_pdl=use_pdl,
+            )  # fmt: skip
+            moments = gpu.small_batch_linear(
+                wide, down.weight, down.bias, None, hidden, hidden, eps=0.0, gelu=False,
+                with_moments=True, use_pdl=use_pdl,
+            )  # fmt: skip
 
     chain(False)
     expected = hidden.clone()

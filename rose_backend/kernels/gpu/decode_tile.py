@@ -1,4 +1,4 @@
-"""Softmax attention of a few queries over one tile of keys and values."""
+"""Softmax attention of a few queries over a row's cached keys and values, tile by tile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from rose_backend.kernels.gpu.float8 import to_half
-from rose_backend.kernels.gpu.softmax import HIDDEN, to_logits
+from rose_backend.kernels.gpu.softmax import HIDDEN, NO_LOGIT, cached_offsets, to_logits
 
 
 @triton.jit
@@ -33,6 +33,64 @@ def _visible_logits(
 
 
 @triton.jit
+def head_columns(
+    key_head_stride, value_head_stride, HEADS: tl.constexpr, HEAD_TILE: tl.constexpr, HEAD_SIZE: tl.constexpr
+):
+    """Return where the elements of ``HEADS`` heads are in a token's keys and values, and which of them there are."""
+    dims = tl.arange(0, HEADS * HEAD_TILE) % HEAD_TILE
+    heads = (tl.arange(0, HEADS * HEAD_TILE) // HEAD_TILE).to(tl.int64)
+    if HEADS == 1:
+        key_columns, value_columns = dims, dims
+    else:
+        key_columns, value_columns = heads * key_head_stride + dims, heads * value_head_stride + dims
+    return key_columns, value_columns, dims < HEAD_SIZE
+
+
+@triton.jit
+def load_block_ids(cache, positions, end, BLOCK_SIZE: tl.constexpr):
+    """Return the blocks of ``positions`` before ``end``; ``cache`` is as for ``load_tile``."""
+    return tl.load(cache[2] + positions // BLOCK_SIZE, mask=positions < end, other=0)
+
+
+@triton.jit
+def load_tile(cache, columns, block_ids, positions, end, BLOCK_SIZE: tl.constexpr):
+    """Return keys and values at ``positions``, [tokens, columns], zero from ``end`` on.
+
+    ``cache`` is (keys, values, the row's block table, strides of key blocks and tokens, of value blocks and tokens),
+    ``columns`` as ``head_columns`` returns them.
+    """
+    mask = (positions < end)[:, None] & columns[2][None, :]
+    key_rows = cache[0] + cached_offsets(block_ids, positions, cache[3], cache[4], BLOCK_SIZE)
+    value_rows = cache[1] + cached_offsets(block_ids, positions, cache[5], cache[6], BLOCK_SIZE)
+    key = tl.load(key_rows[:, None] + columns[0][None, :], mask=mask, other=0.0)
+    value = tl.load(value_rows[:, None] + columns[1][None, :], mask=mask, other=0.0)
+    return key, value
+
+
+@triton.jit
+def store_tokens(cache, key, value, positions, head_strides, heads, mask, BLOCK_SIZE: tl.constexpr):
+    """Store a key and a value at each of ``positions``, of the head ``heads`` further; ``mask`` is (rows, elements)."""
+    dims = tl.arange(0, key.shape[1])[None, :]
+    block_ids = tl.load(cache[2] + positions // BLOCK_SIZE, mask=mask[0], other=0)
+    key_rows = cache[0] + cached_offsets(block_ids, positions, cache[3], cache[4], BLOCK_SIZE)
+    value_rows = cache[1] + cached_offsets(block_ids, positions, cache[5], cache[6], BLOCK_SIZE)
+    tl.store((key_rows + heads * head_strides[0])[:, None] + dims, key, mask=mask[1])
+    tl.store((value_rows + heads * head_strides[1])[:, None] + dims, value, mask=mask[1])
+
+
+@triton.jit
+def empty_state(QUERY_TILE: tl.constexpr, HEAD_TILE: tl.constexpr, TILE: tl.constexpr, USE_DOT: tl.constexpr):
+    """Return the state of ``attend_tile`` before anything was attended."""
+    if USE_DOT:
+        top = tl.full([QUERY_TILE], NO_LOGIT, tl.float32)
+        attended = tl.zeros([QUERY_TILE, HEAD_TILE], tl.float32)
+    else:
+        top = tl.full([TILE, QUERY_TILE], NO_LOGIT, tl.float32)
+        attended = tl.zeros([TILE, QUERY_TILE * HEAD_TILE], tl.float32)
+    return top, tl.zeros_like(top), attended
+
+
+@triton.jit
 def attend_tile(
     state,
     query,
@@ -51,8 +109,8 @@ def attend_tile(
 ):
     """Add one tile of keys and values to ``state``: maximum, sum of weights, weighted values.
 
-    With ``USE_DOT`` these are of each query. Lane by lane there is one query only, and they are of each token of a
-    tile: nothing is reduced over tokens here.
+    With ``USE_DOT`` these are of each query. Lane by lane each query has a KV head of its own, whose elements are side
+    by side in ``key`` and ``value``, and they are of each token of a tile: nothing is reduced over tokens here.
     """
     top, total, attended = state
     if USE_DOT:
@@ -69,16 +127,93 @@ def attend_tile(
         total = total * shrink + tl.sum(weights, 1)
         attended = tl.dot(weights.to(query.dtype), value, attended * shrink[:, None])
     else:
-        products = tl.sum(tl.sum(query.to(tl.float32), 0)[None, :] * key.to(tl.float32), 1)
+        HEADS: tl.constexpr = query.shape[0]
+        HEAD_TILE: tl.constexpr = query.shape[1]
+        elements = tl.reshape(query.to(tl.float32), [HEADS * HEAD_TILE])[None, :] * key.to(tl.float32)
+        products = tl.sum(tl.reshape(elements, [key.shape[0], HEADS, HEAD_TILE]), 2)
         logits = _visible_logits(
-            products, positions, is_token, queries, factors, CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI
-        )
+            products, positions[:, None], is_token[:, None], queries, factors,
+            CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI,
+        )  # fmt: skip
         new_top = tl.maximum(top, logits)
         weights = tl.exp2(logits - new_top)
         shrink = tl.exp2(top - new_top)
         total = total * shrink + weights
-        attended = attended * shrink[:, None] + weights[:, None] * value.to(tl.float32)
+        attended = attended * per_element(shrink, HEAD_TILE) + per_element(weights, HEAD_TILE) * value.to(
+            tl.float32
+        )
     return new_top, total, attended
+
+
+@triton.jit
+def attend_cached(
+    state,
+    query,
+    early,
+    cache,
+    columns,
+    block_ids,
+    begin,
+    end,
+    queries,
+    factors,
+    TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    USE_DOT: tl.constexpr,
+    BY_ASSEMBLER: tl.constexpr,
+):
+    """Add the cached tokens ``begin .. end - 1`` to ``state``.
+
+    Lane by lane, ``early`` is the first tile and ``block_ids`` are the second one's: while a tile is attended, the next
+    one is on its way into registers. With ``USE_DOT`` tiles pass through shared memory, ``STAGES`` at once.
+    """
+    top, total, attended = state
+    tokens = tl.arange(0, TILE)
+    if USE_DOT:
+        for start in tl.range(begin, end, TILE, num_stages=STAGES):
+            positions = start + tokens
+            key, value = load_tile(cache, columns, block_ids, positions, end, BLOCK_SIZE)
+            block_ids = load_block_ids(cache, positions + TILE, end, BLOCK_SIZE)
+            top, total, attended = attend_tile(
+                (top, total, attended), query, key, value, positions, positions < end, queries, factors,
+                CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI, USE_DOT, BY_ASSEMBLER,
+            )  # fmt: skip
+    else:
+        key, value = early
+        for start in tl.range(begin, end, TILE, num_stages=1):
+            positions = start + tokens
+            next_key, next_value = load_tile(cache, columns, block_ids, positions + TILE, end, BLOCK_SIZE)
+            block_ids = load_block_ids(cache, positions + 2 * TILE, end, BLOCK_SIZE)
+            top, total, attended = attend_tile(
+                (top, total, attended), query, key, value, positions, positions < end, queries, factors,
+                CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI, USE_DOT, BY_ASSEMBLER,
+            )  # fmt: skip
+            key, value = next_key, next_value
+    return top, total, attended
+
+
+@triton.jit
+def per_element(weights, HEAD_TILE: tl.constexpr):
+    """Return ``weights`` [tokens, heads] for each element of a head, [tokens, heads * HEAD_TILE]."""
+    TOKENS: tl.constexpr = weights.shape[0]
+    HEADS: tl.constexpr = weights.shape[1]
+    wide = tl.broadcast_to(weights[:, :, None], [TOKENS, HEADS, HEAD_TILE])
+    return tl.reshape(wide, [TOKENS, HEADS * HEAD_TILE])
+
+
+@triton.jit
+def sum_lanes(state, HEAD_TILE: tl.constexpr):
+    """Return the ``state`` of each query, of a state that was added up lane by lane."""
+    HEADS: tl.constexpr = state[0].shape[1]
+    top = tl.max(state[0], 0)
+    weights = tl.exp2(state[0] - top[None, :])
+    attended = tl.sum(state[2] * per_element(weights, HEAD_TILE), 0)
+    return top, tl.sum(state[1] * weights, 0), tl.reshape(attended, [HEADS, HEAD_TILE])
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,12 @@ class DecodeTuning:
     num_stages: int
     max_registers: int | None = None
     """Per thread. The assembler's own choice may be a few too few."""
+    max_whole: int = 0
+    """Tokens up to which a row is never split: adding up would take longer than it saves."""
+    fan_in: int = 8
+    """Splits whose partial results the last of them adds up; at least 2."""
+    kv_heads: int = 1
+    """Lane by lane: heads that one program attends where each has one query; a power of two."""
 
 
 def decode_tuning(
@@ -35,13 +42,14 @@ def decode_tuning(
     cache_dtype: torch.dtype | None = None,
     num_rows: int = 64,
     num_queries: int = 1,
+    num_kv_heads: int = 1,
 ) -> DecodeTuning:
     """Return what was fastest on an H200 for this shape, or for the nearest that was measured.
 
     Args:
         dtype: of the query.
         cache_dtype: None is ``dtype``.
-        num_queries: query heads times new tokens that one program attends.
+        num_queries: query heads times new tokens that one program attends, of those that share a KV head.
     """
     head_tile = max(triton.next_power_of_2(head_size), 16)
     if dtype.itemsize == 4:
@@ -55,8 +63,10 @@ def decode_tuning(
         )
     # A warp has registers for about 1024 attended numbers.
     query_warps = triton.next_power_of_2(num_queries) * head_tile // 1024
+    is_16_bit = cache_dtype is None or cache_dtype.itemsize == 2
     if head_tile <= 64:
-        # With a single row, what counts is how soon each program is done.
+        if num_queries == 1 and is_16_bit:
+            return _lane_tuning(num_rows, num_kv_heads, num_processors)
         return DecodeTuning(
             tile=64,
             min_split=128,
@@ -65,16 +75,55 @@ def decode_tuning(
             num_warps=min(max(query_warps, 4 if num_rows == 1 else 2), 8),
             num_stages=3,
         )
-    is_large = num_queries > 16 or (cache_dtype is not None and cache_dtype.itemsize == 1)
+    is_large = num_queries > 16 or not is_16_bit
+    if num_rows == 1 and head_tile == 128 and not is_large:
+        # Every program is there from the start: fewer and larger ones have less to combine.
+        return DecodeTuning(
+            tile=64,
+            min_split=128,
+            num_programs=2 * num_processors,
+            use_dot=True,
+            num_warps=8,
+            num_stages=3,
+        )
     tile = 8192 if is_large and head_tile == 128 else 4096
     return DecodeTuning(
         tile=tile // head_tile,
         min_split=128,
-        num_programs=2 * num_processors,
+        num_programs=(2 if is_large else 3) * num_processors,
         use_dot=True,
         num_warps=min(max(query_warps, 4), 8),
         num_stages=3 if tile == 8192 else 4,
         max_registers=128 if head_tile == 128 and not is_large else None,
+    )
+
+
+def _lane_tuning(num_rows: int, num_kv_heads: int, num_processors: int) -> DecodeTuning:
+    """Return the tuning of heads of at most 64 elements that share nothing, where a product would be mostly padding.
+
+    The more rows and heads there are, the smaller are their programs: as many as possible shall run at once.
+    """
+    wanted = num_rows * num_kv_heads / num_processors
+    tile, num_warps, kv_heads = 64, 4, 1
+    if wanted > 16:
+        tile, num_warps, kv_heads = 8, 2, 4
+    elif wanted > 8:
+        tile, num_warps, kv_heads = 16, 2, 2
+    elif wanted > 4:
+        tile, num_warps, kv_heads = 32, 2, 1
+    heads_per_program = math.gcd(num_kv_heads, kv_heads)
+    is_single = num_rows == 1
+    return DecodeTuning(
+        tile=tile * kv_heads // heads_per_program,
+        min_split=64 if is_single else 128,
+        num_programs=4 * num_processors,
+        use_dot=False,
+        num_warps=num_warps,
+        num_stages=1,
+        max_registers=168,
+        max_whole=64 if is_single else 320,
+        fan_in=16 if is_single else 8,
+        kv_heads=heads_per_program,
     )
 
 

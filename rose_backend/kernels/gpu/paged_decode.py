@@ -1,23 +1,34 @@
 """Decode attention in one launch: every row's context is split over programs, and the last to arrive combines them.
 
-A program attends a few query heads of a row's new tokens, which share a KV head. That of a row's last split also stores
-the new tokens' keys and values, which it takes from the projection.
+A program attends a few query heads of a row's new tokens, which share a KV head. Where each has one of its own, that is
+done lane by lane, not on the matrix units. The program of a row's last split also stores the new tokens' keys and
+values, which it takes from the projection.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 
-from rose_backend.kernels.gpu.decode_tile import add_logit, attend_tile
+from rose_backend.kernels.gpu.decode_tile import (
+    add_logit,
+    attend_cached,
+    attend_tile,
+    empty_state,
+    head_columns,
+    load_block_ids,
+    load_tile,
+    store_tokens,
+    sum_lanes,
+)
 from rose_backend.kernels.gpu.decode_tuning import DecodeTuning, decode_tuning, num_processors
 from rose_backend.kernels.gpu.float8 import load_scale, scale_to_half, to_cache
 from rose_backend.kernels.gpu.softmax import (
     HIDDEN,
     LOG2_E,
-    NO_LOGIT,
-    cached_offsets,
     logit_factors,
     to_logits,
 )
@@ -31,8 +42,6 @@ from rose_backend.kernels.gpu.split_context import (
     store_record,
 )
 
-_COMBINE_FAN_IN = 8
-"""Splits whose partial results the last of them adds up; at least 2."""
 _COMBINE_TILE = 8
 """Partial results that are loaded at once."""
 _COMBINE_ELEMENTS = 1024
@@ -90,6 +99,7 @@ def _paged_decode_kernel(
     table_stride,
     SHARES: tl.constexpr,
     SHARERS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     MAX_QUERY_LEN: tl.constexpr,
@@ -99,6 +109,7 @@ def _paged_decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS_TILE: tl.constexpr,
     EXTRA: tl.constexpr,
+    MAX_WHOLE: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     NEW_TILE: tl.constexpr,
@@ -117,18 +128,25 @@ def _paged_decode_kernel(
     USE_DOT: tl.constexpr,
     BY_ASSEMBLER: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     # Neighbouring programs read neighbouring heads of the same tokens. ``SHARERS`` programs read the same KV head:
-    # each has ``GROUP`` of its query heads and ``TOKENS`` of the row's new tokens.
+    # each has ``GROUP`` of its query heads and ``TOKENS`` of the row's new tokens. Or a program has ``KV_HEADS`` heads
+    # of the cache and the one query head of each.
     share = tl.program_id(0) % SHARES
-    kv_head = (share // SHARERS).to(tl.int64)
+    kv_head = (share // SHARERS * KV_HEADS).to(tl.int64)
     first_head = share // (MAX_QUERY_LEN // TOKENS) * GROUP
     own_token = share % (MAX_QUERY_LEN // TOKENS)
     row, length, first_token, query_len, split, num_splits, slot, begin, end = find_split(
         num_computed_ptr, query_start_ptr, num_rows, window, tl.program_id(0) // SHARES,
-        ROWS_TILE, EXTRA, MIN_SPLIT, TILE, MAX_QUERY_LEN, HAS_STARTS, HAS_NEW, HAS_WINDOW,
+        ROWS_TILE, EXTRA, MAX_WHOLE, MIN_SPLIT, TILE, MAX_QUERY_LEN, HAS_STARTS, HAS_NEW, HAS_WINDOW,
     )  # fmt: skip
-    if (row >= num_rows) | (own_token >= query_len):
+    if (row >= num_rows) | (length < 0) | (own_token >= query_len):
+        # Who waits for this kernel waits for those in front of it, too, also if no row has anything to do.
+        if OVERLAP and tl.program_id(0) == 0:
+            tl.extra.cuda.gdc_wait()
         return
     first_token = first_token.to(tl.int64)
     table_ptr = block_table_ptr + row.to(tl.int64) * table_stride
@@ -141,13 +159,25 @@ def _paged_decode_kernel(
     tokens = tl.arange(0, TILE)
     dims = tl.arange(0, HEAD_TILE)
     is_dim = dims < HEAD_SIZE
-    block_ids = tl.load(table_ptr + (begin + tokens) // BLOCK_SIZE, mask=begin + tokens < end, other=0)
+    columns = head_columns(key_head_stride, value_head_stride, KV_HEADS, HEAD_TILE, HEAD_SIZE)
     # Queries: ``GROUP`` heads of the first token, then of the next.
     queries = tl.arange(0, QUERY_TILE)
     num_queries = GROUP if TOKENS == 1 else GROUP * query_len
     is_query = queries < num_queries
     heads = first_head + (queries if TOKENS == 1 else queries % GROUP)
     query_mask = is_query[:, None] & is_dim[None, :]
+    cache = (
+        key_ptr, value_ptr, table_ptr, key_block_stride, key_token_stride, value_block_stride, value_token_stride
+    )  # fmt: skip
+    block_ids = load_block_ids(cache, begin + tokens, end, BLOCK_SIZE)
+    early = ()
+    if not USE_DOT:
+        # On its way before anything waits for the query.
+        early = load_tile(cache, columns, block_ids, begin + tokens, end, BLOCK_SIZE)
+        block_ids = load_block_ids(cache, begin + TILE + tokens, end, BLOCK_SIZE)
+    if OVERLAP:
+        # Until here nothing was read that the kernel in front makes, and nothing was written.
+        tl.extra.cuda.gdc_wait()
     query_ptr += (first_token + own_token) * query_row_stride + first_head * query_head_stride
     query_rows = query_ptr + query_offsets(queries, query_row_stride, query_head_stride, GROUP, TOKENS)
     query = tl.load(query_rows[:, None] + dims[None, :], mask=query_mask, other=0.0)
@@ -161,7 +191,7 @@ def _paged_decode_kernel(
     if USE_DOT:
         query_limits = (query_positions, slopes[:, None], window)
     else:
-        query_limits = (query_positions, tl.sum(slopes), window)
+        query_limits = (query_positions, slopes[None, :], window)
     product_factor *= key_scale
     factors = (product_factor, logit_factor)
     tile_factors = factors
@@ -173,54 +203,40 @@ def _paged_decode_kernel(
     MASK_WINDOW: tl.constexpr = HAS_WINDOW and MAX_QUERY_LEN > 1
     if HAS_NEW:
         new_tokens = tl.arange(0, NEW_TILE)
+        new_heads = (new_tokens * 0).to(tl.int64)
+        if KV_HEADS > 1:
+            new_heads, new_tokens = new_tokens.to(tl.int64), new_tokens * 0
         is_new = new_tokens < query_len
         new_mask = is_new[:, None] & is_dim[None, :]
         new_rows = first_token + new_tokens
-        new_key_rows = new_key_ptr + new_rows * new_key_row_stride + kv_head * new_key_head_stride
-        new_value_rows = new_value_ptr + new_rows * new_value_row_stride + kv_head * new_value_head_stride
+        kv_heads = kv_head + new_heads
+        new_key_rows = new_key_ptr + new_rows * new_key_row_stride + kv_heads * new_key_head_stride
+        new_value_rows = new_value_ptr + new_rows * new_value_row_stride + kv_heads * new_value_head_stride
         new_key = tl.load(new_key_rows[:, None] + dims[None, :], mask=new_mask, other=0.0)
         new_value = tl.load(new_value_rows[:, None] + dims[None, :], mask=new_mask, other=0.0)
         new_key = to_cache(new_key, key_scale, key_cache_ptr.dtype.element_ty)
         new_value = to_cache(new_value, value_scale, value_cache_ptr.dtype.element_ty)
-        if is_last_split & (share % SHARERS == 0):
-            slots = length + new_tokens
-            new_ids = tl.load(table_ptr + slots // BLOCK_SIZE, mask=is_new, other=0)
-            key_slots = cached_offsets(new_ids, slots, key_block_stride, key_token_stride, BLOCK_SIZE)
-            value_slots = cached_offsets(new_ids, slots, value_block_stride, value_token_stride, BLOCK_SIZE)
-            tl.store((key_ptr + key_slots)[:, None] + dims[None, :], new_key, mask=new_mask)
-            tl.store((value_ptr + value_slots)[:, None] + dims[None, :], new_value, mask=new_mask)
 
-    STATES: tl.constexpr = QUERY_TILE if USE_DOT else TILE
-    top = tl.full([STATES], NO_LOGIT, tl.float32)
-    total = tl.zeros([STATES], tl.float32)
-    attended = tl.zeros([STATES, HEAD_TILE], tl.float32)
+    top, total, attended = empty_state(QUERY_TILE, HEAD_TILE, TILE, USE_DOT)
     if HAS_NEW and MAX_QUERY_LEN > 1:
         top, total, attended = attend_tile(
             (top, total, attended), query, new_key, new_value, length + new_tokens, is_new & is_last_split,
             query_limits, tile_factors, True, MASK_WINDOW, HAS_CAP, HAS_ALIBI, USE_DOT, BY_ASSEMBLER,
         )  # fmt: skip
-    for start in tl.range(begin, end, TILE, num_stages=STAGES):
-        positions = start + tokens
-        is_token = positions < end
-        mask = is_token[:, None] & is_dim[None, :]
-        key_offsets = cached_offsets(block_ids, positions, key_block_stride, key_token_stride, BLOCK_SIZE)
-        key = tl.load((key_ptr + key_offsets)[:, None] + dims[None, :], mask=mask, other=0.0)
-        value_offsets = cached_offsets(
-            block_ids, positions, value_block_stride, value_token_stride, BLOCK_SIZE
-        )
-        value = tl.load((value_ptr + value_offsets)[:, None] + dims[None, :], mask=mask, other=0.0)
-        following = positions + TILE
-        block_ids = tl.load(table_ptr + following // BLOCK_SIZE, mask=following < end, other=0)
-        # A row's own new tokens are among the cached ones when they were stored before.
-        top, total, attended = attend_tile(
-            (top, total, attended), query, key, value, positions, is_token, query_limits, tile_factors,
-            MAX_QUERY_LEN > 1 and not HAS_NEW, MASK_WINDOW, HAS_CAP, HAS_ALIBI, USE_DOT, BY_ASSEMBLER,
+    # A row's own new tokens are among the cached ones when they were stored before.
+    top, total, attended = attend_cached(
+        (top, total, attended), query, early, cache, columns, block_ids, begin, end, query_limits, tile_factors,
+        TILE, BLOCK_SIZE, STAGES, MAX_QUERY_LEN > 1 and not HAS_NEW, MASK_WINDOW, HAS_CAP, HAS_ALIBI,
+        USE_DOT, BY_ASSEMBLER,
+    )  # fmt: skip
+    # Only now: nothing in front had to wait for the new tokens.
+    if HAS_NEW and is_last_split & (share % SHARERS == 0):
+        store_tokens(
+            cache, new_key, new_value, length + new_tokens, (key_head_stride, value_head_stride), new_heads,
+            (is_new, new_mask), BLOCK_SIZE,
         )  # fmt: skip
     if not USE_DOT:
-        lane_weights = tl.exp2(top - tl.max(top))
-        attended = tl.sum(attended * lane_weights[:, None], 0)[None, :]
-        total = tl.zeros([QUERY_TILE], tl.float32) + tl.sum(total * lane_weights)
-        top = tl.zeros([QUERY_TILE], tl.float32) + tl.max(top)
+        top, total, attended = sum_lanes((top, total, attended), HEAD_TILE)
     if HAS_NEW and MAX_QUERY_LEN == 1:
         products = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), 1)
         logits = to_logits(products, 0.0, slopes, factors, HAS_CAP, HAS_ALIBI)
@@ -268,9 +284,10 @@ def paged_decode(
     sinks: torch.Tensor | None = None,  # [HQ]
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    overlap: bool = False,
     tuning: DecodeTuning | None = None,
 ) -> torch.Tensor:
-    """Twin of ``rose_backend.kernels.paged_decode``."""
+    """Twin of ``rose_backend.kernels.paged_decode``; with ``overlap`` the device has to be able to."""
     num_query_heads, head_size = query.shape[1:]
     block_size, num_kv_heads = key_cache.shape[1:3]
     num_rows = num_computed_tokens.shape[0]
@@ -287,18 +304,25 @@ def paged_decode(
             cache_dtype=key_cache.dtype,
             num_rows=num_rows,
             num_queries=group * tokens,
+            num_kv_heads=num_kv_heads,
         )
     if not tuning.use_dot:
         # Each query has programs of its own; those that share a KV head find it in the L2 cache.
-        tokens, group = 1, 1
+        tokens = group = 1
+    if not tuning.use_dot and max_query_len == 1 and num_query_heads == num_kv_heads:
+        group = math.gcd(num_kv_heads, tuning.kv_heads)
+    kv_heads = 1 if tuning.use_dot else group
     shares = num_query_heads // group * (max_query_len // tokens)
-    extra = max(tuning.num_programs // shares, 1)
+    # Where there is room for more programs than rows, none has to wait for another. Each ``extra`` is one more kernel.
+    places = max(tuning.num_programs // shares, 1)
+    rows_tile = triton.next_power_of_2(num_rows)
+    extra = max(places - rows_tile, places // 2, 1)
     record = record_size(group * tokens, head_size)
     query_tile = triton.next_power_of_2(group * tokens)
-    partial, arrived = split_scratch(query.device, shares * 2 * extra, record)
+    partial, arrived = split_scratch(query.device, shares * 2 * places, record)
     stored_key = query if new_key is None else new_key
     stored_value = query if new_value is None else new_value
-    new_tile = 1 if max_query_len == 1 else 16 if tuning.use_dot else tuning.tile
+    new_tile = kv_heads if max_query_len == 1 else 16 if tuning.use_dot else tuning.tile
     _paged_decode_kernel[(shares * (num_rows + extra),)](
         out,
         query,
@@ -326,21 +350,23 @@ def paged_decode(
         *value_cache.stride()[:3],
         block_table.stride(0),
         SHARES=shares,
-        SHARERS=shares // num_kv_heads,
+        SHARERS=max(shares // num_kv_heads, 1),
+        KV_HEADS=kv_heads,
         GROUP=group,
         TOKENS=tokens,
         MAX_QUERY_LEN=max_query_len,
-        QUERY_TILE=max(query_tile, 16) if tuning.use_dot else 1,
+        QUERY_TILE=max(query_tile, 16) if tuning.use_dot else query_tile,
         HEAD_SIZE=head_size,
         HEAD_TILE=head_tile,
         BLOCK_SIZE=block_size,
-        ROWS_TILE=triton.next_power_of_2(num_rows),
+        ROWS_TILE=rows_tile,
         EXTRA=extra,
+        MAX_WHOLE=tuning.max_whole,
         MIN_SPLIT=tuning.min_split,
         TILE=tuning.tile,
         NEW_TILE=new_tile,
         RECORD=record,
-        FAN_IN=_COMBINE_FAN_IN,
+        FAN_IN=tuning.fan_in,
         COMBINE_QUERIES=max(
             min(query_tile, _COMBINE_ELEMENTS * tuning.num_warps // (_COMBINE_TILE * head_tile)), 1
         ),
@@ -356,9 +382,11 @@ def paged_decode(
         USE_DOT=tuning.use_dot,
         BY_ASSEMBLER=not triton.knobs.runtime.interpret,
         STAGES=tuning.num_stages,
+        OVERLAP=overlap,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         maxnreg=tuning.max_registers,
+        launch_pdl=overlap,
     )
     return out
 

@@ -232,6 +232,7 @@ def paged_prefill(
     sinks: torch.Tensor | None = None,  # [HQ]
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    mean_query_len: float | None = None,
     tuning: PrefillTuning | None = None,
 ) -> torch.Tensor:
     """Twin of ``rose_backend.kernels.paged_prefill``."""
@@ -255,7 +256,7 @@ def paged_prefill(
         new_key = new_value = None
     if tuning is None:
         tuning = prefill_tuning(
-            num_tokens / num_rows,
+            num_tokens / num_rows if mean_query_len is None else mean_query_len,
             head_size,
             query.dtype,
             device_capability(query.device),

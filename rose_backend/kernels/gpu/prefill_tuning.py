@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ class PrefillTuning:
 
     query_tile: int
     tile: int
-    """Keys per iteration; divides ``query_tile``."""
+    """Keys per iteration."""
     num_warps: int
     num_stages: int
     by_descriptor: bool
@@ -41,17 +42,25 @@ def prefill_tuning(
     if dtype.itemsize == 4:
         num_warps = 4 if head_size <= 128 else 8
         return PrefillTuning(16, 16, num_warps, 1, by_descriptor=False, split=False)
+    if mean_query_len <= 16 and head_size <= 64:
+        return PrefillTuning(16, 32, num_warps=2, num_stages=3, by_descriptor=False, split=False)
     if mean_query_len <= 16:
         return PrefillTuning(16, 16, num_warps=4, num_stages=2, by_descriptor=False, split=False)
-    if is_describable and capability >= (9, 0) and head_size in (64, 128) and mean_query_len >= 128:
+    # Descriptors are worth their start at every new tile where chunks are long.
+    worth_from = {64: 512, 128: 128}.get(head_size, math.inf)
+    if is_describable and capability >= (9, 0) and mean_query_len >= worth_from:
         return PrefillTuning(64, 64, num_warps=4, num_stages=3, by_descriptor=True, split=True)
     if head_size <= 64:
-        return PrefillTuning(64, 64, num_warps=4, num_stages=3, **pointers)
+        return PrefillTuning(64, 32, num_warps=4, num_stages=3, **pointers)
     if head_size <= 128 and capability < (9, 0):
         return PrefillTuning(64, 32, num_warps=4, num_stages=2, **pointers)
     if head_size <= 128:
         return PrefillTuning(128, 64, num_warps=8, num_stages=3, **pointers)
     return PrefillTuning(64, 32, num_warps=8, num_stages=2, **pointers)
+
+
+TUNED_QUERY_LENS = (1, 17, 128, 512)
+"""Mean query lengths from which on tunings change, for one shape or another."""
 
 
 def rows_tile(num_rows: int) -> int:

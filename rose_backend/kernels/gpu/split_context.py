@@ -18,6 +18,37 @@ from rose_backend.kernels.gpu.softmax import NO_LOGIT
 
 
 @triton.jit
+def _find_rows(
+    num_computed_ptr,
+    query_start_ptr,
+    rows,
+    num_rows,
+    window,
+    MAX_QUERY_LEN: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    HAS_NEW: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Return of one row or several: length, first token, number of tokens, begin and end of the cached positions.
+
+    The length is negative where there is nothing to do.
+    """
+    is_row = rows < num_rows
+    lengths = tl.load(num_computed_ptr + rows, mask=is_row, other=-1)
+    if HAS_STARTS:
+        first_tokens = tl.load(query_start_ptr + rows, mask=is_row, other=0)
+        stops = tl.load(query_start_ptr + rows + 1, mask=is_row, other=0)
+        query_lens = tl.minimum(stops - first_tokens, MAX_QUERY_LEN)
+        lengths = tl.where(query_lens > 0, lengths, -1)
+    else:
+        first_tokens = rows
+        query_lens = rows * 0 + 1
+    begins = tl.maximum(lengths + 1 - window, 0) if HAS_WINDOW else rows * 0
+    ends = lengths if HAS_NEW else lengths + query_lens
+    return lengths, first_tokens, query_lens, begins, tl.where(lengths >= 0, ends, begins)
+
+
+@triton.jit
 def find_split(
     num_computed_ptr,
     query_start_ptr,
@@ -26,6 +57,7 @@ def find_split(
     work,
     ROWS_TILE: tl.constexpr,
     EXTRA: tl.constexpr,
+    MAX_WHOLE: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     MAX_QUERY_LEN: tl.constexpr,
@@ -36,40 +68,40 @@ def find_split(
     """Return what piece ``work`` is: row, length, first token, number of tokens, split, number of splits, first slot,
     begin, end.
 
-    The row is ``num_rows`` or more if there is no such piece. Positions ``begin .. end - 1`` are read from the cache.
+    The row is ``num_rows`` or more, or its length negative, if there is no such piece. Positions ``begin .. end - 1``
+    are read from the cache.
     """
-    rows = tl.arange(0, ROWS_TILE)
-    computed = tl.load(num_computed_ptr + rows, mask=rows < num_rows, other=-1)
-    if HAS_STARTS:
-        starts = tl.load(query_start_ptr + rows, mask=rows < num_rows, other=0)
-        stops = tl.load(query_start_ptr + rows + 1, mask=rows < num_rows, other=0)
-        query_lens = tl.minimum(stops - starts, MAX_QUERY_LEN)
-        computed = tl.where(query_lens > 0, computed, -1)
-    else:
-        query_lens = 1
-    ends = computed if HAS_NEW else computed + query_lens
-    begins = tl.maximum(computed + 1 - window, 0) if HAS_WINDOW else tl.zeros_like(computed)
-    num_tokens = tl.where(computed >= 0, tl.maximum(ends - begins, 0), 0)
-    chunk = tl.maximum(tl.cdiv(tl.sum(num_tokens), EXTRA), MIN_SPLIT)
-    # Splits of one row are equally long, in whole tiles.
-    wanted = tl.maximum(tl.cdiv(num_tokens, chunk), 1)
-    sizes = tl.maximum(tl.cdiv(tl.cdiv(num_tokens, wanted), TILE), 1) * TILE
-    counts = tl.where(computed >= 0, tl.maximum(tl.cdiv(num_tokens, sizes), 1), 0)
-    row = tl.sum((tl.cumsum(counts, 0) <= work).to(tl.int32))
-    split = work - tl.sum(tl.where(rows < row, counts, 0))
-    first_slot = tl.sum(tl.where((rows < row) & (counts > 1), counts, 0))
-    is_row = rows == row
-    size = tl.sum(tl.where(is_row, sizes, 0))
-    begin = tl.sum(tl.where(is_row, begins, 0)) + split * size
-    end = tl.minimum(begin + size, tl.sum(tl.where(is_row, ends, 0)))
-    length = tl.sum(tl.where(is_row, computed, 0))
-    num_splits = tl.sum(tl.where(is_row, counts, 0))
-    if HAS_STARTS:
-        first_token = tl.sum(tl.where(is_row, starts, 0))
-        query_len = tl.sum(tl.where(is_row, query_lens, 0))
-    else:
-        first_token = row
-        query_len = 1
+    # The first pieces are the rows' first splits, so that a short row looks at nothing but its own length.
+    row = work
+    split, num_splits, first_slot = work * 0, work * 0 + 1, work * 0
+    length, first_token, query_len, begin, end = _find_rows(
+        num_computed_ptr, query_start_ptr, row, num_rows, window, MAX_QUERY_LEN, HAS_STARTS, HAS_NEW, HAS_WINDOW
+    )  # fmt: skip
+    if (work >= num_rows) | (end - begin > MAX_WHOLE):
+        rows = tl.arange(0, ROWS_TILE)
+        _, _, _, begins, ends = _find_rows(
+            num_computed_ptr, query_start_ptr, rows, num_rows, window, MAX_QUERY_LEN, HAS_STARTS, HAS_NEW, HAS_WINDOW
+        )  # fmt: skip
+        num_tokens = ends - begins
+        if tl.max(num_tokens) > MAX_WHOLE:
+            # Splits of one row are equally long, in whole tiles.
+            chunk = tl.maximum(tl.cdiv(tl.sum(num_tokens), EXTRA), MIN_SPLIT)
+            wanted = tl.where(num_tokens > MAX_WHOLE, tl.cdiv(num_tokens, chunk), 1)
+            sizes = tl.maximum(tl.cdiv(tl.cdiv(num_tokens, wanted), TILE), 1) * TILE
+            further = tl.maximum(tl.cdiv(num_tokens, sizes) - 1, 0)
+            if work >= num_rows:
+                row = tl.sum((tl.cumsum(further, 0) <= work - num_rows).to(tl.int32))
+                split = work - num_rows + 1 - tl.sum(tl.where(rows < row, further, 0))
+                length, first_token, query_len, begin, end = _find_rows(
+                    num_computed_ptr, query_start_ptr, row, num_rows, window,
+                    MAX_QUERY_LEN, HAS_STARTS, HAS_NEW, HAS_WINDOW,
+                )  # fmt: skip
+            first_slot = tl.sum(tl.where((rows < row) & (further > 0), further + 1, 0))
+            is_row = rows == row
+            num_splits = tl.sum(tl.where(is_row, further, 0)) + 1
+            size = tl.sum(tl.where(is_row, sizes, 0))
+            begin += split * size
+            end = tl.minimum(begin + size, end)
     return row, length, first_token, query_len, split, num_splits, first_slot, begin, end
 
 

@@ -1,0 +1,144 @@
+"""How a product of a few rows is cut into programs, as measured by ``benchmarks.tune_small_batch_linear``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import triton
+
+MAX_SPLIT_COLUMNS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """How one product is cut into programs."""
+
+    block_m: int
+    """Rows of a program."""
+    block_n: int
+    """Columns of a program."""
+    block_k: int
+    """Depth that is loaded at once. If it covers a program's whole depth, weights are loaded before ``x`` is there."""
+    split_k: int = 1
+    """Programs that share one tile's depth; above 1 only where the moments of ``x`` are given or not needed."""
+    warp_split: int = 1
+    """Warps that share a program's depth, with ``use_dot`` and ``block_k`` covering it: 1 or ``num_warps``."""
+    num_warps: int = 4
+    num_stages: int = 3
+    use_dot: bool = True
+    """Tensor cores; else float32 products of up to two rows."""
+    weights_left: bool = False
+    """Weights are the left factor, for which tensor cores have taller tiles: for fewer rows than columns."""
+    use_tma: bool = False
+    """Tiles are copied by the tensor memory accelerator; ``block_k`` divides each program's depth."""
+    is_early: bool = True
+    """The kernel behind may start at once, not when ``x`` is asked for: its weights come earlier, but its programs take
+    up processors for longer."""
+
+
+_WIDE = 1024
+_LONG = 1024
+_LONGEST = 4096
+"""Up to this depth, weights of ``_LONG`` at least wait for ``x`` in a program."""
+
+
+@lru_cache(maxsize=256)
+def choose_config(
+    num_rows: int, num_columns: int, depth: int, *, own_sums: bool, exact: bool, can_use_tma: bool
+) -> LinearConfig:
+    """Return the measured cut of a product.
+
+    Args:
+        own_sums: a norm is in front, and the moments of ``x`` are not given: no split depth.
+        exact: float32 inputs, which are multiplied without tensor cores.
+        can_use_tma: the GPU has a tensor memory accelerator, and ``x`` and the weight lie as it needs them.
+    """
+    whole = max(triton.next_power_of_2(depth), 128)
+    block_m = triton.next_power_of_2(num_rows)
+    is_long = depth > _LONG
+    if exact:
+        block_m = min(block_m, 64)
+        return LinearConfig(block_m, 2, min(whole, 4096 // block_m), num_warps=8, num_stages=2, use_dot=False)
+    if block_m <= 32 and not is_long:
+        return _whole_depth(block_m, num_columns, whole, can_use_tma=can_use_tma and not own_sums)
+    is_split = is_long and depth <= _LONGEST and num_columns <= MAX_SPLIT_COLUMNS and not own_sums
+    if is_split and block_m <= 64:
+        config = _split_depth(block_m, num_columns, depth, can_use_tma=can_use_tma)
+        if config is not None:
+            return config
+    if block_m <= 2:
+        return LinearConfig(block_m, 2 * block_m, min(whole, 4096), num_warps=8, use_dot=False)
+    if block_m <= 32 or own_sums or not can_use_tma:
+        return _without_tma(block_m, num_columns, depth, own_sums=own_sums)
+    return _by_tma(block_m, num_columns, is_split=is_long and num_columns <= MAX_SPLIT_COLUMNS)
+
+
+def _whole_depth(block_m: int, num_columns: int, whole: int, *, can_use_tma: bool) -> LinearConfig:
+    """Weights of the whole depth wait for ``x``, a part of the depth in each warp."""
+    is_early = block_m <= 16
+    if num_columns <= _WIDE:
+        if block_m == 16:
+            return LinearConfig(16, 32, whole, warp_split=8, num_warps=8, weights_left=True)
+        block_m = min(max(block_m, 8), 16)
+        return LinearConfig(block_m, 16, whole, warp_split=4, weights_left=True, is_early=is_early)
+    if block_m == 32 and can_use_tma:
+        return LinearConfig(32, 32, 256, use_tma=True, is_early=False)
+    num_warps = 8 if block_m == 32 else 4
+    return LinearConfig(
+        block_m=max(block_m, 8),
+        block_n=32,
+        block_k=whole,
+        warp_split=num_warps,
+        num_warps=num_warps,
+        weights_left=True,
+        is_early=is_early,
+    )
+
+
+def _split_depth(block_m: int, num_columns: int, depth: int, *, can_use_tma: bool) -> LinearConfig | None:
+    parts = triton.cdiv(depth, 1024)
+    if block_m <= 8 and num_columns <= _WIDE and can_use_tma:
+        # Takes more shared memory than GPUs before those with TMA have.
+        return LinearConfig(
+            8, 16, triton.next_power_of_2(depth), warp_split=16, num_warps=16, weights_left=True
+        )
+    if block_m <= 16:
+        return LinearConfig(max(block_m, 8), 32, 1024, parts, warp_split=16, num_warps=16, weights_left=True)
+    if block_m == 32 and can_use_tma:
+        return LinearConfig(32, 64, 1024, parts, weights_left=True, use_tma=True, is_early=False)
+    if block_m == 64 and can_use_tma:
+        return LinearConfig(64, 32, 1024, parts, use_tma=True)
+    return None
+
+
+def _by_tma(block_m: int, num_columns: int, *, is_split: bool) -> LinearConfig:
+    """Tiles of ``x`` and the weights are copied some steps ahead of the tensor cores."""
+    is_early = block_m <= 64
+    if is_split:
+        split_k = 6 if is_early else 1 if block_m <= 128 else 2
+        return LinearConfig(64, 32, 128, split_k, num_stages=4, use_tma=True, is_early=is_early)
+    if num_columns <= _WIDE:
+        return LinearConfig(64, 32, 128, num_stages=4, use_tma=True, is_early=is_early)
+    if num_columns <= 2560:
+        return LinearConfig(64, 64, 128, num_stages=4 if is_early else 3, use_tma=True, is_early=is_early)
+    if block_m <= 64:
+        return LinearConfig(64, 32, 256, num_stages=3, use_tma=True)
+    if block_m <= 128:
+        return LinearConfig(64, 32, 128, num_stages=4, use_tma=True, is_early=False)
+    return LinearConfig(64, 64, 128, num_stages=3, use_tma=True, is_early=False)
+
+
+def _without_tma(block_m: int, num_columns: int, depth: int, *, own_sums: bool) -> LinearConfig:
+    whole = triton.next_power_of_2(depth)
+    many_rows = block_m > 64
+    block_m = min(max(block_m, 16), 64)
+    if own_sums:
+        return LinearConfig(block_m, 32, min(whole, 128), num_warps=8, num_stages=5)
+    if num_columns > MAX_SPLIT_COLUMNS:
+        # So many columns fill the GPU without a split.
+        return LinearConfig(block_m, 32, min(whole, 256 if block_m < 64 else 128))
+    if depth > _LONG:
+        split_k, block_k = (2 if many_rows else 4, 256) if block_m == 64 else (8, min(whole // 8, 512))
+        return LinearConfig(block_m, 32, block_k, split_k)
+    return LinearConfig(block_m, 16, min(whole, 256))
