@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from rose_backend.errors import ConfigError, nearest_name_hint
 
@@ -85,6 +85,9 @@ class PluginConfig(Switches):
 
     block_manager: bool = True
     """Rose's KV block manager; off: vLLM's own manager keeps the block tables."""
+    batched_scheduling: bool = True
+    """Schedule and account for steps that only decode for all requests at once; off: vLLM's own loops over requests.
+    Needs the block manager."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +107,9 @@ class EngineConfig(Switches):
     """Tokens per KV block."""
     max_num_seqs: int = 256
     """Sequences that may run at once; each of a request's ``n`` completions counts."""
-    max_num_batched_tokens: int = 2048
-    """Tokens one step may compute, prompts and decodes together."""
+    max_num_batched_tokens: int | None = None
+    """Tokens one step may compute, prompts and decodes together; None chooses for the device and the kind of use, see
+    ``rose_backend.engine.token_budget``."""
     max_model_len: int | None = None
     """Prompt plus output, in tokens; None takes the model's own window."""
     num_blocks: int | None = None
@@ -117,6 +121,10 @@ class EngineConfig(Switches):
     run_ahead: int | None = None
     """Decode steps that the host may start before it has read the tokens of the one before them; 0 reads each step's
     tokens first. None takes 1 on a GPU and 0 on a CPU."""
+    pacing: bool = True
+    """A server starts each step just before the device needs it, so that requests which come meanwhile are in it, and
+    computes no more prompt tokens beside running texts than these can stand without stalling. ``LLM`` has no use for
+    it."""
     seed: int = 0
     """Seeds requests that bring none of their own."""
     max_queue_size: int = 10_000
@@ -130,7 +138,8 @@ class EngineConfig(Switches):
             raise ConfigError(f"model: got {self.model!r}, a directory or a Hugging Face id is needed")
         check_int("block_size", self.block_size, 1, 1024)
         check_int("max_num_seqs", self.max_num_seqs, 1, 65_536)
-        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
+        if self.max_num_batched_tokens is not None:
+            check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
         if self.max_model_len is not None:
             check_int("max_model_len", self.max_model_len, 2, 1 << 24)
         if self.num_blocks is not None:
@@ -139,17 +148,31 @@ class EngineConfig(Switches):
             check_int("run_ahead", self.run_ahead, 0, MAX_RUN_AHEAD)
         check_int("max_queue_size", self.max_queue_size, 1, 10_000_000)
         check_int("seed", self.seed, 0, (1 << 63) - 1)
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+        _check_share("gpu_memory_utilization", self.gpu_memory_utilization)
+        if not _is_number(self.cpu_kvcache_space_gib) or not 0.0 < self.cpu_kvcache_space_gib < float("inf"):
             raise ConfigError(
-                f"gpu_memory_utilization: got {self.gpu_memory_utilization}, allowed is more than 0 and at most 1"
+                f"cpu_kvcache_space_gib: got {self.cpu_kvcache_space_gib!r}, allowed is a number above 0"
             )
-        if not self.cpu_kvcache_space_gib > 0.0:
-            raise ConfigError(f"cpu_kvcache_space_gib: got {self.cpu_kvcache_space_gib}, must be above 0")
+
+    @property
+    def token_budget(self) -> int:
+        """``max_num_batched_tokens`` of a running engine, which has chosen it where it was None."""
+        assert self.max_num_batched_tokens is not None, "max_num_batched_tokens is chosen at start-up"
+        return self.max_num_batched_tokens
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name}: got {value!r}, allowed are {', '.join(allowed)}")
+
+
+def _check_share(name: str, value: object) -> None:
+    if not _is_number(value) or not 0.0 < value <= 1.0:
+        raise ConfigError(f"{name}: got {value!r}, allowed is more than 0 and at most 1")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_int(name: str, value: object, low: int, high: int) -> None:

@@ -27,6 +27,10 @@ class RequestError(RoseError, ValueError):
         self.value = value
 
 
+class QueueFullError(RequestError):
+    """As many requests wait as may; this one may be tried again later."""
+
+
 class ModelError(RoseError, ValueError):
     """A checkpoint is missing, damaged, or of a kind that is not supported."""
 

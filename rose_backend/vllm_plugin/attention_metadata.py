@@ -92,17 +92,21 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
             first_prefill_row=first_prefill_row,
             num_prefill_tokens=num_prefill_tokens,
             query_start_loc=start_loc,
-            num_computed_tokens=self._count_computed_tokens(start_loc, common.seq_lens),
+            num_computed_tokens=self._count_computed_tokens(common),
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             prefill_start_loc=prefill_start_loc,
         )
 
-    def _count_computed_tokens(self, start_loc: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
-        query_lens = start_loc[1:] - start_loc[:-1]
+    def _count_computed_tokens(self, common: CommonAttentionMetadata) -> torch.Tensor:
+        """Return [R]. vLLM pads rows with length 0; a kernel would take that for a request whose first token is due."""
+        seq_lens = common.seq_lens
         num_computed = self._num_computed_tokens[: seq_lens.shape[0]]
+        if common.max_query_len <= 1:
+            # One operation instead of four: small batches wait for the host.
+            return torch.sub(seq_lens, 1, out=num_computed)
+        query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
         torch.sub(seq_lens, query_lens, out=num_computed)
-        # vLLM pads rows with length 0; a kernel would take that for a request whose first token is due.
         return num_computed.masked_fill_(query_lens == 0, -1)
 
 

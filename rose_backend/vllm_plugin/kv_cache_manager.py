@@ -8,7 +8,7 @@ count as behind us: every worker runs steps, and the copies before them, in the 
 
 from __future__ import annotations
 
-import sys
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,8 +28,12 @@ from rose_backend.vllm_plugin.kv_cache_spec import block_bytes, the_rose_group
 from rose_backend.vllm_plugin.kv_events import KVEventLog
 from rose_backend.vllm_plugin.prompt_hashes import HashedPrompt, PromptHashes
 from rose_backend.vllm_plugin.refusals import check_pool_size
+from rose_backend.vllm_plugin.running_rows import RunningRows
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -82,13 +86,8 @@ class RoseKVCacheManager(KVCacheFacade):
         self.block_pool = BlockPoolShim(manager.finish_clone_plan, self._free_row)
         group = GroupShim(self.block_size, spec, self.block_pool)
         self.coordinator = CoordinatorShim(group, self._num_row_blocks)
-        self._requests: dict[int, Request] = {}
-        # Tokens each row can hold as it is. A plain list: one lookup per request and step is all that a decode costs.
-        self._capacity = [0] * max_num_seqs
-        # Blocks of each row that vLLM knows of; the row has more while its share of a roll-over was not asked for.
-        self._num_reported = [0] * max_num_seqs
+        self._rows = RunningRows(manager, max_num_seqs)
         self._is_flushed = False
-        self._has_rolled_over = False
         self._prompts = PromptHashes(manager)
         self._num_prefill_lookahead = num_prefill_lookahead
         self._events = KVEventLog(manager, spec) if enable_kv_cache_events else None
@@ -98,7 +97,7 @@ class RoseKVCacheManager(KVCacheFacade):
     def new_step_starts(self) -> None:
         """Note that what was scheduled before now belongs to earlier steps."""
         self._is_flushed = False
-        self._has_rolled_over = False
+        self._rows.new_step_starts()
 
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
@@ -148,9 +147,9 @@ class RoseKVCacheManager(KVCacheFacade):
         row = self._row_of.get(request.request_id)
         if row is not None:
             target = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
-            if target <= self._capacity[row]:
+            if target <= self._rows.capacity[row]:
                 return self.empty_kv_cache_blocks
-            return self._extend(row, target, reserved_blocks)
+            return self._rows.extend(row, target, reserved_blocks)
         if num_external_computed_tokens or num_encoder_tokens:
             raise IntegrityError("allocate_slots: a feature that is refused at start-up asks for blocks")
         prompt = self._prompts.get(request)
@@ -178,56 +177,31 @@ class RoseKVCacheManager(KVCacheFacade):
             return None
         row = admission.row
         # Had the cache changed since the lookup, vLLM would have been told another length: try again next step.
-        if admission.num_cached_tokens != match.num_tokens or not self._reserve([row], num_tokens):
+        if admission.num_cached_tokens != match.num_tokens or not self._rows.reserve([row], num_tokens):
             self._free_row(row)
             return None
         self._row_of[request.request_id] = row
-        self._requests[row] = request
+        self._rows.add(row, request)
         self._prompts.drop(request.request_id)
-        self._num_reported[row] = 0
-        return self._report(row)
+        return self._rows.report(row)
 
-    def _extend(self, row: int, target: int, reserved_blocks: int) -> Any:
-        target = min(target, self.max_model_len)
-        needed = -(-target // self.block_size) - int(self.manager.num_row_blocks[row])
-        if needed > 0:
-            num_spare = self.manager.num_free_blocks - reserved_blocks - needed
-            if num_spare < 0:
-                return None
-            others = [] if self._has_rolled_over else self._other_full_rows(row)
-            if not self._reserve([row, *others] if len(others) <= num_spare else [row], target):
-                return None
-        return self._report(row)
+    # Decode steps of all running requests at once
 
-    def _other_full_rows(self, row: int) -> list[int]:
-        """Return the rows that are about to ask for their next block, too: one call serves all of them."""
-        self._has_rolled_over = True
-        num_row_blocks = self.manager.num_row_blocks
-        return [
-            other
-            for other, request in self._requests.items()
-            if request.num_computed_tokens >= self._capacity[other]
-            and self._num_reported[other] == num_row_blocks[other]
-            and other != row
-        ]
+    def get_decode_rows(self, requests: Sequence[Request]) -> NDArray[Any]:
+        """Return the row of each running request, int64 ``[N]``."""
+        return np.array([self._row_of[request.request_id] for request in requests], np.int64)
 
-    def _reserve(self, rows: list[int], target: int) -> bool:
-        """Make the first of ``rows`` hold ``target`` tokens, each other one its next block as well."""
-        row_array, size = np.array(rows), self.block_size
-        targets = (self.manager.num_row_blocks[row_array] + 1) * size
-        # To the end of the last block: the same blocks, and the steps inside it need no further call.
-        targets[0] = -(-target // size) * size
-        targets = np.minimum(targets, self.max_model_len)
-        return self.manager.reserve(row_array, targets - self.manager.num_computed_tokens[row_array]).ok
+    def get_decode_capacity(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """Return how many tokens each row can hold as it is, int64 ``[N]``."""
+        return np.array([self._rows.capacity[row] for row in rows.tolist()], np.int64)
 
-    def _report(self, row: int) -> Any:
-        """Return the blocks of a row that vLLM does not know yet; from now on it may use them."""
-        old_count, new_count = self._num_reported[row], int(self.manager.num_row_blocks[row])
-        self._num_reported[row] = new_count
-        # vLLM schedules nothing beyond max_model_len; only look-ahead slots reach there, and those are never used.
-        capacity = new_count * self.block_size
-        self._capacity[row] = capacity if capacity < self.max_model_len else sys.maxsize
-        return RoseBlocks(self.manager.block_table[row, old_count:new_count].copy())
+    def roll_over(self, rows: NDArray[Any]) -> list[RoseBlocks] | None:
+        """Give each of ``rows``, which are all full, its next block: ``allocate_slots`` for one more token of each.
+
+        Returns:
+            The blocks that are new to vLLM, row by row, or None when they are short; then nothing has changed.
+        """
+        return self._rows.roll_over(rows.tolist())
 
     # Publishing and freeing
 
@@ -235,24 +209,25 @@ class RoseKVCacheManager(KVCacheFacade):
         """Commit what earlier steps have written for all running requests, once per step."""
         if not self._is_flushed:
             self._is_flushed = True
-            self._commit(list(self._requests))
+            self._commit(list(self._rows.requests))
 
     def _commit(self, rows: list[int]) -> None:
         if not rows or not self.enable_caching:
             return
         row_array = np.array(rows)
-        starts = self.manager.num_computed_tokens[row_array].tolist()
-        counts: list[int] = []
-        token_ids: list[int] = []
-        for row, start in zip(rows, starts, strict=True):
-            request = self._requests[row]
-            # Drafts and placeholders are computed tokens to vLLM, too, but only tokens with an id are certain.
-            end = min(request.num_computed_tokens, request.num_tokens)
-            counts.append(max(end - start, 0))
-            token_ids.extend(request._all_token_ids[start:end])
-        self.manager.commit(row_array, np.array(counts), np.array(token_ids, np.int32))
+        starts = self.manager.num_computed_tokens[row_array]
+        requests = [self._rows.requests[row] for row in rows]
+        # Drafts and placeholders are computed tokens to vLLM, too, but only tokens with an id are certain.
+        ends = np.minimum(
+            [request.num_computed_tokens for request in requests],
+            [len(request._all_token_ids) for request in requests],
+        )
+        counts = np.maximum(ends - starts, 0)
+        spans = zip(requests, starts.tolist(), ends.tolist(), strict=True)
+        token_ids = chain.from_iterable([request._all_token_ids[start:end] for request, start, end in spans])
+        self.manager.commit(row_array, counts, np.fromiter(token_ids, np.int32, int(counts.sum())))
         if self._events is not None:
-            self._events.collect([(row, self._requests[row]) for row in rows], starts)
+            self._events.collect(list(zip(rows, requests, strict=True)), starts.tolist())
 
     def take_events(self) -> list[Any]:
         """Return what became findable and what went since the last call, as vLLM's events."""
@@ -263,7 +238,7 @@ class RoseKVCacheManager(KVCacheFacade):
         self._commit(
             [
                 row
-                for row, request in self._requests.items()
+                for row, request in self._rows.requests.items()
                 if min(request.num_computed_tokens, request.num_tokens) // size > computed[row] // size
             ]
         )
@@ -285,8 +260,7 @@ class RoseKVCacheManager(KVCacheFacade):
         row = self._row_of.pop(request.request_id, None)
         if row is not None:
             self._commit([row])
-            del self._requests[row]
-            self._capacity[row] = 0
+            self._rows.remove(row)
         return row
 
     def _free_row(self, row: int) -> None:

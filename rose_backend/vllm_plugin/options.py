@@ -62,3 +62,39 @@ def appends_in_attention(vllm_config: VllmConfig, options: PluginConfig) -> bool
     return (
         options.fused_kv_append and uses_rose_manager(vllm_config) and vllm_config.num_lookahead_tokens == 0
     )
+
+
+def batches_decode_steps(vllm_config: VllmConfig) -> bool:
+    """Whether requests that only decode are scheduled at once, and their tokens taken over at once.
+
+    Drafts, pipeline stages and per-request masks make every request a case of its own.
+    """
+    model_config = vllm_config.model_config
+    return (
+        rose_options(vllm_config).batched_scheduling
+        and uses_rose_manager(vllm_config)
+        and vllm_config.speculative_config is None
+        and vllm_config.parallel_config.pipeline_parallel_size == 1
+        and model_config is not None
+        and model_config.runner_type == "generate"
+        and not model_config.return_sampling_mask
+        and not vllm_config.aux_output_config.enabled
+        and vllm_config.ec_transfer_config is None
+    )
+
+
+def splits_steps(vllm_config: VllmConfig) -> bool:
+    """Whether a step may be scheduled in two parts: requests that decode at once, and the rest behind them by vLLM.
+
+    Not where vLLM looks at all running requests together to decide about one: to preempt by priority, to hold blocks
+    back while others run, to count adapters, or to cut prompts shorter when there are several requests. And the one
+    limit on tokens that the first part is taken off must be the one that binds.
+    """
+    scheduler_config = vllm_config.scheduler_config
+    return (
+        (scheduler_config.max_num_scheduled_tokens or 0) <= scheduler_config.max_num_batched_tokens
+        and scheduler_config.policy == "fcfs"
+        and scheduler_config.watermark == 0.0
+        and scheduler_config.long_prefill_token_threshold == 0
+        and vllm_config.lora_config is None
+    )

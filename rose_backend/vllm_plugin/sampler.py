@@ -152,17 +152,14 @@ def sample_random(
     *unused: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stand in for ``Sampler._sample_random`` of model runner V2: greedy, seeded and filtered rows in one call."""
-    import torch
-
     states = sampler.sampling_states
-    slots = expanded_idx_mapping.long()
-    temperature = states.temperature.gpu[slots]
+    if not states.temperature.np[idx_mapping_np].any():
+        # Nobody draws. Small batches wait for the host, and gathering what a draw takes is most of its work here.
+        return processed_logits.argmax(dim=-1), processed_logits
     # Already applied; what is left to say is which rows are greedy.
-    temperature = torch.where(temperature == 0, 0.0, 1.0).to(torch.float32)
-    seeds = states.seeds.gpu[slots].to(torch.int64)
-    return draw(
-        processed_logits.float(), temperature, top_k, top_p, seeds, pos.to(torch.int64)
-    ), processed_logits
+    temperature = states.temperature.gpu.index_select(0, expanded_idx_mapping).sign()
+    seeds = states.seeds.gpu.index_select(0, expanded_idx_mapping)
+    return draw(processed_logits.float(), temperature, top_k, top_p, seeds, pos), processed_logits
 
 
 def draw(
@@ -178,11 +175,13 @@ def draw(
 
     from rose_backend.kernels import SamplingTensors, sample
 
-    zeros = torch.zeros_like(temperature)
-    ones = torch.ones_like(temperature)
+    num_rows = len(temperature)
+    zeros, ones, no_top_k = (
+        tensor[:num_rows] for tensor in _neutral_values(1 << (num_rows - 1).bit_length(), temperature.device)
+    )
     params = SamplingTensors(
         temperature=temperature,
-        top_k=zeros.to(torch.int32) if top_k is None else top_k.to(torch.int32),
+        top_k=no_top_k if top_k is None else top_k.to(torch.int32),
         top_p=ones if top_p is None else top_p.to(torch.float32),
         min_p=zeros,
         seed=seeds,
@@ -192,3 +191,12 @@ def draw(
         repetition_penalty=ones,
     )
     return sample(logits, params).token_ids
+
+
+@functools.lru_cache(maxsize=16)
+def _neutral_values(num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return [R] values of options that nobody uses: float32 zeros and ones, and int32 zeros. They are only read."""
+    import torch
+
+    zeros = torch.zeros(num_rows, device=device)
+    return zeros, torch.ones(num_rows, device=device), zeros.to(torch.int32)

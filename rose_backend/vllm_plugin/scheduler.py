@@ -1,33 +1,233 @@
-"""vLLM's schedulers with Rose's block manager. All scheduling decisions stay vLLM's."""
+"""vLLM's schedulers with Rose's block manager. All scheduling decisions stay vLLM's.
+
+Where running requests just decode their next token there is nothing to decide, so they are scheduled all at once; and
+tokens to which nothing happens (no stop, no log-probabilities) are appended and sent at once. Everything else takes
+vLLM's own code, which then sees only the requests that are left. Both may take turns at any time: the state is vLLM's,
+and always complete.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
-from typing import Any
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 
+from rose_backend.vllm_plugin.decode_batch import DecodeBatch, NewBlockIds
 from rose_backend.vllm_plugin.kv_cache_manager import RoseKVCacheManager
+from rose_backend.vllm_plugin.options import batches_decode_steps, splits_steps
 from rose_backend.vllm_plugin.patch_ledger import swapped
+from rose_backend.vllm_plugin.plain_rows import KnownFacts, PlainRows
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
 
 
-class RoseScheduler(Scheduler):
+class BatchedScheduling(Scheduler):
+    """Base of both schedulers."""
+
+    running: list[Request]
+    finished_req_ids: set[str]
+    reset_preempted_req_ids: set[str]
+
+    _num_placeholders = 0
+    """That a decode step adds to each request, for the token that is still to come."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+        with swapped("block_manager_class", functools.partial(RoseKVCacheManager, max_num_seqs=max_num_seqs)):
+            super().__init__(vllm_config, *args, **kwargs)
+        self._batches_decode_steps = (
+            batches_decode_steps(vllm_config)
+            and self.perf_metrics is None
+            # vLLM 0.33 counts steps between prefills.
+            and getattr(self, "local_prefill_interval", 1) == 1
+        )
+        self._may_split = splits_steps(vllm_config)
+        self._facts = KnownFacts(self.max_model_len)
+        self._batch: DecodeBatch | None = None
+        # Steps whose outputs are still to come, oldest first, and what of them can be taken at once.
+        self._in_flight: deque[tuple[SchedulerOutput, PlainRows]] = deque()
+
+    def add_request(self, request: Request) -> None:
+        """Take a request in."""
+        if self._batches_decode_steps and not self.enable_kv_cache_events:
+            # Rose's manager hashes what it looks up itself. Only subscribers of events get to see vLLM's hashes.
+            request._block_hasher = None
+        super().add_request(request)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Schedule the next step."""
+        if not self._batches_decode_steps:
+            return super().schedule(throttle_prefills)
+        output = None
+        if self._pause_state == PauseState.UNPAUSED and not throttle_prefills:
+            output = self._schedule_batched()
+        if output is None:
+            self._batch = None
+            output = super().schedule(throttle_prefills)
+            decodes = [self.requests[id] for id, count in output.num_scheduled_tokens.items() if count == 1]
+            if decodes:
+                self._in_flight.append((output, PlainRows(decodes, self._facts.of(decodes))))
+        return output
+
+    def _schedule_batched(self) -> SchedulerOutput | None:
+        """Schedule the requests that just decode at once, the others as ever; or return None having changed nothing."""
+        batch = self._next_batch()
+        if batch is None or len(batch.request_ids) > self.max_num_scheduled_tokens:
+            return None
+        is_all = len(batch.running) == len(self.running) and not self._may_admit()
+        if not is_all and not self._may_split:
+            return None
+        self.kv_cache_manager.new_step_starts()
+        new_block_ids = batch.allocate_slots()
+        if new_block_ids is None:
+            return None
+        self._batch = batch
+        schedule = self._schedule_all if is_all else self._schedule_rest
+        output = schedule(batch, new_block_ids)
+        self._in_flight.append((output, batch.plain_rows))
+        return output
+
+    def _next_batch(self) -> DecodeBatch | None:
+        batch = self._batch
+        if batch is not None and batch.is_at_head_of(self.running):
+            return batch
+        batch = DecodeBatch.at_head_of(self.running, self._facts, self.kv_cache_manager, self.max_model_len)
+        if batch is None:
+            return None
+        # Model runner V1 wants all tokens of a request that sat out a step.
+        seen = self.prev_step_scheduled_req_ids
+        return batch if self.use_v2_model_runner or seen.issuperset(batch.request_ids) else None
+
+    def _may_admit(self) -> bool:
+        """Whether vLLM would look at a waiting request."""
+        num_running = len(self.running) + self.num_waiting_for_streaming_input
+        return bool(self.waiting or self.kv_holding_waiting) and num_running < self.max_num_active_reqs
+
+    def _schedule_all(self, batch: DecodeBatch, new_block_ids: NewBlockIds) -> SchedulerOutput:
+        """Schedule a step that is the batch and no more."""
+        self.current_step += 1
+        self.prefill_capacity_bound = self.get_request_counts()[1] > len(self.deferred_waiting)
+        if len(self.prev_step_scheduled_req_ids) > len(batch.request_ids):
+            # It holds all of them already, and some that are left out now.
+            self.prev_step_scheduled_req_ids.intersection_update(batch.request_ids)
+        copies, retained = self.kv_cache_manager.take_kv_cache_block_copies()
+        if copies:
+            self._free_cow_retained_blocks(retained, self.sched_step_seq + 1)
+        output = SchedulerOutput(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=CachedRequestData.make_empty(),
+            num_scheduled_tokens={},
+            total_num_scheduled_tokens=0,
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            preempted_req_ids=self.reset_preempted_req_ids,
+            finished_req_ids=self.finished_req_ids,
+            free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes(),
+            kv_cache_block_copies=copies or None,
+            ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
+        )
+        self.finished_req_ids = set()
+        self.reset_preempted_req_ids = set()
+        self._put_first(batch, new_block_ids, output)
+        return output
+
+    def _schedule_rest(self, batch: DecodeBatch, new_block_ids: NewBlockIds) -> SchedulerOutput:
+        """Have vLLM schedule what comes behind the batch, with what the batch leaves it of each limit."""
+        num_tokens, num_requests = len(batch.request_ids), len(batch.running)
+        self.running = self.running[num_requests:]
+        self.max_num_scheduled_tokens -= num_tokens
+        self.max_num_active_reqs -= num_requests
+        try:
+            output = super().schedule()
+        finally:
+            self.running = batch.running + self.running
+            self.max_num_scheduled_tokens += num_tokens
+            self.max_num_active_reqs += num_requests
+        if not self.use_v2_model_runner:
+            self.prev_step_scheduled_req_ids.update(batch.request_ids)
+        self._put_first(batch, new_block_ids, output)
+        return output
+
+    def _put_first(self, batch: DecodeBatch, new_block_ids: NewBlockIds, output: SchedulerOutput) -> None:
+        """Add the batch to a step, in front, where its requests are among the running ones, too."""
+        output.has_structured_output_requests |= batch.has_grammar
+        output.pending_structured_output_tokens |= batch.lacks_grammar_tokens
+        first, rest = batch.advance(new_block_ids, self._num_placeholders), output.scheduled_cached_reqs
+        for name in ("req_ids", "new_token_ids", "new_block_ids", "num_computed_tokens", "num_output_tokens"):
+            getattr(first, name).extend(getattr(rest, name))
+        first.resumed_req_ids, first.all_token_ids = rest.resumed_req_ids, rest.all_token_ids
+        output.scheduled_cached_reqs = first
+        output.num_scheduled_tokens = dict.fromkeys(batch.request_ids, 1) | output.num_scheduled_tokens
+        output.total_num_scheduled_tokens += len(batch.request_ids)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Take over what a step has sampled, and return what the front ends get."""
+        rows = self._plain_rows_of(scheduler_output)
+        if rows is None or _concerns_more_than_tokens(model_runner_output):
+            return super().update_from_output(scheduler_output, model_runner_output)
+        request_ids, outputs = rows.take_outputs(model_runner_output, self._num_placeholders)
+        # What is left of the step is vLLM's: requests to which something happens, and what is said once per step.
+        rest = copy.copy(scheduler_output)
+        rest.num_scheduled_tokens = {}
+        if len(request_ids) < len(scheduler_output.num_scheduled_tokens):
+            taken = set(request_ids)
+            rest.num_scheduled_tokens = {
+                request_id: count
+                for request_id, count in scheduler_output.num_scheduled_tokens.items()
+                if request_id not in taken
+            }
+        results = super().update_from_output(rest, model_runner_output)
+        for client_index, client_outputs in outputs.items():
+            result = results.setdefault(client_index, EngineCoreOutputs())
+            result.outputs = client_outputs + result.outputs
+        _move_stats(results)
+        return results
+
+    def _plain_rows_of(self, scheduler_output: SchedulerOutput) -> PlainRows | None:
+        """Return the rows that were noted for a step. Those of steps before it are dropped: no output will come."""
+        for position, (output, rows) in enumerate(self._in_flight):
+            if output is scheduler_output:
+                for _ in range(position + 1):
+                    self._in_flight.popleft()
+                return rows
+        return None
+
+
+class RoseScheduler(BatchedScheduling, Scheduler):
     """Scheduler of engines that wait for each step."""
 
-    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        with swapped("block_manager_class", _manager_factory(vllm_config)):
-            super().__init__(vllm_config, *args, **kwargs)
 
-
-class RoseAsyncScheduler(AsyncScheduler):
+class RoseAsyncScheduler(BatchedScheduling, AsyncScheduler):
     """Scheduler of engines that schedule the next step while one is running."""
 
-    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        with swapped("block_manager_class", _manager_factory(vllm_config)):
-            super().__init__(vllm_config, *args, **kwargs)
+    _num_placeholders = 1
 
 
-def _manager_factory(vllm_config: Any) -> functools.partial[RoseKVCacheManager]:
-    scheduler_config = vllm_config.scheduler_config
-    return functools.partial(RoseKVCacheManager, max_num_seqs=scheduler_config.max_num_seqs)
+def _move_stats(results: dict[int, EngineCoreOutputs]) -> None:
+    """Give the step's statistics to a front end that gets tokens; vLLM has made up one that gets nothing else."""
+    made_up = results.get(0)
+    if made_up is None or made_up.outputs or made_up.finished_requests is not None or len(results) == 1:
+        return
+    del results[0]
+    next(iter(results.values())).scheduler_stats = made_up.scheduler_stats
+
+
+def _concerns_more_than_tokens(output: ModelRunnerOutput) -> bool:
+    """Whether a worker reports something that vLLM's own code looks up request by request."""
+    return (
+        not output.sampled_token_ids
+        or bool(output.prompt_logprobs_dict or output.prompt_token_id_logprobs_dict or output.pooler_output)
+        or output.kv_connector_output is not None
+        or output.num_nans_in_logits is not None
+    )

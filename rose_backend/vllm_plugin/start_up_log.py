@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rose_backend.config import SWITCH_NAMES
-from rose_backend.vllm_plugin.options import appends_in_attention, uses_rose_manager
+from rose_backend.vllm_plugin.options import appends_in_attention, batches_decode_steps, uses_rose_manager
 from rose_backend.vllm_plugin.patch_ledger import is_applied
 from rose_backend.vllm_plugin.sampler import serves_sampler
 
@@ -34,11 +34,14 @@ def describe_parts(vllm_config: VllmConfig, options: PluginConfig, chosen_model:
         parts.append(f"block manager RoseKVCacheManager ({hits})")
     else:
         parts.append("block manager vLLM's own")
+    parts.append(f"decodes scheduled {'at once' if batches_decode_steps(vllm_config) else 'one by one'}")
     parts.append(f"model {_describe_model(vllm_config, options, chosen_model)}")
     sampler_patch = "sampler_v2" if vllm_config.use_v2_model_runner else "sampler_v1"
     draws = serves_sampler(vllm_config) and is_applied(sampler_patch)
     parts.append("sampler Rose" if draws else "sampler vLLM's own")
-    off = [name for name in (*SWITCH_NAMES, "block_manager") if not getattr(options, name)]
+    off = [
+        name for name in (*SWITCH_NAMES, "block_manager", "batched_scheduling") if not getattr(options, name)
+    ]
     return f"Rose is active: {'; '.join(parts)}; switched off: {', '.join(off) or 'nothing'}"
 
 

@@ -16,6 +16,9 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_vllm_*.py"]
 
 MakeEngine = Callable[..., contextlib.AbstractContextManager[Any]]
 
+# The cache's size is given: vLLM would measure what is free, and fails where other processes come and go meanwhile.
+GPU_MEMORY: dict[str, Any] = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2 << 30}
+
 
 @pytest.fixture(scope="session")
 def make_engine(tiny_model_path: Path) -> Iterator[MakeEngine]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.e2e.conftest import MakeEngine
+from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support.reference_generation import (
     NUM_NEW_TOKENS,
     Prompts,
@@ -51,7 +51,7 @@ def test_tiny_model(
 ) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "V2")))
     prompts, reference = tie_free_case(tiny_model_path, vocab_size=2559)
-    with make_engine(gpu_memory_utilization=0.2, **OPTIONS[manner]) as llm:
+    with make_engine(**GPU_MEMORY, **OPTIONS[manner]) as llm:
         assert scheduler_of(llm).scheduler_config.async_scheduling
         for _ in range(2):
             for index, tokens in enumerate(generate(llm, prompts)):
@@ -67,7 +67,7 @@ def test_tiny_model(
 @pytest.mark.parametrize("manner", ["eager", "alone", "no prefix cache, chunks", "preemption"])
 def test_gpt2_of_124m_parameters(make_engine: MakeEngine, gpt2_124m_path: Path, manner: str) -> None:
     prompts = parity_prompts(50_257, seed=0)
-    options = {"model": str(gpt2_124m_path), "gpu_memory_utilization": 0.3, **OPTIONS.get(manner, {})}
+    options = {"model": str(gpt2_124m_path), **GPU_MEMORY, **OPTIONS.get(manner, {})}
     with make_engine(**options) as llm:
         batches = [(prompt,) for prompt in prompts] if manner == "alone" else [prompts]
         answers = [answer for batch in batches for answer in generate(llm, batch)]
@@ -78,7 +78,7 @@ def test_seeded_draws_do_not_depend_on_the_batch(make_engine: MakeEngine, tiny_m
     prompts = parity_prompts(2559)[:16]
     inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     params = [SamplingParams(temperature=0.9, top_k=50, top_p=0.9, seed=i, max_tokens=16) for i in range(16)]
-    with make_engine(gpu_memory_utilization=0.2, enable_prefix_caching=False) as llm:
+    with make_engine(enable_prefix_caching=False, **GPU_MEMORY) as llm:
         together = llm.generate(inputs, params, use_tqdm=False)
         alone = [llm.generate(inputs[i], params[i], use_tqdm=False)[0] for i in range(16)]
     assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone]

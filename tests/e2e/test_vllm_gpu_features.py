@@ -10,7 +10,7 @@ import torch
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 
-from tests.e2e.conftest import MakeEngine
+from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.e2e.test_vllm_features import (
     GREEDY,
     NGRAM,
@@ -30,7 +30,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
 
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 RUNNERS = pytest.mark.parametrize("runner", ["V2", "V1"])
-MEMORY = {"gpu_memory_utilization": 0.2}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,7 @@ def test_ngram_speculation(
     eager: bool,
 ) -> None:
     choose_runner(monkeypatch, runner)
-    options: dict[str, Any] = {"speculative_config": NGRAM, "enforce_eager": eager, **MEMORY}
+    options: dict[str, Any] = {"speculative_config": NGRAM, "enforce_eager": eager, **GPU_MEMORY}
     with make_engine(num_gpu_blocks_override=400, disable_log_stats=False, **options) as llm:
         mode = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
         assert mode == (CUDAGraphMode.NONE if eager else CUDAGraphMode.FULL_AND_PIECEWISE)
@@ -75,7 +74,7 @@ def test_random_draws_with_speculation_follow_the_seed(
     # On a CPU there is nothing to compare: vLLM 0.32 loses the temperature of drafted rows there, with any backend.
     choose_runner(monkeypatch, runner)
     prompts = tuple(prompt for prompt in case[0] if len(prompt) < 100)[:8]
-    with make_engine(speculative_config=NGRAM, **MEMORY) as llm:
+    with make_engine(speculative_config=NGRAM, **GPU_MEMORY) as llm:
         draws = []
         # A prompt that is found but for its last token starts with another number of drafts, so with other draws, than
         # one that is not: that is how vLLM speculates. The first run fills the cache.
@@ -103,7 +102,7 @@ def test_draft_model(
     if backend:
         draft["attention_backend"] = backend
     with make_engine(
-        num_gpu_blocks_override=400, disable_log_stats=False, speculative_config=draft, **MEMORY
+        num_gpu_blocks_override=400, disable_log_stats=False, speculative_config=draft, **GPU_MEMORY
     ) as llm:
         assert scheduler_of(llm).scheduler_config.async_scheduling
         before = draft_counts(llm)
@@ -125,7 +124,7 @@ def test_no_sleep_lets_a_lost_cache_be_found(
     level: int,
 ) -> None:
     choose_runner(monkeypatch, runner)
-    with make_engine(enable_sleep_mode=True, **MEMORY) as llm:
+    with make_engine(enable_sleep_mode=True, **GPU_MEMORY) as llm:
         assert_greedy(llm.generate(inputs_of(case[0]), GREEDY, use_tqdm=False), case[1])
         llm.sleep(level=level)
         llm.wake_up()
@@ -146,7 +145,7 @@ def test_a_reset_while_steps_are_in_flight(
     runner: str,
 ) -> None:
     choose_runner(monkeypatch, runner)
-    with make_engine(**MEMORY) as llm:
+    with make_engine(**GPU_MEMORY) as llm:
         assert scheduler_of(llm).scheduler_config.async_scheduling
         manager = scheduler_of(llm).kv_cache_manager.manager
         for attempt in range(3):
@@ -177,7 +176,7 @@ def test_two_gpus(
     manner: str,
 ) -> None:
     choose_runner(monkeypatch, runner)
-    with make_engine(num_gpu_blocks_override=300, **PARALLEL[manner], **MEMORY) as llm:
+    with make_engine(num_gpu_blocks_override=300, **PARALLEL[manner], **GPU_MEMORY) as llm:
         for _ in range(2):
             assert_greedy(llm.generate(inputs_of(case[0]), GREEDY, use_tqdm=False), case[1])
         manager = scheduler_of(llm).kv_cache_manager.manager

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.e2e.conftest import MakeEngine
+from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.e2e.test_vllm_features import VOCAB_SIZE, inputs_of
 from tests.support.reference_generation import Prompts, reference_logits, tie_free_case
 
@@ -24,7 +24,7 @@ def generate(make_engine: MakeEngine, prompts: Prompts, cache_type: torch.dtype,
     In bfloat16: FLASH_ATTN's float8 gives no other output.
     """
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True, logprobs=0)
-    with make_engine(dtype="bfloat16", gpu_memory_utilization=0.2, **options) as llm:
+    with make_engine(dtype="bfloat16", **GPU_MEMORY, **options) as llm:
         layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
         assert {layer.kv_cache.dtype for layer in layers} == {cache_type}
         outputs = llm.generate(inputs_of(prompts), params, use_tqdm=False)

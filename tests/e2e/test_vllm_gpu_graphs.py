@@ -11,7 +11,7 @@ from vllm.config import CUDAGraphMode
 
 from rose_backend.vllm_plugin.attention_backend import RoseAttentionImpl
 from rose_backend.vllm_plugin.attention_metadata import RoseAttentionMetadata
-from tests.e2e.conftest import MakeEngine
+from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.e2e.test_vllm_features import VOCAB_SIZE, inputs_of, scheduler_of
 from tests.support.reference_generation import NUM_NEW_TOKENS, tie_free_case
 
@@ -46,7 +46,7 @@ def test_decode_steps_are_replayed(
     lengths = [NUM_NEW_TOKENS - index % 40 for index in range(len(prompts))]
     params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
     graphs = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64]}
-    with make_engine(enforce_eager=False, gpu_memory_utilization=0.2, compilation_config=graphs) as llm:
+    with make_engine(enforce_eager=False, compilation_config=graphs, **GPU_MEMORY) as llm:
         config = llm.llm_engine.vllm_config
         assert config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
         for attempt in range(2):

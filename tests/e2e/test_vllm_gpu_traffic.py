@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from vllm import SamplingParams
 
-from tests.e2e.conftest import MakeEngine
+from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support.pressure_case import PressureCase, pressure_case
 from tests.support.random_traffic import LOST_BY_RESETS, plan_visits, spend_day, wrong_outputs
 from tests.support.stepped_engine import SteppedEngine
@@ -32,7 +32,7 @@ def engine(make_engine: MakeEngine, case: PressureCase) -> Iterator[SteppedEngin
         max_num_batched_tokens=203,
         scheduling_policy="priority",
         enforce_eager=False,
-        gpu_memory_utilization=0.2,
+        **GPU_MEMORY,
     ) as llm:
         engine = SteppedEngine(llm)
         assert engine.core.async_scheduling and engine.scheduler.use_v2_model_runner

@@ -130,7 +130,8 @@ class FakeWorker:
         starts = {}
         for new in output.scheduled_new_reqs:
             sequence = _Sequence([], [], list(new.block_ids[0]))
-            sequence.extend(new.prompt_token_ids)
+            # Model runner V2 gets resumed requests as new ones, with all their tokens.
+            sequence.extend(new.prefill_token_ids or new.prompt_token_ids)
             self._sequences[new.req_id] = sequence
             starts[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs

@@ -129,7 +129,7 @@ def test_a_refusal_changes_nothing(tail: int, num_chunk: int, options: dict[str,
 def test_a_reservation_that_fails_after_all_gives_the_row_back(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = make_manager()
     before = state_of(manager)
-    monkeypatch.setattr(manager, "_reserve", lambda rows, target: False)
+    monkeypatch.setattr(manager._rows, "reserve", lambda rows, target: False)
     assert admit(manager, make_request("a", list(range(20)))) is None
     assert state_of(manager) == before
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.config import set_current_vllm_config
@@ -119,7 +120,7 @@ def test_vllms_v1_sampler_is_replaced_only_where_asked(
 
 def fake_v2_sampler(temperatures: list[float], seeds: list[int]) -> Any:
     states = SimpleNamespace(
-        temperature=SimpleNamespace(gpu=torch.tensor(temperatures)),
+        temperature=SimpleNamespace(gpu=torch.tensor(temperatures), np=np.array(temperatures, np.float32)),
         seeds=SimpleNamespace(gpu=torch.tensor(seeds)),
     )
     return SimpleNamespace(sampling_states=states)
@@ -131,13 +132,24 @@ def test_v2_draws_by_seed_and_position_and_leaves_greedy_rows_greedy() -> None:
     rows = logits_of(1).expand(4, -1)
     mapping = torch.tensor([3, 1, 0, 2], dtype=torch.int32)
     positions = torch.tensor([10, 4, 10, 9])
-    drawn, returned = sample_random(sampler, rows, mapping, None, positions, None, None, False)
+    drawn, returned = sample_random(sampler, rows, mapping, mapping.numpy(), positions, None, None, False)
     assert returned is rows
     assert drawn[1] == rows[1].argmax()
     # Slots 3 and 0 have the same seed, position and logits.
     assert drawn[0] == drawn[2]
-    again, _ = sample_random(sampler, rows[:1], mapping[3:], None, positions[3:], None, None, False, False)
+    slot = mapping[3:]
+    again, _ = sample_random(sampler, rows[:1], slot, slot.numpy(), positions[3:], None, None, False, False)
     assert again[0] == drawn[3]
+
+
+def test_v2_takes_the_first_of_the_most_likely_tokens_where_nobody_draws() -> None:
+    sampler = fake_v2_sampler([1.0, 0.0, 0.0], [5, 6, 7])
+    rows = logits_of(2).to(torch.bfloat16)
+    rows[1, [40, 20]] = rows.max() + 1
+    mapping = torch.tensor([2, 1], dtype=torch.int32)
+    drawn, returned = sample_random(sampler, rows, mapping, mapping.numpy(), torch.zeros(2), None, None)
+    assert returned is rows and drawn.dtype == torch.int64
+    assert drawn.tolist() == [int(rows[0].float().argmax()), 20]
 
 
 def test_v2_sampler_object_is_replaced_only_where_asked(make_config: MakeConfig) -> None:

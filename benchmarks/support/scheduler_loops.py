@@ -1,0 +1,147 @@
+"""vLLM's scheduler in a loop of its own: steps of running requests, with made-up tokens instead of a model.
+
+As in an engine with asynchronous scheduling, a step is scheduled before the output of the one before it is taken over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GPT2Config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from rose_backend import vllm_plugin
+from rose_backend.vllm_plugin.kv_cache_spec import as_rose_spec
+from rose_backend.vllm_plugin.scheduler import RoseAsyncScheduler
+
+SIDES = ("rose", "rose_unbatched", "stock")
+"""Rose with batched scheduling and without, and vLLM with its own block manager."""
+
+MAX_MODEL_LEN = 1024
+LIFETIME = 128
+"""Steps that a request lives on average where requests come and go."""
+_PROMPT_LEN = 32
+_VOCAB_SIZE = 50_257
+_NUM_WARM_UP_STEPS = 4
+
+
+class SchedulerLoop:
+    """One scheduler and its requests.
+
+    Args:
+        side: one of ``SIDES``.
+        block_size: tokens per block.
+        max_num_seqs: running requests at most.
+        folder: an empty one, for a model configuration.
+    """
+
+    def __init__(self, side: str, block_size: int, max_num_seqs: int, folder: Path) -> None:
+        vllm_plugin.register()
+        init_none_hash(sha256)  # vLLM's default algorithm
+        GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(folder)
+        options: dict[str, Any] = {}
+        if side != "stock":
+            rose = {"batched_scheduling": side == "rose"}
+            options = {"attention_backend": "rose", "additional_config": {"rose": rose}}
+        config = EngineArgs(
+            model=str(folder),
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=max_num_seqs,
+            # All prompts fit into one step.
+            max_num_batched_tokens=max_num_seqs * MAX_MODEL_LEN,
+            block_size=block_size,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            **options,
+        ).create_engine_config()
+        config.scheduler_config.async_scheduling = True
+        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=64, dtype=torch.float32)
+        num_blocks = max_num_seqs * (MAX_MODEL_LEN // block_size + 2) + 1
+        config.cache_config.num_gpu_blocks = num_blocks
+        scheduler_class = AsyncScheduler if side == "stock" else RoseAsyncScheduler
+        self.scheduler = scheduler_class(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(
+                num_blocks, [], [KVCacheGroupSpec(["layer"], spec if side == "stock" else as_rose_spec(spec))]
+            ),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=block_size,
+            log_stats=True,
+        )
+        self._block_size, self._hasher = block_size, get_request_block_hasher(block_size, sha256)
+        self._rng = np.random.default_rng(0)
+        self._num_added = 0
+        self._in_flight: deque[tuple[Any, Any]] = deque()
+
+    def run(self, num_requests: int, num_steps: int, *, turnover: bool) -> dict[str, list[float]]:
+        """Decode ``num_requests`` requests from anew for ``num_steps`` timed steps.
+
+        Args:
+            num_requests: that run at once. They reach the ends of their blocks one after the other.
+            num_steps: timed steps.
+            turnover: one of ``LIFETIME`` requests leaves in each step, and another one comes.
+
+        Returns: microseconds per step by part, schedule, update_from_output and both: of each step, with turnover their
+            mean, because steps differ then.
+        """
+        for _ in range(num_requests):
+            self._add()
+        for _ in range(_NUM_WARM_UP_STEPS):
+            self._step()
+        steps = []
+        for index in range(num_steps):
+            if turnover:
+                for _ in range((index + 1) * num_requests // LIFETIME - index * num_requests // LIFETIME):
+                    self._replace_one()
+            steps.append(self._step())
+        assert len(self.scheduler.running) == num_requests, "the pool is too small for this scene"
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        while self._in_flight:
+            self.scheduler.update_from_output(*self._in_flight.popleft())
+        samples = {name: [step[name] for step in steps] for name in steps[0]}
+        samples["both"] = [sum(step.values()) for step in steps]
+        return {name: [fmean(values)] for name, values in samples.items()} if turnover else samples
+
+    def _replace_one(self) -> None:
+        running = self.scheduler.running
+        leaving = running[self._num_added % len(running)].request_id
+        self.scheduler.finish_requests(leaving, RequestStatus.FINISHED_ABORTED)
+        self._add()
+
+    def _add(self) -> None:
+        length = _PROMPT_LEN + self._num_added % self._block_size
+        prompt = self._rng.integers(0, _VOCAB_SIZE, length).tolist()
+        params = SamplingParams(max_tokens=MAX_MODEL_LEN - length, ignore_eos=True)
+        name = f"{self._num_added}"
+        self.scheduler.add_request(Request(name, prompt, params, None, block_hasher=self._hasher))
+        self._num_added += 1
+
+    def _step(self) -> dict[str, float]:
+        start = time.perf_counter()
+        output = self.scheduler.schedule()
+        scheduled = time.perf_counter()
+        request_ids = list(output.num_scheduled_tokens)
+        index = {request_id: position for position, request_id in enumerate(request_ids)}
+        tokens = [[token] for token in self._rng.integers(0, _VOCAB_SIZE, len(request_ids)).tolist()]
+        self._in_flight.append((output, ModelRunnerOutput(request_ids, index, tokens)))
+        if len(self._in_flight) < 2:
+            return {}
+        oldest = self._in_flight.popleft()
+        resumed = time.perf_counter()
+        self.scheduler.update_from_output(*oldest)
+        updated = time.perf_counter()
+        return {"schedule": (scheduled - start) * 1e6, "update_from_output": (updated - resumed) * 1e6}

@@ -1,0 +1,111 @@
+"""The rows of requests that hold blocks: how far each goes as it is, and which of its blocks vLLM knows."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rose_backend.vllm_plugin.kv_cache_blocks import RoseBlocks
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from rose_backend.block_manager import BlockManager
+
+
+class RunningRows:
+    """Rows between admission and ``free``; a row's table is only ever appended to.
+
+    Args:
+        manager: keeps the blocks.
+        max_num_seqs: rows.
+    """
+
+    def __init__(self, manager: BlockManager, max_num_seqs: int) -> None:
+        self.requests: dict[int, Request] = {}
+        """Whose each row is, in the order of admission."""
+        self.capacity = [0] * max_num_seqs
+        """Tokens each row can hold as it is. A plain list: one lookup per request and step is all a decode costs."""
+        self._manager = manager
+        # Blocks of each row that vLLM knows of; the row has more while its share of a roll-over was not asked for.
+        self._num_reported = [0] * max_num_seqs
+        self._has_rolled_over = False
+
+    def new_step_starts(self) -> None:
+        """Let the next row that is full roll all the others over, too."""
+        self._has_rolled_over = False
+
+    def add(self, row: int, request: Request) -> None:
+        """Note a request that was just admitted; vLLM knows none of its blocks yet."""
+        self.requests[row] = request
+        self._num_reported[row] = 0
+
+    def remove(self, row: int) -> None:
+        """Forget a request that leaves."""
+        del self.requests[row]
+        self.capacity[row] = 0
+
+    def extend(self, row: int, target: int, reserved_blocks: int) -> RoseBlocks | None:
+        """Make one row hold ``target`` tokens.
+
+        Returns:
+            The blocks that are new to vLLM, or None when they are short; then nothing has changed.
+        """
+        target = min(target, self._manager.max_model_len)
+        needed = -(-target // self._manager.block_size) - int(self._manager.num_row_blocks[row])
+        if needed > 0:
+            num_spare = self._manager.num_free_blocks - reserved_blocks - needed
+            if num_spare < 0:
+                return None
+            others = [] if self._has_rolled_over else self._other_full_rows(row)
+            if not self.reserve([row, *others] if len(others) <= num_spare else [row], target):
+                return None
+        return self.report(row)
+
+    def roll_over(self, rows: list[int]) -> list[RoseBlocks] | None:
+        """Give each of ``rows``, which are all full, its next block, as ``extend`` would one after the other.
+
+        Returns:
+            The blocks that are new to vLLM, row by row, or None when they are short; then nothing has changed.
+        """
+        num_row_blocks = self._manager.num_row_blocks
+        first = next((row for row in rows if self._num_reported[row] == num_row_blocks[row]), None)
+        if first is not None:
+            full_rows = [first, *self._other_full_rows(first)]
+            if not self.reserve(full_rows, self.capacity[first] + 1):
+                return None
+        return [self.report(row) for row in rows]
+
+    def _other_full_rows(self, row: int) -> list[int]:
+        """Return the rows that are about to ask for their next block, too: one call serves all of them."""
+        self._has_rolled_over = True
+        num_row_blocks = self._manager.num_row_blocks
+        return [
+            other
+            for other, request in self.requests.items()
+            if request.num_computed_tokens >= self.capacity[other]
+            and self._num_reported[other] == num_row_blocks[other]
+            and other != row
+        ]
+
+    def reserve(self, rows: list[int], target: int) -> bool:
+        """Make the first of ``rows`` hold ``target`` tokens, each other one its next block as well."""
+        manager, row_array = self._manager, np.array(rows)
+        size = manager.block_size
+        targets = (manager.num_row_blocks[row_array] + 1) * size
+        # To the end of the last block: the same blocks, and the steps inside it need no further call.
+        targets[0] = -(-target // size) * size
+        targets = np.minimum(targets, manager.max_model_len)
+        return manager.reserve(row_array, targets - manager.num_computed_tokens[row_array]).ok
+
+    def report(self, row: int) -> RoseBlocks:
+        """Return the blocks of a row that vLLM does not know yet; from now on it may use them."""
+        manager = self._manager
+        old_count, new_count = self._num_reported[row], int(manager.num_row_blocks[row])
+        self._num_reported[row] = new_count
+        # vLLM schedules nothing beyond max_model_len; only look-ahead slots reach there, and those are never used.
+        capacity = new_count * manager.block_size
+        self.capacity[row] = capacity if capacity < manager.max_model_len else sys.maxsize
+        return RoseBlocks(manager.block_table[row, old_count:new_count].copy())

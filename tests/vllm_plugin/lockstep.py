@@ -1,0 +1,161 @@
+"""Rose's scheduler with batched steps and without, in lockstep: every step and output is compared field by field."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import Request
+
+from tests.vllm_plugin.conftest import MakeConfig
+from tests.vllm_plugin.simulation import Simulation, make_simulation
+
+
+class Pair:
+    """Rose's scheduler with batched steps and without, in lockstep.
+
+    Steps, outputs and the requests that are left must be equal, field by field, block ids included.
+    """
+
+    def __init__(self, make_config: MakeConfig, **options: Any) -> None:
+        self.batched, self.stock = self.sides = tuple(
+            make_simulation(make_config, additional_config=batching(is_batched), **options)
+            for is_batched in (True, False)
+        )
+        self.published: list[list[Any]] = [[], []]
+        for side, published in zip(self.sides, self.published, strict=True):
+            side.scheduler.kv_event_publisher.publish = lambda batch, p=published: p.extend(batch.events)
+        self.keeps_hashes = self.stock.scheduler.enable_kv_cache_events
+        self.num_batched_steps = self.num_split_steps = self.num_tokens = self.num_batched_tokens = 0
+        self._count_what_is_batched()
+
+    def _count_what_is_batched(self) -> None:
+        scheduler = self.batched.scheduler
+        schedule_all, schedule_rest = scheduler._schedule_all, scheduler._schedule_rest
+        plain_rows_of = scheduler._plain_rows_of
+
+        def counting_all(*args: Any) -> Any:
+            self.num_batched_steps += 1
+            return schedule_all(*args)
+
+        def counting_rest(*args: Any) -> Any:
+            self.num_split_steps += 1
+            return schedule_rest(*args)
+
+        scheduler._schedule_all, scheduler._schedule_rest = counting_all, counting_rest
+        scheduler._plain_rows_of = lambda output: (rows := plain_rows_of(output)) and CountedRows(rows, self)
+
+    def step(self) -> None:
+        """Schedule on both sides; take over the oldest result once enough steps are in flight."""
+        outputs = [_schedule(side) for side in self.sides]
+        assert_equal(*map(comparable_step, outputs), "SchedulerOutput")
+        in_flight = self.batched.in_flight
+        if in_flight and (len(in_flight) >= self.batched.depth or not outputs[0].total_num_scheduled_tokens):
+            self._update()
+        assert_equal(*(comparable_scheduler(side.scheduler) for side in self.sides), "Scheduler")
+        for request_id, request in self.stock.scheduler.requests.items():
+            other = self.batched.scheduler.requests[request_id]
+            fields = [comparable_request(r, self.keeps_hashes) for r in (other, request)]
+            assert_equal(*fields, request_id)
+        assert self.published[0] == self.published[1]
+        self.batched.manager.check_integrity()
+
+    def _update(self) -> None:
+        results = [side.scheduler.update_from_output(*side.in_flight.popleft()) for side in self.sides]
+        self.num_tokens += sum(len(o.new_token_ids) for result in results[1].values() for o in result.outputs)
+        assert_equal(*map(comparable_results, results), "EngineCoreOutputs")
+
+    def add(self, *makers: Callable[[], Request]) -> None:
+        for make in makers:
+            self.for_both(lambda scheduler, m=make: scheduler.add_request(m()))
+
+    def for_both(self, call: Callable[[Any], Any]) -> None:
+        for side in self.sides:
+            call(side.scheduler)
+
+    def is_busy(self) -> bool:
+        return bool(self.stock.scheduler.has_unfinished_requests() or self.stock.in_flight)
+
+
+class CountedRows:
+    """Rows that say how many tokens they took."""
+
+    def __init__(self, rows: Any, pair: Pair) -> None:
+        self._rows, self._pair = rows, pair
+
+    def take_outputs(self, *args: Any) -> Any:
+        request_ids, outputs = self._rows.take_outputs(*args)
+        self._pair.num_batched_tokens += len(request_ids)
+        return request_ids, outputs
+
+
+def batching(is_on: bool) -> dict[str, Any]:
+    return {"rose": {"batched_scheduling": is_on}}
+
+
+def _schedule(side: Simulation) -> Any:
+    output = side.scheduler.schedule()
+    if output.total_num_scheduled_tokens:
+        result = side.worker.run(output, side.scheduler.requests)
+        tokens = np.array([new[0] if new else -1 for new in result.sampled_token_ids], np.int32)[:, None]
+        result.logprobs = LogprobsLists(tokens, -tokens.astype(np.float32), tokens[:, 0])
+        side.in_flight.append((output, result))
+    return output
+
+
+def assert_equal(batched: dict[str, Any], stock: dict[str, Any], what: str) -> None:
+    assert batched.keys() == stock.keys(), what
+    for name, value in stock.items():
+        assert batched[name] == value, f"{what}.{name}: batched {batched[name]}, vLLM's own {value}"
+
+
+def comparable_scheduler(scheduler: Any) -> dict[str, Any]:
+    fields = {
+        name: getattr(scheduler, name)
+        for name in (
+            *("finished_req_ids", "reset_preempted_req_ids", "prev_step_scheduled_req_ids", "current_step"),
+            *("prefill_capacity_bound", "max_num_scheduled_tokens", "max_num_active_reqs"),
+        )
+    }
+    for name in ("running", "waiting", "kv_holding_waiting"):
+        fields[name] = [request.request_id for request in getattr(scheduler, name)]
+    return fields
+
+
+def comparable_step(output: Any) -> dict[str, Any]:
+    fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    fields["scheduled_cached_reqs"] = dataclasses.asdict(output.scheduled_cached_reqs)
+    fields["scheduled_new_reqs"] = [str(new) for new in output.scheduled_new_reqs]
+    fields["order"] = list(output.num_scheduled_tokens)
+    return fields
+
+
+def comparable_results(results: dict[int, Any]) -> dict[str, Any]:
+    """By request: those to which something happens come last in a batched step, and their order says nothing."""
+    by_name: dict[str, Any] = {"clients": sorted(results)}
+    by_name["stats"] = [r.scheduler_stats for r in results.values() if r.scheduler_stats is not None]
+    for client, result in results.items():
+        by_name[f"finished of {client}"] = result.finished_requests
+        for output in result.outputs:
+            fields = {name: getattr(output, name) for name in output.__struct_fields__}
+            fields["events"] = [event.type for event in output.events or ()]
+            fields["new_logprobs"] = str(output.new_logprobs)
+            assert by_name.setdefault(f"{client}/{output.request_id}", fields) is fields, "two outputs"
+    return by_name
+
+
+def comparable_request(request: Request, keeps_hashes: bool) -> dict[str, Any]:
+    fields = dict(vars(request))
+    for name in ("sampling_params", "structured_output_request", "streaming_queue", "arrival_time"):
+        del fields[name]
+    # Which step comes next for a request matters with pipeline stages only.
+    del fields["next_decode_eligible_step"]
+    if not keeps_hashes:
+        del fields["_block_hasher"], fields["block_hashes"]
+    for name in ("output_token_ids", "all_token_ids"):
+        fields[name] = list(fields[name])
+    fields["events"] = [event.type for event in request.events]
+    return fields
