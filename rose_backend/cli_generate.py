@@ -13,12 +13,18 @@ from rose_backend.engine.outputs import CompletionOutput, RequestOutput
 from rose_backend.engine.progress import GenerationProgress
 from rose_backend.engine.request import Prompt
 from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.engine.start_up_report import show_start_up
 from rose_backend.errors import RequestError
 
 
-def stream_prompt(config: EngineConfig, prompt: str, params: SamplingParams) -> int:
-    """Write a continuation to stdout as it is generated; several, when ``n`` asks for them, one after the other."""
+def stream_prompt(config: EngineConfig, prompt: str, params: SamplingParams, imports_s: float) -> int:
+    """Write a continuation to stdout as it is generated; several, when ``n`` asks for them, one after the other.
+
+    Args:
+        imports_s: how long loading Python modules took, for the start-up table.
+    """
     with LLM.from_config(config) as llm:
+        show_start_up(llm.core.start_up, imports_s=imports_s)
         if params.n > 1:
             _print_completions(llm.generate(prompt, params)[0])
             return 0
@@ -29,12 +35,15 @@ def stream_prompt(config: EngineConfig, prompt: str, params: SamplingParams) -> 
     return 0
 
 
-def generate_file(config: EngineConfig, prompts: str, output: str, defaults: dict[str, Any]) -> int:
+def generate_file(
+    config: EngineConfig, prompts: str, output: str, defaults: dict[str, Any], imports_s: float
+) -> int:
     """Generate for every line of ``prompts`` and write one JSON object per line to ``output``, in the same order.
 
     Args:
         prompts: text file, or .jsonl file whose lines may override ``defaults``.
         defaults: ``SamplingParams`` fields of lines that say nothing else.
+        imports_s: how long loading Python modules took, for the start-up table.
 
     Raises:
         RequestError: a line is not usable; its number is named and nothing has been generated.
@@ -42,6 +51,7 @@ def generate_file(config: EngineConfig, prompts: str, output: str, defaults: dic
     """
     requests = read_prompts(Path(prompts), defaults)
     with LLM.from_config(config) as llm:
+        show_start_up(llm.core.start_up, imports_s=imports_s)
         # Checks every request, so a bad line leaves an existing output file alone.
         finished = llm.generate_unordered(
             [prompt for prompt, _ in requests], [params for _, params in requests]

@@ -18,12 +18,13 @@ _ENGINE_HELP = {
     "device": "where to run; auto: a GPU where there is one",
     "block_size": "tokens per KV block",
     "max_num_seqs": "sequences that may run at once; each of a request's n completions counts",
-    "max_num_batched_tokens": "tokens one step may compute, prompts and decodes together",
+    "max_num_batched_tokens": "tokens one step may compute, prompts and decodes together (default: by device)",
     "max_model_len": "prompt plus output in tokens (default: the model's window)",
     "num_blocks": "KV blocks to allocate (default: sized from memory)",
     "gpu_memory_utilization": "share of the GPU's memory for weights, activations and KV pool together",
     "cpu_kvcache_space_gib": "memory of the KV pool on a CPU in GiB, at most",
     "run_ahead": "decode steps to start before the tokens of the one before are read; 0: none (default: 1 on a GPU)",
+    "pacing": "serving: start steps just before they are due, and never stall running texts behind long prompts",
     "seed": "seeds requests that bring no seed of their own",
     "max_queue_size": "requests that may wait; one more is refused",
 }
@@ -94,6 +95,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
                 action=argparse.BooleanOptionalAction,
                 default=field.default,
                 help=f"{_SWITCH_HELP[field.name]} (default: on)",
+            )
+        elif isinstance(field.default, bool):
+            group.add_argument(
+                _flag(field.name),
+                action=argparse.BooleanOptionalAction,
+                default=field.default,
+                help=f"{_ENGINE_HELP[field.name]} (default: {'on' if field.default else 'off'})",
             )
         elif field.name != "model":
             group.add_argument(

@@ -62,14 +62,7 @@ class Committer:
         blocks = table.entries[entries]
         is_full = (entries - row_of_block * table.width + 1) * size <= np.repeat(end, counts)
         opens = np.zeros_like(is_full) if cache.full_blocks_only else ~self._pool.is_cached[blocks]
-        digests, namespaces = table.chain_digests, table.namespaces
-        for row, block_id, fills, is_new in zip(
-            row_of_block.tolist(), blocks.tolist(), is_full.tolist(), opens.tolist(), strict=True
-        ):
-            if fills:
-                digests[row] = cache.publish_full(block_id, digests[row], namespaces[row])
-            elif is_new:
-                cache.publish(block_id, digests[row])
+        cache.publish(row_of_block, blocks, is_full, opens, table.chain_digests, table.namespaces)
         next_publish = (end // size + 1) * size
         if not cache.full_blocks_only:
             next_publish = np.where(end % size == 0, end + 1, next_publish)

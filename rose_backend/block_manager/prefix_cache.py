@@ -20,7 +20,7 @@ from itertools import islice
 
 import numpy as np
 
-from rose_backend.block_manager.array_types import NO_BLOCKS, Int32Array, Int64Array
+from rose_backend.block_manager.array_types import NO_BLOCKS, BoolArray, Int32Array, Int64Array, IntArray
 from rose_backend.block_manager.block_pool import BlockPool
 from rose_backend.block_manager.cache_events import BlockRemoved, BlockStored, CacheCleared, CacheEvent
 from rose_backend.block_manager.sibling_index import SiblingIndex
@@ -95,11 +95,7 @@ class PrefixCache:
         return [*known, *self._digests(token_ids, namespace, known)]
 
     def match(
-        self,
-        token_ids: Int32Array,
-        namespace: bytes,
-        max_tokens: int,
-        block_hashes: Sequence[bytes] | None,
+        self, token_ids: Int32Array, namespace: bytes, max_tokens: int, block_hashes: Sequence[bytes] | None
     ) -> PrefixMatch:
         """Find the longest cached prefix, at most ``max_tokens`` long. Changes nothing."""
         size = self.block_size
@@ -162,39 +158,58 @@ class PrefixCache:
         """Note that blocks were cloned."""
         self._block_tokens[dst_block_ids] = self._block_tokens.take(src_block_ids, axis=0)
 
-    def publish(self, block_id: int, parent: bytes) -> None:
-        """Make a block that has its first tokens findable; it may grow later."""
-        self._parent_of[block_id] = parent
-        self._siblings.add(parent, block_id)
-        self._pool.is_cached[block_id] = True
+    def publish(
+        self,
+        rows: IntArray,
+        block_ids: IntArray,
+        is_full: BoolArray,
+        opens: BoolArray,
+        chain_digests: list[bytes],
+        namespaces: list[bytes],
+    ) -> None:
+        """Make blocks findable that have just been written; all arguments but the lists are ``[N]``.
 
-    def publish_full(self, block_id: int, parent: bytes, namespace: bytes) -> bytes:
-        """Make a block that is now full findable by its digest; return the digest.
+        If another block holds the same tokens behind the same parent, that one stays and the new one is unlinked.
 
-        If another block holds the same tokens behind the same parent, that one stays and this one is unlinked.
+        Args:
+            rows: the row of each block; the blocks of a row in order.
+            is_full: findable by its digest from now on.
+            opens: has its first tokens, and may grow.
+            chain_digests: of every row, moved on behind its full blocks.
         """
-        tokens = self._block_tokens[block_id]
-        digest = self.chain_digest(parent, tokens.tobytes())
-        is_published = self._parent_of[block_id] != b""
-        twin = self._full.get(digest)
-        if twin is not None:
-            if is_published:
-                self._unlink(block_id)
-            return digest
-        self._full[digest] = block_id
-        self._digest_of[block_id] = digest
-        if self.full_blocks_only:
-            self._pool.is_cached[block_id] = True
-        elif is_published:
-            self._siblings.close(parent, block_id)
-        else:
-            self.publish(block_id, parent)
-        if self._events is not None:
-            known_parent = None if parent == self.root_digest(namespace) else parent
-            self._events.append(
-                BlockStored(digest, known_parent, tuple(tokens.tolist()), namespace, block_id)
-            )
-        return digest
+        parent_of, siblings, step = self._parent_of, self._siblings, 4 * self.block_size
+        data = self._block_tokens.take(block_ids, axis=0).tobytes()
+        found: list[int] = []
+        flags = zip(is_full.tolist(), opens.tolist(), strict=True)
+        for row, block_id, (fills, is_new), start in zip(
+            rows.tolist(), block_ids.tolist(), flags, range(0, len(data), step), strict=True
+        ):
+            parent = chain_digests[row]
+            if fills:
+                chain_digests[row] = digest = self.chain_digest(parent, data[start : start + step])
+                if digest in self._full:
+                    if parent_of[block_id]:
+                        self.forget([block_id])
+                    continue
+                self._full[digest] = block_id
+                self._digest_of[block_id] = digest
+                if self._events is not None:
+                    self._events.append(self._stored(block_id, parent, namespaces[row]))
+                if parent_of[block_id]:
+                    siblings.close(parent, block_id)
+                    continue
+            elif not is_new:
+                continue
+            found.append(block_id)
+            if not self.full_blocks_only:
+                parent_of[block_id] = parent
+                siblings.add(parent, block_id)
+        self._pool.is_cached[found] = True
+
+    def _stored(self, block_id: int, parent: bytes, namespace: bytes) -> BlockStored:
+        digest, tokens = self._digest_of[block_id], tuple(self._block_tokens[block_id].tolist())
+        known_parent = None if parent == self.root_digest(namespace) else parent
+        return BlockStored(digest, known_parent, tokens, namespace, block_id)
 
     # Growing, shrinking, forgetting
 
@@ -229,12 +244,19 @@ class PrefixCache:
         is_last_holder = (pool.ref_counts[tails] == 1).tolist()
         for block_id, parent, drops in zip(tails.tolist(), parents, is_last_holder, strict=True):
             if drops and self._siblings.is_covered(parent, block_id):
-                self._unlink(block_id)
+                self.forget([block_id])
 
-    def forget(self, block_ids: Int64Array) -> None:
+    def forget(self, block_ids: list[int]) -> None:
         """Make blocks unfindable."""
-        for block_id in block_ids.tolist():
-            self._unlink(block_id)
+        self.epoch += 1
+        self._pool.is_cached[block_ids] = False
+        parent_of, siblings = self._parent_of, self._siblings
+        for block_id in block_ids:
+            self._drop_digest(block_id)
+            parent = parent_of[block_id]
+            if parent:
+                parent_of[block_id] = b""
+                siblings.remove(parent, block_id)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -248,20 +270,8 @@ class PrefixCache:
 
     def take_events(self) -> list[CacheEvent]:
         """See ``BlockManager.take_events``."""
-        events = self._events
-        if not events:
-            return []
-        self._events = []
-        return events
-
-    def _unlink(self, block_id: int) -> None:
-        self.epoch += 1
-        self._pool.is_cached[block_id] = False
-        self._drop_digest(block_id)
-        parent = self._parent_of[block_id]
-        if parent:
-            self._parent_of[block_id] = b""
-            self._siblings.remove(parent, block_id)
+        events, self._events = self._events, None if self._events is None else []
+        return events or []
 
     def _drop_digest(self, block_id: int) -> None:
         digest = self._digest_of[block_id]

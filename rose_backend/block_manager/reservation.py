@@ -176,7 +176,7 @@ class Reserver:
         block_ids, evicted = self._pool.take(count)
         if len(evicted):
             assert self._cache is not None, "only findable blocks are evicted"
-            self._cache.forget(evicted)
+            self._cache.forget(evicted.tolist())
             self._pool.num_written_tokens[evicted] = 0
             self._stats.evictions += len(evicted)
         return block_ids

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import defaultdict, deque
+import time
+from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from rose_backend.config import EngineConfig
-from rose_backend.engine.core import EngineCore, EngineStats
+from rose_backend.engine.core import EngineCore
+from rose_backend.engine.delivery import Delivery, Postman, Subscriber
+from rose_backend.engine.engine_stats import EngineLoad, EngineStats
+from rose_backend.engine.interpreter import begin_serving, end_serving
 from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.request import Prompt, Request
 from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.engine.text_worker import OutputSink, Readers
 from rose_backend.engine.tokenizer import Tokenizer
-from rose_backend.errors import EngineDeadError, RequestError
-
-Delivery = RequestOutput | RequestError | EngineDeadError
-
-
-@dataclass(slots=True, eq=False)
-class _Subscriber:
-    """Where the outputs of one request go."""
-
-    loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[Delivery] = field(default_factory=asyncio.Queue)
+from rose_backend.errors import EngineDeadError, QueueFullError, RequestError
 
 
 class AsyncEngine:
@@ -51,13 +45,18 @@ class AsyncEngine:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = EngineConfig.from_mapping({"model": model, **options}, source="AsyncEngine")
-        self._core = EngineCore(self.config)
         self._lock = threading.Condition()
         # Everything below is guarded by the lock; the core belongs to the step thread alone.
         self._inbox: deque[Request | str] = deque()
-        self._subscribers: dict[str, _Subscriber] = {}
+        self._subscribers: dict[str, Subscriber] = {}
         self._is_stopping = False
         self._death: EngineDeadError | None = None
+        self._postman = Postman()
+        readers = Readers(self._is_ready, self._postman.wait_until_seen)
+        self._core = EngineCore(
+            self.config, is_online=True, sink=OutputSink(self._deliver, readers, self._lock)
+        )
+        begin_serving()
         self._thread = threading.Thread(target=self._run, name="rose-engine", daemon=True)
         self._thread.start()
 
@@ -65,6 +64,11 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """Counters since the start, as of some moment during the latest step."""
         return self._core.stats
+
+    @property
+    def load(self) -> EngineLoad:
+        """What is in use, as of some moment during the latest step."""
+        return self._core.load
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -75,6 +79,11 @@ class AsyncEngine:
     def max_model_len(self) -> int:
         """Prompt plus output, in tokens."""
         return self._core.max_model_len
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks, the null block included."""
+        return self._core.num_blocks
 
     @property
     def parts(self) -> dict[str, str]:
@@ -89,7 +98,7 @@ class AsyncEngine:
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """Generate for one prompt and yield its output after every token.
+        """Generate for one prompt and yield its output after every token, or after several if the caller takes longer.
 
         Each output holds everything so far; ``outputs[i].delta_text`` is the text that is new. The last one has
         ``finished`` set. Leaving the loop early, or cancelling the task, aborts the request.
@@ -100,18 +109,19 @@ class AsyncEngine:
             request_id: name for ``abort``; None makes one up.
 
         Raises:
-            RequestError: the request is not allowed, its id is in use, or the queue is full. No other request notices.
+            QueueFullError: as many requests wait as may. No other request notices.
+            RequestError: the request is not allowed, or its id is in use. No other request notices.
             EngineDeadError: the engine failed or was shut down.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         self._check_running()
         request = self._core.factory.make(prompt, params, request_id=request_id, is_streaming=True)
-        subscriber = _Subscriber(asyncio.get_running_loop())
+        subscriber = Subscriber(asyncio.get_running_loop())
         self._submit(request, subscriber)
         is_over = False
         try:
             while not is_over:
-                delivery = await subscriber.queue.get()
+                delivery = await subscriber.get()
                 is_over = not isinstance(delivery, RequestOutput) or delivery.finished
                 if isinstance(delivery, EngineDeadError):
                     raise _for_one_caller(delivery)
@@ -148,12 +158,12 @@ class AsyncEngine:
         if self._is_stopping:
             raise EngineDeadError("the engine was shut down")
 
-    def _submit(self, request: Request, subscriber: _Subscriber) -> None:
+    def _submit(self, request: Request, subscriber: Subscriber) -> None:
         with self._lock:
             self._check_running()
             num_waiting = self._core.num_waiting + sum(isinstance(item, Request) for item in self._inbox)
             if num_waiting >= self.config.max_queue_size:
-                raise RequestError(
+                raise QueueFullError(
                     f"queue: got a request while {num_waiting} wait, allowed are {self.config.max_queue_size} "
                     "(max_queue_size)"
                 )
@@ -166,7 +176,7 @@ class AsyncEngine:
             self._inbox.append(request)
             self._lock.notify()
 
-    def _abandon(self, request_id: str, subscriber: _Subscriber) -> None:
+    def _abandon(self, request_id: str, subscriber: Subscriber) -> None:
         with self._lock:
             # The id may belong to a later request by now.
             if self._subscribers.get(request_id) is subscriber:
@@ -178,7 +188,8 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._take_commands():
-                self._deliver(self._core.step())
+                self._core.step()
+                self._hold()
             death = EngineDeadError("the engine was shut down")
         except BaseException as error:
             death = (
@@ -188,22 +199,29 @@ class AsyncEngine:
             )
             if death is not error:
                 death.__cause__ = error
+        self._core.close()
+        end_serving()
         with self._lock:
             self._death = death
             self._inbox.clear()
             orphans = list(self._subscribers.values())
             self._subscribers.clear()
-        _post([(subscriber, death) for subscriber in orphans])
+        self._postman.post((subscriber, death) for subscriber in orphans)
+
+    def _hold(self) -> None:
+        """Let requests come in while the device is busy for some time yet."""
+        seconds = self._core.hold_s
+        if seconds:
+            time.sleep(seconds)
 
     def _take_commands(self) -> bool:
         """Carry out what callers asked for, waiting while there is nothing to do. False: stop."""
         with self._lock:
-            self._lock.wait_for(lambda: self._is_stopping or self._inbox or self._core.num_unfinished)
+            self._lock.wait_for(lambda: self._is_stopping or self._inbox or self._core.can_step)
             if self._is_stopping:
                 return False
             # Under the lock, so that a caller never sees a request in neither the inbox nor the queue.
-            outputs = []
-            refused: list[tuple[_Subscriber, Delivery]] = []
+            refused: list[tuple[Subscriber, Delivery]] = []
             while self._inbox:
                 command = self._inbox.popleft()
                 if isinstance(command, Request):
@@ -213,22 +231,29 @@ class AsyncEngine:
                         RequestError
                     ) as error:  # a preemption has filled the queue since the caller was let in
                         refused.append((self._subscribers.pop(command.request_id), error))
-                elif (output := self._core.abort(command)) is not None:
-                    outputs.append(output)
-        _post(refused)
-        self._deliver(outputs)
+                else:
+                    self._core.end(command)
+        self._postman.post(refused)
         return True
 
+    # In the text thread.
+
+    def _is_ready(self, request_id: str) -> bool:
+        subscriber = self._subscribers.get(request_id)
+        return subscriber is None or subscriber.has_taken_all
+
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        deliveries: list[tuple[_Subscriber, Delivery]] = []
-        with self._lock:
-            for output in outputs:
-                subscriber = self._subscribers.get(output.request_id)
-                if output.finished:
-                    self._subscribers.pop(output.request_id, None)
-                if subscriber is not None:
-                    deliveries.append((subscriber, output))
-        for subscriber, delivery in _post(deliveries):
+        deliveries: list[tuple[Subscriber, RequestOutput]] = []
+        for output in outputs:
+            subscriber = self._subscribers.get(output.request_id)
+            if subscriber is not None:
+                deliveries.append((subscriber, output))
+        finished = [output.request_id for output in outputs if output.finished]
+        if finished:
+            with self._lock:
+                for request_id in finished:
+                    self._subscribers.pop(request_id, None)
+        for subscriber, delivery in self._postman.post(deliveries):
             if isinstance(delivery, RequestOutput):
                 self._abandon(delivery.request_id, subscriber)
 
@@ -238,22 +263,3 @@ def _for_one_caller(death: EngineDeadError) -> EngineDeadError:
     error = EngineDeadError(str(death))
     error.__cause__ = death.__cause__ or death
     return error
-
-
-def _post(deliveries: list[tuple[_Subscriber, Delivery]]) -> list[tuple[_Subscriber, Delivery]]:
-    """Hand deliveries to their event loops, one wake-up per loop. Returns those whose loop is closed."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Subscriber, Delivery]]] = defaultdict(list)
-    for subscriber, delivery in deliveries:
-        by_loop[subscriber.loop].append((subscriber, delivery))
-    unreachable: list[tuple[_Subscriber, Delivery]] = []
-    for loop, batch in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_put_all, batch)
-        except RuntimeError:  # the loop is closed
-            unreachable.extend(batch)
-    return unreachable
-
-
-def _put_all(batch: list[tuple[_Subscriber, Delivery]]) -> None:
-    for subscriber, delivery in batch:
-        subscriber.queue.put_nowait(delivery)

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from rose_backend.block_manager import BlockManager
 from rose_backend.engine.decode_buffers import HISTORY_STEPS, DecodeBuffers
 from rose_backend.engine.decode_slots import NO_SLOT, DecodeSlots, Int64Array
+from rose_backend.engine.progress import Track, no_progress
 from rose_backend.engine.row_state import Int32Array, RowState
+from rose_backend.engine.special_draws import SpecialDraws
 
 MAX_CAPTURED_ROWS = 512
 """Larger steps keep the GPU busy without a graph."""
@@ -32,13 +34,15 @@ class DecodeRunner:
 
     Args:
         compute: given the buffers and a number of slots, computes one step over the first so many slots and returns the
-            token that each draws, int64 ``[width]``. It must not wait for the device.
+            token that each draws, int64 ``[width]``, and the logits. It must not wait for the device.
+        special: draws again for rows that ask for more.
         widths: numbers of slots that a step may be rounded up to, rising; a larger step is as wide as it must be.
     """
 
     def __init__(
         self,
-        compute: Callable[[DecodeBuffers, int], torch.Tensor],
+        compute: Callable[[DecodeBuffers, int], tuple[torch.Tensor, torch.Tensor]],
+        special: SpecialDraws,
         manager: BlockManager,
         state: RowState,
         device: torch.device,
@@ -48,14 +52,17 @@ class DecodeRunner:
         self.buffers = DecodeBuffers(num_slots, table_width, device)
         self.widths = widths
         self._compute = compute
+        self._special = special
         self._manager = manager
         self._state = state
         self._slots = DecodeSlots(state)
         self._first_token_of_row: Int64Array = np.full(num_slots, NO_SLOT, np.int64)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
+        self.is_special = False
+        """Whether the last step drew again for some rows."""
         self._num_steps = 0
         self._width = 0
-        self._last_slots: Int64Array = np.empty(0, np.int64)
+        self._history = self.buffers.history.numpy()
 
     @property
     def num_slots(self) -> int:
@@ -63,45 +70,69 @@ class DecodeRunner:
         return len(self.buffers.input_ids)
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture a graph for each of ``widths``, the widest first: the others fit into its memory."""
+    def warm_up(self, track: Track = no_progress) -> None:
+        """Compute a step of each of ``widths`` without rows, for a runner that captures none: kernels are compiled."""
+        for width in track("preparing decode steps", self.widths[::-1]):
+            self._special.redraw(self.buffers, self._step(width))
+        self.buffers.reset()
+
+    @torch.inference_mode()
+    def capture(self, track: Track = no_progress) -> None:
+        """Capture a step of each of ``widths``, the widest first: the others fit into its memory.
+
+        What follows in a step with special rows is a graph of its own, which reads the logits of the first one.
+        """
         pool = torch.cuda.graph_pool_handle()
-        for width in reversed(self.widths):
+        for width in track("capturing decode steps", self.widths[::-1]):
             # Outside first: kernels are compiled and their scratch memory is allocated there.
-            self._step(width)
+            self._special.redraw(self.buffers, self._step(width))
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._step(width)
-            self._graphs[width] = graph
+            step, redraw = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(step, pool=pool):
+                logits = self._step(width)
+            with torch.cuda.graph(redraw, pool=pool):
+                self._special.redraw(self.buffers, logits)
+            self._graphs[width] = step, redraw
+            del logits
         torch.cuda.synchronize()
         self.buffers.reset()
 
     @torch.inference_mode()
-    def enqueue(self, rows: Int32Array, *, is_repeat: bool = False) -> tuple[int, Int64Array]:
+    def enqueue(self, rows: Int32Array) -> tuple[int, Int64Array]:
         """Start a step in which every one of ``rows`` computes its newest token and draws the next.
 
         Each row's blocks are reserved, and its newest token is known or stands on the device (``is_on_device``).
 
-        Args:
-            is_repeat: the rows of the call before, in the same order, and no block table has changed.
-
         Returns:
             What ``tokens`` asks for: the step's number, and the slot of each row.
         """
-        if not is_repeat:
-            self._width = self._width_for(len(rows))
-            self._last_slots = self._place(rows)
-        self._run(self._width)
-        if not is_repeat:
-            self.forget_first_tokens()
-        step, self._num_steps = self._num_steps, self._num_steps + 1
-        return step, self._last_slots
+        self._width = self._width_for(len(rows))
+        self.is_special = self._special.is_needed(rows)
+        slots = self._place(rows)
+        step = self.enqueue_again()
+        self.forget_first_tokens()
+        return step, slots
 
-    def tokens(self, step: int, slots: Int64Array) -> NDArray[np.int64]:
+    def enqueue_again(self) -> int:
+        """Start a step like the one before: nobody has come or gone, and no block table has changed.
+
+        Returns:
+            The step's number.
+        """
+        self._run(self._width)
+        step, self._num_steps = self._num_steps, self._num_steps + 1
+        if self.is_special:
+            self._special.collect(self.buffers, step, self._width)
+        return step
+
+    def tokens(self, step: int, slots: Int64Array) -> Int64Array:
         """Return what a step drew, ``[len(slots)]``. The caller has waited for it, and not too long."""
-        drawn: NDArray[np.int64] = self.buffers.history[step % HISTORY_STEPS].numpy()[slots]
+        drawn: Int64Array = self._history[step % HISTORY_STEPS][slots]
         return drawn
+
+    def report(self, step: int, slots: Int64Array) -> NDArray[np.float32]:
+        """Return what a special step reported; see ``SpecialDraws.report``."""
+        return self._special.report(step, slots)
 
     @torch.inference_mode()
     def put_first_tokens(self, rows: Int32Array, token_ids: torch.Tensor) -> None:
@@ -120,11 +151,6 @@ class DecodeRunner:
         self._state.is_on_device[:] = False
         self._state.is_on_device[self._slots.rows()] = True
 
-    def clear(self) -> None:
-        """Take all rows out of their slots: a step has moved them on without the buffers."""
-        self._slots.clear()
-        self.forget_first_tokens()
-
     def _width_for(self, num_rows: int) -> int:
         return next((width for width in self.widths if width >= num_rows), num_rows)
 
@@ -141,9 +167,9 @@ class DecodeRunner:
                 NO_SLOT,
                 np.where(change.old_slots >= 0, change.old_slots, self.num_slots + first),
             )
-            self.buffers.write_rows(
-                np.concatenate([change.slots, change.emptied]), self._state, change.rows, sources
-            )
+            written = np.concatenate([change.slots, change.emptied])
+            self.buffers.write_rows(written, self._state, change.rows, sources)
+            self._special.write_rows(written, change.rows)
             tables = np.union1d(tables, change.slots)
         if len(tables):
             table_rows = self._slots.row_of_slot(tables)
@@ -155,11 +181,23 @@ class DecodeRunner:
         return slots[slots >= 0]
 
     def _run(self, width: int) -> None:
-        graph = self._graphs.get(width)
-        if graph is None:
-            self._step(width)
-        else:
-            graph.replay()
+        graphs = self._graphs.get(width)
+        if graphs is None:
+            self._run_uncaptured(width)
+            return
+        step, redraw = graphs
+        step.replay()
+        if self.is_special:
+            redraw.replay()
 
-    def _step(self, width: int) -> None:
-        self.buffers.advance(self._compute(self.buffers, width))
+    @torch.inference_mode()
+    def _run_uncaptured(self, width: int) -> None:
+        logits = self._step(width)
+        if self.is_special:
+            self._special.redraw(self.buffers, logits)
+
+    def _step(self, width: int) -> torch.Tensor:
+        """Compute a step; return its logits."""
+        token_ids, logits = self._compute(self.buffers, width)
+        self.buffers.advance(token_ids)
+        return logits

@@ -60,12 +60,6 @@ class DecodeSlots:
         rows: Int64Array = self._row_of_slot[slots]
         return rows
 
-    def clear(self) -> None:
-        """Take everybody out; the device is told with the next change."""
-        self._row_of_slot[:] = NO_SLOT
-        self._slot_of_row[:] = NO_SLOT
-        self._num_held = 0
-
     def assign(self, rows: Int32Array, width: int) -> tuple[Int64Array, SlotChange | None]:
         """Put exactly ``rows`` into slots below ``width``.
 

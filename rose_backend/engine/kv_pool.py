@@ -12,7 +12,7 @@ from rose_backend.errors import ConfigError
 
 _GIB = 1 << 30
 _GPU_SLACK_BYTES = 256 << 20
-"""Library workspaces and what the caching allocator cannot reuse."""
+"""Library workspaces, kernels, graphs themselves, and what the caching allocator cannot reuse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +76,16 @@ def choose_num_blocks(
 def gpu_reserve_bytes(config: EngineConfig, *, vocab_size: int, width: int, shape: KVShape) -> int:
     """Return an upper estimate of what the largest step takes beside weights and KV pool.
 
-    Hidden states of ``max_num_batched_tokens`` tokens: residual, normed, QKV (3E), attention out, MLP (4E), one spare.
-    Logits of ``max_num_seqs`` rows, 24 bytes each: float32 raw, scaled and sorted, and int64 indices; and float32 once
-    more for captured graphs, which keep what they need. Plus 256 MiB.
+    Hidden states of ``max_num_batched_tokens`` tokens: residual, normed, QKV (3E), attention out, MLP (4E), one spare;
+    twice, because captured passes keep their own. Logits of ``max_num_seqs`` rows, 24 bytes each: float32 raw, scaled
+    and sorted, and int64 indices; and float32 once more for captured steps. Prompt masks and output counts for
+    penalties, 5 bytes per row and token of the vocabulary, and as much again for those of one step. Plus 256 MiB.
     """
-    hidden = config.max_num_batched_tokens * width * 11 * shape.dtype.itemsize
-    logits = min(config.max_num_seqs, config.max_num_batched_tokens) * vocab_size * 24
-    return hidden + logits + _GPU_SLACK_BYTES
+    hidden = 2 * config.token_budget * width * 11 * shape.dtype.itemsize
+    num_rows = min(config.max_num_seqs, config.token_budget)
+    logits = num_rows * vocab_size * 24
+    penalties = (config.max_num_seqs + num_rows) * vocab_size * 5
+    return hidden + logits + penalties + _GPU_SLACK_BYTES
 
 
 def allocate_kv_cache(num_blocks: int, block_size: int, shape: KVShape, device: torch.device) -> torch.Tensor:
@@ -103,6 +106,8 @@ def _memory_budget(
 ) -> tuple[int, str]:
     if device.type == "cpu":
         return int(config.cpu_kvcache_space_gib * _GIB), "cpu_kvcache_space_gib"
+    # What an earlier engine of this process has left behind is free.
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     used = total - free
     reserve = gpu_reserve_bytes(config, vocab_size=vocab_size, width=width, shape=shape)

@@ -126,6 +126,8 @@ class LLM:
 
     def close(self) -> None:
         """Let go of the model and the KV pool. Harmless when called again."""
+        if self._core is not None:
+            self._core.close()
         self._core = None
 
     def __enter__(self) -> LLM:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,57 +10,50 @@ from numpy.typing import NDArray
 
 from rose_backend.engine.outputs import Logprob
 from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.kernels import SampleOutput
 
 
 @dataclass(frozen=True, slots=True)
 class StepLogprobs:
     """What one step knows about the candidates of each sampled row."""
 
-    logprob: NDArray[np.float32]  # [S], of the sampled token
-    rank: NDArray[np.int64]  # [S], 1 = most likely
-    top_logprobs: NDArray[np.float32]  # [S, K], falling
-    top_token_ids: NDArray[np.int64]  # [S, K]
+    words: NDArray[np.float32]
+    """``[S, 2 + 2K]``: log-probability and rank of the sampled token (1 = most likely), then the K largest
+    log-probabilities, falling, and their tokens. Rank and tokens are the bits of int32 numbers."""
 
     def select(self, rows: NDArray[np.bool_]) -> StepLogprobs:
         """Return the entries of some rows."""
-        return StepLogprobs(
-            self.logprob[rows], self.rank[rows], self.top_logprobs[rows], self.top_token_ids[rows]
-        )
+        return StepLogprobs(self.words[rows])
 
     def entry(self, index: int, token_id: int, num_logprobs: int, tokenizer: Tokenizer) -> dict[int, Logprob]:
         """Return the dictionary of row ``index``: its sampled token and its ``num_logprobs`` most likely ones."""
-        entry = {
-            token_id: Logprob(
-                float(self.logprob[index]), int(self.rank[index]), tokenizer.decode_token(token_id)
-            )
-        }
-        top = zip(self.top_token_ids[index].tolist(), self.top_logprobs[index].tolist(), strict=True)
-        for rank, (candidate, logprob) in enumerate(list(top)[:num_logprobs], start=1):
+        words = self.words[index]
+        numbers = words.view(np.int32)
+        first_token = 1 + len(words) // 2
+        top_logprobs = words[2:first_token][:num_logprobs].tolist()
+        top_tokens = numbers[first_token:][:num_logprobs].tolist()
+        entry = {token_id: Logprob(float(words[0]), int(numbers[1]), tokenizer.decode_token(token_id))}
+        for rank, (candidate, logprob) in enumerate(zip(top_tokens, top_logprobs, strict=True), start=1):
             if candidate != token_id:
                 entry[candidate] = Logprob(logprob, rank, tokenizer.decode_token(candidate))
         return entry
 
 
-def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> StepLogprobs:
-    """Measure the model's own distribution, before anything a request asked for changed it.
+def num_words(num_logprobs: int) -> int:
+    """Return the columns of ``StepLogprobs.words``."""
+    return 2 + 2 * num_logprobs
+
+
+def pack_logprobs(logits: torch.Tensor, drawn: SampleOutput) -> torch.Tensor:
+    """Return ``StepLogprobs.words`` of a draw with log-probabilities, on its device, without waiting for it.
+
+    They are those of the model's own distribution, before anything a request asked for changed it.
 
     Args:
-        logits: float32 ``[S, V]``.
-        token_ids: int64 ``[S]``, the sampled tokens.
-        num_top: K, may be 0.
+        logits: float32 ``[S, V]``, which was drawn from.
     """
-    chosen = logits.gather(1, token_ids[:, None])
-    log_normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
-    rank = (logits > chosen).sum(-1) + 1
-    top = logits.topk(num_top, dim=-1)
-    return StepLogprobs(
-        logprob=_to_numpy((chosen - log_normaliser)[:, 0]),
-        rank=_to_numpy(rank),
-        top_logprobs=_to_numpy(top.values - log_normaliser),
-        top_token_ids=_to_numpy(top.indices),
-    )
-
-
-def _to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    array: NDArray[Any] = tensor.cpu().numpy()
-    return array
+    assert drawn.logprob is not None and drawn.top_logprobs is not None and drawn.top_token_ids is not None
+    rank = (logits > logits.gather(1, drawn.token_ids[:, None])).sum(-1) + 1
+    numbers = [rank[:, None], drawn.top_token_ids]
+    rank_bits, token_bits = (each.to(torch.int32).view(torch.float32) for each in numbers)
+    return torch.cat([drawn.logprob[:, None], rank_bits, drawn.top_logprobs, token_bits], dim=1)

@@ -14,11 +14,12 @@ from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
 from rose_backend.engine.decode_buffers import SAMPLING_FIELDS, DecodeBuffers
 from rose_backend.engine.decode_runner import DecodeRunner, graph_widths
-from rose_backend.engine.logprobs import StepLogprobs, compute_logprobs
-from rose_backend.engine.penalty_table import PenaltyTable
+from rose_backend.engine.logprobs import StepLogprobs, pack_logprobs
+from rose_backend.engine.progress import Track, no_progress
 from rose_backend.engine.prompt_graphs import PromptGraphs
 from rose_backend.engine.row_state import Int32Array, RowState
 from rose_backend.engine.scheduler import Step
+from rose_backend.engine.special_draws import SpecialDraws
 from rose_backend.engine.staging import download, upload
 from rose_backend.models.attention_metadata import AttentionMetadata
 
@@ -62,7 +63,9 @@ class Drawn:
     """Tokens that ``ModelRunner.sample`` draws; they may not be there yet."""
 
     token_ids: torch.Tensor  # [S] int64, in host memory
-    logprobs: StepLogprobs | None
+    report: (
+        torch.Tensor | None
+    )  # see StepLogprobs, in host memory; None when no row asked for more than a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +74,14 @@ class SampledTokens:
 
     token_ids: NDArray[np.int64]  # [S]
     logprobs: StepLogprobs | None
-    """None when no row asked for any; otherwise of the first rows, those that came out of ``ModelRunner.sample``."""
+    """None when no row asked for any."""
 
 
 class ModelRunner:
-    """Runs steps of one model over one KV pool. Nothing here waits for the device, unless logprobs are asked for.
+    """Runs steps of one model over one KV pool. Nothing here waits for the device.
 
     Args:
         kv_cache: ``[L, 2, NB, BS, H, D]``.
-        eos_token_ids: tokens that may not be drawn before ``min_tokens``.
     """
 
     def __init__(
@@ -89,7 +91,6 @@ class ModelRunner:
         manager: BlockManager,
         state: RowState,
         kv_cache: torch.Tensor,
-        eos_token_ids: tuple[int, ...],
     ) -> None:
         self._model = model
         self._manager = manager
@@ -97,18 +98,26 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._device = kv_cache.device
         self._block_size = config.block_size
-        self._eos_token_ids = eos_token_ids
         self._sample_tokens = kernels.sample if config.fused_sampler else kernels.sample_unfused
         self._writes_apart = not config.fused_kv_append
-        self._penalties = PenaltyTable(state, int(model.config.vocab_size), self._device)
+        vocab_size = int(model.config.vocab_size)
+        self._special = SpecialDraws(state, self._sample_tokens, vocab_size, self._device)
         widths = () if self._device.type == "cpu" else graph_widths(config.max_num_seqs)
-        self.decoder = DecodeRunner(self._decode, manager, state, self._device, widths)
+        self.decoder = DecodeRunner(self._decode, self._special, manager, state, self._device, widths)
         self.prompts: PromptGraphs | None = None
-        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._max_num_batched_tokens = config.token_budget
 
-    def capture(self) -> None:
-        """Capture decode steps, and forward passes over prompts, in CUDA graphs."""
-        self.decoder.capture()
+    @torch.inference_mode()
+    def warm_up_draws(self) -> None:
+        """Draw in each way that ``sample`` can, for a row that nobody holds: kernels are compiled there."""
+        rows = np.zeros(1, np.int32)
+        params = self._sampling_tensors(rows)
+        logits = self._model.compute_logits(self._kv_cache.new_zeros((1, self._model.config.n_embd)))
+        self._sample_tokens(logits, params)
+        self._special.draw(logits, params, rows)
+
+    def capture_prompts(self, track: Track = no_progress) -> None:
+        """Capture forward passes over prompts in CUDA graphs."""
         if self._writes_apart:
             return
         self.prompts = PromptGraphs(
@@ -117,7 +126,7 @@ class ModelRunner:
             self._manager.block_table.shape[1],
             self._device,
         )
-        self.prompts.capture()
+        self.prompts.capture(track)
 
     @torch.inference_mode()
     def forward(self, step: Step) -> Forwarded:
@@ -131,11 +140,9 @@ class ModelRunner:
             kernels.block_clone(self._kv_cache, src, dst, block_dim=2)
             self._manager.finish_clone_plan(plan)
         split, decode_step, decode_slots = 0, 0, np.empty(0, np.int64)
-        if step.is_synchronous:
-            self.decoder.clear()
-        elif step.num_decodes:
+        if step.num_decodes:
             split = step.num_decodes
-            decode_step, decode_slots = self.decoder.enqueue(step.rows[:split], is_repeat=step.is_repeat)
+            decode_step, decode_slots = self.decoder.enqueue(step.rows[:split])
         rows, counts = step.rows[split:], step.num_new_tokens[split:]
         hidden, token_ids = None, np.empty(0, np.int32)
         if len(rows):
@@ -168,19 +175,16 @@ class ModelRunner:
         logits = self._model.compute_logits(forwarded.hidden[last])
         if len(rows) != len(due):
             logits = logits[upload(self._device, sources)[0]]
-        num_top = int(self._state.num_logprobs[rows].max())
-        raw_logits = logits
-        banned = self._banned_before_min_tokens(rows)
-        if banned is not None:
-            raw_logits = logits.clone() if num_top >= 0 else logits
-            logits[banned] = float("-inf")
-        token_ids = self._sample_tokens(logits, self._sampling_tensors(rows)).token_ids
-        self._penalties.record(rows, token_ids)
-        self.decoder.put_first_tokens(rows, token_ids)
-        logprobs = compute_logprobs(raw_logits, token_ids, num_top) if num_top >= 0 else None
-        return Drawn(download(token_ids), logprobs)
+        params, state = self._sampling_tensors(rows), self._state
+        is_special = bool(np.count_nonzero(state.is_special[rows]))
+        drawn = (
+            self._special.draw(logits, params, rows) if is_special else self._sample_tokens(logits, params)
+        )
+        self.decoder.put_first_tokens(rows, drawn.token_ids)
+        report = download(pack_logprobs(logits, drawn)) if is_special else None
+        return Drawn(download(drawn.token_ids), report)
 
-    def _decode(self, buffers: DecodeBuffers, width: int) -> torch.Tensor:
+    def _decode(self, buffers: DecodeBuffers, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         num_computed = buffers.num_computed_tokens[:width]
         block_table = buffers.block_table[:width]
         slot_mapping = None
@@ -199,7 +203,8 @@ class ModelRunner:
         hidden = self._model.forward(
             buffers.input_ids[:width], buffers.positions[:width], self._kv_cache, metadata
         )
-        return self._sample_tokens(self._model.compute_logits(hidden), buffers.sampling(width)).token_ids
+        logits = self._model.compute_logits(hidden)
+        return self._sample_tokens(logits, buffers.sampling(width)).token_ids, logits
 
     def _forward_chunks(
         self, rows: Int32Array, counts: Int32Array, num_singles: int
@@ -229,33 +234,9 @@ class ModelRunner:
 
     def _sampling_tensors(self, rows: Int32Array) -> kernels.SamplingTensors:
         state = self._state
-        prompt_mask, output_counts = self._penalties.gather(rows)
         values = {name: getattr(state, name)[rows] for name in SAMPLING_FIELDS}
         tensors = upload(
             self._device, state.num_tokens[rows].astype(np.int64), state.seed[rows], *values.values()
         )
-        return kernels.SamplingTensors(
-            position=tensors[0],
-            seed=tensors[1],
-            **dict(zip(values, tensors[2:], strict=True)),
-            prompt_mask=prompt_mask,
-            output_counts=output_counts,
-            num_logprobs=-1,
-        )
-
-    def _banned_before_min_tokens(self, rows: Int32Array) -> tuple[torch.Tensor, torch.Tensor] | None:
-        early = np.flatnonzero(self._state.num_tokens[rows] < self._state.min_num_tokens[rows])
-        row_indices: list[int] = []
-        token_ids: list[int] = []
-        for index in early.tolist():
-            row = int(rows[index])
-            completion = self._state.completions[row]
-            assert completion is not None, f"row {row} holds no completion"
-            banned = list(completion.request.params.stop_token_ids or ())
-            if self._state.stops_at_eos[row]:
-                banned.extend(self._eos_token_ids)
-            row_indices.extend([index] * len(banned))
-            token_ids.extend(banned)
-        if not token_ids:
-            return None
-        return torch.tensor(row_indices, device=self._device), torch.tensor(token_ids, device=self._device)
+        fields = dict(zip(values, tensors[2:], strict=True))
+        return kernels.SamplingTensors(position=tensors[0], seed=tensors[1], num_logprobs=-1, **fields)

@@ -1,156 +1,183 @@
-"""Turns sampled tokens into what callers see: stop decisions, text, log-probabilities, outputs."""
+"""Turns tokens into what callers see: texts, stop strings, log-probabilities, outputs. Runs in the text thread."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rose_backend.engine.model_runner import SampledTokens
+from rose_backend.engine.logprobs import StepLogprobs
 from rose_backend.engine.outputs import CompletionOutput, FinishReason, RequestOutput
-from rose_backend.engine.request import Completion, Request
-from rose_backend.engine.row_state import Int32Array, RowState
+from rose_backend.engine.request import Completion, CompletionText, Request
+from rose_backend.engine.text_stream import TextStream
 from rose_backend.engine.tokenizer import Tokenizer
 
 
+class Ending(NamedTuple):
+    """How the step loop saw a completion end. A stop string in its last token still overrules it."""
+
+    reason: FinishReason
+    stop_token: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """What one step has drawn for ``F`` followed completions, and which completions ended with it."""
+
+    completions: list[Completion]  # [F]
+    token_ids: list[int]  # [F]
+    indices: NDArray[np.intp]  # [F], of each in logprobs
+    logprobs: StepLogprobs | None
+    endings: dict[Completion, Ending]
+    """Of any completion. One that is not followed has left its row: ``Completion.token_ids`` holds its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End what has not finished of a request; no step computes anything for it any more."""
+
+    request: Request
+
+
+class Judgement(NamedTuple):
+    """What the text thread says about a completion with stop strings."""
+
+    num_tokens: int
+    """Output tokens it has looked at; the last of them ended the text if ``is_stopped``."""
+    is_stopped: bool
+
+
 class OutputProcessor:
-    """Applies one step's tokens to all rows at once; looks at single completions only where something happened.
+    """Keeps the text side of completions (``Completion.text``) up to date."""
 
-    A completion is looked at when it ends, or when it asked to see each token (stream, stop strings, stop tokens,
-    logprobs). The tokens of all others lie in the row buffers until they end.
-
-    Args:
-        eos_token_ids: tokens that end a completion unless it ignores them.
-    """
-
-    def __init__(self, state: RowState, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> None:
-        self._state = state
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._eos_token_ids = np.array(eos_token_ids, np.int64)
 
-    def apply(self, rows: Int32Array, sampled: SampledTokens) -> tuple[NDArray[np.int32], list[Completion]]:
-        """Append one token to each of ``rows``.
+    def process(self, message: NewTokens | Abort) -> tuple[list[Request], dict[Completion, Judgement]]:
+        """Take in what has happened.
 
         Returns:
-            The rows whose completion has ended, and the completions with something new for their caller.
+            Requests with something new for their caller, and what is known now about completions with stop strings.
         """
-        state, token_ids = self._state, sampled.token_ids
-        positions = state.num_tokens[rows]
-        state.token_ids[rows, positions] = token_ids
-        state.num_tokens[rows] = positions + 1
-        # np.isin sorts; there are one or two of them.
-        is_eos = np.zeros(len(rows), np.bool_)
-        for eos_token_id in self._eos_token_ids.tolist():
-            is_eos |= token_ids == eos_token_id
-        is_eos &= state.stops_at_eos[rows]
-        is_full = positions + 1 >= state.max_num_tokens[rows]
-        finished: list[Completion] = []
-        news: list[Completion] = []
-        for index in np.flatnonzero(is_eos | is_full | state.wants_each_token[rows]).tolist():
-            completion = state.completions[int(rows[index])]
-            assert completion is not None, f"row {int(rows[index])} holds no completion"
-            self._see_token(
-                completion, index, sampled, is_eos=bool(is_eos[index]), is_full=bool(is_full[index])
-            )
-            if completion.is_finished:
-                finished.append(completion)
-            if completion.is_finished or completion.request.is_streaming:
-                news.append(completion)
-        self._describe_finished(finished)
-        return np.array([completion.row for completion in finished], np.int32), news
-
-    def close(self, completion: Completion, reason: FinishReason) -> None:
-        """End a completion from outside; keeps what it has."""
-        completion.finish_reason = reason
-        if completion.text_stream is not None:
-            completion.text_stream.close()
-        completion.final = self._describe(completion)
+        if isinstance(message, Abort):
+            return self._abort(message.request), {}
+        judgements: dict[Completion, Judgement] = {}
+        touched: dict[Request, None] = {}
+        for index, completion in enumerate(message.completions):
+            text = completion.text
+            # Behind a stop string there may be tokens that the step loop drew before it heard of it.
+            if text.finish_reason is not None:
+                continue
+            touched[completion.request] = None
+            if text.is_lazy and completion not in message.endings:
+                text.token_ids.append(message.token_ids[index])
+                continue
+            self._see_token(completion, index, message)
+            if text.stream is not None and text.stream.has_stop_strings:
+                judgements[completion] = Judgement(len(text.token_ids), text.is_finished)
+        plain = [completion for completion in message.endings if not completion.is_followed]
+        if plain:
+            self._finish_plain(plain, message.endings)
+            touched.update((completion.request, None) for completion in plain)
+        news = [request for request in touched if request.is_streaming or request.is_finished]
+        return news, judgements
 
     def request_output(self, request: Request) -> RequestOutput:
         """Describe the request as it is now, and note that the caller has seen this much of its text."""
         return request.make_output(self._snapshot)
 
-    def _see_token(
-        self, completion: Completion, index: int, sampled: SampledTokens, *, is_eos: bool, is_full: bool
-    ) -> None:
-        token_id = int(sampled.token_ids[index])
-        params = completion.request.params
-        if completion.logprobs is not None and params.logprobs is not None and sampled.logprobs is not None:
-            entry = sampled.logprobs.entry(index, token_id, params.logprobs, self._tokenizer)
-            completion.logprobs.append(entry)
-            completion.cumulative_logprob += entry[token_id].logprob
-        if is_eos or token_id in (params.stop_token_ids or ()):
-            completion.finish_reason = "stop"
-            completion.stop_reason = None if is_eos else token_id
-        elif is_full:
-            completion.finish_reason = "length"
-        self._extend_text(completion, token_id)
+    def _abort(self, request: Request) -> list[Request]:
+        if request.is_finished:
+            return []
+        request.is_aborted = True
+        for completion in request.completions:
+            text = completion.text
+            if text.is_finished:
+                continue
+            text.finish_reason = "abort"
+            if text.stream is not None:
+                _catch_up(text, len(text.token_ids))
+                text.stream.close()
+            if not completion.is_followed:
+                text.token_ids = _output_token_ids(completion)
+            text.final = self._describe(completion)
+        return [request]
 
-    def _extend_text(self, completion: Completion, token_id: int) -> None:
-        stream = completion.text_stream
-        if stream is None:
-            return
-        stop_string = None
-        if self._shows(completion):
-            stop_string = stream.push(token_id)
-        if completion.is_finished and stop_string is None:
+    def _see_token(self, completion: Completion, index: int, message: NewTokens) -> None:
+        text, token_id = completion.text, message.token_ids[index]
+        num_logprobs = completion.request.params.logprobs
+        text.token_ids.append(token_id)
+        if text.logprobs is not None and num_logprobs is not None and message.logprobs is not None:
+            row = int(message.indices[index])
+            entry = message.logprobs.entry(row, token_id, num_logprobs, self._tokenizer)
+            text.logprobs.append(entry)
+            text.cumulative_logprob += entry[token_id].logprob
+        ending = message.endings.get(completion)
+        if ending is not None:
+            text.finish_reason, text.stop_reason = ending.reason, ending.stop_token
+        if text.stream is not None:
+            self._extend_text(completion, text.stream)
+        if text.is_finished:
+            text.final = self._describe(completion)
+
+    def _extend_text(self, completion: Completion, stream: TextStream) -> None:
+        text = completion.text
+        stop_string = _catch_up(text, len(_shown_token_ids(completion)))
+        if text.is_finished and stop_string is None:
             stop_string = stream.close()
         if stop_string is not None:
-            completion.finish_reason = "stop"
-            completion.stop_reason = stop_string
+            text.finish_reason, text.stop_reason = "stop", stop_string
 
-    def _shows(self, completion: Completion) -> bool:
-        """Whether the newest token belongs to the text; a stop token does so only when that was asked for."""
-        return completion.finish_reason != "stop" or completion.request.params.include_stop_str_in_output
-
-    def _describe_finished(self, completions: list[Completion]) -> None:
-        """Set ``final`` of each. Many may end in one step: their texts are made at once."""
+    def _finish_plain(self, completions: list[Completion], endings: dict[Completion, Ending]) -> None:
+        """Finish completions that nobody followed. Many may end in one step: their texts are made at once."""
+        for completion in completions:
+            text = completion.text
+            text.finish_reason, text.stop_reason = endings[completion]
+            text.token_ids = _output_token_ids(completion)
         for skips_special in (True, False):
-            plain = [
+            batch = [
                 completion
                 for completion in completions
-                if completion.text_stream is None
-                and completion.request.params.skip_special_tokens is skips_special
+                if completion.request.params.skip_special_tokens is skips_special
             ]
-            shown = [self._shown_token_ids(completion) for completion in plain]
+            shown = [_shown_token_ids(completion) for completion in batch]
             texts = self._tokenizer.decode_batch(shown, skip_special_tokens=skips_special)
-            for completion, text in zip(plain, texts, strict=True):
-                completion.final = self._describe(completion, text)
-        for completion in completions:
-            if completion.text_stream is not None:
-                completion.final = self._describe(completion)
+            for completion, decoded in zip(batch, texts, strict=True):
+                completion.text.final = self._describe(completion, decoded)
 
-    def _shown_token_ids(self, completion: Completion) -> list[int]:
-        token_ids = self._token_ids(completion)
-        return token_ids if self._shows(completion) else token_ids[:-1]
-
-    def _describe(self, completion: Completion, text: str | None = None) -> CompletionOutput:
-        """Args: text: of a completion without a stream, where it is known already."""
-        token_ids = self._token_ids(completion)
-        stream, params = completion.text_stream, completion.request.params
+    def _describe(self, completion: Completion, decoded: str | None = None) -> CompletionOutput:
+        """Args: decoded: text of a completion without a stream, where it is known already."""
+        text, stream = completion.text, completion.text.stream
         if stream is not None:
-            text, delta = stream.visible_text, stream.take_delta()
+            if not text.is_finished:
+                _catch_up(text, len(text.token_ids))
+            shown, delta = stream.visible_text, stream.take_delta()
         else:
-            if text is None:
-                shown = self._shown_token_ids(completion)
-                text = self._tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
-            delta = text
+            if decoded is None:
+                skips_special = completion.request.params.skip_special_tokens
+                decoded = self._tokenizer.decode(
+                    _shown_token_ids(completion), skip_special_tokens=skips_special
+                )
+            shown = delta = decoded
         return CompletionOutput(
             index=completion.index,
-            text=text,
-            token_ids=token_ids,
-            logprobs=None if completion.logprobs is None else list(completion.logprobs),
-            cumulative_logprob=None if completion.logprobs is None else completion.cumulative_logprob,
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason,
+            text=shown,
+            token_ids=list(text.token_ids),
+            logprobs=None if text.logprobs is None else list(text.logprobs),
+            cumulative_logprob=None if text.logprobs is None else text.cumulative_logprob,
+            finish_reason=text.finish_reason,
+            stop_reason=text.stop_reason,
             delta_text=delta,
         )
 
     def _snapshot(self, completion: Completion) -> CompletionOutput:
-        if completion.final is None:
+        final = completion.text.final
+        if final is None:
             return self._describe(completion)
-        final = completion.final
         # Siblings may go on for long; text that was reported as new once is not new again.
-        completion.final = CompletionOutput(
+        completion.text.final = CompletionOutput(
             final.index,
             final.text,
             final.token_ids,
@@ -161,8 +188,27 @@ class OutputProcessor:
         )
         return final
 
-    def _token_ids(self, completion: Completion) -> list[int]:
-        if completion.row >= 0:
-            return self._state.output_token_ids(completion.row)
-        ids: list[int] = completion.token_ids[len(completion.request.prompt_token_ids) :].tolist()
-        return ids
+
+def _catch_up(text: CompletionText, num_tokens: int) -> str | None:
+    """Give the stream the first ``num_tokens`` tokens, as far as it has not got them; returns a stop string if it found
+    one."""
+    new = text.token_ids[text.num_decoded : num_tokens]
+    if not new or text.stream is None:
+        return None
+    text.num_decoded = num_tokens
+    return text.stream.extend(new)
+
+
+def _output_token_ids(completion: Completion) -> list[int]:
+    ids: list[int] = completion.token_ids[len(completion.request.prompt_token_ids) :].tolist()
+    return ids
+
+
+def _shows_last_token(completion: Completion) -> bool:
+    """Whether the newest token belongs to the text; a stop token does so only when that was asked for."""
+    return completion.text.finish_reason != "stop" or completion.request.params.include_stop_str_in_output
+
+
+def _shown_token_ids(completion: Completion) -> list[int]:
+    token_ids = completion.text.token_ids
+    return token_ids if _shows_last_token(completion) else token_ids[:-1]

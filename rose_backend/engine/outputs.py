@@ -49,6 +49,7 @@ class RequestOutput:
     prompt: str | None
     """The prompt's text; None when it was given as token ids."""
     prompt_token_ids: list[int]
+    """All outputs of a stream share this list."""
     outputs: list[CompletionOutput] = field(default_factory=list)
     """In order of ``index``."""
     finished: bool = False

@@ -1,4 +1,4 @@
-"""Which tokens each row has seen, on the device, for those rows alone whose requests penalise repetition."""
+"""Which tokens each row has seen, on the device, where the draws of every kind of step find and count them."""
 
 from __future__ import annotations
 
@@ -7,76 +7,47 @@ import torch
 from numpy.typing import NDArray
 
 from rose_backend.engine.row_state import RowState
+from rose_backend.engine.staging import upload
 
 
 class PenaltyTable:
-    """A prompt mask and output counts over the vocabulary for each row that uses penalties.
+    """A prompt mask and output counts over the vocabulary for each row; used by rows with penalties only.
 
-    Slots are handed out on demand and then stay with their row; slot 0 stays empty and stands for every row without
-    penalties, so that a mixed batch is one gather. While no row uses penalties nothing is allocated or gathered.
+    The host writes a row's entry when the row is about to draw for the first time. From then on the device counts what
+    it draws, so no step waits for the tokens of an earlier one.
+
+    Memory: 5 bytes per row and token of the vocabulary, allocated at the start, because captured graphs refer to it.
 
     Args:
         state: says who holds a row and what it has seen.
-        vocab_size: columns.
+        vocab_size: columns (V).
     """
 
     def __init__(self, state: RowState, vocab_size: int, device: torch.device) -> None:
         num_rows = len(state.num_tokens)
         self._state = state
         self._device = device
-        self._slot_of_row: NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self._counted_generation: NDArray[np.int64] = np.full(num_rows, -1, np.int64)
-        self._num_slots = 1
-        self._prompt_mask = torch.zeros((1, vocab_size), dtype=torch.bool, device=device)
-        self._output_counts = torch.zeros((1, vocab_size), dtype=torch.int32, device=device)
+        self._prompt_mask = torch.zeros((num_rows, vocab_size), dtype=torch.bool, device=device)
+        self._output_counts = torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device)
 
-    def gather(self, rows: NDArray[np.int32]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the prompt mask (bool ``[S, V]``) and output counts (int32 ``[S, V]``); None where no row counts."""
-        slots = self._slots(rows)
-        if slots is None:
-            return None, None
-        index = torch.from_numpy(slots).to(self._device)
-        return self._prompt_mask[index], self._output_counts[index]
+    def admit(self, rows: NDArray[np.signedinteger]) -> None:
+        """Write the entries of those of ``rows`` that use penalties and have drawn nothing since they were filled."""
+        state = self._state
+        is_new = state.uses_penalties[rows] & (self._counted_generation[rows] != state.generation[rows])
+        for row in rows[is_new].tolist():
+            known = state.token_ids[row, : state.num_tokens[row]].astype(np.int64)
+            (tokens,) = upload(self._device, known)
+            prompt, output = tokens.tensor_split([int(state.num_prompt_tokens[row])])
+            self._prompt_mask[row].zero_().index_fill_(0, prompt, True)
+            self._output_counts[row].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+            self._counted_generation[row] = state.generation[row]
 
-    def record(self, rows: NDArray[np.int32], token_ids: torch.Tensor) -> None:
-        """Count one new token ``token_ids[i]`` (int64 ``[S]``, on the device) for each of ``rows`` that is counted.
+    def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return prompt mask (bool ``[S, V]``) and output counts (int32 ``[S, V]``) of ``rows``, int64 ``[S]``."""
+        return self._prompt_mask.index_select(0, rows), self._output_counts.index_select(0, rows)
 
-        Call it before the token stands in the row's own buffer.
-        """
-        slots = self._slots(rows)
-        if slots is None:
-            return
-        counted = np.flatnonzero(slots)
-        index = torch.from_numpy(counted).to(self._device)
-        counted_slots = torch.from_numpy(slots[counted]).to(self._device)
-        self._output_counts[counted_slots, token_ids[index]] += 1
-
-    def _slots(self, rows: NDArray[np.int32]) -> NDArray[np.int64] | None:
-        uses_penalties = self._state.uses_penalties[rows]
-        if not uses_penalties.any():
-            return None
-        is_stale = uses_penalties & (self._counted_generation[rows] != self._state.generation[rows])
-        for row in rows[is_stale].tolist():
-            self._count(row)
-        return np.where(uses_penalties, self._slot_of_row[rows], 0)
-
-    def _count(self, row: int) -> None:
-        if not self._slot_of_row[row]:
-            self._slot_of_row[row] = self._take_slot()
-        slot = int(self._slot_of_row[row])
-        num_prompt_tokens = int(self._state.num_prompt_tokens[row])
-        known = self._state.token_ids[row, : self._state.num_tokens[row]].astype(np.int64)
-        tokens = torch.from_numpy(known).to(self._device)
-        counts = torch.bincount(tokens[num_prompt_tokens:], minlength=self._output_counts.shape[1])
-        self._output_counts[slot] = counts.to(torch.int32)
-        self._prompt_mask[slot] = False
-        self._prompt_mask[slot, tokens[:num_prompt_tokens]] = True
-        self._counted_generation[row] = self._state.generation[row]
-
-    def _take_slot(self) -> int:
-        slot = self._num_slots
-        self._num_slots += 1
-        if slot == len(self._prompt_mask):
-            self._prompt_mask = torch.cat([self._prompt_mask, torch.zeros_like(self._prompt_mask)])
-            self._output_counts = torch.cat([self._output_counts, torch.zeros_like(self._output_counts)])
-        return slot
+    def count(self, rows: torch.Tensor, token_ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Add ``weights`` (int32 ``[S]``, 0 or 1) to the output counts of ``token_ids`` (int64 ``[S]``)."""
+        counts = self._output_counts
+        counts.view(-1).scatter_add_(0, rows * counts.shape[1] + token_ids, weights)

@@ -1,14 +1,52 @@
-"""A progress bar over finished requests, with tokens per second."""
+"""Progress for people: over finished requests, and over what happens before the first one."""
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
+from typing import Protocol, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rose_backend.engine.outputs import RequestOutput
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class Track(Protocol):
+    """How long work tells about its progress: it takes its items from here."""
+
+    def __call__(self, what: str, items: Sequence[_T], /) -> Iterable[_T]:
+        """Yield ``items``, and count those that are done under the name ``what``."""
+        ...
+
+
+def no_progress(what: str, items: Sequence[_T], /) -> Iterable[_T]:
+    """Tell nobody."""
+    return items
+
+
+def show_progress(what: str, items: Sequence[_T], /) -> Iterator[_T]:
+    """Yield ``items`` and show a bar on stderr where that is a terminal, which goes when all are done. Log it, too."""
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    start = time.perf_counter()
+    logger.info("%s: %d", what, len(items))
+    with bar:
+        yield from bar.track(items)
+    logger.info("%s: %d took %.1f s", what, len(items), time.perf_counter() - start)
 
 
 class GenerationProgress:

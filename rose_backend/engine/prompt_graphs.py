@@ -1,4 +1,4 @@
-"""Forward passes over prompts as CUDA graphs, one per number of tokens, padded up to it.
+"""Forward passes over prompts as CUDA graphs, padded up to the next shape that was captured.
 
 Launching a pass over a few thousand tokens one kernel at a time takes the host longer than the GPU needs to compute it.
 """
@@ -6,39 +6,53 @@ Launching a pass over a few thousand tokens one kernel at a time takes the host 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from rose_backend.engine.progress import Track, no_progress
 from rose_backend.engine.row_state import Int32Array
 from rose_backend.models.attention_metadata import AttentionMetadata
 
-MAX_CAPTURED_TOKENS = 4096
+MAX_CAPTURED_TOKENS = 16_384
 """Larger passes keep the GPU busy without a graph."""
-_TOKENS_PER_ROW = 32
-"""Passes over rows that are shorter than this on average run without a graph."""
+_MIN_ROWS = 4
+# Rows that a pass of so many tokens has at most, one for every so many tokens. Each costs the attention kernel a
+# program that finds nothing to do, so there are passes for long chunks, and others for short ones where those matter.
+_LONG_CHUNK, _SHORT_CHUNK = 128, 16
+_MAX_SHORT_CHUNK_TOKENS = 4096
 
 Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]
 
 
-def prompt_widths(max_tokens: int) -> tuple[int, ...]:
-    """Return the numbers of tokens that graphs are captured for, rising, up to ``max_tokens`` if that is small."""
+class PassShape(NamedTuple):
+    """The size of a captured pass, and what attention is tuned for in it."""
+
+    num_tokens: int
+    num_rows: int
+    mean_query_len: float
+
+
+def pass_shapes(max_tokens: int) -> tuple[PassShape, ...]:
+    """Return what graphs are captured for, in the order in which a pass tries them: fewest tokens, then fewest rows.
+
+    Steps of a quarter of the next power of two, from 256 tokens on: padding is at most a fifth, a tenth on average.
+    """
     limit = min(max_tokens, MAX_CAPTURED_TOKENS)
-    widths = [64, 128, *range(256, MAX_CAPTURED_TOKENS, 256)]
-    return (*(width for width in widths if width < limit), limit)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """One captured pass."""
-
-    graph: torch.cuda.CUDAGraph
-    hidden: torch.Tensor  # [width, E], overwritten by every replay of any pass
+    widths = [64, 128]
+    while widths[-1] < limit:
+        widths.append(widths[-1] + max(1 << (widths[-1].bit_length() - 1) >> 2, 128))
+    shapes = []
+    for width in (*(width for width in widths if width < limit), limit):
+        shapes.append(PassShape(width, max(width // _LONG_CHUNK, _MIN_ROWS), _LONG_CHUNK))
+        if width <= _MAX_SHORT_CHUNK_TOKENS and width // _SHORT_CHUNK > shapes[-1].num_rows:
+            shapes.append(PassShape(width, width // _SHORT_CHUNK, 2 * _SHORT_CHUNK))
+    return tuple(shapes)
 
 
 class PromptGraphs:
-    """Captured forward passes and the fixed inputs that they share.
+    """Captured forward passes and the fixed inputs and outputs that they share.
 
     Args:
         forward: given token ids, positions and metadata of a pass without decodes, returns hidden states ``[T, E]`` and
@@ -49,9 +63,10 @@ class PromptGraphs:
 
     def __init__(self, forward: Forward, max_tokens: int, table_width: int, device: torch.device) -> None:
         self._forward = forward
-        self._widths = prompt_widths(max_tokens)
-        self._passes: dict[int, _Pass] = {}
-        num_tokens, num_rows = self._widths[-1], _num_rows(self._widths[-1])
+        self._shapes = pass_shapes(max_tokens)
+        self._graphs: dict[PassShape, torch.cuda.CUDAGraph] = {}
+        self._hidden = torch.empty(0)  # [max_tokens, E]
+        num_tokens, num_rows = (max(shape[index] for shape in self._shapes) for index in (0, 1))
         # One buffer for all of them, so that one copy brings a pass's inputs.
         sizes = {
             "input_ids": (np.int64, (num_tokens,)),
@@ -64,20 +79,22 @@ class PromptGraphs:
         self._inputs = torch.zeros(self._layout.itemsize, dtype=torch.uint8, device=device)
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture a pass for each width, the widest first: the others fit into its memory."""
+    def capture(self, track: Track = no_progress) -> None:
+        """Capture a pass of each shape, the widest first: the others fit into its memory."""
         pool = torch.cuda.graph_pool_handle()
-        for width in reversed(self._widths):
-            # Outside first: kernels are compiled there. All rows are padding: nothing is read or written for them.
-            self._fill(
-                np.empty(0, np.int64), np.empty(0, np.int64), np.zeros(1), np.empty(0), np.empty((0, 0))
-            )
-            self._run(width)
+        # All rows are padding: nothing is read or written for them.
+        nothing = np.empty(0, np.int64)
+        self._fill(self._shapes[-1].num_tokens, nothing, nothing, np.zeros(1), nothing, np.empty((0, 0)))
+        for shape in track("capturing prompt passes", self._shapes[::-1]):
+            # Outside first: kernels are compiled there.
+            hidden = self._compute(shape)
+            if not len(self._hidden):
+                self._hidden = torch.empty_like(hidden)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                hidden = self._run(width)
-            self._passes[width] = _Pass(graph, hidden)
+                self._hidden[: shape.num_tokens].copy_(self._compute(shape))
+            self._graphs[shape] = graph
         torch.cuda.synchronize()
 
     def run(
@@ -91,18 +108,22 @@ class PromptGraphs:
         """Replay the pass that fits; None where none does.
 
         Returns:
-            Hidden states ``[width, E]``, the first ``T`` of which count, until the next call.
+            Hidden states ``[T, E]``, until the next call.
         """
         num_tokens, num_rows = len(input_ids), len(num_computed_tokens)
-        width = next((width for width in sorted(self._passes) if width >= num_tokens), None)
-        if width is None or num_rows > _num_rows(width):
+        fitting = (
+            shape for shape in self._shapes if shape.num_tokens >= num_tokens and shape.num_rows >= num_rows
+        )
+        shape = next(fitting, None)
+        if shape is None:
             return None
-        self._fill(input_ids, positions, query_start_loc, num_computed_tokens, block_table)
-        self._passes[width].graph.replay()
-        return self._passes[width].hidden
+        self._fill(shape.num_tokens, input_ids, positions, query_start_loc, num_computed_tokens, block_table)
+        self._graphs[shape].replay()
+        return self._hidden[:num_tokens]
 
     def _fill(
         self,
+        width: int,
         input_ids: np.ndarray,
         positions: np.ndarray,
         query_start_loc: np.ndarray,
@@ -114,7 +135,7 @@ class PromptGraphs:
         num_tokens, num_rows = len(input_ids), len(num_computed_tokens)
         for name, values in (("input_ids", input_ids), ("positions", positions)):
             fields[name][:num_tokens] = values
-            fields[name][num_tokens:] = 0
+            fields[name][num_tokens:width] = 0
         fields["query_start_loc"][: num_rows + 1] = query_start_loc
         fields["query_start_loc"][num_rows + 1 :] = num_tokens
         fields["num_computed_tokens"][:num_rows] = num_computed_tokens
@@ -122,22 +143,21 @@ class PromptGraphs:
         fields["block_table"][:num_rows, : block_table.shape[1]] = block_table
         self._inputs.copy_(pinned, non_blocking=True)
 
-    def _run(self, width: int) -> torch.Tensor:
-        num_rows = _num_rows(width)
+    def _compute(self, shape: PassShape) -> torch.Tensor:
+        num_tokens, num_rows, mean_query_len = shape
         metadata = AttentionMetadata(
             query_start_loc=self._view("query_start_loc")[: num_rows + 1],
             num_computed_tokens=self._view("num_computed_tokens")[:num_rows],
             block_table=self._view("block_table")[:num_rows],
             slot_mapping=None,
             num_decodes=0,
+            mean_query_len=mean_query_len,
         )
-        return self._forward(self._view("input_ids")[:width], self._view("positions")[:width], metadata)
+        return self._forward(
+            self._view("input_ids")[:num_tokens], self._view("positions")[:num_tokens], metadata
+        )
 
     def _view(self, name: str) -> torch.Tensor:
         kind, start = self._layout.fields[name][:2]  # type: ignore[index]
         dtype = torch.int64 if kind.base == np.int64 else torch.int32
         return self._inputs[start : start + kind.itemsize].view(dtype).view(kind.shape)
-
-
-def _num_rows(width: int) -> int:
-    return max(width // _TOKENS_PER_ROW, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +22,39 @@ _SEED_MASK = (1 << 63) - 1
 
 
 @dataclass(slots=True, eq=False)
+class CompletionText:
+    """What the caller sees of a completion. Belongs to the text thread, as long as the engine runs."""
+
+    stream: TextStream | None
+    """None when the text is only needed at the end."""
+    logprobs: list[dict[int, Logprob]] | None
+    token_ids: list[int] = field(default_factory=list)
+    """Output so far of a followed completion; of any other it stays empty until the end."""
+    num_decoded: int = 0
+    """Of these, how many ``stream`` has been given."""
+    cumulative_logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    final: CompletionOutput | None = None
+    is_lazy: bool = field(init=False)
+    """Nobody looks at single tokens: text is made when an output is."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing will be added."""
+        return self.finish_reason is not None
+
+    def __post_init__(self) -> None:
+        has_stop_strings = self.stream is not None and self.stream.has_stop_strings
+        self.is_lazy = self.logprobs is None and not has_stop_strings
+
+
+@dataclass(slots=True, eq=False)
 class Completion:
     """One of a request's ``n`` completions: a sequence of tokens that holds one row while it runs.
 
     While it runs its tokens stand in the row's buffers; ``token_ids`` is written when it leaves the row.
+    All but ``text`` belongs to the step loop.
     """
 
     request: Request
@@ -32,23 +62,21 @@ class Completion:
     seed: int
     token_ids: NDArray[np.int32]
     """Prompt and output, as of the last time it had no row."""
+    text: CompletionText
     row: int = -1
     num_siblings_to_fork: int = 0
     """Completions that are split off when this one has computed the prompt."""
     num_computed_before: int = 0
     """Tokens that were computed before a preemption took the row away."""
-    text_stream: TextStream | None = None
-    """None when the text is only needed at the end."""
-    logprobs: list[dict[int, Logprob]] | None = None
-    cumulative_logprob: float = 0.0
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    final: CompletionOutput | None = None
+    has_ended: bool = False
+    """No further step computes anything for it."""
+    num_handed_over: int = 0
+    """Tokens that the text thread was given, counted where there are stop strings."""
 
     @property
-    def is_finished(self) -> bool:
-        """Whether it takes no further token."""
-        return self.finish_reason is not None
+    def is_followed(self) -> bool:
+        """Whether each of its tokens goes to the text thread as it comes: streams, stop strings, logprobs."""
+        return self.text.stream is not None or self.text.logprobs is not None
 
 
 @dataclass(slots=True, eq=False)
@@ -64,18 +92,33 @@ class Request:
     completions: list[Completion] = field(default_factory=list)
     num_cached_tokens: int | None = None
     """None until it first got a row."""
+    is_aborted: bool = False
+    _prompt_list: list[int] | None = None
 
     @property
     def is_finished(self) -> bool:
-        """Whether all ``n`` completions have finished."""
-        return len(self.completions) == self.params.n and all(c.is_finished for c in self.completions)
+        """Whether its last output can be made. For the text thread."""
+        if self.is_aborted:
+            return True
+        if len(self.completions) != self.params.n:
+            return False
+        # Asked for every piece of every stream: a generator would take most of the time.
+        for completion in self.completions:  # noqa: SIM110
+            if completion.text.finish_reason is None:
+                return False
+        return True
 
     def make_output(self, snapshot: Callable[[Completion], CompletionOutput]) -> RequestOutput:
-        """Describe the request's present state, each completion as ``snapshot`` shows it."""
+        """Describe the request's present state, each completion as ``snapshot`` shows it.
+
+        All outputs of one stream share the list of prompt tokens.
+        """
+        if self._prompt_list is None:
+            self._prompt_list = self.prompt_token_ids.tolist()
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids.tolist(),
+            prompt_token_ids=self._prompt_list,
             outputs=[snapshot(completion) for completion in self.completions],
             finished=self.is_finished,
             num_cached_tokens=self.num_cached_tokens or 0,
@@ -157,8 +200,7 @@ class RequestFactory:
             index=index,
             seed=(base_seed + index) & _SEED_MASK,
             token_ids=request.prompt_token_ids,
-            text_stream=stream,
-            logprobs=None if params.logprobs is None else [],
+            text=CompletionText(stream, None if params.logprobs is None else []),
         )
 
     def _checked_prompt(self, prompt: Prompt) -> NDArray[np.int32]:
@@ -173,7 +215,7 @@ class RequestFactory:
             )
         return np.array(ids, np.int32)
 
-    def _checked_ids(self, prompt: Sequence[int]) -> list[int]:
+    def _checked_ids(self, prompt: Sequence[int]) -> list[int] | NDArray[np.int64]:
         if isinstance(prompt, np.ndarray) and prompt.ndim == 1:
             prompt = prompt.tolist()
         if not isinstance(prompt, (list, tuple)):
@@ -182,8 +224,11 @@ class RequestFactory:
                 parameter="prompt",
             )
         # Long prompts of plain integers are looked through without a Python step per token.
-        if prompt and set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < self._vocab_size:
-            return list(prompt)
+        if set(map(type, prompt)) == {int}:
+            with contextlib.suppress(OverflowError):
+                ids = np.array(prompt, np.int64)
+                if ids.min() >= 0 and ids.max() < self._vocab_size:
+                    return ids
         for token_id in prompt:
             is_id = isinstance(token_id, (int, np.integer)) and not isinstance(token_id, bool)
             if not is_id or not 0 <= token_id < self._vocab_size:

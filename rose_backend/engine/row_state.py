@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from rose_backend.config import MAX_STOP_TOKEN_IDS
 from rose_backend.engine.request import Completion
+from rose_backend.engine.sampling_params import SamplingParams
 
 Int32Array = NDArray[np.int32]
 
@@ -18,12 +20,16 @@ class RowState:
     Args:
         max_num_seqs: rows.
         max_model_len: tokens per row.
+        eos_token_ids: tokens that end a completion unless it ignores them.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, eos_token_ids: tuple[int, ...] = ()) -> None:
+        self._eos_token_ids = eos_token_ids
         # np.empty touches no memory, so a window of a million tokens costs nothing until it is used.
         self.token_ids: Int32Array = np.empty((max_num_seqs, max_model_len), np.int32)
         """Prompt and output."""
+        # One index is cheaper than two.
+        self._flat_token_ids = self.token_ids.reshape(-1)
         self.num_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
         """Known tokens; the last of them may not be computed yet."""
         self.num_prompt_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
@@ -35,6 +41,8 @@ class RowState:
         """Tokens drawn, or to be drawn, by steps whose outcome the host has not read."""
         self.num_uncommitted_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
         """Tokens computed, or to be computed, by decode steps whose outcome the host has not read."""
+        self.num_held_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """Tokens whose computing step was read, held back until no stop string was found in front of them."""
         self.is_on_device = np.zeros(max_num_seqs, np.bool_)
         """The newest token stands where the next decode step finds it, read by the host or not."""
         self.num_computed_before: Int32Array = np.zeros(max_num_seqs, np.int32)
@@ -49,13 +57,20 @@ class RowState:
         self.presence_penalty = np.zeros(max_num_seqs, np.float32)
         self.frequency_penalty = np.zeros(max_num_seqs, np.float32)
         self.uses_penalties = np.zeros(max_num_seqs, np.bool_)
-        self.needs_host = np.zeros(max_num_seqs, np.bool_)
-        """Rows whose every draw needs tensors that the host makes: penalties and logprobs."""
+        self.banned_token_ids = np.full((max_num_seqs, MAX_STOP_TOKEN_IDS + len(eos_token_ids)), -1, np.int32)
+        """Tokens that may not be drawn while the row has fewer than ``min_num_tokens``; behind the last one, -1."""
+        self.is_special = np.zeros(max_num_seqs, np.bool_)
+        """Rows with penalties, logprobs or ``min_tokens``: see ``SpecialDraws``."""
 
         self.stops_at_eos = np.zeros(max_num_seqs, np.bool_)
         self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
-        self.wants_each_token = np.zeros(max_num_seqs, np.bool_)
-        """Rows whose completion must see every token as it comes: streams, stop strings, stop tokens, logprobs."""
+        self.is_followed = np.zeros(max_num_seqs, np.bool_)
+        """Rows whose every token goes to the text thread as it comes: streams, stop strings, logprobs."""
+        self.has_stop_tokens = np.zeros(max_num_seqs, np.bool_)
+        self.is_watched = np.zeros(max_num_seqs, np.bool_)
+        """Rows that are followed or have stop tokens."""
+        self.has_stop_strings = np.zeros(max_num_seqs, np.bool_)
+        """Rows whose drawn tokens are committed when the text thread has found no stop string in them."""
         self.completions: list[Completion | None] = [None] * max_num_seqs
         self.generation = np.zeros(max_num_seqs, np.int64)
         """Grows whenever a row is filled or cleared, so that what was made for an earlier holder can be told."""
@@ -82,17 +97,22 @@ class RowState:
         self.presence_penalty[row] = params.presence_penalty
         self.frequency_penalty[row] = params.frequency_penalty
         self.uses_penalties[row] = params.has_penalties
-        self.needs_host[row] = params.has_penalties or params.logprobs is not None
+        banned = self._banned(params) if params.min_tokens else []
+        self.banned_token_ids[row] = -1
+        self.banned_token_ids[row, : len(banned)] = banned
+        self.is_special[row] = params.has_penalties or params.logprobs is not None or bool(banned)
         self.stops_at_eos[row] = not params.ignore_eos
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self.wants_each_token[row] = (
-            completion.text_stream is not None
-            or completion.logprobs is not None
-            or bool(params.stop_token_ids)
-        )
+        self.is_followed[row] = completion.is_followed
+        self.has_stop_tokens[row] = bool(params.stop_token_ids)
+        self.is_watched[row] = self.is_followed[row] or self.has_stop_tokens[row]
+        self.has_stop_strings[row] = bool(params.stop_strings)
         self.completions[row] = completion
         completion.row = row
         self.generation[row] += 1
+
+    def _banned(self, params: SamplingParams) -> list[int]:
+        return [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos_token_ids)]
 
     def clear(self, row: int) -> Completion:
         """Take the completion out of ``row``, with the tokens it has so far."""
@@ -101,11 +121,24 @@ class RowState:
         completion.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
         completion.row = -1
         self.completions[row] = None
-        self.num_unread_tokens[row] = self.num_uncommitted_tokens[row] = 0
+        self.num_unread_tokens[row] = self.num_uncommitted_tokens[row] = self.num_held_tokens[row] = 0
         self.is_on_device[row] = False
         self.generation[row] += 1
         self.num_cleared += 1
         return completion
+
+    def append(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Put one token, ``token_ids[i]``, behind those of each of ``rows``.
+
+        Returns:
+            ``[N]``, which of the rows have reached their length.
+        """
+        num_tokens = self.num_tokens[rows]
+        self._flat_token_ids[rows * self.token_ids.shape[1] + num_tokens] = token_ids
+        num_tokens += 1
+        self.num_tokens[rows] = num_tokens
+        is_full: NDArray[np.bool_] = num_tokens >= self.max_num_tokens[rows]
+        return is_full
 
     def num_planned_tokens(self, rows: Int32Array) -> Int32Array:
         """Return how many tokens ``rows`` have when every step in flight is over."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager, ClonePlan
 from rose_backend.config import EngineConfig
+from rose_backend.engine.admission import Admission
+from rose_backend.engine.late_commits import LateCommits
 from rose_backend.engine.request import Completion, RequestFactory
 from rose_backend.engine.row_state import Int32Array, RowState
 from rose_backend.errors import IntegrityError
+
+_BLOCKS_PER_SPARE_BLOCK = 16
+"""Rows hold a block that they do not need yet as long as there are so many free ones for each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +28,6 @@ class Step:
     num_decodes: int
     """The first so many rows compute their newest token and draw the next."""
     clone_plan: ClonePlan | None
-    is_synchronous: bool
-    """A row's draw needs what only the host can make: the step's outcome is read before the next one is planned."""
-    is_repeat: bool = False
-    """The same rows as in the step before, all of them decodes, with nothing to tell the device."""
 
 
 @dataclass(slots=True)
@@ -50,22 +50,26 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: EngineConfig, manager: BlockManager, rows: RowState, factory: RequestFactory
+        self,
+        config: EngineConfig,
+        manager: BlockManager,
+        rows: RowState,
+        commits: LateCommits,
+        factory: RequestFactory,
     ) -> None:
-        self.waiting: deque[Completion] = deque()
         self.counters = SchedulerCounters()
+        self._admission = Admission(config, manager, rows)
+        self.waiting = self._admission.waiting
         self._manager = manager
         self._rows = rows
+        self._commits = commits
         self._factory = factory
-        self._max_num_batched_tokens = config.max_num_batched_tokens
-        self._chunked_prefill = config.chunked_prefill
+        self.splits_prompts = config.chunked_prefill
+        self.token_budget = config.token_budget
+        """Tokens that the next step may compute; may be changed between steps."""
         self._running: Int32Array = np.empty(0, np.int32)
-        self._num_promised_rows = 0
-        # The last step, and how often it may be handed out again: nobody came or went, and everybody has room.
-        self._again: Step | None = None
+        # How many steps may be just like the last one: nobody came or went, and everybody has room.
         self._num_repeats = 0
-        # Admission costs a prefix lookup: after a failure it is not tried again before something has been freed.
-        self._blocked: tuple[Completion, int] | None = None
 
     @property
     def running_rows(self) -> Int32Array:
@@ -73,38 +77,45 @@ class Scheduler:
         return self._running
 
     @property
+    def num_decoding(self) -> int:
+        """Running rows whose text has begun."""
+        state, running = self._rows, self._running
+        return int(np.count_nonzero(state.num_tokens[running] > state.num_prompt_tokens[running]))
+
+    @property
     def has_work(self) -> bool:
         """Whether anything runs or waits."""
         return bool(len(self._running) or self.waiting)
 
+    def repeat(self) -> bool:
+        """Whether the next step is just like the last one: the same rows, all of them decodes, nothing else to know."""
+        if self._num_repeats <= 0 or self._admission.may_admit(len(self._running)):
+            self._num_repeats = 0
+            return False
+        self._num_repeats -= 1
+        return True
+
     def schedule(self, num_in_flight: int = 0) -> Step | None:
-        """Reserve the next step's blocks and return its work.
+        """Reserve the next step's blocks and return its work. What was read is committed.
 
         Args:
-            num_in_flight: steps whose outcome has not been read. What they will have done counts as done.
+            num_in_flight: steps whose outcome has not been read, and texts that may turn out to have ended. What
+                those steps will have done counts as done.
 
         Returns:
             None when there is nothing to do, or nothing before a step in flight has been read.
         """
-        if self._num_repeats > 0 and not self._may_admit():
-            self._num_repeats -= 1
-            return self._again
-        self._num_repeats = 0
-        is_synchronous = bool(np.count_nonzero(self._needs_host(self._running)))
-        if is_synchronous and num_in_flight:
-            return None
         picked = self._reserve_running(may_preempt=not num_in_flight)
         if picked is None:
             return None
         rows, counts, was_short = picked
         if not was_short and self.waiting:
-            rows, counts = self._admit(rows, counts)
+            rows, counts = self._let_in(rows, counts)
         if not len(rows):
             if self.has_work and not num_in_flight:
                 raise IntegrityError("the scheduler has requests but can neither run nor admit one")
             return None
-        step = self._make_step(rows, counts, is_synchronous)
-        self._again = replace(step, clone_plan=None, is_repeat=True)
+        step = self._make_step(rows, counts)
         self._num_repeats = self._count_repeats(step)
         return step
 
@@ -125,34 +136,38 @@ class Scheduler:
             sources = np.concatenate([sources, np.full(len(children), parent)])
         return rows, sources
 
+    def set_aside(self, rows: Int32Array) -> None:
+        """Run these rows no more. They keep what they hold until ``release``; tokens in flight for them are dropped."""
+        self._num_repeats = 0
+        self._commits.flush()
+        self._running = self._running[~np.isin(self._running, rows)]
+        self._rows.generation[rows] += 1
+        self._rows.num_cleared += len(rows)
+
     def release(self, rows: Int32Array) -> list[Completion]:
         """Free rows; returns their completions, each with the tokens it has so far."""
         self._num_repeats = 0
+        self._commits.flush()
         self._manager.free(rows)
         self._running = self._running[~np.isin(self._running, rows)]
-        self._num_promised_rows -= int(self._rows.num_siblings_to_fork[rows].sum())
+        self._admission.num_promised_rows -= int(self._rows.num_siblings_to_fork[rows].sum())
         self._rows.num_siblings_to_fork[rows] = 0
         return [self._rows.clear(row) for row in rows.tolist()]
 
-    def _needs_host(self, rows: Int32Array) -> NDArray[np.bool_]:
-        state = self._rows
-        needs: NDArray[np.bool_] = state.needs_host[rows]
-        return needs | (state.num_planned_tokens(rows) < state.min_num_tokens[rows])
-
-    def _make_step(self, rows: Int32Array, counts: Int32Array, is_synchronous: bool) -> Step:
+    def _make_step(self, rows: Int32Array, counts: Int32Array) -> Step:
         is_decode = (counts == 1) & (self._num_remaining(rows) == 1)
-        # Who comes in with siblings, or needs the host, draws from a distribution that a decode step does not show.
-        is_decode &= (self._rows.num_siblings_to_fork[rows] == 0) & ~self._needs_host(rows)
+        # Siblings draw from the same distribution, which a decode step does not keep.
+        is_decode &= self._rows.num_siblings_to_fork[rows] == 0
         num_decodes = int(np.count_nonzero(is_decode))
         if num_decodes < len(rows):
             order = np.argsort((counts > 1) * 2 + ~is_decode, kind="stable")
             rows, counts = rows[order], counts[order]
-        return Step(rows, counts, num_decodes, self._manager.take_clone_plan(), is_synchronous)
+        return Step(rows, counts, num_decodes, self._manager.take_clone_plan())
 
     def _count_repeats(self, step: Step) -> int:
         """Return how many more steps would be planned just as this one if nobody comes or goes."""
         rows = step.rows
-        if step.is_synchronous or step.num_decodes < len(self._running):
+        if step.num_decodes < len(self._running):
             return 0
         planned = self._rows.num_planned_tokens(rows)
         room = np.minimum(self._rows.max_num_tokens[rows], self._manager.table.capacity[rows] + 1) - planned
@@ -170,7 +185,7 @@ class Scheduler:
         while True:
             rows, counts = self._pick_running()
             ahead = counts + self._rows.num_uncommitted_tokens[rows]
-            if not len(rows) or self._manager.reserve(rows, ahead).ok:
+            if not len(rows) or self._reserve(rows, ahead):
                 return rows, counts, was_short
             if not may_preempt:
                 # A step in flight may end a sequence; whoever is preempted would lose the tokens it draws.
@@ -180,8 +195,25 @@ class Scheduler:
             self._preempt_newest()
             was_short = True
 
+    def _reserve(self, rows: Int32Array, num_tokens: Int32Array) -> bool:
+        """Make room for ``num_tokens`` of each row; where blocks are plenty, for a block's worth of further steps, too.
+
+        Rows need their next blocks at different times: without that, nearly every step would hand out a few.
+        """
+        manager = self._manager
+        num_computed = manager.num_computed_tokens[rows]
+        if np.count_nonzero(manager.table.capacity[rows] < num_computed + num_tokens) == 0:
+            return True
+        if len(rows) * _BLOCKS_PER_SPARE_BLOCK <= manager.num_free_blocks:
+            # The last token of a row is never computed.
+            longest = self._rows.max_num_tokens[rows] - 1 - num_computed
+            further = np.minimum(num_tokens + manager.block_size, longest)
+            if manager.reserve(rows, np.maximum(num_tokens, further)).ok:
+                return True
+        return manager.reserve(rows, num_tokens).ok
+
     def _pick_running(self) -> tuple[Int32Array, Int32Array]:
-        running, budget = self._can_go_on(), self._max_num_batched_tokens
+        running, budget = self._can_go_on(), self.token_budget
         remaining = self._num_remaining(running)
         is_single = remaining == 1
         if is_single.all():
@@ -212,74 +244,12 @@ class Scheduler:
         self.waiting.appendleft(completion)
         self.counters.preemptions += 1
 
-    def _admit(self, rows: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
-        budget = self._max_num_batched_tokens - int(counts.sum())
-        new_rows: list[int] = []
-        new_counts: list[int] = []
-        while budget > 0 and self._may_admit():
-            completion = self.waiting[0]
-            admitted = self._try_admit(completion, budget)
-            if admitted is None:
-                break
-            self.waiting.popleft()
-            new_rows.append(admitted[0])
-            new_counts.append(admitted[1])
-            budget -= admitted[1]
-            self._running = np.append(self._running, np.int32(admitted[0]))
-        if not new_rows:
-            return rows, counts
-        return (
-            np.concatenate([rows, np.array(new_rows, np.int32)]),
-            np.concatenate([counts, np.array(new_counts, np.int32)]),
-        )
-
-    def _may_admit(self) -> bool:
-        """Whether it makes sense to look for a row and blocks for the first in the queue."""
-        if not self.waiting or not self._manager.num_free_rows:
-            return False
-        if self._blocked is None:
-            return True
-        blocked, num_free_blocks = self._blocked
-        if (
-            blocked is self.waiting[0]
-            and len(self._running)
-            and self._manager.num_free_blocks <= num_free_blocks
-        ):
-            return False
-        self._blocked = None
-        return True
-
-    def _try_admit(self, completion: Completion, budget: int) -> tuple[int, int] | None:
-        """Give ``completion`` a row and room for its first chunk, of at most ``budget`` tokens, or change nothing."""
-        manager, token_ids = self._manager, completion.token_ids
-        if manager.num_free_rows - self._num_promised_rows < 1 + completion.num_siblings_to_fork:
-            return None
-        match = manager.match(token_ids)
-        num_remaining = len(token_ids) - match.num_tokens
-        if not self._chunked_prefill and num_remaining > budget:
-            return None
-        # The whole sequence has to fit, not only its first chunk, or it would be preempted before it is of use.
-        spare = manager.num_usable_blocks // 100 if len(self._running) else 0
-        if (
-            len(self._running)
-            and manager.blocks_needed(match, len(token_ids)) + spare > manager.num_free_blocks
-        ):
-            self._blocked = (completion, manager.num_free_blocks)
-            return None
-        admission = manager.add(token_ids, match=match)
-        if admission is None:
-            raise IntegrityError("the block manager has a free row but did not hand it out")
-        row, count = admission.row, min(num_remaining, budget)
-        if not manager.reserve(np.array([row]), count).ok:
-            manager.free(np.array([row]))
-            self._blocked = (completion, manager.num_free_blocks)
-            return None
-        self._num_promised_rows += completion.num_siblings_to_fork
-        self._rows.fill(row, completion)
-        if completion.request.num_cached_tokens is None:
-            completion.request.num_cached_tokens = admission.num_cached_tokens
-            self.counters.cached_tokens += admission.num_cached_tokens
-        return row, count
+    def _let_in(self, rows: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
+        budget = self.token_budget - int(counts.sum())
+        new_rows, new_counts, num_cached = self._admission.admit(budget, len(self._running))
+        self.counters.cached_tokens += num_cached
+        self._running = np.concatenate([self._running, new_rows])
+        return np.concatenate([rows, new_rows]), np.concatenate([counts, new_counts])
 
     def _fork(self, parent_row: int) -> Int32Array:
         self._num_repeats = 0
@@ -291,7 +261,7 @@ class Scheduler:
             raise IntegrityError(f"{num_children} rows were set aside for a request but are not free")
         self._rows.num_siblings_to_fork[parent_row] = 0
         parent.num_siblings_to_fork = 0
-        self._num_promised_rows -= num_children
+        self._admission.num_promised_rows -= num_children
         for index, row in enumerate(children.tolist(), start=1):
             sibling = self._factory.make_completion(parent.request, index, parent.seed)
             parent.request.completions.append(sibling)

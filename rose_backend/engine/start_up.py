@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import logging
+import dataclasses
+import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rose_backend.config import EngineConfig
-from rose_backend.engine.kv_pool import KVShape, allocate_kv_cache, choose_num_blocks
+from rose_backend.engine.kv_pool import KVShape, allocate_kv_cache, choose_num_blocks, gpu_reserve_bytes
 from rose_backend.engine.parts import captures_graphs, parts_in_force
+from rose_backend.engine.token_budget import default_token_budget
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError
 from rose_backend.models.gpt2 import GPT2
 from rose_backend.models.registry import load_model
 from rose_backend.models.weight_loading import resolve_model_path
-
-logger = logging.getLogger(__name__)
 
 _DEFAULT_RUN_AHEAD = {"cpu": 0, "cuda": 1}
 """A CPU computes a step while the host waits anyway: there is nothing to run ahead of."""
@@ -26,6 +27,8 @@ _DEFAULT_RUN_AHEAD = {"cpu": 0, "cuda": 1}
 class LoadedModel:
     """What an engine is built around."""
 
+    config: EngineConfig
+    """The options, with a choice made for each that was left open and that the engine reads."""
     model: GPT2
     tokenizer: Tokenizer
     vocab_size: int
@@ -40,20 +43,35 @@ class LoadedModel:
     """Steps that may be in flight behind the one that is read."""
     parts: dict[str, str]
     """Every switch, and whether its part is in force."""
+    weight_bytes: int
+    packed_bytes: int
+    """Further copies of weights, laid out for small batches."""
+    reserve_bytes: int
+    """Of device memory that steps and captured graphs may take; 0 on a CPU."""
+    seconds: dict[str, float]
+    """How long each part of loading took."""
 
 
-def load(config: EngineConfig) -> LoadedModel:
+def load(config: EngineConfig, *, is_online: bool = False) -> LoadedModel:
     """Load the model and make its KV pool.
+
+    Args:
+        is_online: somebody waits for each token; decides ``max_num_batched_tokens`` where that is None.
 
     Raises:
         ConfigError: the options do not fit the model or the machine.
         ModelError: the model cannot be loaded.
     """
+    start = time.perf_counter()
     device = resolve_device(config.device)
+    if config.max_num_batched_tokens is None:
+        token_budget = default_token_budget(device, is_online=is_online)
+        config = dataclasses.replace(config, max_num_batched_tokens=token_budget)
     directory = resolve_model_path(config.model)
     model = load_model(directory, dtype=config.dtype, device=device.type, switches=config)
     max_model_len = _resolve_max_model_len(config, model.config.n_positions)
     shape = KVShape(model.config.n_layer, model.config.n_head, model.config.head_size, model.config.dtype)
+    weights_loaded = time.perf_counter()
     num_blocks = choose_num_blocks(
         config,
         shape,
@@ -62,22 +80,37 @@ def load(config: EngineConfig) -> LoadedModel:
         width=model.config.n_embd,
         device=device,
     )
+    kv_cache = allocate_kv_cache(num_blocks, config.block_size, shape, device)
+    pool_made = time.perf_counter()
+    tokenizer = Tokenizer(directory)
     eos_token_id = model.config.eos_token_id
-    loaded = LoadedModel(
+    weight_bytes = storage_bytes(model.weights)
+    return LoadedModel(
+        config=config,
         model=model,
-        tokenizer=Tokenizer(directory),
+        tokenizer=tokenizer,
         vocab_size=model.config.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=() if eos_token_id is None else (eos_token_id,),
         num_blocks=num_blocks,
-        kv_cache=allocate_kv_cache(num_blocks, config.block_size, shape, device),
+        kv_cache=kv_cache,
         device=device,
         captures_graphs=captures_graphs(config, device.type),
         run_ahead=_DEFAULT_RUN_AHEAD[device.type] if config.run_ahead is None else config.run_ahead,
         parts=parts_in_force(config, device.type),
+        weight_bytes=weight_bytes,
+        packed_bytes=storage_bytes(vars(model)) - weight_bytes,
+        reserve_bytes=0
+        if device.type == "cpu"
+        else gpu_reserve_bytes(
+            config, vocab_size=model.config.vocab_size, width=model.config.n_embd, shape=shape
+        ),
+        seconds={
+            "weights": weights_loaded - start,
+            "KV pool": pool_made - weights_loaded,
+            "tokenizer": time.perf_counter() - pool_made,
+        },
     )
-    _log_start(config, loaded, device)
-    return loaded
 
 
 def resolve_device(name: str) -> torch.device:
@@ -100,24 +133,30 @@ def _resolve_max_model_len(config: EngineConfig, window: int) -> int:
         raise ConfigError(
             f"max_model_len: got {max_model_len}, allowed are at most {window}, the model's window"
         )
-    if not config.chunked_prefill and config.max_num_batched_tokens < max_model_len:
+    if not config.chunked_prefill and config.token_budget < max_model_len:
         raise ConfigError(
-            f"max_num_batched_tokens: got {config.max_num_batched_tokens}, with chunked_prefill off at least "
+            f"max_num_batched_tokens: got {config.token_budget}, with chunked_prefill off at least "
             f"max_model_len, which is {max_model_len}, is needed"
         )
     return max_model_len
 
 
-def _log_start(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> None:
-    parts = ", ".join(f"{name} {state}" for name, state in loaded.parts.items())
-    logger.info(
-        "%s on %s in %s: window %d, %d KV blocks of %d tokens (%.1f MiB); %s",
-        config.model,
-        device,
-        str(loaded.kv_cache.dtype).removeprefix("torch."),
-        loaded.max_model_len,
-        loaded.num_blocks,
-        config.block_size,
-        loaded.kv_cache.nbytes / (1 << 20),
-        parts,
-    )
+def storage_bytes(holder: Any) -> int:
+    """Return the bytes of all tensors in dataclasses, mappings and sequences, each allocation counted once."""
+    storages: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif dataclasses.is_dataclass(value):
+            for each in dataclasses.fields(value):
+                visit(getattr(value, each.name))
+        elif isinstance(value, dict):
+            for each in value.values():
+                visit(each)
+        elif isinstance(value, (list, tuple)):
+            for each in value:
+                visit(each)
+
+    visit(holder)
+    return sum(storages.values())

@@ -10,22 +10,33 @@ import torch
 from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager
-from rose_backend.engine.model_runner import Drawn, Forwarded, ModelRunner, SampledTokens
-from rose_backend.engine.row_state import Int32Array, RowState
+from rose_backend.engine.late_commits import Int64Array, LateCommits
+from rose_backend.engine.logprobs import StepLogprobs
+from rose_backend.engine.model_runner import Drawn, ModelRunner, SampledTokens
+from rose_backend.engine.row_state import RowState
 from rose_backend.engine.scheduler import Scheduler, Step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _StepInFlight:
     """A step that was started and not read."""
 
-    forwarded: Forwarded
-    drawn_rows: Int32Array  # [S], drew behind their prompt
+    rows: Int64Array  # [S + D], those that drew behind their prompt, and the decode rows
+    decode_rows: Int64Array  # [D]
+    decode_slots: Int64Array  # [D]
+    decode_step: int
+    is_special: bool
+    """The decode part drew again for some rows, and has a report of it."""
     drawn: Drawn | None
-    rows: Int32Array  # [S + D], drawn_rows and the decode rows
-    generations: NDArray[np.int64]  # [S + D], when the step was started
+    generations: Int64Array  # [S + D], when the step was started
     num_cleared: int  # then
     is_over: torch.cuda.Event | None
+
+    def live(self, state: RowState) -> NDArray[np.bool_] | None:
+        """Return which of ``rows`` still have the completion that they had, ``[S + D]``; None for all."""
+        if self.num_cleared == state.num_cleared:
+            return None
+        return state.generation[self.rows] == self.generations
 
 
 @dataclass(slots=True)
@@ -48,7 +59,7 @@ class StepPipeline:
     are enqueued behind it.
 
     Blocks become findable when their tokens are known and every reader is ordered behind their writer: prompts when the
-    step is enqueued, drawn tokens when they are read.
+    step is enqueued, drawn tokens when they are read; at the latest before anybody looks for them (``LateCommits``).
 
     Args:
         depth: steps that may be in flight behind the one that is read; 0 reads each step before the next is planned.
@@ -60,6 +71,7 @@ class StepPipeline:
         state: RowState,
         scheduler: Scheduler,
         runner: ModelRunner,
+        commits: LateCommits,
         device: torch.device,
         depth: int,
     ) -> None:
@@ -68,72 +80,140 @@ class StepPipeline:
         self._state = state
         self._scheduler = scheduler
         self._runner = runner
-        self._has_events = device.type != "cpu"
+        self._commits = commits
         self._depth = depth
         self._in_flight: deque[_StepInFlight] = deque()
+        self._newest: _StepInFlight | None = None
+        # A step's event is free again when the step has been read.
+        self._events: list[torch.cuda.Event] = []
+        if device.type != "cpu":
+            self._events = [torch.cuda.Event() for _ in range(depth + 2)]
+            self._stream = torch.cuda.current_stream(device)
 
-    def advance(self) -> tuple[Int32Array, SampledTokens] | None:
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were started and not read."""
+        return len(self._in_flight)
+
+    def advance(self, num_undecided: int = 0) -> tuple[Int64Array, SampledTokens] | None:
         """Start a step if there is one to start, and read the oldest one if it is its turn.
+
+        Args:
+            num_undecided: texts that may turn out to have ended at a token that was read before.
 
         Returns:
             Rows whose next token is known now, and those tokens; None when no step was read.
         """
-        step = self._scheduler.schedule(len(self._in_flight))
-        if step is not None:
-            self._in_flight.append(self._start(step))
-            if len(self._in_flight) <= self._depth and not step.is_synchronous:
-                return None
-        return self._read(self._in_flight.popleft()) if self._in_flight else None
+        in_flight = self._in_flight
+        if self._newest is not None and self._scheduler.repeat():
+            in_flight.append(self._start_again(self._newest))
+        else:
+            self._settle()
+            step = self._scheduler.schedule(len(in_flight) + num_undecided)
+            if step is None:
+                return self._read(in_flight.popleft()) if in_flight else None
+            self._newest = self._start(step)
+            in_flight.append(self._newest)
+        return self._read(in_flight.popleft()) if len(in_flight) > self._depth else None
 
     def drop(self) -> None:
         """Forget the steps in flight: nobody is left whom they concern."""
         self._in_flight.clear()
+
+    def _settle(self) -> None:
+        """Bring up to date what steps are planned with: how far each row is, and how far steps in flight will bring it.
+
+        Steps like the one before need none of it, so it is counted here and not in every step.
+        """
+        state = self._state
+        self._commits.flush()
+        state.num_unread_tokens.fill(0)
+        state.num_uncommitted_tokens[:] = state.num_held_tokens
+        for step in self._in_flight:
+            rows, decode_rows = step.rows, step.decode_rows
+            is_live = step.live(state)
+            if is_live is not None:
+                decode_rows = decode_rows[is_live[len(rows) - len(decode_rows) :]]
+                rows = rows[is_live]
+            state.num_unread_tokens[rows] += 1
+            state.num_uncommitted_tokens[decode_rows] += 1
 
     def _start(self, step: Step) -> _StepInFlight:
         state, manager = self._state, self._manager
         self._count(step)
         forwarded = self._runner.forward(step)
         rows = forwarded.rows
-        drawn_rows, drawn = np.empty(0, np.int32), None
+        all_rows = decode_rows = forwarded.decode_rows.astype(np.int64)
+        drawn = None
         if len(rows):
             manager.commit(rows, forwarded.num_new_tokens, forwarded.token_ids)
             due = np.flatnonzero(manager.num_computed_tokens[rows] == state.num_tokens[rows])
             if len(due):
                 drawn_rows, sources = self._scheduler.fork_siblings(rows[due])
                 drawn = self._runner.sample(forwarded, due, drawn_rows, sources)
-        decode_rows = forwarded.decode_rows
-        all_rows = np.concatenate([drawn_rows, decode_rows]) if len(drawn_rows) else decode_rows
-        state.num_unread_tokens[all_rows] += 1
-        state.num_uncommitted_tokens[decode_rows] += 1
-        is_over = None
-        if self._has_events:
-            is_over = torch.cuda.Event()
-            is_over.record()
-        generations = state.generation[all_rows]
-        return _StepInFlight(forwarded, drawn_rows, drawn, all_rows, generations, state.num_cleared, is_over)
+                all_rows = np.concatenate([drawn_rows, decode_rows])
+        return _StepInFlight(
+            all_rows,
+            decode_rows,
+            forwarded.decode_slots,
+            forwarded.decode_step,
+            len(decode_rows) > 0 and self._runner.decoder.is_special,
+            drawn,
+            state.generation[all_rows],
+            state.num_cleared,
+            self._record(),
+        )
 
-    def _read(self, step: _StepInFlight) -> tuple[Int32Array, SampledTokens]:
+    def _start_again(self, last: _StepInFlight) -> _StepInFlight:
+        """Start a step like ``last``, in which everybody decodes."""
+        self.counters.steps += 1
+        self.counters.computed_tokens += len(last.rows)
+        decode_step = self._runner.decoder.enqueue_again()
+        return _StepInFlight(
+            last.rows,
+            last.decode_rows,
+            last.decode_slots,
+            decode_step,
+            last.is_special,
+            None,
+            last.generations,
+            last.num_cleared,
+            self._record(),
+        )
+
+    def _record(self) -> torch.cuda.Event | None:
+        """Mark this place on the device."""
+        if not self._events:
+            return None
+        event = self._events[self.counters.steps % len(self._events)]
+        event.record(self._stream)
+        return event
+
+    def _read(self, step: _StepInFlight) -> tuple[Int64Array, SampledTokens]:
         self._wait(step)
-        state, forwarded, drawn_rows, drawn = self._state, step.forwarded, step.drawn_rows, step.drawn
-        decode_rows = forwarded.decode_rows
-        token_ids = np.empty(0, np.int64)
-        if len(decode_rows):
-            token_ids = self._runner.decoder.tokens(forwarded.decode_step, forwarded.decode_slots)
+        rows, decode_rows, drawn = step.rows, step.decode_rows, step.drawn
+        token_ids = self._runner.decoder.tokens(step.decode_step, step.decode_slots)
         if drawn is not None:
             token_ids = np.concatenate([drawn.token_ids.numpy(), token_ids])
-        rows, logprobs = step.rows, None if drawn is None else drawn.logprobs
-        if step.num_cleared != state.num_cleared:
-            is_live = state.generation[rows] == step.generations
-            decode_rows = decode_rows[is_live[len(drawn_rows) :]]
+        logprobs = self._logprobs(step)
+        is_live = step.live(self._state)
+        if is_live is not None:
+            decode_rows = decode_rows[is_live[len(rows) - len(decode_rows) :]]
             rows, token_ids = rows[is_live], token_ids[is_live]
             if logprobs is not None:
-                logprobs = logprobs.select(is_live[: len(drawn_rows)])
+                logprobs = logprobs.select(is_live)
         if len(decode_rows):
-            num_computed = self._manager.num_computed_tokens[decode_rows]
-            self._manager.commit(decode_rows, 1, state.token_ids[decode_rows, num_computed])
-            state.num_uncommitted_tokens[decode_rows] -= 1
-        state.num_unread_tokens[rows] -= 1
+            self._commits.add(decode_rows)
         return rows, SampledTokens(token_ids, logprobs)
+
+    def _logprobs(self, step: _StepInFlight) -> StepLogprobs | None:
+        drawn = None if step.drawn is None else step.drawn.report
+        if drawn is None and not step.is_special:
+            return None
+        decoded = self._runner.decoder.report(step.decode_step, step.decode_slots)
+        if drawn is None:
+            drawn = torch.zeros((len(step.rows) - len(step.decode_rows), decoded.shape[1]))
+        return StepLogprobs(np.concatenate([drawn.numpy(), decoded]))
 
     def _wait(self, step: _StepInFlight) -> None:
         if step.is_over is not None:
@@ -142,9 +222,6 @@ class StepPipeline:
     def _count(self, step: Step) -> None:
         rows, counters, state = step.rows, self.counters, self._state
         counters.steps += 1
-        if step.is_repeat:
-            counters.computed_tokens += len(rows)
-            return
         start = self._manager.num_computed_tokens[rows] + state.num_uncommitted_tokens[rows]
         end = start + step.num_new_tokens
         again = np.minimum(end, np.maximum(start, state.num_computed_before[rows]))

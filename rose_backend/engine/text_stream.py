@@ -47,6 +47,11 @@ class TextStream:
         self._closed = False
 
     @property
+    def has_stop_strings(self) -> bool:
+        """Whether a string can end the text."""
+        return bool(self._stop_strings)
+
+    @property
     def visible_text(self) -> str:
         """Text that cannot change any more."""
         return self._text[: self._num_visible()]
@@ -57,8 +62,12 @@ class TextStream:
         Returns:
             The stop string that ended the text, or None. After one, nothing more may be added.
         """
-        self._num_tokens += 1
-        self._window.append(token_id)
+        return self.extend([token_id])
+
+    def extend(self, token_ids: Sequence[int]) -> str | None:
+        """Add tokens at once, and return what ``push`` returns; a stop string may have ended at any of them."""
+        self._num_tokens += len(token_ids)
+        self._window.extend(token_ids)
         decoded = self._decode(self._window)
         stripped = decoded.rstrip(_REPLACEMENT)
         certain = decoded[: max(len(stripped), len(decoded) - _MAX_UNFINISHED)]
@@ -111,7 +120,7 @@ class TextStream:
         return stop
 
     def _num_visible(self) -> int:
-        if self._closed or self._keep_stop_string:
+        if self._closed or self._keep_stop_string or not self._stop_strings:
             return len(self._text)
         held_back = 0
         for stop in self._stop_strings:

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from rose_backend.errors import ModelError, RequestError
+from rose_backend.models.weight_loading import read_json
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
+_ADJUSTMENTS = ("add_bos_token", "add_eos_token", "add_prefix_space")
+"""Fields of ``tokenizer_config.json`` by which transformers changes what ``tokenizer.json`` says."""
 
 
 class Tokenizer:
@@ -25,6 +28,10 @@ class Tokenizer:
 
     def __init__(self, directory: str | Path) -> None:
         self._backend = _load_backend(Path(directory))
+        # Log-probabilities name the same few tokens again and again.
+        self._token_texts: dict[int, str] = {}
+        self.max_token_length = max(map(len, self._backend.get_vocab()), default=1)
+        """Characters of the longest token, as the vocabulary writes it."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a prompt, with whatever special tokens the tokenizer adds to one.
@@ -53,14 +60,19 @@ class Tokenizer:
 
     def decode_token(self, token_id: int) -> str:
         """Return the text of one token alone, special tokens by their name."""
-        return self.decode([token_id], skip_special_tokens=False)
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
 
 
 def _load_backend(directory: Path) -> Any:
     # Without any of them transformers would make up an empty tokenizer and say nothing.
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(f"{directory}: no tokenizer, one of {', '.join(_TOKENIZER_FILES)} is needed")
-    # Imported here: it takes a second, and a mistaken model path should be reported before that.
+    if (directory / "tokenizer.json").is_file() and not _is_adjusted(directory):
+        return _read_backend(directory / "tokenizer.json")
+    # Imported here: it takes seconds, and a mistaken model path should be reported before that.
     from transformers import AutoTokenizer
 
     try:
@@ -74,3 +86,17 @@ def _load_backend(directory: Path) -> Any:
             f"{directory}: its tokenizer has no fast form (tokenizer.json); only fast ones are supported"
         )
     return backend
+
+
+def _is_adjusted(directory: Path) -> bool:
+    path = directory / "tokenizer_config.json"
+    return path.is_file() and any(name in read_json(path) for name in _ADJUSTMENTS)
+
+
+def _read_backend(path: Path) -> Any:
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        return Backend.from_file(str(path))
+    except Exception as error:  # the library raises nothing more special
+        raise ModelError(f"{path}: no usable tokenizer ({error})") from error

@@ -150,7 +150,7 @@ def test_a_published_block_that_only_grows_touches_no_index(monkeypatch: pytest.
     manager = make(block_size=16)
     rows = np.array([admit(manager, [symbol, 2, 3])[0] for symbol in range(3)])
     assert manager.reserve(rows, 12).ok and manager.cache is not None
-    for name in ("publish", "publish_full", "reopen", "forget"):
+    for name in ("publish", "reopen", "forget"):
         monkeypatch.setattr(manager.cache, name, None)
     monkeypatch.setattr(manager.cache, "_siblings", None)
     monkeypatch.setattr(manager._committer, "_publish", None)

@@ -71,16 +71,6 @@ def test_a_row_with_another_holder_is_another_row(state: RowState) -> None:
     assert change is not None and change.old_slots.tolist() == [NO_SLOT] and change.rows.tolist() == [3]
 
 
-def test_clear_empties_what_the_device_still_works_on(state: RowState) -> None:
-    slots = DecodeSlots(state)
-    slots.assign(rows(3, 4, 6), 4)
-    slots.clear()
-    assert not len(slots.rows()) and slots.slots_of(rows(3)).tolist() == [NO_SLOT]
-    again, change = slots.assign(rows(6), 1)
-    assert again.tolist() == [0]
-    assert change is not None and change.old_slots.tolist() == [NO_SLOT] and change.emptied.tolist() == [1, 2]
-
-
 def test_random_comings_and_goings(state: RowState) -> None:
     rng = np.random.default_rng(0)
     slots = DecodeSlots(state)

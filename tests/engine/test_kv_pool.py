@@ -45,13 +45,16 @@ def test_given_number_is_taken_as_it_is() -> None:
 def test_gpu_pool_leaves_room_for_what_is_used_and_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     total, free = 10 << 30, 9 << 30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+    options: dict[str, Any] = {"max_num_seqs": 10_000, "max_num_batched_tokens": 4096}
     reserve = gpu_reserve_bytes(
-        EngineConfig(model="m", max_num_seqs=10_000), vocab_size=512, width=128, shape=GPT2_124M
+        EngineConfig(model="m", **options), vocab_size=512, width=128, shape=GPT2_124M
     )
+    logits, penalties = 4096 * 512 * 24, (10_000 + 4096) * 512 * 5
+    assert reserve == 2 * 4096 * 128 * 11 * 2 + logits + penalties + (256 << 20)
     expected = (int(total * 0.5) - (total - free) - reserve) // GPT2_124M.block_bytes(16)
-    assert choose(GPT2_124M, "cuda", gpu_memory_utilization=0.5, max_num_seqs=10_000) == expected
+    assert choose(GPT2_124M, "cuda", gpu_memory_utilization=0.5, **options) == expected
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization: a pool of 0 blocks"):
-        choose(GPT2_124M, "cuda", gpu_memory_utilization=0.05)
+        choose(GPT2_124M, "cuda", gpu_memory_utilization=0.05, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -57,7 +57,7 @@ def test_more_rows_than_a_step_takes(make_ahead: Callable[..., LLM], llm: LLM, r
     assert tokens_of(narrow, prompts, params) == tokens_of(llm, prompts, params)
 
 
-def test_rows_that_need_the_host(make_ahead: Callable[..., LLM], llm: LLM) -> None:
+def test_special_rows(make_ahead: Callable[..., LLM], llm: LLM) -> None:
     prompts, params = crowd(20, seed=3, max_tokens=15)
     special: list[dict[str, Any]] = [
         {"logprobs": 2},
@@ -76,7 +76,7 @@ def test_rows_that_need_the_host(make_ahead: Callable[..., LLM], llm: LLM) -> No
         assert all(abs(ours[token].logprob - theirs[token].logprob) < 1e-4 for token in ours)
 
 
-def test_rows_go_on_behind_a_synchronous_spell(make_ahead: Callable[..., LLM], llm: LLM) -> None:
+def test_rows_go_on_when_special_rows_come_and_go(make_ahead: Callable[..., LLM], llm: LLM) -> None:
     prompts = [[index + 1] * 10 for index in range(3)]
     expected = llm.generate(prompts, replace(GREEDY, max_tokens=60))
     core = decoding(make_ahead(2), 3)
@@ -181,9 +181,9 @@ def test_a_step_like_the_one_before_writes_no_row(
         monkeypatch.setattr(
             buffers, name, lambda *args, name=name, write=write: (written.append(name), write(*args))
         )
-    for _ in range(32):
+    for _ in range(44):
         core.step()
-    # All five rows need a new block every 16 tokens.
+    # All five rows get two blocks of 16 tokens at a time: one that they need, and one to spare.
     assert written == ["write_block_tables"] * 2
     while core.num_unfinished:
         core.step()
@@ -193,19 +193,20 @@ def test_a_step_like_the_one_before_is_not_planned_again(
     make_ahead: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = decoding(make_ahead(1), 5)
-    reserve, plans = core.manager.reserve, []
+    make_step, planned = core._scheduler._make_step, []
     monkeypatch.setattr(
-        core.manager, "reserve", lambda rows, counts: plans.append(len(rows)) or reserve(rows, counts)
+        core._scheduler, "_make_step", lambda rows, *args: planned.append(len(rows)) or make_step(rows, *args)
     )
-    for _ in range(32):
+    for _ in range(44):
         core.step()
-    assert plans == [5, 5]
+    assert planned == [5, 5]
     core.abort(next(iter(core._requests)))
     core.step()
-    assert plans == [5, 5, 4]
+    core.step()
+    assert planned == [5, 5, 4]
     core.add(core.factory.make([7] * 9, GREEDY))
     core.step()
-    assert plans[3:] == [4, 1]
+    assert planned[3:] == [5]
     while core.num_unfinished:
         core.step()
 
@@ -247,9 +248,38 @@ def test_nothing_is_findable_before_its_token_is_known(make_ahead: Callable[...,
     for _ in range(20):
         core.step()
         num_known = int(core._rows.num_tokens[row])
-        assert core.manager.num_computed_tokens[row] == num_known - 1
+        assert core.manager.num_computed_tokens[row] <= num_known - 1
         known = core._rows.token_ids[row, :num_known]
         match = core.manager.match(np.concatenate([known, known]).astype(np.int32))
         assert match.num_tokens <= num_known - 1
     while core.num_unfinished:
         core.step()
+
+
+def test_rows_hold_spare_blocks_only_where_blocks_are_plenty(make_ahead: Callable[..., LLM]) -> None:
+    # The short rows get their next block together with the long ones, before they need it.
+    for num_blocks, num_held in ((200, 3 * 3 + 2 * 2), (5 * 16, 3 * 2 + 2)):
+        core = make_ahead(1, num_blocks=num_blocks, max_model_len=128).core
+        for index in range(5):
+            core.add(
+                core.factory.make([index + 1] * (10 if index < 3 else 4), replace(GREEDY, max_tokens=60))
+            )
+        while int(core._rows.num_tokens.max()) < 19:
+            core.step()
+        assert core.manager.num_usable_blocks - core.manager.num_free_blocks == num_held
+        while core.num_unfinished:
+            core.step()
+
+
+@pytest.mark.parametrize("num_steps", [1, 7, 30])
+def test_a_newcomer_finds_all_that_is_known(make_ahead: Callable[..., LLM], num_steps: int) -> None:
+    core = decoding(make_ahead(2), 3)
+    for _ in range(num_steps):
+        core.step()
+    row = int(core._scheduler.running_rows[1])
+    known = core._rows.token_ids[row, : core._rows.num_tokens[row]].tolist()
+    core.add(core.factory.make([*known, 5, 5], replace(GREEDY, max_tokens=1), request_id="newcomer"))
+    finished = {}
+    while core.num_unfinished:
+        finished |= {output.request_id: output for output in core.step()}
+    assert finished["newcomer"].num_cached_tokens >= len(known) - 1

@@ -19,7 +19,7 @@ EOS = 2559
 
 
 def greedy_with_penalties(path: Path, prompt: list[int], params: SamplingParams, count: int) -> list[int]:
-    """Generate greedily from transformers' logits, with penalties as the definitions say, token by token."""
+    """Generate greedily from transformers' logits, with penalties and ``min_tokens`` as defined, token by token."""
     output: list[int] = []
     for _ in range(count):
         logits = reference_logits(path, prompt + output)[-1].numpy().astype(np.float64)
@@ -29,6 +29,8 @@ def greedy_with_penalties(path: Path, prompt: list[int], params: SamplingParams,
             logits[token_id] = value / factor if value > 0 else value * factor
         for token_id in set(output):
             logits[token_id] -= params.presence_penalty + params.frequency_penalty * output.count(token_id)
+        if len(output) < params.min_tokens:
+            logits[list(params.stop_token_ids or ())] = -np.inf
         output.append(int(logits.argmax()))
     return output
 

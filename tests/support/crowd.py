@@ -33,6 +33,15 @@ def crowd(num_requests: int, seed: int, max_tokens: int = 60) -> tuple[list[list
             options["n"] = 3
         elif kind == "stops":
             options |= {"stop": ["e"], "stop_token_ids": [rng.randrange(VOCAB_SIZE) for _ in range(60)]}
+        special = rng.choice(("", "", "", "", "penalties", "min_tokens", "logprobs"))
+        if special == "penalties":
+            options |= {"repetition_penalty": rng.choice((1.0, 1.3)), "presence_penalty": 0.4}
+            options |= {"frequency_penalty": rng.choice((-0.3, 0.0, 0.6))}
+        elif special == "min_tokens":
+            options |= {"min_tokens": rng.randrange(1, options["max_tokens"] + 1)}
+            options |= {"stop_token_ids": [rng.randrange(VOCAB_SIZE) for _ in range(100)]}
+        elif special == "logprobs":
+            options |= {"logprobs": rng.choice((0, 1, 5, 20))}
         params.append(SamplingParams(ignore_eos=True, **options))
     return prompts, params
 

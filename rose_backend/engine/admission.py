@@ -1,0 +1,141 @@
+"""The queue of requests, and who comes in from it: prefix lookup, a row, room for the first chunk."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from rose_backend.block_manager import BlockManager
+from rose_backend.config import EngineConfig
+from rose_backend.engine.request import Completion
+from rose_backend.engine.row_state import Int32Array, RowState
+from rose_backend.errors import IntegrityError
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """Has a row and the blocks that the prefix cache supplies, but no new ones yet."""
+
+    completion: Completion
+    row: int
+    num_tokens: int
+    """That its first step computes."""
+    num_cached_tokens: int
+    num_new_blocks: int
+    """That its whole sequence needs."""
+
+
+class Admission:
+    """First come, first served: nobody overtakes a request that waits for rows or blocks."""
+
+    def __init__(self, config: EngineConfig, manager: BlockManager, rows: RowState) -> None:
+        self.waiting: deque[Completion] = deque()
+        self.num_promised_rows = 0
+        """Free rows that are set aside for siblings of completions that run."""
+        self._manager = manager
+        self._rows = rows
+        self._chunked_prefill = config.chunked_prefill
+        # Admission costs a prefix lookup: after a failure it is not tried again before something has been freed.
+        self._blocked: tuple[Completion, int] | None = None
+
+    def may_admit(self, num_running: int) -> bool:
+        """Whether it makes sense to look for a row and blocks for the first in the queue."""
+        if not self.waiting or not self._manager.num_free_rows:
+            return False
+        if self._blocked is None:
+            return True
+        blocked, num_free_blocks = self._blocked
+        if blocked is self.waiting[0] and num_running and self._manager.num_free_blocks <= num_free_blocks:
+            return False
+        self._blocked = None
+        return True
+
+    def admit(self, budget: int, num_running: int) -> tuple[Int32Array, Int32Array, int]:
+        """Let in as many as there is room for.
+
+        Args:
+            budget: tokens that they may compute in the next step.
+            num_running: rows in use.
+
+        Returns:
+            ``[N]`` the new rows, ``[N]`` how many tokens of each the next step computes, and how many tokens the prefix
+            cache has supplied to requests that got their first row.
+        """
+        candidates: list[_Candidate] = []
+        num_promised_blocks = 0
+        while budget > 0 and self.may_admit(num_running + len(candidates)):
+            is_first = not num_running and not candidates
+            candidate = self._pick(self.waiting[0], budget, num_promised_blocks, is_first=is_first)
+            if candidate is None:
+                break
+            self.waiting.popleft()
+            candidates.append(candidate)
+            budget -= candidate.num_tokens
+            num_promised_blocks += candidate.num_new_blocks
+        return self._seat(self._serve(candidates))
+
+    def _pick(
+        self, completion: Completion, budget: int, num_promised_blocks: int, *, is_first: bool
+    ) -> _Candidate | None:
+        """Give ``completion`` a row for a first chunk of at most ``budget`` tokens, or change nothing.
+
+        Args:
+            num_promised_blocks: free blocks that others are going to take.
+            is_first: nobody runs who could be waited for.
+        """
+        manager, token_ids = self._manager, completion.token_ids
+        if manager.num_free_rows - self.num_promised_rows < 1 + completion.num_siblings_to_fork:
+            return None
+        match = manager.match(token_ids)
+        num_remaining = len(token_ids) - match.num_tokens
+        if not self._chunked_prefill and num_remaining > budget:
+            return None
+        # The whole sequence has to fit, not only its first chunk, or it would be preempted before it is of use.
+        spare = 0 if is_first else manager.num_usable_blocks // 100
+        num_free_blocks = manager.num_free_blocks
+        num_needed = manager.blocks_needed(match, len(token_ids))
+        if not is_first and num_needed + spare > num_free_blocks - num_promised_blocks:
+            self._blocked = (completion, num_free_blocks - num_promised_blocks)
+            return None
+        admission = manager.add(token_ids, match=match)
+        if admission is None:
+            raise IntegrityError("the block manager has a free row but did not hand it out")
+        self.num_promised_rows += completion.num_siblings_to_fork
+        return _Candidate(
+            completion,
+            admission.row,
+            min(num_remaining, budget),
+            admission.num_cached_tokens,
+            num_needed - (num_free_blocks - manager.num_free_blocks),
+        )
+
+    def _serve(self, candidates: list[_Candidate]) -> list[_Candidate]:
+        """Reserve the blocks of all first chunks at once; who cannot be served goes back to the front of the queue."""
+        if not candidates or self._reserve(candidates):
+            return candidates
+        num_served = 0
+        while num_served < len(candidates) and self._reserve(candidates[num_served : num_served + 1]):
+            num_served += 1
+        for candidate in reversed(candidates[num_served:]):
+            self._manager.free(np.array([candidate.row]))
+            self.num_promised_rows -= candidate.completion.num_siblings_to_fork
+            self.waiting.appendleft(candidate.completion)
+        self._blocked = (self.waiting[0], self._manager.num_free_blocks)
+        return candidates[:num_served]
+
+    def _reserve(self, candidates: list[_Candidate]) -> bool:
+        rows = np.array([candidate.row for candidate in candidates])
+        return self._manager.reserve(rows, np.array([each.num_tokens for each in candidates])).ok
+
+    def _seat(self, candidates: list[_Candidate]) -> tuple[Int32Array, Int32Array, int]:
+        num_cached_tokens = 0
+        for candidate in candidates:
+            self._rows.fill(candidate.row, candidate.completion)
+            request = candidate.completion.request
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = candidate.num_cached_tokens
+                num_cached_tokens += candidate.num_cached_tokens
+        rows = np.array([candidate.row for candidate in candidates], np.int32)
+        return rows, np.array([candidate.num_tokens for candidate in candidates], np.int32), num_cached_tokens

@@ -1,0 +1,40 @@
+"""What an engine has done, and what it has in use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counted since the engine started."""
+
+    steps: int
+    computed_tokens: int
+    """Tokens that went through the model, of whatever kind."""
+    prompt_tokens_computed: int
+    """Prompt tokens computed for the first time; a prompt with ``n`` completions counts once."""
+    recomputed_tokens: int
+    """Tokens computed again after a preemption."""
+    generated_tokens: int
+    cached_tokens: int
+    """Prompt tokens supplied by the prefix cache."""
+    prefix_cache_queries: int
+    """Tokens looked up in the prefix cache, by sequences that come back from a preemption too."""
+    prefix_cache_hits: int
+    """Tokens found there."""
+    preemptions: int
+    clones: int
+    """Blocks copied because a sequence wrote behind a shared part-filled block."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What is in use at one moment."""
+
+    num_running: int
+    """Sequences that hold a row; each of a request's ``n`` completions counts."""
+    num_waiting: int
+    """Requests that have no row yet, preempted ones included."""
+    kv_cache_usage: float
+    """Share of the KV blocks that sequences hold, 0 to 1."""

@@ -1,0 +1,105 @@
+"""Who comes in from the queue when blocks are short."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rose_backend import SamplingParams
+from rose_backend.block_manager import BlockManager
+from rose_backend.config import EngineConfig
+from rose_backend.engine.admission import Admission
+from rose_backend.engine.request import RequestFactory
+from rose_backend.engine.row_state import RowState
+
+STEM = [1, 2, 3, 4, 5, 6]  # a block and half of one
+
+
+def make(num_blocks: int, **options: Any) -> tuple[Admission, BlockManager, RequestFactory]:
+    """Return an empty engine's queue over blocks of four tokens."""
+    manager = BlockManager(
+        num_blocks=num_blocks,
+        block_size=4,
+        max_num_seqs=8,
+        max_model_len=40,
+        prefix_cache=True,
+        bytes_per_block=1,
+    )
+    factory = RequestFactory(None, vocab_size=100, max_model_len=40, max_num_seqs=8, seed=0)  # type: ignore[arg-type]
+    config = EngineConfig(model="m", max_num_seqs=8, max_num_batched_tokens=64, **options)
+    return Admission(config, manager, RowState(8, 40, ())), manager, factory
+
+
+def queue(admission: Admission, factory: RequestFactory, *prompts: list[int], n: int = 1) -> None:
+    for prompt in prompts:
+        request = factory.make(prompt, SamplingParams(max_tokens=4, n=n))
+        admission.waiting.append(request.completions[0])
+
+
+def remember(manager: BlockManager, tokens: list[int]) -> None:
+    """Leave ``tokens`` in the prefix cache."""
+    ids, row = np.array(tokens, np.int32), np.zeros(1, np.int64)
+    admitted = manager.add(ids, match=manager.match(ids))
+    assert admitted is not None and admitted.row == 0 and manager.reserve(row, len(ids)).ok
+    manager.commit(row, np.array([len(ids)]), ids)
+    manager.free(row)
+
+
+@pytest.mark.parametrize(("num_blocks", "num_admitted"), [(11, 2), (10, 1)])
+def test_two_that_want_the_same_half_filled_block(num_blocks: int, num_admitted: int) -> None:
+    # Each may take it over, so each seems to need no copy; but only one can. With 9 blocks the copy does not fit.
+    admission, manager, factory = make(num_blocks)
+    remember(manager, STEM)
+    queue(admission, factory, STEM + list(range(50, 64)), STEM + list(range(70, 86)), n=2)
+    rows, counts, num_cached = admission.admit(64, 0)
+    assert (len(rows), counts.tolist(), num_cached) == (
+        num_admitted,
+        [14, 16][:num_admitted],
+        6 * num_admitted,
+    )
+    assert len(admission.waiting) == 2 - num_admitted and admission.num_promised_rows == num_admitted
+    assert manager.num_free_rows == 8 - num_admitted
+    manager.check_integrity()
+    # Nothing has been freed: it is not looked up again.
+    assert not admission.may_admit(num_admitted)
+    if num_admitted == 1:
+        manager.free(rows)
+        admission.num_promised_rows -= 1
+        rows, counts, num_cached = admission.admit(64, 0)
+        assert (counts.tolist(), num_cached) == ([16], 6)
+        manager.check_integrity()
+
+
+def test_who_cannot_be_served_keeps_its_place() -> None:
+    admission, manager, factory = make(5)
+    remember(manager, STEM)
+    # Nobody needs a further block, but all except the first need a copy of the half-filled one, and two are free.
+    queue(admission, factory, *([*STEM, 10 + index, 9] for index in range(5)))
+    last = [admission.waiting[3], admission.waiting[4]]
+    _, counts, _ = admission.admit(64, 0)
+    assert counts.tolist() == [2, 2, 2] and list(admission.waiting) == last
+    manager.check_integrity()
+
+
+def test_whole_sequences_are_counted_for_all_who_come_in_at_once() -> None:
+    admission, manager, factory = make(13)
+    queue(admission, factory, *([first] * 20 for first in (7, 8, 9)))
+    rows, counts, _ = admission.admit(45, 0)
+    # Of 12 blocks the first two need 10. The 5 tokens left for the third would fit, but not all of it.
+    assert counts.tolist() == [20, 20]
+    assert len(admission.waiting) == 1 and manager.num_free_rows == 6 and manager.num_free_blocks == 2
+    assert not admission.may_admit(2)
+    manager.free(rows)
+    assert admission.may_admit(0) and admission.admit(45, 0)[1].tolist() == [20]
+    manager.check_integrity()
+
+
+def test_tokens_of_a_step_are_handed_out_in_order() -> None:
+    admission, manager, factory = make(60)
+    queue(admission, factory, [7] * 10, [8] * 10, [9] * 10)
+    rows, counts, num_cached = admission.admit(25, 0)
+    assert (counts.tolist(), num_cached, rows.tolist()) == ([10, 10, 5], 0, [0, 1, 2])
+    assert not admission.waiting
+    manager.check_integrity()

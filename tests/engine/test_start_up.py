@@ -1,0 +1,219 @@
+"""What an engine chooses, tells and shows before its first request."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from triton import next_power_of_2
+
+from rose_backend import LLM
+from rose_backend.config import EngineConfig
+from rose_backend.engine import progress, start_up_report
+from rose_backend.engine.start_up import storage_bytes
+from rose_backend.engine.start_up_report import MemoryUse, StartUpReport, show_start_up
+from rose_backend.engine.token_budget import default_token_budget
+from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.engine.warm_up import padding_passes
+from rose_backend.errors import ConfigError
+from rose_backend.kernels.gpu.decode_tuning import decode_tuning
+from rose_backend.kernels.gpu.prefill_tuning import TUNED_QUERY_LENS, prefill_tuning, rows_tile
+
+GIB = 1 << 30
+ON_GPU = StartUpReport(
+    memory=MemoryUse(
+        weights=GIB, packed_copies=GIB // 2, kv_pool=4 * GIB, workspace=GIB, free=0, total=6 * GIB + GIB // 2
+    ),
+    num_blocks=4097,
+    block_size=16,
+    max_model_len=1000,
+    max_num_seqs=256,
+    max_num_batched_tokens=16_384,
+    seconds={"weights": 1.25, "kernels": 2.0},
+    num_kernels=40,
+    kernel_seconds=1.5,
+)
+
+
+def test_report_of_an_engine_on_a_cpu(tiny_model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), LLM(str(tiny_model_path), device="cpu", max_num_seqs=3) as llm:
+        report, core = llm.core.start_up, llm.core
+        model = core._runner._model
+    assert report.memory.kv_pool == core._runner._kv_cache.nbytes
+    assert report.memory.weights == sum(
+        tensor.nbytes
+        for tensor in (
+            model.weights.padded_lm_head,  # type: ignore[attr-defined]
+            model.weights.position_embedding,  # type: ignore[attr-defined]
+            model.weights.final_norm_weight,  # type: ignore[attr-defined]
+            model.weights.final_norm_bias,  # type: ignore[attr-defined]
+            *(getattr(layer, name) for layer in model.weights.layers for name in layer.__slots__),  # type: ignore[attr-defined]
+        )
+    )
+    assert (report.memory.packed_copies, report.memory.total, report.num_kernels) == (0, None, 0)
+    assert (report.num_blocks, report.max_concurrency, report.num_kv_tokens) == (3 * 64 + 1, 3.0, 3 * 1024)
+    assert report.max_num_batched_tokens == core.config.max_num_batched_tokens == 2048
+    assert llm.config.max_num_batched_tokens is None
+    for name, value in report.lines():
+        assert f"{name}: {value}" in caplog.text
+
+
+def test_lines_say_where_memory_and_time_went() -> None:
+    lines = dict(ON_GPU.lines())
+    assert sum(num_bytes for _, num_bytes in ON_GPU.memory.parts()) == ON_GPU.memory.total
+    assert lines["weights"] == "1,024 MiB"
+    assert lines["packed copies of weights"] == "512 MiB"
+    assert lines["free"] == "0 MiB" and lines["total"] == "6,656 MiB"
+    assert lines["KV blocks"] == "4,097 of 16 tokens: 65,536 tokens"
+    assert lines["at full length"] == "65.0 sequences of 1,000; more wait for blocks"
+    all_fit = dict(replace(ON_GPU, max_num_seqs=65).lines())
+    assert all_fit["at full length"] == "65.0 sequences of 1,000; all that may run"
+    assert lines["a step at most"] == "256 sequences, 16,384 tokens"
+    assert lines["start-up"] == "3.2 s: weights 1.2, kernels 2.0"
+    assert lines["kernels"] == "40 compiled or loaded in 1.5 s of that"
+    assert "CUDA graphs of decode steps" not in lines
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_table_is_for_terminals(is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setattr(
+        start_up_report,
+        "Console",
+        lambda stderr: Console(stderr=stderr, force_terminal=is_terminal, width=100),
+    )
+    show_start_up(ON_GPU, imports_s=3.0)
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert ("4,097 of 16 tokens" in captured.err) == ("3.0 s" in captured.err) == is_terminal
+
+
+def test_an_allocation_that_two_tensors_share_counts_once() -> None:
+    table = torch.zeros(10, 4)
+    holder = {"a": [table[:3], (table, torch.zeros(2))], "b": "text", "c": ON_GPU}
+    assert storage_bytes(holder) == 40 * 4 + 8
+
+
+@pytest.mark.parametrize(
+    ("gib", "is_online", "expected"),
+    [(140, False, 16_384), (140, True, 8192), (24, False, 8192), (24, True, 2048)],
+)
+def test_tokens_of_a_step_by_device(
+    gib: int, is_online: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib * GIB)
+    )
+    assert default_token_budget(torch.device("cuda"), is_online=is_online) == expected
+    assert default_token_budget(torch.device("cpu"), is_online=is_online) == 2048
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "token_budget"), [(1, 1), (13, 61), (48, 8192), (256, 1000), (256, 16_384)]
+)
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_padding_passes_reach_every_kernel_of_attention(
+    head_size: int, max_num_seqs: int, token_budget: int
+) -> None:
+    config = EngineConfig(model="m", max_num_seqs=max_num_seqs, max_num_batched_tokens=token_budget)
+    passes = padding_passes(config)
+
+    def kernel(num_rows: int, mean: float) -> Any:
+        options = (head_size, torch.float16, (9, 0))
+        return rows_tile(num_rows), prefill_tuning(mean, *options, is_describable=True)
+
+    reached = {kernel(each.num_prefills, each.tokens_per_prefill) for each in passes if each.num_prefills}
+    for num_rows in range(1, max_num_seqs + 1):
+        for num_tokens in {num_rows, *range(num_rows, token_budget + 1, 37)} & set(range(token_budget + 1)):
+            assert kernel(num_rows, num_tokens / num_rows) in reached
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 13, 48, 256, 300])
+def test_padding_passes_reach_every_kernel_of_decode_steps(max_num_seqs: int) -> None:
+    def kind(num_rows: int) -> Any:
+        return decode_tuning(64, torch.float16, 132, num_rows=num_rows, num_kv_heads=12)
+
+    config = EngineConfig(model="m", max_num_seqs=max_num_seqs, max_num_batched_tokens=2048)
+    passes = padding_passes(config, kind)
+    assert all(each.num_tokens <= 2048 for each in passes)
+
+    def kernel(num_rows: int) -> Any:
+        return next_power_of_2(num_rows), num_rows % 16 == 0, kind(num_rows)
+
+    decodes = [each.num_decodes for each in passes if not each.num_prefills]
+    assert {kernel(count) for count in decodes} == {kernel(count) for count in range(1, max_num_seqs + 1)}
+    assert max(decodes) <= max_num_seqs and len(decodes) < 30
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_tunings_change_at_the_lengths_that_are_listed(head_size: int) -> None:
+    tunings = [
+        prefill_tuning(mean, head_size, torch.float16, (9, 0), is_describable=True) for mean in range(1, 2000)
+    ]
+    changes = {mean for mean in range(2, 2000) if tunings[mean - 1] != tunings[mean - 2]}
+    assert changes <= set(TUNED_QUERY_LENS)
+
+
+def test_progress_is_a_bar_on_terminals_and_lines_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capfd: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for is_terminal in (True, False):
+        monkeypatch.setattr(
+            progress,
+            "Console",
+            lambda stderr, is_terminal=is_terminal: Console(stderr=stderr, force_terminal=is_terminal),
+        )
+        with caplog.at_level(logging.INFO):
+            assert list(progress.show_progress("making tea", (3, 4))) == [3, 4]
+        captured = capfd.readouterr()
+        assert captured.out == "" and ("making tea" in captured.err if is_terminal else captured.err == "")
+        assert "making tea: 2 took" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"gpu_memory_utilization": 1.1},
+            "gpu_memory_utilization: got 1.1, allowed is more than 0 and at most 1",
+        ),
+        ({"gpu_memory_utilization": "most"}, "gpu_memory_utilization: got 'most', allowed"),
+        ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization: got nan, allowed"),
+        ({"cpu_kvcache_space_gib": True}, "cpu_kvcache_space_gib: got True, allowed is a number above 0"),
+        ({"cpu_kvcache_space_gib": float("inf")}, "cpu_kvcache_space_gib: got inf, allowed"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens: got 0, allowed is an integer from 1 to"),
+        ({"max_num_seqs": "8"}, "max_num_seqs: got '8', allowed is an integer from 1 to"),
+        ({"block_size": 0}, "block_size: got 0, allowed is an integer from 1 to"),
+        ({"max_model_len": 1}, "max_model_len: got 1, allowed is an integer from 2 to"),
+        ({"dtype": "int8"}, "dtype: got 'int8', allowed are auto, float32, float16, bfloat16"),
+    ],
+)
+def test_errors_name_field_value_and_what_is_allowed(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        EngineConfig(model="m", **options)
+
+
+def test_tokenizer_file_is_read_as_transformers_reads_it(tiny_model_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    ours, theirs = (
+        Tokenizer(tiny_model_path),
+        AutoTokenizer.from_pretrained(str(tiny_model_path)).backend_tokenizer,
+    )
+    for text in (
+        "The rose",
+        "  two  ",
+        "a<|endoftext|> b",
+        "Die Rose blüht\n\n薔薇 🌹",
+        "\x00\x7f",
+        "don't 10,000!",
+    ):
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text).ids
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)

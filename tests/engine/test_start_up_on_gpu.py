@@ -1,0 +1,132 @@
+"""What a start on a GPU promises: the memory it reports, and that serving compiles nothing."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+from rose_backend import LLM, SamplingParams
+from rose_backend.engine import warm_up
+from rose_backend.kernels.compilations import watch_compilations
+from tests.support.crowd import crowd
+from tests.support.tiny_checkpoint import write_random_gpt2_124m
+
+pytestmark = pytest.mark.gpu
+
+OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "float16", "num_blocks": 3000, "max_num_seqs": 48}
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def forgotten_kernels() -> Iterator[None]:
+    """Let each test compile, or load from disk, whatever it launches, as a new process does."""
+    gc.collect()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("rose_backend.kernels.gpu."):
+            for value in vars(module).values():
+                if isinstance(value, JITFunction):
+                    value.device_caches.clear()
+    torch.cuda.empty_cache()
+    yield
+
+
+@pytest.fixture(scope="module")
+def gpt2_124m_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_gpt2_124m(tmp_path_factory.mktemp("gpt2_124m"))
+
+
+def serve_everything(llm: LLM) -> None:
+    """Serve requests of every kind in steps of every size."""
+    prompts, params = crowd(120, seed=3)
+    for index, each in enumerate(params):
+        if index % 5 == 1:
+            params[index] = replace(each, repetition_penalty=1.2, presence_penalty=0.1)
+        elif index % 7 == 2:
+            params[index] = replace(each, logprobs=3, min_tokens=2)
+        elif index % 11 == 3:
+            params[index] = replace(each, n=3)
+    llm.generate(prompts, params)
+    plain = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    penalised = replace(plain, frequency_penalty=0.5)
+    for count in (1, 2, 3, 7, 16, 17, 31, 48):
+        llm.generate([[5 + count, *range(9, 9 + length)] for length in range(count)], plain)
+        llm.generate([[6 + count, 7]] * count, penalised)
+    for length in (1, 15, 16, 60, 130, 700, 1000):
+        for count in (1, 5, 33):
+            llm.generate([[length % 50, count, *([11] * length)] for _ in range(count)], plain)
+    llm.core.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cuda_graph": False},
+        {"fused_kv_append": False},
+        {"fused_mlp": False, "fused_add_layernorm": False},
+        {"fused_sampler": False},
+        {"max_num_batched_tokens": 61, "max_num_seqs": 13},
+        {"num_blocks": 130},
+        {"dtype": "float32"},
+    ],
+    ids=str,
+)
+def test_serving_compiles_nothing(tiny_model_path: Path, options: dict[str, Any]) -> None:
+    with LLM(str(tiny_model_path), **{**OPTIONS, **options}) as llm:
+        assert llm.core.start_up.num_kernels > 0
+        with watch_compilations() as seen:
+            serve_everything(llm)
+    assert not seen.names, f"{len(seen.names)} kernels: {sorted(set(seen.names))}"
+
+
+def test_without_a_warm_up_serving_would_compile(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_up, "warm_kernels", lambda loaded: None)
+    with LLM(str(tiny_model_path), **OPTIONS, cuda_graph=False) as llm, watch_compilations() as seen:
+        serve_everything(llm)
+    assert seen.names
+
+
+def test_report_agrees_with_the_device(gpt2_124m_path: Path) -> None:
+    """Exclusive use of the GPU is assumed."""
+    torch.zeros(1, device="cuda")
+    free_before, total = torch.cuda.mem_get_info()
+    with LLM(str(gpt2_124m_path), **OPTIONS) as llm:
+        memory = llm.core.start_up.memory
+        free_after = torch.cuda.mem_get_info()[0]
+        assert sum(num_bytes for _, num_bytes in memory.parts()) == memory.total == total
+        assert all(num_bytes >= 0 for _, num_bytes in memory.parts())
+        assert abs(memory.free + memory.workspace - free_after) <= 64 * MIB
+        named = memory.weights + memory.packed_copies + memory.kv_pool
+        named += memory.decode_graphs + memory.prompt_graphs
+        # Beside that: what steps took already, libraries, kernels and graphs themselves, rounding.
+        assert named <= free_before - free_after <= named + memory.workspace + 512 * MIB
+        assert memory.weights > 2 * 124e6
+        assert memory.kv_pool == 3000 * 16 * 12 * 2 * 768 * 2
+
+
+def test_steps_take_no_more_than_was_set_aside(gpt2_124m_path: Path) -> None:
+    with LLM(str(gpt2_124m_path), **{**OPTIONS, "num_blocks": 9000, "max_num_seqs": 256}) as llm:
+        report = llm.core.start_up
+        memory = report.memory
+        before = torch.cuda.memory_reserved()
+        greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        prompts = [[1 + index, *range(100, 610)] for index in range(256)]
+        llm.generate(prompts, [replace(greedy, logprobs=5 if index % 2 else None) for index in range(256)])
+        llm.generate(prompts, replace(greedy, temperature=1.0, top_p=0.9))
+        after = torch.cuda.memory_reserved()
+    print(f"reserved {before / MIB:.0f} MiB, after large steps {after / MIB:.0f}")
+    for name, value in report.lines():
+        print(f"{name}: {value}")
+    named = memory.weights + memory.packed_copies + memory.kv_pool + memory.decode_graphs
+    # Rounding of many small tensors beside it.
+    assert after <= named + memory.prompt_graphs + memory.workspace + 64 * MIB
