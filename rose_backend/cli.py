@@ -1,4 +1,4 @@
-"""The ``rose`` command: ``rose generate``, ``rose blocks`` and ``rose env``."""
+"""The ``rose`` command: ``rose generate``, ``rose serve``, ``rose blocks`` and ``rose env``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from rose_backend import __version__
@@ -19,6 +20,7 @@ from rose_backend.cli_options import (
     sampling_options,
     unknown_option_message,
 )
+from rose_backend.cli_serve import add_serve_command
 from rose_backend.config import SWITCH_NAMES, EngineConfig, Switches
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.errors import RequestError, RoseError
@@ -83,6 +85,7 @@ def _build_parser() -> RoseParser:
     add_sampling_options(generate)
     add_engine_options(generate)
     generate.set_defaults(run=_generate)
+    add_serve_command(commands)
     add_blocks_command(commands)
     env = commands.add_parser(
         "env",
@@ -100,11 +103,13 @@ def _generate(args: argparse.Namespace) -> int:
     fields = sampling_options(args)
     params = SamplingParams(**fields)
     # Imported here: it loads torch, which takes seconds; mistakes in the options are reported before.
+    start = time.perf_counter()
     from rose_backend.cli_generate import generate_file, stream_prompt
 
+    imports_s = time.perf_counter() - start
     if args.prompt is not None:
-        return stream_prompt(config, args.prompt, params)
-    return generate_file(config, args.prompts, args.output, fields)
+        return stream_prompt(config, args.prompt, params, imports_s)
+    return generate_file(config, args.prompts, args.output, fields, imports_s)
 
 
 def _check_sources(prompt: str | None, prompts: str | None, output: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Reads what an engine's Prometheus endpoint says about its KV cache: vLLM's names, with Rose inside or not."""
+"""Reads what an engine's Prometheus endpoint says about its KV cache: vLLM's names, or the same of `rose serve`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ TIMEOUT_S = 5.0
 _MAX_BYTES = 32 << 20
 _USAGE = "vllm:kv_cache_usage_perc"
 _ROSE_USAGE = "rose:kv_cache_usage_perc"
-_CACHE_CONFIG = "vllm:cache_config_info"
+# A server's own prefix: Rose inside vLLM, or `rose serve`.
+_PREFIXES = ("vllm:", "rose:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,18 +144,21 @@ class _Answer:
             model=", ".join(models),
             num_blocks=self._num_blocks(),
             block_size=self._block_size(),
-            running=self._total("vllm:num_requests_running"),
-            waiting=self._total("vllm:num_requests_waiting"),
-            query_tokens=self._total("vllm:prefix_cache_queries_total"),
-            hit_tokens=self._total("vllm:prefix_cache_hits_total"),
-            preemptions=self._total("vllm:num_preemptions_total"),
-            prompt_tokens=self._total("vllm:prompt_tokens_total"),
-            generation_tokens=self._total("vllm:generation_tokens_total"),
+            running=self._total("num_requests_running"),
+            waiting=self._total("num_requests_waiting"),
+            query_tokens=self._total("prefix_cache_queries_total"),
+            hit_tokens=self._total("prefix_cache_hits_total"),
+            preemptions=self._total("num_preemptions_total"),
+            prompt_tokens=self._total("prompt_tokens_total"),
+            generation_tokens=self._total("generation_tokens_total"),
         )
 
     def _total(self, name: str) -> float | None:
-        samples = self._samples.get(name)
+        samples = self._find(name)
         return sum(sample.value for sample in samples) if samples else None
+
+    def _find(self, name: str) -> list[Sample]:
+        return next((found for prefix in _PREFIXES if (found := self._samples.get(prefix + name))), [])
 
     def _mean(self, name: str) -> float | None:
         samples = self._samples.get(name)
@@ -162,7 +166,7 @@ class _Answer:
 
     def _config(self, label: str) -> list[int]:
         # A label that is not known yet reads "None".
-        texts = [sample.labels.get(label, "") for sample in self._samples.get(_CACHE_CONFIG, ())]
+        texts = [sample.labels.get(label, "") for sample in self._find("cache_config_info")]
         return [int(text) for text in texts if text.isdecimal()]
 
     def _num_blocks(self) -> int | None:

@@ -1,0 +1,28 @@
+"""The ASGI application: all routes behind the gate."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from rose_backend import __version__
+from rose_backend.server import generation_routes, operation_routes
+from rose_backend.server.answer_models import ErrorAnswer
+from rose_backend.server.error_answers import add_error_handlers
+from rose_backend.server.gate import Gate
+from rose_backend.server.service import Service
+
+
+def build_app(service: Service) -> ASGIApp:
+    """Return the application. Whoever runs it shuts the service's engine down."""
+    app = FastAPI(
+        title="rose_backend",
+        version=__version__,
+        redoc_url=None,
+        responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
+    )
+    app.state.service = service
+    add_error_handlers(app)
+    app.include_router(generation_routes.router)
+    app.include_router(operation_routes.router)
+    return Gate(app, service)

@@ -1,0 +1,132 @@
+"""Errors as OpenAI's clients know them: ``{"error": {"message", "type", "param", "code"}}`` with a fitting status."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from rose_backend.errors import EngineDeadError, QueueFullError, RequestError
+from rose_backend.server.settings import RETRY_AFTER_S
+
+CLIENT_LEFT = 499
+"""Status in logs and metrics of a request whose client did not wait for the answer; it is never sent."""
+
+_INVALID, _SERVER = "invalid_request_error", "server_error"
+_TYPE_OF_STATUS = {429: "rate_limit_error"}
+_CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed", 500: "internal_error"}
+# pydantic names the branch of a union in an error's place; these are no fields.
+_BRANCHES = frozenset({"str", "int", "float", "bool", "none"})
+
+
+class ApiError(HTTPException):
+    """An answer other than success, with all that OpenAI's error object says."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str
+    ) -> None:
+        # A header's name has dashes where a keyword has underscores.
+        super().__init__(status, message, {name.replace("_", "-"): value for name, value in headers.items()})
+        self.param = param
+        self.code = code
+
+    def response(self) -> Response:
+        """Return the answer."""
+        return Response(self._json(), self.status_code, self.headers, media_type="application/json")
+
+    def event(self) -> bytes:
+        """Return the event that tells the reader of a stream; OpenAI's clients raise when they see it."""
+        return b"data: " + self._json() + b"\n\n"
+
+    def _json(self) -> bytes:
+        status = self.status_code
+        error = {
+            "message": self.detail,
+            "type": _TYPE_OF_STATUS.get(status, _SERVER if status >= 500 else _INVALID),
+            "param": self.param,
+            "code": _CODE_OF_STATUS.get(status) if self.code is None else self.code,
+        }
+        return json.dumps({"error": error}).encode()
+
+
+def as_api_error(error: Exception, what: str = "request") -> ApiError:
+    """Return the answer to a request that failed.
+
+    Args:
+        what: the request's method and path, for errors that say only what is wrong with them.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return describe_validation_errors(error.errors())
+    if isinstance(error, HTTPException):
+        answer = ApiError(error.status_code, f"{what}: {error.detail}")
+        answer.headers = error.headers
+        return answer
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", retry_after=str(RETRY_AFTER_S))
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), param=error.parameter)
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, str(error), code="engine_dead")
+    return ApiError(500, "the server failed; its log has the reason")
+
+
+def describe_validation_errors(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Say which field of the body is wrong, what was got and what is allowed.
+
+    Args:
+        errors: as pydantic reports them, the body's own path before each field's.
+    """
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", first["msg"])
+        return ApiError(400, f"body: not valid JSON ({reason})", param="body")
+    field = first["loc"][1:2]
+    ours = [error for error in errors if error["loc"][1:2] == field]
+    # Of the branches of a union the one that came furthest is the one that was meant.
+    deepest = max(ours, key=lambda error: len(error["loc"]))
+    path = _field_path(deepest)
+    if deepest["type"] == "missing":
+        return ApiError(400, f"{path}: missing, but required", param=path)
+    got = reprlib.repr(deepest["input"])
+    reasons = [str(error["msg"]) for error in ours if _field_path(error) == path]
+    allowed = " or ".join(dict.fromkeys(reason.removeprefix("Input should be ") for reason in reasons))
+    return ApiError(400, f"{path}: got {got}, allowed is: {allowed}", param=path)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer every error in OpenAI's shape."""
+
+    async def answer_error(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=CLIENT_LEFT)
+        answer = as_api_error(error, f"{request.method} {request.url.path}")
+        request.state.record.error = answer.detail
+        return answer.response()
+
+    for kind in (
+        RequestValidationError,
+        HTTPException,
+        RequestError,
+        EngineDeadError,
+        ClientDisconnect,
+        Exception,
+    ):
+        app.add_exception_handler(kind, answer_error)
+
+
+def _field_path(error: Mapping[str, Any]) -> str:
+    parts = [str(part) for part in error["loc"][1:] if _is_field(part)]
+    return ".".join(parts) or "body"
+
+
+def _is_field(part: object) -> bool:
+    return isinstance(part, int) or (isinstance(part, str) and part.isidentifier() and part not in _BRANCHES)

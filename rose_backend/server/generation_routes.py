@@ -1,0 +1,172 @@
+"""``/v1/completions`` and ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.errors import EngineDeadError, RequestError
+from rose_backend.server.answer_models import ChatAnswerModel, CompletionAnswerModel
+from rose_backend.server.answers import DONE_EVENT, Answer, AnswerHead, ChatAnswer, CompletionAnswer
+from rose_backend.server.chat_template import plain_messages
+from rose_backend.server.error_answers import ApiError, as_api_error
+from rose_backend.server.event_stream import EventStream, unless_disconnected
+from rose_backend.server.generation import Generation, PromptOutput
+from rose_backend.server.other_fields import check_other_fields
+from rose_backend.server.prompts import (
+    check_text_length,
+    encode_prompts,
+    read_prompts,
+    run_by_length,
+    sampling_params,
+)
+from rose_backend.server.request_models import (
+    Body,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from rose_backend.server.request_record import RequestRecord
+from rose_backend.server.service import Service
+
+router = APIRouter()
+
+# Of each event; its data is JSON, or [DONE].
+_EVENT_SCHEMA = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+_EVENTS = {"text/event-stream": {"schema": _EVENT_SCHEMA}}
+
+
+@router.post(
+    "/v1/completions",
+    responses={200: {"model": CompletionAnswerModel, "content": _EVENTS}},
+    tags=["generate"],
+)
+async def complete(request: Request, body: CompletionRequest) -> Response:
+    """Continue one prompt or several."""
+    service = check_body(request, body)
+    params = sampling_params(body)
+    prompts = read_prompts(body.prompt, service.settings.max_prompts)
+    tokenizer, max_model_len = service.engine.tokenizer, service.engine.max_model_len
+    prompt_ids = await encode_prompts(prompts, tokenizer, max_model_len)
+
+    def echo(index: int) -> str:
+        prompt = prompts[index]
+        return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
+
+    answer = CompletionAnswer(
+        make_head(service, request, "cmpl"),
+        n=params.n,
+        include_usage=wants_usage(body),
+        echo=echo if body.echo else None,
+    )
+    return await generate(request, prompt_ids, params, answer, is_streaming=bool(body.stream))
+
+
+@router.post(
+    "/v1/chat/completions", responses={200: {"model": ChatAnswerModel, "content": _EVENTS}}, tags=["generate"]
+)
+async def chat(request: Request, body: ChatCompletionRequest) -> Response:
+    """Answer a conversation."""
+    service = check_body(request, body)
+    params = sampling_params(body)
+    template = service.chat_template
+    template.check_available()
+    messages = plain_messages(body.messages)
+    num_characters = sum(len(message["content"]) for message in messages)
+    check_text_length("messages", num_characters, service.engine.tokenizer, service.engine.max_model_len)
+    adds_start = body.add_generation_prompt is not False
+    prompt_ids = await run_by_length(
+        num_characters, lambda: template.encode(messages, add_generation_prompt=adds_start)
+    )
+    answer = ChatAnswer(
+        make_head(service, request, "chatcmpl"),
+        n=params.n,
+        include_usage=wants_usage(body),
+        num_top_logprobs=body.top_logprobs or 0,
+    )
+    return await generate(request, [prompt_ids], params, answer, is_streaming=bool(body.stream))
+
+
+def check_body(request: Request, body: Body) -> Service:
+    """Check the model's name and the fields that the body's model does not have; return the service.
+
+    Raises:
+        ApiError: 404, the model is not served here.
+        RequestError: see ``check_other_fields``.
+    """
+    service: Service = request.app.state.service
+    names = service.settings.served_model_names
+    if body.model is not None and body.model not in names:
+        raise ApiError(
+            404,
+            f"model: got {body.model[:200]!r}, allowed here: {', '.join(names)}",
+            param="model",
+            code="model_not_found",
+        )
+    check_other_fields(body)
+    return service
+
+
+def make_head(service: Service, request: Request, kind: str) -> AnswerHead:
+    """Return the fields that every part of the answer repeats; its id holds the request's."""
+    record: RequestRecord = request.state.record
+    return AnswerHead(f"{kind}-{record.request_id}", int(time.time()), service.model_name)
+
+
+def wants_usage(body: GenerationRequest) -> bool:
+    """Return whether a stream ends with token counts."""
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+async def generate(
+    request: Request, prompts: list[list[int]], params: SamplingParams, answer: Answer, *, is_streaming: bool
+) -> Response:
+    """Run the prompts and answer, whole or as a stream; give up when the client leaves.
+
+    A stream's status is sent with its first token, so that a refusal still has a status of its own.
+
+    Raises:
+        ClientDisconnect: the client left before the answer began.
+        RequestError: a prompt or a parameter is not allowed, or the queue is full.
+        EngineDeadError: the engine failed.
+    """
+    record: RequestRecord = request.state.record
+    outputs = Generation(request.app.state.service, record, prompts, params).outputs()
+    try:
+        if not is_streaming:
+            body = await unless_disconnected(request.receive, _collect(outputs, answer))
+            return Response(body, media_type="application/json")
+        first = await unless_disconnected(request.receive, _first(outputs))
+    except BaseException:
+        await outputs.aclose()
+        raise
+    return EventStream(_events(first, outputs, answer, record), record)
+
+
+async def _collect(outputs: AsyncGenerator[PromptOutput, None], answer: Answer) -> bytes:
+    async for index, output in outputs:
+        answer.keep(index, output)
+    return answer.body()
+
+
+async def _first(outputs: AsyncGenerator[PromptOutput, None]) -> PromptOutput:
+    return await anext(outputs)
+
+
+async def _events(
+    first: PromptOutput, outputs: AsyncGenerator[PromptOutput, None], answer: Answer, record: RequestRecord
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(outputs):
+        try:
+            yield answer.events(*first)
+            async for index, output in outputs:
+                yield answer.events(index, output)
+            yield answer.end_events()
+        except (RequestError, EngineDeadError) as error:
+            record.error = str(error)
+            yield as_api_error(error).event() + DONE_EVENT

@@ -1,0 +1,91 @@
+"""Everything but generation: models, tokens, health, version, metrics."""
+
+from __future__ import annotations
+
+import json
+
+from fastapi import APIRouter, Request
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.responses import Response
+
+from rose_backend import __version__
+from rose_backend.server.answer_models import (
+    DetokenizeAnswer,
+    HealthAnswer,
+    ModelList,
+    TokenizeAnswer,
+    VersionAnswer,
+)
+from rose_backend.server.error_answers import ApiError
+from rose_backend.server.generation_routes import check_body
+from rose_backend.server.prompts import encode_prompts
+from rose_backend.server.request_models import DetokenizeRequest, TokenizeRequest
+from rose_backend.server.service import Service
+
+router = APIRouter()
+
+
+@router.get("/v1/models", responses={200: {"model": ModelList}}, tags=["models"])
+async def list_models(request: Request) -> Response:
+    """List the names that requests may use."""
+    service: Service = request.app.state.service
+    cards = [
+        {
+            "id": name,
+            "object": "model",
+            "created": service.start_time_s,
+            "owned_by": "rose_backend",
+            "root": service.engine.config.model,
+            "max_model_len": service.engine.max_model_len,
+        }
+        for name in service.settings.served_model_names
+    ]
+    return _json({"object": "list", "data": cards})
+
+
+@router.post("/tokenize", responses={200: {"model": TokenizeAnswer}}, tags=["tokens"])
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+    """Return the token ids of a prompt."""
+    service = check_body(request, body)
+    max_model_len = service.engine.max_model_len
+    token_ids = (await encode_prompts([body.prompt], service.engine.tokenizer, max_model_len))[0]
+    return _json({"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids})
+
+
+@router.post("/detokenize", responses={200: {"model": DetokenizeAnswer}}, tags=["tokens"])
+async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
+    """Return the text of token ids; ids that no token has are left out."""
+    service = check_body(request, body)
+    return _json({"prompt": service.engine.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+
+@router.get("/health", responses={200: {"model": HealthAnswer}}, tags=["operations"])
+async def health(request: Request) -> Response:
+    """Say whether requests are served: 503 after a failure of the engine, and while shutting down."""
+    service: Service = request.app.state.service
+    if service.is_draining:
+        raise ApiError(503, "the server is shutting down", code="draining")
+    if not service.engine.is_running:
+        raise ApiError(503, "the engine has stopped; the server must be restarted", code="engine_dead")
+    return _json({"status": "ok"})
+
+
+@router.get("/version", responses={200: {"model": VersionAnswer}}, tags=["operations"])
+async def version() -> Response:
+    """Return the version of rose_backend."""
+    return _json({"version": __version__})
+
+
+@router.get(
+    "/metrics",
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    tags=["operations"],
+)
+async def metrics(request: Request) -> Response:
+    """Return Prometheus metrics."""
+    service: Service = request.app.state.service
+    return Response(service.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+def _json(answer: object) -> Response:
+    return Response(json.dumps(answer).encode(), media_type="application/json")

@@ -1,0 +1,144 @@
+"""Start the server, and stop it without losing an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import socket
+import time
+from types import FrameType
+
+import uvicorn
+
+from rose_backend.config import EngineConfig
+from rose_backend.engine.async_engine import AsyncEngine
+from rose_backend.errors import ConfigError
+from rose_backend.server.app import build_app
+from rose_backend.server.chat_template import ChatTemplate
+from rose_backend.server.service import Service
+from rose_backend.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+_ABORT_TIMEOUT_S = 5.0
+"""How long aborted requests may take to send what they have."""
+
+
+def serve(config: EngineConfig, settings: ServerSettings) -> None:
+    """Load the model and serve it until SIGTERM or Ctrl-C.
+
+    Raises:
+        ConfigError: an option does not fit the model or the machine, or the address cannot be used.
+        ModelError: the model cannot be loaded.
+    """
+    # Both before the model is loaded: a mistake should not cost that wait. Nobody can connect before it is over.
+    listener = bind(settings)
+    chat_template = ChatTemplate(config.model, settings.chat_template)
+    options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    engine = AsyncEngine(options.pop("model"), **options)
+    service = Service(engine, settings, chat_template)
+    make_server(service).run(sockets=[listener])
+
+
+def make_server(service: Service) -> DrainingServer:
+    """Return a server for sockets that are bound already."""
+    config = uvicorn.Config(
+        build_app(service),
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(_ABORT_TIMEOUT_S),
+    )
+    return DrainingServer(config, service)
+
+
+class DrainingServer(uvicorn.Server):
+    """Answers the first SIGTERM or Ctrl-C by refusing new requests while running ones finish; the second stops at once.
+
+    Running requests that are not done after ``drain_timeout_s`` are aborted: they are answered with what they have.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._drain_start_s = 0.0
+        self._has_aborted = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start listening and say so."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            logger.info("serving %s on %s", self._service.model_name, _describe(listener))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close all connections, then the engine."""
+        await super().shutdown(sockets)
+        await self._service.engine.shutdown()
+        # After a second signal: streams still get to say why they end.
+        for _ in range(100):
+            if not self._service.num_active_requests:
+                break
+            await asyncio.sleep(0.01)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Note a signal; ``on_tick`` does the rest."""
+        if self._service.is_draining:
+            self.should_exit = self.force_exit = True
+        else:
+            self._service.is_draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Look after a drain, ten times a second. True ends the server."""
+        if self._service.is_draining and not self.should_exit:
+            await self._advance_drain()
+        return await super().on_tick(counter)
+
+    async def _advance_drain(self) -> None:
+        service, now = self._service, time.monotonic()
+        if not self._drain_start_s:
+            self._drain_start_s = now
+            logger.info("shutting down; %d requests are running", service.num_active_requests)
+        if not service.num_active_requests:
+            self.should_exit = True
+            return
+        over_s = now - self._drain_start_s - service.settings.drain_timeout_s
+        if over_s >= 0.0 and not self._has_aborted:
+            self._has_aborted = True
+            logger.warning("time is up; aborting %d requests", service.num_active_requests)
+            await service.abort_all()
+        self.should_exit = over_s >= _ABORT_TIMEOUT_S
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """Take the address without listening yet.
+
+    Raises:
+        ConfigError: it is in use, or not this machine's.
+    """
+    try:
+        if settings.uds is not None:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind(settings.uds)
+            return listener
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        # A port whose last owner has just ended is free.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        where = settings.uds if settings.uds is not None else f"{settings.host}:{settings.port}"
+        name = "uds" if settings.uds is not None else "host, port"
+        raise ConfigError(f"{name}: got {where}, which cannot be used ({error.strerror or error})") from error
+    return listener
+
+
+def _describe(listener: socket.socket) -> str:
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,66 @@
+"""How the server listens and what it accepts. What the engine does is ``EngineConfig``'s."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rose_backend.config import check_int
+from rose_backend.errors import ConfigError
+
+BODY_TIMEOUT_S = 60.0
+"""A request's body must have arrived by then."""
+RETRY_AFTER_S = 1
+"""What refused clients are told to wait."""
+MAX_MESSAGES = 1024
+"""Messages of one chat request."""
+MAX_PARTS = 256
+"""Parts of one message."""
+MAX_UNKNOWN_FIELDS = 16
+"""Fields of one request that nobody knows; each is compared with all known names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Options of ``rose serve`` that are not the engine's.
+
+    Raises:
+        ConfigError: names the option, what was got and what is allowed.
+    """
+
+    served_model_names: tuple[str, ...]
+    """Names that requests may use for the model; answers carry the first."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes a free one."""
+    uds: str | None = None
+    """Path of a Unix socket to listen on instead of host and port."""
+    api_keys: tuple[str, ...] = ()
+    """Any of them is accepted as a bearer token; none: no key is asked for."""
+    chat_template: str | None = None
+    """File with a Jinja template to use instead of the tokenizer's own."""
+    max_body_bytes: int = 16 << 20
+    max_prompts: int = 1024
+    """Prompts of one request."""
+    drain_timeout_s: float = 30.0
+    """How long running requests may go on after SIGTERM before they are aborted."""
+    log_requests: bool = True
+    """Write one line per request."""
+
+    def __post_init__(self) -> None:
+        if not self.served_model_names or not all(self.served_model_names):
+            raise ConfigError(f"served_model_name: got {self.served_model_names!r}, allowed are names")
+        check_int("port", self.port, 0, 65_535)
+        check_int("max_body_bytes", self.max_body_bytes, 1, 1 << 32)
+        check_int("max_prompts", self.max_prompts, 1, 1 << 20)
+        if not self.host:
+            raise ConfigError("host: got an empty name, allowed is an address or a host name")
+        if not 0.0 <= self.drain_timeout_s < math.inf:
+            raise ConfigError(
+                f"drain_timeout_s: got {self.drain_timeout_s}, allowed is a number of seconds, 0 or more"
+            )
+        # Other characters cannot be sent in a header as they are.
+        if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
+            raise ConfigError(
+                "api_key: got an empty key or one with spaces or characters outside ASCII, neither is allowed"
+            )

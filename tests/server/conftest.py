@@ -1,0 +1,56 @@
+"""One server for most tests, and the engine whose answers it must give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rose_backend import LLM
+from tests.server.live_server import LiveServer, running_server
+
+CHAT_TEMPLATE = """{%- for message in messages -%}
+{%- if message.content == "forbidden" -%}{{ raise_exception("not this word") }}{%- endif -%}
+{{ message.role }}{{ " " + message.name if message.name }}: {{ message.content }}
+{% endfor -%}
+{%- if add_generation_prompt -%}assistant:{%- endif -%}"""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Keep torch to one thread: for a tiny model more are no faster, and far slower when other programs run."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="session")
+def chat_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a file with a template for conversations."""
+    path = tmp_path_factory.mktemp("template") / "chat.jinja"
+    path.write_text(CHAT_TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="session")
+def shared_server(tiny_model_path: Path, chat_template: Path) -> Iterator[LiveServer]:
+    """Return a server with a chat template."""
+    with running_server(tiny_model_path, {"chat_template": str(chat_template)}) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: LiveServer) -> Iterator[LiveServer]:
+    """Return the shared server; fails the test that leaves anything behind in it."""
+    yield shared_server
+    shared_server.wait_until_idle()
+
+
+@pytest.fixture(scope="session")
+def llm(tiny_model_path: Path) -> Iterator[LLM]:
+    """Return an engine that answers without a server."""
+    with LLM(str(tiny_model_path), max_num_seqs=8, num_blocks=600) as llm:
+        yield llm

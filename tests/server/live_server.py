@@ -1,0 +1,146 @@
+"""A real server on a free port, in a thread of the test's process."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from rose_backend import AsyncEngine
+from rose_backend.server.chat_template import ChatTemplate
+from rose_backend.server.serve import bind, make_server
+from rose_backend.server.service import Service
+from rose_backend.server.settings import ServerSettings
+
+MODEL = "tiny"
+TIMEOUT_S = 60.0
+LONG: dict[str, Any] = {
+    "prompt": "Once upon a time",
+    "max_tokens": 1000,
+    "ignore_eos": True,
+    "temperature": 0,
+}
+"""Takes seconds; tests that start it also end it."""
+
+
+class LiveServer:
+    """One running server.
+
+    Attributes:
+        url: root of its HTTP interface.
+        http: plain client; its connections stay open between calls.
+        openai: the real thing, without retries.
+    """
+
+    def __init__(self, model: Path, settings: dict[str, Any], options: dict[str, Any]) -> None:
+        self.settings = ServerSettings(**{"served_model_names": (MODEL,), "port": 0, **settings})
+        self.engine = AsyncEngine(str(model), **options)
+        template = ChatTemplate(str(model), self.settings.chat_template)
+        self.service = Service(self.engine, self.settings, template)
+        listener = bind(self.settings)
+        self.port: int = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server = make_server(self.service)
+        self._thread = threading.Thread(target=self.server.run, args=([listener],), name="rose-server")
+        self._thread.start()
+        key = self.settings.api_keys[0] if self.settings.api_keys else "unused"
+        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S)
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=TIMEOUT_S)
+        wait_until(lambda: self.server.started)
+
+    def complete(self, **body: object) -> httpx.Response:
+        """Post a completion request."""
+        return self.http.post("/v1/completions", json=body)
+
+    def text(self, **body: object) -> str:
+        """Return the text of the only completion of a request that must succeed."""
+        answer = self.complete(**body)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric's samples."""
+        return read_metric(self.http.get("/metrics").text, name)
+
+    def wait_until_idle(self) -> None:
+        """Return when no request is left, and check that none has left anything behind."""
+        wait_until(lambda: not self.service.num_active_requests and not self.engine._core.num_unfinished)
+        assert not self.service.engine_request_ids
+        self.engine._core.check_integrity()
+
+    def signal(self) -> None:
+        """Do what the handler of SIGTERM does."""
+        self.server.handle_exit(15, None)
+
+    def join(self) -> None:
+        """Wait for the end."""
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive(), "the server does not end"
+
+    def close(self) -> None:
+        """Stop; a request that is still running is the fault of the test."""
+        if self._thread.is_alive():
+            if self.engine.is_running:
+                self.wait_until_idle()
+            self.signal()
+        self.http.close()
+        self.openai.close()
+        self.join()
+
+
+@contextmanager
+def running_server(
+    model: Path, settings: dict[str, Any] | None = None, **options: Any
+) -> Iterator[LiveServer]:
+    """Start a server with fields of ``ServerSettings`` and of ``EngineConfig``."""
+    server = LiveServer(model, settings or {}, {"max_num_seqs": 8, "num_blocks": 600, **options})
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextmanager
+def sent(server: LiveServer, content: bytes, *, length: int | None = None) -> Iterator[socket.socket]:
+    """Send a completion request and hang up at the end; ``length`` may promise more than is sent."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT_S) as connection:
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(content) if length is None else length}\r\n\r\n"
+        )
+        connection.sendall(head.encode() + content)
+        yield connection
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Return when ``condition`` is true."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.005)
+
+
+def read_metric(text: str, name: str) -> float:
+    """Return the sum of a metric's samples in Prometheus' text format; with labels in ``name``, of that one."""
+    if "{" in name:
+        values = re.findall(rf"(?m)^rose:{re.escape(name)} (\S+)$", text)
+        # Prometheus leaves out what was never counted.
+        return float(values[0]) if values else 0.0
+    values = re.findall(rf"(?m)^rose:{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text)
+    assert values, f"no metric {name}"
+    return sum(map(float, values))
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """Return the error object of a refused request."""
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error

@@ -1,0 +1,172 @@
+"""``/v1/chat/completions``: the template's text goes through the engine, OpenAI's shapes come out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose_backend import LLM, SamplingParams
+from rose_backend.errors import ConfigError
+from rose_backend.server.chat_template import ChatTemplate
+from tests.server.live_server import MODEL, LiveServer, error_of, running_server
+from tests.server.test_completions import GREEDY, stream
+
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "name": "Ann", "content": "Tell me of the king."},
+]
+RENDERED = "system: Be kind.\nuser Ann: Tell me of the king.\nassistant:"
+
+
+def post(server: LiveServer, **body: object) -> Any:
+    return server.http.post("/v1/chat/completions", json=body)
+
+
+def test_the_template_makes_the_prompt(server: LiveServer, llm: LLM) -> None:
+    expected = llm.generate(RENDERED, SamplingParams(**GREEDY))[0]
+    answer = server.openai.chat.completions.create(model=MODEL, messages=MESSAGES, **GREEDY)
+    assert answer.object == "chat.completion"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content == expected.outputs[0].text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+
+
+def test_without_the_start_of_an_answer(server: LiveServer, llm: LLM) -> None:
+    text = RENDERED.removesuffix("assistant:")
+    expected = llm.generate(text, SamplingParams(**GREEDY))[0].outputs[0].text
+    answer = post(server, messages=MESSAGES, add_generation_prompt=False, **GREEDY).json()
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": expected}
+
+
+def test_text_parts_are_joined(server: LiveServer) -> None:
+    parts = [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]
+    whole = post(server, messages=[{"role": "user", "content": "One\ntwo"}], **GREEDY).json()
+    assert (
+        post(server, messages=[{"role": "user", "content": parts}], **GREEDY).json()["choices"]
+        == whole["choices"]
+    )
+
+
+def test_an_answer_can_be_sent_back(server: LiveServer) -> None:
+    first = server.openai.chat.completions.create(model=MODEL, messages=MESSAGES, **GREEDY)
+    messages = [*MESSAGES, first.choices[0].message, {"role": "user", "content": "And then?"}]
+    second = server.openai.chat.completions.create(model=MODEL, messages=messages, **GREEDY)
+    assert second.choices[0].message.content
+    assert second.usage is not None and first.usage is not None
+    assert second.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_both_names_of_the_limit(server: LiveServer, name: str) -> None:
+    answer = post(server, messages=MESSAGES, temperature=0, **{name: 3}).json()
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+def test_no_limit_fills_the_window(server: LiveServer) -> None:
+    message = {"role": "user", "content": "rose " * 300}
+    answer = post(server, messages=[message], temperature=0, ignore_eos=True).json()
+    assert answer["usage"]["total_tokens"] == server.engine.max_model_len
+
+
+def test_logprobs_are_the_engines(server: LiveServer, llm: LLM) -> None:
+    expected = llm.generate(RENDERED, SamplingParams(seed=1, max_tokens=6, logprobs=3))[0].outputs[0].logprobs
+    answer = server.openai.chat.completions.create(
+        model=MODEL, messages=MESSAGES, seed=1, max_tokens=6, logprobs=True, top_logprobs=3
+    )
+    shown = answer.choices[0].logprobs
+    assert shown is not None and shown.content is not None and expected is not None
+    for position, entry in zip(shown.content, expected, strict=True):
+        chosen, *_ = entry.values()
+        assert (position.token, position.logprob) == (
+            chosen.decoded_token,
+            pytest.approx(chosen.logprob, abs=1e-4),
+        )
+        assert bytes(position.bytes or []).decode() == position.token
+        best = sorted((each for each in entry.values() if each.rank <= 3), key=lambda each: each.rank)
+        assert [top.token for top in position.top_logprobs] == [each.decoded_token for each in best]
+        assert [top.logprob for top in position.top_logprobs] == pytest.approx(
+            [each.logprob for each in best], abs=1e-4
+        )
+
+
+def test_logprobs_without_alternatives(server: LiveServer) -> None:
+    answer = post(server, messages=MESSAGES, logprobs=True, **GREEDY).json()
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert len(content) == 12 and all(position["top_logprobs"] == [] for position in content)
+
+
+def test_a_stream_adds_up_to_the_whole(server: LiveServer) -> None:
+    fields = {"messages": MESSAGES, "n": 2, "seed": 6, "max_tokens": 10, "logprobs": True, "top_logprobs": 1}
+    whole = post(server, **fields).json()
+    events = stream(server, "/v1/chat/completions", **fields)
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    for choice in whole["choices"]:
+        mine = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert all(set(part["delta"]) == {"content"} for part in mine[1:])
+        assert "".join(part["delta"]["content"] for part in mine) == choice["message"]["content"]
+        assert mine[-1]["finish_reason"] == choice["finish_reason"] == "length"
+        tokens = [
+            entry["token"] for part in mine if part["logprobs"] for entry in part["logprobs"]["content"]
+        ]
+        assert tokens == [entry["token"] for entry in choice["logprobs"]["content"]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({}, "messages", "messages: missing, but required"),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [{"role": "user", "content": "a"}] * 1025}, "messages", "at most 1024 items"),
+        ({"messages": [{"role": "pirate", "content": "a"}]}, "messages.0.role", "got 'pirate'"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "missing, but required"),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages.0.content",
+            "valid string or a valid list",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0.type",
+            "got 'image_url', allowed is: 'text'",
+        ),
+        ({"messages": [{"role": "user", "content": "forbidden"}]}, "messages", "not this word"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]},
+            "messages",
+            "messages.0.tool_calls: not supported",
+        ),
+        ({"messages": [{"role": "user", "content": "rose " * 50_000}]}, "messages", "got 250000 characters"),
+        ({"messages": [{"role": "user", "content": "rose " * 2_000}]}, "prompt", "allowed are at most 1023"),
+        ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "without logprobs"),
+        ({"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "one of the two"),
+        ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"messages": MESSAGES, "message": []}, "message", "did you mean 'messages'?"),
+    ],
+)
+def test_refusals(server: LiveServer, fields: dict[str, Any], param: str, message: str) -> None:
+    answer = post(server, **fields)
+    assert answer.status_code == 400
+    error = error_of(answer)
+    assert error["param"] == param and message in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_a_template_with_a_mistake(tiny_model_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text("{% for message in messages %}\n{{ message.content }")
+    with pytest.raises(ConfigError, match=r"^chat_template: line 2: "):
+        ChatTemplate(str(tiny_model_path), str(path))
+    path.write_text("{{ raise_exception('at least two messages') }}")
+    ChatTemplate(str(tiny_model_path), str(path)).check_available()
+
+
+def test_a_model_without_template_is_named(tiny_model_path: Path) -> None:
+    with running_server(tiny_model_path) as server:
+        answer = post(server, messages=MESSAGES)
+        assert answer.status_code == 400
+        assert "no chat template" in error_of(answer)["message"]
+        assert "--chat-template" in error_of(answer)["message"]

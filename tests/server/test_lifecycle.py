@@ -1,0 +1,229 @@
+"""Clients that leave, queues that fill up, engines that die, and the end: nobody hangs, nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from rose_backend.errors import ConfigError
+from rose_backend.server.serve import bind
+from rose_backend.server.settings import ServerSettings
+from tests.server.live_server import (
+    LONG,
+    MODEL,
+    LiveServer,
+    error_of,
+    read_metric,
+    running_server,
+    sent,
+    wait_until,
+)
+
+
+@contextmanager
+def long_stream(server: LiveServer, **fields: object) -> Iterator[Iterator[str]]:
+    """Start a streamed answer that takes seconds, wait for its first event, and hang up at the end."""
+    with server.http.stream("POST", "/v1/completions", json={**LONG, **fields, "stream": True}) as answer:
+        assert answer.status_code == 200
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        yield lines
+
+
+ABORTED = 'request_success_total{finished_reason="abort",model_name="tiny"}'
+LEFT = 'http_responses_total{route="/v1/completions",status="499"}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_completions"),
+    [({}, 1), ({"n": 3, "seed": 1}, 3), ({"prompt": ["The king", "A queen", "薔薇"]}, 3)],
+)
+def test_leaving_a_stream_frees_everything(
+    server: LiveServer, fields: dict[str, Any], num_completions: int
+) -> None:
+    before = server.http.get("/metrics").text
+    with long_stream(server, **fields):
+        assert server.metric("kv_cache_usage_perc") > 0
+    server.wait_until_idle()
+    after = server.http.get("/metrics").text
+    assert read_metric(after, "kv_cache_usage_perc") == 0
+    assert read_metric(after, ABORTED) - read_metric(before, ABORTED) == num_completions
+    assert read_metric(after, LEFT) - read_metric(before, LEFT) == 1
+    num_tokens = read_metric(after, "generation_tokens_total") - read_metric(
+        before, "generation_tokens_total"
+    )
+    assert num_tokens < num_completions * LONG["max_tokens"]
+
+
+@pytest.mark.parametrize("prompts", [["The king"], ["The king", "A queen"]])
+def test_leaving_while_waiting_for_a_whole_answer(tiny_model_path: Path, prompts: list[str]) -> None:
+    with running_server(tiny_model_path) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json={**LONG, "prompt": prompts}, timeout=0.2)
+        server.wait_until_idle()
+        text = server.http.get("/metrics").text
+        assert read_metric(text, LEFT) == 1
+        assert read_metric(text, ABORTED) == len(prompts)
+        assert read_metric(text, "generation_tokens_total") < len(prompts) * LONG["max_tokens"]
+
+
+def test_one_request_id_twice_at_once(server: LiveServer) -> None:
+    server.http.headers["X-Request-Id"] = "twin"
+    try:
+        with long_stream(server), long_stream(server) as lines:
+            assert '"id":"cmpl-twin"' in next(line for line in lines if line)
+    finally:
+        del server.http.headers["X-Request-Id"]
+
+
+def test_a_full_queue_is_told_to_come_back(tiny_model_path: Path) -> None:
+    with running_server(tiny_model_path, max_num_seqs=1, max_queue_size=1) as server:
+        with long_stream(server), sent(server, json.dumps({**LONG, "prompt": "Waiting"}).encode()):
+            wait_until(lambda: server.metric("num_requests_waiting") == 1)
+            assert server.metric("num_requests_running") == 1
+            for fields in ({}, {"stream": True}, {"prompt": ["a", "b"]}):
+                answer = server.complete(**{**LONG, **fields})
+                assert answer.status_code == 429
+                assert answer.headers["retry-after"] == "1"
+                error = error_of(answer)
+                assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+                assert "allowed are 1 (max_queue_size)" in error["message"]
+            with pytest.raises(openai.RateLimitError):
+                server.openai.completions.create(model=MODEL, prompt="a")
+        server.wait_until_idle()
+        # A batch that does not fit the queue as a whole leaves nothing of itself behind.
+        assert server.complete(prompt=["a"] * 5, max_tokens=2).status_code == 429
+        server.wait_until_idle()
+        assert server.complete(prompt="a", max_tokens=2).status_code == 200
+
+
+def test_after_the_engine_has_died(tiny_model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with running_server(tiny_model_path) as server:
+        step = server.engine._core.step
+
+        def fail_later() -> Any:
+            if server.engine.stats.generated_tokens >= 5:
+                raise RuntimeError("the device fell off the bus")
+            return step()
+
+        server.engine._core.step = fail_later  # type: ignore[method-assign]
+        with server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+            events = [line for line in answer.iter_lines() if line]
+        assert events[-1] == "data: [DONE]"
+        error = json.loads(events[-2].removeprefix("data: "))["error"]
+        assert "fell off the bus" in error["message"]
+        assert (error["type"], error["code"]) == ("server_error", "engine_dead")
+        for answer in (server.http.get("/health"), server.complete(prompt="a")):
+            assert answer.status_code == 503 and error_of(answer)["code"] == "engine_dead"
+        with pytest.raises(openai.APIStatusError) as caught:
+            server.openai.completions.create(model=MODEL, prompt="a")
+        assert caught.value.status_code == 503
+        assert server.http.get("/metrics").status_code == 200
+
+
+def test_a_failure_of_the_server_itself(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> bytes:
+        raise ZeroDivisionError("secret detail")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.service.metrics, "render", fail)
+        answer = server.http.get("/metrics")
+    assert answer.status_code == 500
+    assert error_of(answer)["code"] == "internal_error" and "secret" not in answer.text
+    # On the same connection.
+    assert server.http.get("/metrics").status_code == 200
+
+
+def test_draining_finishes_what_runs(tiny_model_path: Path) -> None:
+    with running_server(tiny_model_path) as server, ThreadPoolExecutor() as pool:
+        alone = server.text(**{**LONG, "max_tokens": 300})
+        running: Future[str] = pool.submit(server.text, **{**LONG, "max_tokens": 300})
+        wait_until(lambda: server.service.engine_request_ids)
+        server.signal()
+        refused = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=60.0)
+        assert refused.status_code == 503
+        assert error_of(refused)["code"] == "draining"
+        assert refused.headers["retry-after"] == "1" and refused.headers["connection"] == "close"
+        health = httpx.get(f"{server.url}/health", timeout=60.0)
+        assert health.status_code == 503 and error_of(health)["code"] == "draining"
+        assert httpx.get(f"{server.url}/metrics", timeout=60.0).status_code == 200
+        assert running.result() == alone
+        server.join()
+        assert not server.engine.is_running
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/health")
+
+
+def test_draining_aborts_what_takes_too_long(tiny_model_path: Path) -> None:
+    with running_server(tiny_model_path, {"drain_timeout_s": 0.1}) as server, ThreadPoolExecutor() as pool:
+        with long_stream(server) as lines:
+            whole = pool.submit(server.complete, **{**LONG, "prompt": ["The king", "A queen"]})
+            wait_until(lambda: len(server.service.engine_request_ids) == 3)
+            server.signal()
+            events = [line for line in lines if line]
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+        choices = whole.result().json()["choices"]
+        assert [choice["finish_reason"] for choice in choices] == ["abort", "abort"]
+        server.join()
+
+
+def test_a_second_signal_ends_at_once(tiny_model_path: Path) -> None:
+    with running_server(tiny_model_path) as server:
+        with long_stream(server) as lines:
+            server.signal()
+            server.signal()
+            start = time.monotonic()
+            events = [line for line in lines if line]
+        assert "the engine was shut down" in events[-2] and events[-1] == "data: [DONE]"
+        server.join()
+        assert time.monotonic() - start < server.settings.drain_timeout_s
+        assert not server.engine.is_running
+
+
+def test_idle_connections_do_not_hold_up_the_end(tiny_model_path: Path) -> None:
+    with running_server(tiny_model_path) as server:
+        assert server.http.get("/health").status_code == 200
+        start = time.monotonic()
+        server.signal()
+        server.join()
+        assert time.monotonic() - start < 5.0
+
+
+def test_an_address_in_use(server: LiveServer) -> None:
+    port = int(server.url.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=rf"^host, port: got 127.0.0.1:{port}, which cannot be used"):
+        bind(ServerSettings(served_model_names=("a",), port=port))
+    with pytest.raises(ConfigError, match=r"^uds: got /no/such/dir/socket, which cannot be used"):
+        bind(ServerSettings(served_model_names=("a",), uds="/no/such/dir/socket"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"served_model_names": ()}, "served_model_name: got ()"),
+        ({"served_model_names": ("",)}, "served_model_name: got ('',)"),
+        ({"host": ""}, "host: got an empty name"),
+        ({"port": 65_536}, "port: got 65536, allowed is an integer from 0 to 65535"),
+        ({"max_body_bytes": 0}, "max_body_bytes: got 0"),
+        ({"max_prompts": 0}, "max_prompts: got 0"),
+        ({"drain_timeout_s": -1.0}, "drain_timeout_s: got -1.0"),
+        ({"drain_timeout_s": float("nan")}, "drain_timeout_s: got nan"),
+        ({"api_keys": ("",)}, "api_key: got an empty key"),
+        ({"api_keys": ("ü",)}, "api_key: got"),
+    ],
+)
+def test_settings_are_checked(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServerSettings(**{"served_model_names": ("a",), **fields})
+    assert message in str(caught.value)
+    assert not any(key and key in str(caught.value) for key in fields.get("api_keys", ()))

@@ -1,0 +1,152 @@
+"""Models, tokens, health, version, metrics, and the line in the log."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from rose_backend import __version__
+from rose_backend.block_view.metrics import parse_metrics
+from tests.server.live_server import (
+    MODEL,
+    LiveServer,
+    error_of,
+    read_metric,
+    running_server,
+    wait_until,
+)
+
+PROMPT = "Once upon a time"
+
+
+def test_models_are_listed(server: LiveServer, tiny_model_path: Path) -> None:
+    (card,) = server.openai.models.list().data
+    assert (card.id, card.object, card.owned_by) == (MODEL, "model", "rose_backend")
+    assert card.model_dump()["max_model_len"] == 1024
+    assert card.model_dump()["root"] == str(tiny_model_path)
+
+
+def test_several_names_for_the_model(tiny_model_path: Path) -> None:
+    with running_server(tiny_model_path, {"served_model_names": ("one", "two")}) as server:
+        assert [card.id for card in server.openai.models.list()] == ["one", "two"]
+        for name in ("one", "two"):
+            assert server.complete(model=name, prompt=PROMPT).json()["model"] == "one"
+        assert server.complete(model="three", prompt=PROMPT).status_code == 404
+
+
+def test_health_and_version(server: LiveServer) -> None:
+    assert server.http.get("/health").json() == {"status": "ok"}
+    assert server.http.get("/version").json() == {"version": __version__}
+
+
+def test_tokens_there_and_back(server: LiveServer) -> None:
+    text = "Once upon a time, 薔薇"
+    answer = server.http.post("/tokenize", json={"prompt": text}).json()
+    assert answer["tokens"] == server.engine.tokenizer.encode(text)
+    assert answer["count"] == len(answer["tokens"]) and answer["max_model_len"] == 1024
+    assert server.http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"prompt": "a" * 300_000}, "prompt"),
+        ("/detokenize", {"tokens": [-1]}, "tokens.0"),
+        ("/detokenize", {"tokens": [2**31]}, "tokens.0"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {"tokens": [1], "token": 2}, "token"),
+    ],
+)
+def test_bad_tokens(server: LiveServer, path: str, body: dict[str, object], param: str) -> None:
+    answer = server.http.post(path, json=body)
+    assert answer.status_code == 400 and error_of(answer)["param"] == param
+
+
+def test_metrics_move(server: LiveServer) -> None:
+    names = {
+        "prompt_tokens_total": 10,
+        "generation_tokens_total": 4 + 3 + 3,
+        "prefix_cache_queries_total": 10,
+        "time_to_first_token_seconds_count": 2,
+        "e2e_request_latency_seconds_count": 2,
+        "request_time_per_output_token_seconds_count": 2,
+        'request_success_total{finished_reason="length",model_name="tiny"}': 3,
+        'http_responses_total{route="/v1/completions",status="200"}': 2,
+        'http_responses_total{route="/v1/completions",status="400"}': 1,
+        'http_responses_total{route="other",status="404"}': 1,
+    }
+    # Makes every series appear.
+    server.complete(prompt=[1], n=0)
+    server.http.get("/unknown")
+    server.complete(prompt=[1])
+    before = server.http.get("/metrics").text
+    server.complete(prompt=[70, 71, 72, 73, 74], max_tokens=4, ignore_eos=True, stream=True)
+    server.complete(prompt=[80, 81, 82, 83, 84], max_tokens=3, ignore_eos=True, n=2, seed=1)
+    server.complete(prompt=[1], n=0)
+    server.http.get("/another")
+    after = server.http.get("/metrics").text
+    moved = {name: read_metric(after, name) - read_metric(before, name) for name in names}
+    assert moved == names
+    # Tokens that come while the server is busy are delivered together.
+    name = "inter_token_latency_seconds_count"
+    assert 2 <= read_metric(after, name) - read_metric(before, name) <= 3 + 2
+    assert read_metric(after, "num_requests_running") == read_metric(after, "num_requests_waiting") == 0
+    assert read_metric(after, "kv_cache_usage_perc") == 0
+    assert read_metric(after, "num_preemptions_total") == 0
+
+
+def test_prefix_hits_are_counted(server: LiveServer) -> None:
+    ids = list(range(400, 440))
+    server.complete(prompt=ids)
+    before = server.metric("prefix_cache_hits_total")
+    cached = server.complete(prompt=ids).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert server.metric("prefix_cache_hits_total") - before == cached > 0
+
+
+def test_the_block_view_reads_them(server: LiveServer) -> None:
+    server.complete(prompt=PROMPT)
+    reading = parse_metrics(server.http.get("/metrics").text, server.url, 0.0)
+    assert (reading.usage, reading.model, reading.num_engines) == (0.0, MODEL, 1)
+    assert (reading.num_blocks, reading.block_size) == (599, 16)
+    assert (reading.running, reading.waiting, reading.preemptions) == (0, 0, 0)
+    assert reading.generation_tokens and reading.prompt_tokens and reading.query_tokens
+    assert reading.hit_tokens is not None
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "rose_backend.server.requests"]
+
+
+def test_one_line_for_each_request(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="rose_backend.server.requests")
+    ids = list(range(300, 320))
+    for number in (1, 2):
+        server.http.post(
+            "/v1/completions",
+            json={"prompt": ids, "max_tokens": 3, "ignore_eos": True},
+            headers={"X-Request-Id": f"r{number}"},
+        )
+    server.http.post("/v1/completions", json={"prompt": "a", "n": 0}, headers={"X-Request-Id": "bad"})
+    server.http.get("/health")
+    server.http.get("/nothing%0Aelse")
+    # A line is written after its answer.
+    wait_until(lambda: len(lines_of(caplog)) == 4)
+    fresh, cached, bad, unknown = lines_of(caplog)
+    start = r"id=r%d route=/v1/completions status=200 prompt_tokens=20 cached_tokens=%s output_tokens=3 "
+    times = r"ttft_ms=\d+\.\d latency_ms=\d+\.\d finish=length"
+    assert re.fullmatch(start % (1, "0") + times, fresh)
+    assert re.fullmatch(start % (2, "1[0-9]") + times, cached)
+    assert re.fullmatch(r"id=bad route=/v1/completions status=400 latency_ms=\d+\.\d error='n: got 0.*'", bad)
+    assert "route=other status=404" in unknown and "\n" not in unknown
+
+
+def test_the_log_can_be_switched_off(tiny_model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="rose_backend.server.requests")
+    with running_server(tiny_model_path, {"log_requests": False}) as quiet:
+        quiet.complete(prompt=PROMPT)
+    assert not lines_of(caplog)

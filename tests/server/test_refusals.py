@@ -1,0 +1,247 @@
+"""Every refusal: its status, and an error object that names the field, what was got and what is allowed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from rose_backend.server import gate
+from tests.server.live_server import MODEL, LiveServer, error_of, running_server, sent
+
+BODY = {"prompt": "The rose", "max_tokens": 2}
+
+
+@pytest.fixture(autouse=True)
+def keeps_serving(server: LiveServer) -> Iterator[None]:
+    """Check that a refusal changes nothing for others."""
+    before = server.text(**BODY, temperature=0)
+    num_steps = server.engine.stats.steps
+    yield
+    server.wait_until_idle()
+    # A refused request has not cost a step, an accepted one of a few tokens only few.
+    assert server.engine.stats.steps - num_steps < 40
+    assert server.text(**BODY, temperature=0) == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"prompt": None}, "prompt", "prompt: got None, allowed are a string"),
+        ({"prompt": ""}, "prompt", "prompt: got no tokens"),
+        ({"prompt": []}, "prompt", "prompt: got [], allowed are a string"),
+        ({"prompt": [[]]}, "prompt", "prompt: got no tokens"),
+        ({"prompt": ["a", 1]}, "prompt", "allowed are a string"),
+        ({"prompt": ["a", ""]}, "prompt", "prompt: got no tokens"),
+        ({"prompt": [True]}, "prompt", "allowed are a string"),
+        ({"prompt": [[1, "a"]]}, "prompt", "got token id str"),
+        ({"prompt": [-1]}, "prompt", "got token id -1, allowed are integers from 0 to 2559"),
+        ({"prompt": [2560]}, "prompt", "got token id 2560"),
+        ({"prompt": [10**40]}, "prompt", "got token id int"),
+        ({"prompt": [1] * 1024}, "prompt", "got 1024 tokens, allowed are at most 1023"),
+        ({"prompt": "rose " * 50_000}, "prompt", "got 250000 characters, allowed are at most"),
+        ({"prompt": [[1]] * 1025}, "prompt", "got 1025 prompts, allowed are at most 1024"),
+        ({"prompt": "\ud800"}, "prompt", "not valid Unicode"),
+        ({"n": 0}, "n", "n: got 0, allowed is: greater than or equal to 1"),
+        ({"n": 129}, "n", "n: got 129, allowed is: less than or equal to 128"),
+        ({"n": 9}, "n", "n: got 9, allowed is at most 8"),
+        ({"n": 1.5}, "n", "n: got 1.5, allowed is: a valid integer"),
+        ({"n": "2"}, "n", "n: got '2'"),
+        ({"n": True}, "n", "n: got True"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens: got 0"),
+        ({"max_tokens": 10**30}, "max_tokens", "max_tokens: got 10000"),
+        ({"max_tokens": 1024}, "max_tokens", "max_tokens: got 1024, allowed is at most 10"),
+        ({"min_tokens": 3}, "min_tokens", "at most max_tokens, which is 2"),
+        ({"temperature": -0.1}, "temperature", "temperature: got -0.1"),
+        ({"temperature": float("nan")}, "temperature", "temperature: got nan"),
+        ({"temperature": float("inf")}, "temperature", "temperature: got inf"),
+        ({"top_p": 0}, "top_p", "top_p: got 0, allowed is: greater than 0"),
+        ({"top_k": 2561}, "top_k", "top_k: got 2561"),
+        ({"min_p": 1.1}, "min_p", "min_p: got 1.1"),
+        ({"seed": 2**63}, "seed", "seed: got 9223372036854775808"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "presence_penalty: got 2.5"),
+        ({"frequency_penalty": "x"}, "frequency_penalty", "a valid number"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        ({"logprobs": 21}, "logprobs", "logprobs: got 21, allowed is: less than or equal to 20"),
+        ({"stop": ""}, "stop", "at least 1 character"),
+        ({"stop": 5}, "stop", "stop: got 5, allowed is: a valid string or a valid list"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16 items"),
+        ({"stop": ["a" * 257]}, "stop.0", "at most 256 characters"),
+        ({"stop_token_ids": [1] * 129}, "stop_token_ids", "at most 128 items"),
+        ({"stop_token_ids": [2560]}, "stop_token_ids", "stop_token_ids: got 2560"),
+        ({"stream": 1}, "stream", "stream: got 1, allowed is: a valid boolean"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "without stream"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+            "got True",
+        ),
+        ({"echo": True, "logprobs": 1}, "echo", "together with logprobs"),
+        ({"model": 5}, "model", "model: got 5"),
+        ({"best_of": 2}, "best_of", "best_of: got 2, which is not supported; allowed is null or 1"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"suffix": "x"}, "suffix", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs", "not supported"),
+        ({"cache_salt": "x"}, "cache_salt", "not supported"),
+        ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
+        ({"x" * 1000: 1, "max_token": 1}, "max_token", "did you mean 'max_tokens'?"),
+        ({f"q{number}": 1 for number in range(17)}, "body", "got 17 unknown fields, allowed are at most 16"),
+    ],
+    ids=lambda value: ",".join(value)[:40] if isinstance(value, dict) else "",
+)
+def test_bad_fields(server: LiveServer, fields: dict[str, Any], param: str, message: str) -> None:
+    # json.dumps writes NaN and lone surrogates, httpx would refuse to.
+    content = json.dumps({**BODY, **fields}).encode()
+    answer = server.http.post(
+        "/v1/completions", content=content, headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 400, answer.text
+    error = error_of(answer)
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert message in error["message"]
+    assert len(error["message"]) < 600
+
+
+def test_one_bad_prompt_refuses_all(server: LiveServer) -> None:
+    prompts: list[Any] = [[1, 2, 3]] * 30 + [[99_999]]
+    for stream in (False, True):
+        answer = server.complete(prompt=prompts, max_tokens=500, stream=stream)
+        assert answer.status_code == 400
+        assert "got token id 99999" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"user": "me", "metadata": {"a": 1}, "store": True},
+        {"best_of": 1, "logit_bias": {}, "suffix": None, "use_beam_search": False, "length_penalty": 1.0},
+        {"some_new_option": {"deep": [1]}},
+    ],
+)
+def test_fields_that_ask_for_nothing(server: LiveServer, fields: dict[str, Any]) -> None:
+    assert server.text(**BODY, temperature=0, **fields) == server.text(**BODY, temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "body: missing, but required"),
+        (b"{", "body: not valid JSON"),
+        (b"\xff\xfe", "body"),
+        (b"[]", "body: got []"),
+        (b'"text"', "body: got 'text'"),
+        (b"[" * 100_000, "body"),
+        (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "body"),
+    ],
+)
+def test_bodies_that_are_no_object(server: LiveServer, content: bytes, message: str) -> None:
+    answer = server.http.post(
+        "/v1/completions", content=content, headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 400, answer.text
+    assert message in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_only_json_is_read(server: LiveServer, kind: str) -> None:
+    # A web page of anybody's can post these to a server on the reader's machine.
+    answer = server.http.post(
+        "/v1/completions", content=json.dumps(BODY).encode(), headers={"Content-Type": kind}
+    )
+    assert answer.status_code == 415
+    assert error_of(answer)["message"] == f"Content-Type: got {kind!r}, allowed is application/json"
+
+
+def test_unknown_routes_and_methods(server: LiveServer) -> None:
+    for method, path, status in (
+        ("GET", "/v1/embeddings", 404),
+        ("GET", "/v1/completions", 405),
+        ("DELETE", "/health", 405),
+    ):
+        answer = server.http.request(method, path)
+        assert answer.status_code == status
+        assert error_of(answer)["message"].startswith(f"{method} {path}: ")
+
+
+def test_another_model_is_not_found(server: LiveServer) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        server.openai.completions.create(model="gpt-4", prompt="a")
+    assert caught.value.code == "model_not_found" and caught.value.param == "model"
+    assert "'gpt-4'" in caught.value.message and MODEL in caught.value.message
+
+
+@pytest.mark.parametrize("asked", ["a", "Trace_1.2:3-4", "x" * 128])
+def test_request_ids_come_back(server: LiveServer, asked: str) -> None:
+    answer = server.http.post("/v1/completions", json=BODY, headers={"X-Request-Id": asked})
+    assert answer.headers["x-request-id"] == asked
+    assert answer.json()["id"] == f"cmpl-{asked}"
+
+
+@pytest.mark.parametrize("asked", ["", "x" * 129, "a b", "a=b", "ä".encode()])
+def test_bad_request_ids(server: LiveServer, asked: str | bytes) -> None:
+    answer = server.http.post("/v1/completions", json=BODY, headers=[("X-Request-Id", asked)])  # type: ignore[list-item]
+    assert answer.status_code == 400 and error_of(answer)["param"] == "X-Request-Id"
+    assert answer.headers["x-request-id"] != asked
+
+
+def test_request_ids_are_made_up(server: LiveServer) -> None:
+    ids = {server.complete(**BODY).headers["x-request-id"] for _ in range(2)}
+    assert len(ids) == 2 and all(len(name) == 32 for name in ids)
+
+
+def test_sizes_of_bodies(tiny_model_path: Path) -> None:
+    with running_server(tiny_model_path, {"max_body_bytes": 1000, "max_prompts": 2}) as small:
+        large = json.dumps({**BODY, "user": "u" * 1000}).encode()
+        fits = json.dumps({**BODY, "user": "u" * 900}).encode()
+        headers = {"Content-Type": "application/json"}
+        assert small.http.post("/v1/completions", content=fits, headers=headers).status_code == 200
+        # With a length, and in chunks without one.
+        for content in (large, (part for part in (large[:600], large[600:]))):
+            answer = small.http.post("/v1/completions", content=content, headers=headers)
+            assert answer.status_code == 413
+            assert error_of(answer)["code"] == "body_too_large"
+            assert "allowed are at most 1000" in error_of(answer)["message"]
+        assert "at most 2" in error_of(small.complete(prompt=["a"] * 3))["message"]
+
+
+def test_a_length_alone_is_refused_before_the_body_comes(server: LiveServer) -> None:
+    with sent(server, b"{", length=99_999_999_999) as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_that_never_comes(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "BODY_TIMEOUT_S", 0.1)
+    with sent(server, b'{"prompt":', length=100) as connection:
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+        assert answer.startswith(b"HTTP/1.1 408 ") and b"connection: close" in answer.lower()
+        assert b"body: not complete after 0.1 seconds" in answer
+
+
+def test_api_keys(tiny_model_path: Path) -> None:
+    with running_server(tiny_model_path, {"api_keys": ("first-key", "second-key")}) as locked:
+        assert locked.openai.completions.create(model=MODEL, **BODY).choices  # type: ignore[call-overload]
+        for value in (
+            None,
+            "Bearer wrong",
+            "Basic first-key",
+            "first-key",
+            "Bearer first-ke",
+            "Bearer ü",
+        ):
+            headers = {} if value is None else {"Authorization": value.encode("latin-1")}
+            for path in ("/v1/completions", "/tokenize", "/nothing"):
+                answer = locked.http.post(path, json=BODY, headers=headers)
+                assert answer.status_code == 401
+                assert error_of(answer)["code"] == "invalid_api_key"
+                assert answer.headers["www-authenticate"] == "Bearer"
+        for path in ("/v1/models", "/version", "/openapi.json"):
+            assert locked.http.get(path).status_code == 401
+            key = {"Authorization": "bearer second-key"}
+            assert locked.http.get(path, headers=key).status_code == 200
+        # Probes and scrapers have no key.
+        assert locked.http.get("/health").status_code == locked.http.get("/metrics").status_code == 200

@@ -1,0 +1,144 @@
+"""``rose serve`` as a process: options, the API key's variable, a Unix socket, SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rose_backend import EngineConfig
+from rose_backend.cli import main
+from rose_backend.server.settings import ServerSettings
+from tests.server.live_server import LONG, wait_until
+
+
+def run(*argv: str) -> int:
+    """Return the exit code, whether ``main`` returns it or argparse raises it."""
+    try:
+        return main(["serve", *argv])
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+@contextmanager
+def serving(log: Path, *argv: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start ``rose serve`` and wait until it says that it is ready."""
+    command = [sys.executable, "-m", "rose_backend.cli", "serve", *argv]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stderr=file, env={**os.environ, **environment})
+    try:
+        wait_until(lambda: " serving " in log.read_text() or process.poll() is not None)
+        assert process.poll() is None, log.read_text()
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_process_from_start_to_end(tiny_model_path: Path, tmp_path: Path) -> None:
+    log, socket = tmp_path / "log", tmp_path / "socket"
+    options = ("--uds", str(socket), "--served-model-name", "tiny", "--num-blocks", "100", "--no-fused-mlp")
+    with serving(log, "--model", str(tiny_model_path), *options, ROSE_API_KEY="secret") as process:
+        transport = httpx.HTTPTransport(uds=str(socket))
+        headers = {"Authorization": "Bearer secret"}
+        with httpx.Client(transport=transport, base_url="http://rose", timeout=60.0) as client:
+            assert client.get("/health").status_code == 200
+            assert client.get("/v1/models").status_code == 401
+            body = {**LONG, "max_tokens": 200, "stream": True, "model": "tiny"}
+            with client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert process.wait(60) == 0
+    text = log.read_text()
+    assert f"serving tiny on unix:{socket}" in text
+    assert "route=/v1/completions status=200" in text and "finish=length" in text
+    assert "Traceback" not in text and "secret" not in text
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerSettings]]:
+    """Return what servers were started with; none is really started."""
+    calls: list[tuple[EngineConfig, ServerSettings]] = []
+    monkeypatch.setattr("rose_backend.server.serve.serve", lambda *call: calls.append(call))
+    monkeypatch.delenv("ROSE_API_KEY", raising=False)
+    return calls
+
+
+def test_defaults(started: list[tuple[EngineConfig, ServerSettings]]) -> None:
+    assert run("some/model") == run("--model", "some/model") == 0
+    expected = EngineConfig(model="some/model"), ServerSettings(served_model_names=("some/model",))
+    assert started == [expected, expected]
+
+
+def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, ServerSettings]]) -> None:
+    argv = (
+        "m --host ::1 --port 9 --uds u --served-model-name a b --api-key k1 --api-key k2 --chat-template t "
+        "--max-body-bytes 5 --max-prompts 6 --drain-timeout-s 7.5 --no-log-requests --no-prefix-cache --seed 3"
+    )
+    assert run(*argv.split()) == 0
+    settings = ServerSettings(
+        host="::1",
+        port=9,
+        uds="u",
+        served_model_names=("a", "b"),
+        api_keys=("k1", "k2"),
+        chat_template="t",
+        max_body_bytes=5,
+        max_prompts=6,
+        drain_timeout_s=7.5,
+        log_requests=False,
+    )
+    assert started == [(EngineConfig(model="m", prefix_cache=False, seed=3), settings)]
+
+
+def test_an_option_goes_before_the_variable(
+    started: list[tuple[EngineConfig, ServerSettings]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSE_API_KEY", "from-variable")
+    assert run("m") == run("m", "--api-key", "from-option") == 0
+    assert [settings.api_keys for _, settings in started] == [("from-variable",), ("from-option",)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        ((), ("serve: give the model once",)),
+        (("m", "--model", "m"), ("serve: give the model once",)),
+        (("m", "--port", "x"), ("--port", "'x'")),
+        (("m", "--port", "99999"), ("port: got 99999",)),
+        (("m", "--block-size", "0"), ("block_size: got 0",)),
+        (("m", "--aip-key", "x"), ("--aip-key", "did you mean --api-key?")),
+        (("/no/such/dir", "--port", "0"), ("/no/such/dir",)),
+        (("m", "--host", "256.0.0.1"), ("host, port: got 256.0.0.1:8000, which cannot be used",)),
+        (("m", "--drain-timeout-s", "-1"), ("drain_timeout_s: got -1.0",)),
+    ],
+)
+def test_mistakes(argv: tuple[str, ...], parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("rose: error: ") and error.count("\n") == 1
+    assert all(part in error for part in parts)
+
+
+def test_an_unreadable_chat_template(tiny_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(str(tiny_model_path), "--port", "0", "--chat-template", "/no/file") == 2
+    assert "chat_template: cannot read /no/file" in capsys.readouterr().err
+
+
+def test_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    text = capsys.readouterr().out
+    flags = {"served_model_names": "served_model_name", "api_keys": "api_key"}
+    for field in (*fields(EngineConfig), *fields(ServerSettings)):
+        assert "--" + flags.get(field.name, field.name).replace("_", "-") in text
+    assert "ROSE_API_KEY" in text
