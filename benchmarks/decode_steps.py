@@ -19,16 +19,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.support.decode_runs import MODES, checkpoint, random_prompts, time_decoding
+from benchmarks.support.checkpoint import checkpoint
+from benchmarks.support.compare_report import MAX_OFFLINE_S, MAX_SAMPLING_SHARE, STEP_LIMITS_MS
+from benchmarks.support.decode_runs import time_decoding
 from benchmarks.support.report import bar, run_facts, write_json
 from benchmarks.support.timing import no_garbage_collection
+from benchmarks.support.workload import MODES, random_prompts
 from rose_backend import LLM, SamplingParams
 from rose_backend.config import EngineConfig
 
-STEP_LIMITS_MS = {1: 0.25, 8: 0.27, 32: 0.34, 128: 0.60, 256: 0.95}
-MAX_SAMPLING_SHARE = 1.08
 MAX_HOST_US = 150.0
-MAX_OFFLINE_S = 0.30
 
 
 def measure_steps(llm: LLM, batches: list[int], repeats: int) -> list[dict[str, Any]]:

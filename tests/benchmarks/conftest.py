@@ -8,8 +8,9 @@ from importlib.util import find_spec
 
 import pytest
 
-# Compares with vLLM's own manager.
-collect_ignore_glob = [] if find_spec("vllm") else ["test_block_manager_benchmark.py"]
+# One compares with vLLM's own manager, one talks HTTP.
+NEEDS = {"vllm": "test_block_manager_benchmark.py", "aiohttp": "test_online_compare.py"}
+collect_ignore_glob = [file for module, file in NEEDS.items() if not find_spec(module)]
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,9 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("script", ["block_manager", "kv_cow_clone", "plot_block_manager"])
+@pytest.mark.parametrize(
+    "script", ["block_manager", "kv_cow_clone", "plot_block_manager", "offline_compare", "arrivals"]
+)
 def test_help_names_the_script_and_its_options(script: str) -> None:
     done = run(script, "--help")
     assert done.returncode == 0, done.stderr

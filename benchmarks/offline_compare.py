@@ -1,0 +1,246 @@
+"""Compare Rose with other engines side by side: decode steps, offline batches, prompts of mixed lengths.
+
+    python -m benchmarks.offline_compare [--backends rose rose-in-vllm vllm sglang] [--json FILE] [--quick]
+
+    rose            the engine of this package
+    rose-in-vllm    vLLM with --attention-backend rose
+    vllm            vLLM with FLASH_ATTN and no plug-in loaded
+    sglang          SGLang
+
+Each engine lives in a process of its own, all of them at the same time, with a KV cache of the same number of tokens.
+They take turns; every turn has prompts that were never seen before. Scenes:
+
+    decode    prompts of 16 tokens, 256 new ones: wall time of one step of the whole engine, from the call to the texts
+    offline   prompts of one length at the largest batch
+    mixed     prompts of 16 to 512 tokens, 16 to 256 new ones
+
+End-of-text is ignored, so that all engines make the same number of tokens; an engine that does not fails. Engines that
+are not installed are named and left out, as are engines that fail; then the status is 1. --compare-SWITCH adds Rose
+with that part switched off. Without --model a random checkpoint with the shapes of GPT-2 124M is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.support.checkpoint import ModelFacts, checkpoint, model_facts
+from benchmarks.support.compare_options import (
+    ROSE_HOSTS,
+    add_engine_options,
+    engine_options,
+    environment,
+    set_defaults,
+)
+from benchmarks.support.compare_report import goal_bars, losses, peer_bars, print_comparison
+from benchmarks.support.compare_scenes import SCENES, Case, cases
+from benchmarks.support.report import run_facts, write_json
+from benchmarks.support.timing import spread
+from benchmarks.support.worker_pool import WorkerError, WorkerPool
+
+BACKENDS = ("rose", "rose-in-vllm", "vllm", "sglang")
+SWITCHES = (
+    "fused_mlp",
+    "fused_sampler",
+    "fused_kv_append",
+    "fused_add_layernorm",
+    "cuda_graph",
+    "prefix_cache",
+    "block_manager",
+    "run_ahead",
+)
+
+Samples = dict[tuple[Case, str], list[dict[str, float]]]
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options, or exit with what is wrong with them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
+    parser.add_argument("--batches", type=int, nargs="+", metavar="B", help="default: 1 8 32 128 256")
+    parser.add_argument(
+        "--offline", type=int, nargs=3, metavar=("N", "IN", "OUT"), help="default: 256 512 128"
+    )
+    parser.add_argument("--mixed-requests", type=int, metavar="N", help="default: 4096")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of every engine (default: %(default)s)")
+    parser.add_argument("--mixed-repeats", type=int, help="the same for the mixed scene (default: --repeats)")
+    parser.add_argument(
+        "--max-seconds", type=float, help="begin no other case after this time, and report what is there"
+    )
+    add_engine_options(parser, BACKENDS)
+    group = parser.add_argument_group("also run Rose with one part switched off")
+    for switch in SWITCHES:
+        group.add_argument(f"--compare-{switch.replace('_', '-')}", action="store_true")
+    group.add_argument(
+        "--compare-host",
+        choices=ROSE_HOSTS,
+        default="rose",
+        help="where; the block manager can be switched off inside vLLM only (default: %(default)s)",
+    )
+    options = parser.parse_args(arguments)
+    set_defaults(options)
+    quick = options.quick
+    options.batches = options.batches or ([1, 4] if quick else [1, 8, 32, 128, 256])
+    options.offline = tuple(options.offline or ((8, 32, 8) if quick else (256, 512, 128)))
+    if options.mixed_requests is None:
+        options.mixed_requests = 16 if quick else 4096
+    options.mixed_repeats = options.repeats if options.mixed_repeats is None else options.mixed_repeats
+    for name in ("repeats", "mixed_repeats", "mixed_requests"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: got {getattr(options, name)}, at least 1")
+    for name in ("batches", "offline"):
+        if min(getattr(options, name)) < 1:
+            parser.error(f"--{name}: got {list(getattr(options, name))}, each has to be at least 1")
+    return options
+
+
+def sides_of(options: argparse.Namespace) -> dict[str, tuple[str, list[str]]]:
+    """Return side -> backend and switched-off parts."""
+    sides: dict[str, tuple[str, list[str]]] = {backend: (backend, []) for backend in options.backends}
+    for switch in SWITCHES:
+        if getattr(options, f"compare_{switch}"):
+            host = "rose-in-vllm" if switch == "block_manager" else options.compare_host
+            sides[f"{host}, {switch} off"] = (host, [switch])
+    return sides
+
+
+def warm_up(pool: WorkerPool, todo: Sequence[Case]) -> None:
+    """Let all engines compile what they need, at the same time."""
+    for seed, case in enumerate(todo):
+        for worker in pool.workers.values():
+            worker.send("generate", workload=case.warm_up(1_000_000 + seed).as_json())
+        for name, worker in list(pool.workers.items()):
+            try:
+                worker.receive()
+            except WorkerError as error:
+                pool.drop(name, error)
+
+
+def measure(
+    pool: WorkerPool, todo: Sequence[Case], options: argparse.Namespace, deadline: float
+) -> tuple[Samples, int]:
+    """Return every run's figures by case and side, and how many turns there was no time for.
+
+    Args:
+        deadline: in ``time.monotonic``'s seconds.
+    """
+    samples: Samples = {}
+    repeats = {case: options.mixed_repeats if case.scene == "mixed" else options.repeats for case in todo}
+    turns = [
+        (repeat, case) for repeat in range(max(repeats.values())) for case in todo if repeat < repeats[case]
+    ]
+    columns = (TextColumn("{task.description:52}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=len(turns) * len(pool.workers))
+        for seed, (repeat, case) in enumerate(turns):
+            if time.monotonic() > deadline:
+                return samples, len(turns) - seed
+            # Nobody is always the first, while the device is cold.
+            names = deque(pool.workers)
+            names.rotate(-repeat)
+            for name in list(names):
+                progress.update(task, description=f"{name}: {case.name}"[:52])
+                try:
+                    figures = case.run(pool.workers[name], seed)
+                except WorkerError as error:
+                    pool.drop(name, error)
+                else:
+                    samples.setdefault((case, name), []).append(figures)
+                progress.advance(task)
+    return samples, 0
+
+
+def rows_of(samples: Samples) -> list[dict[str, Any]]:
+    """Return one row per case and side."""
+    return [
+        {
+            "case": case.name,
+            "scene": case.scene,
+            "num_requests": case.num_requests,
+            "input_len": list(case.input_len),
+            "output_len": list(case.output_len),
+            "mode": case.mode,
+            "backend": side,
+            "figure": case.figure,
+            "figures": {name: spread([run[name] for run in runs]) for name in runs[0]},
+        }
+        for (case, side), runs in samples.items()
+    ]
+
+
+def run(options: argparse.Namespace, model: str, facts: ModelFacts, deadline: float) -> dict[str, Any]:
+    """Start the engines, let them take turns, and return the report."""
+    todo = cases(
+        options.scenes,
+        options.batches,
+        offline=options.offline,
+        num_mixed=options.mixed_requests,
+        quick=options.quick,
+    )
+    start = time.monotonic()
+    with WorkerPool("offline", options.logs) as pool:
+        for name, (backend, switches_off) in sides_of(options).items():
+            pool.add(
+                name,
+                backend,
+                engine_options(options, backend, model, facts, switches_off),
+                vocab_size=facts.vocab_size,
+                **environment(options, backend),
+            )
+        with Console(stderr=True).status("starting engines"):
+            pool.wait_until_started()
+            start_up_s = time.monotonic() - start
+            warm_up(pool, todo)
+        warm_up_s = time.monotonic() - start - start_up_s
+        samples, turns_left_out = measure(pool, todo, options, deadline)
+    rows = rows_of(samples)
+    goals = goal_bars(rows) if options.device == "cuda" and options.model is None else []
+    return {
+        "benchmark": "offline_compare",
+        **run_facts(),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "settings": {
+            "model": options.model_name,
+            "dtype": options.dtype,
+            "max_num_seqs": options.max_num_seqs,
+            "kv_cache_tokens": options.kv_cache_tokens or options.max_num_seqs * facts.max_model_len,
+            "repeats": options.repeats,
+            "mixed_repeats": options.mixed_repeats,
+            "quick": options.quick,
+        },
+        "start_up_s": start_up_s,
+        "warm_up_s": warm_up_s,
+        "backends": pool.facts,
+        "missing": pool.missing,
+        "failed": pool.failed,
+        "turns_left_out": turns_left_out,
+        "bars": [*goals, *peer_bars(rows)],
+        "losses": losses(rows),
+        "rows": rows,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare, print, write; the status is 1 if an engine failed or none was there."""
+    options = parse_options(arguments)
+    deadline = time.monotonic() + (options.max_seconds or float("inf"))
+    with checkpoint(options.model) as model:
+        report = run(options, model, model_facts(model), deadline)
+    print_comparison(Console(width=140), report)
+    if options.json:
+        write_json(options.json, report)
+    return int(bool(report["failed"]) or not report["rows"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Options that ``offline_compare`` and ``arrivals`` share: which engines, on what, and where each is installed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.support.checkpoint import ModelFacts
+from benchmarks.support.engines import EngineOptions
+
+ROSE_HOSTS = ("rose", "rose-in-vllm")
+QUICK_MODEL = "models/tiny-gpt2"
+
+
+def add_engine_options(parser: argparse.ArgumentParser, backends: tuple[str, ...]) -> None:
+    """Add the options; ``set_defaults``, ``engine_options`` and ``environment`` read them."""
+    group = parser.add_argument_group("engines")
+    group.add_argument("--backends", nargs="+", choices=backends, default=list(backends))
+    group.add_argument("--model", help="checkpoint; default: random weights, GPT-2 124M's shapes")
+    group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    group.add_argument("--dtype", help="default: float16, on a CPU float32")
+    group.add_argument("--max-num-seqs", type=int, default=256, help="default: %(default)s")
+    group.add_argument(
+        "--kv-cache-tokens", type=int, help="KV cache of each engine (default: --max-num-seqs full windows)"
+    )
+    for option, value, text in (
+        ("--python-path", "DIR", "where it is installed, if not where this runs"),
+        ("--env", "NAME=VALUE", "variable for its process"),
+        ("--engine-options", "JSON", "options in its own words, over those that are given here"),
+    ):
+        group.add_argument(
+            option,
+            action="append",
+            default=[],
+            type=_of_backend(backends),
+            metavar=f"BACKEND={value}",
+            help=f"{text}; may be given several times",
+        )
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep what the engines print here")
+    parser.add_argument("--quick", action="store_true", help=f"a few seconds, small sizes on {QUICK_MODEL}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE, too")
+
+
+def set_defaults(options: argparse.Namespace) -> None:
+    """Fill in what depends on the machine and on ``--quick``."""
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options.dtype = options.dtype or ("float16" if options.device == "cuda" else "float32")
+    if options.quick:
+        options.model = options.model or QUICK_MODEL
+        options.max_num_seqs = min(options.max_num_seqs, 16)
+    options.model_name = options.model or "random weights, GPT-2 124M's shapes"
+
+
+def engine_options(
+    options: argparse.Namespace, backend: str, model: str, facts: ModelFacts, switches_off: list[str]
+) -> EngineOptions:
+    """Return what a worker makes its engine from."""
+    tokens = options.kv_cache_tokens or options.max_num_seqs * facts.max_model_len
+    element_bytes = 4 if options.dtype == "float32" else 2
+    extra: dict[str, Any] = {}
+    for text in _given(options.engine_options, backend):
+        extra |= json.loads(text)
+    return EngineOptions(
+        model=model,
+        dtype=options.dtype,
+        device=options.device,
+        max_num_seqs=options.max_num_seqs,
+        kv_cache_tokens=tokens,
+        kv_cache_bytes=tokens * facts.kv_elements_per_token * element_bytes,
+        switches_off=switches_off,
+        extra=extra,
+    )
+
+
+def environment(options: argparse.Namespace, backend: str) -> dict[str, Any]:
+    """Return the arguments of ``WorkerPool.add`` that say where a backend is installed."""
+    paths = _given(options.python_path, backend)
+    pairs = (text.partition("=") for text in _given(options.env, backend))
+    return {
+        "python_path": paths[-1] if paths else None,
+        "environment": {name: value for name, _, value in pairs},
+    }
+
+
+def _of_backend(backends: tuple[str, ...]) -> Callable[[str], tuple[str, str]]:
+    def parse(text: str) -> tuple[str, str]:
+        backend, equals, value = text.partition("=")
+        if not equals or backend not in backends:
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}, needed is BACKEND=..., BACKEND one of {', '.join(backends)}"
+            )
+        return backend, value
+
+    return parse
+
+
+def _given(values: list[tuple[str, str]], backend: str) -> list[str]:
+    return [value for name, value in values if name == backend]

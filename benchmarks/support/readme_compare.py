@@ -1,0 +1,123 @@
+"""The README's tables of whole engines, from what ``offline_compare`` and ``arrivals`` wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks.support.compare_report import Row, by_case, compared
+from benchmarks.support.streaming import METRICS, PERCENTILES
+
+LABELS = {"rose": "Rose", "rose-in-vllm": "Rose in vLLM", "vllm": "vLLM", "sglang": "SGLang"}
+PEERS = ("vllm", "sglang")
+COMPARISON_COMMAND = "python -m benchmarks.offline_compare"
+ARRIVALS_COMMAND = "python -m benchmarks.arrivals"
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table."""
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def offline_table(result: dict[str, Any]) -> str:
+    """Return every case with all engines, and every loss."""
+    check_complete(result)
+    cases = by_case(result["rows"])
+    backends = [name for name in LABELS if name in result["backends"]]
+    peers = [name for name in backends if name in PEERS]
+    rows = []
+    for case, sides in cases.items():
+        ratio = min(compared(sides[peer]) for peer in peers) / compared(sides["rose"])
+        rows.append((case, *(_cell(sides[name]) for name in backends), f"{ratio:.2f}x"))
+    header = ("", *(LABELS[name] for name in backends), "best peer / Rose")
+    return "\n\n".join((markdown(header, rows), _source(result), _losses(result, len(cases))))
+
+
+def switches_table(result: dict[str, Any]) -> str:
+    """Return how much longer Rose takes with one part switched off, for every case."""
+    check_complete(result)
+    cases = by_case(result["rows"])
+    variants = [name for name in result["backends"] if name.endswith(" off")]
+    rows = [
+        (
+            LABELS[host],
+            f"`{switch.removesuffix(' off')}`",
+            *(f"{compared(sides[variant]) / compared(sides[host]):.2f}x" for sides in cases.values()),
+        )
+        for variant in variants
+        for host, switch in [variant.split(", ")]
+    ]
+    return markdown(("time without / with", "", *cases), rows) + "\n\n" + _source(result)
+
+
+def arrivals_table(result: dict[str, Any]) -> str:
+    """Return latencies of both loads, and which goals were missed."""
+    check_complete(result)
+    rows = []
+    for row in result["rows"]:
+        if row["scene"] == "capacity":
+            continue
+        latencies = (
+            " / ".join(_milliseconds(row[f"p{share}_{metric}_ms"]) for share in PERCENTILES)
+            for metric in METRICS
+        )
+        load = f"{row['scene']}, {row['request_rate']:,.0f} requests/s"
+        rows.append((load, LABELS[row["backend"]], *latencies))
+    header = ("p50 / p90 / p99 in ms", "", *(metric.upper() for metric in METRICS))
+    missed = [
+        f"{goal['name']} ({goal['value']:.2f}, at most {goal['limit']:.2f})"
+        for goal in result["bars"]
+        if not goal["met"]
+    ]
+    verdict = f"Goals missed: {'; '.join(missed) if missed else 'none'}, of {len(result['bars'])}."
+    return "\n\n".join((markdown(header, rows), _source(result), verdict))
+
+
+def check_complete(result: dict[str, Any]) -> None:
+    """Exit where an engine was missing or failed: such a comparison is not published."""
+    absent = [
+        f"{name} ({why.splitlines()[0]})"
+        for label in ("missing", "failed")
+        for name, why in result[label].items()
+    ]
+    if absent:
+        raise SystemExit(f"{result['benchmark']}.json: not every engine has run: {'; '.join(absent)}")
+
+
+def _cell(row: Row) -> str:
+    if row["scene"] == "decode":
+        return _milliseconds(compared(row)) + " ms"
+    tokens = row["figures"]["output_throughput"]["median"]
+    return f"{compared(row):.2f} s, {tokens / 1e3:,.0f} k tok/s"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _source(result: dict[str, Any]) -> str:
+    versions = ", ".join(
+        f"{LABELS[name]} {facts['version']}" for name, facts in result["backends"].items() if name in LABELS
+    )
+    settings = result["settings"]
+    counts = {_num_turns(row) for row in result["rows"]}
+    turns = " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
+    return (
+        f"Medians of {turns} turns, {result['device']}, {settings['model']}, {settings['dtype']}; {versions}; "
+        f"`{result['command']}`."
+    )
+
+
+def _num_turns(row: Row) -> int:
+    num_turns: int = len(row["turns"]) if "turns" in row else row["figures"][row["figure"]]["samples"]
+    return num_turns
+
+
+def _losses(result: dict[str, Any], num_cases: int) -> str:
+    lost = [
+        f"{LABELS[loss['backend']]} takes {loss['times']:.2f} x {LABELS[loss['peer']]}'s time in {loss['case']}"
+        for loss in result["losses"]
+    ]
+    return f"Losses in {num_cases} cases: {'; '.join(lost) if lost else 'none'}."

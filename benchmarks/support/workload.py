@@ -1,0 +1,80 @@
+"""What the engines are asked for: prompts and numbers of new tokens, the same for each of them from a few numbers.
+
+Imports nothing but NumPy: it is loaded beside engines that bring versions of everything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "top-k 50, top-p 0.9": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
+}
+
+
+def random_prompts(num_prompts: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """Return prompts that share no prefix worth mentioning."""
+    prompts: list[list[int]] = (
+        np.random.default_rng(seed).integers(1, vocab_size, (num_prompts, length)).tolist()
+    )
+    return prompts
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests of random tokens. Lengths are drawn evenly from (low, high), both included."""
+
+    num_requests: int
+    input_len: tuple[int, int]
+    output_len: tuple[int, int]
+    mode: str
+    seed: int
+
+    def prompts(self, vocab_size: int) -> list[list[int]]:
+        """Return token ids below ``vocab_size``; no two workloads of different seeds share a prefix."""
+        rng = np.random.default_rng([self.seed, 1])
+        lengths = self._lengths(self.input_len, 2)
+        tokens = rng.integers(1, vocab_size, sum(lengths)).tolist()
+        ends = np.cumsum(lengths).tolist()
+        return [tokens[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+
+    def output_lens(self) -> list[int]:
+        """Return the number of new tokens of each request."""
+        return self._lengths(self.output_len, 3)
+
+    def arrivals(self, rate: float) -> list[float]:
+        """Return when each request is due, in seconds from the start: Poisson arrivals, ``rate`` a second.
+
+        The gaps of one seed are the same at every rate, but for their unit.
+        """
+        gaps = np.random.default_rng([self.seed, 4]).exponential(1.0, self.num_requests)
+        due: list[float] = (np.cumsum(gaps) / rate).tolist()
+        return due
+
+    def shortened(self, num_requests: int, output_len: int) -> Workload:
+        """Return the same with at most so many requests and new tokens, to warm up with."""
+        low, high = self.output_len
+        return replace(
+            self,
+            num_requests=min(self.num_requests, num_requests),
+            output_len=(min(low, output_len), min(high, output_len)),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields; ``from_json`` takes them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Workload:
+        """Return the workload with these fields."""
+        ranges = {name: tuple(fields[name]) for name in ("input_len", "output_len")}
+        return cls(**{**fields, **ranges})
+
+    def _lengths(self, span: tuple[int, int], stream: int) -> list[int]:
+        rng = np.random.default_rng([self.seed, stream])
+        lengths: list[int] = rng.integers(span[0], span[1] + 1, self.num_requests).tolist()
+        return lengths

@@ -1,0 +1,118 @@
+"""Tables of whole engines: what they show, what they admit, and when there are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import readme_tables
+from benchmarks.support.compare_report import losses
+from benchmarks.support.readme_compare import arrivals_table, offline_table, switches_table
+
+
+def row(case: str, backend: str, value: float) -> dict[str, Any]:
+    scene = case.split(",")[0]
+    figure = "step_ms" if scene == "decode" else "duration"
+    figures = {
+        figure: {"median": value, "samples": 2 if scene == "mixed" else 3},
+        "output_throughput": {"median": 1e5 / value},
+    }
+    return {"case": case, "scene": scene, "backend": backend, "figure": figure, "figures": figures}
+
+
+def report(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    backends = dict.fromkeys(row["backend"] for row in rows)
+    return {
+        "benchmark": "some",
+        "command": "python -m benchmarks.some --repeats 3",
+        "device": "some GPU",
+        "settings": {"model": "some model", "dtype": "float16"},
+        "backends": {name: {"version": f"of {name}"} for name in backends},
+        "missing": {},
+        "failed": {},
+        "losses": losses(row for row in rows if "case" in row),
+        "rows": rows,
+        **changes,
+    }
+
+
+ROWS = [
+    row("decode, 1", "rose", 0.25),
+    row("decode, 1", "vllm", 1.0),
+    row("decode, 1", "sglang", 0.75),
+    row("mixed", "rose", 5.0),
+    row("mixed", "vllm", 10.0),
+    row("mixed", "sglang", 4.0),
+]
+
+
+def test_every_engine_and_every_loss_is_shown() -> None:
+    text = offline_table(report(ROWS))
+    assert "|  | Rose | vLLM | SGLang | best peer / Rose |" in text
+    assert "| decode, 1 | 0.25 ms | 1 ms | 0.75 ms | 3.00x |" in text
+    assert "| mixed | 5.00 s, 20 k tok/s | 10.00 s, 10 k tok/s | 4.00 s, 25 k tok/s | 0.80x |" in text
+    assert "Medians of 2 to 3 turns, some GPU, some model, float16; " in text
+    assert "; Rose of rose, vLLM of vllm, SGLang of sglang; `python -m" in text
+    assert text.endswith("Losses in 2 cases: Rose takes 1.25 x SGLang's time in mixed.")
+    assert offline_table(report(ROWS[:3])).endswith("Losses in 1 cases: none.")
+
+
+def test_switches_are_compared_with_their_own_host() -> None:
+    rows = [
+        row("decode, 1", "rose", 0.25),
+        row("decode, 1", "rose, fused_mlp off", 0.5),
+        row("decode, 1", "rose-in-vllm", 1.0),
+        row("decode, 1", "rose-in-vllm, block_manager off", 1.5),
+    ]
+    text = switches_table(report(rows))
+    assert "| Rose | `fused_mlp` | 2.00x |" in text
+    assert "| Rose in vLLM | `block_manager` | 1.50x |" in text
+
+
+def test_latencies_and_missed_goals_are_shown() -> None:
+    figures = {f"p{p}_{m}_ms": float(p) for p in (50, 90, 99) for m in ("ttft", "tpot", "itl", "e2el")}
+    rows = [
+        {"scene": "capacity", "backend": "rose", "request_rate": None, "turns": [1] * 4, **figures},
+        {
+            "scene": "same load",
+            "backend": "rose",
+            "request_rate": 1234.5,
+            "turns": [1] * 4,
+            **figures,
+            "p50_itl_ms": 0.12345,
+        },
+    ]
+    bars = [
+        {"name": "good", "value": 1.0, "limit": 2.0, "met": True},
+        {"name": "bad", "value": 3.456, "limit": 3.0, "met": False},
+    ]
+    text = arrivals_table(report(rows, bars=bars, losses=[]))
+    latencies = "50 / 90 / 99 | 50 / 90 / 99 | 0.123 / 90 / 99 | 50 / 90 / 99"
+    assert f"| same load, 1,234 requests/s | Rose | {latencies} |" in text
+    assert "capacity" not in text
+    assert "Medians of 4 turns, some GPU" in text
+    assert text.endswith("Goals missed: bad (3.46, at most 3.00), of 2.")
+
+
+@pytest.mark.parametrize("label", ["missing", "failed"])
+def test_a_comparison_that_lacks_an_engine_is_not_published(label: str) -> None:
+    with pytest.raises(SystemExit, match=r"some.json: not every engine has run: sglang \(no module\)"):
+        offline_table(report(ROWS, **{label: {"sglang": "no module\nsecond line"}}))
+
+
+def test_a_table_may_be_left_out_until_there_is_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readme_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(readme_tables, "TABLES", {"offline_compare": readme_tables.offline_compare})
+    placed = "<!-- table: offline_compare -->\n<!-- end of table -->"
+    assert readme_tables.rewritten("no table here") == "no table here"
+    assert "Not published yet: `python -m benchmarks.offline_compare`" in readme_tables.rewritten(placed)
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "offline_compare.json").write_text(json.dumps(report(ROWS)))
+    assert "| mixed | 5.00 s" in readme_tables.rewritten(placed)
+    with pytest.raises(SystemExit, match="table offline_compare: expected once, found 0 times"):
+        readme_tables.rewritten("no table here")

@@ -1,0 +1,77 @@
+"""Engines in other processes: what they answer, print, lack and do wrong reaches the benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.support.engines import EngineOptions
+from benchmarks.support.worker_pool import WorkerError, WorkerPool
+from benchmarks.support.workload import Workload
+from tests.benchmarks.fake_engine import write_fake_sglang
+
+OPTIONS = EngineOptions("some model", "float32", "cpu", 4, kv_cache_tokens=64, kv_cache_bytes=4096)
+WORKLOAD = Workload(3, (2, 5), (4, 4), "greedy", seed=1).as_json()
+
+Started = Callable[..., WorkerPool]
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Started]:
+    """Return a function that starts the fake engine with environment variables."""
+    pools: list[WorkerPool] = []
+    path = write_fake_sglang(tmp_path / "site")
+
+    def start(python_path: str | None = path, **environment: str) -> WorkerPool:
+        pool = WorkerPool("offline", tmp_path / "logs")
+        pools.append(pool)
+        pool.add("sglang", "sglang", OPTIONS, vocab_size=9, python_path=python_path, environment=environment)
+        pool.wait_until_started()
+        return pool
+
+    yield start
+    for pool in pools:
+        pool.__exit__(None, None, None)
+
+
+def test_an_engine_that_prints_is_understood(started: Started) -> None:
+    pool = started()
+    assert pool.facts["sglang"]["version"] == "0.fake"
+    answer = pool.workers["sglang"].ask("generate", workload=WORKLOAD)
+    assert answer["output_tokens"] == 12
+    assert 6 <= answer["input_tokens"] <= 15
+    assert 0 < answer["seconds"] < 60
+    assert "generating for 3" in pool.workers["sglang"].log.read_text()
+    with pytest.raises(WorkerError, match=r"no answer within 0 s\n(.*\n)*.*generating for 3"):
+        pool.workers["sglang"].receive(timeout_s=0.01)
+
+
+def test_an_engine_that_is_not_installed_is_named(started: Started) -> None:
+    pool = started(python_path=None)
+    assert pool.missing == {"sglang": "No module named 'sglang'"}
+    assert pool.workers == pool.failed == {}
+
+
+def test_an_engine_that_stops_early_is_no_fast_engine(started: Started) -> None:
+    pool = started(FAKE_LOST_TOKENS="1")
+    with pytest.raises(WorkerError, match="got 9 new tokens, 12 were asked for"):
+        pool.workers["sglang"].ask("generate", workload=WORKLOAD)
+
+
+def test_the_last_words_of_a_dead_engine_are_passed_on(started: Started) -> None:
+    pool = started(FAKE_CALLS="0")
+    worker = pool.workers["sglang"]
+    with pytest.raises(WorkerError, match=r"the process ended\n(.*\n)*.*something terrible") as death:
+        worker.ask("generate", workload=WORKLOAD)
+    pool.drop("sglang", death.value)
+    assert pool.workers == {}
+    assert "something terrible" in pool.failed["sglang"]
+
+
+def test_a_broken_installation_is_a_failure_and_not_missing(started: Started, tmp_path: Path) -> None:
+    (tmp_path / "site" / "sglang" / "srt" / "entrypoints" / "engine.py").write_text("import not_there\n")
+    pool = started()
+    assert pool.missing == {}
+    assert "No module named 'not_there'" in pool.failed["sglang"]
