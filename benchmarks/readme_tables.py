@@ -100,6 +100,8 @@ KERNEL_ROWS = {
     "clone of 256 blocks, 12 layers": "clone 256 blocks of 12 layers",
     "four products of a GPT-2 layer, 1 row": "products of a GPT-2 layer, 1 row",
     "four products of a GPT-2 layer, 32 rows": "products of a GPT-2 layer, 32 rows",
+    "four products of a GPT-2 layer, 256 rows": "products of a GPT-2 layer, 256 rows",
+    "GPT-2's head and the most likely token, 32 rows": "head and sample B=32 greedy",
     "sampler, 256 rows, greedy": "sample B=256 greedy",
     "sampler, 1 row, top-k 50 and top-p 0.9": "sample B=1 top-k 50, top-p 0.9",
     "sampler, 256 rows, top-k 50 and top-p 0.9": "sample B=256 top-k 50, top-p 0.9",

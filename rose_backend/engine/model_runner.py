@@ -146,7 +146,7 @@ class ModelRunner:
         rows, counts = step.rows[split:], step.num_new_tokens[split:]
         hidden, token_ids = None, np.empty(0, np.int32)
         if len(rows):
-            hidden, token_ids = self._forward_chunks(rows, counts, int(np.count_nonzero(counts == 1)))
+            hidden, token_ids = self._forward_chunks(rows, counts)
         last_token_indices = np.cumsum(counts, dtype=np.int64) - 1
         return Forwarded(
             step.rows[:split],
@@ -206,10 +206,8 @@ class ModelRunner:
         logits = self._model.compute_logits(hidden)
         return self._sample_tokens(logits, buffers.sampling(width)).token_ids, logits
 
-    def _forward_chunks(
-        self, rows: Int32Array, counts: Int32Array, num_singles: int
-    ) -> tuple[torch.Tensor, Int32Array]:
-        """Compute ``counts[i]`` tokens of ``rows[i]``, the first ``num_singles`` of which have one each."""
+    def _forward_chunks(self, rows: Int32Array, counts: Int32Array) -> tuple[torch.Tensor, Int32Array]:
+        """Compute ``counts[i]`` tokens of ``rows[i]``. Single ones are chunks, too: captured or not, one kernel."""
         start = self._manager.num_computed_tokens[rows]
         ends = np.cumsum(counts, dtype=np.int64)
         row_of_token = np.repeat(rows, counts)
@@ -229,7 +227,7 @@ class ModelRunner:
         ids, where, query_start_loc, num_computed, block_table, slot_mapping = upload(
             self._device, *inputs, blocks * self._block_size + positions % self._block_size
         )
-        metadata = AttentionMetadata(query_start_loc, num_computed, block_table, slot_mapping, num_singles)
+        metadata = AttentionMetadata(query_start_loc, num_computed, block_table, slot_mapping, num_decodes=0)
         return self._model.forward(ids, where, self._kv_cache, metadata), token_ids
 
     def _sampling_tensors(self, rows: Int32Array) -> kernels.SamplingTensors:
