@@ -18,8 +18,8 @@ _RETRY_S = 0.01
 """How soon a stream that was not ready for an output is looked at again when no step comes before."""
 _SHORT_ROUND_S = 200e-6
 """A round that took less holds nobody up; rests begin behind that."""
-_MAX_REST_S = 0.005
-"""Nobody sees a text stand still for that long."""
+_MAX_REST_S = 0.02
+"""However long a round took, texts stand still no longer than this."""
 
 
 @dataclass(frozen=True, slots=True)
