@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.figure_files import save_figure
+
 HERE = Path(__file__).resolve().parent
 PANELS = {
     "pool_size": ("num_blocks", "blocks in the pool"),
@@ -72,12 +74,7 @@ def draw(report: dict[str, Any], out: Path) -> list[Path]:
         f"mean over whole blocks; {machine['cpu']}, one core",
         fontsize=10,
     )
-    out.mkdir(parents=True, exist_ok=True)
-    paths = [out / f"block_manager_cost.{ending}" for ending in ("png", "svg")]
-    for path in paths:
-        figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return paths
+    return save_figure(figure, out, "block_manager_cost")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

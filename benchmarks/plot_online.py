@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.figure_files import save_figure
+
 HERE = Path(__file__).resolve().parent
 PANELS = {
     "ttft": "time to first token",
@@ -62,12 +64,7 @@ def draw(report: dict[str, Any], out: Path) -> list[Path]:
         f"{report['settings']['model']}; {report['device']}. Solid: median, broken: 99th percentile",
         fontsize=10,
     )
-    out.mkdir(parents=True, exist_ok=True)
-    paths = [out / f"online_compare.{ending}" for ending in ("png", "svg")]
-    for path in paths:
-        figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return paths
+    return save_figure(figure, out, "online_compare")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

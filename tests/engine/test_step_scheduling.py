@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rose_backend import LLM
 from rose_backend.engine.scheduler import Step
@@ -30,6 +31,27 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], list[Step]]:
         return recorded
 
     return record
+
+
+def test_forward_passes_are_all_decodes_or_all_chunks(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Start-up prepares kernels for these two kinds of passes only. The first prompt leaves one token to the second.
+    llm = make_llm(max_num_batched_tokens=20, prefix_cache=False)
+    model = llm.core._runner._model
+    forward = model.forward
+    kinds: list[tuple[int, list[int]]] = []
+
+    def spy(input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: Any, metadata: Any) -> Any:
+        starts = metadata.query_start_loc
+        counts = [1] * metadata.num_decodes if starts is None else starts.diff().tolist()
+        kinds.append((metadata.num_decodes, counts))
+        return forward(input_ids, positions, kv_cache, metadata)
+
+    monkeypatch.setattr(model, "forward", spy)
+    llm.generate([[9] * 19, [8] * 42], replace(GREEDY, max_tokens=3))
+    assert all(num_decodes in (0, len(counts)) for num_decodes, counts in kinds)
+    assert any(1 in counts and len(counts) > 1 for num_decodes, counts in kinds if not num_decodes)
 
 
 def test_decodes_lead_and_prompts_fill_the_budget(
