@@ -24,3 +24,5 @@ class AttentionMetadata:
     """The first so many requests have one token each and take the decode path, the rest take the prefill path."""
     mean_query_len: float | None = None
     """Tokens per request on the prefill path, for the choice of tiles; None: what the shapes say, padding included."""
+    last_tokens_only: bool = False
+    """Of a step without decodes, only the hidden state of each request's last token is wanted."""

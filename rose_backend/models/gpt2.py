@@ -1,6 +1,6 @@
 """GPT-2 as plain functions over ``rose_backend.kernels``.
 
-The linear weights stay in the checkpoint's [in, out] layout, which ``addmm`` takes as it is.
+The linear weights are [in, out] as in the checkpoint, which ``addmm`` takes as it is, however they lie in memory.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class _StepPlan:
     prefill_start_loc: torch.Tensor | None
     attended: torch.Tensor
     """[T, HQ, D]: attention's output, overwritten by each layer."""
+    wanted_tokens: torch.Tensor | None
+    """[R] int64: tokens whose final hidden states are asked for; None: all."""
 
 
 class GPT2:
@@ -81,7 +83,7 @@ class GPT2:
 
         Args:
             path: local directory or Hugging Face id.
-            dtype: ``auto`` is float32 on a CPU and the checkpoint's own type elsewhere.
+            dtype: ``auto`` is float32 on a CPU, the checkpoint's own type elsewhere; for float32 bfloat16, as in vLLM.
             device: ``cpu`` or ``cuda``.
             switches: None has everything on.
 
@@ -99,6 +101,9 @@ class GPT2:
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """Run all layers over one step's tokens and return the final hidden states, [T, E].
+
+        With ``metadata.last_tokens_only`` they are [R, E], one of each request. The last layer then stores keys and
+        values of all tokens and goes on with the last ones alone.
 
         Keys and values of all tokens are stored in ``kv_cache``, whose strides may be any with an innermost one of 1.
         """
@@ -124,8 +129,8 @@ class GPT2:
         return logits[:, : self.config.vocab_size]
 
     def pack_for_small_batches(self) -> None:
-        """Prepare another way through the layers for a few decodes at once. Takes as much memory as the layers do."""
-        self._packed_layers = pack_layers(self.weights, self.config.layer_norm_epsilon)
+        """Prepare another way through the layers for a few decodes at once, with the same matrices in memory."""
+        self.weights, self._packed_layers = pack_layers(self.weights, self.config.layer_norm_epsilon)
 
     def _small_batch(self, residual: torch.Tensor, caches: LayerCaches, step: _StepPlan) -> torch.Tensor:
         def attend(index: int, qkv: torch.Tensor) -> torch.Tensor:
@@ -143,6 +148,8 @@ class GPT2:
         for index, layer in enumerate(layers):
             qkv = torch.addmm(layer.qkv_bias, normed, layer.qkv_weight)
             attended = self._attend(qkv, caches[index], step)
+            if index + 1 == len(layers) and (wanted := step.wanted_tokens) is not None:
+                attended, residual = attended[wanted], residual[wanted]
             delta = torch.addmm(layer.attn_proj_bias, attended, layer.attn_proj_weight)
             normed, residual = self._add_norm(delta, residual, layer.ln_2_weight, layer.ln_2_bias)
             if index + 1 < len(layers):
@@ -183,7 +190,11 @@ class GPT2:
                 num_step_tokens=num_tokens - num_decodes,
             )
         attended = key_cache.new_empty((num_tokens, self.config.n_head, self.config.head_size))
-        return _StepPlan(metadata, decode, prefill, prefill_start_loc, attended)
+        wanted = None
+        if metadata.last_tokens_only and prefill_start_loc is not None:
+            # -1 for padding in front of all others: some token, nobody looks at it.
+            wanted = prefill_start_loc[1:].long() - 1
+        return _StepPlan(metadata, decode, prefill, prefill_start_loc, attended, wanted)
 
     def _attend(
         self,

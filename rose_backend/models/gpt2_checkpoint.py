@@ -150,8 +150,13 @@ def _read_eos_token_id(fields: dict[str, Any]) -> int | None:
 
 def _choose_dtype(dtype: str, device: str, stored: torch.dtype) -> torch.dtype:
     if dtype == "auto":
-        on_cpu = torch.device(device).type == "cpu"
-        return torch.float32 if on_cpu or stored not in _DTYPES.values() else stored
+        if torch.device(device).type == "cpu":
+            return torch.float32
+        if stored in (torch.float16, torch.bfloat16):
+            return stored
+        # As vLLM does: checkpoints in float32 are meant to be served in half of that.
+        has_bfloat16 = torch.cuda.get_device_capability(device)[0] >= 8
+        return torch.bfloat16 if has_bfloat16 else torch.float16
     if dtype not in _DTYPES:
         raise ModelError(f"dtype: got {dtype!r}, allowed are auto, {', '.join(_DTYPES)}")
     return _DTYPES[dtype]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,7 +21,7 @@ MAX_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """One layer's products, each with the LayerNorm in front of it folded in. A copy of the layer's matrices."""
+    """One layer's products, each with the LayerNorm in front of it folded in."""
 
     qkv: PackedLinear
     attn_proj: PackedLinear
@@ -29,9 +29,16 @@ class PackedLayer:
     fc_proj: PackedLinear
 
 
-def pack_layers(weights: GPT2Weights, eps: float) -> tuple[PackedLayer, ...]:
-    """Prepare all layers, once."""
-    return tuple(_pack_layer(layer, eps) for layer in weights.layers)
+def pack_layers(weights: GPT2Weights, eps: float) -> tuple[GPT2Weights, tuple[PackedLayer, ...]]:
+    """Prepare all layers, once.
+
+    Returns:
+        The weights with matrices that are views of the packed ones, and with norms that neither scale nor shift: other
+        ways through the layers take these, so that no matrix is there twice. And the packed layers.
+    """
+    packed = tuple(_pack_layer(layer, eps) for layer in weights.layers)
+    folded = tuple(_fold_layer(layer, parts) for layer, parts in zip(weights.layers, packed, strict=True))
+    return replace(weights, layers=folded), packed
 
 
 def forward_layers(
@@ -73,4 +80,21 @@ def _pack_layer(layer: LayerWeights, eps: float) -> PackedLayer:
             eps=eps,
         ),
         fc_proj=pack_linear(layer.fc_proj_weight.t(), layer.fc_proj_bias),
+    )
+
+
+def _fold_layer(layer: LayerWeights, packed: PackedLayer) -> LayerWeights:
+    ones, zeros = torch.ones_like(layer.ln_1_weight), torch.zeros_like(layer.ln_1_bias)
+    return replace(
+        layer,
+        ln_1_weight=ones,
+        ln_1_bias=zeros,
+        qkv_weight=packed.qkv.weight.t(),
+        qkv_bias=packed.qkv.bias.to(layer.qkv_bias.dtype),
+        attn_proj_weight=packed.attn_proj.weight.t(),
+        ln_2_weight=ones,
+        ln_2_bias=zeros,
+        fc_weight=packed.fc.weight.t(),
+        fc_bias=packed.fc.bias.to(layer.fc_bias.dtype),
+        fc_proj_weight=packed.fc_proj.weight.t(),
     )

@@ -23,7 +23,7 @@ def load_model(
 
     Args:
         path: local directory or Hugging Face id.
-        dtype: ``auto`` is float32 on a CPU and the checkpoint's own type elsewhere.
+        dtype: ``auto`` is float32 on a CPU, the checkpoint's own type elsewhere; for float32 bfloat16, as in vLLM.
         device: ``cpu`` or ``cuda``.
         switches: None has everything on.
 

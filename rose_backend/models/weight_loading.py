@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from rose_backend.errors import ModelError
+
+if TYPE_CHECKING:
+    # What only looks for a checkpoint or reads its tokenizer does not wait for it.
+    import torch
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend.kernels.reference import layer_norm as twin
-from tests.support.aot import CAPABILITIES, compile_launch, record_launches
+from tests.support.aot import CAPABILITIES, compile_launch, overlapped, record_launches
 from tests.support.error_budget import assert_within_budget
 from tests.support.interpreter import run_interpreted
 
@@ -104,6 +104,6 @@ def test_compiles_without_spills(capability: int) -> None:
         gpu.rms_norm(x, weight, EPS)
     assert len(launches) == 5
     for recorded in launches:
-        resources = compile_launch(recorded, capability)
+        resources = compile_launch(overlapped(recorded, capability), capability)
         assert resources.spill_bytes == 0
         assert "ld.global.v4.b32" in resources.ptx and "st.global.v4.b32" in resources.ptx

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ Shape = tuple[int, int, int, torch.dtype]
 """Query heads, KV heads, head size, dtype."""
 
 GPT2, LLAMA_8B = (12, 12, 64, torch.float16), (32, 8, 128, torch.bfloat16)
+WIDE_LOAD = re.compile(r"ld\.global\S*\.v4")
 CASES = [
     *((shape, 64, 1, None, capability) for shape in (GPT2, LLAMA_8B) for capability in CAPABILITIES),
     (LLAMA_8B, 64, 1, CACHE_DTYPE, 90),
@@ -22,8 +24,8 @@ CASES = [
     (LLAMA_8B, 64, 4, CACHE_DTYPE, 90),
     (LLAMA_8B, 64, 4, None, 80),
     (GPT2, 64, 4, None, 90),
-    (GPT2, 1, 1, None, 90),
-    (GPT2, 256, 1, None, 90),
+    *((GPT2, num_rows, 1, None, 90) for num_rows in (1, 32, 100, 256)),
+    (GPT2, 8, 1, None, 80),
 ]
 
 
@@ -35,23 +37,35 @@ def test_compiles_without_spills(
     assert resources.spill_bytes == 0
     lane_by_lane = shape == GPT2 and max_query_len == 1 and cache_dtype is None
     assert ("mma" in resources.ptx) == ("cp.async" in resources.ptx) == (not lane_by_lane)
-    assert "ld.global.v4" in resources.ptx
+    assert WIDE_LOAD.search(resources.ptx)
     assert "griddepcontrol" not in resources.ptx
 
 
-@pytest.mark.parametrize(("shape", "num_rows"), [(GPT2, 8), (LLAMA_8B, 64)], ids=str)
-def test_overlap_reads_ahead_and_writes_only_after_the_wait(shape: Shape, num_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "num_rows", "is_early"),
+    [(GPT2, 8, True), (GPT2, 64, False), (LLAMA_8B, 64, True)],
+    ids=str,
+)
+def test_overlap_reads_ahead_and_writes_only_after_the_wait(
+    shape: Shape, num_rows: int, is_early: bool
+) -> None:
     resources = compile_decode(shape, num_rows, 1, None, 90, overlap=True)
     ptx = resources.ptx
     assert resources.spill_bytes == 0
-    marks = ("griddepcontrol.launch_dependents", "ld.global", "griddepcontrol.wait")
-    assert sorted(marks, key=ptx.index) == list(marks)
     # One wait is that of a program without work.
     assert ptx.count("griddepcontrol.wait") == 2
     last_wait = ptx.rindex("griddepcontrol.wait")
-    assert last_wait < min(ptx.index("st.global"), ptx.index("atom.global"))
+    first_write = min(ptx.index("st.global"), ptx.index("atom.global"))
+    assert ptx.index("ld.global") < ptx.index("griddepcontrol.wait") <= last_wait < first_write
     # The first tile of keys and values.
-    assert ("ld.global.v4" in ptx[:last_wait]) == (shape == GPT2)
+    assert bool(WIDE_LOAD.search(ptx[:last_wait])) == (shape == GPT2)
+    assert ptx.count("griddepcontrol.launch_dependents") == 1
+    launch = ptx.index("griddepcontrol.launch_dependents")
+    if is_early:
+        assert launch < ptx.index("ld.global")
+    else:
+        last_tile = [load.start() for load in WIDE_LOAD.finditer(ptx, 0, first_write)][-1]
+        assert last_wait < last_tile < launch < first_write
 
 
 def compile_decode(

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
+from rose_backend.kernels.gpu import decode_tuning
 from rose_backend.kernels.gpu import paged_decode as gpu
+from rose_backend.kernels.gpu.decode_tuning import heads_per_program
 from rose_backend.kernels.paged_decode import check_gpu_tensors
 from rose_backend.kernels.reference.float8 import CACHE_DTYPE, from_cache, to_cache
 from tests.support.error_budget import assert_within_budget
@@ -33,6 +35,7 @@ def launch(
     stored_before: bool,
     num_programs: int,
     max_whole: int,
+    num_stages: int,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, int, int]:
     """Return output, records written by split rows, and what the counters add up to afterwards."""
@@ -46,14 +49,19 @@ def launch(
         num_programs=num_programs,
         use_dot=use_dot,
         num_warps=4,
-        num_stages=1,
+        num_stages=num_stages,
         max_whole=max_whole,
         fan_in=3,
         kv_heads=2,
     )
     scratch: list[torch.Tensor] = []
-    names = ("split_scratch", "_COMBINE_TILE", "_COMBINE_ELEMENTS", "_MAX_QUERY_ELEMENTS")
-    before = {name: getattr(gpu, name) for name in names}
+    modules = {
+        "split_scratch": gpu,
+        "_COMBINE_TILE": gpu,
+        "_COMBINE_ELEMENTS": gpu,
+        "MAX_QUERY_ELEMENTS": decode_tuning,
+    }
+    before = {name: getattr(module, name) for name, module in modules.items()}
 
     def poisoned_scratch(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         scratch.extend(before["split_scratch"](*args))
@@ -61,8 +69,8 @@ def launch(
         return scratch[0], scratch[1]
 
     # So few that combining takes two levels and several iterations, and that programs share the queries of a KV head.
-    for name, value in zip(names, (poisoned_scratch, 2, 8, 512), strict=True):
-        setattr(gpu, name, value)
+    for (name, module), value in zip(modules.items(), (poisoned_scratch, 2, 8, 512), strict=True):
+        setattr(module, name, value)
     try:
         out = torch.full_like(inputs.query, float("nan"))
         returned = gpu.paged_decode(
@@ -81,8 +89,8 @@ def launch(
             **options,
         )
     finally:
-        for name, value in before.items():
-            setattr(gpu, name, value)
+        for name, module in modules.items():
+            setattr(module, name, before[name])
     assert returned is out
     if not scratch:
         return out, 0, 0
@@ -95,11 +103,12 @@ def run(
     stored_before: bool = False,
     num_programs: int = 48,
     max_whole: int = 0,
+    num_stages: int = 2,
     **options: Any,
 ) -> tuple[torch.Tensor, int]:
     """Return output and the number of records of split rows."""
     out, num_records, counted = run_interpreted(
-        launch, inputs, stored_before, num_programs, max_whole, options
+        launch, inputs, stored_before, num_programs, max_whole, num_stages, options
     )
     assert counted == 0, "a counter was left behind for the next launch"
     return out, num_records
@@ -214,9 +223,9 @@ def test_several_tokens(
 
 
 def test_heads_that_one_program_attends() -> None:
-    assert [gpu._heads_per_program(group, 1, 128) for group in (1, 5, 16)] == [1, 5, 16]
-    assert [gpu._heads_per_program(group, 8, 128) for group in (1, 4, 6, 7, 16)] == [1, 4, 6, 7, 8]
-    assert gpu._heads_per_program(5, 8, 256) == 1
+    assert [heads_per_program(group, 1, 128) for group in (1, 5, 16)] == [1, 5, 16]
+    assert [heads_per_program(group, 8, 128) for group in (1, 4, 6, 7, 16)] == [1, 4, 6, 7, 8]
+    assert heads_per_program(5, 8, 256) == 1
 
 
 @pytest.mark.parametrize(
@@ -266,6 +275,15 @@ def test_short_rows_stay_whole(query_lens: list[int] | None, max_whole: int, num
     out, counted = run(inputs, max_whole=max_whole, **options)
     check(inputs, out)
     assert counted == num_records
+    assert same_bits(inputs.storage, stored)
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_any_number_of_tiles_may_be_on_their_way(num_stages: int) -> None:
+    inputs = build_paged_inputs([0, 9, 30], num_query_heads=2)
+    stored = expected_storage(inputs)
+    options = {"num_programs": 1, "num_stages": num_stages, "sliding_window": 26}
+    check(inputs, run(inputs, **options)[0], sliding_window=26)
     assert same_bits(inputs.storage, stored)
 
 

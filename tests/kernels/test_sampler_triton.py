@@ -13,19 +13,25 @@ import torch
 
 from rose_backend.kernels import SampleOutput, SamplingTensors, sample_unfused
 from tests.kernels.test_sample import make_params, random_case
-from tests.support.aot import CAPABILITIES, compile_launch, record_launches
+from tests.support.aot import CAPABILITIES, compile_launch, overlapped, record_launches
 from tests.support.interpreter import run_interpreted
 
 INFINITY = float("inf")
 
 
 def call(
-    logits: torch.Tensor, fields: dict[str, Any], columns: int = 16, group: int = 4, candidates: int = 64
+    logits: torch.Tensor,
+    fields: dict[str, Any],
+    columns: int = 16,
+    group: int = 4,
+    candidates: int = 64,
+    few: int = 16,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Sample with slices of ``group`` x ``columns`` tokens."""
+    """Sample with slices of ``group`` x ``columns`` tokens, ``few`` of which are compared with each other."""
     from rose_backend.kernels.gpu import sampler as gpu
 
-    gpu._COLUMNS, gpu._MIN_GROUP, gpu.MAX_CANDIDATES = columns, group, candidates
+    gpu._COLUMNS, gpu._MIN_GROUP = columns, group
+    gpu.MAX_CANDIDATES, gpu._FEW_CANDIDATES = candidates, few
     output = gpu.sample(logits, SamplingTensors(**fields))
     return output.token_ids, output.logprob, output.top_logprobs, output.top_token_ids
 
@@ -41,7 +47,7 @@ def sample(logits: torch.Tensor, params: SamplingTensors, **shape: int) -> Sampl
 # One slice and several; the last with groups of two tokens and few places for candidates, so that ties overflow.
 @pytest.mark.parametrize(
     ("vocab_size", "shape"),
-    [(3, {}), (67, {}), (301, {}), (301, {"columns": 64, "group": 8, "candidates": 16})],
+    [(3, {}), (67, {}), (301, {"few": 64}), (301, {"columns": 64, "group": 8, "candidates": 16, "few": 4})],
     ids=str,
 )
 def test_draws_and_logprobs_are_those_of_the_reference(vocab_size: int, shape: dict[str, int]) -> None:
@@ -90,14 +96,30 @@ def test_flat_rows_keep_more_than_there_are_places_for_candidates() -> None:
     assert torch.equal(drawn, sample_unfused(logits, params).token_ids)
 
 
-# The ties have places as candidates, or do not.
-@pytest.mark.parametrize("candidates", [32, 16])
-def test_top_p_at_the_exact_edge_of_ties(candidates: int) -> None:
+def test_a_small_top_k_and_top_p_of_what_it_keeps() -> None:
+    # Two chunks of those that are compared with each other, more of them than top-k keeps, and top-p down to one token.
+    logits = torch.randn(48, 301, generator=torch.Generator().manual_seed(4))
+    logits = (logits * 8).round() / 8
+    params = make_params(48, top_k=[5, 40, 12] * 16, top_p=[0.7, 0.8, 0.05, 1.0] * 12)
+    drawn = sample(logits, params, candidates=256, few=64).token_ids
+    assert torch.equal(drawn, sample_unfused(logits, params).token_ids)
+
+
+def test_half_of_eight_equal_tokens_is_four() -> None:
+    logits = torch.zeros(32, 301)
+    logits[:, 100:132:4] = 9.0
+    drawn = sample(logits, make_params(32, top_k=8, top_p=0.5), few=64).token_ids
+    assert sorted(set(drawn.tolist())) == [100, 104, 108, 112]
+
+
+# The ties are compared with each other, are searched, or have no places as candidates.
+@pytest.mark.parametrize(("candidates", "few"), [(64, 64), (32, 16), (16, 16)])
+def test_top_p_at_the_exact_edge_of_ties(candidates: int, few: int) -> None:
     # 0.3 in float32 is a little more than 0.3: of twenty equal tokens it takes seven, not six.
     logits = torch.full((48, 67), -INFINITY)
     logits[:, 10:30] = 1.0
     params = make_params(48, top_p=0.3, top_k=[0, 5, 0, 0] * 12)
-    drawn = sample(logits, params, candidates=candidates, columns=32).token_ids
+    drawn = sample(logits, params, candidates=candidates, few=few, columns=32).token_ids
     assert torch.equal(drawn, sample_unfused(logits, params).token_ids)
     assert drawn.min() >= 10 and drawn.max() == 16
 
@@ -149,4 +171,4 @@ def test_compiles_without_spills(capability: int) -> None:
         gpu.sample(logits, everything)
     assert len(launches) == 2
     for recorded in launches:
-        assert compile_launch(recorded, capability).spill_bytes == 0
+        assert compile_launch(overlapped(recorded, capability), capability).spill_bytes == 0

@@ -13,7 +13,7 @@ from rose_backend.kernels.advance_rows import advance_rows
 from rose_backend.kernels.embed_tokens import embed_tokens
 from rose_backend.kernels.gpu import advance_rows as gpu_advance
 from rose_backend.kernels.gpu import embed_tokens as gpu_embed
-from tests.support.aot import CAPABILITIES, compile_launch, record_launches
+from tests.support.aot import CAPABILITIES, compile_launch, overlapped, record_launches
 from tests.support.interpreter import run_interpreted
 
 LENGTHS = [7, -1, 0, 300, -1]
@@ -96,4 +96,4 @@ def test_compiles_without_spills(capability: int) -> None:
             tokens, tokens, tokens.int(), tokens, tokens, torch.zeros(8, 256, dtype=torch.int64), tokens[:1]
         )
     for launch in [*launches, *more]:
-        assert compile_launch(launch, capability).spill_bytes == 0
+        assert compile_launch(overlapped(launch, capability), capability).spill_bytes == 0

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rose_backend.errors import ModelError
+from rose_backend.models import gpt2_checkpoint
 from rose_backend.models.gpt2 import GPT2
 from rose_backend.models.registry import load_model
 from rose_backend.models.weight_loading import resolve_model_path
@@ -71,6 +72,22 @@ def test_auto_dtype_on_cpu_is_float32(checkpoint: Path) -> None:
     save_file({name: tensor.half() for name, tensor in tensors.items()}, checkpoint / "model.safetensors")
     assert load_model(checkpoint).weights.layers[0].fc_weight.dtype == torch.float32
     assert load_model(checkpoint, dtype="float16").weights.layers[0].fc_weight.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("stored", "capability", "expected"),
+    [
+        (torch.float16, (9, 0), torch.float16),
+        (torch.bfloat16, (9, 0), torch.bfloat16),
+        (torch.float32, (8, 0), torch.bfloat16),
+        (torch.float32, (7, 5), torch.float16),
+    ],
+)
+def test_auto_dtype_on_a_gpu_is_that_of_vllm(
+    monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, capability: tuple[int, int], expected: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert gpt2_checkpoint._choose_dtype("auto", "cuda", stored) is expected
 
 
 def test_names_without_prefix(checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rose_backend.config import Switches
+from rose_backend.engine.start_up import storage_bytes
 from rose_backend.models.attention_metadata import AttentionMetadata
 from rose_backend.models.gpt2 import GPT2
 from rose_backend.models.registry import load_model
@@ -113,7 +115,10 @@ def test_logits_of_chunks_and_decodes(switched_model: GPT2, reference: torch.nn.
 def test_the_way_for_few_decodes_agrees(checkpoint: Path, reference: torch.nn.Module) -> None:
     # Taken by itself on a GPU only.
     model = load_model(checkpoint)
+    num_bytes = storage_bytes(model.weights)
     model.pack_for_small_batches()
+    # No matrix is there twice; a packed layer has vectors of its own.
+    assert storage_bytes(vars(model)) < 1.02 * num_bytes
     tokens = [random_tokens(30, seed=1), random_tokens(21, seed=2), random_tokens(17, seed=3)]
     sequences = Sequences(model, tokens)
     sequences.step([20, 16, 1])
@@ -140,6 +145,41 @@ def test_greedy_tokens_around_block_boundaries(model: GPT2, reference: torch.nn.
         assert torch.equal(actual[len(prompt) :], choices[len(prompt) - 1 :])
         continuations.add(tuple(actual[-num_new:].tolist()))
     assert len(continuations) == len(lengths), "the random model should continue each prompt differently"
+
+
+def test_last_tokens_alone(switched_model: GPT2) -> None:
+    model, lengths = switched_model, [20, 1, 33]
+    tokens = [random_tokens(40, seed=seed) for seed in range(3)]
+    plain, lean = Sequences(model, list(tokens)), Sequences(model, list(tokens))
+    for sequences in (plain, lean):
+        sequences.step([5, 6, 7])
+    input_ids = torch.cat([tokens[row][5 + row :][:length] for row, length in enumerate(lengths)])
+    spans = [torch.arange(5 + row, 5 + row + length) for row, length in enumerate(lengths)]
+    slots = [
+        lean.block_table[row].long()[span // BLOCK_SIZE] * BLOCK_SIZE + span % BLOCK_SIZE
+        for row, span in enumerate(spans)
+    ]
+    metadata = AttentionMetadata(
+        # Two rows of padding behind, without tokens.
+        query_start_loc=torch.tensor([0, 20, 21, 54, 54, 54], dtype=torch.int32),
+        num_computed_tokens=torch.tensor([5, 6, 7, -1, -1], dtype=torch.int32),
+        block_table=lean.block_table[[0, 1, 2, 0, 0]],
+        slot_mapping=torch.cat(slots),
+        num_decodes=0,
+    )
+    expected = model.forward(input_ids, torch.cat(spans), plain.kv_cache, metadata)
+    actual = model.forward(
+        input_ids, torch.cat(spans), lean.kv_cache, replace(metadata, last_tokens_only=True)
+    )
+    assert actual.shape == (5, model.config.n_embd)
+    torch.testing.assert_close(actual[:3], expected[[19, 20, 53]], rtol=0, atol=1e-5)
+    torch.testing.assert_close(lean.kv_cache, plain.kv_cache, rtol=0, atol=0, equal_nan=True)
+    nothing = replace(metadata, query_start_loc=torch.zeros(3, dtype=torch.int32), last_tokens_only=True)
+    nothing = replace(nothing, num_computed_tokens=torch.tensor([-1, -1], dtype=torch.int32))
+    hidden = model.forward(
+        input_ids, torch.cat(spans), lean.kv_cache, replace(nothing, block_table=lean.block_table[:2])
+    )
+    assert hidden.shape == (2, model.config.n_embd)
 
 
 def test_padding_rows_change_nothing(model: GPT2) -> None:

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--planted", nargs="?", const="", choices=(*TOOLS, ""), help="add a mistake to find")
     options = parser.parse_args(arguments)
     if options.tool == "none":
-        from tests.sanitizer.cases import run_cases
+        from tests.sanitizer.runs import run_cases
 
         return run_cases(options.match, options.planted)
     if shutil.which("compute-sanitizer") is None:

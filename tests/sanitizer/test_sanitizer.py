@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.sanitizer import __main__ as program
-from tests.sanitizer import cases, planted
+from tests.sanitizer import planted, runs
 from tests.support import aot
 
 
@@ -52,16 +52,16 @@ def run_with(monkeypatch: pytest.MonkeyPatch, on_gpu: list[torch.Tensor], launch
         def __enter__(self) -> None: ...
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(cases, "recorded_launches", Recorded)
+    monkeypatch.setattr(runs, "recorded_launches", Recorded)
     case = {"case": lambda device: [torch.tensor([1.0, 2.0])] if device == "cpu" else on_gpu}
-    monkeypatch.setattr(cases, "CASES", case)
-    return cases.run_cases("", None)
+    monkeypatch.setattr(runs, "CASES", case)
+    return runs.run_cases("", None)
 
 
 def test_wrong_results_and_kernels_left_out_are_problems(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    everything = cases.package_kernels()
+    everything = runs.package_kernels()
     assert {"_paged_decode_kernel", "_block_clone_kernel", "small_batch_linear_kernel"} <= everything
     assert run_with(monkeypatch, [torch.tensor([1.0, 2.0])], everything) == 0
     assert run_with(monkeypatch, [torch.tensor([1.0, 2.1])], everything) == 1
@@ -70,12 +70,12 @@ def test_wrong_results_and_kernels_left_out_are_problems(
     assert capsys.readouterr().err == "never launched: _norm_kernel\n"
 
 
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", runs.CASES)
 def test_every_case_runs_and_is_the_same_as_itself(name: str) -> None:
-    results = cases.CASES[name]("cpu")
+    results = runs.CASES[name]("cpu")
     assert results
     for result in results:
-        assert result.numel() and cases.difference(result.clone(), result) is None
+        assert result.numel() and runs.difference(result.clone(), result) is None
 
 
 @pytest.mark.parametrize("name", ["_store_past_the_end", "_race_for_a_word", "_copy"])

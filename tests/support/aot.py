@@ -12,7 +12,7 @@ import io
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -102,6 +102,16 @@ class _Recorder:
             self.launches.append(Launch(self.kernel, tuple(sizes), arguments, options))
 
         return launch
+
+
+def overlapped(launch: Launch, capability: int) -> Launch:
+    """Return the launch as on a device of ``capability``, where those of 9.0 and later may start before it is due."""
+    can_overlap = capability >= 90
+    return replace(
+        launch,
+        arguments=launch.arguments | {"PDL": can_overlap},
+        options=launch.options | {"launch_pdl": can_overlap},
+    )
 
 
 def compile_launch(launch: Launch, capability: int) -> Resources:

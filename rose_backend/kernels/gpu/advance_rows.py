@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rose_backend.kernels.gpu.small_batch_linear import has_dependent_launch
+
 
 @triton.jit(do_not_specialize=["num_rows", "history_stride"])
 def _advance_rows_kernel(
@@ -20,7 +22,10 @@ def _advance_rows_kernel(
     history_stride,
     HISTORY: tl.constexpr,
     ROWS_TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     rows = tl.arange(0, ROWS_TILE)
     mask = rows < num_rows
     token_ids = tl.load(token_ids_ptr + rows, mask=mask)
@@ -65,5 +70,7 @@ def advance_rows(
         history.stride(0),
         HISTORY=len(history),
         ROWS_TILE=tile,
+        PDL=has_dependent_launch(token_ids.device),
+        launch_pdl=has_dependent_launch(token_ids.device),
         num_warps=min(max(tile // 128, 1), 8),
     )

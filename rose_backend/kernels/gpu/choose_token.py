@@ -1,10 +1,8 @@
 """Choosing one row's token: the first maximum, a draw among candidates, a draw by rejection, and the top logits.
 
-``source`` is what a row's scores are made of: (its logits [V], adjustments as in ``scores_of``, temperature, row).
 ``filters`` is (top_k or 0, top_p, min_p) and ``draws`` is (seed, position), numbers of this row. ``row_max`` is its
-largest score, ``group_keys`` are the keys (see ``ordered_key``) of the largest scores of its groups. A slice is
-``GROUP`` x ``COLUMNS`` tokens, read as ``GROUP / 4`` rows of ``COLUMNS`` quads of neighbours; group ``g`` is the quads
-in column ``g % COLUMNS`` of slice ``g // COLUMNS``.
+largest score, ``group_keys`` are the keys (see ``ordered_key``) of the largest scores of its groups. ``source``, slices
+and groups: see ``vocab_tiles.py``.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rose_backend.kernels.gpu.few_candidates import choose_among_few, gather_few
 from rose_backend.kernels.gpu.race import (
     MINUS_INFINITY,
     NO_TOKEN,
@@ -21,50 +20,10 @@ from rose_backend.kernels.gpu.race import (
     kth_largest_key,
     ordered_key,
     race,
-    scores_of,
     tile_bits,
     value_of_key,
 )
-
-
-@triton.jit
-def tile_tokens(slice_index, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the tokens of one slice, [GROUP / 4, COLUMNS, 4]; the last slice's go beyond the vocabulary."""
-    rows = tl.arange(0, GROUP // 4)[:, None, None] * (COLUMNS * 4)
-    return (
-        slice_index * (GROUP * COLUMNS)
-        + rows
-        + tl.arange(0, COLUMNS)[None, :, None] * 4
-        + tl.arange(0, 4)[None, None, :]
-    )
-
-
-@triton.jit
-def group_tokens(groups, members, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the tokens of groups; ``members`` counts those of one group, 0 to ``GROUP - 1``, in order of token id."""
-    first_tokens = groups // COLUMNS * (GROUP * COLUMNS) + groups % COLUMNS * 4
-    return first_tokens + members // 4 * (COLUMNS * 4) + members % 4
-
-
-@triton.jit
-def largest_of_groups(values):
-    """Return the largest value of each group, [COLUMNS], of a slice's values [GROUP / 4, COLUMNS, 4]."""
-    return tl.max(tl.max(values, axis=0), axis=1)
-
-
-@triton.jit
-def load_scores(source, tokens, mask, vocab_size):
-    """Return the scores of any tokens; minus infinity where masked."""
-    logits_ptr, adjustments, temperature, row = source
-    logits = tl.load(logits_ptr + tokens, mask=mask, other=MINUS_INFINITY)
-    return scores_of(logits, tokens, mask, adjustments, temperature, row, vocab_size)
-
-
-@triton.jit
-def load_tile(source, slice_index, vocab_size, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return tokens and scores of one slice, [GROUP / 4, COLUMNS, 4]; minus infinity beyond the vocabulary."""
-    tokens = tile_tokens(slice_index, GROUP, COLUMNS)
-    return tokens, load_scores(source, tokens, tokens < vocab_size, vocab_size)
+from rose_backend.kernels.gpu.vocab_tiles import group_tokens, load_scores, load_tile
 
 
 @triton.jit
@@ -104,28 +63,68 @@ def choose_filtered(
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    FEW: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Draw a token of a row with filters.
 
-    Nothing that is kept has a lower key than ``bound``. If few tokens reach it, the draw is searched among them.
+    Nothing that is kept has a lower key than ``bound``. The fewer tokens reach it, the faster is the draw.
 
     Args:
         token: winner of all tokens, where there is neither top-k nor min-p and slices have raced. Else NO_TOKEN.
         total: weight of all tokens, that of the largest score is 1. Without ``token`` 0.
+        FEW: candidates that are compared with each other.
         TILE: tokens that are read at once.
     """
     top_k, top_p, min_p = filters
     lowest = ordered_key(tl.full([], MINUS_INFINITY, tl.float32)) + 1
     lowest = tl.maximum(lowest, ordered_key(row_max + tl.log(min_p)))
-    bound = lowest
+    bound, num_candidates = lowest, tl.full([], FEW + 1, tl.int32)
     if token < vocab_size:
         # If top-p keeps the winner, nobody else can be drawn; if not, nothing behind it is kept.
         bound = _key_of(source, token, vocab_size)
     elif top_k > 0:
-        # The k groups with the largest maxima hold at least one score each that reaches the k-th of those.
-        kth = kth_largest_key(group_keys, top_k, lowest, ordered_key(row_max))
-        bound = tl.where(tl.sum((group_keys >= kth).to(tl.int32)) >= top_k, kth, lowest)
+        # The k groups with the largest maxima hold at least one score each that reaches the k-th of those. A few groups
+        # more do no harm while all that reach it are few.
+        most = tl.maximum(top_k, tl.minimum(top_k + FEW // 5, FEW - FEW // 5))
+        kth = kth_largest_key(group_keys, top_k, most, lowest, ordered_key(row_max))
+        num_groups = tl.sum((group_keys >= kth).to(tl.int32))
+        bound = tl.where(num_groups >= top_k, kth, lowest)
+        if (num_groups >= top_k) & (num_groups <= TILE // GROUP):
+            num_candidates = gather_few(
+                group_keys, num_groups, source, bound, scratch, vocab_size, GROUP, COLUMNS, FEW, TILE
+            )
+    if num_candidates <= FEW:
+        token = choose_among_few(num_candidates, row_max, top_k, top_p, draws, scratch, FEW)
+    else:
+        token = _choose_among_many(
+            group_keys, row_max, source, lowest, bound, filters, draws, token, total, scratch, vocab_size,
+            num_slices, GROUP, COLUMNS, CANDIDATES, TILE,
+        )  # fmt: skip
+    return token
+
+
+@triton.jit
+def _choose_among_many(
+    group_keys,
+    row_max,
+    source,
+    lowest,
+    bound,
+    filters,
+    draws,
+    token,
+    total,
+    scratch,
+    vocab_size,
+    num_slices,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """As ``choose_filtered``; what is kept reaches ``bound``, or ``lowest`` and comes before ``token``."""
+    top_k, top_p, _ = filters
     num_candidates, before = _gather_candidates(
         group_keys, row_max, source, bound, token, scratch, vocab_size, GROUP, COLUMNS, CANDIDATES, TILE
     )
@@ -213,7 +212,7 @@ def _choose_among_candidates(
     scores = tl.load(scratch[3] + slots, mask=valid, other=MINUS_INFINITY)
     keys = ordered_key(scores)
     if top_k > 0:
-        lowest = kth_largest_key(keys, top_k, lowest, ordered_key(row_max))
+        lowest = kth_largest_key(keys, top_k, top_k, lowest, ordered_key(row_max))
     kept = keys >= lowest
     if top_p < 1:
         kept = keep_top_p(scores, keys, tokens, kept, row_max, lowest, top_p, total, vocab_size)

@@ -47,9 +47,19 @@ def head_columns(
 
 
 @triton.jit
-def load_block_ids(cache, positions, end, BLOCK_SIZE: tl.constexpr):
-    """Return the blocks of ``positions`` before ``end``; ``cache`` is as for ``load_tile``."""
-    return tl.load(cache[2] + positions // BLOCK_SIZE, mask=positions < end, other=0)
+def load_block_ids(table_ptr, positions, end, BLOCK_SIZE: tl.constexpr):
+    """Return the blocks of ``positions`` before ``end``, of a row whose block table is given."""
+    return tl.load(table_ptr + positions.to(tl.uint32) // BLOCK_SIZE, mask=positions < end, other=0)
+
+
+@triton.jit
+def load_tiles_block_ids(table_ptr, positions, end, COUNT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Return the blocks of ``COUNT`` tiles before ``end``, the first of which is ``positions``."""
+    block_ids = ()
+    for nth in tl.static_range(COUNT):
+        tile = positions + nth * positions.shape[0]
+        block_ids += (load_block_ids(table_ptr, tile, end, BLOCK_SIZE),)  # type: ignore[assignment]
+    return block_ids
 
 
 @triton.jit
@@ -62,20 +72,37 @@ def load_tile(cache, columns, block_ids, positions, end, BLOCK_SIZE: tl.constexp
     mask = (positions < end)[:, None] & columns[2][None, :]
     key_rows = cache[0] + cached_offsets(block_ids, positions, cache[3], cache[4], BLOCK_SIZE)
     value_rows = cache[1] + cached_offsets(block_ids, positions, cache[5], cache[6], BLOCK_SIZE)
-    key = tl.load(key_rows[:, None] + columns[0][None, :], mask=mask, other=0.0)
-    value = tl.load(value_rows[:, None] + columns[1][None, :], mask=mask, other=0.0)
+    # Read once in a step: what the layer's other kernels share stays in the L2 cache.
+    key = tl.load(
+        key_rows[:, None] + columns[0][None, :], mask=mask, other=0.0, eviction_policy="evict_first"
+    )
+    value = tl.load(
+        value_rows[:, None] + columns[1][None, :], mask=mask, other=0.0, eviction_policy="evict_first"
+    )
     return key, value
 
 
 @triton.jit
-def store_tokens(cache, key, value, positions, head_strides, heads, mask, BLOCK_SIZE: tl.constexpr):
-    """Store a key and a value at each of ``positions``, of the head ``heads`` further; ``mask`` is (rows, elements)."""
+def load_new_tokens(keys, values, tokens, heads, mask):
+    """Return keys and values of ``tokens``; ``keys`` and ``values`` are (pointer, strides of tokens and heads)."""
+    dims = tl.arange(0, mask.shape[1])[None, :]
+    key_rows = keys[0] + tokens * keys[1] + heads * keys[2]
+    value_rows = values[0] + tokens * values[1] + heads * values[2]
+    key = tl.load(key_rows[:, None] + dims, mask=mask, other=0.0)
+    value = tl.load(value_rows[:, None] + dims, mask=mask, other=0.0)
+    return key, value
+
+
+@triton.jit
+def store_tokens(
+    cache, key, value, block_ids, positions, head_strides, heads, mask, BLOCK_SIZE: tl.constexpr
+):
+    """Store a key and a value at each of ``positions``, of the head ``heads`` further, where ``mask`` is set."""
     dims = tl.arange(0, key.shape[1])[None, :]
-    block_ids = tl.load(cache[2] + positions // BLOCK_SIZE, mask=mask[0], other=0)
     key_rows = cache[0] + cached_offsets(block_ids, positions, cache[3], cache[4], BLOCK_SIZE)
     value_rows = cache[1] + cached_offsets(block_ids, positions, cache[5], cache[6], BLOCK_SIZE)
-    tl.store((key_rows + heads * head_strides[0])[:, None] + dims, key, mask=mask[1])
-    tl.store((value_rows + heads * head_strides[1])[:, None] + dims, value, mask=mask[1])
+    tl.store((key_rows + heads * head_strides[0])[:, None] + dims, key, mask=mask)
+    tl.store((value_rows + heads * head_strides[1])[:, None] + dims, value, mask=mask)
 
 
 @triton.jit
@@ -169,8 +196,9 @@ def attend_cached(
 ):
     """Add the cached tokens ``begin .. end - 1`` to ``state``.
 
-    Lane by lane, ``early`` is the first tile and ``block_ids`` are the second one's: while a tile is attended, the next
-    one is on its way into registers. With ``USE_DOT`` tiles pass through shared memory, ``STAGES`` at once.
+    Lane by lane, ``early`` are the keys and values of the first ``STAGES`` tiles and ``block_ids`` those of the next
+    one: while a tile is attended, so many are on their way into registers. With ``USE_DOT`` ``block_ids`` are the first
+    tile's, and tiles pass through shared memory, ``STAGES`` at once.
     """
     top, total, attended = state
     tokens = tl.arange(0, TILE)
@@ -178,22 +206,21 @@ def attend_cached(
         for start in tl.range(begin, end, TILE, num_stages=STAGES):
             positions = start + tokens
             key, value = load_tile(cache, columns, block_ids, positions, end, BLOCK_SIZE)
-            block_ids = load_block_ids(cache, positions + TILE, end, BLOCK_SIZE)
+            block_ids = load_block_ids(cache[2], positions + TILE, end, BLOCK_SIZE)
             top, total, attended = attend_tile(
                 (top, total, attended), query, key, value, positions, positions < end, queries, factors,
                 CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI, USE_DOT, BY_ASSEMBLER,
             )  # fmt: skip
     else:
-        key, value = early
         for start in tl.range(begin, end, TILE, num_stages=1):
             positions = start + tokens
-            next_key, next_value = load_tile(cache, columns, block_ids, positions + TILE, end, BLOCK_SIZE)
-            block_ids = load_block_ids(cache, positions + 2 * TILE, end, BLOCK_SIZE)
+            last = load_tile(cache, columns, block_ids, positions + STAGES * TILE, end, BLOCK_SIZE)
+            block_ids = load_block_ids(cache[2], positions + (STAGES + 1) * TILE, end, BLOCK_SIZE)
             top, total, attended = attend_tile(
-                (top, total, attended), query, key, value, positions, positions < end, queries, factors,
+                (top, total, attended), query, early[0], early[1], positions, positions < end, queries, factors,
                 CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI, USE_DOT, BY_ASSEMBLER,
             )  # fmt: skip
-            key, value = next_key, next_value
+            early = early[2:] + last
     return top, total, attended
 
 
@@ -207,13 +234,19 @@ def per_element(weights, HEAD_TILE: tl.constexpr):
 
 
 @triton.jit
+def _merge(top_a, total_a, top_b, total_b):
+    top = tl.maximum(top_a, top_b)
+    return top, total_a * tl.exp2(top_a - top) + total_b * tl.exp2(top_b - top)
+
+
+@triton.jit
 def sum_lanes(state, HEAD_TILE: tl.constexpr):
     """Return the ``state`` of each query, of a state that was added up lane by lane."""
     HEADS: tl.constexpr = state[0].shape[1]
-    top = tl.max(state[0], 0)
+    top, total = tl.reduce((state[0], state[1]), 0, _merge)
     weights = tl.exp2(state[0] - top[None, :])
     attended = tl.sum(state[2] * per_element(weights, HEAD_TILE), 0)
-    return top, tl.sum(state[1] * weights, 0), tl.reshape(attended, [HEADS, HEAD_TILE])
+    return top, total, tl.reshape(attended, [HEADS, HEAD_TILE])
 
 
 @triton.jit

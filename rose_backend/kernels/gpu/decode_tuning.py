@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 import triton
 
+MAX_QUERY_ELEMENTS = 8192
+"""Numbers that one program attends, unless one head's tokens are more: they stay in registers."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
@@ -24,6 +27,7 @@ class DecodeTuning:
     """Multiply on the matrix units, which needs a 16-bit type to be exact; otherwise lane by lane."""
     num_warps: int
     num_stages: int
+    """Tiles on their way at once: through shared memory, or lane by lane into registers, beside the one attended."""
     max_registers: int | None = None
     """Per thread. The assembler's own choice may be a few too few."""
     max_whole: int = 0
@@ -32,6 +36,9 @@ class DecodeTuning:
     """Splits whose partial results the last of them adds up; at least 2."""
     kv_heads: int = 1
     """Lane by lane: heads that one program attends where each has one query; a power of two."""
+    early_dependents: bool = True
+    """Where launches overlap: the next kernel may start as soon as all programs have. Else not before their last tiles:
+    with many rows it, and those behind it, would take memory's time from these."""
 
 
 def decode_tuning(
@@ -76,7 +83,7 @@ def decode_tuning(
             num_stages=3,
         )
     is_large = num_queries > 16 or not is_16_bit
-    if num_rows == 1 and head_tile == 128 and not is_large:
+    if num_rows * num_kv_heads <= num_processors and head_tile == 128 and not is_large:
         # Every program is there from the start: fewer and larger ones have less to combine.
         return DecodeTuning(
             tile=64,
@@ -93,7 +100,7 @@ def decode_tuning(
         num_programs=(2 if is_large else 3) * num_processors,
         use_dot=True,
         num_warps=min(max(query_warps, 4), 8),
-        num_stages=3 if tile == 8192 else 4,
+        num_stages=3 if head_tile == 128 else 4,
         max_registers=128 if head_tile == 128 and not is_large else None,
     )
 
@@ -104,27 +111,40 @@ def _lane_tuning(num_rows: int, num_kv_heads: int, num_processors: int) -> Decod
     The more rows and heads there are, the smaller are their programs: as many as possible shall run at once.
     """
     wanted = num_rows * num_kv_heads / num_processors
-    tile, num_warps, kv_heads = 64, 4, 1
+    is_single, is_few = num_rows == 1, wanted <= 1
+    tile, num_warps, num_stages, kv_heads = 64, 4, 1, 1
     if wanted > 16:
-        tile, num_warps, kv_heads = 8, 2, 4
+        tile, num_warps, kv_heads = 8, 1, 2
     elif wanted > 8:
         tile, num_warps, kv_heads = 16, 2, 2
     elif wanted > 4:
-        tile, num_warps, kv_heads = 32, 2, 1
-    heads_per_program = math.gcd(num_kv_heads, kv_heads)
-    is_single = num_rows == 1
+        tile, num_warps = 32, 2
+    elif is_few and not is_single:
+        # A program has a processor for itself: all tokens of a short row are on their way from the start.
+        tile, num_warps, num_stages = 128, 8, 2
+    heads = math.gcd(num_kv_heads, kv_heads)
     return DecodeTuning(
-        tile=tile * kv_heads // heads_per_program,
+        tile=tile * kv_heads // heads,
         min_split=64 if is_single else 128,
-        num_programs=4 * num_processors,
+        num_programs=(1 if is_few else 4) * num_processors,
         use_dot=False,
         num_warps=num_warps,
-        num_stages=1,
-        max_registers=168,
+        num_stages=num_stages,
+        max_registers=None if num_warps == 8 else 168,
         max_whole=64 if is_single else 320,
         fan_in=16 if is_single else 8,
-        kv_heads=heads_per_program,
+        kv_heads=heads,
+        early_dependents=wanted <= 4,
     )
+
+
+def heads_per_program(group: int, num_tokens: int, head_tile: int) -> int:
+    """Return how many of the ``group`` query heads of a KV head one program attends; a divisor of ``group``."""
+    for heads in range(group, 1, -1):
+        query_tile = triton.next_power_of_2(heads * num_tokens)
+        if group % heads == 0 and query_tile * head_tile <= MAX_QUERY_ELEMENTS:
+            return heads
+    return 1
 
 
 @functools.cache

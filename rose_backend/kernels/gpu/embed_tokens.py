@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rose_backend.kernels.gpu.small_batch_linear import has_dependent_launch
+
 
 @triton.jit
 def _embed_tokens_kernel(
@@ -18,7 +20,11 @@ def _embed_tokens_kernel(
     position_stride,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        # Launched in the ordinary way: all kernels in front have ended. The one behind may fetch its weights.
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, TILE)
     mask = columns < WIDTH
@@ -52,6 +58,7 @@ def embed_tokens(
             position_embedding.stride(0),
             WIDTH=width,
             TILE=tile,
+            PDL=has_dependent_launch(out.device),
             num_warps=min(max(tile // 256, 1), 8),
         )
     return out

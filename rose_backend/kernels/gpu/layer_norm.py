@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rose_backend.kernels.gpu.small_batch_linear import has_dependent_launch
+
 
 @triton.jit
 def _norm_kernel(
@@ -28,8 +30,11 @@ def _norm_kernel(
     TILE: tl.constexpr,
     ADD: tl.constexpr,
     CENTRE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Args: ADD: x + residual first. CENTRE: LayerNorm with its bias, else RMSNorm."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, TILE)
     mask = columns < WIDTH
@@ -117,6 +122,8 @@ def _launch(
             TILE=tile,
             ADD=residual is not None,
             CENTRE=bias is not None,
+            PDL=has_dependent_launch(x.device),
+            launch_pdl=has_dependent_launch(x.device),
             num_warps=min(max(tile // 256, 1), 16),
         )
     return normed, new_residual

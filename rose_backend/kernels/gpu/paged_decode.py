@@ -20,18 +20,20 @@ from rose_backend.kernels.gpu.decode_tile import (
     empty_state,
     head_columns,
     load_block_ids,
+    load_new_tokens,
     load_tile,
+    load_tiles_block_ids,
     store_tokens,
     sum_lanes,
 )
-from rose_backend.kernels.gpu.decode_tuning import DecodeTuning, decode_tuning, num_processors
-from rose_backend.kernels.gpu.float8 import load_scale, scale_to_half, to_cache
-from rose_backend.kernels.gpu.softmax import (
-    HIDDEN,
-    LOG2_E,
-    logit_factors,
-    to_logits,
+from rose_backend.kernels.gpu.decode_tuning import (
+    DecodeTuning,
+    decode_tuning,
+    heads_per_program,
+    num_processors,
 )
+from rose_backend.kernels.gpu.float8 import load_scale, scale_to_half, to_cache
+from rose_backend.kernels.gpu.softmax import HIDDEN, LOG2_E, logit_factors, to_logits
 from rose_backend.kernels.gpu.split_context import (
     combine_splits,
     find_split,
@@ -46,12 +48,10 @@ _COMBINE_TILE = 8
 """Partial results that are loaded at once."""
 _COMBINE_ELEMENTS = 1024
 """Numbers that a warp loads at once, unless one query's are more."""
-_MAX_QUERY_ELEMENTS = 8192
-"""Numbers that one program attends, unless one head's tokens are more: they stay in registers."""
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "window", "table_stride"],
+    do_not_specialize=["num_rows", "window", "table_stride", "table_width"],
     do_not_specialize_on_alignment=[
         "block_table_ptr",
         "num_computed_ptr",
@@ -97,6 +97,7 @@ def _paged_decode_kernel(
     value_token_stride,
     value_head_stride,
     table_stride,
+    table_width,
     SHARES: tl.constexpr,
     SHARERS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -129,8 +130,9 @@ def _paged_decode_kernel(
     BY_ASSEMBLER: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
+    EARLY_DEPENDENTS: tl.constexpr,
 ):
-    if OVERLAP:
+    if OVERLAP and EARLY_DEPENDENTS:
         tl.extra.cuda.gdc_launch_dependents()
     # Neighbouring programs read neighbouring heads of the same tokens. ``SHARERS`` programs read the same KV head:
     # each has ``GROUP`` of its query heads and ``TOKENS`` of the row's new tokens. Or a program has ``KV_HEADS`` heads
@@ -139,8 +141,16 @@ def _paged_decode_kernel(
     kv_head = (share // SHARERS * KV_HEADS).to(tl.int64)
     first_head = share // (MAX_QUERY_LEN // TOKENS) * GROUP
     own_token = share % (MAX_QUERY_LEN // TOKENS)
+    work = tl.program_id(0) // SHARES
+    tokens = tl.arange(0, TILE)
+    # As many tiles are on their way before anything waits for the query, and the blocks of one more are known.
+    EARLY: tl.constexpr = 0 if USE_DOT else STAGES
+    # Most rows begin at their first token: that is read before the length is known, as far as the table goes.
+    table_ptr = block_table_ptr + work.to(tl.int64) * table_stride
+    table_end = tl.where(work < num_rows, table_width * BLOCK_SIZE, 0)
+    block_ids = load_tiles_block_ids(table_ptr, tokens, table_end, EARLY + 1, BLOCK_SIZE)
     row, length, first_token, query_len, split, num_splits, slot, begin, end = find_split(
-        num_computed_ptr, query_start_ptr, num_rows, window, tl.program_id(0) // SHARES,
+        num_computed_ptr, query_start_ptr, num_rows, window, work,
         ROWS_TILE, EXTRA, MAX_WHOLE, MIN_SPLIT, TILE, MAX_QUERY_LEN, HAS_STARTS, HAS_NEW, HAS_WINDOW,
     )  # fmt: skip
     if (row >= num_rows) | (length < 0) | (own_token >= query_len):
@@ -156,7 +166,6 @@ def _paged_decode_kernel(
     key_scale = load_scale(key_scale_ptr, HAS_KEY_SCALE)
     value_scale = load_scale(value_scale_ptr, HAS_VALUE_SCALE)
 
-    tokens = tl.arange(0, TILE)
     dims = tl.arange(0, HEAD_TILE)
     is_dim = dims < HEAD_SIZE
     columns = head_columns(key_head_stride, value_head_stride, KV_HEADS, HEAD_TILE, HEAD_SIZE)
@@ -169,12 +178,18 @@ def _paged_decode_kernel(
     cache = (
         key_ptr, value_ptr, table_ptr, key_block_stride, key_token_stride, value_block_stride, value_token_stride
     )  # fmt: skip
-    block_ids = load_block_ids(cache, begin + tokens, end, BLOCK_SIZE)
+    if begin > 0:
+        block_ids = load_tiles_block_ids(table_ptr, begin + tokens, end, EARLY + 1, BLOCK_SIZE)
     early = ()
-    if not USE_DOT:
-        # On its way before anything waits for the query.
-        early = load_tile(cache, columns, block_ids, begin + tokens, end, BLOCK_SIZE)
-        block_ids = load_block_ids(cache, begin + TILE + tokens, end, BLOCK_SIZE)
+    for nth in tl.static_range(EARLY):
+        early += load_tile(cache, columns, block_ids[nth], begin + nth * TILE + tokens, end, BLOCK_SIZE)
+    if HAS_NEW:
+        new_tokens = tl.arange(0, NEW_TILE)
+        new_heads = (new_tokens * 0).to(tl.int64)
+        if KV_HEADS > 1:
+            new_heads, new_tokens = new_tokens.to(tl.int64), new_tokens * 0
+        is_new = new_tokens < query_len
+        new_block_ids = load_block_ids(table_ptr, length + new_tokens, length + query_len, BLOCK_SIZE)
     if OVERLAP:
         # Until here nothing was read that the kernel in front makes, and nothing was written.
         tl.extra.cuda.gdc_wait()
@@ -184,14 +199,8 @@ def _paged_decode_kernel(
     slopes = tl.zeros([QUERY_TILE], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(slopes_ptr + heads, mask=is_query, other=0.0).to(tl.float32)
-    if TOKENS == 1:
-        query_positions = length + own_token
-    else:
-        query_positions = (length + queries // GROUP)[:, None]
-    if USE_DOT:
-        query_limits = (query_positions, slopes[:, None], window)
-    else:
-        query_limits = (query_positions, slopes[None, :], window)
+    query_positions = length + own_token if TOKENS == 1 else (length + queries // GROUP)[:, None]
+    query_limits = (query_positions, slopes[:, None] if USE_DOT else slopes[None, :], window)
     product_factor *= key_scale
     factors = (product_factor, logit_factor)
     tile_factors = factors
@@ -202,18 +211,12 @@ def _paged_decode_kernel(
         tile_factors = ((product_factor * query_factors)[:, None], logit_factor)
     MASK_WINDOW: tl.constexpr = HAS_WINDOW and MAX_QUERY_LEN > 1
     if HAS_NEW:
-        new_tokens = tl.arange(0, NEW_TILE)
-        new_heads = (new_tokens * 0).to(tl.int64)
-        if KV_HEADS > 1:
-            new_heads, new_tokens = new_tokens.to(tl.int64), new_tokens * 0
-        is_new = new_tokens < query_len
         new_mask = is_new[:, None] & is_dim[None, :]
-        new_rows = first_token + new_tokens
-        kv_heads = kv_head + new_heads
-        new_key_rows = new_key_ptr + new_rows * new_key_row_stride + kv_heads * new_key_head_stride
-        new_value_rows = new_value_ptr + new_rows * new_value_row_stride + kv_heads * new_value_head_stride
-        new_key = tl.load(new_key_rows[:, None] + dims[None, :], mask=new_mask, other=0.0)
-        new_value = tl.load(new_value_rows[:, None] + dims[None, :], mask=new_mask, other=0.0)
+        new_key, new_value = load_new_tokens(
+            (new_key_ptr, new_key_row_stride, new_key_head_stride),
+            (new_value_ptr, new_value_row_stride, new_value_head_stride),
+            first_token + new_tokens, kv_head + new_heads, new_mask,
+        )  # fmt: skip
         new_key = to_cache(new_key, key_scale, key_cache_ptr.dtype.element_ty)
         new_value = to_cache(new_value, value_scale, value_cache_ptr.dtype.element_ty)
 
@@ -225,15 +228,17 @@ def _paged_decode_kernel(
         )  # fmt: skip
     # A row's own new tokens are among the cached ones when they were stored before.
     top, total, attended = attend_cached(
-        (top, total, attended), query, early, cache, columns, block_ids, begin, end, query_limits, tile_factors,
+        (top, total, attended), query, early, cache, columns, block_ids[EARLY], begin, end, query_limits, tile_factors,
         TILE, BLOCK_SIZE, STAGES, MAX_QUERY_LEN > 1 and not HAS_NEW, MASK_WINDOW, HAS_CAP, HAS_ALIBI,
         USE_DOT, BY_ASSEMBLER,
     )  # fmt: skip
+    if OVERLAP and not EARLY_DEPENDENTS:
+        tl.extra.cuda.gdc_launch_dependents()
     # Only now: nothing in front had to wait for the new tokens.
     if HAS_NEW and is_last_split & (share % SHARERS == 0):
         store_tokens(
-            cache, new_key, new_value, length + new_tokens, (key_head_stride, value_head_stride), new_heads,
-            (is_new, new_mask), BLOCK_SIZE,
+            cache, new_key, new_value, new_block_ids, length + new_tokens, (key_head_stride, value_head_stride),
+            new_heads, new_mask, BLOCK_SIZE,
         )  # fmt: skip
     if not USE_DOT:
         top, total, attended = sum_lanes((top, total, attended), HEAD_TILE)
@@ -295,7 +300,7 @@ def paged_decode(
         return out
     head_tile = max(triton.next_power_of_2(head_size), 16)
     tokens, group = max_query_len, num_query_heads // num_kv_heads
-    group = _heads_per_program(group, tokens, head_tile)
+    group = heads_per_program(group, tokens, head_tile)
     if tuning is None:
         tuning = decode_tuning(
             head_size,
@@ -349,6 +354,7 @@ def paged_decode(
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
         block_table.stride(0),
+        block_table.shape[1],
         SHARES=shares,
         SHARERS=max(shares // num_kv_heads, 1),
         KV_HEADS=kv_heads,
@@ -383,18 +389,10 @@ def paged_decode(
         BY_ASSEMBLER=not triton.knobs.runtime.interpret,
         STAGES=tuning.num_stages,
         OVERLAP=overlap,
+        EARLY_DEPENDENTS=tuning.early_dependents,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         maxnreg=tuning.max_registers,
         launch_pdl=overlap,
     )
     return out
-
-
-def _heads_per_program(group: int, num_tokens: int, head_tile: int) -> int:
-    """Return how many of the ``group`` query heads of a KV head one program attends; a divisor of ``group``."""
-    for heads in range(group, 1, -1):
-        query_tile = triton.next_power_of_2(heads * num_tokens)
-        if group % heads == 0 and query_tile * head_tile <= _MAX_QUERY_ELEMENTS:
-            return heads
-    return 1

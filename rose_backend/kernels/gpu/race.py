@@ -166,12 +166,13 @@ def race(
 
 
 @triton.jit
-def kth_largest_key(keys, k, low, high):
+def kth_largest_key(keys, k, most, low, high):
     """Return a key that exactly the ``k`` largest and what ties with the last of them reach.
 
     If fewer than ``k`` reach ``low``, all that do reach the result.
 
     Args:
+        most: ``k``; or more, and any key that at least ``k`` and at most so many reach is as good.
         low, high: int32; nothing is above ``high``, and something reaches ``low``.
     """
     low = tl.min(tl.where(keys >= low, keys, high)).to(tl.int64)
@@ -185,8 +186,9 @@ def kth_largest_key(keys, k, low, high):
         first_count, second_count = counts & 0xFFFF, counts >> 16
         high = tl.where(second_count >= k, high, tl.where(first_count >= k, second, first))
         low = tl.where(second_count >= k, second, tl.where(first_count >= k, first, low))
-        # Exactly k reach it: no need to know the smallest such key.
-        high = tl.where((second_count == k) | ((first_count == k) & (second_count < k)), low + 1, high)
+        # No need to know the smallest such key.
+        count = tl.where(second_count >= k, second_count, first_count)
+        high = tl.where((count >= k) & (count <= most), low + 1, high)
     return low.to(tl.int32)
 
 
@@ -222,6 +224,6 @@ def keep_top_p(scores, keys, tokens, kept, row_max, lowest, top_p, total, vocab_
             num_kept = tl.ceil((needed - (part_above >> 14).to(tl.float64)) / weight)
             num_kept = tl.minimum(tl.maximum(num_kept, 1.0), num_ties.to(tl.float64)).to(tl.int32)
             negated = tl.where(kept & (keys == edge), -tokens, -NO_TOKEN)
-            last_token = -kth_largest_key(negated, num_kept, -last_token, last_token * 0)
+            last_token = -kth_largest_key(negated, num_kept, num_kept, -last_token, last_token * 0)
         kept = kept & ((keys > edge) | ((keys == edge) & (tokens <= last_token)))
     return kept

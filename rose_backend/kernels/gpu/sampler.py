@@ -6,10 +6,10 @@ The vocabulary is cut into slices, and slices into groups of ``GROUP`` tokens (s
    top-k and min-p the winner of the slice's race (see ``race.py``), and if they have top-p the slice's weight.
 2. One program per row. Without filters the winner of all slices is it. Else a lowest score is known: the ``k`` largest
    scores reach the ``k``-th largest maximum of a group; min-p is one; top-p alone keeps the winner of all tokens, or
-   nothing behind it. Groups whose maximum reaches that are read once more. What reaches it, if that is no more than
-   ``MAX_CANDIDATES`` tokens, is searched in registers. Else top-p is asked whether it keeps the winner, and if not
-   those race again that come before it: each round rejects the loser and everything behind it. With top-p 0.9 nine of
-   ten rows need no second round.
+   nothing behind it. Groups whose maximum reaches that are read once more. A few tokens that reach it for a top-k are
+   compared with each other (see ``few_candidates.py``), no more than ``MAX_CANDIDATES`` are searched in registers. Else
+   top-p is asked whether it keeps the winner, and if not those race again that come before it: each round rejects the
+   loser and everything behind it. With top-p 0.9 nine of ten rows need no second round.
 
 Slices, tiles and the order of every sum depend on the vocabulary only, so a row's token does not depend on its batch.
 """
@@ -24,9 +24,7 @@ from rose_backend.kernels.gpu.choose_token import (
     choose_filtered,
     choose_first_maximum,
     choose_winner,
-    largest_of_groups,
     report_top_logits,
-    tile_tokens,
 )
 from rose_backend.kernels.gpu.race import (
     GREEDY_TEMPERATURE,
@@ -37,10 +35,14 @@ from rose_backend.kernels.gpu.race import (
     scores_of,
     tile_bits,
 )
+from rose_backend.kernels.gpu.small_batch_linear import has_dependent_launch
+from rose_backend.kernels.gpu.vocab_tiles import largest_of_groups, tile_tokens
 from rose_backend.kernels.sampling_tensors import SampleOutput, SamplingTensors
 
 MAX_CANDIDATES = 2048
 """Tokens of a row that are searched in registers."""
+_FEW_CANDIDATES = 128
+"""Tokens of a row that are compared with each other."""
 
 # Columns of a slice, which 4 warps read: the fastest of those tried on an H200 with 50,257 tokens.
 _COLUMNS = 128
@@ -68,7 +70,11 @@ def _scan_kernel(
     num_slices,
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = (tl.program_id(0) // num_slices).to(tl.int64)
     slice_index = tl.program_id(0) % num_slices
     temperature = tl.load(filters[0] + row)
@@ -118,7 +124,9 @@ def _choose_kernel(
     num_slices,
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    FEW: tl.constexpr,
     TILE: tl.constexpr,
     GROUP_TILE: tl.constexpr,
 ):
@@ -128,11 +136,14 @@ def _choose_kernel(
     is_group = groups < num_slices * COLUMNS
     group_offsets = row * (num_slices * COLUMNS) + groups
     slice_tile: tl.constexpr = GROUP_TILE // COLUMNS
+    temperature = tl.load(filters[0] + row)
+    row_filters = _load_filters(filters, row, vocab_size)
+    top_k, top_p, min_p = row_filters
+    row_draws = (tl.load(draws[0] + row), tl.load(draws[1] + row).to(tl.int32))
+    if PDL:
+        # The scan in front has waited for everything else before it let this kernel start.
+        tl.extra.cuda.gdc_wait()
     if tl.program_id(1) == 0:
-        temperature = tl.load(filters[0] + row)
-        row_filters = _load_filters(filters, row, vocab_size)
-        top_k, top_p, min_p = row_filters
-        row_draws = (tl.load(draws[0] + row), tl.load(draws[1] + row).to(tl.int32))
         source = (logits_ptr, (penalties, biases, bias_width), temperature, row)
         maxima = tl.load(maxima_ptr + group_offsets, mask=is_group, other=MINUS_INFINITY)
         row_max, group_keys = tl.max(maxima), ordered_key(maxima)
@@ -152,7 +163,7 @@ def _choose_kernel(
                 scratch = (winners, groups_ptr, tokens_ptr + row * CANDIDATES, scores_ptr + row * CANDIDATES)
                 token = choose_filtered(
                     group_keys, row_max, source, row_filters, row_draws, token, total, scratch, vocab_size,
-                    num_slices, GROUP, COLUMNS, CANDIDATES, TILE,
+                    num_slices, GROUP, COLUMNS, CANDIDATES, FEW, TILE,
                 )  # fmt: skip
         # Only scores that are NaN can leave nobody.
         token = tl.where(token < vocab_size, token, 0)
@@ -249,6 +260,7 @@ def _launch(
 
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     mask, counts = params.prompt_mask, params.output_counts
+    is_plain = mask is None and counts is None
     biases = None
     if params.bias_token_ids is not None and params.bias is not None:
         biases = (params.bias_token_ids.contiguous(), params.bias.contiguous())
@@ -276,6 +288,8 @@ def _launch(
         "num_slices": num_slices,
         "GROUP": group,
         "COLUMNS": _COLUMNS,
+        "PDL": has_dependent_launch(logits.device),
+        "launch_pdl": has_dependent_launch(logits.device),
         # Fused products would round penalties differently from the reference.
         "enable_fp_fusion": False,
     }
@@ -292,8 +306,11 @@ def _launch(
         num_logprobs,
         **options,
         CANDIDATES=MAX_CANDIDATES,
+        FEW=min(_FEW_CANDIDATES, MAX_CANDIDATES),
         # Penalties take registers of their own.
-        TILE=MAX_CANDIDATES if mask is None and counts is None else MAX_CANDIDATES // 2,
+        TILE=MAX_CANDIDATES if is_plain else MAX_CANDIDATES // 2,
         GROUP_TILE=triton.next_power_of_2(num_groups),
-        num_warps=_CHOOSE_WARPS,
+        num_warps=_CHOOSE_WARPS if is_plain else 2 * _CHOOSE_WARPS,
+        # Two programs of 8 warps fit a multiprocessor.
+        maxnreg=128,
     )

@@ -34,4 +34,6 @@ def to_logits(products, distance, slope, factors, HAS_CAP: tl.constexpr, HAS_ALI
 @triton.jit
 def cached_offsets(block_ids, positions, block_stride, token_stride, BLOCK_SIZE: tl.constexpr):
     """Return where tokens at ``positions`` lie in a cache, for the blocks that they are in. 64 bits."""
-    return block_ids.to(tl.int64) * block_stride + (positions % BLOCK_SIZE).to(tl.int64) * token_stride
+    # Neither is negative: as unsigned numbers they take half as many instructions.
+    places = positions.to(tl.uint32) % BLOCK_SIZE
+    return block_ids.to(tl.uint32).to(tl.int64) * block_stride + places.to(tl.int64) * token_stride

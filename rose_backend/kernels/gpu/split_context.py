@@ -49,6 +49,14 @@ def _find_rows(
 
 
 @triton.jit
+def _split_rows(num_tokens, chunk, MAX_WHOLE: tl.constexpr, TILE: tl.constexpr):
+    """Return the length of a row's splits, which are equally long, in whole tiles; and their number."""
+    wanted = tl.where(num_tokens > MAX_WHOLE, tl.cdiv(num_tokens, chunk), 1)
+    size = tl.maximum(tl.cdiv(tl.cdiv(num_tokens, wanted), TILE), 1) * TILE
+    return size, tl.maximum(tl.cdiv(num_tokens, size), 1)
+
+
+@triton.jit
 def find_split(
     num_computed_ptr,
     query_start_ptr,
@@ -73,33 +81,37 @@ def find_split(
     """
     # The first pieces are the rows' first splits, so that a short row looks at nothing but its own length.
     row = work
-    split, num_splits, first_slot = work * 0, work * 0 + 1, work * 0
+    split, num_splits, first_slot, size = work * 0, work * 0 + 1, work * 0, work * 0
     length, first_token, query_len, begin, end = _find_rows(
         num_computed_ptr, query_start_ptr, row, num_rows, window, MAX_QUERY_LEN, HAS_STARTS, HAS_NEW, HAS_WINDOW
     )  # fmt: skip
-    if (work >= num_rows) | (end - begin > MAX_WHOLE):
+    if MAX_WHOLE == 0 or (work >= num_rows) | (end - begin > MAX_WHOLE):
         rows = tl.arange(0, ROWS_TILE)
         _, _, _, begins, ends = _find_rows(
             num_computed_ptr, query_start_ptr, rows, num_rows, window, MAX_QUERY_LEN, HAS_STARTS, HAS_NEW, HAS_WINDOW
         )  # fmt: skip
         num_tokens = ends - begins
-        if tl.max(num_tokens) > MAX_WHOLE:
-            # Splits of one row are equally long, in whole tiles.
-            chunk = tl.maximum(tl.cdiv(tl.sum(num_tokens), EXTRA), MIN_SPLIT)
-            wanted = tl.where(num_tokens > MAX_WHOLE, tl.cdiv(num_tokens, chunk), 1)
-            sizes = tl.maximum(tl.cdiv(tl.cdiv(num_tokens, wanted), TILE), 1) * TILE
-            further = tl.maximum(tl.cdiv(num_tokens, sizes) - 1, 0)
-            if work >= num_rows:
-                row = tl.sum((tl.cumsum(further, 0) <= work - num_rows).to(tl.int32))
-                split = work - num_rows + 1 - tl.sum(tl.where(rows < row, further, 0))
-                length, first_token, query_len, begin, end = _find_rows(
-                    num_computed_ptr, query_start_ptr, row, num_rows, window,
-                    MAX_QUERY_LEN, HAS_STARTS, HAS_NEW, HAS_WINDOW,
-                )  # fmt: skip
-            first_slot = tl.sum(tl.where((rows < row) & (further > 0), further + 1, 0))
-            is_row = rows == row
-            num_splits = tl.sum(tl.where(is_row, further, 0)) + 1
-            size = tl.sum(tl.where(is_row, sizes, 0))
+        chunk = tl.maximum(tl.cdiv(tl.sum(num_tokens), EXTRA), MIN_SPLIT)
+        if work >= num_rows:
+            row = num_rows
+            if tl.max(num_tokens) > MAX_WHOLE:
+                sizes, splits = _split_rows(num_tokens, chunk, MAX_WHOLE, TILE)
+                row = tl.sum((tl.cumsum(splits - 1, 0) <= work - num_rows).to(tl.int32))
+                split = work - num_rows + 1 - tl.sum(tl.where(rows < row, splits - 1, 0))
+                first_slot = tl.sum(tl.where((rows < row) & (splits > 1), splits, 0))
+                size = tl.sum(tl.where(rows == row, sizes, 0))
+                num_splits = tl.sum(tl.where(rows == row, splits, 0))
+            length, first_token, query_len, begin, end = _find_rows(
+                num_computed_ptr, query_start_ptr, row, num_rows, window,
+                MAX_QUERY_LEN, HAS_STARTS, HAS_NEW, HAS_WINDOW,
+            )  # fmt: skip
+        else:
+            # Nothing is reduced over all rows that only this one asks for.
+            size, num_splits = _split_rows(end - begin, chunk, MAX_WHOLE, TILE)
+            if ROWS_TILE > 1 and num_splits > 1:
+                _, splits = _split_rows(num_tokens, chunk, MAX_WHOLE, TILE)
+                first_slot = tl.sum(tl.where((rows < row) & (splits > 1), splits, 0))
+        if num_splits > 1:
             begin += split * size
             end = tl.minimum(begin + size, end)
     return row, length, first_token, query_len, split, num_splits, first_slot, begin, end
