@@ -14,7 +14,8 @@ from rose_backend.engine.sampling_params import SamplingParams
 EXIT_USAGE = 2
 
 _ENGINE_HELP = {
-    "dtype": "number type of weights and KV cache; auto: float32 on a CPU, the checkpoint's own on a GPU",
+    "dtype": "number type of weights and KV cache; auto: float32 on a CPU, the checkpoint's own on a GPU, "
+    "but bfloat16 for float32 checkpoints, as in vLLM",
     "device": "where to run; auto: a GPU where there is one",
     "block_size": "tokens per KV block",
     "max_num_seqs": "sequences that may run at once; each of a request's n completions counts",
@@ -24,7 +25,8 @@ _ENGINE_HELP = {
     "gpu_memory_utilization": "share of the GPU's memory for weights, activations and KV pool together",
     "cpu_kvcache_space_gib": "memory of the KV pool on a CPU in GiB, at most",
     "run_ahead": "decode steps to start before the tokens of the one before are read; 0: none (default: 1 on a GPU)",
-    "pacing": "serving: start steps just before they are due, and never stall running texts behind long prompts",
+    "pacing": "serving: compute few prompt tokens beside running texts, and start long steps just before they are due; "
+    "no long gaps in running texts beside long prompts, but later first tokens and fewer tokens a second",
     "seed": "seeds requests that bring no seed of their own",
     "max_queue_size": "requests that may wait; one more is refused",
 }

@@ -121,7 +121,7 @@ class EngineConfig(Switches):
     run_ahead: int | None = None
     """Decode steps that the host may start before it has read the tokens of the one before them; 0 reads each step's
     tokens first. None takes 1 on a GPU and 0 on a CPU."""
-    pacing: bool = True
+    pacing: bool = False
     """A server starts each step just before the device needs it, so that requests which come meanwhile are in it, and
     computes no more prompt tokens beside running texts than these can stand without stalling. ``LLM`` has no use for
     it."""

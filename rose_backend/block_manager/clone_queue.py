@@ -19,7 +19,7 @@ class ClonePlan:
     """Whole-block copies that must run before the next forward pass.
 
     All sources are to be read before any destination is written. ``num_tokens`` says how many leading tokens of each
-    block matter; a copy of the whole block is right, too.
+    block matter; a copy of the whole block is right, too. The arrays are contiguous.
     """
 
     src_block_ids: Int32Array  # [N]
@@ -66,7 +66,9 @@ class CloneQueue:
             called_off = dropped[self._pending_source_of[dropped] != _NO_SOURCE]
             block_ids = self._pending_source_of[called_off].astype(np.int64)
             self._pending_source_of[called_off] = _NO_SOURCE
-            self._pending = self._pending[:, self._pending_source_of[self._pending[1]] != _NO_SOURCE]
+            is_wanted = self._pending_source_of[self._pending[1]] != _NO_SOURCE
+            # Not by an index, whose result is laid out by columns: plans are copied to a device row by row.
+            self._pending = self._pending.compress(is_wanted, axis=1)
 
     def take_plan(self) -> ClonePlan | None:
         """Drain the pending pairs into a plan whose sources stay held until ``finish``."""

@@ -27,6 +27,7 @@ from rose_backend.block_manager.sibling_index import SiblingIndex
 from rose_backend.errors import RowError
 
 DIGEST_BYTES = 32
+_EMPTY_CHAIN = hashlib.blake2b(digest_size=DIGEST_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,9 @@ class PrefixCache:
 
     def chain_digest(self, parent: bytes, tokens: bytes) -> bytes:
         """Return the digest of a full block. ``tokens``: its int32 ids as bytes."""
-        return hashlib.blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
+        state = _EMPTY_CHAIN.copy()  # faster than another constructor call
+        state.update(parent + tokens)
+        return state.digest()
 
     def hash_blocks(self, token_ids: Int32Array, namespace: bytes, known: Sequence[bytes]) -> list[bytes]:
         """Return the root digest and the digest of each full block; ``known`` are the first of them."""
@@ -177,33 +180,34 @@ class PrefixCache:
             opens: has its first tokens, and may grow.
             chain_digests: of every row, moved on behind its full blocks.
         """
-        parent_of, siblings, step = self._parent_of, self._siblings, 4 * self.block_size
+        full, parent_of, step = self._full, self._parent_of, 4 * self.block_size
         data = self._block_tokens.take(block_ids, axis=0).tobytes()
         found: list[int] = []
-        flags = zip(is_full.tolist(), opens.tolist(), strict=True)
-        for row, block_id, (fills, is_new), start in zip(
-            rows.tolist(), block_ids.tolist(), flags, range(0, len(data), step), strict=True
-        ):
+        closed: list[int] = []
+        columns = (values.tolist() for values in (rows, block_ids, is_full, opens))
+        for row, block_id, fills, is_new, start in zip(*columns, range(0, len(data), step), strict=True):
             parent = chain_digests[row]
             if fills:
                 chain_digests[row] = digest = self.chain_digest(parent, data[start : start + step])
-                if digest in self._full:
+                if digest in full:
                     if parent_of[block_id]:
                         self.forget([block_id])
                     continue
-                self._full[digest] = block_id
+                full[digest] = block_id
                 self._digest_of[block_id] = digest
                 if self._events is not None:
                     self._events.append(self._stored(block_id, parent, namespaces[row]))
                 if parent_of[block_id]:
-                    siblings.close(parent, block_id)
+                    closed.append(block_id)
                     continue
             elif not is_new:
                 continue
             found.append(block_id)
             if not self.full_blocks_only:
                 parent_of[block_id] = parent
-                siblings.add(parent, block_id)
+        if not self.full_blocks_only:
+            self._siblings.add([parent_of[block_id] for block_id in found], found)
+            self._close(closed)
         self._pool.is_cached[found] = True
 
     def _stored(self, block_id: int, parent: bytes, namespace: bytes) -> BlockStored:
@@ -223,7 +227,7 @@ class PrefixCache:
         """Note that a row is going to overwrite the end of a block. Call it before the block's length changes."""
         self.epoch += 1
         self.reopen(block_id)
-        self._drop_digest(block_id)
+        self._drop_digests([block_id])
         if self.full_blocks_only:
             self._pool.is_cached[block_id] = False
 
@@ -235,28 +239,21 @@ class PrefixCache:
         pool = self._pool
         is_part_filled = pool.is_cached[tails] & (pool.num_written_tokens[tails] < self.block_size)
         rows, tails = rows[is_part_filled], tails[is_part_filled]
-        parents = [self._parent_of[block_id] for block_id in tails.tolist()]
-        for block_id, parent, closes in zip(
-            tails.tolist(), parents, (pool.writers[tails] == rows).tolist(), strict=True
-        ):
-            if closes:
-                self._siblings.close(parent, block_id)
-        is_last_holder = (pool.ref_counts[tails] == 1).tolist()
-        for block_id, parent, drops in zip(tails.tolist(), parents, is_last_holder, strict=True):
-            if drops and self._siblings.is_covered(parent, block_id):
+        self._close(tails[pool.writers[tails] == rows].tolist())
+        for block_id in tails[pool.ref_counts[tails] == 1].tolist():
+            if self._siblings.is_covered(self._parent_of[block_id], block_id):
                 self.forget([block_id])
 
     def forget(self, block_ids: list[int]) -> None:
         """Make blocks unfindable."""
         self.epoch += 1
         self._pool.is_cached[block_ids] = False
-        parent_of, siblings = self._parent_of, self._siblings
-        for block_id in block_ids:
-            self._drop_digest(block_id)
-            parent = parent_of[block_id]
-            if parent:
+        self._drop_digests(block_ids)
+        if not self.full_blocks_only:
+            parent_of = self._parent_of
+            self._siblings.remove([parent_of[block_id] for block_id in block_ids], block_ids)
+            for block_id in block_ids:
                 parent_of[block_id] = b""
-                siblings.remove(parent, block_id)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -273,13 +270,18 @@ class PrefixCache:
         events, self._events = self._events, None if self._events is None else []
         return events or []
 
-    def _drop_digest(self, block_id: int) -> None:
-        digest = self._digest_of[block_id]
-        if digest:
-            self._digest_of[block_id] = b""
-            del self._full[digest]
-            if self._events is not None:
-                self._events.append(BlockRemoved(digest))
+    def _close(self, block_ids: list[int]) -> None:
+        self._siblings.close([self._parent_of[block_id] for block_id in block_ids], block_ids)
+
+    def _drop_digests(self, block_ids: list[int]) -> None:
+        digest_of, full = self._digest_of, self._full
+        for block_id in block_ids:
+            digest = digest_of[block_id]
+            if digest:
+                digest_of[block_id] = b""
+                del full[digest]
+                if self._events is not None:
+                    self._events.append(BlockRemoved(digest))
 
     # For the integrity check and for pictures
 

@@ -25,7 +25,6 @@ from rose_backend.block_manager.array_types import Int32Array
 from rose_backend.block_manager.block_pool import NO_WRITER, BlockPool
 
 _MAX_SMALL = 8
-_BEFORE_ALL_IDS = -1
 
 
 class SiblingIndex:
@@ -41,37 +40,42 @@ class SiblingIndex:
         self._block_tokens = block_tokens
         self._groups: dict[bytes, _Group] = {}
 
-    def add(self, parent: bytes, block_id: int) -> None:
-        """Put in a block."""
-        group = self._groups.get(parent)
-        if group is None:
-            self._groups[parent] = (block_id,)
-        elif isinstance(group, _LargeGroup):
-            group.add(block_id)
-        elif len(group) < _MAX_SMALL:
-            self._groups[parent] = (*group, block_id)
-        else:
-            self._groups[parent] = large = _LargeGroup(self._pool, self._block_tokens)
-            for member in (*group, block_id):
-                large.add(member)
+    def add(self, parents: list[bytes], block_ids: list[int]) -> None:
+        """Put in blocks, each behind its parent."""
+        groups = self._groups
+        for parent, block_id in zip(parents, block_ids, strict=True):
+            group = groups.get(parent)
+            if group is None:
+                groups[parent] = (block_id,)
+            elif isinstance(group, _LargeGroup):
+                group.add(block_id)
+            elif len(group) < _MAX_SMALL:
+                groups[parent] = (*group, block_id)
+            else:
+                groups[parent] = large = _LargeGroup(self._pool, self._block_tokens)
+                for member in (*group, block_id):
+                    large.add(member)
 
-    def remove(self, parent: bytes, block_id: int) -> None:
-        """Take out a block."""
-        group = self._groups[parent]
-        if isinstance(group, _LargeGroup):
-            group.remove(block_id)
-            if not len(group):
-                del self._groups[parent]
-        elif len(group) == 1:
-            del self._groups[parent]
-        else:
-            self._groups[parent] = tuple(member for member in group if member != block_id)
+    def remove(self, parents: list[bytes], block_ids: list[int]) -> None:
+        """Take out blocks, each from behind its parent."""
+        groups = self._groups
+        for parent, block_id in zip(parents, block_ids, strict=True):
+            group = groups.pop(parent)
+            if len(group) == 1:
+                continue
+            if isinstance(group, _LargeGroup):
+                group.remove(block_id)
+                groups[parent] = group
+            else:
+                groups[parent] = tuple(member for member in group if member != block_id)
 
-    def close(self, parent: bytes, block_id: int) -> None:
-        """Note that a block will not grow any more."""
-        group = self._groups[parent]
-        if isinstance(group, _LargeGroup):
-            group.close(block_id)
+    def close(self, parents: list[bytes], block_ids: list[int]) -> None:
+        """Note that blocks will not grow any more."""
+        groups = self._groups
+        for parent, block_id in zip(parents, block_ids, strict=True):
+            group = groups[parent]
+            if isinstance(group, _LargeGroup):
+                group.close(block_id)
 
     def reopen(self, parent: bytes, block_id: int) -> None:
         """Note that a block will grow or be overwritten. Call it before its length changes."""
@@ -84,7 +88,9 @@ class SiblingIndex:
         group = self._groups.get(parent)
         if group is None:
             return 0, 0
-        members = group.candidates(tokens.tolist()) if isinstance(group, _LargeGroup) else group
+        members = group.candidates(tokens.tobytes()) if isinstance(group, _LargeGroup) else group
+        if not members:
+            return 0, 0
         block_ids = np.array(members, np.int64)
         same = self._block_tokens.take(block_ids, axis=0)[:, : len(tokens)] == tokens
         same &= np.arange(len(tokens)) < self._pool.num_written_tokens[block_ids][:, None]
@@ -99,9 +105,7 @@ class SiblingIndex:
             return False
         tokens = self._tokens_of(block_id)
         members = group.candidates(tokens) if isinstance(group, _LargeGroup) else group
-        return any(
-            member != block_id and self._tokens_of(member)[: len(tokens)] == tokens for member in members
-        )
+        return any(member != block_id and self._tokens_of(member).startswith(tokens) for member in members)
 
     def clear(self) -> None:
         """Take out all blocks."""
@@ -111,19 +115,22 @@ class SiblingIndex:
         """Return all blocks."""
         return [block_id for group in self._groups.values() for block_id in group]
 
-    def _tokens_of(self, block_id: int) -> list[int]:
-        tokens: list[int] = self._block_tokens[block_id, : self._pool.num_written_tokens[block_id]].tolist()
-        return tokens
+    def _tokens_of(self, block_id: int) -> bytes:
+        return self._block_tokens[block_id, : self._pool.num_written_tokens[block_id]].tobytes()
 
 
 class _LargeGroup:
-    """Siblings, the closed ones sorted by ``(tokens, block id)``."""
+    """Siblings, the closed ones sorted by their tokens as bytes.
+
+    Bytes compare faster than lists of tokens, and whoever shares most leading bytes shares most leading tokens.
+    """
 
     def __init__(self, pool: BlockPool, block_tokens: Int32Array) -> None:
         self._pool = pool
         self._block_tokens = block_tokens
         self._open: set[int] = set()
         self._closed = array("i")
+        self._keys: list[bytes] = []  # the tokens of each closed block
 
     def __len__(self) -> int:
         return len(self._open) + len(self._closed)
@@ -143,7 +150,8 @@ class _LargeGroup:
         if block_id in self._open:
             self._open.remove(block_id)
         else:
-            del self._closed[bisect_left(self._closed, self._key(block_id), key=self._key)]
+            place = self._closed.index(block_id, bisect_left(self._keys, self._key(block_id)))
+            del self._closed[place], self._keys[place]
 
     def close(self, block_id: int) -> None:
         if block_id in self._open:
@@ -154,16 +162,22 @@ class _LargeGroup:
         self.remove(block_id)
         self._open.add(block_id)
 
-    def candidates(self, tokens: list[int]) -> list[int]:
-        """Return the open blocks and the neighbours of ``tokens``, a block that holds just these and its follower."""
-        place = bisect_left(self._closed, (tokens, _BEFORE_ALL_IDS), key=self._key)
-        return [*self._open, *self._closed[max(place - 1, 0) : place + 2]]
+    def candidates(self, tokens: bytes) -> list[int]:
+        """Return the open blocks, and those closed ones beside the place of ``tokens`` that share its first token."""
+        keys, first = self._keys, tokens[: self._block_tokens.itemsize]
+        place = bisect_left(keys, tokens)
+        # One before; one that holds just these tokens, which is_covered may be asking for; one behind that.
+        places = range(max(place - 1, 0), min(place + 2, len(keys)))
+        return [*self._open, *(self._closed[index] for index in places if keys[index].startswith(first))]
 
     def _insert(self, block_id: int) -> None:
-        self._closed.insert(bisect_left(self._closed, self._key(block_id), key=self._key), block_id)
+        key = self._key(block_id)
+        place = bisect_left(self._keys, key)
+        self._closed.insert(place, block_id)
+        self._keys.insert(place, key)
 
-    def _key(self, block_id: int) -> tuple[list[int], int]:
-        return self._block_tokens[block_id, : self._pool.num_written_tokens[block_id]].tolist(), block_id
+    def _key(self, block_id: int) -> bytes:
+        return self._block_tokens[block_id, : self._pool.num_written_tokens[block_id]].tobytes()
 
 
 _Group: TypeAlias = tuple[int, ...] | _LargeGroup

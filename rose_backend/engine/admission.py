@@ -13,6 +13,9 @@ from rose_backend.engine.request import Completion
 from rose_backend.engine.row_state import Int32Array, RowState
 from rose_backend.errors import IntegrityError
 
+_ARRIVALS_PER_ROW = 1 / 32
+"""Share of all rows that have to be free before a long queue moves; see ``Admission.may_admit``."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
@@ -37,11 +40,22 @@ class Admission:
         self._manager = manager
         self._rows = rows
         self._chunked_prefill = config.chunked_prefill
+        self._min_arrivals = int(config.max_num_seqs * _ARRIVALS_PER_ROW)
         # Admission costs a prefix lookup: after a failure it is not tried again before something has been freed.
         self._blocked: tuple[Completion, int] | None = None
 
     def may_admit(self, num_running: int) -> bool:
-        """Whether it makes sense to look for a row and blocks for the first in the queue."""
+        """Whether it makes sense to look for rows and blocks for the first in the queue.
+
+        Where more wait than there are rows, several come in at a time: a pass over one short prompt takes the device
+        half as long as one over eight.
+        """
+        min_free_rows = min(self._min_arrivals, len(self.waiting))
+        if self._manager.num_free_rows < min_free_rows and num_running:
+            return False
+        return self._may_admit_one(num_running)
+
+    def _may_admit_one(self, num_running: int) -> bool:
         if not self.waiting or not self._manager.num_free_rows:
             return False
         if self._blocked is None:
@@ -65,7 +79,9 @@ class Admission:
         """
         candidates: list[_Candidate] = []
         num_promised_blocks = 0
-        while budget > 0 and self.may_admit(num_running + len(candidates)):
+        if not self.may_admit(num_running):
+            budget = 0
+        while budget > 0 and self._may_admit_one(num_running + len(candidates)):
             is_first = not num_running and not candidates
             candidate = self._pick(self.waiting[0], budget, num_promised_blocks, is_first=is_first)
             if candidate is None:

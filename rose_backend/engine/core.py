@@ -264,7 +264,7 @@ class EngineCore:
         self._late_stops.hand_over(rows)
         self._late_stops.leave(ended_rows)
         # Behind the release: the tokens of rows that nobody followed are in their completions by now.
-        self._texts.post(news)
+        self._texts.post(news, is_urgent=news.begins_texts)
 
     def _take_news(self) -> None:
         news = self._texts.take()

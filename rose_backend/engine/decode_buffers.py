@@ -8,24 +8,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rose_backend.engine.row_state import RowState
-from rose_backend.engine.staging import upload
+from rose_backend.engine.row_state import SAMPLING_FIELDS, RowState
+from rose_backend.engine.sized_graphs import Fields, Inputs, SizedGraphs
 from rose_backend.kernels import SamplingTensors
 from rose_backend.kernels.advance_rows import advance_rows
 
 HISTORY_STEPS = 8
 """Steps whose tokens are kept for the host; more than can be in flight."""
 
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
-"""Arrays of ``RowState``, and fields of ``SamplingTensors``, of four bytes a row."""
+_CHANGE_SIZES = (8, 32, 128)
+
+
+def sampling_by_name(words: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the rows of ``words``, int32 ``[len(SAMPLING_FIELDS), R]``, as fields of ``SamplingTensors``."""
+    rows = zip(SAMPLING_FIELDS, words.unbind(0), strict=True)
+    return {name: row if name == "top_k" else row.view(torch.float32) for name, row in rows}
 
 
 class DecodeBuffers:
@@ -47,10 +44,7 @@ class DecodeBuffers:
         self.positions, self.draw_positions, self.seeds = self._longs.unbind(0)
         self._words = torch.zeros((1 + len(SAMPLING_FIELDS), num_slots), dtype=torch.int32, device=device)
         self.num_computed_tokens = self._words[0]
-        self._sampling = {name: self._words[index] for index, name in enumerate(SAMPLING_FIELDS, start=1)}
-        for name, words in self._sampling.items():
-            if name != "top_k":
-                self._sampling[name] = words.view(torch.float32)
+        self._sampling = sampling_by_name(self._words[1:])
         self.block_table = torch.zeros((num_slots, table_width), dtype=torch.int32, device=device)
         self.history = torch.zeros(
             (HISTORY_STEPS, num_slots), dtype=torch.int64, pin_memory=device.type != "cpu"
@@ -58,6 +52,21 @@ class DecodeBuffers:
         """``[HISTORY_STEPS, S]`` in host memory: the tokens of step ``n`` stand in row ``n % HISTORY_STEPS``."""
         self.step_index = torch.zeros(1, dtype=torch.int64, device=device)
         self.reset()
+        sizes = (*(size for size in _CHANGE_SIZES if size < num_slots), num_slots)
+        row_fields: Fields = {
+            "slots": (np.int64, ()),
+            "sources": (np.int64, ()),
+            "longs": (np.int64, (4,)),
+            "words": (np.int32, (len(self._words),)),
+        }
+        table_fields: Fields = {"slots": (np.int64, ()), "tables": (np.int32, (table_width,))}
+        self._row_changes = SizedGraphs(self._change_rows, row_fields, sizes, device)
+        self._table_changes = SizedGraphs(self._change_tables, table_fields, sizes, device)
+
+    def capture(self) -> None:
+        """Capture what ``write_rows`` and ``write_block_tables`` do. Leaves nonsense in the buffers."""
+        self._row_changes.capture()
+        self._table_changes.capture()
 
     def reset(self) -> None:
         """Empty all slots and count steps from 0."""
@@ -105,24 +114,28 @@ class DecodeBuffers:
                 host knows it.
         """
         num_rows, num_slots = len(rows), len(slots)
-        words = np.zeros((1 + len(SAMPLING_FIELDS), num_slots), np.int32)
-        words[0] = -1
-        longs = np.zeros((4, num_slots), np.int64)
+        words = np.zeros((num_slots, 1 + len(SAMPLING_FIELDS)), np.int32)
+        words[:, 0] = -1
+        longs = np.zeros((num_slots, 4), np.int64)
         position = state.num_planned_tokens(rows) - 1
-        words[0, :num_rows] = position
-        for index, name in enumerate(SAMPLING_FIELDS, start=1):
-            words[index, :num_rows] = getattr(state, name)[rows].view(np.int32)
-        longs[0, :num_rows] = state.token_ids[rows, state.num_tokens[rows] - 1]
-        longs[1, :num_rows] = position
-        longs[2, :num_rows] = position + 1
-        longs[3, :num_rows] = state.seed[rows]
-        to, source, new_longs, new_words = upload(self.device, slots, sources, longs, words)
-        known = self.tokens.view(-1)[source.clamp(min=0)]
-        self.input_ids.index_copy_(0, to, torch.where(source >= 0, known, new_longs[0]))
-        self._longs.index_copy_(1, to, new_longs[1:])
-        self._words.index_copy_(1, to, new_words)
+        words[:num_rows, 0] = position
+        words[:num_rows, 1:] = state.sampling_words[rows]
+        longs[:num_rows, 0] = state.token_ids[rows, state.num_tokens[rows] - 1]
+        longs[:num_rows, 1] = position
+        longs[:num_rows, 2] = position + 1
+        longs[:num_rows, 3] = state.seed[rows]
+        self._row_changes.run(slots=slots, sources=sources, longs=longs, words=words)
 
     def write_block_tables(self, slots: NDArray[np.int64], block_tables: NDArray[np.int32]) -> None:
         """Write the block tables ``[N, MB]`` of ``slots``, ``[N]``."""
-        to, tables = upload(self.device, slots, block_tables)
-        self.block_table.index_copy_(0, to, tables)
+        self._table_changes.run(slots=slots, tables=block_tables)
+
+    def _change_rows(self, inputs: Inputs) -> None:
+        slots, sources, longs = inputs["slots"], inputs["sources"], inputs["longs"].t()
+        known = self.tokens.view(-1)[sources.clamp(min=0)]
+        self.input_ids.index_copy_(0, slots, torch.where(sources >= 0, known, longs[0]))
+        self._longs.index_copy_(1, slots, longs[1:])
+        self._words.index_copy_(1, slots, inputs["words"].t())
+
+    def _change_tables(self, inputs: Inputs) -> None:
+        self.block_table.index_copy_(0, inputs["slots"], inputs["tables"])

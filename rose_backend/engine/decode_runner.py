@@ -94,6 +94,7 @@ class DecodeRunner:
                 self._special.redraw(self.buffers, logits)
             self._graphs[width] = step, redraw
             del logits
+        self.buffers.capture()
         torch.cuda.synchronize()
         self.buffers.reset()
 
@@ -134,19 +135,18 @@ class DecodeRunner:
         """Return what a special step reported; see ``SpecialDraws.report``."""
         return self._special.report(step, slots)
 
-    @torch.inference_mode()
-    def put_first_tokens(self, rows: Int32Array, token_ids: torch.Tensor) -> None:
-        """Keep tokens that a step over prompts has drawn for ``rows``, so that the next step can take them as input.
+    def take_first_tokens(self, rows: Int32Array) -> torch.Tensor:
+        """Expect the tokens that a step over prompts draws for ``rows``, so that the next step can take them as input.
 
-        Args:
-            token_ids: int64 ``[len(rows)]`` on the device.
+        Returns:
+            int64 ``[len(rows)]`` on the device, where they are to be put.
         """
-        self.buffers.first_tokens[: len(rows)].copy_(token_ids)
         self._first_token_of_row[rows] = np.arange(len(rows))
         self._state.is_on_device[rows] = True
+        return self.buffers.first_tokens[: len(rows)]
 
     def forget_first_tokens(self) -> None:
-        """Let go of what ``put_first_tokens`` kept: rows that are in no slot by now wait until the host has read it."""
+        """Drop what ``take_first_tokens`` noted: rows that are in no slot by now wait until the host has read it."""
         self._first_token_of_row[:] = NO_SLOT
         self._state.is_on_device[:] = False
         self._state.is_on_device[self._slots.rows()] = True
@@ -170,7 +170,9 @@ class DecodeRunner:
             written = np.concatenate([change.slots, change.emptied])
             self.buffers.write_rows(written, self._state, change.rows, sources)
             self._special.write_rows(written, change.rows)
-            tables = np.union1d(tables, change.slots)
+            is_written = np.zeros(self.num_slots, np.bool_)
+            is_written[tables] = is_written[change.slots] = True
+            tables = np.flatnonzero(is_written)
         if len(tables):
             table_rows = self._slots.row_of_slot(tables)
             self.buffers.write_block_tables(tables, self._manager.block_table[table_rows])

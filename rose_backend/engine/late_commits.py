@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager
-from rose_backend.engine.row_state import RowState
+from rose_backend.engine.row_state import Int32Array, RowState
 
 Int64Array = NDArray[np.int64]
 
@@ -14,8 +14,8 @@ Int64Array = NDArray[np.int64]
 class LateCommits:
     """Commits many steps of the same rows at once.
 
-    Nobody looks at a row's committed length between two steps that are alike. Whoever does, to plan another step, to
-    look up a prompt or to free a row, calls ``flush`` before.
+    Until then they count as those of steps in flight. Whoever looks up a prompt or frees a row calls ``flush`` before;
+    it may be called at any time.
     """
 
     def __init__(self, manager: BlockManager, state: RowState) -> None:
@@ -25,6 +25,11 @@ class LateCommits:
         self._num_steps = 0
         self._confirmed: dict[int, int] = {}
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that were read and not committed."""
+        return self._num_steps
+
     def add(self, rows: Int64Array) -> None:
         """Note that a step was read in which each of ``rows`` computed one token behind those it had."""
         if rows is not self._rows:
@@ -32,6 +37,11 @@ class LateCommits:
                 self.flush()
             self._rows = rows
         self._num_steps += 1
+
+    def count(self, num_tokens: Int32Array) -> None:
+        """Add to ``num_tokens``, of all rows, what was noted and not committed."""
+        if self._num_steps:
+            num_tokens[self._rows] += self._num_steps
 
     def confirm(self, row: int, end: int) -> None:
         """Note that all tokens in front of position ``end`` belong to the text of a row with stop strings."""

@@ -12,16 +12,20 @@ from numpy.typing import NDArray
 from rose_backend import kernels
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
-from rose_backend.engine.decode_buffers import SAMPLING_FIELDS, DecodeBuffers
+from rose_backend.engine.decode_buffers import DecodeBuffers, sampling_by_name
 from rose_backend.engine.decode_runner import DecodeRunner, graph_widths
 from rose_backend.engine.logprobs import StepLogprobs, pack_logprobs
 from rose_backend.engine.progress import Track, no_progress
 from rose_backend.engine.prompt_graphs import PromptGraphs
-from rose_backend.engine.row_state import Int32Array, RowState
+from rose_backend.engine.row_state import SAMPLING_FIELDS, Int32Array, RowState
 from rose_backend.engine.scheduler import Step
+from rose_backend.engine.sized_graphs import Fields, Inputs, SizedGraphs
 from rose_backend.engine.special_draws import SpecialDraws
 from rose_backend.engine.staging import download, upload
 from rose_backend.models.attention_metadata import AttentionMetadata
+
+_DRAW_SIZES = (4, 16, 64)
+"""Prompts that may end in one pass whose first tokens are drawn by a graph."""
 
 
 class CausalLM(Protocol):
@@ -36,7 +40,7 @@ class CausalLM(Protocol):
         kv_cache: torch.Tensor,  # [L, 2, NB, BS, H, D]
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Return hidden states ``[T, E]``; writes the tokens' K/V."""
+        """Return hidden states ``[T, E]``, or of each request's last token, ``[R, E]``; writes the tokens' K/V."""
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -53,9 +57,10 @@ class Forwarded:
     decode_slots: NDArray[np.int64]  # [D]
     rows: Int32Array  # [R]
     num_new_tokens: Int32Array  # [R]
-    hidden: torch.Tensor | None  # [T, E]
+    hidden: torch.Tensor | None  # [R, E], of each row's last token
+    is_captured: bool
+    """The hidden states stand where ``PromptGraphs`` leaves them."""
     token_ids: Int32Array  # [T], what was computed, row after row
-    last_token_indices: NDArray[np.int64]  # [R], of each row's last token in hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,7 @@ class ModelRunner:
         widths = () if self._device.type == "cpu" else graph_widths(config.max_num_seqs)
         self.decoder = DecodeRunner(self._decode, self._special, manager, state, self._device, widths)
         self.prompts: PromptGraphs | None = None
+        self.first_draws: SizedGraphs | None = None
         self._max_num_batched_tokens = config.token_budget
 
     @torch.inference_mode()
@@ -127,6 +133,19 @@ class ModelRunner:
             self._device,
         )
         self.prompts.capture(track)
+        self.first_draws = self.make_first_draws()
+        self.first_draws.capture()
+
+    def make_first_draws(self) -> SizedGraphs:
+        """Return what draws the tokens behind prompts that ended in a captured pass, where nobody asks for more."""
+        fields: Fields = {
+            "indices": (np.int64, ()),
+            "seed": (np.int64, ()),
+            "position": (np.int64, ()),
+            "words": (np.int32, (len(SAMPLING_FIELDS),)),
+        }
+        sizes = tuple(size for size in _DRAW_SIZES if size <= self.decoder.num_slots)
+        return SizedGraphs(self._draw_first, fields, sizes, self._device)
 
     @torch.inference_mode()
     def forward(self, step: Step) -> Forwarded:
@@ -144,10 +163,9 @@ class ModelRunner:
             split = step.num_decodes
             decode_step, decode_slots = self.decoder.enqueue(step.rows[:split])
         rows, counts = step.rows[split:], step.num_new_tokens[split:]
-        hidden, token_ids = None, np.empty(0, np.int32)
+        hidden, token_ids, is_captured = None, np.empty(0, np.int32), False
         if len(rows):
-            hidden, token_ids = self._forward_chunks(rows, counts)
-        last_token_indices = np.cumsum(counts, dtype=np.int64) - 1
+            hidden, token_ids, is_captured = self._forward_chunks(rows, counts)
         return Forwarded(
             step.rows[:split],
             decode_step,
@@ -155,8 +173,8 @@ class ModelRunner:
             rows,
             counts,
             hidden,
+            is_captured,
             token_ids,
-            last_token_indices,
         )
 
     @torch.inference_mode()
@@ -171,16 +189,19 @@ class ModelRunner:
             sources: ``[S]`` for each the index in ``due`` whose distribution it draws from.
         """
         assert forwarded.hidden is not None, "no row is due"
-        (last,) = upload(self._device, forwarded.last_token_indices[due])
-        logits = self._model.compute_logits(forwarded.hidden[last])
+        state, first_tokens = self._state, self.decoder.take_first_tokens(rows)
+        is_special = bool(np.count_nonzero(state.is_special[rows]))
+        draws = self.first_draws if forwarded.is_captured and not is_special else None
+        if draws is not None and draws.run(indices=due[sources], **self._sampling_inputs(rows)):
+            return Drawn(download(first_tokens), None)
+        logits = self._model.compute_logits(forwarded.hidden[upload(self._device, due)[0]])
         if len(rows) != len(due):
             logits = logits[upload(self._device, sources)[0]]
-        params, state = self._sampling_tensors(rows), self._state
-        is_special = bool(np.count_nonzero(state.is_special[rows]))
+        params = self._sampling_tensors(rows)
         drawn = (
             self._special.draw(logits, params, rows) if is_special else self._sample_tokens(logits, params)
         )
-        self.decoder.put_first_tokens(rows, drawn.token_ids)
+        first_tokens.copy_(drawn.token_ids)
         report = download(pack_logprobs(logits, drawn)) if is_special else None
         return Drawn(download(drawn.token_ids), report)
 
@@ -206,8 +227,18 @@ class ModelRunner:
         logits = self._model.compute_logits(hidden)
         return self._sample_tokens(logits, buffers.sampling(width)).token_ids, logits
 
-    def _forward_chunks(self, rows: Int32Array, counts: Int32Array) -> tuple[torch.Tensor, Int32Array]:
-        """Compute ``counts[i]`` tokens of ``rows[i]``. Single ones are chunks, too: captured or not, one kernel."""
+    def _draw_first(self, inputs: Inputs) -> None:
+        assert self.prompts is not None, "prompts are computed without graphs"
+        logits = self._model.compute_logits(self.prompts.hidden[inputs["indices"]])
+        drawn = self._sample_tokens(logits, _sampling_tensors(inputs))
+        self.decoder.buffers.first_tokens[: len(logits)].copy_(drawn.token_ids)
+
+    def _forward_chunks(self, rows: Int32Array, counts: Int32Array) -> tuple[torch.Tensor, Int32Array, bool]:
+        """Compute ``counts[i]`` tokens of ``rows[i]``. Single ones are chunks, too: captured or not, one kernel.
+
+        Returns:
+            Hidden states of each row's last token, ``[R, E]``; the tokens, ``[T]``; whether the pass was captured.
+        """
         start = self._manager.num_computed_tokens[rows]
         ends = np.cumsum(counts, dtype=np.int64)
         row_of_token = np.repeat(rows, counts)
@@ -222,19 +253,29 @@ class ModelRunner:
             self._manager.block_table[rows, :width],
         )
         if self.prompts is not None and (hidden := self.prompts.run(*inputs)) is not None:
-            return hidden, token_ids
+            return hidden, token_ids, True
         blocks = self._manager.block_table[row_of_token, positions // self._block_size].astype(np.int64)
         ids, where, query_start_loc, num_computed, block_table, slot_mapping = upload(
             self._device, *inputs, blocks * self._block_size + positions % self._block_size
         )
-        metadata = AttentionMetadata(query_start_loc, num_computed, block_table, slot_mapping, num_decodes=0)
-        return self._model.forward(ids, where, self._kv_cache, metadata), token_ids
+        metadata = AttentionMetadata(
+            query_start_loc, num_computed, block_table, slot_mapping, num_decodes=0, last_tokens_only=True
+        )
+        return self._model.forward(ids, where, self._kv_cache, metadata), token_ids, False
 
     def _sampling_tensors(self, rows: Int32Array) -> kernels.SamplingTensors:
+        inputs = self._sampling_inputs(rows)
+        return _sampling_tensors(dict(zip(inputs, upload(self._device, *inputs.values()), strict=True)))
+
+    def _sampling_inputs(self, rows: Int32Array) -> dict[str, NDArray[Any]]:
         state = self._state
-        values = {name: getattr(state, name)[rows] for name in SAMPLING_FIELDS}
-        tensors = upload(
-            self._device, state.num_tokens[rows].astype(np.int64), state.seed[rows], *values.values()
-        )
-        fields = dict(zip(values, tensors[2:], strict=True))
-        return kernels.SamplingTensors(position=tensors[0], seed=tensors[1], num_logprobs=-1, **fields)
+        position = state.num_tokens[rows].astype(np.int64)
+        return {"seed": state.seed[rows], "position": position, "words": state.sampling_words[rows]}
+
+
+def _sampling_tensors(inputs: Inputs) -> kernels.SamplingTensors:
+    """Return the parameters of draws from seed, position and ``SAMPLING_FIELDS`` of each, ``[R, ...]``."""
+    by_name = sampling_by_name(inputs["words"].t().contiguous())
+    return kernels.SamplingTensors(
+        seed=inputs["seed"], position=inputs["position"], num_logprobs=-1, **by_name
+    )

@@ -32,6 +32,8 @@ class NewTokens:
     logprobs: StepLogprobs | None
     endings: dict[Completion, Ending]
     """Of any completion. One that is not followed has left its row: ``Completion.token_ids`` holds its tokens."""
+    begins_texts: bool
+    """Some of the tokens are the first ones of their text."""
 
 
 @dataclass(frozen=True, slots=True)

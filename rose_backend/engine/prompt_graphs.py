@@ -55,8 +55,8 @@ class PromptGraphs:
     """Captured forward passes and the fixed inputs and outputs that they share.
 
     Args:
-        forward: given token ids, positions and metadata of a pass without decodes, returns hidden states ``[T, E]`` and
-            waits for nothing.
+        forward: given token ids, positions and metadata of a pass without decodes, returns the hidden states of its
+            requests' last tokens, ``[R, E]``, and waits for nothing.
         max_tokens: of a pass.
         table_width: blocks per sequence (MB).
     """
@@ -65,7 +65,7 @@ class PromptGraphs:
         self._forward = forward
         self._shapes = pass_shapes(max_tokens)
         self._graphs: dict[PassShape, torch.cuda.CUDAGraph] = {}
-        self._hidden = torch.empty(0)  # [max_tokens, E]
+        self._hidden = torch.empty(0)  # [max_rows, E]
         num_tokens, num_rows = (max(shape[index] for shape in self._shapes) for index in (0, 1))
         # One buffer for all of them, so that one copy brings a pass's inputs.
         sizes = {
@@ -89,13 +89,19 @@ class PromptGraphs:
             # Outside first: kernels are compiled there.
             hidden = self._compute(shape)
             if not len(self._hidden):
-                self._hidden = torch.empty_like(hidden)
+                max_rows = max(each.num_rows for each in self._shapes)
+                self._hidden = hidden.new_empty((max_rows, hidden.shape[1]))
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                self._hidden[: shape.num_tokens].copy_(self._compute(shape))
+                self._hidden[: shape.num_rows].copy_(self._compute(shape))
             self._graphs[shape] = graph
         torch.cuda.synchronize()
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """Where every pass leaves the hidden states of its rows' last tokens, ``[max_rows, E]``."""
+        return self._hidden
 
     def run(
         self,
@@ -108,7 +114,7 @@ class PromptGraphs:
         """Replay the pass that fits; None where none does.
 
         Returns:
-            Hidden states ``[T, E]``, until the next call.
+            Hidden states of each row's last token, ``[R, E]``, until the next call.
         """
         num_tokens, num_rows = len(input_ids), len(num_computed_tokens)
         fitting = (
@@ -119,7 +125,7 @@ class PromptGraphs:
             return None
         self._fill(shape.num_tokens, input_ids, positions, query_start_loc, num_computed_tokens, block_table)
         self._graphs[shape].replay()
-        return self._hidden[:num_tokens]
+        return self._hidden[:num_rows]
 
     def _fill(
         self,
@@ -152,6 +158,7 @@ class PromptGraphs:
             slot_mapping=None,
             num_decodes=0,
             mean_query_len=mean_query_len,
+            last_tokens_only=True,
         )
         return self._forward(
             self._view("input_ids")[:num_tokens], self._view("positions")[:num_tokens], metadata

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -93,6 +94,8 @@ class Request:
     num_cached_tokens: int | None = None
     """None until it first got a row."""
     is_aborted: bool = False
+    has_output: bool = False
+    """Its caller has been given something. For the text thread."""
     _prompt_list: list[int] | None = None
 
     @property
@@ -113,6 +116,7 @@ class Request:
 
         All outputs of one stream share the list of prompt tokens.
         """
+        self.has_output = True
         if self._prompt_list is None:
             self._prompt_list = self.prompt_token_ids.tolist()
         return RequestOutput(
@@ -138,7 +142,7 @@ class RequestFactory:
         self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int, max_num_seqs: int, seed: int
     ) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._seed = seed
@@ -163,7 +167,7 @@ class RequestFactory:
         ids = self._checked_prompt(prompt)
         params.check_against_model(
             prompt_length=len(ids),
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             max_model_len=self._max_model_len,
             max_num_seqs=self._max_num_seqs,
         )
@@ -215,7 +219,7 @@ class RequestFactory:
             )
         return np.array(ids, np.int32)
 
-    def _checked_ids(self, prompt: Sequence[int]) -> list[int] | NDArray[np.int64]:
+    def _checked_ids(self, prompt: Sequence[int]) -> list[int] | NDArray[np.int32]:
         if isinstance(prompt, np.ndarray) and prompt.ndim == 1:
             prompt = prompt.tolist()
         if not isinstance(prompt, (list, tuple)):
@@ -225,16 +229,17 @@ class RequestFactory:
             )
         # Long prompts of plain integers are looked through without a Python step per token.
         if set(map(type, prompt)) == {int}:
-            with contextlib.suppress(OverflowError):
-                ids = np.array(prompt, np.int64)
-                if ids.min() >= 0 and ids.max() < self._vocab_size:
+            with contextlib.suppress(struct.error):
+                ids = np.frombuffer(struct.pack(f"{len(prompt)}i", *prompt), np.int32)
+                # Seen as unsigned numbers, negative ones are the largest.
+                if ids.view(np.uint32).max() < self.vocab_size:
                     return ids
         for token_id in prompt:
             is_id = isinstance(token_id, (int, np.integer)) and not isinstance(token_id, bool)
-            if not is_id or not 0 <= token_id < self._vocab_size:
+            if not is_id or not 0 <= token_id < self.vocab_size:
                 shown = str(token_id) if is_id and abs(int(token_id)) < 2**63 else type(token_id).__name__
                 raise RequestError(
-                    f"prompt: got token id {shown}, allowed are integers from 0 to {self._vocab_size - 1}",
+                    f"prompt: got token id {shown}, allowed are integers from 0 to {self.vocab_size - 1}",
                     parameter="prompt",
                 )
         return list(prompt)

@@ -11,6 +11,17 @@ from rose_backend.engine.sampling_params import SamplingParams
 
 Int32Array = NDArray[np.int32]
 
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+"""Arrays of ``RowState``, and fields of ``SamplingTensors``, of four bytes a row."""
+
 
 class RowState:
     """Persistent per-row buffers; a completion's entries are written when it gets its row and stay until it leaves.
@@ -46,16 +57,22 @@ class RowState:
         self.is_on_device = np.zeros(max_num_seqs, np.bool_)
         """The newest token stands where the next decode step finds it, read by the host or not."""
         self.num_computed_before: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """Tokens that were computed before a preemption took an earlier row away."""
+        self.num_known_before: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """Tokens of the prompt, or ``num_computed_before`` if that is more."""
         self.num_siblings_to_fork: Int32Array = np.zeros(max_num_seqs, np.int32)
 
-        self.temperature = np.zeros(max_num_seqs, np.float32)
-        self.top_k = np.zeros(max_num_seqs, np.int32)
-        self.top_p = np.ones(max_num_seqs, np.float32)
-        self.min_p = np.zeros(max_num_seqs, np.float32)
+        self.sampling_words: Int32Array = np.zeros((max_num_seqs, len(SAMPLING_FIELDS)), np.int32)
+        """``SAMPLING_FIELDS`` of each row side by side, as they travel to the device."""
+        columns = dict(zip(SAMPLING_FIELDS, self.sampling_words.view(np.float32).T, strict=True))
+        self.temperature, self.top_p, self.min_p = (
+            columns[name] for name in ("temperature", "top_p", "min_p")
+        )
+        self.top_k = columns["top_k"].view(np.int32)
+        self.repetition_penalty = columns["repetition_penalty"]
+        self.presence_penalty = columns["presence_penalty"]
+        self.frequency_penalty = columns["frequency_penalty"]
         self.seed = np.zeros(max_num_seqs, np.int64)
-        self.repetition_penalty = np.ones(max_num_seqs, np.float32)
-        self.presence_penalty = np.zeros(max_num_seqs, np.float32)
-        self.frequency_penalty = np.zeros(max_num_seqs, np.float32)
         self.uses_penalties = np.zeros(max_num_seqs, np.bool_)
         self.banned_token_ids = np.full((max_num_seqs, MAX_STOP_TOKEN_IDS + len(eos_token_ids)), -1, np.int32)
         """Tokens that may not be drawn while the row has fewer than ``min_num_tokens``; behind the last one, -1."""
@@ -87,6 +104,7 @@ class RowState:
         self.max_num_tokens[row] = num_prompt_tokens + request.max_tokens
         self.min_num_tokens[row] = num_prompt_tokens + params.min_tokens
         self.num_computed_before[row] = completion.num_computed_before
+        self.num_known_before[row] = max(num_prompt_tokens, completion.num_computed_before)
         self.num_siblings_to_fork[row] = completion.num_siblings_to_fork
         self.temperature[row] = 0.0 if params.is_greedy else params.temperature
         self.top_k[row] = max(params.top_k, 0)

@@ -17,6 +17,9 @@ from rose_backend.errors import IntegrityError
 
 _BLOCKS_PER_SPARE_BLOCK = 16
 """Rows hold a block that they do not need yet as long as there are so many free ones for each of them."""
+_MAX_SPARE_BLOCKS = 2
+"""Of each row. Planning costs the host about as much as ten steps that are alike, and taking blocks about as much as
+planning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +199,7 @@ class Scheduler:
             was_short = True
 
     def _reserve(self, rows: Int32Array, num_tokens: Int32Array) -> bool:
-        """Make room for ``num_tokens`` of each row; where blocks are plenty, for a block's worth of further steps, too.
+        """Make room for ``num_tokens`` of each row; where blocks are plenty, for further steps, too.
 
         Rows need their next blocks at different times: without that, nearly every step would hand out a few.
         """
@@ -204,17 +207,18 @@ class Scheduler:
         num_computed = manager.num_computed_tokens[rows]
         if np.count_nonzero(manager.table.capacity[rows] < num_computed + num_tokens) == 0:
             return True
-        if len(rows) * _BLOCKS_PER_SPARE_BLOCK <= manager.num_free_blocks:
+        num_spare = min(manager.num_free_blocks // (len(rows) * _BLOCKS_PER_SPARE_BLOCK), _MAX_SPARE_BLOCKS)
+        if num_spare:
             # The last token of a row is never computed.
             longest = self._rows.max_num_tokens[rows] - 1 - num_computed
-            further = np.minimum(num_tokens + manager.block_size, longest)
+            further = np.minimum(num_tokens + num_spare * manager.block_size, longest)
             if manager.reserve(rows, np.maximum(num_tokens, further)).ok:
                 return True
         return manager.reserve(rows, num_tokens).ok
 
     def _pick_running(self) -> tuple[Int32Array, Int32Array]:
-        running, budget = self._can_go_on(), self.token_budget
-        remaining = self._num_remaining(running)
+        running, remaining = self._can_go_on()
+        budget = self.token_budget
         is_single = remaining == 1
         if is_single.all():
             return running[:budget], remaining[:budget]
@@ -226,15 +230,19 @@ class Scheduler:
         counts = np.concatenate([np.ones(len(singles), np.int32), counts[fits]])
         return np.concatenate([singles, chunked[fits]]), counts
 
-    def _can_go_on(self) -> Int32Array:
-        """Return the running rows but those that wait for a step in flight to be read."""
+    def _can_go_on(self) -> tuple[Int32Array, Int32Array]:
+        """Return the running rows but those that wait for a step in flight to be read, and what remains of each."""
         state, running = self._rows, self._running
-        if not np.count_nonzero(state.num_unread_tokens[running]):
-            return running
+        is_unread = state.num_unread_tokens[running] > 0
+        remaining = self._num_remaining(running)
+        if not np.count_nonzero(is_unread):
+            return running, remaining
         # Either the last token is on its way, or the newest one can be had from nowhere else.
-        waits = state.num_planned_tokens(running) >= state.max_num_tokens[running]
-        waits |= (state.num_unread_tokens[running] > 0) & ~state.is_on_device[running]
-        return running[~waits]
+        waits = is_unread & ~state.is_on_device[running]
+        waits |= state.num_planned_tokens(running) >= state.max_num_tokens[running]
+        if not np.count_nonzero(waits):
+            return running, remaining
+        return running[~waits], remaining[~waits]
 
     def _preempt_newest(self) -> None:
         row = self._running[-1:]

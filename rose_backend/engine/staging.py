@@ -33,7 +33,7 @@ def upload(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
         raw[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
     arrived = pinned.to(device, non_blocking=True)
     return [
-        arrived[start : start + array.nbytes].view(_torch_dtype(array.dtype)).view(array.shape)
+        arrived[start : start + array.nbytes].view(torch_dtype(array.dtype)).view(array.shape)
         for start, array in zip(starts, arrays, strict=True)
     ]
 
@@ -46,7 +46,8 @@ def download(tensor: torch.Tensor) -> torch.Tensor:
     return arrived.copy_(tensor, non_blocking=True)
 
 
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """Return torch's name for one of the types that travel."""
     return _TORCH_DTYPES[dtype.char]
 
 

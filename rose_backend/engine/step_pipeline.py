@@ -16,6 +16,10 @@ from rose_backend.engine.model_runner import Drawn, ModelRunner, SampledTokens
 from rose_backend.engine.row_state import RowState
 from rose_backend.engine.scheduler import Scheduler, Step
 
+_STEPS_PER_COMMIT = 32
+"""So many steps that were read are committed while the device has two to work on: committing the blocks that 256 rows
+fill takes the host about as long as one step takes the device."""
+
 
 @dataclass(slots=True)
 class _StepInFlight:
@@ -108,27 +112,33 @@ class StepPipeline:
         if self._newest is not None and self._scheduler.repeat():
             in_flight.append(self._start_again(self._newest))
         else:
-            self._settle()
-            step = self._scheduler.schedule(len(in_flight) + num_undecided)
+            num_ahead = len(in_flight) + num_undecided
+            self._settle(num_ahead)
+            step = self._scheduler.schedule(num_ahead)
             if step is None:
                 return self._read(in_flight.popleft()) if in_flight else None
             self._newest = self._start(step)
             in_flight.append(self._newest)
+        if self._commits.num_steps >= _STEPS_PER_COMMIT:
+            self._commits.flush()
         return self._read(in_flight.popleft()) if len(in_flight) > self._depth else None
 
     def drop(self) -> None:
         """Forget the steps in flight: nobody is left whom they concern."""
         self._in_flight.clear()
 
-    def _settle(self) -> None:
+    def _settle(self, num_ahead: int) -> None:
         """Bring up to date what steps are planned with: how far each row is, and how far steps in flight will bring it.
 
         Steps like the one before need none of it, so it is counted here and not in every step.
         """
         state = self._state
-        self._commits.flush()
+        # Whoever comes in may find what the others have computed; and with nothing ahead, rows may have to leave.
+        if self._scheduler.waiting or not num_ahead:
+            self._commits.flush()
         state.num_unread_tokens.fill(0)
         state.num_uncommitted_tokens[:] = state.num_held_tokens
+        self._commits.count(state.num_uncommitted_tokens)
         for step in self._in_flight:
             rows, decode_rows = step.rows, step.decode_rows
             is_live = step.live(state)
@@ -220,12 +230,17 @@ class StepPipeline:
             step.is_over.synchronize()
 
     def _count(self, step: Step) -> None:
-        rows, counters, state = step.rows, self.counters, self._state
+        rows, counts, counters, state = step.rows, step.num_new_tokens, self.counters, self._state
         counters.steps += 1
+        counters.computed_tokens += int(counts.sum())
         start = self._manager.num_computed_tokens[rows] + state.num_uncommitted_tokens[rows]
-        end = start + step.num_new_tokens
+        # Nearly all rows of nearly all steps compute a token that is neither the prompt's nor lost by a preemption.
+        matters = np.flatnonzero(start < state.num_known_before[rows])
+        if not len(matters):
+            return
+        rows, start = rows[matters], start[matters]
+        end = start + counts[matters]
         again = np.minimum(end, np.maximum(start, state.num_computed_before[rows]))
         first_time = np.maximum(np.minimum(end, state.num_prompt_tokens[rows]) - again, 0)
-        counters.computed_tokens += int(step.num_new_tokens.sum())
         counters.recomputed_tokens += int((again - start).sum())
         counters.prompt_tokens_computed += int(first_time.sum())

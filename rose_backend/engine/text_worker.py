@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from itertools import islice
 
 from rose_backend.engine.output_processor import Abort, Judgement, NewTokens, OutputProcessor
 from rose_backend.engine.outputs import RequestOutput
@@ -16,8 +17,10 @@ Message = NewTokens | Abort
 
 _RETRY_S = 0.01
 """How soon a stream that was not ready for an output is looked at again when no step comes before."""
-_SHORT_ROUND_S = 200e-6
-"""A round that took less holds nobody up; rests begin behind that."""
+_MAX_ROUND = 64
+"""Streams that get text in one round: a first token waits for no more than that many others."""
+_SHORT_ROUND_S = 500e-6
+"""A round that took less, of up to about ten streams, holds nobody up; rests begin behind that."""
 _MAX_REST_S = 0.02
 """However long a round took, texts stand still no longer than this."""
 
@@ -58,8 +61,9 @@ class TextWorker:
     A thread, and not a part of the step loop: at 256 streams the texts of a step take longer than the step itself.
     Outputs of one request are delivered in order. With readers beside the engine, this thread and theirs work at most
     half of the time: after a round of outputs they rest for as long as it took, and the tokens that come meanwhile
-    are one piece of text in the next round. So the step loop gets the interpreter lock when it wants it, and 256
-    streams slow the steps down by a fraction instead of several times.
+    are one piece of text in a later round. So the step loop gets the interpreter lock when it wants it, and 256
+    streams slow the steps down by a fraction instead of several times. A round is for a few streams only, those that
+    have waited longest, so that rests are short. The first tokens of a text do not wait for the end of a rest.
     """
 
     def __init__(self, processor: OutputProcessor, sink: OutputSink) -> None:
@@ -67,9 +71,12 @@ class TextWorker:
         """What ended the thread; it does nothing more then."""
         self._processor = processor
         self._sink = sink
-        self._inbox: SimpleQueue[Message | None] = SimpleQueue()
+        self._inbox: deque[Message | None] = deque()
+        self._is_called = threading.Event()
+        self._is_resting = False
         self._news = TextNews()
-        self._undelivered: dict[Request, None] = {}
+        self._undelivered: dict[Request, None] = {}  # whoever has waited longest leads
+        self._judgements: dict[Completion, Judgement] = {}
         self._thread = threading.Thread(target=self._run, name="rose-texts", daemon=True)
         self._thread.start()
 
@@ -78,9 +85,11 @@ class TextWorker:
         """Whether ``take`` has something to tell."""
         return bool(self._news.judgements or self._news.finished or self.failure)
 
-    def post(self, message: Message) -> None:
-        """Hand something over; returns at once."""
-        self._inbox.put(message)
+    def post(self, message: Message, *, is_urgent: bool = False) -> None:
+        """Hand something over; returns at once. What is urgent is looked at during a rest, too."""
+        self._inbox.append(message)
+        if is_urgent or not self._is_resting:
+            self._is_called.set()
 
     def take(self) -> TextNews:
         """Return what is new for the step loop.
@@ -103,7 +112,8 @@ class TextWorker:
 
     def stop(self) -> None:
         """Ask the thread to end; what it has not begun is dropped."""
-        self._inbox.put(None)
+        self._inbox.append(None)
+        self._is_called.set()
 
     def join(self) -> None:
         """Wait until the thread has ended."""
@@ -112,61 +122,89 @@ class TextWorker:
     # From here on: in the text thread.
 
     def _run(self) -> None:
+        readers = self._sink.readers
         try:
-            while (messages := self._take_messages()) is not None:
-                if self._sink.readers is None:
-                    for message in messages:
-                        self._work([message])
-                else:
-                    self._work_half_of_the_time(messages, self._sink.readers)
+            if readers is None:
+                self._work_at_once()
+            else:
+                self._work_half_of_the_time(readers)
         except BaseException as error:  # the step loop raises it: nobody else would hear of it
             with self._sink.changed:
                 self.failure = error
                 self._sink.changed.notify_all()
 
-    def _take_messages(self) -> list[Message] | None:
+    def _work_at_once(self) -> None:
+        """Every token makes an output of its own."""
+        while (messages := self._take_messages(None)) is not None:
+            for message in messages:
+                self._process([message])
+                self._deliver(list(self._undelivered))
+
+    def _work_half_of_the_time(self, readers: Readers) -> None:
+        rest_until = 0.0
+        while (messages := self._take_messages(self._time_to_wait(rest_until))) is not None:
+            start = time.perf_counter()
+            self._process(messages)
+            if start < rest_until:
+                self._deliver([request for request in self._undelivered if not request.has_output])
+                continue
+            due = self._due(readers)
+            self._deliver(due)
+            if due:
+                readers.wait_until_seen()
+                now = time.perf_counter()
+                if now - start > _SHORT_ROUND_S or len(due) == _MAX_ROUND:
+                    rest_until = now + min(now - start, _MAX_REST_S)
+
+    def _time_to_wait(self, rest_until: float) -> float | None:
+        """Return for how many seconds nothing but a message is of interest; None for as long as it takes."""
+        rest = rest_until - time.perf_counter()
+        self._is_resting = rest > 0
+        if self._is_resting:
+            return rest
+        return _RETRY_S if self._undelivered else None
+
+    def _take_messages(self, seconds: float | None) -> list[Message] | None:
+        """Return what has come, after ``seconds`` at the latest, or when called; None is the end."""
+        # While resting, messages come without a call.
+        if self._is_resting or not self._inbox:
+            self._is_called.wait(seconds)
+        self._is_resting = False
+        self._is_called.clear()
         messages: list[Message] = []
-        try:
-            message = self._inbox.get(timeout=_RETRY_S if self._undelivered else None)
-            while message is not None:
-                messages.append(message)
-                message = self._inbox.get_nowait()
-        except Empty:
-            return messages
-        return None
+        while self._inbox:
+            message = self._inbox.popleft()
+            if message is None:
+                return None
+            messages.append(message)
+        return messages
 
-    def _work_half_of_the_time(self, messages: list[Message], readers: Readers) -> None:
-        start = time.perf_counter()
-        if self._work(messages):
-            readers.wait_until_seen()
-            busy = time.perf_counter() - start
-            if busy > _SHORT_ROUND_S:
-                time.sleep(min(busy, _MAX_REST_S))
-
-    def _work(self, messages: list[Message]) -> bool:
-        """Take ``messages`` in and deliver what is due; returns whether there was anything."""
-        judgements: dict[Completion, Judgement] = {}
+    def _process(self, messages: list[Message]) -> None:
         for message in messages:
             requests, judged = self._processor.process(message)
             self._undelivered.update(dict.fromkeys(requests))
-            judgements |= judged
-        readers = self._sink.readers
-        due = [
-            request
-            for request in self._undelivered
-            if readers is None or request.is_finished or readers.is_ready(request.request_id)
-        ]
+            self._judgements |= judged
+
+    def _due(self, readers: Readers) -> list[Request]:
+        """Return who gets text in this round."""
+        is_ready = readers.is_ready
+        ready = (each for each in self._undelivered if each.is_finished or is_ready(each.request_id))
+        return list(islice(ready, _MAX_ROUND))
+
+    def _deliver(self, due: list[Request]) -> None:
+        """Deliver outputs of ``due``, and tell the step loop what has been found out."""
         for request in due:
             del self._undelivered[request]
         outputs = [self._processor.request_output(request) for request in due]
         finished = [output.request_id for output in outputs if output.finished]
-        if not judgements and not finished:
-            self._sink.deliver(outputs)
-            return bool(outputs)
+        if not self._judgements and not finished:
+            if outputs:
+                self._sink.deliver(outputs)
+            return
         # Together: who sees a last output finds the request gone, and who hears that it has gone finds its output.
         with self._sink.changed:
-            self._news.judgements.update(judgements)
+            self._news.judgements.update(self._judgements)
             self._news.finished.extend(finished)
             self._sink.deliver(outputs)
             self._sink.changed.notify_all()
-        return bool(outputs)
+        self._judgements = {}

@@ -29,6 +29,7 @@ class TokenReader:
         self._eos_token_ids = np.array(eos_token_ids, np.int64)
         self._last_rows: Int64Array | None = None
         self._last_completions: list[Completion] = []
+        self._lengths_only_rows: Int64Array | None = None
 
     def apply(self, rows: Int64Array, sampled: SampledTokens) -> tuple[Int32Array, NewTokens | None]:
         """Append one token to each of ``rows``.
@@ -38,6 +39,8 @@ class TokenReader:
         """
         state, token_ids = self._state, sampled.token_ids
         is_full = state.append(rows, token_ids)
+        if self._only_lengths_matter(rows) and not np.count_nonzero(is_full):
+            return _NO_ROWS, None
         # np.isin sorts; there are one or two of them.
         is_eos = np.zeros(len(rows), np.bool_)
         for eos_token_id in self._eos_token_ids.tolist():
@@ -64,8 +67,19 @@ class TokenReader:
             indices=followed,
             logprobs=sampled.logprobs,
             endings=endings,
+            begins_texts=bool(np.count_nonzero(state.num_tokens[rows] == state.num_prompt_tokens[rows] + 1)),
         )
         return ended_rows, news
+
+    def _only_lengths_matter(self, rows: Int64Array) -> bool:
+        """Whether no token can end any of ``rows``, and nobody is told of each."""
+        if rows is self._lengths_only_rows:  # as in steps that are alike
+            return True
+        state = self._state
+        if np.count_nonzero(state.is_watched[rows] | state.stops_at_eos[rows]):
+            return False
+        self._lengths_only_rows = rows
+        return True
 
     def _completions_of(self, rows: Int64Array, followed: NDArray[np.intp]) -> list[Completion]:
         # Steps that are alike have the very same rows, and nobody has come or gone between them.

@@ -244,6 +244,7 @@ class Oracle:
         destinations = answer.dst_block_ids.tolist()
         sources = zip(answer.src_block_ids.tolist(), answer.num_tokens.tolist(), strict=True)
         agree("take_clone_plan: different destinations", len(set(destinations)), len(destinations))
+        agree("take_clone_plan: contiguous", answer.src_block_ids.flags.c_contiguous, True)
         agree("take_clone_plan", dict(zip(destinations, sources, strict=True)), self.books.pending)
         if not destinations:
             raise Disagreement("take_clone_plan: got an empty plan, expected None")

@@ -169,6 +169,21 @@ def test_free_during_a_pending_clone_calls_the_copy_off() -> None:
     manager.check_integrity()
 
 
+def test_the_copies_left_when_one_is_called_off_lie_side_by_side() -> None:
+    manager = make()
+    parent, _ = admit(manager, [1, 2])
+    children = manager.fork(parent, 4)
+    assert children is not None and manager.reserve(children, 1).ok
+    manager.free(children[1:2])
+    plan = manager.take_clone_plan()
+    assert plan is not None and len(plan) == 3
+    arrays = (plan.src_block_ids, plan.dst_block_ids, plan.num_tokens)
+    # They travel to a device as they are.
+    assert all(array.flags.c_contiguous for array in arrays)
+    manager.finish_clone_plan(plan)
+    manager.check_integrity()
+
+
 def test_nothing_is_findable_before_commit() -> None:
     manager = make()
     row = manager.add(np.array([1, 2, 3, 4, 5], np.int32))

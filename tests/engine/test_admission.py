@@ -17,19 +17,21 @@ from rose_backend.engine.row_state import RowState
 STEM = [1, 2, 3, 4, 5, 6]  # a block and half of one
 
 
-def make(num_blocks: int, **options: Any) -> tuple[Admission, BlockManager, RequestFactory]:
+def make(
+    num_blocks: int, max_num_seqs: int = 8, **options: Any
+) -> tuple[Admission, BlockManager, RequestFactory]:
     """Return an empty engine's queue over blocks of four tokens."""
     manager = BlockManager(
         num_blocks=num_blocks,
         block_size=4,
-        max_num_seqs=8,
+        max_num_seqs=max_num_seqs,
         max_model_len=40,
         prefix_cache=True,
         bytes_per_block=1,
     )
     factory = RequestFactory(None, vocab_size=100, max_model_len=40, max_num_seqs=8, seed=0)  # type: ignore[arg-type]
-    config = EngineConfig(model="m", max_num_seqs=8, max_num_batched_tokens=64, **options)
-    return Admission(config, manager, RowState(8, 40, ())), manager, factory
+    config = EngineConfig(model="m", max_num_seqs=max_num_seqs, max_num_batched_tokens=64, **options)
+    return Admission(config, manager, RowState(max_num_seqs, 40, ())), manager, factory
 
 
 def queue(admission: Admission, factory: RequestFactory, *prompts: list[int], n: int = 1) -> None:
@@ -103,3 +105,24 @@ def test_tokens_of_a_step_are_handed_out_in_order() -> None:
     assert (counts.tolist(), num_cached, rows.tolist()) == ([10, 10, 5], 0, [0, 1, 2])
     assert not admission.waiting
     manager.check_integrity()
+
+
+def test_a_long_queue_moves_several_at_a_time() -> None:
+    admission, manager, factory = make(2000, max_num_seqs=96)  # three at a time
+
+    def num_admitted(num_running: int) -> int:
+        may_admit = admission.may_admit(num_running)
+        rows, _, _ = admission.admit(64, num_running)
+        assert may_admit == (len(rows) > 0)
+        return len(rows)
+
+    queue(admission, factory, *([1 + index % 90] for index in range(105)))
+    assert [num_admitted(0), num_admitted(64)] == [64, 32]
+    for freed, expected in (([0], 0), ([1], 0), ([2], 3), ([3], 0)):
+        manager.free(np.array(freed))
+        assert num_admitted(90) == expected
+    assert num_admitted(0) == 1  # whoever is alone has nobody to wait for
+    for freed, expected in (([4, 5, 6], 3), ([7], 0), ([8], 2)):
+        manager.free(np.array(freed))
+        assert num_admitted(90) == expected
+    assert not admission.waiting

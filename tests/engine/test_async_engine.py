@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import pytest
 
 from rose_backend import LLM, AsyncEngine, RequestOutput, SamplingParams
+from rose_backend.engine.request import Completion
 from rose_backend.errors import ConfigError, EngineDeadError, RequestError
 from tests.engine.conftest import GREEDY
 
@@ -213,6 +214,32 @@ def test_a_slow_reader_gets_everything_in_fewer_pieces(engine: AsyncEngine) -> N
     assert "".join(output.outputs[0].delta_text for output in outputs) == outputs[-1].outputs[0].text
     # Nothing piles up for it: what comes next is as new as can be.
     assert len(outputs[-1].outputs[0].token_ids) == 200
+
+
+def test_only_first_tokens_are_urgent(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    posts: list[tuple[list[Completion], bool]] = []
+    post = engine._core._texts.post
+
+    def spy(message: Any, *, is_urgent: bool = False) -> None:
+        posts.append((message.completions, is_urgent))
+        post(message, is_urgent=is_urgent)
+
+    monkeypatch.setattr(engine._core._texts, "post", spy)
+
+    async def body() -> None:
+        tasks = []
+        for index in range(4):
+            params = replace(GREEDY, n=1 + index % 2, temperature=0.5, seed=1)
+            tasks.append(asyncio.create_task(collect(engine, PROMPT * (1 + index), params)))
+            await asyncio.sleep(0.02)
+        await asyncio.gather(*tasks)
+
+    run(body)
+    seen: set[Completion] = set()
+    for completions, is_urgent in posts:
+        assert is_urgent == bool(set(completions) - seen)
+        seen |= set(completions)
+    assert len(seen) == 6 and len(posts) > 16
 
 
 def test_an_id_is_free_once_its_last_output_is_there(engine: AsyncEngine) -> None:

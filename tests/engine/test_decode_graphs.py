@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from rose_backend import LLM, SamplingParams
+from rose_backend.engine.request import Completion
 from tests.support.crowd import VOCAB_SIZE, crowd, tokens_of
 from tests.support.near_ties import near_ties
 from tests.support.reference_generation import tie_free_case
@@ -47,6 +49,39 @@ def test_greedy_tokens_with_joins_and_leaves_equal_transformers(
         assert tuple(tokens) == reference.token_ids[index][:max_tokens], reference.explain_difference(
             index, tokens
         )
+
+
+def test_greedy_tokens_while_requests_come_and_go_in_every_step(tiny_model_path: Path) -> None:
+    prompts, reference = tie_free_case(tiny_model_path, vocab_size=VOCAB_SIZE)
+    # Eight come with every step, one of each of these lengths, so that eight leave in every step, too.
+    lengths = range(8, 65, 8)
+    order = [(index % len(prompts), lengths[index % 8]) for index in range(1024)]
+    running: list[set[Completion]] = []
+    tokens: dict[str, list[int]] = {}
+    with LLM(str(tiny_model_path), **{**OPTIONS, "num_blocks": 8000, "max_num_seqs": 320}) as llm:
+        core = llm.core
+        requests = [
+            core.factory.make(
+                list(prompts[index]), SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+            )
+            for index, max_tokens in order
+        ]
+        for first in range(0, len(requests), 8):
+            for request in requests[first : first + 8]:
+                core.add(request)
+            outputs = core.step()
+            tokens |= {each.request_id: each.outputs[0].token_ids for each in outputs if each.finished}
+            running.append({each for each in core._rows.completions if each is not None})
+        while core.num_unfinished:
+            outputs = core.step()
+            tokens |= {each.request_id: each.outputs[0].token_ids for each in outputs if each.finished}
+        core.check_integrity()
+    assert max(map(len, running)) >= 256
+    assert all(now - before and before - now for before, now in pairwise(running[70:]))
+    for request, (index, max_tokens) in zip(requests, order, strict=True):
+        actual = tuple(tokens[request.request_id])
+        expected = reference.token_ids[index][:max_tokens]
+        assert actual == expected, reference.explain_difference(index, list(actual))
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> tuple[PromptGraphs, Seen]:
     def forward(ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         assert metadata.query_start_loc is not None and metadata.num_decodes == 0
         values = (metadata.query_start_loc, metadata.num_computed_tokens, metadata.block_table)
-        assert metadata.mean_query_len in (128, 32)
+        assert metadata.mean_query_len in (128, 32) and metadata.last_tokens_only
         seen.append(tuple(tensor.clone() for tensor in (ids, positions, *values)))
         return ids
 
@@ -116,7 +116,7 @@ def test_inputs_of_the_narrowest_pass_that_fits(
     assert replayed is not None and replayed[0][:2] == shape
     ids, positions, starts, computed, tables = seen[-1]
     num_tokens, num_rows = sum(counts), len(counts)
-    assert torch.equal(replayed[1], graphs._hidden[:num_tokens])
+    assert torch.equal(replayed[1], graphs._hidden[:num_rows])
     assert (len(ids), len(computed), len(tables)) == (shape[0], shape[1], shape[1])
     assert ids.tolist() == [*range(1, num_tokens + 1), *[0] * (shape[0] - num_tokens)]
     assert positions.tolist() == [*range(9, num_tokens + 9), *[0] * (shape[0] - num_tokens)]
