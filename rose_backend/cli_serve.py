@@ -68,6 +68,12 @@ def add_serve_command(commands: argparse._SubParsersAction[Any]) -> None:
         default=True,
         help="log one line per request (default: on)",
     )
+    group.add_argument(
+        "--frontend-multiprocessing",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run the engine in a process of its own, beside the one that serves HTTP (default: on)",
+    )
     add_engine_options(parser)
     parser.set_defaults(run=_serve)
 
@@ -80,7 +86,7 @@ def _serve(args: argparse.Namespace) -> int:
     # Imported here: --help and mistakes in the options should not wait for torch.
     try:
         from rose_backend.server.serve import serve
-        from rose_backend.server.settings import ServerSettings
+        from rose_backend.server.settings import LOG_FORMAT, ServerSettings
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"serve: needs {error.name}, which is not installed; pip install 'rose-backend[serve]'"
@@ -97,15 +103,15 @@ def _serve(args: argparse.Namespace) -> int:
         max_prompts=args.max_prompts,
         drain_timeout_s=args.drain_timeout_s,
         log_requests=args.log_requests,
+        frontend_multiprocessing=args.frontend_multiprocessing,
     )
-    _log_with_times()
-    serve(config, settings)
-    return 0
+    _log_with_times(LOG_FORMAT)
+    return serve(config, settings)
 
 
-def _log_with_times() -> None:
+def _log_with_times(log_format: str) -> None:
     """A server's log is read later, and says what it does unless told otherwise."""
     for handler in logging.getLogger().handlers:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(logging.Formatter(log_format))
     if "ROSE_LOG_LEVEL" not in os.environ:
         logging.getLogger("rose_backend").setLevel(logging.INFO)

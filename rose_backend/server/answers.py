@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, NamedTuple
 
 from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
@@ -44,7 +45,7 @@ class Answer(ABC):
         self._n = n
         self._include_usage = include_usage
         self._latest: dict[int, RequestOutput] = {}
-        self._num_sent_logprobs: dict[int, int] = {}
+        self._num_sent_tokens: dict[int, int] = {}
         self._finished: set[int] = set()
         self._prefix = self._event_start() + ',"choices":[{"index":'
         self._suffix = '}],"usage":null}\n\n' if include_usage else "}]}\n\n"
@@ -54,18 +55,24 @@ class Answer(ABC):
         self._latest[prompt_index] = output
 
     def events(self, prompt_index: int, output: RequestOutput) -> bytes:
-        """Return an event for each completion that has news; empty when none has."""
+        """Return an event for each completion that has news; empty when none has.
+
+        Tokens without text are news, as they are for vLLM: half a character, or what may become a stop string. Whoever
+        waits sees that there is progress.
+        """
         self._latest[prompt_index] = output
         parts = []
         for completion in output.outputs:
             index = prompt_index * self._n + completion.index
             if index in self._finished:
                 continue
-            logprobs = self._take_logprobs(index, completion)
+            start = self._num_sent_tokens.get(index, 0)
             if completion.finished:
                 self._finished.add(index)
-            elif not completion.delta_text and not logprobs:
+            elif len(completion.token_ids) == start:
                 continue
+            self._num_sent_tokens[index] = len(completion.token_ids)
+            logprobs = None if completion.logprobs is None else completion.logprobs[start:]
             parts.append(self._event(index, completion, logprobs))
         return "".join(parts).encode()
 
@@ -123,13 +130,6 @@ class Answer(ABC):
         stop_reason = json.dumps(completion.stop_reason)
         return f',"finish_reason":"{completion.finish_reason}","stop_reason":{stop_reason}{self._suffix}'
 
-    def _take_logprobs(self, index: int, completion: CompletionOutput) -> Positions | None:
-        if completion.logprobs is None:
-            return None
-        start = self._num_sent_logprobs.get(index, 0)
-        self._num_sent_logprobs[index] = len(completion.logprobs)
-        return completion.logprobs[start:]
-
 
 class CompletionAnswer(Answer):
     """Answer of ``/v1/completions``.
@@ -162,9 +162,7 @@ class CompletionAnswer(Answer):
         if logprobs is not None:
             shown = json.dumps(_completion_logprobs(logprobs, start), separators=(",", ":"))
             self._text_lengths[index] = start + _num_characters(logprobs)
-        return (
-            f'{self._prefix}{index},"text":{json.dumps(text)},"logprobs":{shown}{self._event_end(completion)}'
-        )
+        return f'{self._prefix}{index},"text":{_quoted(text)},"logprobs":{shown}{self._event_end(completion)}'
 
     def _choice(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
         echo = "" if self._echo is None else self._echo(index // self._n)
@@ -202,7 +200,7 @@ class ChatAnswer(Answer):
             first = (
                 f'{self._prefix}{index},"delta":{delta},"logprobs":null,"finish_reason":null{self._suffix}'
             )
-        content = json.dumps(completion.delta_text)
+        content = _quoted(completion.delta_text)
         shown = "null"
         if logprobs is not None:
             shown = json.dumps(_chat_logprobs(logprobs, self._num_top_logprobs), separators=(",", ":"))

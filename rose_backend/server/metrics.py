@@ -9,8 +9,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from rose_backend.server.engine_messages import Counters
+
 if TYPE_CHECKING:
-    from rose_backend.engine.async_engine import AsyncEngine
+    from rose_backend.server.service import Engine
 
 _LABELS = ["model_name"]
 _TTFT_BUCKETS_S = (
@@ -44,9 +46,10 @@ class ServerMetrics:
         model_name: value of the label ``model_name``.
     """
 
-    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+    def __init__(self, engine: Engine, model_name: str) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(engine, model_name))
+        self._engine = _EngineCollector(engine, model_name)
+        self._registry.register(self._engine)
         self._model_name = model_name
         self.prompt_tokens = Counter(
             "rose:prompt_tokens",
@@ -84,8 +87,13 @@ class ServerMetrics:
         """Count one answer."""
         self._responses.labels(route, str(status)).inc()
 
-    def render(self) -> bytes:
-        """Return everything in Prometheus' text format."""
+    def render(self, counters: Counters) -> bytes:
+        """Return everything in Prometheus' text format.
+
+        Args:
+            counters: what the engine says now.
+        """
+        self._engine.counters = counters
         return generate_latest(self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -95,15 +103,18 @@ class ServerMetrics:
 
 
 class _EngineCollector(Collector):
-    """What the engine counts itself, read when asked for."""
+    """What the engine counts itself. Shows nothing of that before ``counters`` is set."""
 
-    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+    def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine = engine
         self._model_name = model_name
+        self.counters: Counters | None = None
 
     def collect(self) -> Iterable[Metric]:
-        load, stats = self._engine.load, self._engine.stats
         yield self._cache_config()
+        if self.counters is None:
+            return
+        stats, load = self.counters
         yield self._gauge("num_requests_running", "Sequences that hold a row.", load.num_running)
         yield self._gauge("num_requests_waiting", "Requests that wait for one.", load.num_waiting)
         yield self._gauge(

@@ -84,7 +84,8 @@ async def version() -> Response:
 async def metrics(request: Request) -> Response:
     """Return Prometheus metrics."""
     service: Service = request.app.state.service
-    return Response(service.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    counters = await service.engine.counters()
+    return Response(service.metrics.render(counters), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 def _json(answer: object) -> Response:

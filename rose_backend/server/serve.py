@@ -12,33 +12,49 @@ from types import FrameType
 import uvicorn
 
 from rose_backend.config import EngineConfig
-from rose_backend.engine.async_engine import AsyncEngine
 from rose_backend.errors import ConfigError
 from rose_backend.server.app import build_app
 from rose_backend.server.chat_template import ChatTemplate
-from rose_backend.server.service import Service
+from rose_backend.server.engine_client import EngineClient
+from rose_backend.server.service import Engine, Service
 from rose_backend.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
+EXIT_ENGINE_DEAD = 1
 _ABORT_TIMEOUT_S = 5.0
 """How long aborted requests may take to send what they have."""
 
 
-def serve(config: EngineConfig, settings: ServerSettings) -> None:
+def serve(config: EngineConfig, settings: ServerSettings) -> int:
     """Load the model and serve it until SIGTERM or Ctrl-C.
+
+    Returns:
+        The exit code: 1 when the engine failed meanwhile.
 
     Raises:
         ConfigError: an option does not fit the model or the machine, or the address cannot be used.
         ModelError: the model cannot be loaded.
+        EngineDeadError: the engine's process ended while it was loading.
     """
     # Both before the model is loaded: a mistake should not cost that wait. Nobody can connect before it is over.
     listener = bind(settings)
     chat_template = ChatTemplate(config.model, settings.chat_template)
+    service = Service(make_engine(config, settings), settings, chat_template)
+    server = make_server(service)
+    server.run(sockets=[listener])
+    return EXIT_ENGINE_DEAD if server.engine_has_died else 0
+
+
+def make_engine(config: EngineConfig, settings: ServerSettings) -> Engine:
+    """Load the model, here or in a process of its own; errors are those of ``serve``."""
+    if settings.frontend_multiprocessing:
+        return EngineClient(config)
+    # Imported here: the process that only serves HTTP needs nothing of the engine itself.
+    from rose_backend.server.inproc_engine import InprocEngine
+
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    engine = AsyncEngine(options.pop("model"), **options)
-    service = Service(engine, settings, chat_template)
-    make_server(service).run(sockets=[listener])
+    return InprocEngine(options.pop("model"), **options)
 
 
 def make_server(service: Service) -> DrainingServer:
@@ -66,9 +82,12 @@ class DrainingServer(uvicorn.Server):
         self._service = service
         self._drain_start_s = 0.0
         self._has_aborted = False
+        self.engine_has_died = False
+        """Known when the server has ended."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start listening and say so."""
+        await self._service.engine.start()
         await super().startup(sockets)
         for listener in sockets or ():
             logger.info("serving %s on %s", self._service.model_name, _describe(listener))
@@ -76,6 +95,7 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close all connections, then the engine."""
         await super().shutdown(sockets)
+        self.engine_has_died = not self._service.engine.is_running
         await self._service.engine.shutdown()
         # After a second signal: streams still get to say why they end.
         for _ in range(100):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rose_backend.config import check_int
 from rose_backend.errors import ConfigError
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 BODY_TIMEOUT_S = 60.0
 """A request's body must have arrived by then."""
 RETRY_AFTER_S = 1
@@ -46,6 +47,8 @@ class ServerSettings:
     """How long running requests may go on after SIGTERM before they are aborted."""
     log_requests: bool = True
     """Write one line per request."""
+    frontend_multiprocessing: bool = True
+    """Run the engine in a process of its own; off: in a thread of the one that serves HTTP."""
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):

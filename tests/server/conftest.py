@@ -35,10 +35,13 @@ def chat_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def shared_server(tiny_model_path: Path, chat_template: Path) -> Iterator[LiveServer]:
-    """Return a server with a chat template."""
-    with running_server(tiny_model_path, {"chat_template": str(chat_template)}) as server:
+@pytest.fixture(scope="session", params=[False, True], ids=["one-process", "two-processes"])
+def shared_server(
+    request: pytest.FixtureRequest, tiny_model_path: Path, chat_template: Path
+) -> Iterator[LiveServer]:
+    """Return a server with a chat template, its engine in this process or in its own."""
+    settings = {"chat_template": str(chat_template), "frontend_multiprocessing": request.param}
+    with running_server(tiny_model_path, settings) as server:
         yield server
 
 
@@ -52,5 +55,5 @@ def server(shared_server: LiveServer) -> Iterator[LiveServer]:
 @pytest.fixture(scope="session")
 def llm(tiny_model_path: Path) -> Iterator[LLM]:
     """Return an engine that answers without a server."""
-    with LLM(str(tiny_model_path), max_num_seqs=8, num_blocks=600) as llm:
+    with LLM(str(tiny_model_path), dtype="float32", max_num_seqs=8, num_blocks=600) as llm:
         yield llm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 import threading
@@ -13,10 +14,16 @@ from typing import Any
 
 import httpx
 import openai
+import uvloop
 
-from rose_backend import AsyncEngine
+from rose_backend import EngineConfig
+from rose_backend.engine.core import EngineCore
+from rose_backend.engine.engine_stats import EngineLoad
 from rose_backend.server.chat_template import ChatTemplate
-from rose_backend.server.serve import bind, make_server
+from rose_backend.server.engine_client import EngineClient
+from rose_backend.server.engine_messages import Counters
+from rose_backend.server.inproc_engine import InprocEngine
+from rose_backend.server.serve import bind, make_engine, make_server
 from rose_backend.server.service import Service
 from rose_backend.server.settings import ServerSettings
 
@@ -41,15 +48,17 @@ class LiveServer:
     """
 
     def __init__(self, model: Path, settings: dict[str, Any], options: dict[str, Any]) -> None:
-        self.settings = ServerSettings(**{"served_model_names": (MODEL,), "port": 0, **settings})
-        self.engine = AsyncEngine(str(model), **options)
+        defaults = {"served_model_names": (MODEL,), "port": 0, "frontend_multiprocessing": False}
+        self.settings = ServerSettings(**{**defaults, **settings})
+        self.engine = make_engine(EngineConfig(model=str(model), **options), self.settings)
         template = ChatTemplate(str(model), self.settings.chat_template)
         self.service = Service(self.engine, self.settings, template)
         listener = bind(self.settings)
         self.port: int = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.server = make_server(self.service)
-        self._thread = threading.Thread(target=self.server.run, args=([listener],), name="rose-server")
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._run, args=(listener,), name="rose-server", daemon=True)
         self._thread.start()
         key = self.settings.api_keys[0] if self.settings.api_keys else "unused"
         self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S)
@@ -70,11 +79,34 @@ class LiveServer:
         """Return the sum of a metric's samples."""
         return read_metric(self.http.get("/metrics").text, name)
 
+    @property
+    def core(self) -> EngineCore:
+        """The engine itself, where it runs in this process."""
+        assert isinstance(self.engine, InprocEngine)
+        return self.engine._core
+
+    def counters(self) -> Counters:
+        """Return what the engine has done and what it has in use."""
+        return asyncio.run_coroutine_threadsafe(self.engine.counters(), self._loop).result(TIMEOUT_S)
+
     def wait_until_idle(self) -> None:
         """Return when no request is left, and check that none has left anything behind."""
-        wait_until(lambda: not self.service.num_active_requests and not self.engine._core.num_unfinished)
+        wait_until(lambda: not self.service.num_active_requests and not self._num_unfinished())
         assert not self.service.engine_request_ids
-        self.engine._core.check_integrity()
+        if isinstance(self.engine, InprocEngine):
+            self.core.check_integrity()
+        else:
+            # The engine hears of a stop string when the answer is on its way.
+            wait_until(lambda: not self.engine.is_running or self.counters().load == EngineLoad(0, 0, 0.0))
+
+    def _run(self, listener: socket.socket) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self.server.serve([listener]))
+
+    def _num_unfinished(self) -> int:
+        if isinstance(self.engine, EngineClient):
+            return len(self.engine._streams)
+        return self.core.num_unfinished
 
     def signal(self) -> None:
         """Do what the handler of SIGTERM does."""
@@ -100,8 +132,10 @@ class LiveServer:
 def running_server(
     model: Path, settings: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[LiveServer]:
-    """Start a server with fields of ``ServerSettings`` and of ``EngineConfig``."""
-    server = LiveServer(model, settings or {}, {"max_num_seqs": 8, "num_blocks": 600, **options})
+    """Start a server with fields of ``ServerSettings`` and of ``EngineConfig``; without either, in this process."""
+    # In float32, so that texts are the same however steps come about.
+    defaults = {"dtype": "float32", "max_num_seqs": 8, "num_blocks": 600}
+    server = LiveServer(model, settings or {}, {**defaults, **options})
     try:
         yield server
     finally:

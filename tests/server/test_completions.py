@@ -10,6 +10,8 @@ import openai
 import pytest
 
 from rose_backend import LLM, SamplingParams
+from rose_backend.engine.outputs import CompletionOutput, RequestOutput
+from rose_backend.server.answers import AnswerHead, CompletionAnswer
 from tests.server.live_server import MODEL, LiveServer
 
 PROMPT = "Once upon a time"
@@ -176,3 +178,18 @@ def test_many_streams_at_once(server: LiveServer, llm: LLM) -> None:
             return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
 
     assert asyncio.run(body()) == [output.outputs[0].text for output in expected]
+
+
+def test_tokens_without_text_are_events() -> None:
+    answer = CompletionAnswer(AnswerHead("cmpl-1", 0, "m"), n=1)
+
+    def events(token_ids: list[int], new_text: str) -> list[bytes]:
+        output = RequestOutput(
+            "r", None, [1], [CompletionOutput(0, "", token_ids, delta_text=new_text)], finished=False
+        )
+        return answer.events(0, output).split(b"\n\n")[:-1]
+
+    assert len(events([5], "")) == 1
+    assert events([5], "") == []
+    (event,) = events([5, 6], "\u8594")
+    assert json.loads(event.removeprefix(b"data: "))["choices"][0]["text"] == "\u8594"

@@ -20,11 +20,11 @@ BODY = {"prompt": "The rose", "max_tokens": 2}
 def keeps_serving(server: LiveServer) -> Iterator[None]:
     """Check that a refusal changes nothing for others."""
     before = server.text(**BODY, temperature=0)
-    num_steps = server.engine.stats.steps
+    num_steps = server.counters().stats.steps
     yield
     server.wait_until_idle()
     # A refused request has not cost a step, an accepted one of a few tokens only few.
-    assert server.engine.stats.steps - num_steps < 40
+    assert server.counters().stats.steps - num_steps < 40
     assert server.text(**BODY, temperature=0) == before
 
 

@@ -62,14 +62,20 @@ def test_a_process_from_start_to_end(tiny_model_path: Path, tmp_path: Path) -> N
     text = log.read_text()
     assert f"serving tiny on unix:{socket}" in text
     assert "route=/v1/completions status=200" in text and "finish=length" in text
+    assert "killing" not in text, "the engine ends when told to"
     assert "Traceback" not in text and "secret" not in text
+
+
+def test_the_process_that_serves_http_does_without_torch() -> None:
+    code = "import sys; from rose_backend.server import serve; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerSettings]]:
     """Return what servers were started with; none is really started."""
     calls: list[tuple[EngineConfig, ServerSettings]] = []
-    monkeypatch.setattr("rose_backend.server.serve.serve", lambda *call: calls.append(call))
+    monkeypatch.setattr("rose_backend.server.serve.serve", lambda *call: calls.append(call) or 0)
     monkeypatch.delenv("ROSE_API_KEY", raising=False)
     return calls
 
@@ -83,7 +89,8 @@ def test_defaults(started: list[tuple[EngineConfig, ServerSettings]]) -> None:
 def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, ServerSettings]]) -> None:
     argv = (
         "m --host ::1 --port 9 --uds u --served-model-name a b --api-key k1 --api-key k2 --chat-template t "
-        "--max-body-bytes 5 --max-prompts 6 --drain-timeout-s 7.5 --no-log-requests --no-prefix-cache --seed 3"
+        "--max-body-bytes 5 --max-prompts 6 --drain-timeout-s 7.5 --no-log-requests --no-frontend-multiprocessing "
+        "--no-prefix-cache --seed 3"
     )
     assert run(*argv.split()) == 0
     settings = ServerSettings(
@@ -97,6 +104,7 @@ def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, Server
         max_prompts=6,
         drain_timeout_s=7.5,
         log_requests=False,
+        frontend_multiprocessing=False,
     )
     assert started == [(EngineConfig(model="m", prefix_cache=False, seed=3), settings)]
 

@@ -1,0 +1,282 @@
+"""The API process' end of the engine process: starts it, sends requests there, and gives its outputs to their callers.
+
+Whatever a request gets wrong is found here, so that the engine process hears only of requests that it can run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import AsyncIterator
+
+from rose_backend.config import EngineConfig
+from rose_backend.engine.interpreter import begin_serving, end_serving
+from rose_backend.engine.outputs import RequestOutput
+from rose_backend.engine.request import Prompt, RequestFactory
+from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.errors import EngineDeadError, RequestError
+from rose_backend.models.weight_loading import resolve_model_path
+from rose_backend.server import engine_messages as messages
+from rose_backend.server.engine_messages import HEADER, Counters, decode, encode, read_message
+from rose_backend.server.remote_stream import RemoteStream
+
+logger = logging.getLogger(__name__)
+
+_SOCKET_BUFFER_BYTES = 4 << 20
+"""Room for the outputs of some rounds, so that the engine's text thread does not wait for this process."""
+_END_TIMEOUT_S = 10.0
+"""How long an engine process that was told to stop may take until it is killed."""
+
+
+class EngineClient:
+    """An engine in a process of its own, with the interface of ``AsyncEngine``.
+
+    The constructor blocks until the model is loaded. ``start`` has to be awaited on the event loop that will serve.
+
+    Raises:
+        ConfigError: the options do not fit the model or the machine.
+        ModelError: the model cannot be loaded.
+        EngineDeadError: the process ended while it was loading.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        # Before the process is started: a mistaken path should not cost that wait.
+        directory = resolve_model_path(config.model)
+        self._process, self._socket = _start_process(config)
+        self._end_process = weakref.finalize(self, _kill, self._process)
+        try:
+            self.tokenizer = Tokenizer(directory)
+            ready = self._wait_until_ready()
+        except BaseException:
+            self._end_process()
+            raise
+        self.config = ready.config
+        self.max_model_len = ready.max_model_len
+        self.num_blocks = ready.num_blocks
+        self.parts = ready.parts
+        self._factory = RequestFactory(
+            self.tokenizer,
+            vocab_size=ready.vocab_size,
+            max_model_len=ready.max_model_len,
+            max_num_seqs=ready.config.max_num_seqs,
+            seed=ready.config.seed,
+        )
+        # By number, until the engine has sent the last output, even if nobody waits for it any longer.
+        self._streams: dict[int, RemoteStream] = {}
+        self._numbers: dict[str, int] = {}
+        self._num_requests = 0
+        self._counters = ready.counters
+        self._askers: list[asyncio.Future[None]] = []
+        self._is_stopping = False
+        self._death: EngineDeadError | None = None
+        self._unsent: list[bytes] = []
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """False after a failure or ``shutdown``."""
+        return self._death is None and not self._is_stopping
+
+    async def start(self) -> None:
+        """Serve the callers on the running event loop."""
+        reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=_SOCKET_BUFFER_BYTES)
+        self._reading = asyncio.create_task(self._read(reader))
+        begin_serving()
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
+    ) -> AsyncIterator[RequestOutput]:
+        """Do what ``AsyncEngine.generate`` does.
+
+        Raises:
+            QueueFullError: as many requests wait as may. No other request notices.
+            RequestError: the request is not allowed, or its id is in use. No other request notices.
+            EngineDeadError: the engine failed or was shut down.
+        """
+        self._check_running()
+        request = self._factory.make(prompt, sampling_params, request_id=request_id)
+        if request_id in self._numbers:
+            raise RequestError(
+                f"request_id: got {request_id!r}, which an unfinished request has", parameter="request_id"
+            )
+        self._num_requests += 1
+        number = self._num_requests
+        stream = RemoteStream(
+            request_id, request.prompt, request.prompt_token_ids.tolist(), asyncio.get_running_loop()
+        )
+        self._streams[number], self._numbers[request_id] = stream, number
+        self._send(messages.Add(number, request_id, request.prompt_token_ids.tobytes(), sampling_params))
+        is_over = False
+        try:
+            while not is_over:
+                output = await stream.get()
+                is_over = output.finished
+                yield output
+        except RequestError:
+            is_over = True
+            raise
+        finally:
+            if not is_over:
+                self._send(messages.Abort(number))
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request; its ``generate`` yields a last output with ``finish_reason`` "abort".
+
+        Returns:
+            False for an id that no unfinished request has; then nothing has changed.
+        """
+        number = self._numbers.get(request_id)
+        if number is not None:
+            self._send(messages.Abort(number))
+        return number is not None
+
+    async def counters(self) -> Counters:
+        """Return what the engine has done and what it has in use; of an engine that has died, what it said last."""
+        if self.is_running:
+            asker = asyncio.get_running_loop().create_future()
+            self._askers.append(asker)
+            self._send(messages.AskCounters())
+            await asyncio.wait([asker])
+        return self._counters
+
+    async def shutdown(self) -> None:
+        """Stop after the present step. Unfinished requests end with ``EngineDeadError``. May be repeated."""
+        if self.is_running:
+            self._is_stopping = True
+            self._send(messages.Stop())
+            end_serving()
+            self._fail_all(EngineDeadError("the engine was shut down"))
+        if not await asyncio.to_thread(_has_ended, self._process):
+            logger.warning("the engine process does not end after %g s; killing it", _END_TIMEOUT_S)
+        self._end_process()
+        if self._reading is not None:
+            await self._reading
+
+    def _check_running(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(str(self._death))
+        if self._is_stopping:
+            raise EngineDeadError("the engine was shut down")
+
+    def _send(self, command: object) -> None:
+        """Send a command together with all others of this turn of the event loop: each message wakes a thread that
+        takes the interpreter lock from the step loop."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(encode(command))
+
+    def _flush(self) -> None:
+        assert self._writer is not None, "start() comes first"
+        if self._death is None:
+            self._writer.write(b"".join(self._unsent))
+        self._unsent.clear()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Take in what the engine process says until it ends."""
+        try:
+            while True:
+                (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+                self._take(decode(await reader.readexactly(length)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # it has ended
+        except Exception:
+            logger.exception("the engine process says what this one does not understand")
+            self._process.kill()
+        status = await asyncio.to_thread(self._process.wait)
+        if self.is_running:
+            self._note_death(f"the engine process ended with {_describe_status(status)}")
+
+    def _take(self, message: object) -> None:
+        if isinstance(message, messages.Round):
+            for update in message.updates:
+                self._hand_over(update)
+            # Behind the callers' tasks, which have just become ready to run.
+            asyncio.get_running_loop().call_soon(self._send, messages.Seen())
+        elif isinstance(message, messages.Refused):
+            self._forget(message.number).fail(message.error)
+        elif isinstance(message, Counters):
+            self._counters = message
+            self._askers.pop(0).set_result(None)
+        elif isinstance(message, messages.Dead):
+            self._note_death(message.message)
+
+    def _hand_over(self, update: messages.Update) -> None:
+        number, _, is_finished, _ = update
+        stream = self._forget(number) if is_finished else self._streams[number]
+        stream.put(update)
+
+    def _forget(self, number: int) -> RemoteStream:
+        stream = self._streams.pop(number)
+        del self._numbers[stream.request_id]
+        return stream
+
+    def _note_death(self, message: str) -> None:
+        logger.error("%s", message)
+        if self.is_running:
+            self._death = EngineDeadError(message)
+            end_serving()
+            self._fail_all(self._death)
+
+    def _fail_all(self, error: EngineDeadError) -> None:
+        for stream in self._streams.values():
+            # An exception of each caller's own: tracebacks must not pile up in one object.
+            stream.fail(EngineDeadError(str(error)))
+        for asker in self._askers:
+            asker.cancel()
+        self._askers.clear()
+
+    def _wait_until_ready(self) -> messages.Ready:
+        with self._socket.makefile("rb") as stream:
+            message = read_message(stream)
+        if isinstance(message, messages.Failed):
+            raise message.error
+        if not isinstance(message, messages.Ready):
+            status = _describe_status(self._process.wait())
+            raise EngineDeadError(f"the engine process ended with {status} while it was loading the model")
+        return message
+
+
+def _start_process(config: EngineConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Return the process and this end of the connection to it."""
+    ours, its = socket.socketpair()
+    with its:
+        for end in (ours, its):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rose_backend.server.engine_process", str(its.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[its.fileno()],
+            # Ctrl-C is for this process, which lets running requests finish.
+            process_group=0,
+        )
+    start_up = messages.StartUp(config, logging.getLogger("rose_backend").getEffectiveLevel())
+    # If it has ended already, whoever reads its first message finds out.
+    with contextlib.suppress(ConnectionError):
+        ours.sendall(encode(start_up))
+    return process, ours
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    try:
+        process.wait(_END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+def _describe_status(status: int) -> str:
+    return f"exit code {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"

@@ -1,0 +1,124 @@
+"""One request's outputs in the API process, put together from what the engine process says is new."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from rose_backend.errors import EngineDeadError, RequestError
+from rose_backend.server.engine_messages import Piece, Update
+
+
+class RemoteStream:
+    """A queue for one reader, in which everything that it has not taken becomes one output.
+
+    Args:
+        prompt_token_ids: shared by all outputs.
+    """
+
+    __slots__ = (
+        "_completions",
+        "_failure",
+        "_is_finished",
+        "_loop",
+        "_num_cached_tokens",
+        "_prompt",
+        "_prompt_token_ids",
+        "_updates",
+        "_waiter",
+        "request_id",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.request_id = request_id
+        self._loop = loop
+        self._prompt = prompt
+        self._prompt_token_ids = prompt_token_ids
+        self._num_cached_tokens = 0
+        self._is_finished = False
+        # In order of index: the first one splits off the others in that order.
+        self._completions: dict[int, CompletionOutput] = {}
+        self._updates: list[Update] = []
+        self._failure: RequestError | EngineDeadError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, update: Update) -> None:
+        """Add what is new."""
+        self._updates.append(update)
+        self._wake()
+
+    def fail(self, error: RequestError | EngineDeadError) -> None:
+        """Let ``get`` raise behind what has been put so far."""
+        self._failure = error
+        self._wake()
+
+    async def get(self) -> RequestOutput:
+        """Wait for something new and return the request's state.
+
+        Raises:
+            RequestError: it was refused.
+            EngineDeadError: the engine failed or was shut down.
+        """
+        while not self._updates:
+            if self._failure is not None:
+                raise self._failure
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        for completion in self._completions.values():
+            completion.delta_text = ""
+        for update in self._updates:
+            self._take(update)
+        self._updates.clear()
+        return self._snapshot()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _take(self, update: Update) -> None:
+        _, self._num_cached_tokens, self._is_finished, pieces = update
+        for fields in pieces:
+            piece = Piece(*fields)
+            completion = self._completions.get(piece.completion)
+            if completion is None:
+                logprobs: list[dict[int, Logprob]] | None = None if piece.logprobs is None else []
+                completion = CompletionOutput(piece.completion, "", [], logprobs)
+                self._completions[piece.completion] = completion
+            completion.text += piece.text
+            completion.delta_text += piece.text
+            completion.token_ids += piece.token_ids
+            if completion.logprobs is not None and piece.logprobs is not None:
+                completion.logprobs += piece.logprobs
+            completion.cumulative_logprob = piece.cumulative_logprob
+            completion.finish_reason = piece.finish_reason
+            completion.stop_reason = piece.stop_reason
+
+    def _snapshot(self) -> RequestOutput:
+        # Copies: the caller may look at this output when later ones have been taken.
+        outputs = [
+            CompletionOutput(
+                each.index,
+                each.text,
+                each.token_ids.copy(),
+                None if each.logprobs is None else each.logprobs.copy(),
+                each.cumulative_logprob,
+                each.finish_reason,
+                each.stop_reason,
+                each.delta_text,
+            )
+            for each in self._completions.values()
+        ]
+        return RequestOutput(
+            self.request_id,
+            self._prompt,
+            self._prompt_token_ids,
+            outputs,
+            self._is_finished,
+            self._num_cached_tokens,
+        )
