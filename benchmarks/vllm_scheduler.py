@@ -4,7 +4,7 @@
 
 What is timed, ``Scheduler.schedule`` and ``Scheduler.update_from_output``, is what the engine core does on the CPU
 between two steps of the model. No model runs. Sides are alternated on one core; figures are medians with 10th and 90th
-percentile, where requests come and go of whole runs. Rose's invariants are recounted after every run.
+percentile, of whole runs unless all requests just decode. Rose's invariants are recounted after every run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from benchmarks.support.timing import alternate, no_garbage_collection, pin_to_o
 SCENES = {
     "steady": "All requests decode",
     "turnover": "Requests come and go, each lives for 128 steps",
+    "saturated": "More requests than may run, each makes 128 tokens on average",
 }
-_NUM_STEPS = {"steady": 48, "turnover": 128}
+_NUM_STEPS = {"steady": 48, "turnover": 128, "saturated": 128}
 _NAMES = {"rose": "Rose", "rose_unbatched": "Rose, batched_scheduling off", "stock": "vLLM"}
 
 
@@ -60,9 +61,7 @@ def run_scenes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from benchmarks.support.scheduler_loops import SIDES, SchedulerLoop
 
     def run(side: str, batch: int, scene: str) -> dict[str, list[float]]:
-        samples = loops[side].run(
-            batch, _NUM_STEPS[scene] // (4 if options.quick else 1), turnover=scene == "turnover"
-        )
+        samples = loops[side].run(batch, _NUM_STEPS[scene] // (4 if options.quick else 1), scene)
         if side != "stock":
             loops[side].scheduler.kv_cache_manager.manager.check_integrity()
         return samples

@@ -24,6 +24,7 @@ from rose_backend.kernels import (
 from rose_backend.vllm_plugin.attention_metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.backend_name import BACKEND_NAME
 from rose_backend.vllm_plugin.kv_cache_spec import as_rose_spec
+from rose_backend.vllm_plugin.mixed_graphs import prefill_lens_to_tune_for
 from rose_backend.vllm_plugin.options import CACHE_DTYPES, FLOAT8_DTYPES, appends_in_attention, rose_options
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         rows, tokens = slice(0, metadata.num_decodes), slice(0, metadata.num_decode_tokens)
         lengths: dict[str, Any] = {
             "block_table": metadata.block_table[rows],
-            "num_computed_tokens": metadata.num_computed_tokens[rows],
+            "num_computed_tokens": metadata.decode_computed_tokens[rows],
         }
         if metadata.max_decode_query_len > 1:
             lengths["query_start_loc"] = metadata.query_start_loc[: metadata.num_decodes + 1]
@@ -255,7 +256,7 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         lengths: dict[str, Any] = {
             "block_table": metadata.block_table[rows],
             "query_start_loc": metadata.prefill_start_loc,
-            "num_computed_tokens": metadata.num_computed_tokens[rows],
+            "num_computed_tokens": metadata.prefill_computed_tokens[rows],
         }
         plan = metadata.prefill_plans.get(self.sliding_window)
         if plan is None:
@@ -265,16 +266,18 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
                 sliding_window=self.sliding_window,
                 **lengths,
             )
-        paged_prefill(
-            query[tokens],
-            None if key is None else key[tokens],
-            None if value is None else value[tokens],
-            out=output[tokens],
-            plan=plan,
-            **lengths,
-            **caches,
-            **self._scoring(query.device),
-        )
+        for mean_query_len in prefill_lens_to_tune_for(metadata):
+            paged_prefill(
+                query[tokens],
+                None if key is None else key[tokens],
+                None if value is None else value[tokens],
+                out=output[tokens],
+                plan=plan,
+                mean_query_len=mean_query_len,
+                **lengths,
+                **caches,
+                **self._scoring(query.device),
+            )
 
     def _scoring(self, device: torch.device) -> dict[str, Any]:
         """Return what makes weights of queries and keys."""

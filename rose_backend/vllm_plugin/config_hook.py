@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rose_backend.errors import ConfigError
+from rose_backend.vllm_plugin.mixed_graphs import choose_mixed_graphs, leaves_graphs_to_vllm
 from rose_backend.vllm_plugin.model_choice import choose_model_class
 from rose_backend.vllm_plugin.options import (
     ASYNC_SCHEDULER_CLASS,
@@ -36,6 +37,7 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
         try:
             options = rose_options(self)
             _switch_off_vllm_parts(self, options)
+            leaves_graphs = leaves_graphs_to_vllm(self)
             original(self, *args, **kwargs)
             check_supported(self, options)
         except ConfigError as error:
@@ -44,6 +46,8 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
             raise
         if options.block_manager:
             _choose_scheduler(self)
+        if leaves_graphs:
+            choose_mixed_graphs(self)
         chosen_model = choose_model_class(self, options)
         _log_once(describe_parts(self, options, chosen_model))
         return None

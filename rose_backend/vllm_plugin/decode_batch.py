@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import CachedRequestData
 from rose_backend.vllm_plugin.plain_rows import KnownFacts, PlainRows, RequestFacts
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from vllm.v1.request import Request
 
     from rose_backend.vllm_plugin.kv_cache_manager import RoseKVCacheManager
@@ -27,6 +28,8 @@ class DecodeBatch:
         running: the requests it stands for, in vLLM's order.
         requests: those of them that get a token.
         facts: of each of these.
+        numbers: int64 ``[5, N]``, of each: row in the block manager, tokens that fit into it, computed tokens, tokens
+            of the prompt, and computed tokens from which on a step may be the last.
         kv_cache_manager: holds their blocks.
     """
 
@@ -35,19 +38,16 @@ class DecodeBatch:
         running: list[Request],
         requests: list[Request],
         facts: list[RequestFacts],
+        numbers: NDArray[np.int64],
         kv_cache_manager: RoseKVCacheManager,
     ) -> None:
         self.running = running
         self.request_ids = [request.request_id for request in requests]
         self.plain_rows = PlainRows(requests, facts)
-        self._requests = requests
+        self._requests, self._facts, self._numbers = requests, facts, numbers
         self._grammar_requests = [r for r, fact in zip(requests, facts, strict=True) if fact.has_grammar]
         self._kv_cache_manager = kv_cache_manager
-        self._rows = kv_cache_manager.get_decode_rows(requests)
-        self._capacity = kv_cache_manager.get_decode_capacity(self._rows)
-        self._num_computed_tokens = np.array([r.num_computed_tokens for r in requests], np.int64)
-        self._num_prompt_tokens = np.array([r.num_prompt_tokens for r in requests], np.int64)
-        last_steps = np.array([fact.last_step for fact in facts], np.int64)
+        self._rows, self._capacity, self._num_computed_tokens, self._num_prompt_tokens, last_steps = numbers
         # A request that is passed over now may be gone at the next step.
         is_complete = len(requests) == len(running)
         self._num_steps_left = int((last_steps - self._num_computed_tokens).min()) if is_complete else 0
@@ -59,29 +59,63 @@ class DecodeBatch:
         known_facts: KnownFacts,
         kv_cache_manager: RoseKVCacheManager,
         max_model_len: int,
+        last: DecodeBatch | None,
     ) -> DecodeBatch | None:
-        """Return the batch of all running requests before the first that needs more than one plain token, if any."""
+        """Return the batch of all running requests before the first that needs more than one plain token, if any.
+
+        Args:
+            last: the batch of the step before; requests that it shares are not read again.
+        """
+        known = {} if last is None else last._positions_of_next()
         requests: list[Request] = []
-        facts: list[RequestFacts] = []
-        num_seen = 0
-        for request, fact in zip(running, known_facts.of(running), strict=True):
-            computed = request.num_computed_tokens
-            is_next = len(fact.all_token_ids) + request.num_output_placeholders - computed == 1
-            if not (is_next and computed < fact.last_step and not request.is_prefill_chunk):
+        positions: list[int] = []
+        new_requests: list[Request] = []
+        num_known, num_seen = 0 if last is None else len(last._requests), 0
+        for request in running:
+            position = known.get(request)
+            if position is None:
                 num_new_tokens = _num_new_tokens(request, max_model_len)
                 if num_new_tokens not in (0, 1) or request.is_prefill_chunk:
                     break
-                is_next = num_new_tokens == 1
+                if num_new_tokens == 1:
+                    position = num_known + len(new_requests)
+                    new_requests.append(request)
             num_seen += 1
-            if is_next:
+            if position is not None:
                 requests.append(request)
-                facts.append(fact)
-        return cls(running[:num_seen], requests, facts, kv_cache_manager) if requests else None
+                positions.append(position)
+        if not requests:
+            return None
+        facts, numbers = _read(new_requests, known_facts, kv_cache_manager, is_few=last is not None)
+        if last is not None:
+            facts = last._facts + facts
+            facts = [facts[position] for position in positions]
+            numbers = np.concatenate((last._numbers, numbers), 1)[:, positions]
+        return cls(running[:num_seen], requests, facts, numbers, kv_cache_manager)
+
+    def _positions_of_next(self) -> dict[Request, int]:
+        """Return where the requests are that certainly get another token."""
+        if not self._has_outputs_or_placeholders():
+            return {}
+        known = dict(zip(self._requests, range(len(self._requests)), strict=True))
+        for position in np.flatnonzero(self._numbers[2] >= self._numbers[4]).tolist():
+            del known[self._requests[position]]
+        return known
+
+    def _has_outputs_or_placeholders(self) -> bool:
+        """Whether the tokens of the step before are there or counted. They come all together."""
+        request = self._requests[0]
+        num_known = len(self._facts[0].all_token_ids) + request.num_output_placeholders
+        return num_known - request.num_computed_tokens == 1
 
     def is_at_head_of(self, running: list[Request]) -> bool:
         """Whether it still stands for the first requests, all of them get a token again, and no other would join."""
         num_requests = len(self.running)
-        if self._num_steps_left <= 0 or running[:num_requests] != self.running:
+        if (
+            self._num_steps_left <= 0
+            or running[:num_requests] != self.running
+            or not self._has_outputs_or_placeholders()
+        ):
             return False
         return len(running) == num_requests or running[num_requests].is_prefill_chunk
 
@@ -140,6 +174,24 @@ class DecodeBatch:
         self._num_computed_tokens += 1
         self._num_steps_left -= 1
         return data
+
+
+def _read(
+    requests: list[Request], known_facts: KnownFacts, kv_cache_manager: RoseKVCacheManager, *, is_few: bool
+) -> tuple[list[RequestFacts], NDArray[np.int64]]:
+    """Return facts and numbers of requests.
+
+    Args:
+        is_few: whether there are other requests, whose known facts are wanted again.
+    """
+    facts = known_facts.read(requests) if is_few else known_facts.of(requests)
+    numbers = np.empty((5, len(requests)), np.int64)
+    numbers[0] = kv_cache_manager.get_decode_rows(requests)
+    numbers[1] = kv_cache_manager.get_decode_capacity(numbers[0])
+    numbers[2] = [request.num_computed_tokens for request in requests]
+    numbers[3] = [request.num_prompt_tokens for request in requests]
+    numbers[4] = [fact.last_step for fact in facts]
+    return facts, numbers
 
 
 def _num_new_tokens(request: Request, max_model_len: int) -> int:

@@ -1,7 +1,8 @@
 """Rose's block manager behind the interface of vLLM's ``KVCacheManager``.
 
 vLLM counts a token as computed when it schedules it; Rose publishes it only when the step that writes it is behind us.
-So this adapter commits late: for all running requests when somebody looks something up, or for one when it leaves.
+So this adapter commits late: when somebody looks something up, for those running requests that have computed their
+prompt or filled a block since the last time, and for one when it leaves.
 Between two lookups a decoding request costs one comparison per step. Steps that were scheduled but have not run yet
 count as behind us: every worker runs steps, and the copies before them, in the order in which they were scheduled.
 """
@@ -181,7 +182,7 @@ class RoseKVCacheManager(KVCacheFacade):
             self._free_row(row)
             return None
         self._row_of[request.request_id] = row
-        self._rows.add(row, request)
+        self._rows.add(row, request, match.num_tokens)
         self._prompts.drop(request.request_id)
         return self._rows.report(row)
 
@@ -206,10 +207,11 @@ class RoseKVCacheManager(KVCacheFacade):
     # Publishing and freeing
 
     def _flush(self) -> None:
-        """Commit what earlier steps have written for all running requests, once per step."""
+        """Commit what earlier steps have written, once per step, where that is worth a commit."""
         if not self._is_flushed:
             self._is_flushed = True
-            self._commit(list(self._rows.requests))
+            if self.enable_caching:
+                self._commit(self._rows.worth_publishing())
 
     def _commit(self, rows: list[int]) -> None:
         if not rows or not self.enable_caching:
@@ -226,6 +228,7 @@ class RoseKVCacheManager(KVCacheFacade):
         spans = zip(requests, starts.tolist(), ends.tolist(), strict=True)
         token_ids = chain.from_iterable([request._all_token_ids[start:end] for request, start, end in spans])
         self.manager.commit(row_array, counts, np.fromiter(token_ids, np.int32, int(counts.sum())))
+        self._rows.note_published(rows, (starts + counts).tolist())
         if self._events is not None:
             self._events.collect(list(zip(rows, requests, strict=True)), starts.tolist())
 

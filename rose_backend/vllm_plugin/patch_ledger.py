@@ -75,9 +75,17 @@ LEDGER: dict[str, Patch] = {
     ),
     "sampler_v2": Patch(
         target="vllm.v1.worker.gpu.sample.sampler:Sampler.__init__",
-        reason="model runner V2 builds its sampler directly; with ROSE selected that object's draw becomes Rose's",
+        reason="model runner V2 builds its sampler directly; with ROSE selected that object's draw becomes Rose's, "
+        "and it copies sampling parameters to the device only when there are new ones",
         remove_when="custom_sampler is offered for every model, not only through the model class",
         build=f"{_PLUGIN}.sampler:wrap_sampler_v2_init",
+    ),
+    "decode_graphs": Patch(
+        target="vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
+        reason="cudagraph_mode FULL captures one graph per size for any step; steps that only decode would run prefill "
+        "attention for nothing, and there is no mode of full graphs for both, each with its own",
+        remove_when="CUDAGraphMode has full graphs of mixed steps beside full graphs of decodes",
+        build=f"{_PLUGIN}.mixed_graphs:wrap_init_candidates",
     ),
 }
 

@@ -70,6 +70,10 @@ class KnownFacts:
         self._max_model_len = max_model_len
         self._known: dict[Request, RequestFacts] = {}
 
+    def read(self, requests: Sequence[Request]) -> list[RequestFacts]:
+        """Return the facts of each request; those of others stay known."""
+        return [RequestFacts.of(request, self._max_model_len) for request in requests]
+
     def of(self, requests: Sequence[Request]) -> list[RequestFacts]:
         """Return the facts of each request."""
         known, max_model_len = self._known, self._max_model_len
@@ -93,7 +97,7 @@ class PlainRows:
         self._output_token_ids = [fact.output_token_ids for fact in facts]
         self._last_outputs = [fact.last_output for fact in facts]
         # Of all requests together: a token that stops another request is looked at by vLLM, which knows whose it is.
-        self._stop_token_ids = frozenset[int | None]().union(*[fact.stop_token_ids for fact in facts])
+        self._stop_token_ids = frozenset[int | None]().union(*{fact.stop_token_ids for fact in facts})
         self._clients = {request.client_index for request in self._requests}
 
     def take_outputs(

@@ -32,20 +32,42 @@ class RunningRows:
         # Blocks of each row that vLLM knows of; the row has more while its share of a roll-over was not asked for.
         self._num_reported = [0] * max_num_seqs
         self._has_rolled_over = False
+        # Computed tokens of each row from which on others can find more of it than before.
+        self._publish_from = [0] * max_num_seqs
 
     def new_step_starts(self) -> None:
         """Let the next row that is full roll all the others over, too."""
         self._has_rolled_over = False
 
-    def add(self, row: int, request: Request) -> None:
-        """Note a request that was just admitted; vLLM knows none of its blocks yet."""
+    def add(self, row: int, request: Request, num_published: int) -> None:
+        """Note a request that was just admitted; vLLM knows none of its blocks yet.
+
+        Args:
+            num_published: of its tokens, those that were found.
+        """
         self.requests[row] = request
         self._num_reported[row] = 0
+        self.note_published([row], [num_published])
 
     def remove(self, row: int) -> None:
         """Forget a request that leaves."""
         del self.requests[row]
         self.capacity[row] = 0
+
+    def worth_publishing(self) -> list[int]:
+        """Return the rows that have computed their prompt, or filled a block, since they were last published."""
+        publish_from = self._publish_from
+        return [
+            row for row, request in self.requests.items() if request.num_computed_tokens >= publish_from[row]
+        ]
+
+    def note_published(self, rows: list[int], num_tokens: list[int]) -> None:
+        """Note how many tokens of each row others can find now."""
+        block_size = self._manager.block_size
+        for row, published in zip(rows, num_tokens, strict=True):
+            next_block = published - published % block_size + block_size
+            prompt_len = self.requests[row].num_prompt_tokens
+            self._publish_from[row] = min(next_block, prompt_len) if published < prompt_len else next_block
 
     def extend(self, row: int, target: int, reserved_blocks: int) -> RoseBlocks | None:
         """Make one row hold ``target`` tokens.

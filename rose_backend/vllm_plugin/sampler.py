@@ -64,8 +64,35 @@ def wrap_sampler_v2_init(original: Callable[..., None]) -> Callable[..., None]:
         original(self, vllm_config, *args, **kwargs)
         if serves_sampler(vllm_config) and not getattr(self, "return_sampling_mask", False):
             self._sample_random = functools.partial(sample_random, self)
+            has_other_state = kwargs.get("custom_logits_processors") or getattr(
+                vllm_config, "watermark_config", None
+            )
+            if not has_other_state:
+                copy_parameters_when_they_change(self)
 
     return __init__
+
+
+def copy_parameters_when_they_change(sampler: Any) -> None:
+    """Have model runner V2 copy sampling parameters to the device in steps with new requests only.
+
+    vLLM copies all of them, some twenty small arrays, in every step. Nothing writes them but ``add_request``.
+    """
+    add_request, apply_staged_writes = sampler.add_request, sampler.apply_staged_writes
+    has_new = True
+
+    def noting_add_request(*args: Any) -> None:
+        nonlocal has_new
+        has_new = True
+        add_request(*args)
+
+    def apply_new_writes() -> None:
+        nonlocal has_new
+        if has_new:
+            apply_staged_writes()
+            has_new = False
+
+    sampler.add_request, sampler.apply_staged_writes = noting_add_request, apply_new_writes
 
 
 class RequestDraws:

@@ -100,7 +100,9 @@ class BatchedScheduling(Scheduler):
         batch = self._batch
         if batch is not None and batch.is_at_head_of(self.running):
             return batch
-        batch = DecodeBatch.at_head_of(self.running, self._facts, self.kv_cache_manager, self.max_model_len)
+        batch = DecodeBatch.at_head_of(
+            self.running, self._facts, self.kv_cache_manager, self.max_model_len, batch
+        )
         if batch is None:
             return None
         # Model runner V1 wants all tokens of a request that sat out a step.

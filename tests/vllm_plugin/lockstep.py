@@ -30,6 +30,7 @@ class Pair:
             side.scheduler.kv_event_publisher.publish = lambda batch, p=published: p.extend(batch.events)
         self.keeps_hashes = self.stock.scheduler.enable_kv_cache_events
         self.num_batched_steps = self.num_split_steps = self.num_tokens = self.num_batched_tokens = 0
+        self.num_steps_with_waiting = self.num_batched_with_waiting = 0
         self._count_what_is_batched()
 
     def _count_what_is_batched(self) -> None:
@@ -50,7 +51,12 @@ class Pair:
 
     def step(self) -> None:
         """Schedule on both sides; take over the oldest result once enough steps are in flight."""
+        num_batched = self.num_batched_steps + self.num_split_steps
+        has_waiting = bool(self.stock.scheduler.waiting)
         outputs = [_schedule(side) for side in self.sides]
+        self.num_steps_with_waiting += has_waiting
+        is_batched = self.num_batched_steps + self.num_split_steps > num_batched
+        self.num_batched_with_waiting += has_waiting and is_batched
         assert_equal(*map(comparable_step, outputs), "SchedulerOutput")
         in_flight = self.batched.in_flight
         if in_flight and (len(in_flight) >= self.batched.depth or not outputs[0].total_num_scheduled_tokens):

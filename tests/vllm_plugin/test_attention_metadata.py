@@ -31,7 +31,7 @@ def test_rows_without_tokens_are_padding(make_config: MakeConfig) -> None:
     common.num_reqs += 2
     builder = make_builder(make_config())
     metadata = builder.build(0, common)
-    assert metadata.num_computed_tokens.tolist() == [0, 15, 16, 40, -1, -1]
+    assert metadata.decode_computed_tokens.tolist() == [0, 15, 16, 40, -1, -1]
     assert metadata.num_decodes == 4 and metadata.num_prefill_tokens == 0
 
 
@@ -40,8 +40,8 @@ def test_a_step_keeps_the_addresses_that_a_captured_graph_reads(make_config: Mak
     captured = builder.build_for_cudagraph_capture(Step([(0, 1)] * 4).common_metadata())
     common = Step(STEPS["decodes"]).common_metadata()
     metadata = builder.build(0, common)
-    assert metadata.num_computed_tokens.data_ptr() == captured.num_computed_tokens.data_ptr()
-    assert captured.num_computed_tokens.tolist() == [0, 15, 16, 40]
+    assert metadata.decode_computed_tokens.data_ptr() == captured.decode_computed_tokens.data_ptr()
+    assert captured.decode_computed_tokens.tolist() == [0, 15, 16, 40]
     for name in ("query_start_loc", "slot_mapping"):
         assert getattr(metadata, name).data_ptr() == getattr(common, name).data_ptr()
     assert metadata.block_table.data_ptr() == common.block_table_tensor.data_ptr()
@@ -73,6 +73,7 @@ def test_rows_with_drafts_are_decodes(make_config: MakeConfig) -> None:
     assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.max_decode_query_len) == (3, 9, 5)
     assert (metadata.first_prefill_row, metadata.num_prefill_tokens) == (3, 47)
     assert metadata.prefill_start_loc.tolist() == [0, 30, 47]
-    assert metadata.num_computed_tokens.tolist() == [20, 37, 0, 3, 0]
+    assert metadata.decode_computed_tokens.tolist() == [20, 37, 0, -1, -1]
+    assert metadata.prefill_computed_tokens.tolist() == [-1, -1, -1, 3, 0]
     single = builder.build(0, Step(STEPS["decodes"]).common_metadata())
     assert (single.num_decodes, single.num_decode_tokens, single.max_decode_query_len) == (4, 4, 1)

@@ -47,6 +47,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "events": {"num_blocks": 40, "block_size": 16, "max_num_seqs": 8, "kv_events_config": EVENTS},
     "priority": {"num_blocks": 22, "block_size": 16, "max_num_seqs": 6, "scheduling_policy": "priority"},
     "watermark": {"num_blocks": 30, "block_size": 16, "max_num_seqs": 6, "watermark": 0.2},
+    # Far more requests than rows, or than blocks: somebody waits in nearly every step.
+    "crowd": {"num_blocks": 120, "block_size": 16, "max_num_seqs": 10, "max_num_batched_tokens": 300},
+    "crowd without room": {"num_blocks": 30, "block_size": 16, "max_num_seqs": 40},
 }
 DEPTHS = {"sync": (1, False), "async": (2, True), "async deep": (3, True), "pipelined": (3, False)}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -59,6 +62,8 @@ CASES = [
     *((options, "async") for options in ("watermark", "wide blocks", "no cache")),
     *(("roomy", variant) for variant in VARIANTS),
     *(("tight", "async, runner V2"), ("priority", "async, no stats")),
+    *(("crowd", depth) for depth in ("sync", "async, runner V2")),
+    ("crowd without room", "async"),
 ]
 
 
@@ -69,7 +74,13 @@ def test_every_step_and_output_is_vllms(make_config: MakeConfig, options: str, d
     for side in pair.sides:
         for name, value in VARIANTS.get(depth, {}).items():
             setattr(side.scheduler, name, value)
-    run_random_traffic(pair, is_priority=options == "priority")
+    run_random_traffic(
+        pair, is_priority=options == "priority", arrival_rate=1.0 if options.startswith("crowd") else 0.12
+    )
+    if options.startswith("crowd"):
+        assert pair.num_steps_with_waiting > 150
+    if options == "crowd":
+        assert pair.num_batched_with_waiting > 0.8 * pair.num_steps_with_waiting
     if options in ("tight", "priority", "watermark"):
         assert pair.stock.num_preemptions > 0
     if options == "events":
@@ -81,14 +92,16 @@ def test_every_step_and_output_is_vllms(make_config: MakeConfig, options: str, d
     assert pair.num_batched_tokens > pair.num_tokens // 3
 
 
-def run_random_traffic(pair: Pair, *, is_priority: bool = False, num_requests: int = 80) -> None:
+def run_random_traffic(
+    pair: Pair, *, is_priority: bool = False, num_requests: int = 80, arrival_rate: float = 0.12
+) -> None:
     rng = random.Random(11)
     prompts: list[list[int]] = []
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(100)] for _ in range(3)]
     num_added = 0
     while num_added < num_requests or pair.is_busy():
         # Bursts, with time to decode between them.
-        if num_added < num_requests and rng.random() < 0.12:
+        if num_added < num_requests and rng.random() < arrival_rate:
             for _ in range(rng.randrange(1, 6)):
                 prompt = [*rng.choice(stems)[: rng.randrange(1, 90)], *([rng.randrange(VOCAB_SIZE)] * 2)]
                 # One that is found to its last token starts with a single token.
@@ -169,6 +182,17 @@ def test_more_requests_than_a_step_has_tokens_take_turns_as_in_vllm(make_config:
         for _ in range(12):
             pair.step()
     assert pair.num_batched_steps > 12
+
+
+def test_requests_wait_for_their_tokens_where_nothing_stands_for_them(make_config: MakeConfig) -> None:
+    pair = Pair(make_config, depth=2, is_async=False, **OPTIONS["roomy"])
+    for side in pair.sides:
+        # With runner V1 whoever has sat out a step is left to vLLM.
+        side.scheduler.use_v2_model_runner = True
+    pair.add(*(lambda i=i: make_request(f"r{i}", [i] * 20, 30) for i in range(3)))
+    while pair.is_busy():
+        pair.step()
+    assert pair.num_batched_steps > 20
 
 
 def test_a_steady_step_asks_nothing_request_by_request(

@@ -9,7 +9,7 @@ import inspect
 from typing import Any
 
 import pytest
-from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
+from vllm.config import CompilationConfig, ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed import kv_events
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import attention as attention_layer
@@ -19,6 +19,9 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
+from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from rose_backend.vllm_plugin.attention_backend import (
     RoseAttentionBackend,
@@ -130,6 +133,7 @@ def test_attention_classes_are_complete_and_take_the_same_arguments(ours: type, 
 def test_vllm_asks_for_what_the_attention_classes_override() -> None:
     for owner, name in (
         (AttentionMetadataBuilder, "get_cudagraph_support"),
+        (AttentionMetadataBuilder, "build_for_cudagraph_capture"),
         (AttentionMetadataBuilder, "reorder_batch_threshold"),
         (AttentionImpl, "process_weights_after_loading"),
         (AttentionBackend, "supports_sink"),
@@ -140,6 +144,24 @@ def test_vllm_asks_for_what_the_attention_classes_override() -> None:
     layer = inspect.getsource(attention_layer)
     for name in ("_k_scale", "_v_scale", "impl.process_weights_after_loading"):
         assert name in layer, f"vLLM's attention layer has no {name}"
+
+
+def test_graphs_of_decodes_are_captured_and_chosen_by_what_rose_says_of_them() -> None:
+    fields = BatchExecutionDescriptor.__dataclass_fields__
+    for name in ("num_tokens", "num_reqs", "uniform_token_count"):
+        assert name in fields, f"BatchExecutionDescriptor has no {name}"
+    # At capture a step of decodes is known by its longest query; otherwise any query length is possible.
+    assert "max_query_len=desc.max_query_len or desc.uniform_token_count" in inspect.getsource(
+        cudagraph_utils.ModelCudaGraphManager.capture
+    )
+    assert "max_query_len = num_tokens" in inspect.getsource(cudagraph_utils.prepare_inputs_to_capture)
+    for name in ("cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size"):
+        assert name in CompilationConfig.__dataclass_fields__, f"CompilationConfig has no {name}"
+    for name in ("add_request", "apply_staged_writes"):
+        assert hasattr(Sampler, name), f"model runner V2's Sampler has no {name}"
+    runner = inspect.getsource(model_runner.GPUModelRunner)
+    for call in ("self.sampler.add_request(", "self.sampler.apply_staged_writes("):
+        assert call in runner, f"model runner V2 does not call {call})"
 
 
 @pytest.mark.parametrize("event", EVENT_FIELDS, ids=lambda event: event.__name__)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from importlib.resources import files
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,18 +156,74 @@ def test_v2_takes_the_first_of_the_most_likely_tokens_where_nobody_draws() -> No
     assert drawn.tolist() == [int(rows[0].float().argmax()), 20]
 
 
-def test_v2_sampler_object_is_replaced_only_where_asked(make_config: MakeConfig) -> None:
-    class Stub:
-        return_sampling_mask = False
+class V2Sampler:
+    """What of vLLM's class is replaced, and how often parameters were copied."""
 
-        def __init__(self, vllm_config: Any, mask: bool = False) -> None:
-            self.return_sampling_mask = mask
+    def __init__(
+        self, vllm_config: Any, return_sampling_mask: bool = False, custom_logits_processors: Any = ()
+    ) -> None:
+        self.return_sampling_mask = return_sampling_mask
+        self.added: list[tuple[int, Any]] = []
+        self.copied: list[int] = []
 
-        def _sample_random(self) -> str:
-            return "vLLM"
+    def _sample_random(self) -> str:
+        return "vLLM"
 
-    Stub.__init__ = wrap_sampler_v2_init(Stub.__init__)  # type: ignore[method-assign]
+    def add_request(self, req_idx: int, sampling_params: Any) -> None:
+        self.added.append((req_idx, sampling_params))
+
+    def apply_staged_writes(self) -> None:
+        self.copied.append(len(self.added))
+
+
+@pytest.fixture
+def v2_sampler(monkeypatch: pytest.MonkeyPatch) -> type[V2Sampler]:
+    monkeypatch.setattr(V2Sampler, "__init__", wrap_sampler_v2_init(V2Sampler.__init__))
+    return V2Sampler
+
+
+def test_v2_sampler_object_is_replaced_only_where_asked(
+    make_config: MakeConfig, v2_sampler: type[V2Sampler]
+) -> None:
     config = make_config()
-    assert "_sample_random" in vars(Stub(config))
-    assert "_sample_random" not in vars(Stub(config, True))
-    assert "_sample_random" not in vars(Stub(make_config(attention_backend="CPU_ATTN")))
+    assert "_sample_random" in vars(v2_sampler(config))
+    assert "_sample_random" not in vars(v2_sampler(config, return_sampling_mask=True))
+    assert "_sample_random" not in vars(v2_sampler(make_config(attention_backend="CPU_ATTN")))
+
+
+def test_v2_copies_parameters_in_steps_with_new_requests_only(
+    make_config: MakeConfig, v2_sampler: type[V2Sampler]
+) -> None:
+    sampler = v2_sampler(make_config())
+    for num_new in (0, 0, 1, 0, 2, 0, 0, 1):
+        for _ in range(num_new):
+            sampler.add_request(len(sampler.added), "parameters")
+        sampler.apply_staged_writes()
+    # The first step copies what vLLM starts with.
+    assert sampler.copied == [0, 1, 3, 4]
+    assert sampler.added == [(index, "parameters") for index in range(4)]
+
+
+def test_v2_copies_in_every_step_what_other_code_may_change(
+    make_config: MakeConfig, v2_sampler: type[V2Sampler]
+) -> None:
+    for sampler in (
+        v2_sampler(make_config(), custom_logits_processors=["one"]),
+        v2_sampler(make_config(additional_config={"rose": {"fused_sampler": False}})),
+    ):
+        for _ in range(3):
+            sampler.apply_staged_writes()
+        assert sampler.copied == [0, 0, 0]
+
+
+def test_vllm_writes_sampling_parameters_in_add_request_only() -> None:
+    """Sampling states that anything else wrote would not reach the device; see ``copy_parameters_when_they_change``."""
+    folder = Path(str(files("vllm") / "v1" / "worker" / "gpu" / "sample"))
+    writers: set[str] = set()
+    for path in folder.glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                source = ast.unparse(function)
+                if ".stage_write" in source or re.search(r"\.np\[.*\] = ", source):
+                    writers.add(function.name)
+    assert writers <= {"add_request", "stage_write", "stage_write_elem"}, writers
