@@ -67,3 +67,19 @@ def make_engine(tiny_model_path: Path) -> Iterator[MakeEngine]:
 def gpt2_124m_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a randomly initialised GPT-2 of 124M parameters."""
     return write_random_gpt2_124m(tmp_path_factory.mktemp("gpt2_124m"))
+
+
+@pytest.fixture
+def steps_in_python(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the metadata of every call of ROSE's attention that is made now, rather than replayed from a graph."""
+    from rose_backend.vllm_plugin.attention_backend import RoseAttentionImpl
+
+    calls: list[Any] = []
+    forward = RoseAttentionImpl.forward
+
+    def record(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(args[5] if len(args) > 5 else kwargs["attn_metadata"])
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(RoseAttentionImpl, "forward", record)
+    return calls

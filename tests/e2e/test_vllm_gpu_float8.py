@@ -11,6 +11,8 @@ from vllm import SamplingParams
 
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.e2e.test_vllm_features import VOCAB_SIZE, inputs_of
+from tests.support.half_precision import judge, logprob_errors, mixed_prompts
+from tests.support.random_checkpoints import WRITERS
 from tests.support.reference_generation import Prompts, reference_logits, tie_free_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
@@ -61,3 +63,19 @@ def test_float8_is_as_close_to_float32_as_flash_attentions(
     for completions in (rose, flash):
         first_tokens = [completions[index].token_ids[0] for index in clear]
         assert first_tokens == [reference.token_ids[index][0] for index in clear]
+
+
+@pytest.mark.parametrize("model", ["Llama", "Qwen3"])
+def test_float8_with_grouped_heads(make_engine: MakeEngine, tmp_path: Path, model: str) -> None:
+    path = WRITERS[model](tmp_path)
+    prompts = mixed_prompts(VOCAB_SIZE)[0]
+    float8 = {"model": str(path), "kv_cache_dtype": "fp8"}
+    plain = generate(make_engine, prompts, torch.bfloat16, model=str(path))
+    rose = generate(make_engine, prompts, torch.uint8, **float8)
+    flash = generate(make_engine, prompts, torch.uint8, attention_backend="FLASH_ATTN", **float8)
+    errors = []
+    for completions in (plain, rose, flash):
+        judged = judge(path, prompts, [list(completion.token_ids) for completion in completions])
+        errors.append(logprob_errors(judged, completions).mean().item())
+    print(f"{model}: mean error: bfloat16 {errors[0]}, ROSE float8 {errors[1]}, FLASH_ATTN {errors[2]}")
+    assert errors[0] < errors[1] <= errors[2]

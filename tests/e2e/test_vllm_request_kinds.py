@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -17,18 +19,19 @@ from tests.support.reference_generation import reference_logits, tie_free_answer
 from tests.support.stepped_engine import SteppedEngine, overlap_steps_on_cpu, tokens_of
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
+ENGINE_OPTIONS: dict[str, Any] = {
+    "max_num_batched_tokens": 61,
+    "max_num_seqs": 12,
+    # The embedded model would fill JSON with blanks.
+    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+}
 
 
 @pytest.fixture(scope="module")
 def shared_engine(make_engine: MakeEngine) -> Iterator[SteppedEngine]:
     with pytest.MonkeyPatch.context() as environment:
         overlap_steps_on_cpu(environment)
-        with make_engine(
-            max_num_batched_tokens=61,
-            max_num_seqs=12,
-            # The embedded model would fill JSON with blanks.
-            structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
-        ) as llm:
+        with make_engine(**ENGINE_OPTIONS) as llm:
             yield SteppedEngine(llm)
 
 
@@ -53,6 +56,45 @@ def test_several_completions_are_single_runs(engine: SteppedEngine) -> None:
         assert [tuple(c.token_ids) for c in output.outputs] == [tokens_of(single) for single in singles]
     assert len(set(map(tokens_of, singles))) == 4
     assert [output.num_cached_tokens for output in (outputs[1], *singles)] == [44] * 5
+
+
+def penalised_leads(
+    model_path: Path, prompt: list[int], tokens: list[int], params: SamplingParams
+) -> torch.Tensor:
+    """Return by how much each token's logit leads all others once penalties are applied, as the OpenAI interface and
+    the paper on CTRL define them."""
+    logits = reference_logits(model_path, [*prompt, *tokens])[len(prompt) - 1 : -1].clone()
+    for position, row in enumerate(logits):
+        seen, counts = sorted({*prompt, *tokens[:position]}), Counter(tokens[:position])
+        factor = params.repetition_penalty
+        row[seen] = torch.where(row[seen] > 0, row[seen] / factor, row[seen] * factor)
+        for token, count in counts.items():
+            row[token] -= params.presence_penalty + count * params.frequency_penalty
+    index = torch.tensor(tokens)[:, None]
+    return logits.gather(1, index)[:, 0] - logits.scatter(1, index, float("-inf")).amax(1)
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 0.7},
+        {"repetition_penalty": 1.1, "presence_penalty": -0.5, "frequency_penalty": 0.4},
+    ],
+    ids=lambda penalty: ", ".join(penalty),
+)
+def test_penalties(engine: SteppedEngine, tiny_model_path: Path, penalty: dict[str, float]) -> None:
+    prompt = random_tokens(40, seed=11)
+    params = SamplingParams(**penalty, **{**GREEDY, "max_tokens": 32})
+    # Beside one without, so that both kinds of rows stand in one batch; the second time the prompts are found.
+    for _ in range(2):
+        penalised, plain = engine.generate([prompt] * 2, [params, SamplingParams(**GREEDY)])
+        assert tokens_of(plain) == tie_free_answer(tiny_model_path, prompt, 16)
+        tokens = list(tokens_of(penalised))
+        assert penalised_leads(tiny_model_path, prompt, tokens, params).min() > -1e-3
+        assert tuple(tokens[:16]) != tokens_of(plain)
+    assert penalised.num_cached_tokens == 39
 
 
 AGE = {

@@ -71,7 +71,7 @@ def write_random_gpt2(
     return path
 
 
-def write_random_gpt2_124m(path: str | Path, seed: int = 0) -> Path:
+def write_random_gpt2_124m(path: str | Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """Write a random checkpoint with the shapes of GPT-2 124M: 12 layers, 12 heads, width 768, 50,257 tokens."""
     return write_random_gpt2(
         path,
@@ -82,6 +82,7 @@ def write_random_gpt2_124m(path: str | Path, seed: int = 0) -> Path:
         n_positions=1024,
         seed=seed,
         initializer_std=0.08,
+        dtype=dtype,
     )
 
 

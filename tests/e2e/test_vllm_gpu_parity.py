@@ -1,0 +1,191 @@
+"""On CUDA, in float16: 200 mixed prompts say with ROSE what they say with FLASH_ATTN, on the shapes of three models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.config import CUDAGraphMode
+from vllm.lora.request import LoRARequest
+
+from tests.e2e.conftest import GPU_MEMORY, MakeEngine
+from tests.e2e.test_vllm_features import (
+    NGRAM,
+    assert_drafts_were_kept_and_rejected,
+    draft_counts,
+    inputs_of,
+    scheduler_of,
+)
+from tests.support.half_precision import (
+    Judged,
+    first_differences,
+    judge,
+    logprob_errors,
+    mixed_prompts,
+    num_disputed,
+    wrong_tokens,
+)
+from tests.support.random_checkpoints import VOCAB_SIZE, WRITERS, write_random_adapter
+from tests.support.reference_generation import Prompts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
+
+HALF = {"dtype": "float16", "max_model_len": 1024, **GPU_MEMORY}
+MANNERS: dict[str, dict[str, Any]] = {
+    "compiled": {"enforce_eager": False},
+    "eager, small chunks, no prefix cache": {"max_num_batched_tokens": 333, "enable_prefix_caching": False},
+    # About half of what 64 sequences need: vLLM preempts.
+    "eager, few blocks": {"num_gpu_blocks_override": 300},
+}
+RUNNERS = pytest.mark.parametrize("runner", ["V2", "V1"])
+
+
+@dataclass(frozen=True)
+class Stock:
+    """What FLASH_ATTN makes of the prompts."""
+
+    model_path: Path
+    prompts: Prompts
+    num_new_tokens: list[int]
+    judged: list[Judged]
+    mean_error: float
+    tolerance: float
+    """A lead is a difference of two logits, each wrong by as much as half precision makes it here."""
+
+
+def complete(
+    llm: Any,
+    prompts: Prompts,
+    num_new_tokens: list[int],
+    logprobs: int | None = None,
+    adapter: LoRARequest | None = None,
+) -> list[Any]:
+    """Return the greedy completion of each prompt."""
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, logprobs=logprobs)
+        for length in num_new_tokens
+    ]
+    outputs = llm.generate(inputs_of(prompts), params, use_tqdm=False, lora_request=adapter)
+    return [output.outputs[0] for output in outputs]
+
+
+def judge_completions(model_path: Path, prompts: Prompts, completions: list[Any]) -> list[Judged]:
+    return judge(model_path, prompts, [list(completion.token_ids) for completion in completions])
+
+
+def as_stock(model_path: Path, prompts: Prompts, num_new_tokens: list[int], completions: list[Any]) -> Stock:
+    judged = judge_completions(model_path, prompts, completions)
+    errors = logprob_errors(judged, completions)
+    tolerance = 2 * float(errors.max())
+    leads = sorted(float(lead) for output in judged for lead in output.leads)
+    assert tolerance < leads[len(leads) // 2] / 5, "the logits are too flat to tell right from wrong"
+    assert not wrong_tokens(judged, tolerance)
+    return Stock(model_path, prompts, num_new_tokens, judged, float(errors.mean()), tolerance)
+
+
+@pytest.fixture(scope="module", params=WRITERS)
+def stock(
+    request: pytest.FixtureRequest, make_engine: MakeEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Stock:
+    model_path = tmp_path_factory.mktemp("model")
+    WRITERS[request.param](model_path)
+    prompts, num_new_tokens = mixed_prompts(VOCAB_SIZE)
+    with make_engine(model=str(model_path), attention_backend="FLASH_ATTN", **HALF) as llm:
+        completions = complete(llm, prompts, num_new_tokens, logprobs=0)
+    return as_stock(model_path, prompts, num_new_tokens, completions)
+
+
+def assert_same_but_for_ties(stock: Stock, completions: list[Any]) -> None:
+    """Every token is the likeliest one behind those before it, or as good as; so is the first that differs."""
+    judged = judge_completions(stock.model_path, stock.prompts, completions)
+    wrong = wrong_tokens(judged, stock.tolerance)
+    assert not wrong, "\n".join([f"tolerance {stock.tolerance:.2e}", *wrong[:8]])
+    parted = first_differences(judged, stock.judged)
+    # Both sides chose among tokens that float32 holds for equally likely within the tolerance.
+    assert all(
+        min(side[index].leads[place] for side in (judged, stock.judged)) >= -stock.tolerance
+        for index, place in parted
+    )
+    ours, theirs = num_disputed(judged), num_disputed(stock.judged)
+    print(
+        f"{len(parted)} of {len(judged)} prompts part at a tie (tolerance {stock.tolerance:.1e}); float32 disputes"
+        f" {ours} tokens of ROSE, {theirs} of FLASH_ATTN"
+    )
+    assert ours <= 1.5 * theirs + 10
+
+
+@RUNNERS
+@pytest.mark.parametrize("manner", MANNERS)
+def test_200_prompts(
+    make_engine: MakeEngine,
+    stock: Stock,
+    monkeypatch: pytest.MonkeyPatch,
+    steps_in_python: list[Any],
+    runner: str,
+    manner: str,
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "V2")))
+    with make_engine(model=str(stock.model_path), **HALF, **MANNERS[manner]) as llm:
+        config = llm.llm_engine.vllm_config
+        assert config.scheduler_config.async_scheduling and config.use_v2_model_runner == (runner == "V2")
+        has_graphs = manner == "compiled"
+        # Runner V2 replays steps with prompts, too.
+        graphs = CUDAGraphMode.FULL if runner == "V2" else CUDAGraphMode.FULL_AND_PIECEWISE
+        mode = config.compilation_config.cudagraph_mode
+        assert mode == (graphs if has_graphs else CUDAGraphMode.NONE)
+        steps_in_python.clear()
+        completions = complete(llm, stock.prompts, stock.num_new_tokens)
+        if has_graphs and runner == "V2":
+            assert not steps_in_python
+        elif has_graphs:
+            assert steps_in_python and all(step.num_prefill_tokens for step in steps_in_python)
+        assert_same_but_for_ties(stock, completions)
+        again = complete(llm, stock.prompts, stock.num_new_tokens, logprobs=0)
+        assert_same_but_for_ties(stock, again)
+        judged = judge_completions(stock.model_path, stock.prompts, again)
+        mean_error = float(logprob_errors(judged, again).mean())
+        print(f"mean error of log-probabilities: ROSE {mean_error:.2e}, FLASH_ATTN {stock.mean_error:.2e}")
+        assert mean_error < 1.25 * stock.mean_error
+        manager = scheduler_of(llm).kv_cache_manager.manager
+        manager.check_integrity()
+        if config.cache_config.enable_prefix_caching:
+            assert min(manager.stats.partial_hits, manager.stats.clones) > 0, manager.stats
+        if manner == "eager, few blocks":
+            assert manager.stats.evictions > 0
+
+
+@RUNNERS
+@pytest.mark.parametrize("stock", ["Qwen3"], indirect=True)
+def test_drafts(make_engine: MakeEngine, stock: Stock, monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "V2")))
+    with make_engine(
+        model=str(stock.model_path), speculative_config=NGRAM, disable_log_stats=False, **HALF
+    ) as llm:
+        before = draft_counts(llm)
+        assert_same_but_for_ties(stock, complete(llm, stock.prompts, stock.num_new_tokens))
+        assert_drafts_were_kept_and_rejected(llm, before)
+        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
+
+
+@RUNNERS
+@pytest.mark.parametrize("stock", ["Llama"], indirect=True)
+def test_adapters(
+    make_engine: MakeEngine, stock: Stock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runner: str
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "V2")))
+    merged = write_random_adapter(stock.model_path, tmp_path)
+    adapter = LoRARequest("an adapter", 1, str(tmp_path))
+    options = {"model": str(stock.model_path), "enable_lora": True, "max_lora_rank": 8, **HALF}
+    requests = (stock.prompts, stock.num_new_tokens)
+    with make_engine(attention_backend="FLASH_ATTN", **options) as llm:
+        adapted_stock = as_stock(merged, *requests, complete(llm, *requests, logprobs=0, adapter=adapter))
+    with make_engine(**options) as llm:
+        assert_same_but_for_ties(stock, complete(llm, *requests))
+        # Nothing that was computed without the adapter is found with it.
+        assert_same_but_for_ties(adapted_stock, complete(llm, *requests, adapter=adapter))
+        assert_same_but_for_ties(stock, complete(llm, *requests))
+        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
+    assert len(first_differences(adapted_stock.judged, stock.judged)) > len(stock.prompts) / 2

@@ -1,0 +1,120 @@
+"""Randomly initialised checkpoints of the shapes that models in use have, small enough to start in seconds.
+
+Like those of ``tiny_checkpoint``, their weights are wide: one other token early in a prompt changes every third to
+second greedy token that follows it by hundreds of places. Stored in float16, so that both sides of a comparison in
+half precision have the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tests.support.tiny_checkpoint import write_random_gpt2_124m, write_tokenizer
+
+VOCAB_SIZE = 4096
+MAX_MODEL_LEN = 2048
+LORA_MODULES = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("down_proj",)}
+
+
+def write_random_llama(path: str | Path, seed: int = 0) -> Path:
+    """Write a checkpoint as Llama's: rotary positions, RMSNorm, 8 query heads of 64 on 2 K/V heads, 4 layers."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=MAX_MODEL_LEN,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        initializer_range=0.05,
+        tie_word_embeddings=False,
+    )
+    return _write(LlamaForCausalLM, config, Path(path), seed)
+
+
+def write_random_qwen3(path: str | Path, seed: int = 0) -> Path:
+    """Write a checkpoint as Qwen3's: queries and keys normed, 4 query heads of 128 on 2 K/V heads, 4 layers."""
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=MAX_MODEL_LEN,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+    )
+    return _write(Qwen3ForCausalLM, config, Path(path), seed)
+
+
+def write_random_gpt2_124m_half(path: str | Path) -> Path:
+    """Write a checkpoint with the shapes of GPT-2 124M."""
+    return write_random_gpt2_124m(path, dtype=torch.float16)
+
+
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "GPT-2": write_random_gpt2_124m_half,
+    "Llama": write_random_llama,
+    "Qwen3": write_random_qwen3,
+}
+
+
+def _write(
+    model_class: type[PreTrainedModel], config: LlamaConfig | Qwen3Config, path: Path, seed: int
+) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    end_of_text_id = write_tokenizer(path, vocab_size=VOCAB_SIZE, model_max_length=MAX_MODEL_LEN)
+    config.bos_token_id = config.eos_token_id = end_of_text_id
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config).eval()
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                # They start at 1, which would hide one that is forgotten or swapped.
+                parameter.data.normal_(1.0, 0.1)
+    model.generation_config.eos_token_id = end_of_text_id
+    model.half().save_pretrained(path)
+    return path
+
+
+def write_random_adapter(model_path: Path, path: Path, *, rank: int = 8, seed: int = 1) -> Path:
+    """Write a LoRA adapter for a checkpoint of this module, and below ``path / "merged"`` what the two make together.
+
+    Returns:
+        The folder of the merged checkpoint.
+    """
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    random = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for index, layer in enumerate(model.model.layers):
+        for part, names in LORA_MODULES.items():
+            for name in names:
+                weight = getattr(getattr(layer, part), name).weight
+                down = (0.1 * torch.randn(rank, weight.shape[1], generator=random)).half()
+                up = (0.1 * torch.randn(weight.shape[0], rank, generator=random)).half()
+                stem = f"base_model.model.model.layers.{index}.{part}.{name}"
+                tensors[f"{stem}.lora_A.weight"], tensors[f"{stem}.lora_B.weight"] = down, up
+                # Scaled by alpha / rank.
+                weight.data += up.float() @ down.float()
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    modules = [name for names in LORA_MODULES.values() for name in names]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    model.save_pretrained(path / "merged")
+    return path / "merged"
