@@ -5,8 +5,8 @@
 Each engine lives in a process of its own together with its callers, without HTTP in between. First all requests are
 sent at once: what an engine completes a second is its capacity. Then requests arrive at random
 
-    same load    at --share of the smallest capacity, at the same moments for every engine
-    own load     at --share of each engine's own capacity
+    same load    at --share of the smallest capacity, or at --rate, at the same moments for every engine
+    own load     at --share of each engine's own capacity; where that is the same load, its turns count for both
 
 and the engines take turns. Figures have the names of ``vllm bench serve``: TTFT is the time to the first token from
 when a request was due, ITL the gap between two pieces of an answer, TPOT the time per token behind the first one, E2EL
@@ -52,7 +52,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--share", type=float, default=0.5, help="load over capacity (default: %(default)s)")
-    parser.add_argument("--requests", type=int, metavar="N", help="of each turn (default: 1024)")
+    parser.add_argument("--rate", type=float, help="requests a second of the same load (default: by --share)")
+    parser.add_argument("--requests", type=int, metavar="N", help="of each turn (default: 384)")
     parser.add_argument("--input-len", type=int, nargs=2, metavar=("LOW", "HIGH"), help="default: 16 512")
     parser.add_argument("--output-len", type=int, nargs=2, metavar=("LOW", "HIGH"), help="default: 16 256")
     parser.add_argument("--mode", choices=list(MODES), default="greedy")
@@ -64,7 +65,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     set_defaults(options)
     if options.requests is None:
-        options.requests = 12 if options.quick else 1024
+        options.requests = 12 if options.quick else 384
     options.input_len = tuple(options.input_len or ((4, 16) if options.quick else (16, 512)))
     options.output_len = tuple(options.output_len or ((4, 8) if options.quick else (16, 256)))
     if options.requests < 2:
@@ -73,6 +74,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--repeats: got {options.repeats}, at least 1")
     if not 0.0 < options.share <= 1.0:
         parser.error(f"--share: got {options.share}, allowed is more than 0 and at most 1")
+    if options.rate is not None and not 0.0 < options.rate < float("inf"):
+        parser.error(f"--rate: got {options.rate}, allowed is more than 0")
     for name in ("input_len", "output_len"):
         low, high = getattr(options, name)
         if not 1 <= low <= high:
@@ -128,6 +131,9 @@ class Contest:
         names.rotate(-self._num_turns)
         for name in list(names):
             rate = None if scene == CAPACITY else self.rates[scene][name]
+            if scene == OWN_LOAD and rate == self.rates[SAME_LOAD][name]:
+                self.runs.setdefault((scene, name), []).append(self.runs[SAME_LOAD, name][-1])
+                continue
             try:
                 figures = self._pool.workers[name].ask("serve", workload=workload, rate=rate)
             except WorkerError as error:
@@ -140,10 +146,10 @@ class Contest:
             name: spread([run["request_throughput"] for run in self.runs[CAPACITY, name]])["median"]
             for name in self._pool.workers
         }
-        smallest = min(capacity.values())
+        same_load = self._options.rate or self._options.share * min(capacity.values())
         for name, value in capacity.items():
             self.rates[OWN_LOAD][name] = self._options.share * value
-            self.rates[SAME_LOAD][name] = self._options.share * smallest
+            self.rates[SAME_LOAD][name] = same_load
 
     def _workload(self, seed: int) -> Workload:
         options = self._options
@@ -182,7 +188,17 @@ def run(options: argparse.Namespace, model: str, facts: ModelFacts) -> dict[str,
             contest.warm_up()
         contest.run(deadline)
     rows = rows_of(contest)
-    settings = ("dtype", "max_num_seqs", "share", "requests", "input_len", "output_len", "mode", "quick")
+    settings = (
+        "dtype",
+        "max_num_seqs",
+        "share",
+        "rate",
+        "requests",
+        "input_len",
+        "output_len",
+        "mode",
+        "quick",
+    )
     return {
         "benchmark": "arrivals",
         **run_facts(),

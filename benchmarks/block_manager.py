@@ -5,7 +5,7 @@
 Three sides, alternated: Rose's BlockManager as its own engine calls it (rose_core), the same behind the interface of
 vLLM's KVCacheManager (rose_in_vllm), and vLLM's KVCacheManager (stock). Figures are medians with 10th and 90th
 percentile; times of decode steps are for all rows together unless they say "per row". Rose's invariants are recounted
-after the decode scenes, so a fast wrong answer fails. benchmarks/plot_block_manager.py draws the JSON file's curves.
+after the decode scenes, so a fast wrong answer fails. `python -m benchmarks.report` draws the curves.
 """
 
 from __future__ import annotations

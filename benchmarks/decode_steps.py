@@ -1,6 +1,6 @@
 """Time decode steps of the standalone engine, and an offline run of long prompts.
 
-    python -m benchmarks.decode_steps [--model DIR] [--batches 1 8 32 128 256] [--json FILE]
+    python -m benchmarks.decode_steps [--model DIR] [--batches 1 8 32 128 256] [--json FILE] [--quick]
 
 A step is wall time of the whole engine, scheduling and texts included: 16-token prompts, 256 new tokens, so the context
 grows from 16 to 272. Offline: 256 prompts of 512 tokens, 128 new tokens each. Medians of ``--repeats`` runs. Without
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +23,29 @@ from rich.table import Table
 
 from benchmarks.support.checkpoint import checkpoint
 from benchmarks.support.compare_report import MAX_OFFLINE_S, MAX_SAMPLING_SHARE, STEP_LIMITS_MS
-from benchmarks.support.decode_runs import time_decoding
+from benchmarks.support.decode_runs import NEW_TOKENS, QUICK_NEW_TOKENS, time_decoding
 from benchmarks.support.report import bar, run_facts, write_json
+from benchmarks.support.serving_report import QUICK_MODEL
 from benchmarks.support.timing import no_garbage_collection
 from benchmarks.support.workload import MODES, random_prompts
 from rose_backend import LLM, SamplingParams
 from rose_backend.config import EngineConfig
 
 MAX_HOST_US = 150.0
+OFFLINE = (256, 512, 128)
+QUICK_OFFLINE = (4, 32, 8)
+"""Prompts, their length, new tokens of each."""
 
 
-def measure_steps(llm: LLM, batches: list[int], repeats: int) -> list[dict[str, Any]]:
+def measure_steps(llm: LLM, batches: list[int], repeats: int, max_tokens: int) -> list[dict[str, Any]]:
     """Return one row per batch size and mode."""
     rows = []
     for batch in batches:
         for mode in MODES:
-            runs = [time_decoding(llm, batch, mode, seed=repeat) for repeat in range(repeats + 1)][1:]
+            runs = [
+                time_decoding(llm, batch, mode, seed=repeat, max_tokens=max_tokens)
+                for repeat in range(repeats + 1)
+            ][1:]
             rows.append(
                 {
                     "batch": batch,
@@ -49,13 +58,17 @@ def measure_steps(llm: LLM, batches: list[int], repeats: int) -> list[dict[str, 
     return rows
 
 
-def measure_offline(llm: LLM, mode: str, repeats: int) -> float:
-    """Return seconds for 256 prompts of 512 tokens, 128 new tokens each."""
+def measure_offline(llm: LLM, mode: str, repeats: int, sizes: tuple[int, int, int]) -> float:
+    """Return seconds for all prompts of ``sizes``: their number, their length, new tokens of each."""
+    count, input_len, output_len = sizes
     vocab_size = llm.core._runner._model.config.vocab_size
     seconds = []
     for repeat in range(repeats + 1):
-        prompts = random_prompts(256, 512, vocab_size, seed=100 + repeat)
-        params = [SamplingParams(max_tokens=128, ignore_eos=True, seed=i, **MODES[mode]) for i in range(256)]
+        prompts = random_prompts(count, input_len, vocab_size, seed=100 + repeat)
+        params = [
+            SamplingParams(max_tokens=output_len, ignore_eos=True, seed=i, **MODES[mode])
+            for i in range(count)
+        ]
         start = time.perf_counter()
         llm.generate(prompts, params)
         seconds.append(time.perf_counter() - start)
@@ -79,7 +92,12 @@ def judge(rows: list[dict[str, Any]], offline: dict[str, float]) -> list[dict[st
     return bars
 
 
-def print_report(rows: list[dict[str, Any]], offline: dict[str, float], bars: list[dict[str, Any]]) -> None:
+def print_report(
+    rows: list[dict[str, Any]],
+    offline: dict[str, float],
+    sizes: tuple[int, int, int],
+    bars: list[dict[str, Any]],
+) -> None:
     """Print everything for people."""
     table = Table(title="decode steps")
     for name in ("requests", "mode", "step ms", "fastest", "host us"):
@@ -90,7 +108,7 @@ def print_report(rows: list[dict[str, Any]], offline: dict[str, float], bars: li
     console = Console(width=100)
     console.print(table)
     for mode, seconds in offline.items():
-        console.print(f"offline, {mode}: {seconds:.3f} s, {256 * 128 / seconds:,.0f} output tok/s")
+        console.print(f"offline, {mode}: {seconds:.3f} s, {sizes[0] * sizes[2] / seconds:,.0f} output tok/s")
     for goal in bars:
         verdict = "met" if goal["met"] else "MISSED"
         console.print(
@@ -98,47 +116,70 @@ def print_report(rows: list[dict[str, Any]], offline: dict[str, float], bars: li
         )
 
 
-def main() -> int:
-    """Measure, print, write."""
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options, or exit with what is wrong with them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="checkpoint; default: random weights, GPT-2 124M's shapes")
-    parser.add_argument("--dtype", default="float16")
-    parser.add_argument("--batches", type=int, nargs="+", default=list(STEP_LIMITS_MS))
+    parser.add_argument("--dtype", help="default: float16, on a CPU float32")
+    parser.add_argument("--batches", type=int, nargs="+", help=f"default: {list(STEP_LIMITS_MS)}")
     parser.add_argument("--repeats", type=int, default=3, help="runs that count, after one that does not")
     parser.add_argument("--off", nargs="*", default=[], help="switches to turn off, such as cuda_graph")
     parser.add_argument("--run-ahead", type=int, default=None)
     parser.add_argument("--max-num-batched-tokens", type=int, default=EngineConfig.max_num_batched_tokens)
     parser.add_argument("--no-offline", action="store_true")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    options: dict[str, Any] = dict.fromkeys(args.off, False)
-    options |= {"run_ahead": args.run_ahead, "max_num_batched_tokens": args.max_num_batched_tokens}
-    with checkpoint(args.model) as model:
-        start = time.perf_counter()
-        with LLM(model, dtype=args.dtype, max_num_seqs=max(256, *args.batches), **options) as llm:
-            start_up_s = time.perf_counter() - start
-            print(f"start-up {start_up_s:.1f} s; {llm.core.parts}; run_ahead {llm.core._pipeline._depth}")
-            with no_garbage_collection(), torch.inference_mode():
-                rows = measure_steps(llm, args.batches, args.repeats)
-                offline = {}
-                if not args.no_offline:
-                    offline = {mode: measure_offline(llm, mode, args.repeats) for mode in MODES}
-            llm.core.check_integrity()
-    bars = judge(rows, offline)
-    print_report(rows, offline, bars)
-    if args.json is not None:
-        report = {
-            "run": run_facts(),
-            "start_up_s": start_up_s,
-            "steps": rows,
-            "offline_s": offline,
-            "bars": bars,
-        }
-        write_json(args.json, report)
+    parser.add_argument("--quick", action="store_true", help=f"a few seconds, small sizes on {QUICK_MODEL}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE, too")
+    options = parser.parse_args(arguments)
+    options.dtype = options.dtype or ("float16" if torch.cuda.is_available() else "float32")
+    options.batches = options.batches or ([1, 4] if options.quick else list(STEP_LIMITS_MS))
+    options.model = options.model or (QUICK_MODEL if options.quick else None)
+    for name in ("batches", "repeats"):
+        value = getattr(options, name)
+        if min(value if isinstance(value, list) else [value]) < 1:
+            parser.error(f"--{name}: got {value}, at least 1")
+    return options
+
+
+def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
+    """Make the engine, measure, and return the report."""
+    engine: dict[str, Any] = dict.fromkeys(options.off, False)
+    engine |= {"run_ahead": options.run_ahead, "max_num_batched_tokens": options.max_num_batched_tokens}
+    sizes, max_tokens = (QUICK_OFFLINE, QUICK_NEW_TOKENS) if options.quick else (OFFLINE, NEW_TOKENS)
+    max_num_seqs = max(4 if options.quick else 256, *options.batches)
+    start = time.perf_counter()
+    with LLM(model, dtype=options.dtype, max_num_seqs=max_num_seqs, **engine) as llm:
+        start_up_s = time.perf_counter() - start
+        print(f"start-up {start_up_s:.1f} s; {llm.core.parts}; run_ahead {llm.core._pipeline._depth}")
+        with no_garbage_collection(), torch.inference_mode():
+            rows = measure_steps(llm, options.batches, options.repeats, max_tokens)
+            offline = {}
+            if not options.no_offline:
+                offline = {mode: measure_offline(llm, mode, options.repeats, sizes) for mode in MODES}
+        llm.core.check_integrity()
+    return {
+        "benchmark": "decode_steps",
+        **run_facts(),
+        "start_up_s": start_up_s,
+        "steps": rows,
+        "offline": {"sizes": sizes, "seconds": offline},
+        # They are for GPT-2 124M on one H200.
+        "bars": [] if options.quick else judge(rows, offline),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    options = parse_options(arguments)
+    with checkpoint(options.model) as model:
+        report = measure(options, model)
+    offline = report["offline"]
+    print_report(report["steps"], offline["seconds"], offline["sizes"], report["bars"])
+    if options.json is not None:
+        write_json(options.json, report)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -7,6 +7,7 @@ about to write its next token into it. Per row: batch size; microseconds, median
 
     loop          one Python loop over requests and layers: allocate, copy, append, free one by one
     loop_filled   the same, copying only the tokens that the shared block holds
+    batched_torch BlockManager plans, torch copies (index_select, index_copy_), kernels.write_kv appends
     batched       rose_backend: BlockManager plans, kernels.block_clone copies, kernels.write_kv appends
 
 in parts: bookkeeping, copy, append, free. Before anything is timed each variant runs once on random data: the base must
@@ -40,6 +41,7 @@ from benchmarks.support.timing import Samples, alternate, no_garbage_collection,
 VARIANTS: dict[str, Callable[[CloneCase, torch.Tensor], Any]] = {
     "loop": LoopedClone,
     "loop_filled": lambda case, cache: LoopedClone(case, cache, filled_only=True),
+    "batched_torch": lambda case, cache: BatchedClone(case, cache, torch_copy=True),
     "batched": BatchedClone,
 }
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -155,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rows": rows,
     }
     title = f"Copy-on-write, {options.dtype} on {facts['machine']['device']}, {shape}, us: median (p10 - p90)"
-    print_rows(Console(), rows, title)
+    print_rows(Console(width=140), rows, title)
     for loss in report["losses"]:
         print(
             f"batch {loss['batch']}: {loss['variant']} {loss['us']:,.0f} us, batched {loss['batched_us']:,.0f} us"

@@ -1,27 +1,28 @@
 """Replay a chat trace to several servers with one client, and compare what users would see.
 
-    python -m benchmarks.online_compare [--backends rose rose-in-vllm vllm sglang] [--scales 0.4 0.8 1.6] [--json FILE]
-                                        [--trace qwen_traceA_blksz_16.jsonl] [--quick]
+    python -m benchmarks.online_compare [--backends rose rose-in-vllm vllm sglang] [--scales 0.006 0.012 0.025 0.05]
+                                        [--trace qwen_traceA_blksz_16.jsonl] [--json FILE] [--quick]
 
 Servers are started as users start them (rose serve, vllm serve, SGLang's launch_server), live side by side with KV
 caches of the same number of tokens, and take turns. --scales MULTIPLIES the times at which requests are sent: a smaller
 scale is more load. Without --trace, requests are made up with the published statistics of that trace. All lengths are
 multiplied by --length-scale, and requests that do not fit the model's window even so are left out and counted: both are
 part of the result, with the lengths that came out of it. Prompts share prefixes as those of the trace do, within one
-turn only.
+turn only. A small model answers a chat of these lengths in a tenth of a second, so that it takes far more than the
+trace's own load to keep a GPU busy.
 
 Figures have the names of ``vllm bench serve``, times count from when a request was due. End-of-text is ignored; a
-server that makes fewer tokens than it was asked for has failed that request. benchmarks/plot_online.py draws the
+server that makes fewer tokens than it was asked for has failed that request. `python -m benchmarks.report` draws the
 result.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from benchmarks.support.checkpoint import ModelFacts, checkpoint, model_facts
 from benchmarks.support.compare_options import (
@@ -38,14 +38,24 @@ from benchmarks.support.compare_options import (
     environment,
     set_defaults,
 )
+from benchmarks.support.http_client import ClientProcesses, Load
+from benchmarks.support.online_report import losses, print_online
 from benchmarks.support.report import run_facts, write_json
-from benchmarks.support.servers import Client, Server, ServerError, client_session
-from benchmarks.support.streaming import METRICS, PERCENTILES, Timeline, play, summary
-from benchmarks.support.trace import TraceRequest, fitted, read_trace, statistics, synthetic_trace
+from benchmarks.support.servers import Server, Servers
+from benchmarks.support.streaming import summary
+from benchmarks.support.trace import (
+    HASHED_TOKENS,
+    TraceRequest,
+    fitted,
+    read_trace,
+    statistics,
+    synthetic_trace,
+)
+from benchmarks.support.workload import MODES
 
 BACKENDS = ("rose", "rose-in-vllm", "vllm", "sglang")
-GREEDY = {"temperature": 0.0}
-WARM_UP_REQUESTS = 32
+SCALES = [0.006, 0.012, 0.025, 0.05]
+WARM_UP_REQUESTS = 256
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -53,165 +63,182 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="default: a made-up one")
-    parser.add_argument("--requests", type=int, metavar="N", help="of the trace (default: 1000)")
-    parser.add_argument(
-        "--scales", type=float, nargs="+", metavar="S", help="of sending times (default: 0.4 0.6 0.8 1.6)"
+    group = parser.add_argument_group("trace")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="default: a made-up one")
+    group.add_argument("--timed-trace-chunk-hash-size", type=int, default=HASHED_TOKENS, metavar="TOKENS",
+                       help="tokens behind a hash id of FILE (default: %(default)s)")  # fmt: skip
+    group.add_argument("--timed-trace-sec-multiplier", type=float, default=1.0, metavar="S",
+                       help="seconds per unit of FILE's timestamps (default: %(default)s)")  # fmt: skip
+    group.add_argument("--requests", type=int, metavar="N", help="that are replayed (default: 1000)")
+    group.add_argument(
+        "--scales", type=float, nargs="+", metavar="S", help=f"of sending times (default: {SCALES})"
     )
-    parser.add_argument("--length-scale", type=float, default=0.1, help="of lengths (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=1, help="turns at each scale (default: %(default)s)")
+    group.add_argument("--length-scale", type=float, default=0.1, help="of lengths (default: %(default)s)")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES),
+                        help="how tokens are drawn (default: all)")  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=3, help="turns at each scale (default: %(default)s)")
+    parser.add_argument(
+        "--max-seconds", type=float, help="begin no other turn after this time, and report what is there"
+    )
+    parser.add_argument("--clients", type=int, help="processes of the client (default: 4)")
     add_engine_options(parser, BACKENDS)
     options = parser.parse_args(arguments)
     set_defaults(options)
-    if options.requests is None:
-        options.requests = 8 if options.quick else 1000
-    options.scales = options.scales or ([0.05] if options.quick else [0.4, 0.6, 0.8, 1.6])
-    for name in ("requests", "repeats"):
+    quick = options.quick
+    options.requests = (8 if quick else 1000) if options.requests is None else options.requests
+    options.clients = (1 if quick else 4) if options.clients is None else options.clients
+    options.scales = options.scales or ([0.05] if quick else SCALES)
+    for name in ("requests", "repeats", "clients", "timed_trace_chunk_hash_size"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name}: got {getattr(options, name)}, at least 1")
-    if options.length_scale <= 0:
-        parser.error(f"--length-scale: got {options.length_scale}, has to be above 0")
+            parser.error(f"--{name.replace('_', '-')}: got {getattr(options, name)}, at least 1")
+    for name in ("length_scale", "timed_trace_sec_multiplier"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')}: got {getattr(options, name)}, has to be above 0")
     if min(options.scales) <= 0:
         parser.error(f"--scales: got {options.scales}, each has to be above 0")
     return options
 
 
-class Servers:
-    """Servers by name; those that do not start are left out and named in ``failed``."""
+class Contest:
+    """Servers that are sent the same trace in turns."""
 
-    def __init__(self, options: argparse.Namespace, model: str, facts: ModelFacts, logs: Path) -> None:
-        logs.mkdir(parents=True, exist_ok=True)
-        self.running: dict[str, Server] = {}
-        self.failed: dict[str, str] = {}
-        for backend in options.backends:
-            self.running[backend] = Server(
-                backend,
-                engine_options(options, backend, model, facts, []),
-                log=logs / f"server_{backend}.log",
-                **environment(options, backend),
-            )
+    def __init__(
+        self, servers: Servers, trace: Sequence[TraceRequest], vocab_size: int, options: argparse.Namespace
+    ) -> None:
+        self._servers, self._trace, self._vocab_size, self._options = (
+            servers.running,
+            trace,
+            vocab_size,
+            options,
+        )
+        self._clients = ClientProcesses(options.clients)
+        self.rows: list[dict[str, Any]] = []
+        self.turns_left_out = 0
 
-    def wait_until_ready(self) -> None:
-        """Drop what does not start."""
-        for name, server in list(self.running.items()):
-            try:
-                server.wait_until_ready()
-            except ServerError as error:
-                self.failed[name] = str(error)
-                self.running.pop(name).stop()
+    def _load(self, server: Server, prompts: list[list[int]], mode: str, scale: float) -> Load:
+        output_lens = [request.output_length for request in self._trace[: len(prompts)]]
+        due = [request.timestamp * scale for request in self._trace[: len(prompts)]]
+        return Load(server.url, server.model, MODES[mode], prompts, output_lens, due)
 
-    def stop(self) -> None:
-        """End all of them."""
-        for server in self.running.values():
-            server.stop()
+    def _prompts(self, salt: int, count: int | None = None) -> list[list[int]]:
+        return [request.prompt(self._vocab_size, salt) for request in self._trace[:count]]
+
+    def warm_up(self) -> None:
+        """Let all servers compile what they need, at the same time: many requests at once in each mode."""
+        for mode in self._options.modes:
+            prompts = self._prompts(0, WARM_UP_REQUESTS)
+            loads = [self._load(server, prompts, mode, 0.0) for server in self._servers.values()]
+            for part in [self._clients.send_whole(load, index) for index, load in enumerate(loads)]:
+                part.result()
+
+    def run(self, deadline: float) -> None:
+        """Fill ``rows`` and ``turns_left_out``; ``deadline`` is in ``time.monotonic``'s seconds."""
+        options = self._options
+        turns = [
+            (repeat, mode, scale)
+            for repeat in range(options.repeats)
+            for scale in sorted(options.scales)
+            for mode in options.modes
+        ]
+        columns = (
+            TextColumn("{task.description:48}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            task = progress.add_task("", total=len(turns) * len(self._servers))
+            for index, (repeat, mode, scale) in enumerate(turns):
+                if time.monotonic() > deadline:
+                    self.turns_left_out = len(turns) - index
+                    return
+                prompts = self._prompts(index + 1)
+                names = deque(self._servers)
+                names.rotate(-index)
+                for name in names:
+                    progress.update(task, description=f"{name}, {mode}, scale {scale:g}")
+                    figures = self._turn(self._servers[name], prompts, mode, scale)
+                    self.rows.append(
+                        {"backend": name, "mode": mode, "scale": scale, "repeat": repeat, **figures}
+                    )
+                    progress.advance(task)
+
+    def _turn(self, server: Server, prompts: list[list[int]], mode: str, scale: float) -> dict[str, Any]:
+        replay = self._clients.send(self._load(server, prompts, mode, scale))
+        errors = [timeline.error for timeline in replay.timelines if timeline.error]
+        pieces = sum(len(timeline.arrivals) for timeline in replay.timelines)
+        return {
+            **summary(replay.timelines, replay.duration),
+            "pieces": pieces,
+            "client_busy": replay.client_busy,
+            "client_late_s": replay.client_late_s,
+            "errors": errors[:10],
+        }
+
+    def close(self) -> None:
+        """End the client's processes."""
+        self._clients.close()
 
 
-async def replay(
-    server: Server, trace: Sequence[TraceRequest], vocab_size: int, *, scale: float, salt: int
-) -> tuple[list[Timeline], float]:
-    """Send a trace to one server; return what came, and seconds from the start to the last token.
-
-    Args:
-        scale: factor of sending times.
-        salt: prompts of another one have other tokens.
-    """
-    prompts = [request.prompt(vocab_size, salt) for request in trace]
-    output_lens = [request.output_length for request in trace]
-    due = [request.timestamp * scale for request in trace]
-    async with client_session() as session:
-        client = Client(session, server.url, server.model, GREEDY)
-        return await play(client.send, prompts, output_lens, due)
-
-
-def measure(
-    servers: Servers, trace: Sequence[TraceRequest], vocab_size: int, options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Return one row per turn."""
-    for server in servers.running.values():
-        asyncio.run(replay(server, trace[:WARM_UP_REQUESTS], vocab_size, scale=0.0, salt=0))
-    rows = []
-    turns = [(repeat, scale) for repeat in range(options.repeats) for scale in options.scales]
-    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=len(turns) * len(servers.running))
-        for salt, (repeat, scale) in enumerate(turns, 1):
-            for backend, server in servers.running.items():
-                progress.update(task, description=f"{backend}, scale {scale:g}")
-                timelines, duration = asyncio.run(replay(server, trace, vocab_size, scale=scale, salt=salt))
-                errors = [timeline.error for timeline in timelines if timeline.error]
-                rows.append(
-                    {
-                        "backend": backend,
-                        "scale": scale,
-                        "repeat": repeat,
-                        **summary(timelines, duration),
-                        "errors": errors[:10],
-                    }
-                )
-                progress.advance(task)
-    return rows
-
-
-def print_rows(console: Console, report: dict[str, Any]) -> None:
-    """Print one line per turn, and who is not in it."""
-    trace = report["trace"]
-    table = Table(
-        title=f"{report['device']}, {trace['num_requests']} requests of {trace['source']}, milliseconds"
+def read_requests(options: argparse.Namespace, max_model_len: int) -> tuple[list[TraceRequest], int, str]:
+    """Return requests that fit the window, how many did not, and where they are from."""
+    if options.trace is None:
+        # Twice as many, because some will not fit.
+        source, trace = "a made-up trace", iter(synthetic_trace(2 * options.requests))
+    else:
+        source = options.trace.name
+        trace = read_trace(
+            options.trace,
+            hashed_tokens=options.timed_trace_chunk_hash_size,
+            sec_multiplier=options.timed_trace_sec_multiplier,
+        )
+    fitting, num_left_out = fitted(
+        trace, options.requests, length_scale=options.length_scale, max_model_len=max_model_len
     )
-    table.add_column("scale", justify="right")
-    table.add_column("backend")
-    percentiles = "/".join(f"p{share}" for share in PERCENTILES)
-    for name in ("failed", "output tok/s", *(f"{metric.upper()} {percentiles}" for metric in METRICS)):
-        table.add_column(name, justify="right")
-    for row in sorted(report["rows"], key=lambda row: row["scale"]):
-        cells = (" / ".join(f"{row[f'p{p}_{metric}_ms']:.2f}" for p in PERCENTILES) for metric in METRICS)
-        speed = f"{row['output_throughput']:,.0f}"
-        table.add_row(f"{row['scale']:g}", row["backend"], str(row["failed"]), speed, *cells)
-    console.print(table)
-    for row in report["rows"]:
-        for error in row["errors"][:1]:
-            console.print(f"{row['backend']}, scale {row['scale']:g}: {error}", markup=False)
-    for name, why in report["failed"].items():
-        console.print(f"failed: {name}: {why}", markup=False)
+    return fitting, num_left_out, source
 
 
 def run(options: argparse.Namespace, model: str, facts: ModelFacts, logs: Path) -> dict[str, Any]:
     """Start the servers, let them take turns, and return the report."""
-    source = "a made-up trace" if options.trace is None else options.trace.name
-    trace = (
-        synthetic_trace(options.requests)
-        if options.trace is None
-        else read_trace(options.trace, options.requests)
-    )
-    window = facts.max_model_len
-    fitting, num_left_out = fitted(trace, length_scale=options.length_scale, max_model_len=window)
-    servers = Servers(options, model, facts, logs)
     start = time.monotonic()
+    trace, num_left_out, source = read_requests(options, facts.max_model_len)
+    servers = Servers(logs)
+    for backend in options.backends:
+        arguments = engine_options(options, backend, model, facts, [])
+        servers.add(backend, arguments, **environment(options, backend))
+    contest = Contest(servers, trace, facts.vocab_size, options)
     try:
         with Console(stderr=True).status("starting servers"):
             servers.wait_until_ready()
-        start_up_s = time.monotonic() - start
-        rows = measure(servers, fitting, facts.vocab_size, options)
+            start_up_s = time.monotonic() - start
+            contest.warm_up()
+        contest.run(start + (options.max_seconds or float("inf")))
     finally:
+        contest.close()
         servers.stop()
+    settings = ("dtype", "max_num_seqs", "repeats", "clients", "quick")
     return {
         "benchmark": "online_compare",
         **run_facts(),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "settings": {
             "model": options.model_name,
-            **{name: getattr(options, name) for name in ("dtype", "max_num_seqs", "repeats", "quick")},
+            **{name: getattr(options, name) for name in settings},
             "scale": "sending times are multiplied by it: smaller is more load",
         },
         "trace": {
             "source": source,
             "length_scale": options.length_scale,
+            "max_model_len": facts.max_model_len,
             "num_left_out": num_left_out,
-            **statistics(fitting),
+            **statistics(trace),
         },
         "start_up_s": start_up_s,
+        "backends": servers.versions,
         "failed": servers.failed,
-        "rows": rows,
+        "turns_left_out": contest.turns_left_out,
+        "losses": losses(contest.rows),
+        "rows": contest.rows,
     }
 
 
@@ -220,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
     with checkpoint(options.model) as model, tempfile.TemporaryDirectory() as folder:
         report = run(options, model, model_facts(model), options.logs or Path(folder))
-    print_rows(Console(width=160), report)
+    print_online(Console(width=200), report)
     if options.json:
         write_json(options.json, report)
     return int(bool(report["failed"]) or not report["rows"] or any(row["failed"] for row in report["rows"]))

@@ -1,16 +1,20 @@
 """Show where a decode step of the standalone engine goes: launches, time per kernel, gaps, bytes, the host's share.
 
-    python -m benchmarks.step_profile [--model DIR] [--batches 1 32 256] [--mode greedy] [--json FILE]
+    python -m benchmarks.step_profile [--model DIR] [--batches 1 32 256] [--mode greedy] [--json FILE] [--quick]
 
 For each batch size the engine decodes 128 tokens behind 16-token prompts. Then its captured step is replayed alone:
 wall time per step, and under torch's profiler the time of each kernel. The floor is the bytes that a step has to read
-once (weights, head, keys and values) at the speed of a large copy on the same device.
+once (weights, head, keys and values) at the speed of a large copy on the same device. On a CPU nothing is captured, and
+torch's operations stand for kernels.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +24,49 @@ from rich.table import Table
 
 from benchmarks.kernel_cases.timing import copy_bandwidth
 from benchmarks.support.checkpoint import checkpoint
-from benchmarks.support.decode_runs import start_decoding, time_decoding
+from benchmarks.support.decode_runs import NEW_TOKENS, QUICK_NEW_TOKENS, start_decoding, time_decoding
 from benchmarks.support.report import run_facts, write_json
+from benchmarks.support.serving_report import QUICK_MODEL
 from benchmarks.support.workload import MODES
 from rose_backend import LLM
 
-REPLAYS = 20
-CONTEXT_STEPS = 128
+GPU_REPLAYS, CPU_REPLAYS = 20, 4
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options, or exit with what is wrong with them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="checkpoint; default: random weights, GPT-2 124M's shapes")
+    parser.add_argument("--dtype", help="default: float16, on a CPU float32")
+    parser.add_argument("--batches", type=int, nargs="+", help="default: 1 32 256")
+    parser.add_argument("--mode", choices=list(MODES), default="greedy")
+    parser.add_argument("--quick", action="store_true", help=f"a few seconds, small sizes on {QUICK_MODEL}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE, too")
+    options = parser.parse_args(arguments)
+    options.dtype = options.dtype or ("float16" if torch.cuda.is_available() else "float32")
+    options.batches = options.batches or ([1, 4] if options.quick else [1, 32, 256])
+    options.model = options.model or (QUICK_MODEL if options.quick else None)
+    if min(options.batches) < 1:
+        parser.error(f"--batches: got {options.batches}, each has to be at least 1")
+    return options
+
+
+def copy_speed() -> float:
+    """Return bytes read and written per second by a large copy on the device of the engine."""
+    if torch.cuda.is_available():
+        return copy_bandwidth()
+    source = torch.zeros(1 << 26, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    seconds = min(_seconds(lambda: target.copy_(source)) for _ in range(5))
+    return 2 * source.nbytes / seconds
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
 
 
 def step_bytes(llm: LLM, num_tokens: int) -> int:
@@ -40,11 +80,11 @@ def step_bytes(llm: LLM, num_tokens: int) -> int:
     return int(num_bytes + num_tokens * token_bytes)
 
 
-def profile(llm: LLM, batch: int, mode: str, copy: float) -> dict[str, Any]:
-    """Return everything about steps of ``batch`` requests."""
+def profile(llm: LLM, batch: int, mode: str, copy: float, max_tokens: int) -> dict[str, Any]:
+    """Return everything about steps of ``batch`` requests, half-way to ``max_tokens`` new ones each."""
     core = llm.core
-    start_decoding(llm, batch, mode, seed=7)
-    target = core.stats.generated_tokens + CONTEXT_STEPS * batch
+    start_decoding(llm, batch, mode, seed=7, max_tokens=max_tokens)
+    target = core.stats.generated_tokens + max_tokens // 2 * batch
     while core.stats.generated_tokens < target:
         core.step()
     decoder = core._runner.decoder
@@ -54,7 +94,7 @@ def profile(llm: LLM, batch: int, mode: str, copy: float) -> dict[str, Any]:
         kernels, wall_us = _replay(decoder, width)
     while core.num_unfinished:
         core.step()
-    run = time_decoding(llm, batch, mode, seed=8)
+    run = time_decoding(llm, batch, mode, seed=8, max_tokens=max_tokens)
     floor_us = step_bytes(llm, num_tokens) / copy * 1e6
     busy_us = sum(kernel["us"] for kernel in kernels)
     return {
@@ -73,45 +113,51 @@ def profile(llm: LLM, batch: int, mode: str, copy: float) -> dict[str, Any]:
 
 def _replay(decoder: Any, width: int) -> tuple[list[dict[str, Any]], float]:
     """Replay the step from where it stands; return kernels per step, longest first, and wall time per step in us."""
-    buffers = decoder.buffers
-    torch.cuda.synchronize()
-    # A step that was not read yet still has its tokens in the history.
-    changing = (buffers.tokens, buffers._longs, buffers._words, buffers.step_index, buffers.history)
-    kept = [(tensor, tensor.clone()) for tensor in changing]
+    on_gpu = torch.cuda.is_available()
+    num_replays = GPU_REPLAYS if on_gpu else CPU_REPLAYS
+    wait = torch.cuda.synchronize if on_gpu else (lambda: None)
+    # A step that was not read yet still has its tokens in these.
+    kept = [(t, t.clone()) for t in vars(decoder.buffers).values() if isinstance(t, torch.Tensor)]
 
     def rewind() -> None:
         for tensor, values in kept:
             tensor.copy_(values)
-        torch.cuda.synchronize()
+        wait()
+
+    def replay() -> None:
+        for _ in range(num_replays):
+            decoder._run(width)
+        wait()
 
     times = []
     for _ in range(5):
         rewind()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(REPLAYS):
-            decoder._run(width)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / REPLAYS * 1e3)
+        times.append(_seconds(replay) / num_replays * 1e6)
     rewind()
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(REPLAYS):
-            decoder._run(width)
-        torch.cuda.synchronize()
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        replay()
     rewind()
+    found = _kernels_of_gpu(profiler) if on_gpu else _operations(profiler)
+    kernels = [
+        {"name": name, "launches": launches / num_replays, "us": us / num_replays}
+        for name, (launches, us) in sorted(found.items(), key=lambda item: -item[1][1])
+    ]
+    return kernels, min(times)
+
+
+def _kernels_of_gpu(profiler: Any) -> dict[str, tuple[int, float]]:
     launches: Counter[str] = Counter()
     microseconds: Counter[str] = Counter()
     for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             launches[event.name] += 1
             microseconds[event.name] += event.time_range.elapsed_us()
-    kernels = [
-        {"name": name, "launches": launches[name] / REPLAYS, "us": total / REPLAYS}
-        for name, total in microseconds.most_common()
-    ]
-    return kernels, min(times)
+    return {name: (count, microseconds[name]) for name, count in launches.items()}
+
+
+def _operations(profiler: Any) -> dict[str, tuple[int, float]]:
+    return {event.key: (event.count, event.self_cpu_time_total) for event in profiler.key_averages()}
 
 
 def print_profile(report: dict[str, Any]) -> None:
@@ -133,26 +179,23 @@ def print_profile(report: dict[str, Any]) -> None:
     console.print(table)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Profile, print, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", help="checkpoint; default: random weights, GPT-2 124M's shapes")
-    parser.add_argument("--dtype", default="float16")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
-    parser.add_argument("--mode", choices=list(MODES), default="greedy")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    copy = copy_bandwidth()
-    with checkpoint(args.model) as model, LLM(model, dtype=args.dtype, max_num_seqs=256) as llm:
-        reports = [profile(llm, batch, args.mode, copy) for batch in args.batches]
+    options = parse_options(arguments)
+    copy = copy_speed()
+    max_tokens = QUICK_NEW_TOKENS if options.quick else NEW_TOKENS
+    with (
+        checkpoint(options.model) as model,
+        LLM(model, dtype=options.dtype, max_num_seqs=max(options.batches)) as llm,
+    ):
+        reports = [profile(llm, batch, options.mode, copy, max_tokens) for batch in options.batches]
     for report in reports:
         print_profile(report)
-    if args.json is not None:
-        write_json(args.json, {"run": run_facts(), "copy_bytes_per_s": copy, "profiles": reports})
+    if options.json is not None:
+        report = {"benchmark": "step_profile", **run_facts(), "copy_bytes_per_s": copy, "profiles": reports}
+        write_json(options.json, report)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -123,10 +123,14 @@ class LoopedClone:
 
 
 class BatchedClone:
-    """Now: ``BlockManager`` plans all copies at once, ``block_clone`` runs them, ``write_kv`` appends per layer."""
+    """Now: ``BlockManager`` plans all copies at once, ``block_clone`` runs them, ``write_kv`` appends per layer.
 
-    def __init__(self, case: CloneCase, cache: torch.Tensor) -> None:
-        self._case, self._cache = case, cache
+    Args:
+        torch_copy: let torch's index_select and index_copy_ run the plan instead.
+    """
+
+    def __init__(self, case: CloneCase, cache: torch.Tensor, *, torch_copy: bool = False) -> None:
+        self._case, self._cache, self._torch_copy = case, cache, torch_copy
         self._manager = BlockManager(
             num_blocks=case.num_blocks,
             block_size=case.block_size,
@@ -155,7 +159,11 @@ class BatchedClone:
         own = manager.block_table[children, column].astype(np.int64)
         clock.part("bookkeeping")
         sources, destinations = torch.from_numpy(plan.src_block_ids), torch.from_numpy(plan.dst_block_ids)
-        block_clone(cache, sources, destinations, block_dim=2)
+        if self._torch_copy:
+            copies = cache.index_select(2, sources.to(cache.device, torch.int64))
+            cache.index_copy_(2, destinations.to(cache.device, torch.int64), copies)
+        else:
+            block_clone(cache, sources, destinations, block_dim=2)
         clock.part("copy")
         slots = torch.from_numpy(own * case.block_size + offset).to(cache.device)
         for layer in range(case.num_layers):

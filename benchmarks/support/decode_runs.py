@@ -12,7 +12,7 @@ from benchmarks.support.workload import MODES, random_prompts
 from rose_backend import LLM, SamplingParams
 
 PROMPT_TOKENS = 16
-NEW_TOKENS = 256
+NEW_TOKENS, QUICK_NEW_TOKENS = 256, 24
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ def start_decoding(llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: in
         core.step()
 
 
-def time_decoding(llm: LLM, batch: int, mode: str, *, seed: int) -> DecodeRun:
-    """Decode ``batch`` prompts of 16 tokens to 256 new ones and time the steps behind the first two, to the texts."""
+def time_decoding(llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: int = NEW_TOKENS) -> DecodeRun:
+    """Decode ``batch`` prompts of 16 tokens to ``max_tokens`` new ones and time the steps behind the first two."""
     core = llm.core
     with waits_of(llm) as waits:
-        start_decoding(llm, batch, mode, seed=seed)
+        start_decoding(llm, batch, mode, seed=seed, max_tokens=max_tokens)
         num_steps, waited = core.stats.steps, sum(waits)
         start = time.perf_counter()
         while core.num_unfinished:

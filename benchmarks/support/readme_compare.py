@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.support.compare_report import Row, by_case, compared
+from benchmarks.support.markdown import markdown, milliseconds
 from benchmarks.support.streaming import METRICS, PERCENTILES
 
 LABELS = {"rose": "Rose", "rose-in-vllm": "Rose in vLLM", "vllm": "vLLM", "sglang": "SGLang"}
 PEERS = ("vllm", "sglang")
 COMPARISON_COMMAND = "python -m benchmarks.offline_compare"
 ARRIVALS_COMMAND = "python -m benchmarks.arrivals"
-
-
-def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table."""
-    header = list(header)
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def offline_table(result: dict[str, Any]) -> str:
@@ -60,7 +53,7 @@ def arrivals_table(result: dict[str, Any]) -> str:
         if row["scene"] == "capacity":
             continue
         latencies = (
-            " / ".join(_milliseconds(row[f"p{share}_{metric}_ms"]) for share in PERCENTILES)
+            " / ".join(milliseconds(row[f"p{share}_{metric}_ms"]) for share in PERCENTILES)
             for metric in METRICS
         )
         load = f"{row['scene']}, {row['request_rate']:,.0f} requests/s"
@@ -88,25 +81,40 @@ def check_complete(result: dict[str, Any]) -> None:
 
 def _cell(row: Row) -> str:
     if row["scene"] == "decode":
-        return _milliseconds(compared(row)) + " ms"
+        return milliseconds(compared(row)) + " ms"
     tokens = row["figures"]["output_throughput"]["median"]
     return f"{compared(row):.2f} s, {tokens / 1e3:,.0f} k tok/s"
 
 
-def _milliseconds(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def _source(result: dict[str, Any]) -> str:
-    versions = ", ".join(
+    settings = result["settings"]
+    return (
+        f"Medians of {_turns(result['rows'])}, {result['device']}, {settings['model']}, {settings['dtype']}; "
+        f"{versions(result)}; `{result['command']}`."
+    )
+
+
+def versions(result: dict[str, Any]) -> str:
+    """Return each engine and its version."""
+    return ", ".join(
         f"{LABELS[name]} {facts['version']}" for name, facts in result["backends"].items() if name in LABELS
     )
-    settings = result["settings"]
-    counts = {_num_turns(row) for row in result["rows"]}
-    turns = " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
+
+
+def _turns(rows: list[Row]) -> str:
+    counts: dict[str, set[int]] = {}
+    for row in rows:
+        counts.setdefault(row["scene"], set()).add(_num_turns(row))
+    everywhere = set.union(*counts.values())
+    if len(everywhere) == 1:
+        return f"{everywhere.pop()} turns"
     return (
-        f"Medians of {turns} turns, {result['device']}, {settings['model']}, {settings['dtype']}; {versions}; "
-        f"`{result['command']}`."
+        "turns ("
+        + ", ".join(
+            f"{scene}: {' to '.join(str(count) for count in sorted({min(found), max(found)}))}"
+            for scene, found in counts.items()
+        )
+        + ")"
     )
 
 

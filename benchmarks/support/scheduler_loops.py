@@ -87,45 +87,56 @@ class SchedulerLoop:
         self._num_added = 0
         self._in_flight: deque[tuple[Any, Any]] = deque()
 
-    def run(self, num_requests: int, num_steps: int, *, turnover: bool) -> dict[str, list[float]]:
+    def run(self, num_requests: int, num_steps: int, scene: str) -> dict[str, list[float]]:
         """Decode ``num_requests`` requests from anew for ``num_steps`` timed steps.
 
         Args:
             num_requests: that run at once. They reach the ends of their blocks one after the other.
             num_steps: timed steps.
-            turnover: one of ``LIFETIME`` requests leaves in each step, and another one comes.
+            scene: "steady"; "turnover": one of ``LIFETIME`` requests leaves in each step, and another one comes; or
+                "saturated": as many requests wait as run, each makes ``LIFETIME`` tokens on average, and whoever is
+                done makes room for the next.
 
-        Returns: microseconds per step by part, schedule, update_from_output and both: of each step, with turnover their
-            mean, because steps differ then.
+        Returns: microseconds per step by part, schedule, update_from_output and both: of each step, or their mean where
+            steps differ.
         """
+        is_saturated = scene == "saturated"
+        if is_saturated:
+            self.scheduler.max_num_active_reqs = num_requests
         for _ in range(num_requests):
-            self._add()
+            self._add(scene)
         for _ in range(_NUM_WARM_UP_STEPS):
             self._step()
         steps = []
         for index in range(num_steps):
-            if turnover:
+            if scene == "turnover":
                 for _ in range((index + 1) * num_requests // LIFETIME - index * num_requests // LIFETIME):
                     self._replace_one()
+            while is_saturated and len(self.scheduler.waiting) < num_requests:
+                self._add(scene)
             steps.append(self._step())
-        assert len(self.scheduler.running) == num_requests, "the pool is too small for this scene"
+        assert is_saturated or len(self.scheduler.running) == num_requests, "the pool is too small"
         self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         while self._in_flight:
             self.scheduler.update_from_output(*self._in_flight.popleft())
+        self.scheduler.max_num_active_reqs = self.scheduler.max_num_running_reqs
         samples = {name: [step[name] for step in steps] for name in steps[0]}
         samples["both"] = [sum(step.values()) for step in steps]
-        return {name: [fmean(values)] for name, values in samples.items()} if turnover else samples
+        return samples if scene == "steady" else {name: [fmean(values)] for name, values in samples.items()}
 
     def _replace_one(self) -> None:
         running = self.scheduler.running
         leaving = running[self._num_added % len(running)].request_id
         self.scheduler.finish_requests(leaving, RequestStatus.FINISHED_ABORTED)
-        self._add()
+        self._add("turnover")
 
-    def _add(self) -> None:
+    def _add(self, scene: str) -> None:
         length = _PROMPT_LEN + self._num_added % self._block_size
         prompt = self._rng.integers(0, _VOCAB_SIZE, length).tolist()
-        params = SamplingParams(max_tokens=MAX_MODEL_LEN - length, ignore_eos=True)
+        max_tokens = MAX_MODEL_LEN - length
+        if scene == "saturated":
+            max_tokens = int(self._rng.integers(1, 2 * LIFETIME))
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         name = f"{self._num_added}"
         self.scheduler.add_request(Request(name, prompt, params, None, block_hasher=self._hasher))
         self._num_added += 1

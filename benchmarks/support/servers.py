@@ -1,10 +1,11 @@
-"""Servers of the engines that are compared, as users start them, and one client for all of them."""
+"""Servers of the engines that are compared, as users start them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -16,14 +17,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from benchmarks.support.engines import EngineOptions, rose_options, sglang_options, vllm_options
-from benchmarks.support.streaming import Timeline
 from benchmarks.support.worker_pool import ROOT, worker_environment
 
 MAX_START_S = 300.0
 MAX_STOP_S = 20.0
+_PORTS = range(20_000, 30_000)
 
 
 class ServerError(Exception):
@@ -56,9 +55,18 @@ def server_command(backend: str, options: EngineOptions, port: int) -> list[str]
         attention = (
             "rose" if backend == "rose-in-vllm" else "FLASH_ATTN" if options.device == "cuda" else None
         )
-        fields = vllm_options(options, attention)
+        fields = {**vllm_options(options, attention), "disable_uvicorn_access_log": True}
         command = ["-m", "vllm.entrypoints.cli.main", "serve", fields.pop("model")]
     return [sys.executable, *command, *where, *as_flags(fields)]
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on, low enough that a server may take the one 10,000 above it as well."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerError(f"no port is free between {_PORTS.start} and {_PORTS.stop - 1}")
 
 
 class Server:
@@ -73,11 +81,9 @@ class Server:
         environment: Mapping[str, str],
         log: Path,
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self.model = options.model
+        self.backend, self.model = backend, options.model
         self._log = log
         self.command = server_command(backend, options, port)
         with log.open("wb") as output:
@@ -90,6 +96,11 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    @property
+    def pid(self) -> int:
+        """Number of the process that was started; it has children."""
+        return self._process.pid
 
     def wait_until_ready(self) -> None:
         """Return once /health answers.
@@ -106,9 +117,22 @@ class Server:
         lines = self._log.read_text(errors="replace").splitlines()[-12:]
         raise ServerError("did not become ready" + "".join(f"\n    {line}" for line in lines))
 
+    def version(self) -> str:
+        """Return what the running server calls its version, or why it does not say."""
+        path = "server_info" if self.backend == "sglang" else "version"
+        try:
+            with urllib.request.urlopen(f"{self.url}/{path}", timeout=30.0) as answer:
+                return str(json.load(answer)["version"])
+        except (OSError, KeyError, ValueError) as error:
+            return f"not told ({type(error).__name__}: {error})"
+
+    def terminate(self) -> None:
+        """Ask it to end; ``stop`` waits."""
+        self._process.terminate()
+
     def stop(self) -> None:
         """Ask it to end; then end it and all its children."""
-        self._process.terminate()
+        self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(MAX_STOP_S)
         with contextlib.suppress(ProcessLookupError):
@@ -116,60 +140,49 @@ class Server:
         self._process.wait()
 
 
-class Client:
-    """Streams /v1/completions. A failure is noted in the request's timeline.
+class Servers:
+    """Servers by name, live side by side. Those that do not start are left out and named.
 
-    Args:
-        session: shared by all requests.
-        url: of the server.
-        model: as the server calls it.
-        sampling: fields of the request, such as temperature.
+    Attributes:
+        running: what has started.
+        versions: name -> what each calls its version.
+        failed: name -> why it did not start.
     """
 
-    def __init__(
-        self, session: aiohttp.ClientSession, url: str, model: str, sampling: Mapping[str, Any]
+    def __init__(self, logs: Path) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self._logs = logs
+        self.running: dict[str, Server] = {}
+        self.versions: dict[str, dict[str, str]] = {}
+        self.failed: dict[str, str] = {}
+
+    def add(
+        self,
+        backend: str,
+        options: EngineOptions,
+        *,
+        python_path: str | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._session, self._url = session, f"{url}/v1/completions"
-        self._fields = {
-            "model": model,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "ignore_eos": True,
-            **sampling,
-        }
+        """Start a server; ``wait_until_ready`` waits for all of them."""
+        log = self._logs / f"server_{backend}.log"
+        self.running[backend] = Server(
+            backend, options, python_path=python_path, environment=environment or {}, log=log
+        )
 
-    async def send(self, prompt: list[int], output_len: int, timeline: Timeline) -> None:
-        """Send one request and note every piece that has a choice; tokens are what the server counts."""
-        body = {**self._fields, "prompt": prompt, "max_tokens": output_len}
-        try:
-            async with self._session.post(self._url, json=body) as response:
-                if response.status != 200:
-                    timeline.error = f"{response.status}: {(await response.text())[:300]}"
-                    return
-                await self._read(response, timeline)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            timeline.error = f"{type(error).__name__}: {error}"
-            return
-        if timeline.num_tokens != output_len:
-            timeline.error = f"got {timeline.num_tokens} new tokens, {output_len} were asked for"
+    def wait_until_ready(self) -> None:
+        """Fill ``versions`` and ``failed``."""
+        for name, server in list(self.running.items()):
+            try:
+                server.wait_until_ready()
+                self.versions[name] = {"version": server.version()}
+            except ServerError as error:
+                self.failed[name] = str(error)
+                self.running.pop(name).stop()
 
-    async def _read(self, response: aiohttp.ClientResponse, timeline: Timeline) -> None:
-        usage: dict[str, Any] | None = None
-        async for line in response.content:
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise ValueError(str(event["error"]))
-            if event.get("choices"):
-                timeline.saw(1)
-            usage = event.get("usage") or usage
-        # A piece may have several tokens.
-        timeline.num_tokens = usage["completion_tokens"] if usage else timeline.num_tokens
-
-
-def client_session() -> aiohttp.ClientSession:
-    """Return a session without limits: the trace alone says how many requests there are at once."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_read=120)
-    )
+    def stop(self) -> None:
+        """End all of them, at the same time."""
+        for server in self.running.values():
+            server.terminate()
+        for server in self.running.values():
+            server.stop()

@@ -2,13 +2,14 @@
 
 The format is that of qwen_traceA_blksz_16.jsonl in alibaba-edu/qwen-bailian-usagetraces-anon: one JSON object a line
 with timestamp (seconds from the start), input_length, output_length and hash_ids, one id for each 16 prompt tokens:
-prompts that begin with the same ids begin with the same tokens.
+prompts that begin with the same ids begin with the same tokens. Files for vLLM's benchmark ``timed_trace`` look the
+same, but for the unit of time and the number of tokens behind an id, and may have no ids.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,14 @@ class TraceRequest:
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+    hashed_tokens: int = HASHED_TOKENS
+    """Tokens behind an id."""
 
     def prompt(self, vocab_size: int, salt: int) -> list[int]:
         """Return the tokens that the ids stand for; another ``salt`` shares none of them."""
         tokens: list[int] = []
         for hash_id in self.hash_ids:
-            block = np.random.default_rng([salt, hash_id]).integers(1, vocab_size, HASHED_TOKENS)
+            block = np.random.default_rng([salt, hash_id]).integers(1, vocab_size, self.hashed_tokens)
             tokens.extend(block.tolist())
         return tokens[: self.input_length]
 
@@ -111,43 +114,63 @@ def synthetic_trace(num_requests: int, seed: int = 0) -> list[TraceRequest]:
     return requests[:num_requests]
 
 
-def read_trace(path: Path, num_requests: int) -> list[TraceRequest]:
-    """Return the first requests of a file; ValueError names a line that is none."""
-    requests = []
+def read_trace(
+    path: Path, *, hashed_tokens: int = HASHED_TOKENS, sec_multiplier: float = 1.0
+) -> Iterator[TraceRequest]:
+    """Yield the requests of a file. A request without ids shares nothing with others.
+
+    Args:
+        hashed_tokens: tokens behind an id.
+        sec_multiplier: seconds per unit of the file's timestamps.
+
+    Raises:
+        ValueError: a line is no request; it is named.
+    """
     with path.open() as file:
         for number, line in enumerate(file, 1):
-            if len(requests) == num_requests:
-                break
             try:
                 fields = json.loads(line)
-                hash_ids = tuple(int(hash_id) for hash_id in fields["hash_ids"])
                 lengths = int(fields["input_length"]), int(fields["output_length"])
-                requests.append(TraceRequest(float(fields["timestamp"]), *lengths, hash_ids))
-            except (KeyError, TypeError, ValueError) as error:
+                num_blocks = -(-lengths[0] // hashed_tokens)
+                # Ids of files are small numbers.
+                own_ids = range(number << 40, (number << 40) + num_blocks)
+                hash_ids = tuple(int(hash_id) for hash_id in fields.get("hash_ids", own_ids))
+                timestamp = float(fields["timestamp"]) * sec_multiplier
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}, line {number}: {type(error).__name__}: {error}") from error
-    return requests
+            yield TraceRequest(timestamp, *lengths, hash_ids, hashed_tokens)
 
 
 def fitted(
-    trace: Sequence[TraceRequest], *, length_scale: float, max_model_len: int
+    trace: Iterable[TraceRequest], num_requests: int, *, length_scale: float, max_model_len: int
 ) -> tuple[list[TraceRequest], int]:
-    """Scale all lengths, leave out what does not fit the window, and begin at second 0.
+    """Return the first ``num_requests`` that fit the window, all lengths scaled, from second 0 on.
 
-    Returns: the requests, and how many were left out.
+    Returns: the requests, fewer where the trace ends before, and how many among them were left out.
     """
-    kept = []
+    kept: list[TraceRequest] = []
+    num_left_out = 0
     for request in trace:
+        if len(kept) == num_requests:
+            break
         input_length = max(round(request.input_length * length_scale), 1)
         output_length = max(round(request.output_length * length_scale), 1)
-        num_blocks = -(-input_length // HASHED_TOKENS)
-        if input_length + output_length <= max_model_len and num_blocks <= len(request.hash_ids):
-            short = TraceRequest(
-                request.timestamp, input_length, output_length, request.hash_ids[:num_blocks]
+        num_blocks = -(-input_length // request.hashed_tokens)
+        if input_length + output_length > max_model_len or num_blocks > len(request.hash_ids):
+            num_left_out += 1
+            continue
+        kept.append(
+            replace(
+                request,
+                timestamp=request.timestamp - (kept[0].timestamp if kept else 0.0),
+                input_length=input_length,
+                output_length=output_length,
+                hash_ids=request.hash_ids[:num_blocks],
             )
-            kept.append(short)
-    first = min((request.timestamp for request in kept), default=0.0)
-    shifted = [replace(request, timestamp=request.timestamp - first) for request in kept]
-    return shifted, len(trace) - len(kept)
+        )
+    if kept:
+        kept[0] = replace(kept[0], timestamp=0.0)
+    return kept, num_left_out
 
 
 def statistics(trace: Sequence[TraceRequest]) -> dict[str, Any]:

@@ -8,8 +8,12 @@ from importlib.util import find_spec
 
 import pytest
 
-# One compares with vLLM's own manager, one talks HTTP.
-NEEDS = {"vllm": "test_block_manager_benchmark.py", "aiohttp": "test_online_compare.py"}
+# One compares with vLLM's own manager, one talks HTTP, one reads a server's counters.
+NEEDS = {
+    "vllm": "test_block_manager_benchmark.py",
+    "aiohttp": "test_online_compare.py",
+    "prometheus_client": "test_vllm_serving.py",
+}
 collect_ignore_glob = [file for module, file in NEEDS.items() if not find_spec(module)]
 
 

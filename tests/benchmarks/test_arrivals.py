@@ -30,14 +30,27 @@ def test_a_quick_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.Capt
         assert len(row["turns"]) == 2
         assert row["completed"] == 12
         assert 0 < row["p50_ttft_ms"] <= row["p90_ttft_ms"] <= row["p99_ttft_ms"] < row["p99_e2el_ms"]
+    # Its own load is the same load: nothing is played twice.
+    assert rows["own load"]["turns"] == rows["same load"]["turns"]
     assert [goal["name"] for goal in report["bars"]] == ["ITL p99 over its median, own load"]
     assert "own load" in capsys.readouterr().out
+
+
+def test_a_rate_that_was_given(tmp_path: Path) -> None:
+    path = tmp_path / "arrivals.json"
+    arguments = ["--quick", "--backends", "rose", "--repeats", "1", "--rate", "40", "--json", str(path)]
+    assert arrivals.main(arguments) == 0
+    rows = {row["scene"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["same load"]["request_rate"] == 40
+    assert rows["own load"]["request_rate"] == pytest.approx(rows["capacity"]["request_throughput"] / 2)
+    assert rows["own load"]["turns"] != rows["same load"]["turns"]
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
         (["--share", "0"], "--share: got 0.0, allowed is more than 0 and at most 1"),
+        (["--rate", "0"], "--rate: got 0.0, allowed is more than 0"),
         (["--requests", "1"], "--requests: got 1, at least 2"),
         (["--repeats", "0"], "--repeats: got 0, at least 1"),
         (["--input-len", "9", "8"], "--input-len: got 9 8, allowed is 1 <= LOW <= HIGH"),

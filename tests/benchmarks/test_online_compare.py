@@ -5,36 +5,50 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from benchmarks import online_compare, plot_online
+from benchmarks import online_compare
+from benchmarks.report import figure_files
+from benchmarks.support import online_figure, servers
 from benchmarks.support.engines import EngineOptions
-from benchmarks.support.servers import Client, as_flags, client_session, server_command
-from benchmarks.support.streaming import Timeline
+from benchmarks.support.http_client import Client, Load, Replay, client_session, note_answer
+from benchmarks.support.online_report import losses
+from benchmarks.support.servers import as_flags, server_command
+from benchmarks.support.streaming import METRICS, PERCENTILES, Timeline
+from benchmarks.support.workload import MODES
+from rose_backend import __version__
 
 OPTIONS = EngineOptions("some model", "float16", "cuda", 4, kv_cache_tokens=64, kv_cache_bytes=4096)
 
 
 def test_a_quick_run_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "online.json"
-    arguments = ["--quick", "--backends", "rose", "--scales", "0.02", "0.05", "--json", str(path)]
+    arguments = ["--quick", "--backends", "rose", "--scales", "0.05", "0.02", "--repeats", "1",
+                 "--clients", "2", "--json", str(path)]  # fmt: skip
     assert online_compare.main(arguments) == 0
     report = json.loads(path.read_text())
-    assert report["failed"] == {}
-    assert report["trace"]["num_requests"] + report["trace"]["num_left_out"] == 8
-    assert [(row["backend"], row["scale"]) for row in report["rows"]] == [("rose", 0.02), ("rose", 0.05)]
+    assert report["failed"] == {} and report["losses"] == []
+    assert report["backends"] == {"rose": {"version": __version__}}
+    assert report["trace"]["num_requests"] == 8
+    sides = [(row["backend"], row["mode"], row["scale"]) for row in report["rows"]]
+    assert sides == [("rose", mode, scale) for scale in (0.02, 0.05) for mode in MODES]
     for row in report["rows"]:
-        assert (row["completed"], row["failed"]) == (report["trace"]["num_requests"], 0)
+        assert (row["completed"], row["failed"]) == (8, 0)
         assert row["duration"] >= report["trace"]["seconds"] * row["scale"]
         assert 0 < row["p50_ttft_ms"] < row["p50_e2el_ms"]
+        assert 8 <= row["pieces"] <= row["total_output_tokens"]
+        assert 0 < row["client_busy"] < 1.5
     assert "0.05" in capsys.readouterr().out
-    assert plot_online.curve(report, "rose", "p99_ttft_ms")[0] == [0.02, 0.05]
-    for file in plot_online.draw(report, tmp_path / "figures"):
-        assert file.stat().st_size > 5000
+    assert online_figure.curve(report, "greedy", "rose", "p99_ttft_ms")[0] == [0.02, 0.05]
+    files = online_figure.draw(report, tmp_path / "figures")
+    assert [file.name for file in files] == figure_files(report)
+    assert all(file.stat().st_size > 5000 for file in files)
 
 
 def answer(*events: Any, status: int = 200) -> Timeline:
@@ -61,8 +75,10 @@ def answer(*events: Any, status: int = 200) -> Timeline:
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         timeline = Timeline(2)
         async with client_session() as session:
-            client = Client(session, f"http://127.0.0.1:{port}", "some model", {"temperature": 0.0})
+            load = Load(f"http://127.0.0.1:{port}", "some model", {"temperature": 0.0}, [], [], [])
+            client = Client(session, load)
             await client.send([5, 6], 3, timeline)
+            client.note_answers()
         await runner.cleanup()
         return timeline
 
@@ -92,6 +108,22 @@ def test_what_goes_wrong_is_no_fast_answer(events: list[Any], status: int, messa
     assert re.match(message, timeline.error)
 
 
+def test_a_busy_port_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        port = busy.getsockname()[1]
+        monkeypatch.setattr(servers, "_PORTS", range(port, port + 1))
+        with pytest.raises(servers.ServerError, match=f"no port is free between {port} and {port}"):
+            servers.free_port()
+    assert servers.free_port() == port
+
+
+def test_a_server_that_does_not_say_its_version_is_no_reason_to_stop() -> None:
+    silent = servers.Server.__new__(servers.Server)
+    silent.backend, silent.url = "sglang", f"http://127.0.0.1:{servers.free_port()}"
+    assert silent.version().startswith("not told (URLError: ")
+
+
 def test_options_become_flags() -> None:
     options = {"max_num_seqs": 8, "fused_mlp": False, "cuda_graph": True, "seed": None, "extra": {"a": 1}}
     assert as_flags(options) == [
@@ -119,6 +151,8 @@ def test_servers_are_started_with_the_same_limits(backend: str, parts: list[str]
         (["--requests", "0"], "--requests: got 0, at least 1"),
         (["--scales", "1", "0"], "--scales: got [1.0, 0.0], each has to be above 0"),
         (["--length-scale", "0"], "--length-scale: got 0.0, has to be above 0"),
+        (["--clients", "0"], "--clients: got 0, at least 1"),
+        (["--timed-trace-sec-multiplier", "0"], "--timed-trace-sec-multiplier: got 0.0, has to be above 0"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(
@@ -128,3 +162,89 @@ def test_options_that_make_no_sense_are_refused(
         online_compare.parse_options(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def turn(backend: str, scale: float, value: float, **changes: float) -> dict[str, Any]:
+    figures = {f"p{share}_{metric}_ms": value for metric in METRICS for share in PERCENTILES}
+    others = {"output_throughput": 1.0, "request_throughput": 1.0, "client_busy": 0.1, "failed": 0}
+    return {"backend": backend, "mode": "greedy", "scale": scale, **figures, **others, **changes}
+
+
+def test_every_figure_behind_a_peer_is_a_loss() -> None:
+    rows = [
+        *(turn("rose", 0.1, 2.0, p99_itl_ms=value) for value in (1.0, 5.0, 6.0)),
+        turn("vllm", 0.1, 3.0),
+        turn("vllm", 0.2, 1.0),
+        turn("sglang", 0.1, 4.0, p50_ttft_ms=1.5),
+        turn("rose-in-vllm", 0.2, 1.0),
+    ]
+    found = [(loss["peer"], loss["figure"], loss["rose"], loss["peers"]) for loss in losses(rows)]
+    assert found == [
+        ("vllm", "p99_itl_ms", 5.0, 3.0),
+        ("sglang", "p50_ttft_ms", 2.0, 1.5),
+        ("sglang", "p99_itl_ms", 5.0, 4.0),
+    ]
+
+
+def test_an_event_came_when_its_end_came() -> None:
+    timeline = Timeline(2, due=10.0)
+    event = f"data: {json.dumps(PIECE)}\n\n".encode()
+    note_answer([(11.0, event[:9]), (12.0, event[9:] + event), (13.0, event[:-2]), (14.0, b"\n\n")], timeline)
+    assert timeline.arrivals == [2.0, 2.0, 4.0]
+
+
+def test_requests_are_dealt_out_to_all_processes() -> None:
+    load = Load("url", "model", {}, [[1], [2], [3], [4], [5]], [1, 2, 3, 4, 5], [0.1, 0.2, 0.3, 0.4, 0.5])
+    parts = [load.share(index, 2) for index in range(2)]
+    assert [part.prompts for part in parts] == [[[1], [3], [5]], [[2], [4]]]
+    assert [part.output_lens for part in parts] == [[1, 3, 5], [2, 4]]
+    assert [part.due for part in parts] == [[0.1, 0.3, 0.5], [0.2, 0.4]]
+
+
+class Postbox:
+    """Takes loads in place of the client's processes, and answers at once."""
+
+    def __init__(self, count: int) -> None:
+        self.loads: list[Load] = []
+
+    def send(self, load: Load) -> Replay:
+        self.loads.append(load)
+        timelines = [
+            Timeline(len(p), [0.1, 0.3], n) for p, n in zip(load.prompts, load.output_lens, strict=True)
+        ]
+        return Replay(timelines, 0.3, 0.1, 0.0)
+
+
+@pytest.fixture
+def contest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> online_compare.Contest:
+    monkeypatch.setattr(online_compare, "ClientProcesses", Postbox)
+    options = online_compare.parse_options(
+        ["--quick", "--scales", "0.5", "0.1", "--repeats", "2", "--modes", "greedy"]
+    )
+    both = servers.Servers(tmp_path)
+    both.running = {name: SimpleNamespace(url=name, model="m") for name in ("rose", "vllm")}  # type: ignore[misc]
+    trace, _, _ = online_compare.read_requests(options, 1024)
+    return online_compare.Contest(both, trace, 100, options)
+
+
+def test_servers_take_turns_with_the_same_prompts(contest: online_compare.Contest) -> None:
+    contest.run(float("inf"))
+    loads = contest._clients.loads  # type: ignore[attr-defined]
+    assert [load.url for load in loads] == ["rose", "vllm", "vllm", "rose"] * 2
+    assert [row["backend"] for row in contest.rows] == [load.url for load in loads]
+    assert [(row["scale"], row["repeat"]) for row in contest.rows[::2]] == [
+        (0.1, 0),
+        (0.5, 0),
+        (0.1, 1),
+        (0.5, 1),
+    ]
+    for first, second in zip(loads[::2], loads[1::2], strict=True):
+        assert first.prompts == second.prompts and first.due == second.due
+    assert len({tuple(load.prompts[0]) for load in loads[::2]}) == 4
+    assert loads[2].due == pytest.approx([at * 5 for at in loads[0].due])
+    assert contest.turns_left_out == 0
+
+
+def test_turns_without_time_are_counted(contest: online_compare.Contest) -> None:
+    contest.run(0.0)
+    assert (contest.rows, contest.turns_left_out) == ([], 4)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import readme_tables
 from benchmarks.support.compare_report import losses
 from benchmarks.support.readme_compare import arrivals_table, offline_table, switches_table
 
@@ -54,7 +51,7 @@ def test_every_engine_and_every_loss_is_shown() -> None:
     assert "|  | Rose | vLLM | SGLang | best peer / Rose |" in text
     assert "| decode, 1 | 0.25 ms | 1 ms | 0.75 ms | 3.00x |" in text
     assert "| mixed | 5.00 s, 20 k tok/s | 10.00 s, 10 k tok/s | 4.00 s, 25 k tok/s | 0.80x |" in text
-    assert "Medians of 2 to 3 turns, some GPU, some model, float16; " in text
+    assert "Medians of turns (decode: 3, mixed: 2), some GPU, some model, float16; " in text
     assert "; Rose of rose, vLLM of vllm, SGLang of sglang; `python -m" in text
     assert text.endswith("Losses in 2 cases: Rose takes 1.25 x SGLang's time in mixed.")
     assert offline_table(report(ROWS[:3])).endswith("Losses in 1 cases: none.")
@@ -101,18 +98,3 @@ def test_latencies_and_missed_goals_are_shown() -> None:
 def test_a_comparison_that_lacks_an_engine_is_not_published(label: str) -> None:
     with pytest.raises(SystemExit, match=r"some.json: not every engine has run: sglang \(no module\)"):
         offline_table(report(ROWS, **{label: {"sglang": "no module\nsecond line"}}))
-
-
-def test_a_table_may_be_left_out_until_there_is_a_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(readme_tables, "RESULTS", tmp_path)
-    monkeypatch.setattr(readme_tables, "TABLES", {"offline_compare": readme_tables.offline_compare})
-    placed = "<!-- table: offline_compare -->\n<!-- end of table -->"
-    assert readme_tables.rewritten("no table here") == "no table here"
-    assert "Not published yet: `python -m benchmarks.offline_compare`" in readme_tables.rewritten(placed)
-    (tmp_path / "h200").mkdir()
-    (tmp_path / "h200" / "offline_compare.json").write_text(json.dumps(report(ROWS)))
-    assert "| mixed | 5.00 s" in readme_tables.rewritten(placed)
-    with pytest.raises(SystemExit, match="table offline_compare: expected once, found 0 times"):
-        readme_tables.rewritten("no table here")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import plot_block_manager
-from benchmarks.support import report, timing
+from benchmarks.support import block_manager_figure, report, timing
+from benchmarks.support.figure_files import is_drawn_from
 
 
 def test_a_spread_is_of_the_samples() -> None:
@@ -85,17 +85,20 @@ def a_report() -> dict[str, Any]:
 
 
 def test_curves_are_sorted_and_leave_out_what_was_skipped() -> None:
-    stock, core = plot_block_manager.curves(a_report(), "pool_size")
+    stock, core = block_manager_figure.curves(a_report(), "pool_size")
     assert (stock.side, stock.x, stock.median) == ("stock", [1000], [9.0])
     assert (core.side, core.x, core.median) == ("rose_core", [1000, 10_000], [2.0, 3.0])
     assert (core.low, core.high) == ([1.0, 2.0], [3.0, 4.0])
-    (in_vllm,) = plot_block_manager.curves(a_report(), "sequence_length")
+    (in_vllm,) = block_manager_figure.curves(a_report(), "sequence_length")
     assert (in_vllm.side, in_vllm.x) == ("rose_in_vllm", [16])
 
 
 def test_both_pictures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib (the bench or dev extra)")
-    png, svg = plot_block_manager.draw(a_report(), tmp_path / "figures")
+    png, svg = block_manager_figure.draw(a_report(), tmp_path / "figures")
     assert png.read_bytes().startswith(b"\x89PNG")
     text = svg.read_text()
     assert "</svg>" in text and png.stem == svg.stem == "block_manager_cost"
+    for path in (png, svg):
+        assert is_drawn_from(path, a_report())
+        assert not is_drawn_from(path, {**a_report(), "settings": {"rows": 255}})

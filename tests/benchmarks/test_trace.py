@@ -43,8 +43,9 @@ def test_lengths_are_scaled_and_what_does_not_fit_is_counted() -> None:
         TraceRequest(6.0, 800, 200, tuple(range(50))),
         TraceRequest(8.0, 802, 200, tuple(range(51))),
     ]
-    kept, num_left_out = fitted(trace, length_scale=0.5, max_model_len=500)
+    kept, num_left_out = fitted(trace, 9, length_scale=0.5, max_model_len=500)
     assert num_left_out == 1
+    assert fitted([trace[2], *trace], 1, length_scale=0.5, max_model_len=500) == (kept[:1], 1)
     assert [request.timestamp for request in kept] == [0.0, 1.0]
     assert [(request.input_length, request.output_length) for request in kept] == [(200, 50), (400, 100)]
     assert [len(request.hash_ids) for request in kept] == [13, 25]
@@ -61,7 +62,19 @@ def test_a_file_is_read_as_published(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     line = '{"chat_id": 1, "timestamp": 61.5, "input_length": 20, "output_length": 3, "hash_ids": [7, 8]}\n'
     path.write_text(line * 3)
-    assert read_trace(path, 2) == [TraceRequest(61.5, 20, 3, (7, 8))] * 2
+    assert list(read_trace(path)) == [TraceRequest(61.5, 20, 3, (7, 8))] * 3
     path.write_text(line + '{"timestamp": 1}\n')
-    with pytest.raises(ValueError, match=r"trace.jsonl, line 2: KeyError: 'hash_ids'"):
-        read_trace(path, 5)
+    with pytest.raises(ValueError, match=r"trace.jsonl, line 2: KeyError: 'input_length'"):
+        list(read_trace(path))
+
+
+def test_other_units_and_missing_ids_of_timed_traces(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = ('{"timestamp": 3000, "input_length": 600, "output_length": 3, "hash_ids": [7, 8]}',
+             '{"timestamp": 6000, "input_length": 600, "output_length": 3}')  # fmt: skip
+    path.write_text("\n".join(lines * 2))
+    trace = list(read_trace(path, hashed_tokens=512, sec_multiplier=0.001))
+    assert [request.timestamp for request in trace] == [3.0, 6.0, 3.0, 6.0]
+    prompts = [tuple(request.prompt(100, salt=0)) for request in trace]
+    assert {len(prompt) for prompt in prompts} == {600}
+    assert prompts[0] == prompts[2] and len(set(prompts)) == 3

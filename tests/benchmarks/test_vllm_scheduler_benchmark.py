@@ -28,9 +28,9 @@ def test_a_quick_run_writes_what_it_promises(tmp_path: Path) -> None:
             for figures in sides.values():
                 assert figures.keys() == PARTS
                 # Steps that differ from one another count as one figure per run.
-                expected = 2 if scene == "turnover" else 2 * 12
+                expected = 2 * 12 if scene == "steady" else 2
                 assert {figure["samples"] for figure in figures.values()} == {expected}
-    assert len(report["bars"]) == 4
+    assert len(report["bars"]) == 6
 
 
 def test_goals_are_missed_where_rose_is_slower() -> None:

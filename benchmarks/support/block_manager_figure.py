@@ -1,23 +1,17 @@
-"""Draw what benchmarks/block_manager.py measured: decode cost per row over pool size and over sequence length.
+"""The figure of what ``block_manager`` measured: decode cost per row over pool size and over sequence length.
 
-    python -m benchmarks.plot_block_manager [benchmarks/results/cpu/block_manager.json] [--out benchmarks/figures]
-
-Writes block_manager_cost.png and .svg. Lines are medians, bands the 10th to 90th percentile.
+Lines are medians, bands the 10th to 90th percentile.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.support.figure_files import save_figure
 
-HERE = Path(__file__).resolve().parent
+NAME = "block_manager_cost"
 PANELS = {
     "pool_size": ("num_blocks", "blocks in the pool"),
     "sequence_length": ("num_tokens", "tokens of each sequence"),
@@ -74,21 +68,4 @@ def draw(report: dict[str, Any], out: Path) -> list[Path]:
         f"mean over whole blocks; {machine['cpu']}, one core",
         fontsize=10,
     )
-    return save_figure(figure, out, "block_manager_cost")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default = HERE / "results" / "cpu" / "block_manager.json"
-    parser.add_argument("json", type=Path, nargs="?", default=default, help="file that --json has written")
-    parser.add_argument("--out", type=Path, default=HERE / "figures", help="folder (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    for path in draw(json.loads(options.json.read_text()), options.out):
-        print(path)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return save_figure(figure, out, NAME, report)

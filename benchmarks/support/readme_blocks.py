@@ -1,0 +1,107 @@
+"""The README's tables of block management and of what it writes, from what the scripts of the same names wrote."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.support.markdown import markdown, micros, milliseconds
+
+BATCHES = (1, 16, 256)
+APPEND_BATCHES = (1, 32, 256)
+
+
+def block_manager_table(result: dict[str, Any]) -> str:
+    """Return one step of 256 running requests, and one lookup."""
+    scenes = result["scenes"]
+    decode, prompt = scenes["steady_decode"], scenes["long_prompt"]
+    rows: list[tuple[str, ...]] = []
+    for label, phase in (("no block fills up", "inside"), ("every request needs a new block", "rolls_over")):
+        rose, adapter, stock = (
+            decode[side][phase]["median"] for side in ("rose_core", "rose_in_vllm", "stock")
+        )
+        rows.append((f"decode step, {label}", micros(rose), micros(adapter), micros(stock)))
+    rows.append(
+        ("copy-on-write of 256 tails", micros(scenes["copy_on_write"]["median"]), "", "no such thing")
+    )
+    lookup = "get_computed_blocks.again"
+    rows.append(
+        (
+            "lookup of a cached prompt of 4,096 tokens, hashed before",
+            micros(prompt["rose_core"]["match"]["median"]),
+            *(micros(prompt[side][lookup]["median"]) for side in ("rose_in_vllm", "stock")),
+        )
+    )
+    machine, versions = result["machine"], result["versions"]
+    source = f"Medians, one core of an {machine['cpu']}, vLLM {versions['vllm']}; `{result['command']}`."
+    header = ("256 requests, blocks of 16", "Rose", "Rose behind vLLM's interface", "vLLM's manager")
+    return markdown(header, rows) + "\n\n" + source
+
+
+WAYS_TO_CLONE = {
+    "loop": "one by one, layer by layer",
+    "batched_torch": "one plan, torch copies",
+    "batched": "one plan, one launch",
+}
+
+
+def kv_cow_clone_table(result: dict[str, Any]) -> str:
+    """Return clone, append and free for a batch of requests that share a block of one token."""
+    ways = [name for name in WAYS_TO_CLONE if name in result["rows"][0]["variants"]]
+    rows = []
+    for row in result["rows"]:
+        if row["batch"] in BATCHES:
+            totals = [row["variants"][name]["total"]["median"] for name in ways]
+            rows.append((str(row["batch"]), *map(micros, totals), f"{totals[0] / totals[-1]:.1f}x"))
+    header = ("requests", *(WAYS_TO_CLONE[name] for name in ways), "")
+    settings = result["settings"]
+    source = (
+        f"Medians, {result['machine']['device']}, {settings['dtype']}, {settings['num_layers']} layers, "
+        f"blocks of {settings['block_size']}; `{result['command']}`."
+    )
+    return markdown(header, rows) + "\n\n" + source
+
+
+def kv_append_table(result: dict[str, Any]) -> str:
+    """Return what a decode step takes with each way to store its tokens, and every loss."""
+    rows = []
+    for row in result["rows"]:
+        if row["batch"] in APPEND_BATCHES:
+            ways = [row["variants"][name] for name in ("append", "reserve_write", "reserve_fused")]
+            totals = [way["total"]["median"] for way in ways]
+            replayed = [way["graph"]["median"] for way in ways[1:]]
+            cells = (*map(micros, totals), f"{totals[0] / totals[2]:.1f}x", *map(micros, replayed))
+            rows.append((str(row["batch"]), *cells))
+    header = ("sequences", "append one by one", "reserve, one write a layer", "reserve, stored by attention", "",
+              "one write a layer, in a graph", "stored by attention, in a graph")  # fmt: skip
+    settings = result["settings"]
+    source = (
+        f"Medians, one decode step, attention of {settings['num_layers']} layers included, "
+        f"{result['machine']['device']}, {settings['dtype']}, {settings['context']} tokens each; `{result['command']}`."
+    )
+    names = {"append": "appending one by one", "reserve_write": "one write a layer"}
+    where = {"total": "", "graph": " in a graph"}
+    lost = [
+        f"{loss['batch']} sequences{where[loss['figure']]} ({names[loss['variant']]}: {micros(loss['us'])}, "
+        f"stored by attention: {micros(loss['fused_us'])})"
+        for loss in result["losses"]
+    ]
+    verdict = f"Losses: {'; '.join(lost) if lost else 'none'}."
+    return "\n\n".join((markdown(header, rows), source, verdict))
+
+
+def streaming_table(result: dict[str, Any]) -> str:
+    """Return each scene with block management one by one and at once."""
+    rows = []
+    for row in result["rows"]:
+        latencies = (
+            " / ".join(milliseconds(row[f"p{share}_{metric}_ms"]) for share in (50, 95, 99))
+            for metric in ("ttft", "itl", "latency")
+        )
+        rows.append((row["scene"], row["side"], *latencies, f"{row['output_throughput']:,.0f}"))
+    header = ("p50 / p95 / p99 in ms", "blocks", "TTFT", "ITL", "latency", "tokens/s")
+    settings = result["settings"]
+    source = (
+        f"Medians of {settings['repeat_runs']} runs, {settings['num_requests']} requests at once, {result['device']}, "
+        f"{settings['model']}, {settings['dtype']}; `{result['command']}`."
+    )
+    return markdown(header, rows) + "\n\n" + source

@@ -1,0 +1,108 @@
+"""benchmarks/kv_append.py end to end, and that its own check of the variants catches wrong ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import kv_append
+from benchmarks.support.append_variants import (
+    PARTS,
+    AppendCase,
+    InKernelAppend,
+    LoopedAppend,
+    ReservedAppend,
+    check_variants,
+)
+
+CASE = AppendCase(3, context=7, max_steps=4, block_size=4, num_layers=2, num_heads=2, head_size=16)
+SMALL = ["--layers", "2", "--heads", "2", "--head-size", "16", "--context", "20"]
+
+
+def check(make: Any) -> None:
+    torch.manual_seed(0)
+    check_variants({"this one": make}, CASE, torch.float32, torch.device("cpu"))
+
+
+def test_a_quick_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new folder" / "append.json"
+    assert kv_append.main(["--quick", *SMALL, "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["benchmark"] == "kv_append"
+    assert [row["batch"] for row in report["rows"]] == [1, 4]
+    for row in report["rows"]:
+        assert list(row["variants"]) == ["append", "reserve_write", "reserve_fused"]
+        for figures in row["variants"].values():
+            assert list(figures) == [*PARTS, "total"]
+            assert all(figure["samples"] == 3 and figure["min"] >= 0 for figure in figures.values())
+    assert report["losses"] == kv_append.losses(report["rows"])
+    assert "reserve_fused" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", list(kv_append.VARIANTS))
+def test_each_variant_attends_over_old_and_new_tokens(name: str) -> None:
+    check(kv_append.VARIANTS[name])
+
+
+class _Forgetful(ReservedAppend):
+    """Stores nothing."""
+
+    def append(self, projections: torch.Tensor, table: np.ndarray) -> None:
+        pass
+
+
+class _Behind(InKernelAppend):
+    """Stores one token too early."""
+
+    def attend(self, projections: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor) -> None:
+        super().attend(projections, table, lengths - 1)
+
+
+class _Stingy(LoopedAppend):
+    """Gives two sequences one block."""
+
+    def make_room(self) -> np.ndarray:
+        table = super().make_room()
+        self._tables[1][-1] = self._tables[0][-1]
+        return table
+
+
+@pytest.mark.parametrize("broken", [_Forgetful, _Behind, _Stingy])
+def test_a_wrong_variant_is_caught(broken: Any) -> None:
+    with pytest.raises(AssertionError, match=r"this one, step [01]: attention is off by"):
+        check(broken)
+
+
+def test_a_loss_is_every_way_that_was_faster() -> None:
+    def figures(total: float, graph: float) -> dict[str, Any]:
+        return {"total": {"median": total}, "graph": {"median": graph}}
+
+    rows = [
+        {"batch": 1, "variants": {
+            "append": {"total": {"median": 9.0}}, "reserve_write": figures(4.0, 2.0),
+            "reserve_fused": figures(5.0, 1.0)}}
+    ]  # fmt: skip
+    assert kv_append.losses(rows) == [
+        {"batch": 1, "variant": "reserve_write", "figure": "total", "us": 4.0, "fused_us": 5.0}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--repeats", "2"], "--repeats: got 2, at least 3"),
+        (["--context", "0"], "--context: got 0, at least 1"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        kv_append.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,84 @@
+"""The README's table of whole servers: every latency, the workload, every loss, and nothing that failed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.support.online_report import losses
+from benchmarks.support.readme_online import online_table
+from benchmarks.support.streaming import METRICS, PERCENTILES
+
+
+def turn(backend: str, scale: float, value: float, mode: str = "greedy", **changes: float) -> dict[str, Any]:
+    figures = {f"p{share}_{metric}_ms": value * share for metric in METRICS for share in PERCENTILES}
+    others = {"output_throughput": 1.0, "request_throughput": 1.0, "client_busy": 0.1, "failed": 0}
+    return {"backend": backend, "mode": mode, "scale": scale, **figures, **others, **changes}
+
+
+ROWS = [
+    turn("rose", 0.1, 0.1), turn("rose", 0.2, 0.1), turn("vllm", 0.1, 0.2, p99_itl_ms=0.125),
+    turn("vllm", 0.2, 0.2), turn("vllm", 0.2, 0.4),
+]  # fmt: skip
+
+
+def result(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    lengths = {"mean": 100.4, "p50": 69.5, "p90": 300.0, "p99": 808.0}
+    return {
+        "command": "python -m benchmarks.online_compare",
+        "device": "some GPU",
+        "settings": {"model": "random weights", "dtype": "float16"},
+        "trace": {
+            "source": "a made-up trace",
+            "num_requests": 1000,
+            "seconds": 250.0,
+            "length_scale": 0.1,
+            "num_left_out": 16,
+            "max_model_len": 1024,
+            "input_length": lengths,
+            "output_length": lengths,
+            "best_prefix_hit_ratio": 0.774,
+        },
+        "backends": {name: {"version": f"of {name}"} for name in dict.fromkeys(r["backend"] for r in rows)},
+        "failed": {},
+        "losses": losses(rows),
+        "rows": rows,
+        **changes,
+    }
+
+
+def test_every_load_is_shown_with_the_workload() -> None:
+    text = online_table(result(ROWS))
+    lines = text.splitlines()
+    assert lines[0] == "| p50 / p90 / p99 in ms |  | Rose | vLLM |"
+    assert lines[2] == "| scale 0.2, 20 requests/s | TTFT | 5 / 9 / 9.9 | 15 / 27 / 29.7 |"
+    assert lines[3].startswith("|  | TPOT | ")
+    assert lines[6] == "| scale 0.1, 40 requests/s | TTFT | 5 / 9 / 9.9 | 10 / 18 / 19.8 |"
+    assert len(lines) == 2 + 2 * len(METRICS) + 4
+    assert "medians of 1 to 2 turns of 1,000 requests each" in text
+    assert "all lengths times 0.1, 16 requests left out because they do not fit 1,024 tokens even so" in text
+    assert "input 100 (p50 70, p99 808)" in text and "supply 77% of the prompt blocks" in text
+    assert "random weights" in text and "Rose of rose, vLLM of vllm" in text
+
+
+def test_losses_of_all_modes_are_named() -> None:
+    sampled = [turn(name, 0.1, value, "sampled") for name, value in (("rose", 0.2), ("vllm", 0.25))]
+    sampled[0]["p50_ttft_ms"] = 130.0
+    text = online_table(result([*ROWS, *sampled]))
+    assert "Losses, of 36 figures of each peer, in ms: " in text
+    assert "Rose behind vLLM, greedy, scale 0.1: ITL p99 9.9 against 0.125" in text
+    assert text.endswith("; Rose behind vLLM, sampled, scale 0.1: TTFT p50 130 against 12.5.")
+    assert online_table(result(ROWS[3:] + ROWS[1:2])).endswith("in ms: none.")
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "message"),
+    [
+        (ROWS, {"failed": {"sglang": "did not become ready\nlog"}}, r"sglang \(did not become ready\)"),
+        ([turn("rose", 0.1, 1.0, failed=3)], {}, r"3 requests of rose \(greedy, scale 0.1\)"),
+    ],
+)
+def test_what_has_failed_is_not_published(rows: Any, changes: Any, message: str) -> None:
+    with pytest.raises(SystemExit, match=f"not everything has run: {message}"):
+        online_table(result(rows, **changes))

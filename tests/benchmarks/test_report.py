@@ -1,0 +1,89 @@
+"""benchmarks/report.py: README's tables and figures are those that the committed results make."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import report
+
+
+def test_readme_and_results_agree() -> None:
+    text = report.README.read_text()
+    assert report.rewritten(text) == text
+    assert report.old_figures() == []
+
+
+def test_a_changed_figure_is_noticed() -> None:
+    text = report.README.read_text()
+    figure = report.TABLES["block_manager"].text().split(" µs")[0].split("| ")[-1]
+    assert report.rewritten(text.replace(f"{figure} µs", "0 µs")) == text
+    assert text.replace(f"{figure} µs", "0 µs") != text
+
+
+def test_a_missing_table_is_named() -> None:
+    with pytest.raises(SystemExit, match="table block_manager: expected once, found 0 times"):
+        report.rewritten("no tables here")
+
+
+@pytest.fixture
+def one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let README be one table of a result file that the test writes; return the file."""
+    table = report.Table("cpu/some.json", lambda result: f"| {result['value']} |", "python -m some")
+    monkeypatch.setattr(report, "TABLES", {"some": table})
+    monkeypatch.setattr(report, "DRAWN_RESULTS", ("cpu/some.json",))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "FIGURES", tmp_path / "figures")
+    monkeypatch.setattr(report, "README", tmp_path / "README.md")
+    (tmp_path / "README.md").write_text("before\n<!-- table: some -->\nold\n<!-- end of table -->\nbehind\n")
+    (tmp_path / "cpu").mkdir()
+    return tmp_path / "cpu" / "some.json"
+
+
+def block_manager_result(value: int) -> dict[str, Any]:
+    microseconds = {"median": 1.0, "p10": 1.0, "p90": 1.0}
+    point = {"num_blocks": 1000, "side": "stock", "whole_block_us_per_row": microseconds}
+    return {
+        "benchmark": "block_manager",
+        "value": value,
+        "machine": {"cpu": "a processor"},
+        "settings": {"rows": 256, "block_size": 16},
+        "scenes": {"pool_size": [point], "sequence_length": []},
+    }
+
+
+def test_tables_and_figures_follow_their_result(one_result: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs matplotlib (the bench or dev extra)")
+    out = ["--out", str(report.FIGURES)]
+    for value in (1, 2):
+        one_result.write_text(json.dumps(block_manager_result(value)))
+        assert report.main(["--check"]) == 1
+        assert "run python -m benchmarks.report" in capsys.readouterr().out
+        assert report.main(out) == 0
+        assert report.README.read_text().splitlines()[2] == f"| {value} |"
+        assert report.main(["--check"]) == 0
+    (report.FIGURES / "block_manager_cost.png").unlink()
+    assert report.main(["--check"]) == 1
+    assert "cpu/some.json" in capsys.readouterr().out
+
+
+def test_without_a_result_the_table_says_how_to_get_one(one_result: Path) -> None:
+    assert report.main([]) == 0
+    assert "Not published yet: `python -m some` measures on a GPU." in report.README.read_text()
+    report.README.write_text("no table")
+    assert report.main(["--check"]) == 0
+    one_result.write_text(json.dumps(block_manager_result(1)))
+    with pytest.raises(SystemExit, match="table some: expected once, found 0 times"):
+        report.main(["--check"])
+
+
+def test_only_results_with_a_figure_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    path.write_text('{"benchmark": "arrivals"}')
+    with pytest.raises(SystemExit) as stopped:
+        report.main(["--draw", str(path)])
+    assert stopped.value.code == 2
+    assert "--draw: got a result of arrivals, there are figures of block_manager" in capsys.readouterr().err

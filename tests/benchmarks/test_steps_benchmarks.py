@@ -1,0 +1,44 @@
+"""benchmarks/decode_steps.py and step_profile.py end to end on a CPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import decode_steps, step_profile
+from benchmarks.support.workload import MODES
+
+
+def test_quick_decode_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "steps.json"
+    assert decode_steps.main(["--quick", "--repeats", "1", "--off", "prefix_cache", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert [(row["batch"], row["mode"]) for row in report["steps"]] == [(b, m) for b in (1, 4) for m in MODES]
+    assert all(0 < row["fastest_step_ms"] <= row["step_ms"] for row in report["steps"])
+    assert report["offline"]["sizes"] == [4, 32, 8] and set(report["offline"]["seconds"]) == set(MODES)
+    printed = capsys.readouterr().out
+    assert "'prefix_cache': 'off" in printed and "output tok/s" in printed
+
+
+def test_quick_step_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    assert step_profile.main(["--quick", "--batches", "2", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["copy_bytes_per_s"] > 1e8
+    (step,) = report["profiles"]
+    assert step["batch"] == 2 and step["launches"] > 10
+    assert 0 < step["floor_us"] < step["engine_step_us"]
+    times = [kernel["us"] for kernel in step["kernels"]]
+    assert times == sorted(times, reverse=True) and sum(times) == pytest.approx(step["busy_us"])
+    assert "2 requests, greedy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", ["decode_steps", "step_profile"])
+def test_options_that_make_no_sense_are_refused(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(f"benchmarks.{script}").main(["--batches", "4", "0"])
+    assert stopped.value.code == 2
+    assert "--batches: got [4, 0], " in capsys.readouterr().err

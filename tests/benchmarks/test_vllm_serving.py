@@ -1,0 +1,257 @@
+"""benchmarks/vllm_serving.py end to end against servers that only seem to be vLLM's, and its parts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from benchmarks import vllm_serving
+from benchmarks.support import servers
+from benchmarks.support.engines import BLOCK_SIZE
+from benchmarks.support.request_sets import RANDOM, SETS, SHARED_PREFIX
+from benchmarks.support.server_metrics import parse_counts
+from benchmarks.support.vllm_serving_report import COMPARED, bars, compare, print_report
+from tests.benchmarks.fake_vllm_server import METRICS
+
+FAKES = {"rose-in-vllm": ("1", "20"), "vllm": (str(BLOCK_SIZE), "60")}
+"""Size of blocks in which prefixes are found, and milliseconds to the first token."""
+
+
+def fake_command(backend: str, options: Any, port: int) -> list[str]:
+    return [sys.executable, "-m", "tests.benchmarks.fake_vllm_server", str(port), *FAKES[backend]]
+
+
+def test_a_quick_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(servers, "server_command", fake_command)
+    path = tmp_path / "serving.json"
+    arguments = ["--quick", "--requests", "24", "--seconds", "0.25", "--rates", "80", "--json", str(path)]
+    assert vllm_serving.main([*arguments, "--logs", str(tmp_path)]) == 0
+    report = json.loads(path.read_text())
+
+    turns = [(row["set"], row["rate"]) for row in report["rows"]][::2]
+    assert turns == [(name, rate) for name in SETS for rate in (None, 80.0)]
+    backends = [row["backend"] for row in report["rows"]]
+    # Who begins changes from turn to turn.
+    assert backends[:4] == ["rose-in-vllm", "vllm", "vllm", "rose-in-vllm"]
+    for first, second in zip(report["rows"][::2], report["rows"][1::2], strict=True):
+        assert first["total_input_tokens"] == second["total_input_tokens"]
+        assert first["completed"] == {None: 24, 80.0: 20}[first["rate"]] and not first["failed"]
+    for row in report["rows"]:
+        assert row["prefilled_tokens"] + row["cached_tokens"] == row["total_input_tokens"]
+        # No turn meets prompts of another one.
+        assert (row["set"] == "shared-prefix") == (row["cached_tokens"] > BLOCK_SIZE)
+        if row["rate"]:
+            assert row["duration"] > 0.7 * row["completed"] / row["rate"]
+        assert 0 < row["client_busy"] < 1.5
+        assert 0 < sum(row["server_busy"].values()) < 1.5
+
+    assert [(row["set"], row["rate"]) for row in report["comparison"]] == turns
+    for row in report["comparison"]:
+        for backend, (_, delay_ms) in FAKES.items():
+            assert row["medians"][backend]["p50_ttft_ms"] >= float(delay_ms)
+        assert (row["set"] == "shared-prefix") == (row["times"]["prefilled_tokens"] < 0.99)
+    assert report["start_up_s"].keys() == FAKES.keys()
+    assert report["turns_left_out"] == 0
+    assert len(report["bars"]) == 1 + 4 + 1 + 4 + 2 + 1
+    assert "all at once" in capsys.readouterr().out
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return ``measure`` with servers that are asked nothing; vLLM's own ends 40 requests a second, later fewer."""
+    speeds = {
+        "vllm": itertools.chain([40.0], itertools.repeat(7.0)),
+        "rose-in-vllm": itertools.repeat(1000.0),
+    }
+
+    def figures(self: Any, server: Any, requests: Any) -> dict[str, float]:
+        return {"request_throughput": next(speeds[server.backend]), "asked": len(requests.prompts)}
+
+    monkeypatch.setattr(vllm_serving.Turns, "_figures", figures)
+    monkeypatch.setattr(vllm_serving.Turns, "warm_up", lambda self, request_set: None)
+    both: Any = {backend: SimpleNamespace(backend=backend) for backend in FAKES}
+
+    def measure(*arguments: str, deadline: float = float("inf")) -> Any:
+        options = vllm_serving.parse_options(["--quick", "--sets", "random", *arguments])
+        return vllm_serving.measure(both, 1000, options, deadline)
+
+    return measure
+
+
+def test_loads_are_shares_of_what_saturates_vllms_own_server(measured: Callable[..., Any]) -> None:
+    rows, left_out = measured("--loads", "0.5", "1.5", "--repeats", "3", "--requests", "9")
+    assert [row["rate"] for row in rows][::2] == [None, 20.0, 60.0] * 3
+    assert [row["repeat"] for row in rows][::6] == [0, 1, 2]
+    # Half a second of arrivals each.
+    assert [row["asked"] for row in rows][::2] == [9, 10, 30] * 3
+    assert left_out == 0
+
+
+def test_no_turn_begins_after_the_deadline(measured: Callable[..., Any]) -> None:
+    assert measured("--repeats", "3", deadline=time.monotonic() - 1.0) == ([], 6)
+    report = {"device": "cpu", "settings": {"repeats": 3}, "start_up_s": {"vllm": 2.0}, "turns_left_out": 6}
+    with Console(record=True) as console:
+        print_report(console, {**report, "comparison": [], "bars": [], "rows": []})
+    assert "out of time: 6 turns were not taken" in console.export_text()
+
+
+class SlowServer:
+    """Takes a tenth of a second to start."""
+
+    started: list[tuple[float, float]]
+    stopped: list[str]
+
+    def __init__(self, backend: str, options: Any, **arguments: Any) -> None:
+        self._backend = backend
+
+    def wait_until_ready(self) -> None:
+        begin = time.monotonic()
+        time.sleep(0.1)
+        self.started.append((begin, time.monotonic()))
+
+    def terminate(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        self.stopped.append(self._backend)
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_servers_start_together_or_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_turn: bool
+) -> None:
+    monkeypatch.setattr(vllm_serving, "Server", SlowServer)
+    SlowServer.started, SlowServer.stopped = [], []
+    options = vllm_serving.parse_options(["--quick", *["--start-in-turn"] * in_turn])
+    facts = SimpleNamespace(max_model_len=64, kv_elements_per_token=2)
+    with vllm_serving.running_servers(options, "model", facts, tmp_path) as (running, start_up_s):  # type: ignore[arg-type]
+        assert list(running) == list(start_up_s) == list(FAKES)
+        (_, first_ready), (second_begin, _) = sorted(SlowServer.started)
+        assert (second_begin >= first_ready) == in_turn
+        assert all(0.1 <= seconds < 5 for seconds in start_up_s.values())
+        assert not SlowServer.stopped
+    assert sorted(SlowServer.stopped) == sorted(FAKES)
+
+
+def test_a_server_that_does_not_start_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fails = [sys.executable, "-c", "raise SystemExit('no such backend')"]
+    monkeypatch.setattr(servers, "server_command", lambda *arguments: fails)
+    assert vllm_serving.main(["--quick", "--logs", str(tmp_path)]) == 1
+    assert "no such backend" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("request_set", SETS.values(), ids=SETS)
+def test_prompts_of_a_turn_are_its_own(request_set: Any) -> None:
+    turns = [request_set.requests(200, 50_000, rate=None, seed=seed) for seed in (1, 2)]
+    starts = [{tuple(prompt[:12]) for prompt in turn.prompts} for turn in turns]
+    assert not starts[0] & starts[1]
+    assert len(starts[0]) == (request_set.num_prefixes or 200)
+    low, high = request_set.tail_len
+    lengths = {len(prompt) - request_set.prefix_len for prompt in turns[0].prompts}
+    assert (min(lengths), max(lengths)) == (low, high)
+    assert turns[0].output_lens == [128] * 200 and turns[0].due == [0.0] * 200
+
+
+def test_shared_prefixes_end_inside_a_block() -> None:
+    prompts = SHARED_PREFIX.requests(200, 50_000, rate=None, seed=1).prompts
+    assert len({tuple(prompt[:500]) for prompt in prompts}) == 8
+    assert len({tuple(prompt[:501]) for prompt in prompts}) > 100
+    assert 500 % BLOCK_SIZE != 0
+
+
+def test_arrivals_have_the_rate_that_is_asked_for() -> None:
+    due = RANDOM.requests(2000, 1000, rate=50.0, seed=1).due
+    assert due == sorted(due)
+    assert due[-1] == pytest.approx(2000 / 50, rel=0.1)
+
+
+def test_counters_are_read_and_summed_over_engines() -> None:
+    page = METRICS.format(prompt=10, hits=4, generated=7)
+    second = page.replace('engine="0"', 'engine="1"')
+    assert parse_counts(page + "\n".join(line for line in second.splitlines() if line[0] != "#") + "\n") == {
+        "prompt_tokens": 20,
+        "cached_tokens": 8,
+        "generated_tokens": 14,
+        "preemptions": 0,
+    }
+    with pytest.raises(KeyError, match="does not count vllm:prefix_cache_hits_total"):
+        parse_counts(page.replace("prefix_cache_hits", "other"))
+
+
+def test_medians_are_compared() -> None:
+    def row(backend: str, value: float) -> dict[str, Any]:
+        return {"set": "random", "rate": 3.0, "backend": backend, **dict.fromkeys(COMPARED, value)}
+
+    rows = [row("vllm", value) for value in (1.0, 4.0, 90.0)]
+    (alone,) = compare(rows)
+    assert "times" not in alone
+    (both,) = compare(rows + [row("rose-in-vllm", value) for value in (50.0, 2.0, 0.0)])
+    assert both["medians"]["vllm"]["p99_ttft_ms"] == 4.0
+    assert both["times"] == dict.fromkeys(COMPARED, 0.5)
+
+
+def test_goals_are_checked() -> None:
+    def row(name: str, rate: float | None, times: float, prefilled: int) -> dict[str, Any]:
+        medians = {"vllm": {"prefilled_tokens": 100}, "rose-in-vllm": {"prefilled_tokens": prefilled}}
+        return {"set": name, "rate": rate, "medians": medians, "times": dict.fromkeys(COMPARED, times)}
+
+    comparison = [
+        row("random", None, 1.31, 100),
+        row("random", 5.0, 1.01, 100),
+        row("shared-prefix", None, 1.29, 100),
+        row("shared-prefix", 5.0, 1.0, 99),
+    ]
+    goals = bars(comparison, {"vllm": 20.0, "rose-in-vllm": 24.9})
+    missed = [goal["name"] for goal in goals if not goal["met"]]
+    latencies = [figure for figure in COMPARED if figure.endswith("_ms")]
+    assert missed == [
+        *(f"random, 5.0 a second: {figure}" for figure in latencies),
+        "shared-prefix, all at once: throughput",
+        "shared-prefix: fewer tokens prefilled",
+    ]
+    assert len(goals) == len(missed) + 1 + len(latencies) + 2
+    assert not bars(comparison, {"vllm": 20.0, "rose-in-vllm": 25.1})[-1]["met"]
+    assert bars([{"set": "random", "rate": None, "medians": {}}], {"vllm": 1.0}) == []
+
+
+def test_help_names_the_script_and_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        vllm_serving.main(["--help"])
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    options = ("--loads", "--rates", "--max-seconds", "--start-in-turn", "--quick", "--backends")
+    assert all(option in printed for option in ("python -m benchmarks.vllm_serving", *options))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--requests", "0"], "--requests: got 0, has to be above 0"),
+        (["--max-seconds", "0"], "--max-seconds: got 0.0, has to be above 0"),
+        (["--seconds", "-1"], "--seconds: got -1.0, has to be above 0"),
+        (["--loads", "0.5", "0"], "--loads: got [0.5, 0.0], each has to be above 0"),
+        (["--rates", "-3"], "--rates: got [-3.0], each has to be above 0"),
+        (["--loads", "1", "--rates", "3"], "--loads and --rates exclude each other"),
+        (["--sets", "both"], "invalid choice: 'both'"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        vllm_serving.parse_options(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
