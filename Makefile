@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 
 VENV_PYTHON := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help set-up serve test lint format bench clean
+.PHONY: help set-up serve test lint format bench report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -36,6 +36,9 @@ format: set-up ## rewrite the code with ruff
 
 bench: set-up ## time the block manager
 	$(VENV_PYTHON) -m benchmarks.block_manager
+
+report: set-up ## README's tables and figures from benchmarks/results
+	$(VENV_PYTHON) -m benchmarks.report
 
 clean: ## remove .venv and every cache
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis rose_backend.egg-info
