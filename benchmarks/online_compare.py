@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from benchmarks.support.checkpoint import ModelFacts, checkpoint, model_facts
 from benchmarks.support.compare_options import (
@@ -132,7 +132,10 @@ class Contest:
                 part.result()
 
     def run(self, deadline: float) -> None:
-        """Fill ``rows`` and ``turns_left_out``; ``deadline`` is in ``time.monotonic``'s seconds."""
+        """Fill ``rows`` and ``turns_left_out``; ``deadline`` is in ``time.monotonic``'s seconds.
+
+        An interrupt is a deadline: turns that were whole stay.
+        """
         options = self._options
         turns = [
             (repeat, mode, scale)
@@ -152,16 +155,26 @@ class Contest:
                 if time.monotonic() > deadline:
                     self.turns_left_out = len(turns) - index
                     return
-                prompts = self._prompts(index + 1)
-                names = deque(self._servers)
-                names.rotate(-index)
-                for name in names:
-                    progress.update(task, description=f"{name}, {mode}, scale {scale:g}")
-                    figures = self._turn(self._servers[name], prompts, mode, scale)
-                    self.rows.append(
-                        {"backend": name, "mode": mode, "scale": scale, "repeat": repeat, **figures}
-                    )
-                    progress.advance(task)
+                try:
+                    self.rows += self._whole_turn(index, repeat, mode, scale, progress, task)
+                except KeyboardInterrupt:
+                    self.turns_left_out = len(turns) - index
+                    return
+
+    def _whole_turn(
+        self, index: int, repeat: int, mode: str, scale: float, progress: Progress, task: TaskID
+    ) -> list[dict[str, Any]]:
+        """Return the figures of every server, each with the same prompts."""
+        rows = []
+        prompts = self._prompts(index + 1)
+        names = deque(self._servers)
+        names.rotate(-index)
+        for name in names:
+            progress.update(task, description=f"{name}, {mode}, scale {scale:g}")
+            figures = self._turn(self._servers[name], prompts, mode, scale)
+            rows.append({"backend": name, "mode": mode, "scale": scale, "repeat": repeat, **figures})
+            progress.advance(task)
+        return rows
 
     def _turn(self, server: Server, prompts: list[list[int]], mode: str, scale: float) -> dict[str, Any]:
         replay = self._clients.send(self._load(server, prompts, mode, scale))

@@ -25,6 +25,17 @@ def sampling_by_name(words: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: row if name == "top_k" else row.view(torch.float32) for name, row in rows}
 
 
+def sampling_of_rows(words: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return ``words``, int32 ``[R, len(SAMPLING_FIELDS)]``, as fields of ``SamplingTensors``.
+
+    Each starts at a multiple of 16 bytes, whatever R is: Triton compiles a kernel once for pointers that do, and once
+    more for every other pattern among its arguments.
+    """
+    num_rows, num_fields = words.shape
+    columns = words.new_empty((num_fields, -(-num_rows // 4) * 4))[:, :num_rows]
+    return sampling_by_name(columns.copy_(words.t()))
+
+
 class DecodeBuffers:
     """What a decode step reads and writes, one entry per slot.
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rose_backend import kernels
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
-from rose_backend.engine.decode_buffers import DecodeBuffers, sampling_by_name
+from rose_backend.engine.decode_buffers import DecodeBuffers, sampling_of_rows
 from rose_backend.engine.decode_runner import DecodeRunner, graph_widths
 from rose_backend.engine.logprobs import StepLogprobs, pack_logprobs
 from rose_backend.engine.progress import Track, no_progress
@@ -275,7 +275,7 @@ class ModelRunner:
 
 def _sampling_tensors(inputs: Inputs) -> kernels.SamplingTensors:
     """Return the parameters of draws from seed, position and ``SAMPLING_FIELDS`` of each, ``[R, ...]``."""
-    by_name = sampling_by_name(inputs["words"].t().contiguous())
+    by_name = sampling_of_rows(inputs["words"])
     return kernels.SamplingTensors(
         seed=inputs["seed"], position=inputs["position"], num_logprobs=-1, **by_name
     )

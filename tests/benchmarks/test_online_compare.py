@@ -248,3 +248,19 @@ def test_servers_take_turns_with_the_same_prompts(contest: online_compare.Contes
 def test_turns_without_time_are_counted(contest: online_compare.Contest) -> None:
     contest.run(0.0)
     assert (contest.rows, contest.turns_left_out) == ([], 4)
+
+
+def test_an_interrupt_keeps_the_turns_that_were_whole(
+    contest: online_compare.Contest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    postbox = contest._clients
+
+    def send(load: Load) -> Replay:
+        if len(postbox.loads) == 3:  # type: ignore[attr-defined]
+            raise KeyboardInterrupt
+        return Postbox.send(postbox, load)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(postbox, "send", send)
+    contest.run(float("inf"))
+    assert [(row["backend"], row["scale"]) for row in contest.rows] == [("rose", 0.1), ("vllm", 0.1)]
+    assert contest.turns_left_out == 3

@@ -26,8 +26,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_llm(tiny_model_path: Path) -> Iterator[LLM]:
-    """Return an engine with default options; its prefix cache keeps what earlier tests computed."""
-    with LLM(str(tiny_model_path), max_num_seqs=32) as llm:
+    """Return an engine that agrees with float32 on a GPU, too; its prefix cache keeps what earlier tests computed."""
+    with LLM(str(tiny_model_path), max_num_seqs=32, dtype="float32") as llm:
         yield llm
 
 
@@ -42,11 +42,11 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
 
 @pytest.fixture
 def make_llm(tiny_model_path: Path) -> Iterator[Callable[..., LLM]]:
-    """Return a function that makes engines of its own for a test, checked and closed at its end."""
+    """Return a function that makes float32 engines of its own for a test, checked and closed at its end."""
     made: list[LLM] = []
 
     def make(**options: Any) -> LLM:
-        made.append(LLM(str(tiny_model_path), **options))
+        made.append(LLM(str(tiny_model_path), **{"dtype": "float32", **options}))
         return made[-1]
 
     yield make

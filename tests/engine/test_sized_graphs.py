@@ -10,8 +10,21 @@ import pytest
 import torch
 
 from rose_backend import LLM, SamplingParams
+from rose_backend.engine.decode_buffers import sampling_of_rows
 from rose_backend.engine.model_runner import ModelRunner
+from rose_backend.engine.row_state import SAMPLING_FIELDS
 from rose_backend.engine.sized_graphs import Inputs, SizedGraphs
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 6, 9])
+def test_sampling_fields_start_alike_for_any_number_of_rows(num_rows: int) -> None:
+    words = torch.arange(num_rows * len(SAMPLING_FIELDS), dtype=torch.int32).view(num_rows, -1)
+    fields = sampling_of_rows(words)
+    assert list(fields) == list(SAMPLING_FIELDS)
+    for index, values in enumerate(fields.values()):
+        assert values.view(torch.int32).tolist() == words[:, index].tolist()
+        assert values.is_contiguous()
+        assert values.data_ptr() % 16 == 0
 
 
 def test_entries_are_rounded_up_by_repeating_the_last() -> None:
