@@ -104,7 +104,7 @@ class Contest:
                 self._pool.drop(name, error)
 
     def run(self, deadline: float) -> None:
-        """Fill ``runs`` and ``rates``; ``deadline`` is in ``time.monotonic``'s seconds."""
+        """Fill ``runs`` and ``rates``; ``deadline`` is in ``time.monotonic``'s seconds, an interrupt is one, too."""
         columns = (
             TextColumn("{task.description:32}"),
             BarColumn(),
@@ -121,25 +121,30 @@ class Contest:
                 if scene != CAPACITY and not self.rates[scene]:
                     self._choose_rates()
                 progress.update(task, description=scene)
-                self._take_turn(scene)
+                try:
+                    self._take_turn(scene)
+                except KeyboardInterrupt:
+                    break
                 progress.advance(task)
 
     def _take_turn(self, scene: str) -> None:
+        """Note figures only when all have had their turn."""
         self._num_turns += 1
         workload = self._workload(self._num_turns).as_json()
         names = deque(self._pool.workers)
         names.rotate(-self._num_turns)
+        taken: dict[str, dict[str, Any]] = {}
         for name in list(names):
             rate = None if scene == CAPACITY else self.rates[scene][name]
             if scene == OWN_LOAD and rate == self.rates[SAME_LOAD][name]:
-                self.runs.setdefault((scene, name), []).append(self.runs[SAME_LOAD, name][-1])
+                taken[name] = self.runs[SAME_LOAD, name][-1]
                 continue
             try:
-                figures = self._pool.workers[name].ask("serve", workload=workload, rate=rate)
+                taken[name] = self._pool.workers[name].ask("serve", workload=workload, rate=rate)
             except WorkerError as error:
                 self._pool.drop(name, error)
-            else:
-                self.runs.setdefault((scene, name), []).append(figures)
+        for name, figures in taken.items():
+            self.runs.setdefault((scene, name), []).append(figures)
 
     def _choose_rates(self) -> None:
         capacity = {

@@ -132,7 +132,7 @@ def measure(
     """Return every run's figures by case and side, and how many turns there was no time for.
 
     Args:
-        deadline: in ``time.monotonic``'s seconds.
+        deadline: in ``time.monotonic``'s seconds. An interrupt is one, too: turns that were whole stay.
     """
     samples: Samples = {}
     repeats = {case: options.mixed_repeats if case.scene == "mixed" else options.repeats for case in todo}
@@ -148,15 +148,19 @@ def measure(
             # Nobody is always the first, while the device is cold.
             names = deque(pool.workers)
             names.rotate(-repeat)
-            for name in list(names):
-                progress.update(task, description=f"{name}: {case.name}"[:52])
-                try:
-                    figures = case.run(pool.workers[name], seed)
-                except WorkerError as error:
-                    pool.drop(name, error)
-                else:
-                    samples.setdefault((case, name), []).append(figures)
-                progress.advance(task)
+            taken: dict[str, Any] = {}
+            try:
+                for name in list(names):
+                    progress.update(task, description=f"{name}: {case.name}"[:52])
+                    try:
+                        taken[name] = case.run(pool.workers[name], seed)
+                    except WorkerError as error:
+                        pool.drop(name, error)
+                    progress.advance(task)
+            except KeyboardInterrupt:
+                return samples, len(turns) - seed
+            for name, figures in taken.items():
+                samples.setdefault((case, name), []).append(figures)
     return samples, 0
 
 

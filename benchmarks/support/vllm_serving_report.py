@@ -80,7 +80,7 @@ def bars(comparison: list[Row], start_up_s: dict[str, float]) -> list[Row]:
 
 def print_report(console: Console, report: Row) -> None:
     """Print medians, failures, and how long the servers took to start."""
-    table = Table(title=f"{report['device']}, medians of {report['settings']['repeats']} turns")
+    table = Table(title=f"{report['device']}, medians of at most {report['settings']['repeats']} turns")
     for name in ("set", "requests/s", "backend"):
         table.add_column(name)
     for figure in COMPARED:

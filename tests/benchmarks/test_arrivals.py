@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -63,3 +65,27 @@ def test_options_that_make_no_sense_are_refused(
         arrivals.parse_options(option)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_the_turns_that_were_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Worker:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def ask(self, op: str, **fields: Any) -> dict[str, float]:
+            asked.append(self.name)
+            if len(asked) == 4:
+                raise KeyboardInterrupt
+            return {"seconds": float(len(asked))}
+
+    pool = SimpleNamespace(workers={name: Worker(name) for name in ("rose", "vllm")})
+    contest = arrivals.Contest(pool, arrivals.parse_options(["--quick"]))  # type: ignore[arg-type]
+    monkeypatch.setattr(contest, "_workload", lambda seed: SimpleNamespace(as_json=dict))
+    contest.run(float("inf"))
+    assert len(asked) == 4
+    assert {side: len(runs) for side, runs in contest.runs.items()} == {
+        (arrivals.CAPACITY, "rose"): 1,
+        (arrivals.CAPACITY, "vllm"): 1,
+    }

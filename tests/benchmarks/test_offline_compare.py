@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,6 +63,26 @@ def test_turns_without_time_are_counted(tmp_path: Path, capsys: pytest.CaptureFi
     arguments = ["--quick", "--backends", "sglang", "--python-path", f"sglang={site}", "--repeats", "2"]
     assert offline_compare.main([*arguments, "--max-seconds", "0.001"]) == 1
     assert "out of time: 14 turns were not taken" in capsys.readouterr().out
+
+
+def test_an_interrupt_keeps_the_turns_that_were_whole() -> None:
+    calls: list[str] = []
+
+    class Scene:
+        scene, name = "decode", "a step"
+
+        def run(self, worker: str, seed: int) -> dict[str, float]:
+            calls.append(worker)
+            if len(calls) == 4:
+                raise KeyboardInterrupt
+            return {"ms": float(len(calls))}
+
+    pool, case = SimpleNamespace(workers={"rose": "r", "vllm": "v"}), Scene()
+    options = SimpleNamespace(repeats=3, mixed_repeats=1)
+    samples, left_out = offline_compare.measure(pool, [case], options, float("inf"))  # type: ignore[arg-type,list-item]
+    assert calls == ["r", "v", "v", "r"]
+    assert samples == {(case, "rose"): [{"ms": 1.0}], (case, "vllm"): [{"ms": 2.0}]}  # type: ignore[comparison-overlap]
+    assert left_out == 2
 
 
 def fake_row(scene: str, backend: str, value: float, **changes: Any) -> dict[str, Any]:
