@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from benchmarks.support.append_variants import (
     PARTS,
@@ -38,6 +37,7 @@ from benchmarks.support.append_variants import (
 from benchmarks.support.clone_variants import Clock
 from benchmarks.support.report import run_facts, write_json
 from benchmarks.support.timing import Samples, alternate, no_garbage_collection, spread, spreads
+from benchmarks.support.variant_tables import print_variants
 
 VARIANTS: dict[str, Callable[[AppendCase, torch.Tensor], Any]] = {
     "append": LoopedAppend,
@@ -129,21 +129,6 @@ def replayed_us(variant: Any, projections: torch.Tensor) -> list[float]:
     return times[WARM_UPS:]
 
 
-def print_rows(console: Console, rows: list[dict[str, Any]], title: str) -> None:
-    """Print one table: totals of all variants, and the parts of each beside them."""
-    table = Table("batch", "variant", *PARTS, "total", "append / this", "graph", title=title)
-    for row in rows:
-        before = row["variants"]["append"]["total"]["median"]
-        for name, figures in row["variants"].items():
-            total = figures["total"]
-            cells = [f"{figures[part]['median']:,.0f}" for part in PARTS]
-            span = f"{total['median']:,.0f} ({total['p10']:,.0f} - {total['p90']:,.0f})"
-            graph = f"{figures['graph']['median']:,.0f}" if "graph" in figures else ""
-            table.add_row(str(row["batch"]), name, *cells, span, f"{before / total['median']:.1f}", graph)
-        table.add_section()
-    console.print(table)
-
-
 def losses(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return every row in which storing inside attention took longer than another way."""
     return [
@@ -188,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rows": rows,
     }
     title = f"New tokens into the cache, {options.dtype} on {facts['machine']['device']}, {shape}, us"
-    print_rows(Console(width=140), rows, title)
+    print_variants(Console(width=140), rows, PARTS, before="append", title=title)
     for loss in report["losses"]:
         print(
             f"batch {loss['batch']}, {loss['figure']}: {loss['variant']} {loss['us']:,.0f} us, "

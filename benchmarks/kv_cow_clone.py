@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.support.clone_variants import (
     PARTS,
@@ -37,6 +36,7 @@ from benchmarks.support.clone_variants import (
 )
 from benchmarks.support.report import run_facts, write_json
 from benchmarks.support.timing import Samples, alternate, no_garbage_collection, spreads
+from benchmarks.support.variant_tables import print_variants
 
 VARIANTS: dict[str, Callable[[CloneCase, torch.Tensor], Any]] = {
     "loop": LoopedClone,
@@ -106,20 +106,6 @@ def _copied_bytes(case: CloneCase, dtype: torch.dtype) -> int:
     return case.batch * case.block_size * per_token
 
 
-def print_rows(console: Console, rows: list[dict[str, Any]], title: str) -> None:
-    """Print one table: totals of all variants, and the parts of each below."""
-    table = Table("batch", "variant", *PARTS, "total", "loop / this", title=title)
-    for row in rows:
-        before = row["variants"]["loop"]["total"]["median"]
-        for name, figures in row["variants"].items():
-            total = figures["total"]
-            cells = [f"{figures[part]['median']:,.0f}" for part in PARTS]
-            span = f"{total['median']:,.0f} ({total['p10']:,.0f} - {total['p90']:,.0f})"
-            table.add_row(str(row["batch"]), name, *cells, span, f"{before / total['median']:.1f}")
-        table.add_section()
-    console.print(table)
-
-
 def losses(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return every row in which the batched variant took longer than another one."""
     return [
@@ -157,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rows": rows,
     }
     title = f"Copy-on-write, {options.dtype} on {facts['machine']['device']}, {shape}, us: median (p10 - p90)"
-    print_rows(Console(width=140), rows, title)
+    print_variants(Console(width=140), rows, PARTS, before="loop", title=title)
     for loss in report["losses"]:
         print(
             f"batch {loss['batch']}: {loss['variant']} {loss['us']:,.0f} us, batched {loss['batched_us']:,.0f} us"

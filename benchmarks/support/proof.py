@@ -35,15 +35,14 @@ def source_digest(test_file: str | None = None) -> str:
 
 
 def machine_facts() -> dict[str, str]:
-    """Return what a proof holds for: the kind of GPU, the machine since its start, and the versions of compilers."""
+    """Return what a proof holds for: the GPU and the versions that kernels are compiled with."""
     import torch
     import triton
 
-    # Not the one GPU: equal ones of a machine run the same binaries.
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    facts = {"torch": torch.__version__, "triton": triton.__version__, "gpu": "none", "boot_id": boot_id}
+    facts = {"torch": torch.__version__, "triton": triton.__version__, "gpu": "none", "gpu_uuid": "none"}
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
+        facts["gpu_uuid"] = str(torch.cuda.get_device_properties(0).uuid)
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         facts["driver"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
     return facts

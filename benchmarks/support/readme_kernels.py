@@ -62,7 +62,7 @@ def kernels_table(result: dict[str, Any]) -> str:
         (
             markdown(("", "Rose", "", "best peer", "peer / Rose"), rows),
             f"Medians, {result['gpu']} (copy {result['copy_bytes_per_s'] / 1e12:.2f} TB/s), {_versions(result)}; "
-            f"`{COMMAND}`.",
+            f"`{COMMAND}`." + (f" {result['proof']}" if "proof" in result else ""),
             _losses(result["rows"]),
         )
     )

@@ -63,7 +63,7 @@ def test_another_machine_or_another_source_proves_nothing(
 ) -> None:
     one = f"{TESTS}::test_one"
     write_record(tmp_path, machine, collected=[one], passed=[one])
-    why = proof.unproved_because([TESTS], tmp_path, {**machine, "boot_id": "another"})
+    why = proof.unproved_because([TESTS], tmp_path, {**machine, "gpu_uuid": "another"})
     assert "not run for these kernels on this machine" in (why or "")
     kernels = tmp_path / "kernels"
     kernels.mkdir()

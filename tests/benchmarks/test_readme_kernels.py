@@ -68,3 +68,10 @@ def test_every_kernel_row_is_a_case() -> None:
     assert set(readme_kernels.KERNEL_ROWS.values()) <= {
         case.name for module in modules for case in module.cases()
     }
+
+
+def test_what_is_said_of_the_proof_is_shown() -> None:
+    assert "Here the tests ran" not in readme_kernels.kernels_table(kernel_report())
+    assert "`. Here the tests ran elsewhere.\n" in readme_kernels.kernels_table(
+        kernel_report(proof="Here the tests ran elsewhere.")
+    )
