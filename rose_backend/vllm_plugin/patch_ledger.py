@@ -69,16 +69,16 @@ LEDGER: dict[str, Patch] = {
     ),
     "sampler_v1": Patch(
         target="vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.__init__",
-        reason="model runner V1 builds its sampler directly; with ROSE selected its forward becomes Rose's",
+        reason="model runner V1 builds its sampler directly; with ROSE selected its forward becomes Rose's, or counts",
         remove_when="the sampler can be chosen by configuration or registered",
         build=f"{_PLUGIN}.sampler:wrap_sampler_v1_init",
     ),
     "sampler_v2": Patch(
         target="vllm.v1.worker.gpu.sample.sampler:Sampler.__init__",
         reason="model runner V2 builds its sampler directly; with ROSE selected that object's draw becomes Rose's, "
-        "and it copies sampling parameters to the device only when there are new ones",
+        "drafts are counted, and it copies sampling parameters to the device only when there are new ones",
         remove_when="custom_sampler is offered for every model, not only through the model class",
-        build=f"{_PLUGIN}.sampler:wrap_sampler_v2_init",
+        build=f"{_PLUGIN}.sampler_v2:wrap_sampler_v2_init",
     ),
     "decode_graphs": Patch(
         target="vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",

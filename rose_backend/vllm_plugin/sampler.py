@@ -1,4 +1,4 @@
-"""Rose's sampler in the place of vLLM's top-k/top-p sampler, in both model runners.
+"""Rose's sampler in the place of vLLM's top-k/top-p sampler; here for model runner V1, and what both runners share.
 
 vLLM keeps penalties, logit processors, temperature, min-p and log-probabilities; Rose filters and draws. A draw depends
 on the request's seed and its own count of draws only, so a seeded request gets the same tokens in any batch.
@@ -11,13 +11,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from rose_backend.vllm_plugin.draw_counts import DRAWS
 from rose_backend.vllm_plugin.options import is_rose_selected, rose_options
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-_PROCESSED_PREFIX = "processed"
+PROCESSED_PREFIX = "processed"
+"""Of the modes of log-probabilities that are those of the filtered distribution."""
+
 _SEED_MASK = (1 << 63) - 1
 # Odd multiplier that spreads consecutive step numbers over all bits of a seed.
 _STEP_MULTIPLIER = 0x9E3779B97F4A7C15
@@ -25,21 +28,29 @@ _STEP_MULTIPLIER = 0x9E3779B97F4A7C15
 _OFFSET_PER_DRAW = 4
 
 
-def serves_sampler(vllm_config: VllmConfig | None) -> bool:
-    """Whether Rose draws the tokens of this engine.
+def is_sampler_chosen(vllm_config: VllmConfig | None) -> bool:
+    """Whether this engine is to have Rose's sampler, which may leave some or all draws to vLLM's."""
+    return (
+        vllm_config is not None and is_rose_selected(vllm_config) and rose_options(vllm_config).fused_sampler
+    )
 
-    Processed log-probability modes and the check of drafted tokens want the filtered distribution itself, which Rose
-    never builds: vLLM's sampler stays, and the line at start-up says so.
-    """
-    if (
-        vllm_config is None
-        or not is_rose_selected(vllm_config)
-        or not rose_options(vllm_config).fused_sampler
-        or vllm_config.speculative_config is not None
-    ):
-        return False
+
+def why_vllm_draws(vllm_config: VllmConfig) -> str | None:
+    """Return why all draws of an engine with Rose's sampler are vLLM's; None if they are not."""
     model_config = vllm_config.model_config
-    return model_config is None or not str(model_config.logprobs_mode).startswith(_PROCESSED_PREFIX)
+    if model_config is not None and model_config.use_fp64_gumbel:
+        return "float64 noise"
+    if model_config is not None and model_config.return_sampling_mask:
+        return "sampling masks"
+    if vllm_config.speculative_config is not None and not vllm_config.use_v2_model_runner:
+        # The drafts' check draws from the requests' generators, in the same steps.
+        return "drafts"
+    return None
+
+
+def is_watermarked(vllm_config: VllmConfig) -> bool:
+    """Whether requests of this engine may get watermarks, which vLLM's sampler draws. Model runner V2 only."""
+    return getattr(vllm_config, "watermark_config", None) is not None
 
 
 def wrap_sampler_v1_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -50,49 +61,21 @@ def wrap_sampler_v1_init(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         from vllm.config import get_current_vllm_config_or_none
 
-        if serves_sampler(get_current_vllm_config_or_none()):
-            self.forward = RoseTopKTopP()
+        vllm_config = get_current_vllm_config_or_none()
+        if vllm_config is None or not is_sampler_chosen(vllm_config):
+            return
+        reason = why_vllm_draws(vllm_config)
+        if reason is None:
+            self.forward = RoseTopKTopP(self.logprobs_mode)
+        else:
+            self.forward = functools.partial(_count_and_draw, reason, self.forward)
 
     return __init__
 
 
-def wrap_sampler_v2_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Build the replacement of ``Sampler.__init__`` of model runner V2; see the patch ledger."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, vllm_config, *args, **kwargs)
-        if serves_sampler(vllm_config) and not getattr(self, "return_sampling_mask", False):
-            self._sample_random = functools.partial(sample_random, self)
-            has_other_state = kwargs.get("custom_logits_processors") or getattr(
-                vllm_config, "watermark_config", None
-            )
-            if not has_other_state:
-                copy_parameters_when_they_change(self)
-
-    return __init__
-
-
-def copy_parameters_when_they_change(sampler: Any) -> None:
-    """Have model runner V2 copy sampling parameters to the device in steps with new requests only.
-
-    vLLM copies all of them, some twenty small arrays, in every step. Nothing writes them but ``add_request``.
-    """
-    add_request, apply_staged_writes = sampler.add_request, sampler.apply_staged_writes
-    has_new = True
-
-    def noting_add_request(*args: Any) -> None:
-        nonlocal has_new
-        has_new = True
-        add_request(*args)
-
-    def apply_new_writes() -> None:
-        nonlocal has_new
-        if has_new:
-            apply_staged_writes()
-            has_new = False
-
-    sampler.add_request, sampler.apply_staged_writes = noting_add_request, apply_new_writes
+def _count_and_draw(reason: str, forward: Callable[..., Any], logits: torch.Tensor, *args: Any) -> Any:
+    DRAWS.count_vllm(reason, logits.shape[0])
+    return forward(logits, *args)
 
 
 class RequestDraws:
@@ -122,9 +105,14 @@ class RequestDraws:
 
 
 class RoseTopKTopP:
-    """``TopKTopPSampler.forward`` of one engine."""
+    """``TopKTopPSampler.forward`` of one engine.
 
-    def __init__(self) -> None:
+    Args:
+        logprobs_mode: vLLM's name of what log-probabilities are of.
+    """
+
+    def __init__(self, logprobs_mode: str = "raw_logprobs") -> None:
+        self._logprobs_mode = logprobs_mode
         self._num_steps = 0
         # vLLM puts a request's generator back when the request returns to the batch; its draws go on where they were.
         self._draws: WeakKeyDictionary[torch.Generator, RequestDraws] = WeakKeyDictionary()
@@ -135,11 +123,19 @@ class RoseTopKTopP:
         generators: dict[int, Any],
         k: torch.Tensor | None,  # [R]
         p: torch.Tensor | None,  # [R]
-    ) -> tuple[torch.Tensor, None]:
-        """Return one token per row, int64 [R], and no processed logits."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return one token per row, int64 [R], and the filtered distribution [R, V] where log-probabilities are of it.
+
+        ``logits`` may be written to.
+        """
         import torch
 
         num_rows = logits.shape[0]
+        DRAWS.count_rose(num_rows)
+        filtered = None
+        if self._logprobs_mode.startswith(PROCESSED_PREFIX):
+            logits, k, p = filter_for_logprobs(logits, k, p), None, None
+            filtered = logits if self._logprobs_mode == "processed_logits" else logits.log_softmax(dim=-1)
         seeds = torch.full((num_rows,), self._step_seed(), dtype=torch.int64)
         positions = torch.arange(num_rows)
         for row in list(generators):
@@ -148,7 +144,8 @@ class RoseTopKTopP:
             seeds[row], positions[row] = draws.initial_seed() & _SEED_MASK, offset // _OFFSET_PER_DRAW
             draws.set_offset(offset + _OFFSET_PER_DRAW)
         temperature = torch.ones(num_rows, device=logits.device)
-        return draw(logits, temperature, k, p, seeds.to(logits.device), positions.to(logits.device)), None
+        tokens = draw(logits, temperature, k, p, seeds.to(logits.device), positions.to(logits.device))
+        return tokens, filtered
 
     def _step_seed(self) -> int:
         import torch
@@ -168,25 +165,20 @@ class RoseTopKTopP:
         return draws
 
 
-def sample_random(
-    sampler: Any,
-    processed_logits: torch.Tensor,  # [R, V], temperature and min-p applied
-    expanded_idx_mapping: torch.Tensor,  # [R] int32, row -> request slot
-    idx_mapping_np: Any,
-    pos: torch.Tensor,  # [R] int64
+def filter_for_logprobs(
+    logits: torch.Tensor,  # [R, V]
     top_k: torch.Tensor | None,  # [R]
     top_p: torch.Tensor | None,  # [R]
-    *unused: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stand in for ``Sampler._sample_random`` of model runner V2: greedy, seeded and filtered rows in one call."""
-    states = sampler.sampling_states
-    if not states.temperature.np[idx_mapping_np].any():
-        # Nobody draws. Small batches wait for the host, and gathering what a draw takes is most of its work here.
-        return processed_logits.argmax(dim=-1), processed_logits
-    # Already applied; what is left to say is which rows are greedy.
-    temperature = states.temperature.gpu.index_select(0, expanded_idx_mapping).sign()
-    seeds = states.seeds.gpu.index_select(0, expanded_idx_mapping)
-    return draw(processed_logits.float(), temperature, top_k, top_p, seeds, pos), processed_logits
+) -> torch.Tensor:
+    """Return the filtered logits [R, V] by vLLM's filter, with minus infinity for what it drops.
+
+    Rose's sampler never builds them. Where they are reported, it draws from them, so that the two cannot disagree about
+    a token at the edge. ``logits`` may be written to.
+    """
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    filtered: torch.Tensor = apply_top_k_top_p(logits, top_k, top_p)
+    return filtered
 
 
 def draw(

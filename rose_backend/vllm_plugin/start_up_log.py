@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rose_backend.config import SWITCH_NAMES
 from rose_backend.vllm_plugin.options import appends_in_attention, batches_decode_steps, uses_rose_manager
 from rose_backend.vllm_plugin.patch_ledger import is_applied
-from rose_backend.vllm_plugin.sampler import serves_sampler
+from rose_backend.vllm_plugin.sampler import is_sampler_chosen, is_watermarked, why_vllm_draws
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,9 +36,7 @@ def describe_parts(vllm_config: VllmConfig, options: PluginConfig, chosen_model:
         parts.append("block manager vLLM's own")
     parts.append(f"decodes scheduled {'at once' if batches_decode_steps(vllm_config) else 'one by one'}")
     parts.append(f"model {_describe_model(vllm_config, options, chosen_model)}")
-    sampler_patch = "sampler_v2" if vllm_config.use_v2_model_runner else "sampler_v1"
-    draws = serves_sampler(vllm_config) and is_applied(sampler_patch)
-    parts.append("sampler Rose" if draws else "sampler vLLM's own")
+    parts.append(f"sampler {_describe_sampler(vllm_config)}")
     off = [
         name for name in (*SWITCH_NAMES, "block_manager", "batched_scheduling") if not getattr(options, name)
     ]
@@ -55,3 +53,16 @@ def _describe_model(vllm_config: VllmConfig, options: PluginConfig, chosen_model
     if options.fused_add_layernorm:
         fused.append("fused add + LayerNorm")
     return f"{chosen_model} ({', '.join(fused)})"
+
+
+def _describe_sampler(vllm_config: VllmConfig) -> str:
+    sampler_patch = "sampler_v2" if vllm_config.use_v2_model_runner else "sampler_v1"
+    if not is_sampler_chosen(vllm_config) or not is_applied(sampler_patch):
+        return "vLLM's own"
+    reason = why_vllm_draws(vllm_config)
+    if reason is not None:
+        return f"vLLM's own ({reason})"
+    left = ["drafts and seeds"] if vllm_config.speculative_config is not None else []
+    if is_watermarked(vllm_config):
+        left.append("watermarks")
+    return f"Rose ({' and '.join(left)} by vLLM's own)" if left else "Rose"

@@ -14,6 +14,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from rose_backend.vllm_plugin.draw_counts import DRAWS
 from tests.e2e.conftest import MakeEngine
 from tests.support.reference_generation import reference_logits, tie_free_answer
 from tests.support.stepped_engine import SteppedEngine, overlap_steps_on_cpu, tokens_of
@@ -219,3 +220,51 @@ def test_stop_strings_and_min_tokens_with_hits(engine: SteppedEngine, tiny_model
     assert (warm.num_cached_tokens, cold.num_cached_tokens) == (len(prompt) - 1, 0)
     assert tokens_of(warm) == tokens_of(cold)
     assert answer[0] not in tokens_of(warm)[:8] and len(tokens_of(warm)) >= 8
+
+
+DRAWN: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": 12, "ignore_eos": True}
+DRAWN_KINDS: dict[str, dict[str, Any]] = {
+    "no more": {},
+    "filters": {"top_k": 40, "top_p": 0.9, "min_p": 0.01, "temperature": 1.5},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+    "bias": {"logit_bias": {17: 100.0}},
+    "allowed tokens": {"allowed_token_ids": [5, 6, 7]},
+    "bad words": {"bad_words": ["the", "and"], "temperature": 0.2},
+    "min tokens": {"min_tokens": 8, "stop_token_ids": list(range(300, 400))},
+    "log-probabilities": {"logprobs": 3},
+    "log-probabilities of the prompt": {"prompt_logprobs": 2},
+    "grammar": {
+        "structured_outputs": StructuredOutputsParams(regex="[0-9]{3}-[a-f]{4}"),
+        "ignore_eos": False,
+    },
+    "nobody's seed": {"seed": None},
+    "greedy": {"temperature": 0.0},
+}
+
+
+def test_rose_draws_for_every_kind_of_request_the_same_in_any_batch(engine: SteppedEngine) -> None:
+    params = {kind: SamplingParams(**{**DRAWN, **options}) for kind, options in DRAWN_KINDS.items()}
+    prompts = [random_tokens(30, seed=20 + index) for index in range(len(params))]
+    by_vllm, before = dict(DRAWS.vllm), DRAWS.rose
+    together = dict(zip(params, engine.generate(prompts, list(params.values())), strict=True))
+    num_drawn = sum(len(tokens_of(output)) for kind, output in together.items() if kind != "greedy")
+    # A prompt that is cut in pieces draws for each, a grammar's end is seen a step late, and the greedy one is counted
+    # where others draw.
+    assert 0 <= DRAWS.rose - before - num_drawn <= 3 * len(params) + len(tokens_of(together["greedy"]))
+    for kind, prompt in zip(params, prompts, strict=True):
+        before = DRAWS.rose
+        (alone,) = engine.generate([prompt], params[kind])
+        if kind != "nobody's seed":
+            assert tokens_of(alone) == tokens_of(together[kind]), kind
+        num_drawn = 0 if kind == "greedy" else len(tokens_of(alone))
+        assert 0 <= DRAWS.rose - before - num_drawn <= (3 if num_drawn else 0), kind
+    assert DRAWS.vllm == by_vllm
+    assert set(tokens_of(together["bias"])) == {17}
+    assert set(tokens_of(together["allowed tokens"])) <= {5, 6, 7}
+    assert re.fullmatch("[0-9]{3}-[a-f]{4}", together["grammar"].outputs[0].text)
+    tokenizer = engine.llm.get_tokenizer()
+    text = " " + " ".join(map(str, tokens_of(together["bad words"]))) + " "
+    for word in ("the", " the", "and", " and"):
+        banned = tokenizer.encode(word, add_special_tokens=False)
+        assert f" {' '.join(map(str, banned))} " not in text, word
+    assert not set(tokens_of(together["min tokens"])[:8]) & set(range(300, 400))

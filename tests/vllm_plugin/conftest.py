@@ -20,6 +20,11 @@ MakeConfig = Callable[..., Any]
 def make_config(tiny_model_path: Path) -> MakeConfig:
     """Return a function that builds a finished ``VllmConfig`` from engine arguments, ROSE unless told otherwise."""
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    if not current_platform.device_type:
+        # A vLLM for GPUs on a machine without one: enough for configurations and schedulers.
+        current_platform.device_type = "cpu"
 
     def make(**arguments: Any) -> Any:
         defaults: dict[str, Any] = {
@@ -53,3 +58,14 @@ def rose_log(make_config: MakeConfig) -> Iterator[list[str]]:
     logger.addHandler(handler)
     yield lines
     logger.removeHandler(handler)
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return counters that start with this test."""
+    from rose_backend.vllm_plugin.draw_counts import DrawCounts
+
+    fresh = DrawCounts()
+    for module in ("sampler", "sampler_v2"):
+        monkeypatch.setattr(f"rose_backend.vllm_plugin.{module}.DRAWS", fresh)
+    return fresh

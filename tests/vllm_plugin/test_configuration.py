@@ -96,12 +96,6 @@ def test_block_management_can_be_handed_back(make_config: MakeConfig, rose_log: 
     assert "block manager vLLM's own" in line and "separate K/V write" in line
 
 
-def test_processed_logprobs_keep_vllms_sampler(make_config: MakeConfig, rose_log: list[str]) -> None:
-    make_config(logprobs_mode="processed_logprobs")
-    (line,) = rose_log
-    assert "sampler vLLM's own" in line
-
-
 def test_another_backend_sees_nothing(make_config: MakeConfig, rose_log: list[str]) -> None:
     # Options under our key are not even read.
     for backend in (None, "CPU_ATTN"):

@@ -19,9 +19,13 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+from vllm.v1.watermarking.gpu_sampler import GPUWatermarkSampler
 from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from rose_backend.vllm_plugin.attention_backend import (
     RoseAttentionBackend,
@@ -30,6 +34,8 @@ from rose_backend.vllm_plugin.attention_backend import (
 )
 from rose_backend.vllm_plugin.kv_cache_blocks import RoseBlocks
 from rose_backend.vllm_plugin.kv_cache_manager import RoseKVCacheManager
+from rose_backend.vllm_plugin.sampler import RoseTopKTopP
+from rose_backend.vllm_plugin.sampler_v2 import RoseDraws
 
 NOT_CALLED_ON_BLOCKS = {
     "get_unhashed_block_ids",  # KV connectors only, which are refused at start-up
@@ -56,6 +62,21 @@ EVENT_FIELDS = {
 EVENT_FIELDS_LEFT_OUT = {"kv_cache_spec_sliding_window", "locality", "ownership"}
 # Of hashes that depend on tokens behind a block (0.33), which are refused together with events.
 EVENT_FIELDS_LEFT_OUT |= {"lookahead_token_ids"}
+
+# Who serves them: filters, temperature 0 and seeds are Rose's sampler's. vLLM applies the others to the logits before
+# the draw, reads logits before it or tokens behind it; watermarks alone take the draw itself.
+SAMPLING_FIELDS = {
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "watermarking", "_watermarking_skipped"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids"),
+    *("bad_words", "_bad_words_token_ids", "min_tokens", "structured_outputs", "thinking_token_budget"),
+    *("extra_args", "trace_decode_token_ids"),
+    *("logprobs", "logprob_token_ids", "flat_logprobs"),
+    *("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"),
+    *("stop", "stop_token_ids", "ignore_eos", "max_tokens", "include_stop_str_in_output"),
+    *("_eos_token_id", "_all_stop_token_ids", "repetition_detection", "output_text_buffer_length"),
+    *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind", "stream_interval"),
+    *("skip_clone", "skip_reading_prefix_cache", "routed_experts_prompt_start"),
+}
 
 
 def public_functions(owner: type) -> dict[str, Any]:
@@ -157,11 +178,37 @@ def test_graphs_of_decodes_are_captured_and_chosen_by_what_rose_says_of_them() -
     assert "max_query_len = num_tokens" in inspect.getsource(cudagraph_utils.prepare_inputs_to_capture)
     for name in ("cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size"):
         assert name in CompilationConfig.__dataclass_fields__, f"CompilationConfig has no {name}"
-    for name in ("add_request", "apply_staged_writes"):
+
+
+def test_samplers_call_what_rose_puts_in_its_place_with_the_same_arguments() -> None:
+    for name in ("add_request", "apply_staged_writes", "get_logprobs_dims"):
         assert hasattr(Sampler, name), f"model runner V2's Sampler has no {name}"
     runner = inspect.getsource(model_runner.GPUModelRunner)
     for call in ("self.sampler.add_request(", "self.sampler.apply_staged_writes("):
         assert call in runner, f"model runner V2 does not call {call})"
+    # What vLLM passes besides goes on to its own draw.
+    ours = [name for name in inspect.signature(RoseDraws.__call__).parameters if name != "args"]
+    for owner in (Sampler, GPUWatermarkSampler):
+        theirs = list(inspect.signature(owner._sample_random).parameters)
+        assert theirs[: len(ours)] == ours, f"{owner.__name__}._sample_random takes {theirs}"
+    assert hasattr(SamplingStates, "any_explicit_seed"), "SamplingStates has no any_explicit_seed"
+    assert "self.watermarking = " in inspect.getsource(GPUWatermarkSampler.__init__)
+    # Only a check of drafts wants top-k and top-p applied before.
+    assert "skip_top_k_top_p=True" in inspect.getsource(Sampler.sample)
+    assert "self.sampler.apply_sampling_params(" in inspect.getsource(RejectionSampler)
+    first = list(inspect.signature(Sampler.apply_sampling_params).parameters)[1:5]
+    assert first == ["logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np"]
+    assert_accepts(RoseTopKTopP.__call__, TopKTopPSampler.forward_native, "TopKTopPSampler.forward")
+    inspect.signature(apply_top_k_top_p).bind("logits", "k", "p")
+    for name in ("use_fp64_gumbel", "return_sampling_mask", "logprobs_mode"):
+        assert name in ModelConfig.__dataclass_fields__, f"ModelConfig has no {name}"
+    assert isinstance(VllmConfig.use_v2_model_runner, property)
+
+
+def test_every_kind_of_request_is_known() -> None:
+    """A new field may ask for something that Rose's draw would leave out; see ``why_vllm_draws``."""
+    new = set(SamplingParams.__struct_fields__) - SAMPLING_FIELDS
+    assert not new, f"SamplingParams has new fields: {sorted(new)}"
 
 
 @pytest.mark.parametrize("event", EVENT_FIELDS, ids=lambda event: event.__name__)

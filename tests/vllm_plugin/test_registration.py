@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import pickle
 import subprocess
@@ -12,12 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.sample.sampler import Sampler
 
 from rose_backend import vllm_plugin
 from rose_backend.vllm_plugin.backend_name import BACKEND_CLASS_PATH, ensure_backend_name, is_rose
-from rose_backend.vllm_plugin.patch_ledger import LEDGER
+from rose_backend.vllm_plugin.patch_ledger import LEDGER, resolve_owner
+from tests.vllm_plugin.conftest import MakeConfig
 
 
 def run_script(script: str, *arguments: str) -> Any:
@@ -149,6 +155,39 @@ def test_register_touches_only_what_the_ledger_names() -> None:
     assert set(result["changed"]) - enum == always
     assert enum == {"vllm.v1.attention.backends.registry:AttentionBackendEnum.ROSE"}
     assert result["heavy"] == []
+
+
+def test_with_another_backend_vllm_logs_what_it_logs_without_the_plugin(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(f"{record.name} {record.getMessage()}")
+
+    def start() -> list[str]:
+        lines.clear()
+        with set_current_vllm_config(make_config(attention_backend=None, max_model_len=512)):
+            selector._cached_get_attn_backend.cache_clear()
+            selector.get_attn_backend(64, torch.float32, None)
+            Sampler()
+        return list(lines)
+
+    logger, handler = logging.getLogger("vllm"), Collector()
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers, handler])
+    start()  # What is said once.
+    with_plugin = start()
+    for name in ("finish_config", "cpu_backend_choice", "sampler_v1"):
+        owner, attribute = resolve_owner(LEDGER[name].target)
+        patched = vars(owner)[attribute]
+        is_classmethod = isinstance(patched, classmethod)
+        original = classmethod(patched.__func__.__wrapped__) if is_classmethod else patched.__wrapped__
+        monkeypatch.setattr(owner, attribute, original)
+    assert start() == with_plugin and any("max model len 512" in line for line in with_plugin)
+    lines.clear()
+    vllm_plugin.register()
+    assert lines == []
 
 
 def test_with_an_unsupported_version_vllm_refuses_the_name_itself(tiny_model_path: Path) -> None:

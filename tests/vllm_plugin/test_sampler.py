@@ -1,29 +1,21 @@
-"""Rose's sampler in vLLM's place: reproducible per request, independent of the batch, right distribution."""
+"""Rose's sampler in model runner V1: reproducible per request, independent of the batch, right distribution."""
 
 from __future__ import annotations
 
-import ast
-import re
-from importlib.resources import files
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-from rose_backend.vllm_plugin.sampler import (
-    RequestDraws,
-    RoseTopKTopP,
-    sample_random,
-    wrap_sampler_v2_init,
-)
+from rose_backend.vllm_plugin.draw_counts import DrawCounts
+from rose_backend.vllm_plugin.sampler import RequestDraws, RoseTopKTopP
 from tests.vllm_plugin.conftest import MakeConfig
 
 VOCAB_SIZE = 300
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 def logits_of(num_rows: int) -> torch.Tensor:
@@ -115,115 +107,70 @@ def test_frequencies_follow_the_filtered_distribution() -> None:
 def test_vllms_v1_sampler_is_replaced_only_where_asked(
     make_config: MakeConfig, options: dict[str, Any]
 ) -> None:
+    current_platform.import_kernels()
     with set_current_vllm_config(make_config(additional_config={"rose": options})):
         assert isinstance(TopKTopPSampler().forward, RoseTopKTopP) is not bool(options)
+        _, reported = TopKTopPSampler("processed_logits").forward(logits_of(1), {}, torch.tensor([3]), None)
+        assert reported is not None and reported.isfinite().sum() == 3
     with set_current_vllm_config(make_config(attention_backend="CPU_ATTN")):
         assert not isinstance(TopKTopPSampler().forward, RoseTopKTopP)
     assert not isinstance(TopKTopPSampler().forward, RoseTopKTopP)
 
 
-def fake_v2_sampler(temperatures: list[float], seeds: list[int]) -> Any:
-    states = SimpleNamespace(
-        temperature=SimpleNamespace(gpu=torch.tensor(temperatures), np=np.array(temperatures, np.float32)),
-        seeds=SimpleNamespace(gpu=torch.tensor(seeds)),
-    )
-    return SimpleNamespace(sampling_states=states)
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "processed_logits"])
+def test_v1_draws_from_the_distribution_that_it_reports(counts: DrawCounts, mode: str) -> None:
+    rows, top_k = logits_of(3), torch.tensor([4, 2, VOCAB_SIZE])
+    plain, _ = RoseTopKTopP()(rows.clone(), {0: generator_of(3), 1: generator_of(4)}, top_k, None)
+    drawn, reported = RoseTopKTopP(mode)(rows.clone(), {0: generator_of(3), 1: generator_of(4)}, top_k, None)
+    assert torch.equal(drawn[:2], plain[:2])
+    if mode == "raw_logprobs":
+        assert reported is None
+    else:
+        assert reported is not None and reported.isfinite().sum(1).tolist() == top_k.tolist()
+        assert reported[range(3), drawn].isfinite().all()
+        expected = rows.masked_fill(~reported.isfinite(), float("-inf"))
+        if mode == "processed_logprobs":
+            expected = expected.log_softmax(-1)
+        assert torch.allclose(reported, expected)
+    assert (counts.rose, counts.vllm) == (6, {})
 
 
-def test_v2_draws_by_seed_and_position_and_leaves_greedy_rows_greedy() -> None:
-    # Slots 0 to 3 hold request state; the rows of a step point into them in any order.
-    sampler = fake_v2_sampler([1.0, 0.0, 0.7, 1.0], [5, 6, 7, 5])
-    rows = logits_of(1).expand(4, -1)
-    mapping = torch.tensor([3, 1, 0, 2], dtype=torch.int32)
-    positions = torch.tensor([10, 4, 10, 9])
-    drawn, returned = sample_random(sampler, rows, mapping, mapping.numpy(), positions, None, None, False)
-    assert returned is rows
-    assert drawn[1] == rows[1].argmax()
-    # Slots 3 and 0 have the same seed, position and logits.
-    assert drawn[0] == drawn[2]
-    slot = mapping[3:]
-    again, _ = sample_random(sampler, rows[:1], slot, slot.numpy(), positions[3:], None, None, False, False)
-    assert again[0] == drawn[3]
-
-
-def test_v2_takes_the_first_of_the_most_likely_tokens_where_nobody_draws() -> None:
-    sampler = fake_v2_sampler([1.0, 0.0, 0.0], [5, 6, 7])
-    rows = logits_of(2).to(torch.bfloat16)
-    rows[1, [40, 20]] = rows.max() + 1
-    mapping = torch.tensor([2, 1], dtype=torch.int32)
-    drawn, returned = sample_random(sampler, rows, mapping, mapping.numpy(), torch.zeros(2), None, None)
-    assert returned is rows and drawn.dtype == torch.int64
-    assert drawn.tolist() == [int(rows[0].float().argmax()), 20]
-
-
-class V2Sampler:
-    """What of vLLM's class is replaced, and how often parameters were copied."""
-
-    def __init__(
-        self, vllm_config: Any, return_sampling_mask: bool = False, custom_logits_processors: Any = ()
-    ) -> None:
-        self.return_sampling_mask = return_sampling_mask
-        self.added: list[tuple[int, Any]] = []
-        self.copied: list[int] = []
-
-    def _sample_random(self) -> str:
-        return "vLLM"
-
-    def add_request(self, req_idx: int, sampling_params: Any) -> None:
-        self.added.append((req_idx, sampling_params))
-
-    def apply_staged_writes(self) -> None:
-        self.copied.append(len(self.added))
-
-
-@pytest.fixture
-def v2_sampler(monkeypatch: pytest.MonkeyPatch) -> type[V2Sampler]:
-    monkeypatch.setattr(V2Sampler, "__init__", wrap_sampler_v2_init(V2Sampler.__init__))
-    return V2Sampler
-
-
-def test_v2_sampler_object_is_replaced_only_where_asked(
-    make_config: MakeConfig, v2_sampler: type[V2Sampler]
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"use_fp64_gumbel": True}, "float64 noise"), ({"speculative_config": NGRAM}, "drafts")],
+    ids=["float64 noise", "drafts"],
+)
+def test_v1_leaves_engines_to_vllm_whose_every_draw_needs_it(
+    make_config: MakeConfig, counts: DrawCounts, rose_log: list[str], options: dict[str, Any], reason: str
 ) -> None:
-    config = make_config()
-    assert "_sample_random" in vars(v2_sampler(config))
-    assert "_sample_random" not in vars(v2_sampler(config, return_sampling_mask=True))
-    assert "_sample_random" not in vars(v2_sampler(make_config(attention_backend="CPU_ATTN")))
+    with set_current_vllm_config(make_config(**options)):
+        sampler = TopKTopPSampler()
+    assert f"sampler vLLM's own ({reason})" in rose_log[0]
+    current_platform.import_kernels()
+    torch.manual_seed(3)
+    drawn = sampler(logits_of(4), {1: generator_of(1)}, torch.tensor([3] * 4), None)[0]
+    torch.manual_seed(3)
+    expected = TopKTopPSampler()(logits_of(4), {1: generator_of(1)}, torch.tensor([3] * 4), None)[0]
+    assert torch.equal(drawn, expected)
+    assert (counts.rose, counts.vllm) == (0, {reason: 4})
 
 
-def test_v2_copies_parameters_in_steps_with_new_requests_only(
-    make_config: MakeConfig, v2_sampler: type[V2Sampler]
+def test_the_counts_are_logged_every_ten_seconds_and_when_there_is_a_new_reason(
+    monkeypatch: pytest.MonkeyPatch, rose_log: list[str]
 ) -> None:
-    sampler = v2_sampler(make_config())
-    for num_new in (0, 0, 1, 0, 2, 0, 0, 1):
-        for _ in range(num_new):
-            sampler.add_request(len(sampler.added), "parameters")
-        sampler.apply_staged_writes()
-    # The first step copies what vLLM starts with.
-    assert sampler.copied == [0, 1, 3, 4]
-    assert sampler.added == [(index, "parameters") for index in range(4)]
-
-
-def test_v2_copies_in_every_step_what_other_code_may_change(
-    make_config: MakeConfig, v2_sampler: type[V2Sampler]
-) -> None:
-    for sampler in (
-        v2_sampler(make_config(), custom_logits_processors=["one"]),
-        v2_sampler(make_config(additional_config={"rose": {"fused_sampler": False}})),
-    ):
-        for _ in range(3):
-            sampler.apply_staged_writes()
-        assert sampler.copied == [0, 0, 0]
-
-
-def test_vllm_writes_sampling_parameters_in_add_request_only() -> None:
-    """Sampling states that anything else wrote would not reach the device; see ``copy_parameters_when_they_change``."""
-    folder = Path(str(files("vllm") / "v1" / "worker" / "gpu" / "sample"))
-    writers: set[str] = set()
-    for path in folder.glob("*.py"):
-        for function in ast.walk(ast.parse(path.read_text())):
-            if isinstance(function, ast.FunctionDef):
-                source = ast.unparse(function)
-                if ".stage_write" in source or re.search(r"\.np\[.*\] = ", source):
-                    writers.add(function.name)
-    assert writers <= {"add_request", "stage_write", "stage_write_elem"}, writers
+    now = 100.0
+    monkeypatch.setattr("rose_backend.vllm_plugin.draw_counts.time.monotonic", lambda: now)
+    counts = DrawCounts()
+    counts.count_rose(3)
+    counts.count_rose(4)
+    now = 109.9
+    counts.count_rose(1)
+    counts.count_vllm("drafts", 2)
+    counts.count_vllm("drafts", 5)
+    now = 120.0
+    counts.count_rose(1)
+    assert [line.removeprefix("Rose sampler, draws since start-up: ") for line in rose_log] == [
+        "3 by Rose's sampler, 0 by vLLM's",
+        "8 by Rose's sampler, 2 by vLLM's for drafts",
+        "9 by Rose's sampler, 7 by vLLM's for drafts",
+    ]

@@ -1,0 +1,141 @@
+"""Rose's sampler in model runner V2."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rose_backend.vllm_plugin.draw_counts import DRAWS
+from rose_backend.vllm_plugin.sampler import (
+    PROCESSED_PREFIX,
+    draw,
+    filter_for_logprobs,
+    is_sampler_chosen,
+    is_watermarked,
+    why_vllm_draws,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+
+def wrap_sampler_v2_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Build the replacement of ``Sampler.__init__`` of model runner V2; see the patch ledger."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        if not is_sampler_chosen(vllm_config):
+            return
+        self._sample_random = RoseDraws(self, vllm_config)
+        if vllm_config.speculative_config is not None:
+            self.apply_sampling_params = functools.partial(_count_drafts, self, self.apply_sampling_params)
+        elif not (kwargs.get("custom_logits_processors") or is_watermarked(vllm_config)):
+            copy_parameters_when_they_change(self)
+
+    return __init__
+
+
+def _count_drafts(
+    sampler: Any,
+    apply_sampling_params: Callable[..., Any],
+    logits: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    idx_mapping_np: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Stand in for ``Sampler.apply_sampling_params``, which with top-k and top-p only the check of drafts calls."""
+    if not kwargs.get("skip_top_k_top_p") and sampler.sampling_states.temperature.np[idx_mapping_np].any():
+        DRAWS.count_vllm("drafts", len(idx_mapping_np))
+    return apply_sampling_params(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *args, **kwargs)
+
+
+def copy_parameters_when_they_change(sampler: Any) -> None:
+    """Have model runner V2 copy sampling parameters to the device in steps with new requests only.
+
+    vLLM copies all of them, some twenty small arrays, in every step. Nothing writes them but ``add_request``.
+    """
+    add_request, apply_staged_writes = sampler.add_request, sampler.apply_staged_writes
+    has_new = True
+
+    def noting_add_request(*args: Any) -> None:
+        nonlocal has_new
+        has_new = True
+        add_request(*args)
+
+    def apply_new_writes() -> None:
+        nonlocal has_new
+        if has_new:
+            apply_staged_writes()
+            has_new = False
+
+    sampler.add_request, sampler.apply_staged_writes = noting_add_request, apply_new_writes
+
+
+class RoseDraws:
+    """``Sampler._sample_random`` of one sampler of model runner V2: greedy, seeded and filtered rows in one call.
+
+    Steps with a request that needs what Rose does not serve are vLLM's, and counted with the reason.
+
+    Args:
+        sampler: vLLM's, with its own ``_sample_random``.
+        vllm_config: of the engine.
+    """
+
+    def __init__(self, sampler: Any, vllm_config: VllmConfig) -> None:
+        self._sampler = sampler
+        self._draw_as_vllm = sampler._sample_random
+        self._reason_for_all = why_vllm_draws(vllm_config)
+        self._has_drafts = vllm_config.speculative_config is not None
+        self._is_watermarked = is_watermarked(vllm_config)
+        model_config = vllm_config.model_config
+        mode = "" if model_config is None else str(model_config.logprobs_mode)
+        self._may_report_filtered = mode.startswith(PROCESSED_PREFIX)
+
+    def __call__(
+        self,
+        processed_logits: torch.Tensor,  # [R, V], temperature and min-p applied
+        expanded_idx_mapping: torch.Tensor,  # [R] int32, row -> request slot
+        idx_mapping_np: Any,  # [R] the same, as an array
+        pos: torch.Tensor,  # [R] int64
+        top_k: torch.Tensor | None,  # [R]
+        top_p: torch.Tensor | None,  # [R]
+        *args: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one token per row, int64 [R], and the logits [R, V] that processed log-probabilities are of."""
+        states = self._sampler.sampling_states
+        temperatures = states.temperature.np[idx_mapping_np]
+        if not temperatures.any():
+            # Nobody draws. Small batches wait for the host, and gathering what a draw takes is most of its work here.
+            return processed_logits.argmax(dim=-1), processed_logits
+        reason = self._why_vllm_draws(idx_mapping_np, temperatures)
+        if reason is not None:
+            DRAWS.count_vllm(reason, len(idx_mapping_np))
+            tokens, logits = self._draw_as_vllm(
+                processed_logits, expanded_idx_mapping, idx_mapping_np, pos, top_k, top_p, *args
+            )
+            return tokens, logits
+        DRAWS.count_rose(len(idx_mapping_np))
+        if self._may_report_filtered and self._sampler.get_logprobs_dims(idx_mapping_np) is not None:
+            processed_logits, top_k, top_p = filter_for_logprobs(processed_logits, top_k, top_p), None, None
+        # Already applied; what is left to say is which rows are greedy.
+        temperature = states.temperature.gpu.index_select(0, expanded_idx_mapping).sign()
+        seeds = states.seeds.gpu.index_select(0, expanded_idx_mapping)
+        return draw(processed_logits.float(), temperature, top_k, top_p, seeds, pos), processed_logits
+
+    def _why_vllm_draws(self, idx_mapping_np: Any, temperatures: Any) -> str | None:
+        if self._reason_for_all is not None:
+            return self._reason_for_all
+        if self._has_drafts and self._sampler.sampling_states.any_explicit_seed(idx_mapping_np):
+            # In steps with drafts vLLM draws from the seed. Whether a step has any depends on the other requests.
+            return "seeds beside drafts"
+        if (
+            self._is_watermarked
+            and (self._sampler.watermarking.np[idx_mapping_np] & (temperatures != 0)).any()
+        ):
+            return "watermarks"
+        return None
