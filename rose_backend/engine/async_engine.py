@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,6 +16,7 @@ from rose_backend.engine.interpreter import begin_serving, end_serving
 from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.request import Prompt, Request
 from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.engine.step_loop import Command, carry_out, step_and_hold
 from rose_backend.engine.text_worker import OutputSink, Readers
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import EngineDeadError, QueueFullError, RequestError
@@ -47,7 +47,7 @@ class AsyncEngine:
         self.config = EngineConfig.from_mapping({"model": model, **options}, source="AsyncEngine")
         self._lock = threading.Condition()
         # Everything below is guarded by the lock; the core belongs to the step thread alone.
-        self._inbox: deque[Request | str] = deque()
+        self._inbox: deque[Command] = deque()
         self._subscribers: dict[str, Subscriber] = {}
         self._is_stopping = False
         self._death: EngineDeadError | None = None
@@ -188,8 +188,7 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._take_commands():
-                self._core.step()
-                self._hold()
+                step_and_hold(self._core)
             death = EngineDeadError("the engine was shut down")
         except BaseException as error:
             death = (
@@ -208,12 +207,6 @@ class AsyncEngine:
             self._subscribers.clear()
         self._postman.post((subscriber, death) for subscriber in orphans)
 
-    def _hold(self) -> None:
-        """Let requests come in while the device is busy for some time yet."""
-        seconds = self._core.hold_s
-        if seconds:
-            time.sleep(seconds)
-
     def _take_commands(self) -> bool:
         """Carry out what callers asked for, waiting while there is nothing to do. False: stop."""
         with self._lock:
@@ -221,18 +214,10 @@ class AsyncEngine:
             if self._is_stopping:
                 return False
             # Under the lock, so that a caller never sees a request in neither the inbox nor the queue.
-            refused: list[tuple[Subscriber, Delivery]] = []
-            while self._inbox:
-                command = self._inbox.popleft()
-                if isinstance(command, Request):
-                    try:
-                        self._core.add(command)
-                    except (
-                        RequestError
-                    ) as error:  # a preemption has filled the queue since the caller was let in
-                        refused.append((self._subscribers.pop(command.request_id), error))
-                else:
-                    self._core.end(command)
+            refused: list[tuple[Subscriber, Delivery]] = [
+                (self._subscribers.pop(request_id), error)
+                for request_id, error in carry_out(self._core, self._inbox)
+            ]
         self._postman.post(refused)
         return True
 

@@ -21,7 +21,7 @@ from rose_backend.engine.request import Request, RequestFactory
 from rose_backend.engine.row_state import RowState
 from rose_backend.engine.scheduler import Scheduler
 from rose_backend.engine.start_up import LoadedModel, load
-from rose_backend.engine.step_pipeline import StepPipeline
+from rose_backend.engine.step_pipeline import PipelineParts, StepPipeline
 from rose_backend.engine.text_worker import OutputSink, TextWorker
 from rose_backend.engine.token_reader import TokenReader
 from rose_backend.engine.warm_up import warm_up
@@ -193,7 +193,7 @@ class EngineCore:
         """
         self._check_alive()
         self._guarded(self._advance)
-        return self._hand_out()
+        return self._hand_out() if self._ready else []
 
     def close(self) -> None:
         """End the text thread; nothing is served after that. Outputs that are not made yet are lost."""
@@ -228,9 +228,8 @@ class EngineCore:
         self._runner = ModelRunner(loaded.model, config, self.manager, self._rows, loaded.kv_cache)
         self.start_up = warm_up(self._runner, loaded)
         make_pipeline = PacedPipeline if is_online and config.pacing else StepPipeline
-        self._pipeline = make_pipeline(
-            self.manager, self._rows, self._scheduler, self._runner, commits, loaded.device, loaded.run_ahead
-        )
+        parts = PipelineParts(self.manager, self._rows, self._scheduler, self._runner, commits, loaded.device)
+        self._pipeline = make_pipeline(parts, loaded.run_ahead)
         self._reader = TokenReader(self._rows, loaded.eos_token_ids)
         self._late_stops = LateStops(self._rows, self._scheduler, commits)
 
@@ -267,6 +266,8 @@ class EngineCore:
         self._texts.post(news, is_urgent=news.begins_texts)
 
     def _take_news(self) -> None:
+        if not self._texts.has_news:  # as in most steps
+            return
         news = self._texts.take()
         self._is_stalled &= not news.judgements
         self._late_stops.judge(news.judgements)
@@ -290,8 +291,7 @@ class EngineCore:
         return f"step {self._pipeline.counters.steps} with {num_rows} rows, newest requests {newest}"
 
     def _check_alive(self) -> None:
-        error = self._failure
-        if error is not None:
+        if (error := self._failure) is not None:
             raise EngineDeadError(f"the engine stopped earlier: {_describe(error)}") from error
 
 

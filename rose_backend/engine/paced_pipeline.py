@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
-from rose_backend.block_manager import BlockManager
-from rose_backend.engine.late_commits import Int64Array, LateCommits
-from rose_backend.engine.model_runner import ModelRunner, SampledTokens
+from rose_backend.engine.late_commits import Int64Array
+from rose_backend.engine.model_runner import SampledTokens
 from rose_backend.engine.pacing import Pacer, StepLoad
 from rose_backend.engine.prompt_cap import PromptCap
-from rose_backend.engine.row_state import RowState
-from rose_backend.engine.scheduler import Scheduler, Step
-from rose_backend.engine.step_pipeline import StepPipeline, _StepInFlight
+from rose_backend.engine.scheduler import Step
+from rose_backend.engine.step_pipeline import PipelineParts, StepPipeline, _StepInFlight
 
 
 class PacedPipeline(StepPipeline):
@@ -20,18 +16,10 @@ class PacedPipeline(StepPipeline):
     Args: those of ``StepPipeline``.
     """
 
-    def __init__(
-        self,
-        manager: BlockManager,
-        state: RowState,
-        scheduler: Scheduler,
-        runner: ModelRunner,
-        commits: LateCommits,
-        device: torch.device,
-        depth: int,
-    ) -> None:
-        super().__init__(manager, state, scheduler, runner, commits, device, depth)
-        self.pacer = Pacer(can_hold=device.type != "cpu")
+    def __init__(self, parts: PipelineParts, depth: int) -> None:
+        super().__init__(parts, depth)
+        scheduler = parts.scheduler
+        self.pacer = Pacer(can_hold=parts.device.type != "cpu")
         self._cap = PromptCap(self.pacer.times, scheduler.token_budget) if scheduler.splits_prompts else None
         self._had_prompts = False
 

@@ -23,6 +23,11 @@ SAMPLING_FIELDS = (
 """Arrays of ``RowState``, and fields of ``SamplingTensors``, of four bytes a row."""
 
 
+_ROW_PADDING = 16
+"""Tokens between the end of a row and the next row: windows are powers of two, and places that far apart share a few
+lines of the processor's cache."""
+
+
 class RowState:
     """Persistent per-row buffers; a completion's entries are written when it gets its row and stay until it leaves.
 
@@ -37,10 +42,16 @@ class RowState:
     def __init__(self, max_num_seqs: int, max_model_len: int, eos_token_ids: tuple[int, ...] = ()) -> None:
         self._eos_token_ids = eos_token_ids
         # np.empty touches no memory, so a window of a million tokens costs nothing until it is used.
-        self.token_ids: Int32Array = np.empty((max_num_seqs, max_model_len), np.int32)
+        self._stride = max_model_len + _ROW_PADDING
+        padded: Int32Array = np.empty((max_num_seqs, self._stride), np.int32)
+        self.token_ids: Int32Array = padded[:, :max_model_len]
         """Prompt and output."""
         # One index is cheaper than two.
-        self._flat_token_ids = self.token_ids.reshape(-1)
+        self._flat_token_ids = padded.reshape(-1)
+        # What ``append`` needs of the rows that it was last called with; steps that are alike have the very same ones.
+        self._appended_rows: NDArray[np.int64] | None = None
+        self._appended_starts: NDArray[np.int64] = np.empty(0, np.int64)
+        self._appended_limits: Int32Array = np.empty(0, np.int32)
         self.num_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
         """Known tokens; the last of them may not be computed yet."""
         self.num_prompt_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
@@ -128,6 +139,7 @@ class RowState:
         self.completions[row] = completion
         completion.row = row
         self.generation[row] += 1
+        self._appended_rows = None
 
     def _banned(self, params: SamplingParams) -> list[int]:
         return [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos_token_ids)]
@@ -151,11 +163,15 @@ class RowState:
         Returns:
             ``[N]``, which of the rows have reached their length.
         """
+        if rows is not self._appended_rows:
+            self._appended_rows = rows
+            self._appended_starts = rows * self._stride
+            self._appended_limits = self.max_num_tokens[rows]
         num_tokens = self.num_tokens[rows]
-        self._flat_token_ids[rows * self.token_ids.shape[1] + num_tokens] = token_ids
+        self._flat_token_ids[self._appended_starts + num_tokens] = token_ids
         num_tokens += 1
         self.num_tokens[rows] = num_tokens
-        is_full: NDArray[np.bool_] = num_tokens >= self.max_num_tokens[rows]
+        is_full: NDArray[np.bool_] = num_tokens >= self._appended_limits
         return is_full
 
     def num_planned_tokens(self, rows: Int32Array) -> Int32Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,6 +54,17 @@ class StepCounters:
     recomputed_tokens: int = 0
 
 
+class PipelineParts(NamedTuple):
+    """What a pipeline works with."""
+
+    manager: BlockManager
+    state: RowState
+    scheduler: Scheduler
+    runner: ModelRunner
+    commits: LateCommits
+    device: torch.device
+
+
 class StepPipeline:
     """Starts steps and reads them in order.
 
@@ -69,22 +81,9 @@ class StepPipeline:
         depth: steps that may be in flight behind the one that is read; 0 reads each step before the next is planned.
     """
 
-    def __init__(
-        self,
-        manager: BlockManager,
-        state: RowState,
-        scheduler: Scheduler,
-        runner: ModelRunner,
-        commits: LateCommits,
-        device: torch.device,
-        depth: int,
-    ) -> None:
+    def __init__(self, parts: PipelineParts, depth: int) -> None:
         self.counters = StepCounters()
-        self._manager = manager
-        self._state = state
-        self._scheduler = scheduler
-        self._runner = runner
-        self._commits = commits
+        self._manager, self._state, self._scheduler, self._runner, self._commits, device = parts
         self._depth = depth
         self._in_flight: deque[_StepInFlight] = deque()
         self._newest: _StepInFlight | None = None

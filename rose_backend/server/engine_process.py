@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections import deque
 from typing import BinaryIO
 
@@ -22,7 +21,7 @@ from rose_backend.config import EngineConfig
 from rose_backend.engine.core import EngineCore
 from rose_backend.engine.interpreter import begin_serving
 from rose_backend.engine.outputs import CompletionOutput, RequestOutput
-from rose_backend.engine.request import Request
+from rose_backend.engine.step_loop import Command, carry_out, step_and_hold
 from rose_backend.engine.text_worker import OutputSink, Readers
 from rose_backend.errors import EngineDeadError, RequestError, RoseError
 from rose_backend.server import engine_messages as messages
@@ -92,7 +91,7 @@ class EngineProcess:
         self._send_lock = threading.Lock()
         self._changed = threading.Condition()
         # Both guarded by the condition above.
-        self._inbox: deque[Request | str] = deque()
+        self._inbox: deque[Command] = deque()
         self._is_stopping = False
         # Each is changed by one thread alone: the text thread, the reader.
         self._num_rounds = 0
@@ -124,10 +123,7 @@ class EngineProcess:
         )
         try:
             while self._take_commands():
-                core.step()
-                # Let requests come in while the device is busy for some time yet.
-                if hold_s := core.hold_s:
-                    time.sleep(hold_s)
+                step_and_hold(core)
         except EngineDeadError as death:
             self._send(messages.Dead(str(death)))
             raise
@@ -138,16 +134,9 @@ class EngineProcess:
         """Carry out what was asked for, waiting while there is nothing to do. False: stop."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopping or self._inbox or self._core.can_step)
-            commands = list(self._inbox)
-            self._inbox.clear()
-        for command in commands:
-            if isinstance(command, str):
-                self._core.end(command)
-                continue
-            try:
-                self._core.add(command)
-            except RequestError as error:
-                self._refuse(command.request_id, error)
+            commands, self._inbox = self._inbox, deque()
+        for request_id, error in carry_out(self._core, commands):
+            self._refuse(request_id, error)
         return not self._is_stopping
 
     def _refuse(self, request_id: str, error: RequestError) -> None:
@@ -210,7 +199,7 @@ class EngineProcess:
                 self._is_stopping = True
                 self._changed.notify()
 
-    def _tell(self, command: Request | str) -> None:
+    def _tell(self, command: Command) -> None:
         with self._changed:
             self._inbox.append(command)
             self._changed.notify()

@@ -82,7 +82,7 @@ def test_full_queue(make_llm: Callable[..., LLM]) -> None:
     assert len(llm.generate(["text"] * 7, GREEDY)) == 7
 
 
-def test_queue_limit_counts_nothing_that_was_refused(make_llm: Callable[..., LLM]) -> None:
+def test_an_unknown_id_is_not_aborted(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm()
     with keeps_serving(llm):
         assert llm.core.abort("nobody") is None

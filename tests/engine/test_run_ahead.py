@@ -146,7 +146,7 @@ def decoding(llm: LLM, num_requests: int, max_tokens: int = 60) -> EngineCore:
 
 
 def test_a_cpu_runs_not_ahead_unless_told_to(make_llm: Callable[..., LLM]) -> None:
-    core = decoding(make_llm(), 1)
+    core = decoding(make_llm(device="cpu"), 1)
     assert core.stats.generated_tokens == core.stats.steps == 4
     with pytest.raises(ConfigError, match=r"run_ahead: got 5, allowed is an integer from 0 to 4"):
         make_llm(run_ahead=5)

@@ -1,0 +1,46 @@
+"""Tokens appended to rows: in their place, up to the length of whoever holds the row now."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from rose_backend import LLM
+from rose_backend.engine.request import Completion
+from rose_backend.engine.row_state import RowState
+from tests.engine.conftest import GREEDY
+
+WINDOW = 64
+
+
+def completion(llm: LLM, prompt: list[int], max_tokens: int) -> Completion:
+    return llm.core.factory.make(prompt, replace(GREEDY, max_tokens=max_tokens)).completions[0]
+
+
+def test_the_same_rows_with_other_completions_have_other_lengths(llm: LLM) -> None:
+    state = RowState(3, WINDOW)
+    rows = np.array([0, 2])
+    for row, max_tokens in ((0, 9), (2, 2)):
+        state.fill(row, completion(llm, [5, 6], max_tokens))
+    assert state.append(rows, np.array([10, 20])).tolist() == [False, False]
+    assert state.append(rows, np.array([11, 21])).tolist() == [False, True]
+    assert state.clear(2).token_ids.tolist() == [5, 6, 20, 21]
+    state.fill(2, completion(llm, [7, 8, 9], 3))
+    assert state.append(rows, np.array([12, 30])).tolist() == [False, False]
+    assert state.append(np.array([2, 0]), np.array([31, 13])).tolist() == [False, False]
+    assert state.append(rows, np.array([14, 32])).tolist() == [False, True]
+    assert state.output_token_ids(0) == [10, 11, 12, 13, 14]
+    assert state.output_token_ids(2) == [30, 31, 32]
+
+
+def test_rows_that_are_full_do_not_touch_their_neighbours(llm: LLM) -> None:
+    state = RowState(3, WINDOW)
+    for row in range(3):
+        state.fill(row, completion(llm, [40 + row], WINDOW - 1))
+    rows = np.arange(3)
+    for position in range(1, WINDOW):
+        is_full = state.append(rows, position + 100 * rows)
+    assert is_full.all()
+    for row in range(3):
+        assert state.token_ids[row].tolist() == [40 + row, *(100 * row + np.arange(1, WINDOW)).tolist()]
