@@ -8,9 +8,10 @@ sent at once: what an engine completes a second is its capacity. Then requests a
     same load    at --share of the smallest capacity, or at --rate, at the same moments for every engine
     own load     at --share of each engine's own capacity; where that is the same load, its turns count for both
 
-and the engines take turns. Figures have the names of ``vllm bench serve``: TTFT is the time to the first token from
-when a request was due, ITL the gap between two pieces of an answer, TPOT the time per token behind the first one, E2EL
-the time to the last token. End-of-text is ignored; prompts were never seen before; medians of --repeats turns.
+and the engines take turns; whose turn it is not is stopped, so that idle ones take no cores (--no-pause lets them run
+on). Figures have the names of ``vllm bench serve``: TTFT is the time to the first token from when a request was due,
+ITL the gap between two pieces of an answer, TPOT the time per token behind the first one, E2EL the time to the last
+token. End-of-text is ignored; prompts were never seen before; medians of --repeats turns.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from benchmarks.support.compare_options import (
     environment,
     set_defaults,
 )
+from benchmarks.support.pause import only
 from benchmarks.support.report import run_facts, write_json
 from benchmarks.support.timing import spread
 from benchmarks.support.worker_pool import WorkerError, WorkerPool
@@ -94,14 +96,8 @@ class Contest:
 
     def warm_up(self) -> None:
         """Let all engines compile what they need: everything at once, at the same time."""
-        seed = 1_000_000
-        for worker in self._pool.workers.values():
-            worker.send("serve", workload=self._workload(seed).as_json(), rate=None)
-        for name, worker in list(self._pool.workers.items()):
-            try:
-                worker.receive()
-            except WorkerError as error:
-                self._pool.drop(name, error)
+        self._pool.ask_all("serve", workload=self._workload(1_000_000).as_json(), rate=None)
+        self._pool.ask_all("wake")
 
     def run(self, deadline: float) -> None:
         """Fill ``runs`` and ``rates``; ``deadline`` is in ``time.monotonic``'s seconds, an interrupt is one, too."""
@@ -140,7 +136,8 @@ class Contest:
                 taken[name] = self.runs[SAME_LOAD, name][-1]
                 continue
             try:
-                taken[name] = self._pool.workers[name].ask("serve", workload=workload, rate=rate)
+                with only(name, self._pool.workers, pause=self._options.pause) as worker:
+                    taken[name] = worker.ask("serve", workload=workload, rate=rate)
             except WorkerError as error:
                 self._pool.drop(name, error)
         for name, figures in taken.items():
@@ -202,6 +199,7 @@ def run(options: argparse.Namespace, model: str, facts: ModelFacts) -> dict[str,
         "input_len",
         "output_len",
         "mode",
+        "pause",
         "quick",
     )
     return {
@@ -220,7 +218,7 @@ def run(options: argparse.Namespace, model: str, facts: ModelFacts) -> dict[str,
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print, write; the status is 1 if an engine failed or none was there."""
     options = parse_options(arguments)
-    with checkpoint(options.model) as model:
+    with checkpoint(options.model, options.shape, small=options.quick) as model:
         report = run(options, model, model_facts(model))
     print_arrivals(Console(width=140), report)
     if options.json:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import json
 import re
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ from benchmarks.kernel_cases import FAMILIES, peers
 from benchmarks.kernel_cases.case import ROSE, Contest, KernelCase
 from benchmarks.kernel_cases.timing import LaunchGraph, copy_bandwidth, percentile, time_alternated
 from benchmarks.support.kernel_tables import brief, print_report
+from benchmarks.support.kernel_update import check_update, updated
 from benchmarks.support.proof import DEFAULT_FOLDER, ROOT, machine_facts, source_digest, unproved_because
 from benchmarks.support.report import run_facts, write_json
 
@@ -43,8 +45,20 @@ def main(arguments: list[str] | None = None) -> int:
         prove(options.families, options.proofs)
     machine = machine_facts()
     unproved = {name: unproved_because(FAMILIES[name], options.proofs, machine) for name in options.families}
+    report: dict[str, Any] = {
+        **run_facts(),
+        "commit": options.commit or head_commit(),
+        "kernels_digest": source_digest(),
+        "gpu": machine["gpu"],
+        "driver": machine["driver"],
+        "repeats": options.repeats,
+        "samples_per_repeat": options.samples,
+    }
+    earlier = json.loads(options.update.read_text()) if options.update else None
+    if earlier:
+        check_update(report, earlier)
     torch.manual_seed(0)
-    copy = copy_bandwidth()
+    report["copy_bytes_per_s"] = copy = copy_bandwidth()
     rows = []
     for family in options.families:
         module = importlib.import_module(f"benchmarks.kernel_cases.{family}")
@@ -54,21 +68,15 @@ def main(arguments: list[str] | None = None) -> int:
                 rows.append({"family": family, **row})
                 print(brief(row), file=sys.stderr, flush=True)
                 torch.cuda.empty_cache()
-    report = {
-        **run_facts(),
-        "commit": options.commit or head_commit(),
-        "kernels_digest": source_digest(),
-        "gpu": machine["gpu"],
-        "driver": machine["driver"],
-        "copy_bytes_per_s": copy,
-        "repeats": options.repeats,
-        "samples_per_repeat": options.samples,
+    report |= {
         "families": {
             name: {"tests": FAMILIES[name], "unproved_because": why} for name, why in unproved.items()
         },
         "missing_peers": peers.MISSING,
         "rows": rows,
     }
+    if earlier:
+        report = updated(report, earlier)
     print_report(Console(width=180), report)
     if options.json:
         write_json(options.json, report)
@@ -89,7 +97,12 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--proofs", type=Path, default=DEFAULT_FOLDER, help="folder of the tests' records")
     parser.add_argument("--commit", help="of the sources, where this is no git checkout")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
+    parser.add_argument(
+        "--update", type=Path, metavar="FILE", help="take the other families from an earlier run's --json"
+    )
     options = parser.parse_args(arguments)
+    if options.update and not options.update.is_file():
+        parser.error(f"--update: {options.update}: no such file")
     if options.repeats < 3:
         parser.error(f"--repeats: got {options.repeats}, at least 3")
     if options.samples < 1:

@@ -8,7 +8,8 @@
     sglang          SGLang
 
 Each engine lives in a process of its own, all of them at the same time, with a KV cache of the same number of tokens.
-They take turns; every turn has prompts that were never seen before. Scenes:
+They take turns, and whose turn it is not is stopped, so that idle ones take no cores (--no-pause lets them run on).
+Every turn has prompts that were never seen before. Scenes:
 
     decode    prompts of 16 tokens, 256 new ones: wall time of one step of the whole engine, from the call to the texts
     offline   prompts of one length at the largest batch
@@ -16,7 +17,8 @@ They take turns; every turn has prompts that were never seen before. Scenes:
 
 End-of-text is ignored, so that all engines make the same number of tokens; an engine that does not fails. Engines that
 are not installed are named and left out, as are engines that fail; then the status is 1. --compare-SWITCH adds Rose
-with that part switched off. Without --model a random checkpoint with the shapes of GPT-2 124M is made.
+with that part switched off, --compare-parts what tells the worth of each part inside vLLM. Without --model a random
+checkpoint with the shapes of GPT-2 124M is made, or of --shape.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.support.checkpoint import ModelFacts, checkpoint, model_facts
+from benchmarks.support.checkpoint import GPT2_124M, ModelFacts, checkpoint, model_facts
 from benchmarks.support.compare_options import (
     ROSE_HOSTS,
     add_engine_options,
@@ -40,8 +42,16 @@ from benchmarks.support.compare_options import (
     environment,
     set_defaults,
 )
-from benchmarks.support.compare_report import goal_bars, losses, peer_bars, print_comparison
+from benchmarks.support.compare_parts import PART_SIDES
+from benchmarks.support.compare_report import (
+    goal_bars,
+    inside_vllm_bars,
+    losses,
+    peer_bars,
+    print_comparison,
+)
 from benchmarks.support.compare_scenes import SCENES, Case, cases
+from benchmarks.support.pause import only
 from benchmarks.support.report import run_facts, write_json
 from benchmarks.support.timing import spread
 from benchmarks.support.worker_pool import WorkerError, WorkerPool
@@ -56,7 +66,10 @@ SWITCHES = (
     "prefix_cache",
     "block_manager",
     "run_ahead",
+    "batched_scheduling",
+    "mixed_graphs",
 )
+SWITCHES_INSIDE_VLLM = ("block_manager", "batched_scheduling", "mixed_graphs")
 
 Samples = dict[tuple[Case, str], list[dict[str, float]]]
 
@@ -68,6 +81,12 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
     parser.add_argument("--batches", type=int, nargs="+", metavar="B", help="default: 1 8 32 128 256")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        metavar="TEXT",
+        help="only those with one of these in their names (default: all)",
+    )
     parser.add_argument(
         "--offline", type=int, nargs=3, metavar=("N", "IN", "OUT"), help="default: 256 512 128"
     )
@@ -85,7 +104,12 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--compare-host",
         choices=ROSE_HOSTS,
         default="rose",
-        help="where; the block manager can be switched off inside vLLM only (default: %(default)s)",
+        help=f"where; inside vLLM only: {', '.join(SWITCHES_INSIDE_VLLM)} (default: %(default)s)",
+    )
+    group.add_argument(
+        "--compare-parts",
+        action="store_true",
+        help="inside vLLM: attention alone, with the block manager only, and each other part off",
     )
     options = parser.parse_args(arguments)
     set_defaults(options)
@@ -101,6 +125,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in ("batches", "offline"):
         if min(getattr(options, name)) < 1:
             parser.error(f"--{name}: got {list(getattr(options, name))}, each has to be at least 1")
+    if not chosen_cases(options):
+        parser.error(f"--cases: got {options.cases}, no case is called so")
     return options
 
 
@@ -109,21 +135,31 @@ def sides_of(options: argparse.Namespace) -> dict[str, tuple[str, list[str]]]:
     sides: dict[str, tuple[str, list[str]]] = {backend: (backend, []) for backend in options.backends}
     for switch in SWITCHES:
         if getattr(options, f"compare_{switch}"):
-            host = "rose-in-vllm" if switch == "block_manager" else options.compare_host
+            host = "rose-in-vllm" if switch in SWITCHES_INSIDE_VLLM else options.compare_host
             sides[f"{host}, {switch} off"] = (host, [switch])
+    if options.compare_parts:
+        sides |= {name: ("rose-in-vllm", off) for name, off in PART_SIDES.items()}
     return sides
+
+
+def chosen_cases(options: argparse.Namespace) -> list[Case]:
+    """Return what is to be run."""
+    found = cases(
+        options.scenes,
+        options.batches,
+        offline=options.offline,
+        num_mixed=options.mixed_requests,
+        quick=options.quick,
+    )
+    wanted = options.cases or [""]
+    return [case for case in found if any(text in case.name for text in wanted)]
 
 
 def warm_up(pool: WorkerPool, todo: Sequence[Case]) -> None:
     """Let all engines compile what they need, at the same time."""
     for seed, case in enumerate(todo):
-        for worker in pool.workers.values():
-            worker.send("generate", workload=case.warm_up(1_000_000 + seed).as_json())
-        for name, worker in list(pool.workers.items()):
-            try:
-                worker.receive()
-            except WorkerError as error:
-                pool.drop(name, error)
+        pool.ask_all("generate", workload=case.warm_up(1_000_000 + seed).as_json())
+    pool.ask_all("wake")
 
 
 def measure(
@@ -153,7 +189,8 @@ def measure(
                 for name in list(names):
                     progress.update(task, description=f"{name}: {case.name}"[:52])
                     try:
-                        taken[name] = case.run(pool.workers[name], seed)
+                        with only(name, pool.workers, pause=options.pause) as worker:
+                            taken[name] = case.run(worker, seed)
                     except WorkerError as error:
                         pool.drop(name, error)
                     progress.advance(task)
@@ -184,13 +221,7 @@ def rows_of(samples: Samples) -> list[dict[str, Any]]:
 
 def run(options: argparse.Namespace, model: str, facts: ModelFacts, deadline: float) -> dict[str, Any]:
     """Start the engines, let them take turns, and return the report."""
-    todo = cases(
-        options.scenes,
-        options.batches,
-        offline=options.offline,
-        num_mixed=options.mixed_requests,
-        quick=options.quick,
-    )
+    todo = chosen_cases(options)
     start = time.monotonic()
     with WorkerPool("offline", options.logs) as pool:
         for name, (backend, switches_off) in sides_of(options).items():
@@ -208,7 +239,8 @@ def run(options: argparse.Namespace, model: str, facts: ModelFacts, deadline: fl
         warm_up_s = time.monotonic() - start - start_up_s
         samples, turns_left_out = measure(pool, todo, options, deadline)
     rows = rows_of(samples)
-    goals = goal_bars(rows) if options.device == "cuda" and options.model is None else []
+    has_goals = options.device == "cuda" and options.model is None and options.shape == GPT2_124M
+    goals = [*goal_bars(rows), *inside_vllm_bars(rows)] if has_goals else []
     return {
         "benchmark": "offline_compare",
         **run_facts(),
@@ -220,6 +252,7 @@ def run(options: argparse.Namespace, model: str, facts: ModelFacts, deadline: fl
             "kv_cache_tokens": options.kv_cache_tokens or options.max_num_seqs * facts.max_model_len,
             "repeats": options.repeats,
             "mixed_repeats": options.mixed_repeats,
+            "pause": options.pause,
             "quick": options.quick,
         },
         "start_up_s": start_up_s,
@@ -238,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print, write; the status is 1 if an engine failed or none was there."""
     options = parse_options(arguments)
     deadline = time.monotonic() + (options.max_seconds or float("inf"))
-    with checkpoint(options.model) as model:
+    with checkpoint(options.model, options.shape, small=options.quick) as model:
         report = run(options, model, model_facts(model), deadline)
     print_comparison(Console(width=140), report)
     if options.json:

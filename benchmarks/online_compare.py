@@ -4,15 +4,18 @@
                                         [--trace qwen_traceA_blksz_16.jsonl] [--json FILE] [--quick]
 
 Servers are started as users start them (rose serve, vllm serve, SGLang's launch_server), live side by side with KV
-caches of the same number of tokens, and take turns. --scales MULTIPLIES the times at which requests are sent: a smaller
-scale is more load. Without --trace, requests are made up with the published statistics of that trace. All lengths are
-multiplied by --length-scale, and requests that do not fit the model's window even so are left out and counted: both are
-part of the result, with the lengths that came out of it. Prompts share prefixes as those of the trace do, within one
-turn only. A small model answers a chat of these lengths in a tenth of a second, so that it takes far more than the
-trace's own load to keep a GPU busy.
+caches of the same number of tokens, and take turns; whose turn it is not is stopped, so that idle ones take no cores
+(--no-pause lets them run on).
+
+--scales MULTIPLIES the times at which requests are sent: a smaller scale is more load. Without --trace, requests are
+made up with the published statistics of that trace. All lengths are multiplied by --length-scale, and requests that do
+not fit the model's window even so are left out and counted: both are part of the result, with the lengths that came out
+of it. Prompts share prefixes as those of the trace do, within one turn only. A small model answers a chat of these
+lengths in a tenth of a second, so that it takes far more than the trace's own load to keep a GPU busy.
 
 Figures have the names of ``vllm bench serve``, times count from when a request was due. End-of-text is ignored; a
-server that makes fewer tokens than it was asked for has failed that request. `python -m benchmarks.report` draws the
+server that makes fewer tokens than it was asked for has failed that request. Servers that are not installed are named
+and left out, as are those that do not start; then the status is 1. `python -m benchmarks.report` draws the
 result.
 """
 
@@ -40,6 +43,7 @@ from benchmarks.support.compare_options import (
 )
 from benchmarks.support.http_client import ClientProcesses, Load
 from benchmarks.support.online_report import losses, print_online
+from benchmarks.support.pause import only
 from benchmarks.support.report import run_facts, write_json
 from benchmarks.support.servers import Server, Servers
 from benchmarks.support.streaming import summary
@@ -171,7 +175,8 @@ class Contest:
         names.rotate(-index)
         for name in names:
             progress.update(task, description=f"{name}, {mode}, scale {scale:g}")
-            figures = self._turn(self._servers[name], prompts, mode, scale)
+            with only(name, self._servers, pause=self._options.pause) as server:
+                figures = self._turn(server, prompts, mode, scale)
             rows.append({"backend": name, "mode": mode, "scale": scale, "repeat": repeat, **figures})
             progress.advance(task)
         return rows
@@ -229,7 +234,7 @@ def run(options: argparse.Namespace, model: str, facts: ModelFacts, logs: Path) 
     finally:
         contest.close()
         servers.stop()
-    settings = ("dtype", "max_num_seqs", "repeats", "clients", "quick")
+    settings = ("dtype", "max_num_seqs", "repeats", "clients", "pause", "quick")
     return {
         "benchmark": "online_compare",
         **run_facts(),
@@ -248,6 +253,7 @@ def run(options: argparse.Namespace, model: str, facts: ModelFacts, logs: Path) 
         },
         "start_up_s": start_up_s,
         "backends": servers.versions,
+        "missing": servers.missing,
         "failed": servers.failed,
         "turns_left_out": contest.turns_left_out,
         "losses": losses(contest.rows),
@@ -258,7 +264,10 @@ def run(options: argparse.Namespace, model: str, facts: ModelFacts, logs: Path) 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print, write; the status is 1 if a server or a request failed."""
     options = parse_options(arguments)
-    with checkpoint(options.model) as model, tempfile.TemporaryDirectory() as folder:
+    with (
+        checkpoint(options.model, options.shape, small=options.quick) as model,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         report = run(options, model, model_facts(model), options.logs or Path(folder))
     print_online(Console(width=200), report)
     if options.json:

@@ -3,8 +3,9 @@
     python -m benchmarks.report [--check]
     python -m benchmarks.report --draw FILE [--out DIR]    the figures of one result, anybody's
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. Where there is no result file yet, it
-says how to get one, and may be left out. Figures are in benchmarks/figures; each has the digest of the result it shows.
+A table, with its pictures, stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. Where there is no
+result file yet, it says how to get one, and may be left out. Figures are in benchmarks/figures; each has the digest of
+the result it shows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support import block_manager_figure, online_figure, readme_kernels, readme_online
+from benchmarks.support import block_manager_figure, online_figure, readme_kernels, readme_online, readme_vllm
 from benchmarks.support.figure_files import is_drawn_from
 from benchmarks.support.readme_blocks import (
     block_manager_table,
@@ -79,6 +80,14 @@ TABLES = {
         "h200/offline_switches.json", switches_table, f"{COMPARISON_COMMAND} --compare-fused-mlp"
     ),
     "arrivals": Table("h200/arrivals.json", arrivals_table, ARRIVALS_COMMAND),
+    "vllm_serving": Table("h200/vllm_serving.json", readme_vllm.serving_table, readme_vllm.SERVING_COMMAND),
+    "vllm_serving_4_api_servers": Table(
+        "h200/vllm_serving_4_api_servers.json",
+        readme_vllm.serving_table,
+        readme_vllm.FOUR_API_SERVERS_COMMAND,
+    ),
+    "vllm_parts": Table("h200/vllm_parts.json", readme_vllm.parts_table, readme_vllm.PARTS_COMMAND),
+    "vllm_llama": Table("h200/vllm_llama.json", readme_vllm.llama_table, readme_vllm.LLAMA_COMMAND),
     "online_compare": Table("h200/online_compare.json", readme_online.online_table, readme_online.COMMAND),
 }
 DRAW = {"block_manager": block_manager_figure.draw, "online_compare": online_figure.draw}
@@ -159,11 +168,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"README.md or figures differ from benchmarks/results {old}: run python -m benchmarks.report"
             )
         return int(after != before or bool(old))
-    README.write_text(after)
+    # Pictures first: a README whose pictures could not be drawn would name files that are not there.
     for name in old:
         result = read(name)
         assert result is not None
         DRAW[result["benchmark"]](result, options.out)
+    README.write_text(after)
     return 0
 
 

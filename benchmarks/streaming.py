@@ -39,6 +39,8 @@ from rose_backend.engine.engine_stats import EngineStats
 QUICK_NEW_TOKENS = 24
 SIDES = {"one by one": True, "at once": False}
 BLOCK_SIZE, SHARED_TOKENS, OWN_TOKENS, TEXTS = 16, 100, 4, 4
+CONTINUED_FIRST = 1
+"""First token of the prompt that others continue, and of no other."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,26 @@ class Scene:
 
 
 def _continuing(turn: int, count: int, vocab_size: int) -> list[list[int]]:
-    shared = np.random.default_rng(1).integers(1, vocab_size, SHARED_TOKENS).tolist()
+    rest = np.random.default_rng(1).integers(1, vocab_size, SHARED_TOKENS - 1).tolist()
     # No two continuations begin alike, or a hit would be longer.
-    firsts = [1 + (turn * count + index) % (vocab_size - 1) for index in range(count)]
-    return [shared + [first] * OWN_TOKENS for first in firsts]
+    nexts = [1 + (turn * count + index) % (vocab_size - 1) for index in range(count)]
+    return [[CONTINUED_FIRST, *rest, *[following] * OWN_TOKENS] for following in nexts]
 
 
-def _unshared(length: int) -> Callable[[int, int, int], list[list[int]]]:
+def _unshared(length: int, half: int) -> Callable[[int, int, int], list[list[int]]]:
+    """Return prompts of which no two begin with the same token, as one token in common is a prefix hit.
+
+    Args:
+        half: of the vocabulary, 0 or 1, that first tokens are from; another scene has the other one.
+    """
+
     def prompts(turn: int, count: int, vocab_size: int) -> list[list[int]]:
         rng = np.random.default_rng([length, turn])
+        num_firsts = (vocab_size - CONTINUED_FIRST - 1) // 2
+        first = CONTINUED_FIRST + 1 + half * num_firsts
         tokens: list[list[int]] = rng.integers(1, vocab_size, (count, length)).tolist()
+        for index, prompt in enumerate(tokens):
+            prompt[0] = first + (turn * count + index) % num_firsts
         return tokens
 
     return prompts
@@ -70,8 +82,8 @@ def _unshared(length: int) -> Callable[[int, int, int], list[list[int]]]:
 
 SCENES = {
     "prefix_hit": Scene(1, _continuing, clones_per_request=1, cached_tokens_per_request=SHARED_TOKENS),
-    "shared_tail": Scene(2, _unshared(65), num_texts=TEXTS, clones_per_request=TEXTS - 1),
-    "rollover": Scene(256, _unshared(16)),
+    "shared_tail": Scene(2, _unshared(65, half=0), num_texts=TEXTS, clones_per_request=TEXTS - 1),
+    "rollover": Scene(256, _unshared(16, half=1)),
 }
 
 

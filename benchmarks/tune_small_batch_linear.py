@@ -225,6 +225,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--workers", type=int, default=16, help="processes that compile")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print(f"needs a CUDA device; torch {torch.__version__} sees none", file=sys.stderr)
+        return 1
     jobs = [(rows, worker, 8) for rows in options.rows for worker in range(8)]
     with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
         list(pool.map(warm, jobs))

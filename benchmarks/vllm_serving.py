@@ -3,9 +3,12 @@
     python -m benchmarks.vllm_serving [--sets random shared-prefix] [--loads 0.25 0.5 0.75 1.0] [--repeats 3]
                                       [--requests 512] [--seconds 5] [--json FILE] [--quick]
 
-Both servers live side by side with KV caches of the same size and take turns. The first turn with each set of requests
-sends all of them at once: that gives the saturated throughput. Then come Poisson arrivals at a share of the requests
-per second at which vLLM's own server was saturated in its first such turn, or at --rates.
+Both servers live side by side with KV caches of the same size and take turns; whose turn it is not is stopped, so that
+the idle one takes no cores (--no-pause lets it run on).
+
+The first turn with each set of requests sends all of them at once: that gives the saturated throughput. Then come
+Poisson arrivals at a share of the requests per second at which vLLM's own server was saturated in its first such turn,
+or at --rates.
 
 random: prompts of 512 random tokens, 128 new tokens each. shared-prefix: one of 8 system prompts of 500 tokens, which
 end inside a block, and a tail of 16 to 64 tokens. Every turn has prompts that no server has seen.
@@ -34,18 +37,16 @@ from rich.progress import Progress
 
 from benchmarks.support.checkpoint import ModelFacts, checkpoint, model_facts
 from benchmarks.support.compare_options import add_engine_options, engine_options, environment, set_defaults
-from benchmarks.support.http_client import ClientProcesses, Load
+from benchmarks.support.http_client import ClientProcesses
+from benchmarks.support.pause import paused
 from benchmarks.support.report import run_facts, write_json
-from benchmarks.support.request_sets import SETS, Requests, RequestSet
-from benchmarks.support.server_metrics import processor_seconds, server_counts
+from benchmarks.support.request_sets import SETS
 from benchmarks.support.servers import Server, ServerError
-from benchmarks.support.streaming import summary
+from benchmarks.support.serving_turns import Turns
 from benchmarks.support.vllm_serving_report import bars, compare, print_report
 
 BACKENDS = ("rose-in-vllm", "vllm")
-GREEDY = {"temperature": 0.0}
 QUICK_LENGTH_DIVISOR = 16
-WARM_UP_REQUESTS = 128
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -100,15 +101,17 @@ def running_servers(
     logs.mkdir(parents=True, exist_ok=True)
 
     def start(backend: str) -> float:
-        begin = time.monotonic()
-        servers[backend] = Server(
-            backend,
-            engine_options(options, backend, model, facts, []),
-            log=logs / f"server_{backend}.log",
-            **environment(options, backend),
-        )
-        servers[backend].wait_until_ready()
-        return time.monotonic() - begin
+        idle = list(servers.values()) if options.start_in_turn and options.pause else []
+        with paused(server.pid for server in idle):
+            begin = time.monotonic()
+            servers[backend] = Server(
+                backend,
+                engine_options(options, backend, model, facts, []),
+                log=logs / f"server_{backend}.log",
+                **environment(options, backend),
+            )
+            servers[backend].wait_until_ready()
+            return time.monotonic() - begin
 
     servers: dict[str, Server] = {}
     try:
@@ -122,91 +125,13 @@ def running_servers(
             server.stop()
 
 
-class Turns:
-    """Lets servers take turns, each turn with prompts of its own, and keeps a row for each."""
-
-    def __init__(
-        self,
-        servers: dict[str, Server],
-        clients: ClientProcesses,
-        vocab_size: int,
-        options: argparse.Namespace,
-    ) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self._servers, self._clients, self._vocab_size, self._options = servers, clients, vocab_size, options
-        self._num_turns = 0
-
-    def take(self, request_set: RequestSet, repeat: int, rate: float | None) -> None:
-        """Send the same requests to each server: ``rate`` a second, or for None all at once."""
-        options = self._options
-        count = options.requests if rate is None else max(1, round(rate * options.seconds))
-        self._num_turns += 1
-        requests = request_set.requests(count, self._vocab_size, rate=rate, seed=self._num_turns)
-        # Whoever is first finds the other one's caches cold.
-        order = list(self._servers) if self._num_turns % 2 else list(reversed(self._servers))
-        for backend in order:
-            figures = self._figures(self._servers[backend], requests)
-            self.rows.append(
-                {"set": request_set.name, "rate": rate, "repeat": repeat, "backend": backend, **figures}
-            )
-
-    def warm_up(self, request_set: RequestSet) -> None:
-        """Let servers compile what they have not yet."""
-        count = min(self._options.requests, WARM_UP_REQUESTS)
-        requests = request_set.requests(count, self._vocab_size, rate=None, seed=0)
-        for server in self._servers.values():
-            self._clients.send(_load(server, requests))
-
-    def rate(self, request_set: RequestSet, number: int) -> float | None:
-        """Return the ``number``th rate of a set; the 0th is all at once."""
-        if number == 0:
-            return None
-        if self._options.rates:
-            return float(self._options.rates[number - 1])
-        return float(self._options.loads[number - 1]) * self.saturated_rate(request_set)
-
-    def saturated_rate(self, request_set: RequestSet) -> float:
-        """Return requests per second of vLLM's own server in its first turn with all of them at once."""
-        yardstick = "vllm" if "vllm" in self._servers else next(iter(self._servers))
-        wanted = (request_set.name, None, yardstick)
-        rate: float = next(
-            row["request_throughput"]
-            for row in self.rows
-            if (row["set"], row["rate"], row["backend"]) == wanted
-        )
-        return rate
-
-    def _figures(self, server: Server, requests: Requests) -> dict[str, Any]:
-        before, seconds_before = server_counts(server.url), processor_seconds(server.pid)
-        replay = self._clients.send(_load(server, requests))
-        counts, seconds = server_counts(server.url), processor_seconds(server.pid)
-        counts.subtract(before)
-        errors = [timeline.error for timeline in replay.timelines if timeline.error]
-        return {
-            **summary(replay.timelines, replay.duration),
-            "prefilled_tokens": counts["prompt_tokens"] - counts["cached_tokens"],
-            "cached_tokens": counts["cached_tokens"],
-            "preemptions": counts["preemptions"],
-            "client_busy": replay.client_busy,
-            "server_busy": {
-                name: (used - seconds_before.get(name, 0.0)) / replay.duration
-                for name, used in seconds.items()
-            },
-            "errors": errors[:10],
-        }
-
-
-def _load(server: Server, requests: Requests) -> Load:
-    return Load(server.url, server.model, GREEDY, requests.prompts, requests.output_lens, requests.due)
-
-
 def measure(
     servers: dict[str, Server], vocab_size: int, options: argparse.Namespace, deadline: float
 ) -> tuple[list[dict[str, Any]], int]:
     """Return one row for each turn of each server, and the number of turns for which there was no time.
 
     Args:
-        deadline: in ``time.monotonic``'s seconds.
+        deadline: in ``time.monotonic``'s seconds. An interrupt is one, too: turns that were whole stay.
     """
     sets = [
         SETS[name].shortened(QUICK_LENGTH_DIVISOR) if options.quick else SETS[name] for name in options.sets
@@ -226,7 +151,10 @@ def measure(
         ):
             if time.monotonic() > deadline:
                 break
-            turns.take(request_set, repeat, turns.rate(request_set, number))
+            try:
+                turns.take(request_set, repeat, number)
+            except KeyboardInterrupt:
+                break
             left -= 1
             progress.advance(task)
     return turns.rows, left
@@ -240,14 +168,32 @@ def run(options: argparse.Namespace, model: str, facts: ModelFacts, logs: Path) 
     """
     deadline = time.monotonic() + (options.max_seconds or float("inf"))
     with running_servers(options, model, facts, logs) as (servers, start_up_s):
+        versions = {name: {"version": server.version()} for name, server in servers.items()}
         rows, turns_left_out = measure(servers, facts.vocab_size, options, deadline)
     comparison = compare(rows)
-    kept = ("dtype", "max_num_seqs", "requests", "seconds", "repeats", "clients", "start_in_turn", "quick")
+    kept = (
+        "dtype",
+        "max_num_seqs",
+        "requests",
+        "seconds",
+        "repeats",
+        "clients",
+        "start_in_turn",
+        "pause",
+        "quick",
+    )
     return {
         "benchmark": "vllm_serving",
         **run_facts(),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-        "settings": {"model": options.model_name, **{name: getattr(options, name) for name in kept}},
+        "settings": {
+            "model": options.model_name,
+            **{name: getattr(options, name) for name in kept},
+            "engine_options": {
+                name: engine_options(options, name, model, facts, []).extra for name in options.backends
+            },
+        },
+        "backends": versions,
         "start_up_s": start_up_s,
         "turns_left_out": turns_left_out,
         "comparison": comparison,
@@ -259,7 +205,10 @@ def run(options: argparse.Namespace, model: str, facts: ModelFacts, logs: Path) 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print, write; the status is 1 if a server or a request failed."""
     options = parse_options(arguments)
-    with checkpoint(options.model) as model, tempfile.TemporaryDirectory() as folder:
+    with (
+        checkpoint(options.model, options.shape, small=options.quick) as model,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         try:
             report = run(options, model, model_facts(model), options.logs or Path(folder))
         except ServerError as error:

@@ -1,6 +1,6 @@
-"""The checkpoint a benchmark runs on: one that is given, or random weights with the shapes of GPT-2 124M.
+"""The checkpoint a benchmark runs on: one that is given, or random weights with the shapes of a model people know.
 
-transformers is imported late: what it takes is no part of ``--help``.
+transformers and safetensors are imported late: what they take is no part of ``--help``.
 """
 
 from __future__ import annotations
@@ -12,29 +12,112 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 END_OF_TEXT = "<|endoftext|>"
+GPT2_124M, LLAMA_1B = "gpt2-124m", "llama-1b"
+SHAPES = {GPT2_124M: "GPT-2 124M", LLAMA_1B: "Llama 1B"}
+"""What a random checkpoint can look like, and what people call it."""
+
+VOCAB_SIZE = 50_257
+_WEIGHT_STD = 0.02
 
 
 @contextlib.contextmanager
-def checkpoint(model: str | None) -> Iterator[str]:
-    """Return ``model``, or for None a random checkpoint with the shapes of GPT-2 124M, made for this run."""
+def checkpoint(model: str | None, shape: str = GPT2_124M, *, small: bool = False) -> Iterator[str]:
+    """Return ``model``, or for None a random checkpoint made for this run.
+
+    Args:
+        shape: one of ``SHAPES``.
+        small: of the Llama shape only two narrow layers, for a CPU.
+    """
     if model is not None:
         yield model
         return
     with tempfile.TemporaryDirectory() as directory:
-        yield str(write_checkpoint(Path(directory)))
+        yield str(write_checkpoint(Path(directory), shape, small=small))
 
 
-def write_checkpoint(folder: Path) -> Path:
-    """Write random weights with the shapes of GPT-2 124M, and a tokenizer that has a text for each of 50,257 tokens."""
-    from transformers import AutoConfig
+def write_checkpoint(folder: Path, shape: str = GPT2_124M, *, small: bool = False) -> Path:
+    """Write random weights and a tokenizer that has a text for each token; see ``checkpoint``."""
+    if shape == LLAMA_1B:
+        _write_llama(folder, small=small)
+    else:
+        from tests.support.tiny_checkpoint import write_random_gpt2_124m
 
-    from tests.support.tiny_checkpoint import write_random_gpt2_124m
-
-    write_random_gpt2_124m(folder)
-    write_tokenizer(folder, AutoConfig.from_pretrained(folder).vocab_size)
+        write_random_gpt2_124m(folder)
+    write_tokenizer(folder, VOCAB_SIZE)
     return folder
+
+
+def _write_llama(folder: Path, *, small: bool) -> None:
+    """Write Llama 3.2 1B's layers, with the vocabulary of the tokenizer here and a window of 2,048 tokens."""
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
+
+    width, num_layers = (256, 2) if small else (2048, 16)
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=VOCAB_SIZE,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 256,
+        head_dim=64,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        dtype="float16",
+    )
+    config.save_pretrained(folder)
+    # A billion numbers: seconds on a GPU, and transformers' own way would draw them one float32 matrix after the other.
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    source = torch.Generator(device).manual_seed(0)
+    weights = {
+        name: torch.empty(size, dtype=torch.float16, device=device)
+        .normal_(0.0, _WEIGHT_STD, generator=source)
+        .cpu()
+        if len(size) == 2
+        else torch.ones(size, dtype=torch.float16)
+        for name, size in _llama_sizes(config).items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _llama_sizes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Return the size of each tensor under its name in a checkpoint; the head is the embedding."""
+    width, inner = config.hidden_size, config.intermediate_size
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    layer = {
+        "input_layernorm": (width,),
+        "self_attn.q_proj": (queries, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, queries),
+        "post_attention_layernorm": (width,),
+        "mlp.gate_proj": (inner, width),
+        "mlp.up_proj": (inner, width),
+        "mlp.down_proj": (width, inner),
+    }
+    return {
+        "model.embed_tokens.weight": (config.vocab_size, width),
+        **{
+            f"model.layers.{index}.{name}.weight": size
+            for index in range(config.num_hidden_layers)
+            for name, size in layer.items()
+        },
+        "model.norm.weight": (width,),
+    }
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:

@@ -10,18 +10,26 @@ from typing import Any
 
 import torch
 
-from benchmarks.support.checkpoint import ModelFacts
+from benchmarks.support.checkpoint import GPT2_124M, LLAMA_1B, SHAPES, ModelFacts
 from benchmarks.support.engines import EngineOptions
 
 ROSE_HOSTS = ("rose", "rose-in-vllm")
 QUICK_MODEL = "models/tiny-gpt2"
+# The standalone engine serves GPT-2 only, and SGLang is not needed to tell what Rose is worth inside vLLM.
+BACKENDS_BY_SHAPE = {LLAMA_1B: ("rose-in-vllm", "vllm")}
+"""Those that run unless others are asked for, where that is not all of them."""
 
 
 def add_engine_options(parser: argparse.ArgumentParser, backends: tuple[str, ...]) -> None:
     """Add the options; ``set_defaults``, ``engine_options`` and ``environment`` read them."""
     group = parser.add_argument_group("engines")
-    group.add_argument("--backends", nargs="+", choices=backends, default=list(backends))
-    group.add_argument("--model", help="checkpoint; default: random weights, GPT-2 124M's shapes")
+    group.add_argument("--backends", nargs="+", choices=backends)
+    parser.set_defaults(offered_backends=backends)
+    weights = group.add_mutually_exclusive_group()
+    weights.add_argument("--model", help="checkpoint; default: random weights")
+    weights.add_argument(
+        "--shape", choices=SHAPES, default=GPT2_124M, help="of random weights (default: %(default)s)"
+    )
     group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     group.add_argument("--dtype", help="default: float16, on a CPU float32")
     group.add_argument("--max-num-seqs", type=int, default=256, help="default: %(default)s")
@@ -41,6 +49,12 @@ def add_engine_options(parser: argparse.ArgumentParser, backends: tuple[str, ...
             metavar=f"BACKEND={value}",
             help=f"{text}; may be given several times",
         )
+    group.add_argument(
+        "--no-pause",
+        dest="pause",
+        action="store_false",
+        help="let idle engines run on beside the one that has its turn",
+    )
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep what the engines print here")
     parser.add_argument("--quick", action="store_true", help=f"a few seconds, small sizes on {QUICK_MODEL}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE, too")
@@ -50,10 +64,15 @@ def set_defaults(options: argparse.Namespace) -> None:
     """Fill in what depends on the machine and on ``--quick``."""
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options.dtype = options.dtype or ("float16" if options.device == "cuda" else "float32")
+    if options.backends is None:
+        usual = BACKENDS_BY_SHAPE.get(options.shape, options.offered_backends)
+        options.backends = [backend for backend in options.offered_backends if backend in usual]
     if options.quick:
-        options.model = options.model or QUICK_MODEL
+        if options.shape == GPT2_124M:
+            options.model = options.model or QUICK_MODEL
         options.max_num_seqs = min(options.max_num_seqs, 16)
-    options.model_name = options.model or "random weights, GPT-2 124M's shapes"
+    size = ", two narrow layers" if options.quick else ""
+    options.model_name = options.model or f"random weights, {SHAPES[options.shape]}'s shapes{size}"
 
 
 def engine_options(

@@ -14,6 +14,9 @@ from benchmarks.support.report import bar
 STEP_LIMITS_MS = {1: 0.25, 8: 0.27, 32: 0.34, 128: 0.60, 256: 0.95}
 MAX_SAMPLING_SHARE = 1.08
 MAX_OFFLINE_S = 0.30
+# Rose inside vLLM over vLLM's own time, the same model and GPU.
+INSIDE_VLLM_STEP_TIMES = {1: 0.95, 128: 0.6, 256: 0.5}
+INSIDE_VLLM_OFFLINE_TIMES = 1 / 1.4
 PEERS = {"rose": ("vllm", "sglang"), "rose-in-vllm": ("vllm", "sglang")}
 
 Row = dict[str, Any]
@@ -71,10 +74,31 @@ def goal_bars(rows: Iterable[Row]) -> list[dict[str, Any]]:
                 share = drawn / greedy
                 bars.append(bar(f"sampling over greedy, {batch} requests", share, MAX_SAMPLING_SHARE, "x"))
     for row in rose:
-        sizes = (row["num_requests"], row["input_len"], row["output_len"])
-        if row["scene"] == "offline" and row["mode"] == "greedy" and sizes == (256, [512, 512], [128, 128]):
+        if _is_usual_offline(row):
             bars.append(bar("offline, 256 x 512 / 128 new", compared(row), MAX_OFFLINE_S, "s"))
     return bars
+
+
+def inside_vllm_bars(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Return the goals of Rose inside vLLM beyond being no slower, over vLLM's own time in the same run; greedy."""
+    bars = []
+    for case, sides in by_case(rows).items():
+        if not {"rose-in-vllm", "vllm"} <= sides.keys():
+            continue
+        row = sides["rose-in-vllm"]
+        limit = INSIDE_VLLM_OFFLINE_TIMES if _is_usual_offline(row) else None
+        if row["scene"] == "decode" and row["mode"] == "greedy":
+            limit = INSIDE_VLLM_STEP_TIMES.get(row["num_requests"])
+        if limit is not None:
+            bars.append(
+                bar(f"rose-in-vllm, goal: {case}", compared(row) / compared(sides["vllm"]), limit, "x")
+            )
+    return bars
+
+
+def _is_usual_offline(row: Row) -> bool:
+    sizes = (row["num_requests"], row["input_len"], row["output_len"])
+    return row["scene"] == "offline" and row["mode"] == "greedy" and sizes == (256, [512, 512], [128, 128])
 
 
 def print_comparison(console: Console, report: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ class EngineOptions:
     kv_cache_tokens: int
     kv_cache_bytes: int
     switches_off: list[str] = field(default_factory=list)
-    """Rose's switches; ``run_ahead`` is one of them here."""
+    """Rose's switches; ``run_ahead``, and inside vLLM ``mixed_graphs``, are among them here."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Options in the engine's own words."""
 
@@ -80,12 +80,15 @@ def vllm_options(options: EngineOptions, attention_backend: str | None) -> dict[
     Args:
         attention_backend: None leaves the choice to vLLM.
     """
-    switches = [name for name in options.switches_off if name != "run_ahead"]
+    switches = [name for name in options.switches_off if name not in ("run_ahead", "mixed_graphs")]
     chosen: dict[str, Any] = {} if attention_backend is None else {"attention_backend": attention_backend}
     if switches:
         chosen["additional_config"] = {"rose": dict.fromkeys(switches, False)}
     if "run_ahead" in options.switches_off:
         chosen["async_scheduling"] = False
+    if "mixed_graphs" in options.switches_off:
+        # vLLM's own default, but said aloud: Rose leaves it alone then.
+        chosen["compilation_config"] = {"cudagraph_mode": "FULL_AND_PIECEWISE"}
     return {
         "model": options.model,
         "dtype": options.dtype,
@@ -262,6 +265,7 @@ def _vllm_facts(version: str, config: Any) -> dict[str, Any]:
         "version": version,
         "attention_backend": None if backend is None else backend.name,
         "async_scheduling": config.scheduler_config.async_scheduling,
+        "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
         "scheduler": str(config.scheduler_config.scheduler_cls or "vLLM's"),
     }
 

@@ -88,5 +88,6 @@ def print_online(console: Console, report: dict[str, Any]) -> None:
             f"loss: {loss['backend']}, {loss['mode']}, scale {loss['scale']:g}: {loss['figure']} "
             f"{loss['rose']:.2f}, {loss['peer']} {loss['peers']:.2f}"
         )
-    for name, why in report["failed"].items():
-        console.print(f"failed: {name}: {why}", markup=False)
+    for label in ("missing", "failed"):
+        for name, why in report[label].items():
+            console.print(f"{label}: {name}: {why}", markup=False)

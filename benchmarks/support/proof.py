@@ -82,6 +82,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Watch the run."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        # Under pytest-xdist the processes that run tests write records; the one that started them collects nothing.
+        return
     config.pluginmanager.register(_Recorder(config.getoption("--proofs"), config.args), "kernel-proofs")
 
 

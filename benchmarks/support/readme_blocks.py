@@ -8,6 +8,7 @@ from benchmarks.support.markdown import markdown, micros, milliseconds
 
 BATCHES = (1, 16, 256)
 APPEND_BATCHES = (1, 32, 256)
+STREAMING_METRICS, STREAMING_SHARES = ("ttft", "itl", "latency"), (50, 95, 99)
 
 
 def block_manager_table(result: dict[str, Any]) -> str:
@@ -58,7 +59,13 @@ def kv_cow_clone_table(result: dict[str, Any]) -> str:
         f"Medians, {result['machine']['device']}, {settings['dtype']}, {settings['num_layers']} layers, "
         f"blocks of {settings['block_size']}; `{result['command']}`."
     )
-    return markdown(header, rows) + "\n\n" + source
+    lost = [
+        f"{loss['batch']} request{'s' * (loss['batch'] > 1)} ({WAYS_TO_CLONE[loss['variant']]}: {micros(loss['us'])}, "
+        f"{WAYS_TO_CLONE['batched']}: {micros(loss['batched_us'])})"
+        for loss in result["losses"]
+        if loss["variant"] in WAYS_TO_CLONE
+    ]
+    return "\n\n".join((markdown(header, rows), source, _verdict(lost)))
 
 
 def kv_append_table(result: dict[str, Any]) -> str:
@@ -85,17 +92,16 @@ def kv_append_table(result: dict[str, Any]) -> str:
         f"stored by attention: {micros(loss['fused_us'])})"
         for loss in result["losses"]
     ]
-    verdict = f"Losses: {'; '.join(lost) if lost else 'none'}."
-    return "\n\n".join((markdown(header, rows), source, verdict))
+    return "\n\n".join((markdown(header, rows), source, _verdict(lost)))
 
 
 def streaming_table(result: dict[str, Any]) -> str:
-    """Return each scene with block management one by one and at once."""
+    """Return each scene with block management one by one and at once, and every figure that is worse at once."""
     rows = []
     for row in result["rows"]:
         latencies = (
-            " / ".join(milliseconds(row[f"p{share}_{metric}_ms"]) for share in (50, 95, 99))
-            for metric in ("ttft", "itl", "latency")
+            " / ".join(milliseconds(row[f"p{share}_{metric}_ms"]) for share in STREAMING_SHARES)
+            for metric in STREAMING_METRICS
         )
         rows.append((row["scene"], row["side"], *latencies, f"{row['output_throughput']:,.0f}"))
     header = ("p50 / p95 / p99 in ms", "blocks", "TTFT", "ITL", "latency", "tokens/s")
@@ -104,4 +110,27 @@ def streaming_table(result: dict[str, Any]) -> str:
         f"Medians of {settings['repeat_runs']} runs, {settings['num_requests']} requests at once, {result['device']}, "
         f"{settings['model']}, {settings['dtype']}; `{result['command']}`."
     )
-    return markdown(header, rows) + "\n\n" + source
+    return "\n\n".join((markdown(header, rows), source, _verdict(_streaming_losses(result))))
+
+
+def _streaming_losses(result: dict[str, Any]) -> list[str]:
+    sides = {(row["scene"], row["side"]): row for row in result["rows"]}
+    lost = []
+    for scene in dict.fromkeys(row["scene"] for row in result["rows"]):
+        before, after = sides[scene, "one by one"], sides[scene, "at once"]
+        lost += [
+            f"{scene}, {metric.upper() if metric in ('ttft', 'itl') else metric} p{share} "
+            f"{milliseconds(after[name])} against {milliseconds(before[name])}"
+            for metric in STREAMING_METRICS
+            for share in STREAMING_SHARES
+            for name in [f"p{share}_{metric}_ms"]
+            if after[name] > before[name]
+        ]
+        speeds = after["output_throughput"], before["output_throughput"]
+        if speeds[0] < speeds[1]:
+            lost.append(f"{scene}, tokens/s {speeds[0]:,.0f} against {speeds[1]:,.0f}")
+    return lost
+
+
+def _verdict(lost: list[str]) -> str:
+    return f"Losses: {'; '.join(lost) if lost else 'none'}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.support.compare_options import ROSE_HOSTS
 from benchmarks.support.compare_report import Row, by_case, compared
 from benchmarks.support.markdown import markdown, milliseconds
 from benchmarks.support.streaming import METRICS, PERCENTILES
@@ -23,30 +24,27 @@ def offline_table(result: dict[str, Any]) -> str:
     rows = []
     for case, sides in cases.items():
         ratio = min(compared(sides[peer]) for peer in peers) / compared(sides["rose"])
-        rows.append((case, *(_cell(sides[name]) for name in backends), f"{ratio:.2f}x"))
+        rows.append((case, *(cell(sides[name]) for name in backends), f"{ratio:.2f}x"))
     header = ("", *(LABELS[name] for name in backends), "best peer / Rose")
-    return "\n\n".join((markdown(header, rows), _source(result), _losses(result, len(cases))))
+    return "\n\n".join((markdown(header, rows), source(result), losses_line(result, len(cases))))
 
 
 def switches_table(result: dict[str, Any]) -> str:
     """Return how much longer Rose takes with one part switched off, for every case."""
     check_complete(result)
     cases = by_case(result["rows"])
-    variants = [name for name in result["backends"] if name.endswith(" off")]
-    rows = [
-        (
-            LABELS[host],
-            f"`{switch.removesuffix(' off')}`",
-            *(f"{compared(sides[variant]) / compared(sides[host]):.2f}x" for sides in cases.values()),
-        )
-        for variant in variants
-        for host, switch in [variant.split(", ")]
-    ]
-    return markdown(("time without / with", "", *cases), rows) + "\n\n" + _source(result)
+    rows, costs = [], []
+    for variant in (name for name in result["backends"] if name.endswith(" off")):
+        host, switch = variant.removesuffix(" off").split(", ")
+        times = {case: compared(sides[variant]) / compared(sides[host]) for case, sides in cases.items()}
+        rows.append((LABELS[host], f"`{switch}`", *(f"{share:.2f}x" for share in times.values())))
+        costs += [f"`{switch}` in {case} ({share:.3f}x)" for case, share in times.items() if share < 1.0]
+    verdict = f"Faster without: {'; '.join(costs) if costs else 'none'}."
+    return "\n\n".join((markdown(("time without / with", "", *cases), rows), source(result), verdict))
 
 
 def arrivals_table(result: dict[str, Any]) -> str:
-    """Return latencies of both loads, and which goals were missed."""
+    """Return latencies of both loads, which goals were missed, and every loss at the same load."""
     check_complete(result)
     rows = []
     for row in result["rows"]:
@@ -65,7 +63,23 @@ def arrivals_table(result: dict[str, Any]) -> str:
         if not goal["met"]
     ]
     verdict = f"Goals missed: {'; '.join(missed) if missed else 'none'}, of {len(result['bars'])}."
-    return "\n\n".join((markdown(header, rows), _source(result), verdict))
+    return "\n\n".join((markdown(header, rows), source(result), verdict, _arrivals_losses(result)))
+
+
+def _arrivals_losses(result: dict[str, Any]) -> str:
+    sides = {row["backend"]: row for row in result["rows"] if row["scene"] == "same load"}
+    lost = [
+        f"{LABELS[rose]} behind {LABELS[peer]}, {metric.upper()} p{share} "
+        f"{milliseconds(sides[rose][name])} against {milliseconds(sides[peer][name])}"
+        for rose in ROSE_HOSTS
+        for peer in PEERS
+        if rose in sides and peer in sides
+        for metric in METRICS
+        for share in PERCENTILES
+        for name in [f"p{share}_{metric}_ms"]
+        if sides[rose][name] > sides[peer][name]
+    ]
+    return f"Losses at the same load, in ms: {'; '.join(lost) if lost else 'none'}."
 
 
 def check_complete(result: dict[str, Any]) -> None:
@@ -79,14 +93,16 @@ def check_complete(result: dict[str, Any]) -> None:
         raise SystemExit(f"{result['benchmark']}.json: not every engine has run: {'; '.join(absent)}")
 
 
-def _cell(row: Row) -> str:
+def cell(row: Row) -> str:
+    """Return a step in milliseconds, or seconds and throughput of a batch."""
     if row["scene"] == "decode":
         return milliseconds(compared(row)) + " ms"
     tokens = row["figures"]["output_throughput"]["median"]
     return f"{compared(row):.2f} s, {tokens / 1e3:,.0f} k tok/s"
 
 
-def _source(result: dict[str, Any]) -> str:
+def source(result: dict[str, Any]) -> str:
+    """Return what was run, where, how often, and the command that repeats it."""
     settings = result["settings"]
     return (
         f"Medians of {_turns(result['rows'])}, {result['device']}, {settings['model']}, {settings['dtype']}; "
@@ -123,7 +139,8 @@ def _num_turns(row: Row) -> int:
     return num_turns
 
 
-def _losses(result: dict[str, Any], num_cases: int) -> str:
+def losses_line(result: dict[str, Any], num_cases: int) -> str:
+    """Return every case in which Rose takes longer than a peer."""
     lost = [
         f"{LABELS[loss['backend']]} takes {loss['times']:.2f} x {LABELS[loss['peer']]}'s time in {loss['case']}"
         for loss in result["losses"]

@@ -62,9 +62,23 @@ def kernels_table(result: dict[str, Any]) -> str:
         (
             markdown(("", "Rose", "", "best peer", "peer / Rose"), rows),
             f"Medians, {result['gpu']} (copy {result['copy_bytes_per_s'] / 1e12:.2f} TB/s), {_versions(result)}; "
-            f"`{COMMAND}`." + (f" {result['proof']}" if "proof" in result else ""),
+            f"`{COMMAND}`.{_other_runs(result['families'])}",
             _losses(result["rows"]),
         )
+    )
+
+
+def _other_runs(families: dict[str, Any]) -> str:
+    """Return which families are from runs of their own; ``kernels --update`` leaves their facts with them."""
+    elsewhere = {
+        name: state["copy_bytes_per_s"] / 1e12 for name, state in families.items() if "date" in state
+    }
+    if not elsewhere:
+        return ""
+    copies = ", ".join(sorted({f"{copy:.2f}" for copy in elsewhere.values()}))
+    return (
+        f" Of earlier runs with the same sources, each with its tests before it (copy {copies} TB/s): "
+        f"{', '.join(elsewhere)}."
     )
 
 

@@ -5,22 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.support.markdown import markdown, milliseconds
+from benchmarks.support.online_figure import figure_name
 from benchmarks.support.online_report import FIGURES, points
 from benchmarks.support.readme_compare import LABELS, versions
 from benchmarks.support.streaming import METRICS, PERCENTILES
 
 COMMAND = "python -m benchmarks.online_compare"
-MODE = "greedy"
 
 
 def online_table(result: dict[str, Any]) -> str:
-    """Return every latency at every load, the workload, and every loss in any mode.
+    """Return, for each mode, its picture and every latency at every load; then the workload, and every loss.
 
     Raises:
-        SystemExit: a server or a request failed; such a comparison is not published.
+        SystemExit: a server was missing, or one or a request failed; such a comparison is not published.
     """
     figures = points(result["rows"])
-    failed = [f"{name} ({why.splitlines()[0]})" for name, why in result["failed"].items()]
+    failed = [
+        f"{name} ({why.splitlines()[0]})"
+        for label in ("missing", "failed")
+        for name, why in result[label].items()
+    ]
     failed += [
         f"{row['failed']} requests of {backend} ({mode}, scale {scale:g})"
         for (mode, scale, backend), row in figures.items()
@@ -28,19 +32,33 @@ def online_table(result: dict[str, Any]) -> str:
     ]
     if failed:
         raise SystemExit(f"online_compare.json: not everything has run: {'; '.join(failed)}")
+    parts = []
+    for mode in dict.fromkeys(mode for mode, _, _ in figures):
+        alt = f"Latencies of {len(result['backends'])} servers over the load, {mode}"
+        parts += [
+            f"{mode.capitalize()}:",
+            f"![{alt}](benchmarks/figures/{figure_name(mode)}.svg)",
+            _latencies(result, figures, mode),
+        ]
+    return "\n\n".join((*parts, _source(result, figures), _losses(result, figures)))
+
+
+def _latencies(result: dict[str, Any], figures: dict[Any, Any], mode: str) -> str:
+    """Return a table of one mode, from light load to heavy."""
     backends = [name for name in LABELS if name in result["backends"]]
     rows = []
-    for scale in sorted({scale for _, scale, _ in figures}, reverse=True):
+    for scale in sorted({scale for found, scale, _ in figures if found == mode}, reverse=True):
         rate = result["trace"]["num_requests"] / (result["trace"]["seconds"] * scale)
+        points_of = [figures[mode, scale, name] for name in backends]
+        answered = (f"{point['request_throughput']:,.0f}" for point in points_of)
+        rows.append((f"scale {scale:g}, {rate:,.0f} requests/s", "answered/s", *answered))
         for metric in METRICS:
             cells = (
-                " / ".join(milliseconds(figures[MODE, scale, name][f"p{p}_{metric}_ms"]) for p in PERCENTILES)
-                for name in backends
+                " / ".join(milliseconds(point[f"p{p}_{metric}_ms"]) for p in PERCENTILES)
+                for point in points_of
             )
-            load = f"scale {scale:g}, {rate:,.0f} requests/s" if metric == METRICS[0] else ""
-            rows.append((load, metric.upper(), *cells))
-    header = ("p50 / p90 / p99 in ms", "", *(LABELS[name] for name in backends))
-    return "\n\n".join((markdown(header, rows), _source(result, figures), _losses(result, figures)))
+            rows.append(("", metric.upper(), *cells))
+    return markdown(("p50 / p90 / p99 in ms", "", *(LABELS[name] for name in backends)), rows)
 
 
 def _source(result: dict[str, Any], figures: dict[Any, Any]) -> str:
@@ -52,7 +70,7 @@ def _source(result: dict[str, Any], figures: dict[Any, Any]) -> str:
         for name, key in (("input", "input_length"), ("output", "output_length"))
     )
     return (
-        f"Greedy; medians of {turns} turns of {trace['num_requests']:,} requests each. {result['device']}, "
+        f"Medians of {turns} turns of {trace['num_requests']:,} requests each. {result['device']}, "
         f"{settings['model']}, {settings['dtype']}; {versions(result)}. Workload: {trace['source']}; all lengths times "
         f"{trace['length_scale']:g}, {trace['num_left_out']} requests left out because they do not fit "
         f"{trace['max_model_len']:,} tokens even so; then tokens on average: {lengths}; an endless prefix cache would "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import random
@@ -18,11 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.engines import EngineOptions, rose_options, sglang_options, vllm_options
+from benchmarks.support.pause import resume
+from benchmarks.support.worker import WAKING_PROMPT
 from benchmarks.support.worker_pool import ROOT, worker_environment
 
 MAX_START_S = 300.0
 MAX_STOP_S = 20.0
+MAX_WAKE_S = 60.0
 _PORTS = range(20_000, 30_000)
+_NOT_FOUND = 44
 
 
 class ServerError(Exception):
@@ -58,6 +63,19 @@ def server_command(backend: str, options: EngineOptions, port: int) -> list[str]
         fields = {**vllm_options(options, attention), "disable_uvicorn_access_log": True}
         command = ["-m", "vllm.entrypoints.cli.main", "serve", fields.pop("model")]
     return [sys.executable, *command, *where, *as_flags(fields)]
+
+
+def missing_module(backend: str, python_path: str | None, environment: Mapping[str, str]) -> str | None:
+    """Return why ``backend`` is not installed for a process with these settings; None where it is."""
+    module = {"sglang": "sglang", "rose": "rose_backend"}.get(backend, "vllm")
+    look = (
+        f"import importlib.util, sys; sys.exit({_NOT_FOUND} * (importlib.util.find_spec({module!r}) is None))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", look], cwd=ROOT, env=worker_environment(backend, python_path, environment)
+    )
+    # Anything else that goes wrong is for the server itself to tell.
+    return f"no module named {module}" if found.returncode == _NOT_FOUND else None
 
 
 def free_port() -> int:
@@ -126,8 +144,20 @@ class Server:
         except (OSError, KeyError, ValueError) as error:
             return f"not told ({type(error).__name__}: {error})"
 
+    def wake(self) -> None:
+        """Return when the server has made a token: unlike /health, that asks all of its processes."""
+        fields = {"model": self.model, "prompt": WAKING_PROMPT, "max_tokens": 1, "temperature": 0.0}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(fields).encode(), {"Content-Type": "application/json"}
+        )
+        # One that does not answer fails the requests of its turn, too: those are counted, and say why.
+        failures = contextlib.suppress(OSError, http.client.HTTPException)
+        with failures, urllib.request.urlopen(request, timeout=MAX_WAKE_S) as answer:
+            answer.read()
+
     def terminate(self) -> None:
-        """Ask it to end; ``stop`` waits."""
+        """Ask it to end, paused or not; ``stop`` waits."""
+        resume(self.pid)
         self._process.terminate()
 
     def stop(self) -> None:
@@ -146,6 +176,7 @@ class Servers:
     Attributes:
         running: what has started.
         versions: name -> what each calls its version.
+        missing: name -> why it is not installed.
         failed: name -> why it did not start.
     """
 
@@ -154,6 +185,7 @@ class Servers:
         self._logs = logs
         self.running: dict[str, Server] = {}
         self.versions: dict[str, dict[str, str]] = {}
+        self.missing: dict[str, str] = {}
         self.failed: dict[str, str] = {}
 
     def add(
@@ -164,7 +196,11 @@ class Servers:
         python_path: str | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start a server; ``wait_until_ready`` waits for all of them."""
+        """Start a server, if it is installed; ``wait_until_ready`` waits for all of them."""
+        missing = missing_module(backend, python_path, environment or {})
+        if missing is not None:
+            self.missing[backend] = missing
+            return
         log = self._logs / f"server_{backend}.log"
         self.running[backend] = Server(
             backend, options, python_path=python_path, environment=environment or {}, log=log

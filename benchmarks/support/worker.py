@@ -5,6 +5,7 @@
     {"op": "start", "options": {...}, "vocab_size": N}  -> {"facts": {...}}, or {"missing": "why it is not installed"}
     {"op": "generate", "workload": {...}}               -> {"seconds": ..., "input_tokens": ..., "output_tokens": ...}
     {"op": "serve", "workload": {...}, "rate": R|null}  -> figures as ``vllm bench serve`` names them; null: all at once
+    {"op": "wake"}                                      -> {}, after one token for a prompt of no interest
     {"op": "close"}                                     -> {}
 
 A failure is {"error": "..."}. Whatever the engine prints goes to stderr.
@@ -27,6 +28,8 @@ from benchmarks.support.streaming import Timeline, play, summary
 from benchmarks.support.workload import MODES, Workload
 
 Answer = dict[str, Any]
+# No other prompt begins with token 0: this one leaves nothing in a prefix cache that a turn could find.
+WAKING_PROMPT = [0, 1, 2, 3]
 
 
 class OfflineWorker:
@@ -49,6 +52,11 @@ class OfflineWorker:
         seconds = time.perf_counter() - start
         check_output(output_tokens, output_lens)
         return {"seconds": seconds, "input_tokens": sum(map(len, prompts)), "output_tokens": output_tokens}
+
+    def wake(self, command: Answer) -> Answer:
+        """Let all of the engine's processes do something."""
+        self._engine.generate([WAKING_PROMPT], [1], MODES["greedy"])
+        return {}
 
     def close(self) -> None:
         """Stop the engine."""
@@ -87,6 +95,16 @@ class StreamingWorker:
         timelines, duration = self._runner.run(play(send, prompts, output_lens, due))
         check_output(sum(timeline.num_tokens for timeline in timelines), output_lens)
         return summary(timelines, duration)
+
+    def wake(self, command: Answer) -> Answer:
+        """Let all of the engine's processes do something."""
+
+        async def read() -> None:
+            async for _ in self._engine.stream(WAKING_PROMPT, 1, MODES["greedy"]):
+                pass
+
+        self._runner.run(read())
+        return {}
 
     def close(self) -> None:
         """Stop the engine."""

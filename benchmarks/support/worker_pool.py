@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.support.engines import EngineOptions
+from benchmarks.support.pause import resume
 
 ROOT = Path(__file__).resolve().parents[2]
 # A first start compiles for a minute or two; a run of thousands of prompts on a CPU is no benchmark.
@@ -100,18 +102,37 @@ class Worker:
         self.send(op, **fields)
         return self.receive()
 
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+        return self._process.pid
+
+    def wake(self) -> None:
+        """Return when the engine has made a token; errors are those of ``receive``."""
+        self.ask("wake")
+
     def close(self) -> None:
-        """Ask it to end; if it does not, end it and all its children."""
+        """Ask it to end, paused or not; if it does not, end it and all its children."""
+        try:
+            self.ask_to_end()
+            self.wait_for_end()
+        finally:
+            self.kill()
+
+    def ask_to_end(self) -> None:
+        """Continue it if it is paused, and ask it to end."""
+        resume(self.pid)
         self.send("close")
-        try:
+
+    def wait_for_end(self) -> None:
+        """Return when it has ended, or after ``MAX_CLOSE_S``."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(MAX_CLOSE_S)
-        except subprocess.TimeoutExpired:
-            pass
-        try:
-            # Children of an engine that ended without them are in its session.
+
+    def kill(self) -> None:
+        """End it and all its children; children of an engine that ended without them are in its session."""
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
 
     def _read(self) -> None:
@@ -176,6 +197,16 @@ class WorkerPool:
             else:
                 self.facts[name] = answer["facts"]
 
+    def ask_all(self, op: str, **fields: Any) -> None:
+        """Let all carry out the same at the same time; drop those that fail."""
+        for worker in self.workers.values():
+            worker.send(op, **fields)
+        for name, worker in list(self.workers.items()):
+            try:
+                worker.receive()
+            except WorkerError as error:
+                self.drop(name, error)
+
     def drop(self, name: str, error: WorkerError) -> None:
         """Go on without a worker that failed."""
         self.failed[name] = str(error)
@@ -187,7 +218,17 @@ class WorkerPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for worker in self.workers.values():
-            worker.close()
-        if self._own_folder is not None:
-            self._own_folder.cleanup()
+        workers = list(self.workers.values())
+        try:
+            for worker in workers:
+                worker.ask_to_end()
+            for worker in workers:
+                worker.wait_for_end()
+        except KeyboardInterrupt:
+            # A second interrupt, or a late one, ends the waiting: what was measured is still to be reported.
+            pass
+        finally:
+            for worker in workers:
+                worker.kill()
+            if self._own_folder is not None:
+                self._own_folder.cleanup()

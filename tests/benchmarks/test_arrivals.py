@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import arrivals
+from tests.benchmarks.sleepers import Sleeper, is_stopped, sleepers
 
 
 def test_a_quick_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,6 +20,7 @@ def test_a_quick_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.Capt
     report = json.loads(path.read_text())
     assert report["benchmark"] == "arrivals"
     assert report["missing"] == report["failed"] == {}
+    assert report["settings"]["pause"] is True
     rows = {row["scene"]: row for row in report["rows"]}
     assert set(rows) == {"capacity", "same load", "own load"}
     capacity = rows["capacity"]["request_throughput"]
@@ -67,24 +69,27 @@ def test_options_that_make_no_sense_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_an_interrupt_keeps_the_turns_that_were_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pause", [True, False])
+def test_an_interrupt_keeps_the_turns_that_were_whole(monkeypatch: pytest.MonkeyPatch, pause: bool) -> None:
     asked: list[str] = []
+    stopped: list[list[str]] = []
 
-    class Worker:
-        def __init__(self, name: str) -> None:
-            self.name = name
+    def ask(sleeper: Sleeper, op: str, **fields: Any) -> dict[str, float]:
+        asked.append(sleeper.name)
+        stopped.append([name for name, engine in engines.items() if is_stopped(engine.pid)])
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return {"seconds": float(len(asked))}
 
-        def ask(self, op: str, **fields: Any) -> dict[str, float]:
-            asked.append(self.name)
-            if len(asked) == 4:
-                raise KeyboardInterrupt
-            return {"seconds": float(len(asked))}
-
-    pool = SimpleNamespace(workers={name: Worker(name) for name in ("rose", "vllm")})
-    contest = arrivals.Contest(pool, arrivals.parse_options(["--quick"]))  # type: ignore[arg-type]
-    monkeypatch.setattr(contest, "_workload", lambda seed: SimpleNamespace(as_json=dict))
-    contest.run(float("inf"))
-    assert len(asked) == 4
+    monkeypatch.setattr(Sleeper, "ask", ask, raising=False)
+    with sleepers("rose", "vllm") as engines:
+        pool = SimpleNamespace(workers=engines)
+        contest = arrivals.Contest(pool, arrivals.parse_options(["--quick", *["--no-pause"] * (not pause)]))  # type: ignore[arg-type]
+        monkeypatch.setattr(contest, "_workload", lambda seed: SimpleNamespace(as_json=dict))
+        contest.run(float("inf"))
+        assert not any(is_stopped(engine.pid) for engine in engines.values())
+    assert asked == ["vllm", "rose", "rose", "vllm"]
+    assert stopped == ([["rose"], ["vllm"], ["vllm"], ["rose"]] if pause else [[]] * 4)
     assert {side: len(runs) for side, runs in contest.runs.items()} == {
         (arrivals.CAPACITY, "rose"): 1,
         (arrivals.CAPACITY, "vllm"): 1,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,23 @@ def test_two_halves_make_a_whole(
     run_tests(tmp_path, "-k", "head_groups", TESTS)
     assert " not run or skipped, test_" in (proof.unproved_because([TESTS], tmp_path, machine) or "")
     run_tests(tmp_path, "-k", "not head_groups", TESTS)
+    assert proof.unproved_because([TESTS], tmp_path, machine) is None
+
+
+def test_each_process_of_a_parallel_run_writes_what_it_ran(tmp_path: Path, machine: dict[str, str]) -> None:
+    pytest.importorskip("xdist", reason="pytest-xdist is not installed")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "benchmarks.support.proof",
+        "-p",
+        "no:cacheprovider",
+    ]
+    subprocess.run([*command, "--proofs", str(tmp_path), "-n", "2", TESTS], cwd=proof.ROOT, check=True)
+    assert len(list(tmp_path.glob("*.json"))) == 2
     assert proof.unproved_because([TESTS], tmp_path, machine) is None
 
 

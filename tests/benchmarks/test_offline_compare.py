@@ -13,6 +13,7 @@ from benchmarks import offline_compare
 from benchmarks.support.compare_report import goal_bars, losses, peer_bars
 from benchmarks.support.compare_scenes import Case
 from tests.benchmarks.fake_engine import write_fake_sglang
+from tests.benchmarks.sleepers import Sleeper, is_stopped, sleepers
 
 
 def test_a_quick_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,6 +26,7 @@ def test_a_quick_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.Capt
     assert report["benchmark"] == "offline_compare"
     assert {"python", "torch"} <= report["versions"].keys()
     assert report["settings"]["model"] == "models/tiny-gpt2"
+    assert report["settings"]["pause"] is True
     sides = ["rose", "sglang", "rose, run_ahead off"]
     assert set(report["backends"]) == set(sides)
     assert report["backends"]["rose"]["parts"]["prefix_cache"] == "on"
@@ -48,9 +50,9 @@ def test_an_engine_that_dies_half_way_is_named_and_its_figures_are_kept(
 ) -> None:
     path = tmp_path / "compare.json"
     site = write_fake_sglang(tmp_path / "site")
-    # Seven calls warm up, two each are for a decode case: it dies in the second one.
+    # Eight calls warm up, three each are for a decode case: it dies in the second one.
     arguments = ["--quick", "--backends", "sglang", "--python-path", f"sglang={site}", "--repeats", "1",
-                 "--env", "sglang=FAKE_CALLS=10", "--json", str(path)]  # fmt: skip
+                 "--env", "sglang=FAKE_CALLS=12", "--json", str(path)]  # fmt: skip
     assert offline_compare.main(arguments) == 1
     report = json.loads(path.read_text())
     assert "the process ended" in report["failed"]["sglang"]
@@ -65,22 +67,28 @@ def test_turns_without_time_are_counted(tmp_path: Path, capsys: pytest.CaptureFi
     assert "out of time: 14 turns were not taken" in capsys.readouterr().out
 
 
-def test_an_interrupt_keeps_the_turns_that_were_whole() -> None:
+@pytest.mark.parametrize("pause", [True, False])
+def test_an_interrupt_keeps_the_turns_that_were_whole(pause: bool) -> None:
     calls: list[str] = []
+    stopped: list[list[str]] = []
 
     class Scene:
         scene, name = "decode", "a step"
 
-        def run(self, worker: str, seed: int) -> dict[str, float]:
-            calls.append(worker)
+        def run(self, worker: Sleeper, seed: int) -> dict[str, float]:
+            calls.append(worker.name)
+            stopped.append([name for name, engine in engines.items() if is_stopped(engine.pid)])
             if len(calls) == 4:
                 raise KeyboardInterrupt
             return {"ms": float(len(calls))}
 
-    pool, case = SimpleNamespace(workers={"rose": "r", "vllm": "v"}), Scene()
-    options = SimpleNamespace(repeats=3, mixed_repeats=1)
-    samples, left_out = offline_compare.measure(pool, [case], options, float("inf"))  # type: ignore[arg-type,list-item]
-    assert calls == ["r", "v", "v", "r"]
+    case, options = Scene(), SimpleNamespace(repeats=3, mixed_repeats=1, pause=pause)
+    with sleepers("rose", "vllm") as engines:
+        pool = SimpleNamespace(workers=engines)
+        samples, left_out = offline_compare.measure(pool, [case], options, float("inf"))  # type: ignore[arg-type,list-item]
+        assert not any(is_stopped(engine.pid) for engine in engines.values())
+    assert calls == ["rose", "vllm", "vllm", "rose"]
+    assert stopped == ([["vllm"], ["rose"], ["rose"], ["vllm"]] if pause else [[]] * 4)
     assert samples == {(case, "rose"): [{"ms": 1.0}], (case, "vllm"): [{"ms": 2.0}]}  # type: ignore[comparison-overlap]
     assert left_out == 2
 

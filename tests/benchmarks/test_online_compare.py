@@ -6,8 +6,8 @@ import asyncio
 import json
 import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from benchmarks.support.servers import as_flags, server_command
 from benchmarks.support.streaming import METRICS, PERCENTILES, Timeline
 from benchmarks.support.workload import MODES
 from rose_backend import __version__
+from tests.benchmarks.sleepers import is_stopped, sleepers
 
 OPTIONS = EngineOptions("some model", "float16", "cuda", 4, kv_cache_tokens=64, kv_cache_bytes=4096)
 
@@ -33,9 +34,10 @@ def test_a_quick_run_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixtu
                  "--clients", "2", "--json", str(path)]  # fmt: skip
     assert online_compare.main(arguments) == 0
     report = json.loads(path.read_text())
-    assert report["failed"] == {} and report["losses"] == []
+    assert report["missing"] == report["failed"] == {} and report["losses"] == []
     assert report["backends"] == {"rose": {"version": __version__}}
     assert report["trace"]["num_requests"] == 8
+    assert report["settings"]["pause"] is True
     sides = [(row["backend"], row["mode"], row["scale"]) for row in report["rows"]]
     assert sides == [("rose", mode, scale) for scale in (0.02, 0.05) for mode in MODES]
     for row in report["rows"]:
@@ -206,9 +208,12 @@ class Postbox:
 
     def __init__(self, count: int) -> None:
         self.loads: list[Load] = []
+        self.pids: dict[str, int] = {}
+        self.stopped: list[list[str]] = []
 
     def send(self, load: Load) -> Replay:
         self.loads.append(load)
+        self.stopped.append([name for name, pid in self.pids.items() if is_stopped(pid)])
         timelines = [
             Timeline(len(p), [0.1, 0.3], n) for p, n in zip(load.prompts, load.output_lens, strict=True)
         ]
@@ -216,15 +221,33 @@ class Postbox:
 
 
 @pytest.fixture
-def contest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> online_compare.Contest:
+def contest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[online_compare.Contest]:
     monkeypatch.setattr(online_compare, "ClientProcesses", Postbox)
     options = online_compare.parse_options(
         ["--quick", "--scales", "0.5", "0.1", "--repeats", "2", "--modes", "greedy"]
     )
     both = servers.Servers(tmp_path)
-    both.running = {name: SimpleNamespace(url=name, model="m") for name in ("rose", "vllm")}  # type: ignore[misc]
     trace, _, _ = online_compare.read_requests(options, 1024)
-    return online_compare.Contest(both, trace, 100, options)
+    with sleepers("rose", "vllm") as running:
+        for name, server in running.items():
+            server.url, server.model = name, "m"
+        both.running = running  # type: ignore[assignment]
+        yield online_compare.Contest(both, trace, 100, options)
+
+
+def test_a_server_that_is_not_installed_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(servers, "Server", lambda backend, *_, **__: started.append(backend))
+    (tmp_path / "installed" / "sglang").mkdir(parents=True)
+    found = servers.Servers(tmp_path)
+    found.add("rose", OPTIONS)
+    found.add("sglang", OPTIONS, python_path=str(tmp_path))
+    assert found.missing == {"sglang": "no module named sglang"} and found.running.keys() == {"rose"}
+    found.add("sglang", OPTIONS, python_path=str(tmp_path / "installed"))
+    assert started == ["rose", "sglang"]
+    # A Python that does not even start is no answer.
+    monkeypatch.setattr(servers.sys, "executable", "false")
+    assert servers.missing_module("sglang", str(tmp_path), {}) is None
 
 
 def test_servers_take_turns_with_the_same_prompts(contest: online_compare.Contest) -> None:
@@ -243,6 +266,16 @@ def test_servers_take_turns_with_the_same_prompts(contest: online_compare.Contes
     assert len({tuple(load.prompts[0]) for load in loads[::2]}) == 4
     assert loads[2].due == pytest.approx([at * 5 for at in loads[0].due])
     assert contest.turns_left_out == 0
+
+
+@pytest.mark.parametrize("pause", [True, False])
+def test_whose_turn_it_is_not_is_stopped(contest: online_compare.Contest, pause: bool) -> None:
+    postbox: Any = contest._clients
+    postbox.pids = {name: server.pid for name, server in contest._servers.items()}
+    contest._options.pause = pause
+    contest.run(float("inf"))
+    assert postbox.stopped == ([["vllm"], ["rose"], ["rose"], ["vllm"]] * 2 if pause else [[]] * 8)
+    assert not any(is_stopped(pid) for pid in postbox.pids.values())
 
 
 def test_turns_without_time_are_counted(contest: online_compare.Contest) -> None:

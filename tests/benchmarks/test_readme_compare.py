@@ -67,6 +67,9 @@ def test_switches_are_compared_with_their_own_host() -> None:
     text = switches_table(report(rows))
     assert "| Rose | `fused_mlp` | 2.00x |" in text
     assert "| Rose in vLLM | `block_manager` | 1.50x |" in text
+    assert text.endswith("Faster without: none.")
+    rows[1] = row("decode, 1", "rose, fused_mlp off", 0.249)
+    assert switches_table(report(rows)).endswith("Faster without: `fused_mlp` in decode, 1 (0.996x).")
 
 
 def test_latencies_and_missed_goals_are_shown() -> None:
@@ -91,7 +94,14 @@ def test_latencies_and_missed_goals_are_shown() -> None:
     assert f"| same load, 1,234 requests/s | Rose | {latencies} |" in text
     assert "capacity" not in text
     assert "Medians of 4 turns, some GPU" in text
-    assert text.endswith("Goals missed: bad (3.46, at most 3.00), of 2.")
+    assert "Goals missed: bad (3.46, at most 3.00), of 2." in text
+    assert text.endswith("Losses at the same load, in ms: none.")
+    vllm = {"scene": "same load", "backend": "vllm", "request_rate": 1.0, "turns": [1] * 4, **figures}
+    vllm |= {"p99_ttft_ms": 98.0, "p50_itl_ms": 0.1, "p90_itl_ms": 91.0}
+    own = {**vllm, "scene": "own load", "backend": "rose", "p90_ttft_ms": 1000.0}
+    text = arrivals_table(report([*rows, vllm, own], bars=bars, losses=[]))
+    lost = "Rose behind vLLM, TTFT p99 99 against 98; Rose behind vLLM, ITL p50 0.123 against 0.1."
+    assert text.endswith(f"Losses at the same load, in ms: {lost}")
 
 
 @pytest.mark.parametrize("label", ["missing", "failed"])

@@ -23,6 +23,9 @@ ROWS = [
 ]  # fmt: skip
 
 
+ALT = "Latencies of 2 servers over the load"
+
+
 def result(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
     lengths = {"mean": 100.4, "p50": 69.5, "p90": 300.0, "p99": 808.0}
     return {
@@ -41,6 +44,7 @@ def result(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
             "best_prefix_hit_ratio": 0.774,
         },
         "backends": {name: {"version": f"of {name}"} for name in dict.fromkeys(r["backend"] for r in rows)},
+        "missing": {},
         "failed": {},
         "losses": losses(rows),
         "rows": rows,
@@ -51,12 +55,15 @@ def result(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
 def test_every_load_is_shown_with_the_workload() -> None:
     text = online_table(result(ROWS))
     lines = text.splitlines()
-    assert lines[0] == "| p50 / p90 / p99 in ms |  | Rose | vLLM |"
-    assert lines[2] == "| scale 0.2, 20 requests/s | TTFT | 5 / 9 / 9.9 | 15 / 27 / 29.7 |"
-    assert lines[3].startswith("|  | TPOT | ")
-    assert lines[6] == "| scale 0.1, 40 requests/s | TTFT | 5 / 9 / 9.9 | 10 / 18 / 19.8 |"
-    assert len(lines) == 2 + 2 * len(METRICS) + 4
-    assert "medians of 1 to 2 turns of 1,000 requests each" in text
+    assert lines[:3] == ["Greedy:", "", f"![{ALT}, greedy](benchmarks/figures/online_compare.svg)"]
+    assert lines[4] == "| p50 / p90 / p99 in ms |  | Rose | vLLM |"
+    assert lines[6] == "| scale 0.2, 20 requests/s | answered/s | 1 | 1 |"
+    assert lines[7] == "|  | TTFT | 5 / 9 / 9.9 | 15 / 27 / 29.7 |"
+    assert lines[8].startswith("|  | TPOT | ")
+    assert lines[11] == "| scale 0.1, 40 requests/s | answered/s | 1 | 1 |"
+    assert lines[12] == "|  | TTFT | 5 / 9 / 9.9 | 10 / 18 / 19.8 |"
+    assert len(lines) == 4 + 2 + 2 * (1 + len(METRICS)) + 4
+    assert "Medians of 1 to 2 turns of 1,000 requests each" in text
     assert "all lengths times 0.1, 16 requests left out because they do not fit 1,024 tokens even so" in text
     assert "input 100 (p50 70, p99 808)" in text and "supply 77% of the prompt blocks" in text
     assert "random weights" in text and "Rose of rose, vLLM of vllm" in text
@@ -66,6 +73,11 @@ def test_losses_of_all_modes_are_named() -> None:
     sampled = [turn(name, 0.1, value, "sampled") for name, value in (("rose", 0.2), ("vllm", 0.25))]
     sampled[0]["p50_ttft_ms"] = 130.0
     text = online_table(result([*ROWS, *sampled]))
+    picture = f"![{ALT}, sampled](benchmarks/figures/online_compare_sampled.svg)\n"
+    assert text.partition(picture)[2].splitlines()[3:5] == [
+        "| scale 0.1, 40 requests/s | answered/s | 1 | 1 |",
+        "|  | TTFT | 130 / 18 / 19.8 | 12.5 / 22.5 / 24.8 |",
+    ]
     assert "Losses, of 36 figures of each peer, in ms: " in text
     assert "Rose behind vLLM, greedy, scale 0.1: ITL p99 9.9 against 0.125" in text
     assert text.endswith("; Rose behind vLLM, sampled, scale 0.1: TTFT p50 130 against 12.5.")
@@ -75,6 +87,7 @@ def test_losses_of_all_modes_are_named() -> None:
 @pytest.mark.parametrize(
     ("rows", "changes", "message"),
     [
+        (ROWS, {"missing": {"sglang": "no module named sglang"}}, r"sglang \(no module named sglang\)"),
         (ROWS, {"failed": {"sglang": "did not become ready\nlog"}}, r"sglang \(did not become ready\)"),
         ([turn("rose", 0.1, 1.0, failed=3)], {}, r"3 requests of rose \(greedy, scale 0.1\)"),
     ],

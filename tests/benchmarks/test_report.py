@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ def test_readme_and_results_agree() -> None:
     text = report.README.read_text()
     assert report.rewritten(text) == text
     assert report.old_figures() == []
+
+
+def test_pictures_of_readme_are_there() -> None:
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", report.README.read_text())
+    assert "benchmarks/figures/block_manager_cost.svg" in pictures
+    assert [path for path in pictures if not (report.ROOT / path).is_file()] == []
 
 
 def test_a_changed_figure_is_noticed() -> None:
@@ -68,6 +75,20 @@ def test_tables_and_figures_follow_their_result(one_result: Path, capsys: pytest
     (report.FIGURES / "block_manager_cost.png").unlink()
     assert report.main(["--check"]) == 1
     assert "cpu/some.json" in capsys.readouterr().out
+
+
+def test_readme_stays_as_it_is_where_a_picture_cannot_be_drawn(
+    one_result: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(report, "DRAW", {"block_manager": draw})
+    one_result.write_text(json.dumps(block_manager_result(1)))
+    before = report.README.read_text()
+    with pytest.raises(OSError, match="no space left"):
+        report.main([])
+    assert report.README.read_text() == before
 
 
 def test_without_a_result_the_table_says_how_to_get_one(one_result: Path) -> None:

@@ -59,3 +59,13 @@ def test_options_that_make_no_sense_are_refused(
         importlib.import_module(f"benchmarks.{script}").main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", ["kernels", "tune_small_batch_linear"])
+def test_what_only_a_gpu_can_time_says_so(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [script])
+    assert importlib.import_module(f"benchmarks.{script}").main() == 1
+    assert "needs a CUDA device; torch" in capsys.readouterr().err

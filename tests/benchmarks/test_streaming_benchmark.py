@@ -61,6 +61,20 @@ def test_only_one_of_the_engines_manages_blocks_one_by_one(monkeypatch: pytest.M
     assert made == [OneByOneManager, BlockManager]
 
 
+def test_prompts_share_only_what_their_scene_says() -> None:
+    # 256 requests, some turns and 50,257 tokens: firsts drawn at random would meet dozens of times.
+    prompts = {
+        name: [prompt for turn in range(8) for prompt in scene.prompts(turn, 256, 50_257)]
+        for name, scene in streaming.SCENES.items()
+    }
+    firsts = [prompt[0] for name in ("shared_tail", "rollover") for prompt in prompts[name]]
+    assert len(set(firsts)) == len(firsts) and max(firsts) < 50_257
+    continued = {tuple(prompt[: streaming.SHARED_TOKENS]) for prompt in prompts["prefix_hit"]}
+    following = [prompt[streaming.SHARED_TOKENS] for prompt in prompts["prefix_hit"]]
+    assert len(continued) == 1 and len(set(following)) == len(following)
+    assert continued.pop()[0] not in firsts
+
+
 def test_a_scene_that_is_not_what_it_says_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = replace(streaming.SCENES["prefix_hit"], cached_tokens_per_request=64)
     monkeypatch.setitem(streaming.SCENES, "prefix_hit", scene)

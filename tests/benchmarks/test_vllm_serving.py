@@ -6,7 +6,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from benchmarks.support.request_sets import RANDOM, SETS, SHARED_PREFIX
 from benchmarks.support.server_metrics import parse_counts
 from benchmarks.support.vllm_serving_report import COMPARED, bars, compare, print_report
 from tests.benchmarks.fake_vllm_server import METRICS
+from tests.benchmarks.sleepers import Sleeper, is_stopped, sleepers
 
 FAKES = {"rose-in-vllm": ("1", "20"), "vllm": (str(BLOCK_SIZE), "60")}
 """Size of blocks in which prefixes are found, and milliseconds to the first token."""
@@ -63,30 +64,35 @@ def test_a_quick_run(
         assert (row["set"] == "shared-prefix") == (row["times"]["prefilled_tokens"] < 0.99)
     assert report["start_up_s"].keys() == FAKES.keys()
     assert report["turns_left_out"] == 0
+    assert report["backends"].keys() == report["settings"]["engine_options"].keys() == FAKES.keys()
     assert len(report["bars"]) == 1 + 4 + 1 + 4 + 2 + 1
     assert "all at once" in capsys.readouterr().out
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Return ``measure`` with servers that are asked nothing; vLLM's own ends 40 requests a second, later fewer."""
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Yield ``measure`` with servers that are asked nothing; vLLM's own ends 40 requests a second, later fewer."""
     speeds = {
         "vllm": itertools.chain([40.0], itertools.repeat(7.0)),
         "rose-in-vllm": itertools.repeat(1000.0),
     }
 
-    def figures(self: Any, server: Any, requests: Any) -> dict[str, float]:
-        return {"request_throughput": next(speeds[server.backend]), "asked": len(requests.prompts)}
+    def figures(self: Any, server: Sleeper, requests: Any) -> dict[str, Any]:
+        return {
+            "request_throughput": next(speeds[server.name]),
+            "asked": len(requests.prompts),
+            "stopped": [name for name, other in both.items() if is_stopped(other.pid)],
+        }
 
     monkeypatch.setattr(vllm_serving.Turns, "_figures", figures)
     monkeypatch.setattr(vllm_serving.Turns, "warm_up", lambda self, request_set: None)
-    both: Any = {backend: SimpleNamespace(backend=backend) for backend in FAKES}
 
     def measure(*arguments: str, deadline: float = float("inf")) -> Any:
         options = vllm_serving.parse_options(["--quick", "--sets", "random", *arguments])
         return vllm_serving.measure(both, 1000, options, deadline)
 
-    return measure
+    with sleepers(*FAKES) as both:
+        yield measure
 
 
 def test_loads_are_shares_of_what_saturates_vllms_own_server(measured: Callable[..., Any]) -> None:
@@ -98,6 +104,14 @@ def test_loads_are_shares_of_what_saturates_vllms_own_server(measured: Callable[
     assert left_out == 0
 
 
+@pytest.mark.parametrize("pause", [True, False])
+def test_whose_turn_it_is_not_is_stopped(measured: Callable[..., Any], pause: bool) -> None:
+    rows, _ = measured(*["--no-pause"] * (not pause))
+    assert len(rows) == 4
+    for row in rows:
+        assert row["stopped"] == ([name for name in FAKES if name != row["backend"]] if pause else [])
+
+
 def test_no_turn_begins_after_the_deadline(measured: Callable[..., Any]) -> None:
     assert measured("--repeats", "3", deadline=time.monotonic() - 1.0) == ([], 6)
     report = {"device": "cpu", "settings": {"repeats": 3}, "start_up_s": {"vllm": 2.0}, "turns_left_out": 6}
@@ -106,25 +120,30 @@ def test_no_turn_begins_after_the_deadline(measured: Callable[..., Any]) -> None
     assert "out of time: 6 turns were not taken" in console.export_text()
 
 
-class SlowServer:
+class SlowServer(Sleeper):
     """Takes a tenth of a second to start."""
 
+    made: list[Sleeper]
     started: list[tuple[float, float]]
+    idle_stopped: list[list[bool]]
     stopped: list[str]
 
     def __init__(self, backend: str, options: Any, **arguments: Any) -> None:
-        self._backend = backend
+        super().__init__(backend)
+        self.made.append(self)
 
     def wait_until_ready(self) -> None:
         begin = time.monotonic()
         time.sleep(0.1)
         self.started.append((begin, time.monotonic()))
+        self.idle_stopped.append([is_stopped(other.pid) for other in self.made if other is not self])
 
     def terminate(self) -> None:
         pass
 
     def stop(self) -> None:
-        self.stopped.append(self._backend)
+        self.stopped.append(self.name)
+        self.end()
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
@@ -132,7 +151,7 @@ def test_servers_start_together_or_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_turn: bool
 ) -> None:
     monkeypatch.setattr(vllm_serving, "Server", SlowServer)
-    SlowServer.started, SlowServer.stopped = [], []
+    SlowServer.made, SlowServer.started, SlowServer.idle_stopped, SlowServer.stopped = [], [], [], []
     options = vllm_serving.parse_options(["--quick", *["--start-in-turn"] * in_turn])
     facts = SimpleNamespace(max_model_len=64, kv_elements_per_token=2)
     with vllm_serving.running_servers(options, "model", facts, tmp_path) as (running, start_up_s):  # type: ignore[arg-type]
@@ -140,6 +159,7 @@ def test_servers_start_together_or_in_turn(
         (_, first_ready), (second_begin, _) = sorted(SlowServer.started)
         assert (second_begin >= first_ready) == in_turn
         assert all(0.1 <= seconds < 5 for seconds in start_up_s.values())
+        assert SlowServer.idle_stopped == ([[], [True]] if in_turn else [[False], [False]])
         assert not SlowServer.stopped
     assert sorted(SlowServer.stopped) == sorted(FAKES)
 
@@ -232,7 +252,15 @@ def test_help_names_the_script_and_its_options(capsys: pytest.CaptureFixture[str
         vllm_serving.main(["--help"])
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
-    options = ("--loads", "--rates", "--max-seconds", "--start-in-turn", "--quick", "--backends")
+    options = (
+        "--loads",
+        "--rates",
+        "--max-seconds",
+        "--start-in-turn",
+        "--quick",
+        "--backends",
+        "--no-pause",
+    )
     assert all(option in printed for option in ("python -m benchmarks.vllm_serving", *options))
 
 

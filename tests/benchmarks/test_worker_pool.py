@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from benchmarks.support import worker_pool
 from benchmarks.support.engines import EngineOptions
-from benchmarks.support.worker_pool import WorkerError, WorkerPool
+from benchmarks.support.pause import paused
+from benchmarks.support.worker_pool import MAX_CLOSE_S, WorkerError, WorkerPool
 from benchmarks.support.workload import Workload
 from tests.benchmarks.fake_engine import write_fake_sglang
 
@@ -67,6 +71,50 @@ def test_the_last_words_of_a_dead_engine_are_passed_on(started: Started) -> None
         worker.ask("generate", workload=WORKLOAD)
     pool.drop("sglang", death.value)
     assert pool.workers == {}
+    assert "something terrible" in pool.failed["sglang"]
+
+
+def test_a_paused_engine_ends_at_once_and_in_order(started: Started) -> None:
+    worker = started().workers["sglang"]
+    start = time.monotonic()
+    with paused([worker.pid]):
+        worker.close()
+    assert time.monotonic() - start < MAX_CLOSE_S / 2
+    assert "goodbye" in worker.log.read_text()
+
+
+def test_an_interrupt_while_closing_leaves_no_engine_and_loses_no_report(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = started()
+    path = pool.workers["sglang"].log.parents[1] / "site"
+    pool.add("other", "sglang", OPTIONS, vocab_size=9, python_path=str(path))
+    processes = [worker._process for worker in pool.workers.values()]
+
+    def interrupted(root: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker_pool, "resume", interrupted)
+    pool.__exit__(None, None, None)
+    assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
+    pool.workers.clear()
+
+
+def test_an_engine_is_woken_by_a_token(started: Started) -> None:
+    worker = started().workers["sglang"]
+    worker.wake()
+    assert worker.log.read_text().count("generating for 1\n") == 1
+
+
+def test_all_are_asked_and_those_that_fail_are_dropped(started: Started, tmp_path: Path) -> None:
+    pool = started(FAKE_CALLS="1")
+    path = str(tmp_path / "site")
+    pool.add("other", "sglang", OPTIONS, vocab_size=9, python_path=path, environment={})
+    pool.workers["other"].receive()
+    pool.ask_all("generate", workload=WORKLOAD)
+    assert set(pool.workers) == {"sglang", "other"}
+    pool.ask_all("wake")
+    assert set(pool.workers) == {"other"}
     assert "something terrible" in pool.failed["sglang"]
 
 

@@ -1,0 +1,43 @@
+"""Processes that stand in for engines where all that matters is which of them are stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+
+class Sleeper(SimpleNamespace):
+    """A process that does nothing. It has the attributes that it is made with, and counts how often it was woken."""
+
+    def __init__(self, name: str, **attributes: object) -> None:
+        super().__init__(name=name, woken=0, **attributes)
+        self._process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        self.pid = self._process.pid
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process was stopped by a signal."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@contextlib.contextmanager
+def sleepers(*names: str) -> Iterator[dict[str, Sleeper]]:
+    """Start one for each name; end them."""
+    started: dict[str, Sleeper] = {}
+    try:
+        for name in names:
+            started[name] = Sleeper(name)
+        yield started
+    finally:
+        for sleeper in started.values():
+            sleeper.end()

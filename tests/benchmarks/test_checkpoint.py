@@ -1,0 +1,93 @@
+"""Checkpoints that benchmarks make for themselves, and the options that choose them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import offline_compare, vllm_serving
+from benchmarks.support.checkpoint import (
+    GPT2_124M,
+    LLAMA_1B,
+    VOCAB_SIZE,
+    _llama_sizes,
+    checkpoint,
+    model_facts,
+)
+
+
+def test_a_small_llama_is_a_model_that_transformers_reads() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with checkpoint(None, LLAMA_1B, small=True) as model:
+        facts = model_facts(model)
+        assert (facts.vocab_size, facts.max_model_len) == (VOCAB_SIZE, 2048)
+        # Keys and values of 2 layers, of one head of 64 for 4 heads of queries.
+        assert facts.kv_elements_per_token == 2 * 2 * 64
+        assert len(AutoTokenizer.from_pretrained(model)) == VOCAB_SIZE
+        llama, notes = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True)
+        assert not any(notes[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        weights = dict(llama.named_parameters())
+        assert weights["model.layers.1.mlp.down_proj.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+        assert bool((weights["model.norm.weight"] == 1).all())
+        assert llama(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
+    assert not Path(model).exists()
+
+
+def test_the_llama_shape_is_that_of_1b() -> None:
+    from types import SimpleNamespace
+
+    config = SimpleNamespace(
+        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=64,
+    )  # fmt: skip
+    sizes = _llama_sizes(config)  # type: ignore[arg-type]
+    # Llama 3.2 1B, its own vocabulary: 1,235,814,400 weights in 146 tensors.
+    assert sum(torch.Size(size).numel() for size in sizes.values()) == 1_235_814_400
+    assert len(sizes) == 146
+
+
+def test_a_model_that_is_given_is_taken_as_it_is() -> None:
+    with checkpoint("some/model", LLAMA_1B) as model:
+        assert model == "some/model"
+
+
+def test_shapes_choose_their_backends() -> None:
+    options = offline_compare.parse_options(["--shape", LLAMA_1B])
+    assert options.backends == ["rose-in-vllm", "vllm"]
+    assert options.model_name == "random weights, Llama 1B's shapes"
+    assert offline_compare.parse_options(["--shape", LLAMA_1B, "--backends", "sglang"]).backends == ["sglang"]
+    options = offline_compare.parse_options([])
+    assert (options.shape, options.backends) == (GPT2_124M, list(offline_compare.BACKENDS))
+    assert options.model_name == "random weights, GPT-2 124M's shapes"
+    assert vllm_serving.parse_options(["--shape", LLAMA_1B]).backends == ["rose-in-vllm", "vllm"]
+
+
+def test_a_quick_run_of_a_shape_takes_a_small_one() -> None:
+    options = offline_compare.parse_options(["--shape", LLAMA_1B, "--quick"])
+    assert options.model is None
+    assert options.model_name == "random weights, Llama 1B's shapes, two narrow layers"
+    assert offline_compare.parse_options(["--quick"]).model == "models/tiny-gpt2"
+
+
+def test_model_and_shape_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        offline_compare.parse_options(["--model", "m", "--shape", LLAMA_1B])
+    assert "argument --shape: not allowed with argument --model" in capsys.readouterr().err
+
+
+def test_facts_without_grouped_heads(tmp_path: Path) -> None:
+    config = {
+        "model_type": "gpt2",
+        "n_layer": 3,
+        "n_head": 4,
+        "n_embd": 256,
+        "n_positions": 128,
+        "vocab_size": 99,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    facts = model_facts(str(tmp_path))
+    assert (facts.vocab_size, facts.max_model_len, facts.kv_elements_per_token) == (99, 128, 2 * 3 * 256)

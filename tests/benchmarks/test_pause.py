@@ -1,0 +1,175 @@
+"""Processes that are paused stand still, all of them, and nothing stays stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.support.pause import family, only, paused, resume
+from benchmarks.support.worker_pool import ROOT
+from tests.benchmarks.sleepers import Sleeper, is_stopped, sleepers
+
+# Counts in a file. Starts a child in a session of its own, which starts another one and ends when it is told to.
+TREE = """
+import os, subprocess, sys, threading, time
+folder, depth = sys.argv[1], int(sys.argv[2])
+if depth < 2:
+    arguments = [sys.executable, "-c", sys.argv[3], folder, str(depth + 1), sys.argv[3]]
+    subprocess.Popen(arguments, start_new_session=depth == 0)
+with open(f"{folder}/{depth}", "ab", buffering=0) as file:
+    while True:
+        file.write(b".")
+        time.sleep(0.002)
+"""
+
+Counts = Callable[[], list[int]]
+
+
+def grows(counts: Counts) -> list[bool]:
+    """Return of each process whether it counts."""
+    before = counts()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and not all(
+        new > old for new, old in zip(counts(), before, strict=True)
+    ):
+        time.sleep(0.01)
+    return [new > old for new, old in zip(counts(), before, strict=True)]
+
+
+def stands_still(counts: Counts) -> bool:
+    """Return whether nothing is counted in the time of about a hundred turns of the loop."""
+    before = counts()
+    time.sleep(0.25)
+    return counts() == before
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Iterator[tuple[int, Counts]]:
+    """Start three generations that count; yield the first one's number and a function that reads the counts."""
+    root = subprocess.Popen([sys.executable, "-c", TREE, str(tmp_path), "0", TREE], start_new_session=True)
+    files = [tmp_path / str(depth) for depth in range(3)]
+
+    def counts() -> list[int]:
+        return [file.stat().st_size for file in files]
+
+    try:
+        deadline = time.monotonic() + 30
+        while not all(file.exists() for file in files) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        yield root.pid, counts
+    finally:
+        for pid in family({root.pid}):
+            os.kill(pid, signal.SIGKILL)
+        root.wait()
+
+
+def test_all_generations_stand_still_and_go_on(tree: tuple[int, Counts]) -> None:
+    root, counts = tree
+    assert all(grows(counts))
+    for _ in range(2):
+        with paused([root]):
+            assert stands_still(counts)
+        assert grows(counts) == [True] * 3
+
+
+def test_a_family_keeps_those_whose_parents_are_gone(tmp_path: Path) -> None:
+    script = "import subprocess, os; subprocess.Popen(['sleep', '600']); os._exit(0)"
+    wait = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {script!r}]); print(flush=True); input()"
+    root = subprocess.Popen(
+        [sys.executable, "-c", wait], start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert root.stdout is not None
+    root.stdout.readline()
+    members = family({root.pid})
+    (orphan,) = (pid for pid in members if b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"))
+    with paused([root.pid]):
+        assert is_stopped(orphan)
+    assert not is_stopped(orphan)
+    os.killpg(root.pid, signal.SIGKILL)
+    root.communicate()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_leaves_nothing_stopped(tree: tuple[int, Counts], error: type[BaseException]) -> None:
+    root, counts = tree
+    with pytest.raises(error), paused([root]):
+        assert stands_still(counts)
+        raise error
+    assert grows(counts) == [True] * 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_end_of_the_benchmark_leaves_nothing_stopped(
+    tree: tuple[int, Counts], number: signal.Signals
+) -> None:
+    root, counts = tree
+    script = (
+        "import time; from benchmarks.support.pause import paused\n"
+        f"with paused([{root}]): print(flush=True); time.sleep(600)"
+    )
+    benchmark = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert benchmark.stdout is not None
+    benchmark.stdout.readline()
+    assert stands_still(counts)
+    # As a terminal and `timeout` do it: to all that the benchmark has started in its own group, too.
+    os.killpg(benchmark.pid, number)
+    benchmark.communicate()
+    assert grows(counts) == [True] * 3
+
+
+def test_one_that_ended_in_a_pause_does_not_keep_the_others(tree: tuple[int, Counts]) -> None:
+    root, counts = tree
+    with sleepers("first") as ended, paused([ended["first"].pid, root]):
+        ended["first"].end()
+        assert stands_still(counts)
+    assert grows(counts) == [True] * 3
+
+
+def test_resume_continues_all_generations(tree: tuple[int, Counts]) -> None:
+    root, counts = tree
+    with paused([root]):
+        assert stands_still(counts)
+        resume(root)
+        assert grows(counts) == [True] * 3
+
+
+def test_only_one_runs_and_is_awake() -> None:
+    with sleepers("rose", "vllm", "sglang") as engines:
+        for name in engines:
+            with only(name, engines) as engine:
+                assert engine is engines[name]
+                assert engine.woken == 1
+                assert {other for other in engines if is_stopped(engines[other].pid)} == engines.keys() - {
+                    name
+                }
+            assert not any(is_stopped(engine.pid) for engine in engines.values())
+
+
+def test_idle_ones_may_run_on() -> None:
+    with sleepers("rose", "vllm") as engines, only("rose", engines, pause=False) as engine:
+        assert engine.woken == 1
+        assert not any(is_stopped(engine.pid) for engine in engines.values())
+
+
+def test_one_that_does_not_wake_leaves_nothing_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(sleeper: Sleeper) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(Sleeper, "wake", fail)
+    with sleepers("rose", "vllm") as engines:
+        with pytest.raises(TimeoutError), only("rose", engines):
+            pass
+        assert not any(is_stopped(engine.pid) for engine in engines.values())

@@ -1,0 +1,47 @@
+"""A server that is paused and woken between turns, and that ends while it is paused."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.support import servers
+from benchmarks.support.pause import paused
+from benchmarks.support.server_metrics import server_counts
+from tests.benchmarks.test_vllm_serving import fake_command
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[servers.Server]:
+    """Yield a server that only seems to be vLLM's."""
+    monkeypatch.setattr(servers, "server_command", fake_command)
+    server = servers.Server(
+        "vllm", SimpleNamespace(model="m"), python_path=None, environment={}, log=tmp_path / "log"
+    )  # type: ignore[arg-type]
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+def test_a_server_is_woken_by_a_token(server: servers.Server) -> None:
+    server.wake()
+    counts = server_counts(server.url)
+    assert (counts["prompt_tokens"], counts["generated_tokens"]) == (4, 1)
+    server.stop()
+    # Its requests will say so.
+    server.wake()
+
+
+def test_a_paused_server_ends_at_once_and_in_order(server: servers.Server) -> None:
+    start = time.monotonic()
+    with paused([server.pid]):
+        server.stop()
+    assert time.monotonic() - start < servers.MAX_STOP_S / 2
+    assert server._process.returncode != -signal.SIGKILL
