@@ -5,6 +5,7 @@ MODEL ?= models/tiny-gpt2
 PORT ?= 8000
 ARGS ?=
 PYTEST_ARGS ?=
+PYTEST_WORKERS ?= auto
 
 VENV_PYTHON := .venv/bin/python
 .DEFAULT_GOAL := help
@@ -14,6 +15,7 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-8s %s\n", $$1, $$2}'
 	@echo
 	@echo "  Variables: MODEL=$(MODEL) PORT=$(PORT) ARGS='options of vllm serve' PYTEST_ARGS='options of pytest'"
+	@echo "             PYTEST_WORKERS=$(PYTEST_WORKERS) (processes that test side by side; 0 is one, with the terminal)"
 	@echo "             PYTHON=$(PYTHON) ROSE_DEVICE=cpu|cuda (default: cuda where nvidia-smi works)"
 
 set-up: ## create .venv and install everything (the other targets do it when needed)
@@ -23,7 +25,7 @@ serve: set-up ## serve MODEL with vLLM and the rose backend on PORT, print a cur
 	@exec $(VENV_PYTHON) scripts/serve.py "$(MODEL)" --port "$(PORT)" $(ARGS)
 
 test: lint ## lint, then run every test
-	$(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
+	$(VENV_PYTHON) -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: set-up ## ruff and mypy
 	$(VENV_PYTHON) -m ruff check .

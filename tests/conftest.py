@@ -18,11 +18,32 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["tests.support.resource_report"]
 ROOT = Path(__file__).resolve().parent.parent
+NUM_THREADS = int(os.environ["OMP_NUM_THREADS"])
+"""Of this process's share of the machine, for the few models that are large enough."""
 
 # Machines that run tests are shared and slow at times: a deadline per example would fail at random.
 settings.register_profile("rose", deadline=None, print_blob=True)
 settings.load_profile("rose")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return what ``-n auto`` means, as in ``make test``: two processes, but one, without workers, beside a GPU.
+
+    Two engines of vLLM fit into small machines; two sessions on one GPU would be in each other's way.
+    """
+    import torch
+
+    return 0 if torch.cuda.is_available() else 2
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Share the threads among processes that run side by side, before they start."""
+    if num_workers := config.getoption("numprocesses", None):
+        num_threads = int(os.environ["OMP_NUM_THREADS"]) // num_workers
+        os.environ["OMP_NUM_THREADS"] = str(max(1, num_threads))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -80,7 +80,8 @@ def missing_module(backend: str, python_path: str | None, environment: Mapping[s
 
 def free_port() -> int:
     """Return a port that nobody listens on, low enough that a server may take the one 10,000 above it as well."""
-    for port in random.sample(_PORTS, len(_PORTS)):
+    # Not from the seeded generator: two processes with one seed would take the same port.
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

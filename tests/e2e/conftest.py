@@ -23,14 +23,19 @@ GPU_MEMORY: dict[str, Any] = {"gpu_memory_utilization": 0.05, "kv_cache_memory_b
 @pytest.fixture(scope="session")
 def make_engine(tiny_model_path: Path) -> Iterator[MakeEngine]:
     """Return a context manager that runs a ``vllm.LLM`` with ROSE in this process."""
+    import torch
+    from vllm.model_executor.models import registry
+
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # Thread binding would stay behind in the test process.
         environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if not torch.cuda.is_available():
+            # vLLM looks at each kind of model in a process of its own, to leave CUDA alone; it imports all of vLLM.
+            environment.setattr(registry, "_run_in_subprocess", lambda look: look())
 
         @contextlib.contextmanager
         def engine(*, num_threads: int = 1, **options: Any) -> Iterator[Any]:
-            import torch
             from vllm import LLM
             from vllm.compilation.monitor import set_cudagraph_capturing_enabled
             from vllm.distributed import cleanup_dist_env_and_memory

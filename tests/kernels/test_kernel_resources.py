@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +15,9 @@ from triton.runtime.jit import JITFunction
 
 from rose_backend.kernels import gpu
 from tests.conftest import ROOT
+from tests.support import aot, resource_report
 from tests.support.aot import COMPILED, Launch, Resources, compile_launch, record_launches
-from tests.support.resource_table import resource_table
+from tests.support.resource_table import resource_rows, resource_table
 
 MODULES = [module.name for module in pkgutil.iter_modules(gpu.__path__)]
 KERNELS = sorted(
@@ -62,7 +66,9 @@ def test_the_table_names_what_differs() -> None:
     console = Console(width=150, no_color=True)
     with console.capture() as capture:
         console.print(
-            resource_table([(narrow, 80, resources), (narrow, 90, resources), (wide, 90, spilling)])
+            resource_table(
+                resource_rows([(narrow, 80, resources), (narrow, 90, resources), (wide, 90, spilling)])
+            )
         )
     text = capture.get()
     assert text.count("_norm_kernel") == 1
@@ -70,3 +76,25 @@ def test_the_table_names_what_differs() -> None:
     assert "WIDTH 768" in first and first.count("40 regs, 2.0 KiB") == 2
     assert "WIDTH 1024" in second and "255 regs, 0.0 KiB, 8 B SPILLED" in second
     assert "CENTRE" not in text
+
+
+def test_what_workers_compiled_is_printed_by_the_process_that_started_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = (norm_launch(768), 90, Resources(40, 2048, 0, 0, ""))
+    worker: Any = SimpleNamespace(config=SimpleNamespace(workeroutput={}))
+    monkeypatch.setattr(resource_report, "_ROWS", [])
+    monkeypatch.setattr(aot, "COMPILED", [compiled])
+    resource_report.pytest_sessionfinish(worker)
+    # Only plain values travel.
+    sent = json.loads(json.dumps(worker.config.workeroutput))
+
+    lines: list[str] = []
+    terminal: Any = SimpleNamespace(write_line=lines.append)
+    monkeypatch.setattr(resource_report, "_ROWS", [])
+    resource_report.pytest_terminal_summary(terminal)
+    assert lines == []
+    resource_report.pytest_testnodedown(SimpleNamespace())  # of one that crashed nothing came
+    resource_report.pytest_testnodedown(SimpleNamespace(workeroutput=sent))
+    resource_report.pytest_terminal_summary(terminal)
+    assert "_norm_kernel" in lines[0] and "40 regs, 2.0 KiB" in lines[0]

@@ -14,7 +14,19 @@ from tests.support.aot import CAPABILITIES, Launch, Resources
 _CHOSEN_BY_CAPABILITY = ("PDL", "launch_pdl", "PREFETCH")
 
 
-def resource_table(compiled: Iterable[tuple[Launch, int, Resources]]) -> Table:
+Row = tuple[str, dict[str, Any], int, str]
+"""Kernel, configuration, capability, resources in words: plain values, which travel between processes."""
+
+
+def resource_rows(compiled: Iterable[tuple[Launch, int, Resources]]) -> list[Row]:
+    """Return what the table says of each compilation."""
+    return [
+        (launch.kernel.__name__, configuration(launch), capability, cell(resources))
+        for launch, capability, resources in compiled
+    ]
+
+
+def resource_table(rows: Iterable[Row]) -> Table:
     """Return one row per kernel and configuration, one column per capability.
 
     Of a configuration only what differs among the kernel's own is named.
@@ -24,19 +36,18 @@ def resource_table(compiled: Iterable[tuple[Launch, int, Resources]]) -> Table:
     )
     for capability in CAPABILITIES:
         table.add_column(f"sm_{capability}", justify="right", no_wrap=True)
-    kernels: dict[str, list[tuple[Launch, int, Resources]]] = {}
-    for launch, capability, resources in compiled:
-        kernels.setdefault(launch.kernel.__name__, []).append((launch, capability, resources))
+    kernels: dict[str, list[Row]] = {}
+    for row in rows:
+        kernels.setdefault(row[0], []).append(row)
     for name, entries in sorted(kernels.items()):
-        varying = _varying([configuration(launch) for launch, _, _ in entries])
+        varying = _varying([settings for _, settings, _, _ in entries])
         cells: dict[str, dict[int, str]] = {}
-        for launch, capability, resources in entries:
-            settings = configuration(launch)
+        for _, settings, capability, resources in entries:
             label = ", ".join(_words(key, settings[key]) for key in varying if settings.get(key))
-            cells.setdefault(label, {})[capability] = cell(resources)
-        for index, (label, row) in enumerate(cells.items()):
-            by_capability = (row.get(capability, "") for capability in CAPABILITIES)
-            table.add_row(name if index == 0 else "", label, *by_capability)
+            cells.setdefault(label, {})[capability] = resources
+        for index, (label, by_capability) in enumerate(cells.items()):
+            columns = (by_capability.get(capability, "") for capability in CAPABILITIES)
+            table.add_row(name if index == 0 else "", label, *columns)
         table.add_section()
     return table
 
@@ -47,7 +58,8 @@ def configuration(launch: Launch) -> dict[str, Any]:
     settings: dict[str, Any] = {"dtype": str(next(tensors).dtype).removeprefix("torch.")}
     for param in launch.kernel.params:
         if param.is_constexpr:
-            settings[param.name] = launch.arguments.get(param.name, param.default)
+            value = launch.arguments.get(param.name, param.default)
+            settings[param.name] = value if isinstance(value, bool | int | float | None) else str(value)
     return {**settings, **launch.options}
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
 import psutil
 
+ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 40.0
 
@@ -80,10 +82,7 @@ class VllmServer:
             self.process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_TIMEOUT_S)
-        _, left = psutil.wait_procs(family, timeout=5.0)
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        left = kill_what_is_left(family)
         self.process.wait(STOP_TIMEOUT_S)
         return left
 
@@ -95,6 +94,25 @@ def family_of(pid: int) -> list[psutil.Process]:
         return [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+def group_of(group: int) -> list[psutil.Process]:
+    """Return the processes of a process group, which stay in it when their parents end."""
+    members = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+    return members
+
+
+def kill_what_is_left(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Wait a moment for processes to end by themselves, kill the others and return them."""
+    _, left = psutil.wait_procs(processes, timeout=5.0)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    return left
 
 
 def start_server(
@@ -128,14 +146,37 @@ def running_server(model: str | Path, log_path: Path, *arguments: str) -> Iterat
     assert not left, f"still running after Ctrl-C: {left}"
 
 
-def run_until_exit(model: str | Path, log_path: Path, *arguments: str) -> tuple[int, str]:
-    """Start a server that is expected to refuse its options; return its exit status and its log."""
-    server = start_server(model, log_path, *arguments)
+def run_until_exits(commands: Mapping[str, Sequence[str]], folder: Path) -> dict[str, tuple[int, str]]:
+    """Run servers that are expected to refuse their options; a process that is left over fails the test.
+
+    Args:
+        commands: name -> model and arguments of ``vllm serve``.
+        folder: for their output.
+
+    Returns:
+        Name -> exit status and everything that it and its children printed.
+    """
+    logs = {str(folder / f"{name}.log"): list(command) for name, command in commands.items()}
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.forked_serves", json.dumps(logs)],
+        cwd=ROOT,
+        env={**os.environ, **CPU_ENVIRONMENT},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        status = server.process.wait(START_TIMEOUT_S)
+        printed, _ = launcher.communicate(timeout=len(commands) * START_TIMEOUT_S)
     finally:
-        server.stop()
-    return status, server.log
+        left = kill_what_is_left(group_of(launcher.pid))
+        launcher.wait(STOP_TIMEOUT_S)
+    assert launcher.returncode == 0 and not left, f"status {launcher.returncode}, still running: {left}"
+    statuses = json.loads(printed)
+    return {
+        name: (status, Path(log).read_text(errors="replace"))
+        for name, (log, status) in zip(commands, statuses.items(), strict=True)
+    }
 
 
 def serve_command() -> Sequence[str]:
