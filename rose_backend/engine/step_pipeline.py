@@ -17,10 +17,6 @@ from rose_backend.engine.model_runner import Drawn, ModelRunner, SampledTokens
 from rose_backend.engine.row_state import RowState
 from rose_backend.engine.scheduler import Scheduler, Step
 
-_STEPS_PER_COMMIT = 32
-"""So many steps that were read are committed while the device has two to work on: committing the blocks that 256 rows
-fill takes the host about as long as one step takes the device."""
-
 
 @dataclass(slots=True)
 class _StepInFlight:
@@ -118,8 +114,7 @@ class StepPipeline:
                 return self._read(in_flight.popleft()) if in_flight else None
             self._newest = self._start(step)
             in_flight.append(self._newest)
-        if self._commits.num_steps >= _STEPS_PER_COMMIT:
-            self._commits.flush()
+        self._commits.keep_up()
         return self._read(in_flight.popleft()) if len(in_flight) > self._depth else None
 
     def drop(self) -> None:
