@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import string
 import tempfile
 from collections.abc import Iterator
@@ -24,13 +25,19 @@ GPT2_124M, LLAMA_1B = "gpt2-124m", "llama-1b"
 SHAPES = {GPT2_124M: "GPT-2 124M", LLAMA_1B: "Llama 1B"}
 """What a random checkpoint can look like, and what people call it."""
 
+KEPT_IN = "ROSE_BENCHMARK_CHECKPOINTS"
+"""Variable of the environment. vLLM compiles anew for a model in another folder, which takes a minute a start."""
+
 VOCAB_SIZE = 50_257
+_WHOLE = "whole"
+"""File that says that the others are there."""
+
 _WEIGHT_STD = 0.02
 
 
 @contextlib.contextmanager
 def checkpoint(model: str | None, shape: str = GPT2_124M, *, small: bool = False) -> Iterator[str]:
-    """Return ``model``, or for None a random checkpoint made for this run.
+    """Return ``model``, or for None a random checkpoint: made for this run, or kept in a folder below ``KEPT_IN``.
 
     Args:
         shape: one of ``SHAPES``.
@@ -38,6 +45,13 @@ def checkpoint(model: str | None, shape: str = GPT2_124M, *, small: bool = False
     """
     if model is not None:
         yield model
+        return
+    if kept_in := os.environ.get(KEPT_IN):
+        folder = Path(kept_in, f"{shape}-small" if small else shape)
+        if not (folder / _WHOLE).is_file():
+            write_checkpoint(folder, shape, small=small)
+            (folder / _WHOLE).touch()
+        yield str(folder)
         return
     with tempfile.TemporaryDirectory() as directory:
         yield str(write_checkpoint(Path(directory), shape, small=small))

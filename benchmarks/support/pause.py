@@ -1,6 +1,6 @@
 """Only one of several engines runs: the others stand still, so that a core on which an idle one spins is free.
 
-Idle schedulers poll: SGLang's all the time, and an engine beside some that do takes up to twice as long for a step.
+Idle schedulers poll, SGLang's all the time; what that costs the one whose turn it is depends on the host.
 What a pause means to the engines (vLLM 0.32, SGLang 0.5.15): neither has a heartbeat between its processes, and none
 takes a stopped child for a dead one. Clocks run on, but SGLang's watchdog (300 s) counts only while a batch is being
 computed, and NCCL's asks for a sign of life every 480 s; a pause is as long as others' single turn, then all run again.

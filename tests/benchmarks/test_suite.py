@@ -1,0 +1,104 @@
+"""The suite runs every published benchmark with options that it takes, within its time, and says how each ended."""
+
+from __future__ import annotations
+
+import importlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import report, suite
+from benchmarks.suite import STEPS, Step
+from benchmarks.support import checkpoint
+
+
+def rows_of(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *kinds: str, max_seconds: float = 60.0
+) -> list[Any]:
+    steps = {kind: Step("tests.benchmarks.fake_step", (kind,)) for kind in kinds}
+    monkeypatch.setattr(suite, "STEPS", steps)
+    options = suite.parse_options(["--results", str(folder), "--max-seconds", str(max_seconds)])
+    rows = suite.run(options, Console(file=io.StringIO()))
+    return [(row["step"], row["outcome"], row["has_result"]) for row in rows]
+
+
+def test_each_step_writes_its_result_and_a_failure_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.json").write_text("of an earlier run")
+    rows = rows_of(monkeypatch, tmp_path, "good", "bad")
+    assert rows == [("good", "done", True), ("bad", "ended with status 1", False)]
+    logs = [(tmp_path / f"{name}.log").read_text() for name in ("good", "bad")]
+    assert logs[0] == logs[1] and logs[0].startswith("checkpoints in /")
+
+
+def test_a_step_is_interrupted_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(suite, "MIN_SECONDS", 1.0)
+    rows = rows_of(monkeypatch, tmp_path, "long", "good", max_seconds=12.0)
+    assert rows == [("long", "interrupted", True), ("good", "no time left", False)]
+
+
+def test_a_step_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(suite, "MIN_SECONDS", 1.0)
+    monkeypatch.setattr(suite, "GRACE_SECONDS", 0.5)
+    assert rows_of(monkeypatch, tmp_path, "stubborn", max_seconds=12.0) == [("stubborn", "killed", False)]
+
+
+def test_the_status_says_whether_all_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for outcome, status in (("done", 0), ("no time left", 1)):
+        row = {"step": "kernels", "outcome": outcome, "seconds": 1.0, "has_result": True}
+        monkeypatch.setattr(suite, "run", lambda options, console, row=row: [row])
+        assert suite.main(["--results", str(tmp_path)]) == status
+
+
+def test_where_an_engine_is_installed_goes_to_the_steps_that_compare_it() -> None:
+    options = suite.parse_options(["--python-path", "sglang=/opt/s", "--env", "vllm=A=B"])
+    assert STEPS["online_compare"].command(options, Path("r.json"))[3:] == [
+        *("--python-path", "sglang=/opt/s", "--env", "vllm=A=B", "--json", "r.json")
+    ]
+    assert STEPS["vllm_parts"].command(options, Path("r"))[3:] == [
+        *("--backends", "rose-in-vllm", "vllm", "--compare-parts", "--env", "vllm=A=B", "--json", "r")
+    ]
+    quick = suite.parse_options(["--quick"])
+    assert "kernels" not in quick.steps and "streaming" in quick.steps
+    assert STEPS["kv_append"].command(quick, Path("r"))[3:] == ["--quick", "--json", "r"]
+
+
+def test_every_published_gpu_result_has_a_step() -> None:
+    files = [Path(table.file) for table in report.TABLES.values()]
+    assert {file.stem for file in files if file.parent.name == "h200"} == set(STEPS)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_each_benchmark_takes_its_options(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    module = importlib.import_module(STEPS[name].module)
+    if not hasattr(module, "parse_options"):
+        pytest.skip(f"{module.__name__} parses within main")
+    module.parse_options([*STEPS[name].arguments])
+
+
+def test_checkpoints_are_kept_where_the_variable_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written = []
+
+    def write(folder: Path, shape: str, *, small: bool) -> Path:
+        folder.mkdir(exist_ok=True)
+        written.append((folder.name, shape, small))
+        return folder
+
+    monkeypatch.setattr(checkpoint, "write_checkpoint", write)
+    monkeypatch.setenv(checkpoint.KEPT_IN, str(tmp_path))
+    for small in (False, False, True):
+        with checkpoint.checkpoint(None, checkpoint.LLAMA_1B, small=small) as model:
+            assert Path(model).parent == tmp_path
+    assert written == [("llama-1b", "llama-1b", False), ("llama-1b-small", "llama-1b", True)]
+    monkeypatch.delenv(checkpoint.KEPT_IN)
+    with checkpoint.checkpoint(None) as model:
+        assert Path(model).parent != tmp_path
+    assert len(written) == 3
