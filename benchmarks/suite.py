@@ -178,6 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command = STEPS[name].command(options, options.results / f"{name}.json")
             console.print(f"{name}: python {subprocess.list2cmdline(command[1:])}", markup=False)
         return 0
+    # Steps inherit it if interrupts are ignored here, as in a background job of a shell script.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     rows = run(options, console)
     table = Table("step", "outcome", "seconds", "result")
     for row in rows:

@@ -13,8 +13,8 @@ from benchmarks.support.checkpoint import KEPT_IN
 if __name__ == "__main__":
     kind, result = sys.argv[1], Path(sys.argv[-1])
     print("checkpoints in", os.environ[KEPT_IN], flush=True)
-    if kind == "stubborn":
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Where tests run in the background, an interrupt is ignored unless one asks for it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN if kind == "stubborn" else signal.default_int_handler)
     if kind in ("long", "stubborn"):
         try:
             print("at it", flush=True)

@@ -111,7 +111,9 @@ def test_the_end_of_the_benchmark_leaves_nothing_stopped(
 ) -> None:
     root, counts = tree
     script = (
-        "import time; from benchmarks.support.pause import paused\n"
+        "import signal, time; from benchmarks.support.pause import paused\n"
+        # Where tests run in the background, an interrupt is ignored unless one asks for it.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"with paused([{root}]): print(flush=True); time.sleep(600)"
     )
     benchmark = subprocess.Popen(
