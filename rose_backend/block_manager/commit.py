@@ -37,13 +37,7 @@ class Committer:
         self._check(rows, end)
         # One token each is what decoding does in every step.
         one_each = num_tokens == 1 if isinstance(num_tokens, int) else not any_of(num_tokens != 1)
-        if one_each:
-            row_of_token, positions = rows, start
-        elif isinstance(num_tokens, int):
-            row_of_token = np.repeat(rows, num_tokens)
-            positions = (start[:, None] + np.arange(num_tokens, dtype=np.int32)).reshape(-1)
-        else:
-            row_of_token, positions = _spread(rows, start, end)
+        row_of_token, positions = (rows, start) if one_each else _spread(rows, start, end)
         if len(token_ids) != len(positions):
             raise RowError(f"commit: got {len(token_ids)} token ids for {len(positions)} tokens")
         columns, offsets = positions // size, positions % size
