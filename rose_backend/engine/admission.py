@@ -9,6 +9,7 @@ import numpy as np
 
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
+from rose_backend.engine.late_commits import LateCommits
 from rose_backend.engine.request import Completion
 from rose_backend.engine.row_state import Int32Array, RowState
 from rose_backend.errors import IntegrityError
@@ -33,12 +34,15 @@ class _Candidate:
 class Admission:
     """First come, first served: nobody overtakes a request that waits for rows or blocks."""
 
-    def __init__(self, config: EngineConfig, manager: BlockManager, rows: RowState) -> None:
+    def __init__(
+        self, config: EngineConfig, manager: BlockManager, rows: RowState, commits: LateCommits
+    ) -> None:
         self.waiting: deque[Completion] = deque()
         self.num_promised_rows = 0
         """Free rows that are set aside for siblings of completions that run."""
         self._manager = manager
         self._rows = rows
+        self._commits = commits
         self._chunked_prefill = config.chunked_prefill
         self._min_arrivals = int(config.max_num_seqs * _ARRIVALS_PER_ROW)
         # Admission costs a prefix lookup: after a failure it is not tried again before something has been freed.
@@ -104,6 +108,7 @@ class Admission:
         manager, token_ids = self._manager, completion.token_ids
         if manager.num_free_rows - self.num_promised_rows < 1 + completion.num_siblings_to_fork:
             return None
+        self._commits.flush_for(token_ids)
         match = manager.match(token_ids)
         num_remaining = len(token_ids) - match.num_tokens
         if not self._chunked_prefill and num_remaining > budget:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rose_backend.config import EngineConfig
 from rose_backend.engine.core import EngineCore, EngineStats
+from rose_backend.engine.interpreter import short_turns
 from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.progress import GenerationProgress
 from rose_backend.engine.request import Prompt, Request
@@ -177,7 +178,10 @@ class LLM:
                     request = queue.popleft()
                     core.add(request)
                     unfinished[request.request_id] = None
-                for output in core.step():
+                # Steps do not wait for texts. While the caller looks at outputs, the interpreter is the caller's.
+                with short_turns():
+                    outputs = core.step()
+                for output in outputs:
                     if output.finished:
                         unfinished.pop(output.request_id, None)
                     yield output

@@ -61,7 +61,7 @@ class Scheduler:
         factory: RequestFactory,
     ) -> None:
         self.counters = SchedulerCounters()
-        self._admission = Admission(config, manager, rows)
+        self._admission = Admission(config, manager, rows, commits)
         self.waiting = self._admission.waiting
         self._manager = manager
         self._rows = rows
@@ -142,7 +142,6 @@ class Scheduler:
     def set_aside(self, rows: Int32Array) -> None:
         """Run these rows no more. They keep what they hold until ``release``; tokens in flight for them are dropped."""
         self._num_repeats = 0
-        self._commits.flush()
         self._running = self._running[~np.isin(self._running, rows)]
         self._rows.generation[rows] += 1
         self._rows.num_cleared += len(rows)
@@ -150,7 +149,7 @@ class Scheduler:
     def release(self, rows: Int32Array) -> list[Completion]:
         """Free rows; returns their completions, each with the tokens it has so far."""
         self._num_repeats = 0
-        self._commits.flush()
+        self._commits.flush(rows)
         self._manager.free(rows)
         self._running = self._running[~np.isin(self._running, rows)]
         self._admission.num_promised_rows -= int(self._rows.num_siblings_to_fork[rows].sum())

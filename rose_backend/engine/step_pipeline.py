@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rose_backend.block_manager import BlockManager
 from rose_backend.engine.late_commits import Int64Array, LateCommits
 from rose_backend.engine.logprobs import StepLogprobs
-from rose_backend.engine.model_runner import Drawn, ModelRunner, SampledTokens
+from rose_backend.engine.model_runner import Drawn, Forwarded, ModelRunner, SampledTokens
 from rose_backend.engine.row_state import RowState
 from rose_backend.engine.scheduler import Scheduler, Step
 
@@ -71,7 +71,8 @@ class StepPipeline:
     are enqueued behind it.
 
     Blocks become findable when their tokens are known and every reader is ordered behind their writer: prompts when the
-    step is enqueued, drawn tokens when they are read; at the latest before anybody looks for them (``LateCommits``).
+    step is enqueued, drawn tokens when they are read, and at the latest before anybody looks for them
+    (``LateCommits``).
 
     Args:
         depth: steps that may be in flight behind the one that is read; 0 reads each step before the next is planned.
@@ -114,7 +115,9 @@ class StepPipeline:
                 return self._read(in_flight.popleft()) if in_flight else None
             self._newest = self._start(step)
             in_flight.append(self._newest)
-        self._commits.keep_up()
+        # While prompts come in, the device would wait for it.
+        if in_flight[-1].drawn is None:
+            self._commits.keep_up()
         return self._read(in_flight.popleft()) if len(in_flight) > self._depth else None
 
     def drop(self) -> None:
@@ -127,8 +130,8 @@ class StepPipeline:
         Steps like the one before need none of it, so it is counted here and not in every step.
         """
         state = self._state
-        # Whoever comes in may find what the others have computed; and with nothing ahead, rows may have to leave.
-        if self._scheduler.waiting or not num_ahead:
+        # With nothing ahead, rows may have to leave for lack of blocks, and would lose what is not committed.
+        if not num_ahead:
             self._commits.flush()
         state.num_unread_tokens.fill(0)
         state.num_uncommitted_tokens[:] = state.num_held_tokens
@@ -143,15 +146,14 @@ class StepPipeline:
             state.num_uncommitted_tokens[decode_rows] += 1
 
     def _start(self, step: Step) -> _StepInFlight:
-        state, manager = self._state, self._manager
+        state = self._state
         self._count(step)
         forwarded = self._runner.forward(step)
         rows = forwarded.rows
         all_rows = decode_rows = forwarded.decode_rows.astype(np.int64)
         drawn = None
         if len(rows):
-            manager.commit(rows, forwarded.num_new_tokens, forwarded.token_ids)
-            due = np.flatnonzero(manager.num_computed_tokens[rows] == state.num_tokens[rows])
+            due = self._note_computed(forwarded)
             if len(due):
                 drawn_rows, sources = self._scheduler.fork_siblings(rows[due])
                 drawn = self._runner.sample(forwarded, due, drawn_rows, sources)
@@ -167,6 +169,22 @@ class StepPipeline:
             state.num_cleared,
             self._record(),
         )
+
+    def _note_computed(self, forwarded: Forwarded) -> NDArray[np.intp]:
+        """Note what a step computes of prompts; returns the indices of rows that have their whole prompt then.
+
+        Their tokens may be committed late, but for rows that have to be exact at once: the next chunk of a prompt and
+        siblings start where the manager says, and of rows with stop strings nothing but texts may be late.
+        """
+        rows, counts, state = forwarded.rows, forwarded.num_new_tokens, self._state
+        is_due = self._manager.num_computed_tokens[rows] + counts == state.num_tokens[rows]
+        is_late = is_due & (state.num_siblings_to_fork[rows] == 0) & ~state.has_stop_strings[rows]
+        self._commits.add(rows[is_late], counts[is_late])
+        if np.count_nonzero(is_late) < len(rows):
+            is_now = ~is_late
+            token_ids = forwarded.token_ids[np.repeat(is_now, counts)]
+            self._manager.commit(rows[is_now], counts[is_now], token_ids)
+        return np.flatnonzero(is_due)
 
     def _start_again(self, last: _StepInFlight) -> _StepInFlight:
         """Start a step like ``last``, in which everybody decodes."""

@@ -11,6 +11,7 @@ from rose_backend import SamplingParams
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
 from rose_backend.engine.admission import Admission
+from rose_backend.engine.late_commits import LateCommits
 from rose_backend.engine.request import RequestFactory
 from rose_backend.engine.row_state import RowState
 
@@ -31,7 +32,8 @@ def make(
     )
     factory = RequestFactory(None, vocab_size=100, max_model_len=40, max_num_seqs=8, seed=0)  # type: ignore[arg-type]
     config = EngineConfig(model="m", max_num_seqs=max_num_seqs, max_num_batched_tokens=64, **options)
-    return Admission(config, manager, RowState(max_num_seqs, 40, ())), manager, factory
+    state = RowState(max_num_seqs, 40, ())
+    return Admission(config, manager, state, LateCommits(manager, state)), manager, factory
 
 
 def queue(admission: Admission, factory: RequestFactory, *prompts: list[int], n: int = 1) -> None:

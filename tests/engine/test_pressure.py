@@ -212,6 +212,7 @@ def test_rows_freed_while_their_clone_is_pending(make_llm: Callable[..., LLM]) -
     fork = np.array([*owner[:38], 9], np.int32)
     add(core, "owner", owner)
     core.step()
+    core._pipeline._commits.flush()  # as a prompt in the queue would have done
     source = int(manager.block_table[core._requests["owner"].completions[0].row, 2])
 
     # The copy's only holder leaves: the copy is called off.

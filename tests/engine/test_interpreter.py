@@ -1,0 +1,35 @@
+"""Threads have short turns while steps run, and only then."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from rose_backend import LLM, SamplingParams
+from rose_backend.engine.interpreter import begin_serving, end_serving, short_turns
+
+
+def test_steps_of_generate_do_not_wait_for_texts(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm()
+    step, during = llm.core.step, []
+    monkeypatch.setattr(llm.core, "step", lambda: (during.append(sys.getswitchinterval()), step())[1])
+    before = sys.getswitchinterval()
+    for _ in llm.stream("The rose", SamplingParams(max_tokens=4)):
+        assert sys.getswitchinterval() == before
+    assert during and max(during) < 1e-3 < before
+    with pytest.raises(ZeroDivisionError), short_turns():
+        raise ZeroDivisionError
+    assert sys.getswitchinterval() == before
+
+
+def test_whoever_ends_last_takes_it_back() -> None:
+    before = sys.getswitchinterval()
+    begin_serving()
+    with short_turns():
+        end_serving()
+        assert sys.getswitchinterval() < 1e-3
+    assert sys.getswitchinterval() == pytest.approx(before)
