@@ -75,7 +75,10 @@ TABLES = {
     ),
     "streaming": Table("h200/streaming.json", streaming_table, "python -m benchmarks.streaming"),
     "kernels": Table("h200/kernels.json", readme_kernels.kernels_table, readme_kernels.COMMAND),
-    "offline_compare": Table("h200/offline_compare.json", offline_table, COMPARISON_COMMAND),
+    "offline_compare": Table(
+        "h200/offline_compare.json", offline_table, f"{COMPARISON_COMMAND} --scenes decode offline"
+    ),
+    "offline_mixed": Table("h200/offline_mixed.json", offline_table, f"{COMPARISON_COMMAND} --scenes mixed"),
     "offline_switches": Table(
         "h200/offline_switches.json", switches_table, f"{COMPARISON_COMMAND} --compare-fused-mlp"
     ),

@@ -75,7 +75,8 @@ STEPS = {
     "kv_cow_clone_float16": Step("benchmarks.kv_cow_clone", _ON_GPU),
     "kv_append": Step("benchmarks.kv_append", _ON_GPU),
     "streaming": Step("benchmarks.streaming"),
-    "offline_compare": Step("benchmarks.offline_compare", backends=_ENGINES),
+    "offline_compare": Step("benchmarks.offline_compare", ("--scenes", "decode", "offline"), _ENGINES),
+    "offline_mixed": Step("benchmarks.offline_compare", ("--scenes", "mixed"), _ENGINES),
     "arrivals": Step("benchmarks.arrivals", backends=_ENGINES[:3]),
     "offline_switches": Step(
         "benchmarks.offline_compare",

@@ -44,7 +44,8 @@ class Admitter:
 
     def add(self, num_tokens: int, namespace: bytes, match: PrefixMatch) -> Admission:
         """Give a row to a prompt of ``num_tokens``, of which ``match`` was found. A row is free."""
-        self._pool.share(match.block_ids.astype(np.int64))
+        if len(match.block_ids):
+            self._pool.share(match.block_ids.astype(np.int64))
         (row,) = self._table.take_rows(
             1, match.block_ids, match.num_tokens, match.chain_digest, namespace
         ).tolist()

@@ -69,6 +69,7 @@ class PrefixCache:
         self.block_size = block_size
         self.full_blocks_only = full_blocks_only
         self._hash_key = os.urandom(32) if hash_key is None else hash_key
+        self._last_root: tuple[bytes | None, bytes] = (None, b"")
         self._block_tokens: Int32Array = np.zeros((pool.num_blocks, block_size), np.int32)
         self._slot_tokens: Int32Array = self._block_tokens.reshape(-1)
         self._full: dict[bytes, int] = {}
@@ -83,9 +84,10 @@ class PrefixCache:
 
     def root_digest(self, namespace: bytes) -> bytes:
         """Return the parent digest of a sequence's first block."""
-        return hashlib.blake2b(
-            namespace, key=self._hash_key, digest_size=DIGEST_BYTES, person=b"root"
-        ).digest()
+        if namespace != self._last_root[0]:  # most prompts have the one before's
+            digest = hashlib.blake2b(namespace, key=self._hash_key, digest_size=DIGEST_BYTES, person=b"root")
+            self._last_root = namespace, digest.digest()
+        return self._last_root[1]
 
     def chain_digest(self, parent: bytes, tokens: bytes) -> bytes:
         """Return the digest of a full block. ``tokens``: its int32 ids as bytes."""

@@ -63,6 +63,8 @@ class Reserver:
 
         A part-matched tail that nobody else holds counts no clone: ``reserve`` overwrites it when blocks are short.
         """
+        if not match.num_tokens:
+            return -(-num_tokens // self._block_size)
         num_idle = int(np.count_nonzero(self._pool.ref_counts[match.block_ids] == 0))
         num_new = max(-(-num_tokens // self._block_size) - len(match.block_ids), 0)
         offset = match.num_tokens % self._block_size

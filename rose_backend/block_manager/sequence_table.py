@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from rose_backend.block_manager.array_types import (
@@ -69,8 +71,10 @@ class SequenceTable:
     ) -> Int64Array:
         """Give out rows that all read ``num_tokens`` in ``block_ids``. The caller has checked that so many are free."""
         numbers = [self._free_rows.pop() for _ in range(count)]
-        rows = np.array(numbers, np.int64)
-        self.block_table[rows, : len(block_ids)] = block_ids
+        # Prompts come in one by one: storing at a plain number is ten times faster than at an array of one.
+        rows: Any = np.array(numbers, np.int64) if count != 1 else numbers[0]
+        if len(block_ids):
+            self.block_table[rows, : len(block_ids)] = block_ids
         self.num_row_blocks[rows] = len(block_ids)
         self.num_computed_tokens[rows] = num_tokens
         self.capacity[rows] = num_tokens
@@ -79,7 +83,7 @@ class SequenceTable:
         for row in numbers:
             self.chain_digests[row] = chain_digest
             self.namespaces[row] = namespace
-        return rows
+        return np.array(numbers, np.int64)
 
     def give_back(self, rows: Int64Array, entries: Int64Array) -> None:
         """Empty rows, whose entries are ``entries``, and make them available again."""

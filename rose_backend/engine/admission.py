@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,7 @@ _ARRIVALS_PER_ROW = 1 / 32
 """Share of all rows that have to be free before a long queue moves; see ``Admission.may_admit``."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     """Has a row and the blocks that the prefix cache supplies, but no new ones yet."""
 
     completion: Completion

@@ -36,10 +36,12 @@ class LateCommits:
         self._num_late: Int32Array = np.zeros(len(state.num_held_tokens), np.int32)
         self._num_steps = 0
         self._confirmed: dict[int, int] = {}
+        self._frontier: tuple[IntArray, IntArray, IntArray] | None = None
 
     def add(self, rows: IntArray, num_tokens: IntArray | int = 1) -> None:
         """Note that each of ``rows`` has computed ``num_tokens`` behind those it had, and that these are known."""
         self._num_late[rows] += np.int32(num_tokens)
+        self._frontier = None
 
     def keep_up(self) -> None:
         """Commit the next piece, if there is enough for one. Call it in every step, while the device works."""
@@ -75,13 +77,18 @@ class LateCommits:
         """
         if self._confirmed:
             self._flush_confirmed()
-        late = np.flatnonzero(self._num_late)
-        first_late = self._manager.num_computed_tokens[late]
+        # Many prompts come in at once: between them nothing becomes late.
+        if self._frontier is None:
+            self._frontier = self._look_at_frontier()
+        late, first_late, tokens = self._frontier
+        if not len(late):
+            return
         # The last token of a prompt is always computed.
-        reaches = first_late < len(prompt) - 1
-        late, first_late = late[reaches], first_late[reaches]
+        last = len(prompt) - 1
+        goes_on = np.flatnonzero((prompt[np.minimum(first_late, last)] == tokens) & (first_late < last))
+        if not len(goes_on):
+            return
         token_ids = self._state.token_ids
-        goes_on = np.flatnonzero(token_ids[late, first_late] == prompt[first_late])
         alike = [
             row
             for row, end in zip(late[goes_on].tolist(), first_late[goes_on].tolist(), strict=True)
@@ -90,8 +97,15 @@ class LateCommits:
         if alike:
             self._commit(np.array(alike, np.int64))
 
+    def _look_at_frontier(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Return rows with late tokens, where in each the first of them stands, and these tokens."""
+        late = np.flatnonzero(self._num_late)
+        first_late = self._manager.num_computed_tokens[late]
+        return late, first_late, self._state.token_ids[late, first_late]
+
     def _commit(self, rows: IntArray) -> None:
         state = self._state
+        self._frontier = None
         counts = self._num_late[rows]
         self._num_late[rows] = 0
         is_held = state.has_stop_strings[rows]
@@ -117,5 +131,6 @@ class LateCommits:
             counts = np.array([end - start for _, start, end in spans])
             token_ids = [state.token_ids[row, start:end] for row, start, end in spans]
             self._manager.commit(rows, counts, np.concatenate(token_ids))
+            self._frontier = None
             state.num_held_tokens[rows] -= counts
             state.num_uncommitted_tokens[rows] -= counts

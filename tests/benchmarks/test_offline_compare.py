@@ -127,12 +127,16 @@ def test_goals_are_those_of_the_standalone_engine() -> None:
         fake_row("offline", "rose", 0.2),
         fake_row("offline", "rose", 0.1, num_requests=8),
         fake_row("mixed", "rose", 9.0),
+        fake_row("mixed", "vllm", 18.1),
+        fake_row("mixed", "sglang", 14.0),
     ]
     bars = {goal["name"]: (goal["value"], goal["met"]) for goal in goal_bars(rows)}
     assert bars == {
         "step, 256 requests": (0.96, False),
         "sampling over greedy, 256 requests": (1.0 / 0.96, True),
         "offline, 256 x 512 / 128 new": (0.2, True),
+        "rose over vllm, goal: mixed": (9.0 / 18.1, True),
+        "rose over sglang, goal: mixed": (9.0 / 14.0, False),
     }
 
 
