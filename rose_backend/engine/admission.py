@@ -18,6 +18,10 @@ _ARRIVALS_PER_ROW = 1 / 32
 """Share of all rows that have to be free before a long queue moves; see ``Admission.may_admit``."""
 
 
+_MIN_TOKENS_WORTH_WAITING = 128
+"""A prompt waits for the next step if another one computes so many of its tokens in the present one."""
+
+
 class _Candidate(NamedTuple):
     """Has a row and the blocks that the prefix cache supplies, but no new ones yet."""
 
@@ -43,9 +47,12 @@ class Admission:
         self._rows = rows
         self._commits = commits
         self._chunked_prefill = config.chunked_prefill
+        self._reuses = config.prefix_cache
         self._min_arrivals = int(config.max_num_seqs * _ARRIVALS_PER_ROW)
         # Admission costs a prefix lookup: after a failure it is not tried again before something has been freed.
         self._blocked: tuple[Completion, int] | None = None
+        # Of each prompt that the step being planned lets in: its beginning, to a little behind what was found of it.
+        self._begun: set[bytes] = set()
 
     def may_admit(self, num_running: int) -> bool:
         """Whether it makes sense to look for rows and blocks for the first in the queue.
@@ -81,6 +88,7 @@ class Admission:
             cache has supplied to requests that got their first row.
         """
         candidates: list[_Candidate] = []
+        self._begun.clear()
         num_promised_blocks = 0
         if not self.may_admit(num_running):
             budget = 0
@@ -112,6 +120,8 @@ class Admission:
         num_remaining = len(token_ids) - match.num_tokens
         if not self._chunked_prefill and num_remaining > budget:
             return None
+        if not self._may_begin(token_ids, match.num_tokens, min(num_remaining, budget)):
+            return None
         # The whole sequence has to fit, not only its first chunk, or it would be preempted before it is of use.
         spare = 0 if is_first else manager.num_usable_blocks // 100
         num_free_blocks = manager.num_free_blocks
@@ -130,6 +140,21 @@ class Admission:
             admission.num_cached_tokens,
             num_needed - (num_free_blocks - manager.num_free_blocks),
         )
+
+    def _may_begin(self, token_ids: Int32Array, num_found: int, num_tokens: int) -> bool:
+        """Whether a prompt shall compute ``num_tokens`` behind those that were found; if so, it will.
+
+        Attention stores keys and values as it reads others', so a step cannot read what it computes itself: of prompts
+        that share a long beginning one goes ahead. They have found the same of it.
+        """
+        end = num_found + _MIN_TOKENS_WORTH_WAITING
+        if not self._reuses or end >= len(token_ids):
+            return True
+        if (beginning := token_ids[:end].tobytes()) in self._begun:
+            return False
+        if num_tokens >= _MIN_TOKENS_WORTH_WAITING:
+            self._begun.add(beginning)
+        return True
 
     def _serve(self, candidates: list[_Candidate]) -> list[_Candidate]:
         """Reserve the blocks of all first chunks at once; who cannot be served goes back to the front of the queue."""

@@ -27,7 +27,7 @@ from rose_backend.vllm_plugin.kv_cache_blocks import (
 from rose_backend.vllm_plugin.kv_cache_facade import KVCacheFacade
 from rose_backend.vllm_plugin.kv_cache_spec import block_bytes, the_rose_group
 from rose_backend.vllm_plugin.kv_events import KVEventLog
-from rose_backend.vllm_plugin.prompt_hashes import HashedPrompt, PromptHashes
+from rose_backend.vllm_plugin.prompt_hashes import HashedPrompt, PrefixesUnderWay, PromptHashes
 from rose_backend.vllm_plugin.refusals import check_pool_size
 from rose_backend.vllm_plugin.running_rows import RunningRows
 
@@ -90,6 +90,7 @@ class RoseKVCacheManager(KVCacheFacade):
         self._rows = RunningRows(manager, max_num_seqs)
         self._is_flushed = False
         self._prompts = PromptHashes(manager)
+        self._under_way = PrefixesUnderWay(self.block_size)
         self._num_prefill_lookahead = num_prefill_lookahead
         self._events = KVEventLog(manager, spec) if enable_kv_cache_events else None
 
@@ -98,6 +99,7 @@ class RoseKVCacheManager(KVCacheFacade):
     def new_step_starts(self) -> None:
         """Note that what was scheduled before now belongs to earlier steps."""
         self._is_flushed = False
+        self._under_way.new_step_starts()
         self._rows.new_step_starts()
 
     def get_computed_blocks(
@@ -142,8 +144,8 @@ class RoseKVCacheManager(KVCacheFacade):
         """Make room for a request's next tokens.
 
         Returns:
-            The blocks that are new to vLLM (a running request's appended ones), or None when they are short; then
-            nothing has changed.
+            The blocks that are new to vLLM (a running request's appended ones), or None when they are short, or it
+            is better off in the next step; then nothing has changed.
         """
         row = self._row_of.get(request.request_id)
         if row is not None:
@@ -161,6 +163,10 @@ class RoseKVCacheManager(KVCacheFacade):
         watermark = self.watermark_blocks if has_scheduled_reqs and _is_waiting(request) else 0
         num_full = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else num_tokens
         if not self._fits(match, num_tokens, num_full, watermark, reserved_blocks):
+            return None
+        if self.prefix_cache_lookup_enabled(request) and not self._under_way.may_begin(
+            prompt, match, num_new_tokens
+        ):
             return None
         return self._admit(request, prompt, match, num_tokens)
 

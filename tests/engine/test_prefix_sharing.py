@@ -108,3 +108,31 @@ def test_cached_tokens_count_the_first_admission_only(make_llm: Callable[..., LL
     assert llm.stats.preemptions > 0
     assert [output.num_cached_tokens for output in outputs] == [0, 0, 0, 0]
     assert llm.stats.prompt_tokens_computed == 240
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_a_burst_computes_each_long_prefix_once(make_llm: Callable[..., LLM], run_ahead: int) -> None:
+    stems = [random_prompt(140, seed=seed) for seed in range(3)]
+    prompts = [[*stems[index % 3], 2000 + index] for index in range(24)]
+    llm = make_llm(max_num_seqs=24, max_num_batched_tokens=4000, run_ahead=run_ahead)
+    outputs = llm.generate(prompts, replace(GREEDY, max_tokens=3))
+    assert llm.stats.prompt_tokens_computed == 3 * 140 + 24
+    cold = make_llm(max_num_seqs=24, max_num_batched_tokens=4000, prefix_cache=False)
+    expected = cold.generate(prompts, replace(GREEDY, max_tokens=3))
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
+    # Without a cache nobody waits, and nobody does for a short prefix.
+    assert cold.stats.steps == 3
+    assert llm.core.manager.reset_prefix_cache()
+    before = llm.stats.prompt_tokens_computed
+    llm.generate([[*stems[0][:100], 2000 + index] for index in range(8)], replace(GREEDY, max_tokens=1))
+    assert llm.stats.prompt_tokens_computed - before == 8 * 101
+
+
+def test_a_prompt_whose_forerunner_is_chunked_waits_for_a_chunk_only(make_llm: Callable[..., LLM]) -> None:
+    stem = random_prompt(300, seed=7)
+    llm = make_llm(max_num_seqs=4, max_num_batched_tokens=160)
+    outputs = llm.generate([[*stem, 1], [*stem, 2]], replace(GREEDY, max_tokens=3))
+    cold = make_llm(prefix_cache=False)
+    expected = cold.generate([[*stem, 1], [*stem, 2]], replace(GREEDY, max_tokens=3))
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
+    assert outputs[1].num_cached_tokens >= 160
