@@ -60,6 +60,9 @@ class GenerationProgress:
     def __init__(self, total: int, *, enabled: bool) -> None:
         self.num_tokens = 0
         self._start = time.perf_counter()
+        self._progress: Progress | None = None
+        if not enabled:  # a bar that nobody sees would take milliseconds of a large batch
+            return
         self._progress = Progress(
             TextColumn("generating"),
             BarColumn(),
@@ -67,7 +70,6 @@ class GenerationProgress:
             TextColumn("{task.fields[speed]}"),
             TimeRemainingColumn(),
             console=Console(stderr=True),
-            disable=not enabled,
         )
         self._task = self._progress.add_task("generating", total=total, speed="")
 
@@ -79,13 +81,16 @@ class GenerationProgress:
     def advance(self, output: RequestOutput) -> None:
         """Count one finished request."""
         self.num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-        self._progress.update(self._task, advance=1, speed=f"{self.tokens_per_s:,.0f} tokens/s")
+        if self._progress is not None:
+            self._progress.update(self._task, advance=1, speed=f"{self.tokens_per_s:,.0f} tokens/s")
 
     def __enter__(self) -> GenerationProgress:
-        self._progress.start()
+        if self._progress is not None:
+            self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        if self._progress is not None:
+            self._progress.stop()

@@ -227,13 +227,14 @@ class RequestFactory:
                 f"prompt: got {type(prompt).__name__}, allowed are a string and a list of token ids",
                 parameter="prompt",
             )
-        # Long prompts of plain integers are looked through without a Python step per token.
-        if set(map(type, prompt)) == {int}:
-            with contextlib.suppress(struct.error):
-                ids = np.frombuffer(struct.pack(f"{len(prompt)}i", *prompt), np.int32)
-                # Seen as unsigned numbers, negative ones are the largest.
-                if ids.view(np.uint32).max() < self.vocab_size:
-                    return ids
+        # Long prompts of integers are looked through without a Python step per token. Only integers can be packed, and
+        # truth values, which become 0 and 1.
+        with contextlib.suppress(struct.error):
+            ids = np.frombuffer(struct.pack(f"{len(prompt)}i", *prompt), np.int32)
+            # Seen as unsigned numbers, negative ones are the largest.
+            is_known = len(ids) > 0 and ids.view(np.uint32).max() < self.vocab_size
+            if is_known and (ids.min() > 1 or bool not in map(type, prompt)):
+                return ids
         for token_id in prompt:
             is_id = isinstance(token_id, (int, np.integer)) and not isinstance(token_id, bool)
             if not is_id or not 0 <= token_id < self.vocab_size:
