@@ -1,6 +1,7 @@
 """Time the GPU kernels on cold inputs beside their peers, once their tests have passed on this machine.
 
     python -m benchmarks.kernels --prove [--families decode sampler] [--match B=1] [--json FILE]
+    python -m benchmarks.kernels --quick      on a CPU, seconds: small cases, Rose's operations in plain torch
 
 Microseconds are per launch, from replays of captured graphs that rotate among input sets larger than the L2 cache,
 taken in turns by all sides: 20th, 50th and 80th percentile. GB/s counts each input and output once, by the median; "of
@@ -26,8 +27,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.kernel_cases import FAMILIES, peers
+from benchmarks.kernel_cases import FAMILIES, peers, small
 from benchmarks.kernel_cases.case import ROSE, Contest, KernelCase
+from benchmarks.kernel_cases.small import LaunchLoop
 from benchmarks.kernel_cases.timing import LaunchGraph, copy_bandwidth, percentile, time_alternated
 from benchmarks.support.kernel_tables import brief, print_report
 from benchmarks.support.kernel_update import check_update, updated
@@ -38,8 +40,11 @@ from benchmarks.support.report import run_facts, write_json
 def main(arguments: list[str] | None = None) -> int:
     """Time every chosen case; the status is 1 if a peer disagreed or broke, or a family is unproved."""
     options = parse_options(arguments)
+    if options.quick:
+        return quick(options)
     if not torch.cuda.is_available():
-        print(f"needs a CUDA device; torch {torch.__version__} sees none", file=sys.stderr)
+        message = f"needs a CUDA device; torch {torch.__version__} sees none (--quick needs none)"
+        print(message, file=sys.stderr)
         return 1
     if options.prove:
         prove(options.families, options.proofs)
@@ -84,6 +89,33 @@ def main(arguments: list[str] | None = None) -> int:
     return int(broken or any(unproved.values()))
 
 
+def quick(options: argparse.Namespace) -> int:
+    """Run the small cases of every chosen family on the CPU; the status is 1 if a side disagreed or broke."""
+    machine = {"gpu": "none, on a CPU", "driver": "none"}
+    with small.on_cpu():
+        copy = small.copy_bandwidth()
+        rows = [
+            {"family": family, **measure(case, options, copy, compare=False)}
+            for family in options.families
+            for case in small.CASES[family]()
+            if re.search(options.match, case.name)
+        ]
+    why = "a short run on a CPU"
+    report = {
+        **run_facts(),
+        **machine,
+        "quick": True,
+        "copy_bytes_per_s": copy,
+        "families": {name: {"tests": FAMILIES[name], "unproved_because": why} for name in options.families},
+        "missing_peers": {"all but torch": "they need a GPU"},
+        "rows": rows,
+    }
+    print_report(Console(width=180), report)
+    if options.json:
+        write_json(options.json, report)
+    return int(any("error" in side for row in rows for side in row["sides"].values()))
+
+
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options, or exit with what is wrong with them."""
     parser = argparse.ArgumentParser(
@@ -100,7 +132,11 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--update", type=Path, metavar="FILE", help="take the other families from an earlier run's --json"
     )
+    parser.add_argument("--quick", action="store_true", help="seconds, on a CPU: small cases in plain torch")
     options = parser.parse_args(arguments)
+    for name in ("prove", "update"):
+        if options.quick and getattr(options, name):
+            parser.error(f"--{name}: --quick shows no speed that could be compared")
     if options.update and not options.update.is_file():
         parser.error(f"--update: {options.update}: no such file")
     if options.repeats < 3:
@@ -135,21 +171,22 @@ def measure(case: KernelCase, options: argparse.Namespace, copy: float, *, compa
         copy: bandwidth of a copy in bytes per second.
         compare: the family's tests have passed.
     """
-    contest = case.make(case.num_sets)
+    contest = case.make(2 if options.quick else case.num_sets)
     # All are compared before any is timed: some work in place, and on what others share.
     sides = {name: {"error": error} for name, error in broken_peers(contest).items()}
-    graphs: dict[str, LaunchGraph] = {}
+    graphs: dict[str, LaunchGraph | LaunchLoop] = {}
     for name, launches in contest.sides.items():
         if name in sides:
             continue
         try:
-            graphs[name] = LaunchGraph(launches)
+            graphs[name] = LaunchLoop(launches) if options.quick else LaunchGraph(launches)
         except Exception as error:
             if name == ROSE:
                 raise
             sides[name] = {"error": described(error)}
         # Collections are slow with a peer's many objects around, and every capture makes one.
-        gc.freeze()
+        if not options.quick:
+            gc.freeze()
     times = time_alternated(graphs, options.repeats, options.samples)
     for name, values in times.items():
         p20, p50, p80 = (percentile(values, share) for share in (0.2, 0.5, 0.8))

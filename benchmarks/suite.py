@@ -49,7 +49,6 @@ class Step:
     arguments: tuple[str, ...] = ()
     backends: tuple[str, ...] = ()
     """Engines that it compares, and that may be installed elsewhere."""
-    has_quick: bool = True
 
     def command(self, options: argparse.Namespace, result: Path) -> list[str]:
         """Return the command line that writes ``result``."""
@@ -71,7 +70,7 @@ _FOUR_API_SERVERS = tuple(
     part for backend in _INSIDE_VLLM for part in ("--engine-options", f'{backend}={{"api_server_count": 4}}')
 )
 STEPS = {
-    "kernels": Step("benchmarks.kernels", ("--prove",), has_quick=False),
+    "kernels": Step("benchmarks.kernels", ("--prove",)),
     "kv_cow_clone_float16": Step("benchmarks.kv_cow_clone", _ON_GPU),
     "kv_append": Step("benchmarks.kv_append", _ON_GPU),
     "streaming": Step("benchmarks.streaming"),
@@ -112,8 +111,6 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.max_seconds <= 0:
         parser.error(f"--max-seconds: got {options.max_seconds}, has to be above 0")
-    if options.quick:
-        options.steps = [name for name in options.steps if STEPS[name].has_quick]
     return options
 
 

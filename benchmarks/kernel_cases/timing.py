@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 
@@ -43,7 +44,14 @@ class LaunchGraph:
         return 1000 * start.elapsed_time(stop) / (self._num_launches * self._in_a_row)
 
 
-def time_alternated(graphs: Mapping[str, LaunchGraph], repeats: int, samples: int) -> dict[str, list[float]]:
+class Timed(Protocol):
+    """All input sets of one side, ready to be timed."""
+
+    def sample(self) -> float:
+        """Return microseconds per launch."""
+
+
+def time_alternated(graphs: Mapping[str, Timed], repeats: int, samples: int) -> dict[str, list[float]]:
     """Return sorted microseconds per launch of each side, taken in turns: ``repeats`` times ``samples`` of each."""
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(repeats):

@@ -3,53 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
-from benchmarks.kernel_cases import clone, decode, elementwise, linear, lm_head, peers, prefill, sampler
+from benchmarks.kernel_cases import FAMILIES, decode, sampler, small
 from benchmarks.kernel_cases.case import ROSE, KernelCase
-from benchmarks.kernel_cases.paged_step import Heads, make_steps
-from rose_backend.kernels.reference import block_clone as twin
-
-HEADS = Heads("small", 4, 2, 16, torch.float16)
-
-
-class OnCpu(TorchFunctionMode):
-    """Makes on the CPU what is asked for on a CUDA device."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if kwargs.get("device") == "cuda":
-            kwargs["device"] = "cpu"
-        return function(*args, **kwargs)
+from benchmarks.kernel_cases.paged_step import make_steps
+from benchmarks.kernel_cases.small import HEADS
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def in_torch(cache: torch.Tensor, *pairs: torch.Tensor, block_dim: int, independent: bool) -> None:
-        twin.block_clone(cache, *pairs, block_dim=block_dim)
-
-    monkeypatch.setattr(peers, "load", lambda *_: None)
-    monkeypatch.setattr(clone, "block_clone", in_torch)
-    monkeypatch.setattr(clone, "NUM_BLOCKS", 20)
-    monkeypatch.setattr(lm_head, "VOCAB_SIZE", 301)
-    monkeypatch.setattr(sampler, "VOCAB_SIZE", 5003)
-    monkeypatch.setattr(prefill, "FLASH_BLOCK_SIZE", 32)
-    with OnCpu():
+def on_cpu() -> Iterator[None]:
+    with small.on_cpu():
         yield
 
 
 def small_cases() -> Iterator[KernelCase]:
-    yield decode.decode_case(HEADS, 3, 40)
-    yield prefill.prefill_case(HEADS, 2, 32, 32)
-    yield clone.clone_case(3)
-    yield linear.layer_case(3)
-    yield from (lm_head.head_case(3, greedy=greedy) for greedy in (True, False))
-    yield from (elementwise.operation_case(name, 5) for name in elementwise.OPERATIONS)
-    yield from (sampler.sampler_case(name, 3) for name in sampler.FILTERS)
+    for family in FAMILIES:
+        yield from small.CASES[family]()
 
 
 @pytest.mark.parametrize("case", small_cases(), ids=lambda case: case.name)

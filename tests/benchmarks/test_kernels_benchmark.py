@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import kernels
-from benchmarks.kernel_cases import FAMILIES, peers
+from benchmarks.kernel_cases import FAMILIES, elementwise, peers
 from benchmarks.kernel_cases.case import COLD_BYTES, MAX_SETS, ROSE, Contest, KernelCase
 from benchmarks.kernel_cases.sampler import FILTERS, allowed_tokens
 from benchmarks.kernel_cases.timing import time_alternated
@@ -211,3 +213,33 @@ def test_options_that_make_no_sense_are_refused(
     with pytest.raises(SystemExit):
         kernels.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_a_short_run_goes_through_every_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kernels.main(["--quick", "--json", str(tmp_path / "result.json")]) == 0
+    report = json.loads((tmp_path / "result.json").read_text())
+    assert {row["family"] for row in report["rows"]} == set(FAMILIES) and report["quick"]
+    for row in report["rows"]:
+        assert row["sides"][ROSE]["p50_us"] > 0, row
+        assert not any(side.get("times_rose") for side in row["sides"].values()), (
+            "nothing to compare speeds by"
+        )
+    assert "skipped: all but torch: they need a GPU" in capsys.readouterr().out
+
+
+def test_a_short_run_finds_a_side_that_does_other_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    width, passes, ours, _ = elementwise.OPERATIONS["bias_residual"]
+    monkeypatch.setitem(
+        elementwise.OPERATIONS, "bias_residual", (width, passes, ours, lambda x, residual, weight, bias: x)
+    )
+    assert kernels.main(["--quick", "--families", "elementwise"]) == 1
+    assert "not timed: bias_residual T=5: torch: differs from Rose by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", [["--prove"], ["--update", "pyproject.toml"]])
+def test_a_short_run_proves_nothing(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        kernels.parse_options(["--quick", *option])
+    assert f"{option[0]}: --quick shows no speed" in capsys.readouterr().err

@@ -1,0 +1,89 @@
+"""Small cases on a CPU, where Rose's operations are plain torch: all sides do the same work, their speed means nothing.
+
+with on_cpu():
+    for case in CASES["decode"]():
+        contest = case.make(2)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from benchmarks.kernel_cases import clone, decode, elementwise, linear, lm_head, peers, prefill, sampler
+from benchmarks.kernel_cases.case import KernelCase, Launches
+from benchmarks.kernel_cases.paged_step import Heads
+from rose_backend.kernels.reference import block_clone as reference
+
+HEADS = Heads("small", 4, 2, 16, torch.float16)
+CASES: dict[str, Callable[[], Iterator[KernelCase]]] = {
+    "decode": lambda: iter((decode.decode_case(HEADS, 3, 40),)),
+    "prefill": lambda: iter((prefill.prefill_case(HEADS, 2, 32, 32),)),
+    "clone": lambda: iter((clone.clone_case(3),)),
+    "elementwise": lambda: (elementwise.operation_case(name, 5) for name in elementwise.OPERATIONS),
+    "linear": lambda: iter((linear.layer_case(3),)),
+    "sampler": lambda: (sampler.sampler_case(name, 3) for name in sampler.FILTERS),
+    "lm_head": lambda: (lm_head.head_case(3, greedy=greedy) for greedy in (True, False)),
+}
+"""Family -> its cases; make and run them within ``on_cpu``."""
+
+
+class _OnCpu(TorchFunctionMode):
+    """Makes on the CPU what is asked for on a CUDA device."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+def _clone(cache: torch.Tensor, *pairs: torch.Tensor, block_dim: int, independent: bool) -> None:
+    reference.block_clone(cache, *pairs, block_dim=block_dim)
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Put tensors on the CPU, shrink what cases share, and leave out peers but torch: the others need a GPU."""
+    smaller = (
+        (peers, "load", lambda *_: None),
+        (clone, "block_clone", _clone),
+        (clone, "NUM_BLOCKS", 20),
+        (lm_head, "VOCAB_SIZE", 301),
+        (sampler, "VOCAB_SIZE", 5003),
+        (prefill, "FLASH_BLOCK_SIZE", 32),
+    )
+    with contextlib.ExitStack() as stack:
+        for module, name, value in smaller:
+            stack.enter_context(mock.patch.object(module, name, value))
+        stack.enter_context(_OnCpu())
+        yield
+
+
+class LaunchLoop:
+    """All input sets of one side, one after the other: what ``LaunchGraph`` is without a GPU."""
+
+    def __init__(self, launches: Launches) -> None:
+        self._launches = launches
+        self.sample()
+
+    def sample(self) -> float:
+        """Return microseconds per launch."""
+        start = time.perf_counter()
+        for launch in self._launches:
+            launch()
+        return (time.perf_counter() - start) / len(self._launches) * 1e6
+
+
+def copy_bandwidth() -> float:
+    """Return bytes read and written per second by a copy in memory, for the "of copy" column."""
+    source = torch.ones(1 << 24, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    loop = LaunchLoop([lambda: target.copy_(source)])
+    return 2 * source.nbytes / loop.sample() * 1e6
