@@ -224,7 +224,8 @@ class EngineCore:
         )
         self._rows = RowState(config.max_num_seqs, loaded.max_model_len, loaded.eos_token_ids)
         commits = LateCommits(self.manager, self._rows)
-        self._scheduler = Scheduler(config, self.manager, self._rows, commits, self.factory)
+        scheduled = (config, self.manager, self._rows, commits, self.factory)
+        self._scheduler = Scheduler(*scheduled, prompts_first=not is_online)
         self._runner = ModelRunner(loaded.model, config, self.manager, self._rows, loaded.kv_cache)
         self.start_up = warm_up(self._runner, loaded)
         make_pipeline = PacedPipeline if is_online and config.pacing else StepPipeline

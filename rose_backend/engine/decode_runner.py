@@ -141,6 +141,8 @@ class DecodeRunner:
         Returns:
             int64 ``[len(rows)]`` on the device, where they are to be put.
         """
+        # Those of an earlier step over prompts are overwritten, if no decodes have taken them in between.
+        self.forget_first_tokens()
         self._first_token_of_row[rows] = np.arange(len(rows))
         self._state.is_on_device[rows] = True
         return self.buffers.first_tokens[: len(rows)]

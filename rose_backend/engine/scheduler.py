@@ -48,6 +48,9 @@ class Scheduler:
     Running rows are kept in the order in which they came in. When the pool runs short, the newest row goes back to the
     front of the queue and is computed again later; the oldest therefore always finishes, and nothing can lock up.
 
+    With ``prompts_first``, for where nobody waits for single tokens, decodes sit out steps full of prompts. The more
+    rows begin together, the fewer steps have only some of them: at the start, and, as texts end together, at the end.
+
     A request with ``n`` completions comes in when ``n`` rows are free for it: the first computes the prompt, the others
     get their rows when it has (``fork_siblings``).
     """
@@ -59,6 +62,8 @@ class Scheduler:
         rows: RowState,
         commits: LateCommits,
         factory: RequestFactory,
+        *,
+        prompts_first: bool = False,
     ) -> None:
         self.counters = SchedulerCounters()
         self._admission = Admission(config, manager, rows, commits)
@@ -68,6 +73,7 @@ class Scheduler:
         self._commits = commits
         self._factory = factory
         self.splits_prompts = config.chunked_prefill
+        self._prompts_first = prompts_first
         self.token_budget = config.token_budget
         """Tokens that the next step may compute; may be changed between steps."""
         self._running: Int32Array = np.empty(0, np.int32)
@@ -118,6 +124,8 @@ class Scheduler:
             if self.has_work and not num_in_flight:
                 raise IntegrityError("the scheduler has requests but can neither run nor admit one")
             return None
+        if self._prompts_first:
+            rows, counts = self._let_decodes_sit_out(rows, counts)
         step = self._make_step(rows, counts)
         self._num_repeats = self._count_repeats(step)
         return step
@@ -155,6 +163,14 @@ class Scheduler:
         self._admission.num_promised_rows -= int(self._rows.num_siblings_to_fork[rows].sum())
         self._rows.num_siblings_to_fork[rows] = 0
         return [self._rows.clear(row) for row in rows.tolist()]
+
+    def _let_decodes_sit_out(self, rows: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """Leave decodes out of a step half of whose tokens, or more, are prompts'."""
+        has_begun = self._rows.num_planned_tokens(rows) > self._rows.num_prompt_tokens[rows]
+        is_decode = (counts == 1) & has_begun
+        if 2 * int(counts[~is_decode].sum()) < self.token_budget:
+            return rows, counts
+        return rows[~is_decode], counts[~is_decode]
 
     def _make_step(self, rows: Int32Array, counts: Int32Array) -> Step:
         is_decode = (counts == 1) & (self._num_remaining(rows) == 1)

@@ -34,6 +34,7 @@ def test_a_prompt_starts_behind_one_step_at_most_and_no_text_waits(
 ) -> None:
     options = {"run_ahead": RUN_AHEAD, "max_num_seqs": 24, "max_num_batched_tokens": budget}
     core = make_llm(prefix_cache=False, **options).core
+    core._scheduler._prompts_first = False  # as in a server
     requests = [core.factory.make([index + 1] * 10, LONG) for index in range(NUM_TEXTS)]
     for request in requests:
         core.add(request)

@@ -58,6 +58,7 @@ def test_decodes_lead_and_prompts_fill_the_budget(
     make_llm: Callable[..., LLM], steps: Callable[[LLM], list[Step]]
 ) -> None:
     llm = make_llm(max_num_batched_tokens=40, prefix_cache=False)
+    llm.core._scheduler._prompts_first = False  # as in a server
     recorded = steps(llm)
     llm.generate([[9] * 3, [9] * 100, [8] * 50], replace(GREEDY, max_tokens=8))
     for step in recorded:
@@ -69,6 +70,24 @@ def test_decodes_lead_and_prompts_fill_the_budget(
     # 3 + 37 of the second; its decode beside 39 more; the last 24 beside the decode and 15 of the third; ...
     shapes = [sorted(step.num_new_tokens.tolist()) for step in recorded[:4]]
     assert shapes == [[3, 37], [1, 39], [1, 15, 24], [1, 1, 35]]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2, 4])
+def test_decodes_sit_out_steps_full_of_prompts_where_nobody_waits_for_tokens(
+    make_llm: Callable[..., LLM], steps: Callable[[LLM], list[Step]], run_ahead: int
+) -> None:
+    prompts, params = [[9] * 3, [9] * 100, [8] * 50, [7] * 19], replace(GREEDY, max_tokens=8)
+    llm = make_llm(max_num_batched_tokens=40, prefix_cache=False, run_ahead=run_ahead)
+    recorded = steps(llm)
+    texts = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    assert [sorted(step.num_new_tokens.tolist()) for step in recorded[:3]] == [[3, 37], [39], [15, 24]]
+    # Half of what a step may compute is 20 tokens.
+    parts = [(step.num_decodes, int(step.num_new_tokens[step.num_decodes :].sum())) for step in recorded]
+    assert all(num_decodes == 0 for num_decodes, num_prompt_tokens in parts if num_prompt_tokens >= 20)
+    assert any(num_decodes > 0 for num_decodes, num_prompt_tokens in parts if 0 < num_prompt_tokens < 20)
+    server = make_llm(max_num_batched_tokens=40, prefix_cache=False, run_ahead=run_ahead)
+    server.core._scheduler._prompts_first = False
+    assert texts == [output.outputs[0].token_ids for output in server.generate(prompts, params)]
 
 
 def test_prompt_of_one_token_takes_the_decode_path(
