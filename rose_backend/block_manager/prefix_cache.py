@@ -139,8 +139,7 @@ class PrefixCache:
         """Return the longest chain of wholly matching blocks and its digest."""
         root, blocks = next(digests), []
         for digest in islice(digests, max_blocks):
-            block_id = self._full.get(digest)
-            if block_id is None:
+            if (block_id := self._full.get(digest)) is None:
                 break
             blocks.append(block_id)
         if not blocks:
@@ -278,8 +277,7 @@ class PrefixCache:
     def _drop_digests(self, block_ids: list[int]) -> None:
         digest_of, full = self._digest_of, self._full
         for block_id in block_ids:
-            digest = digest_of[block_id]
-            if digest:
+            if digest := digest_of[block_id]:
                 digest_of[block_id] = b""
                 del full[digest]
                 if self._events is not None:
