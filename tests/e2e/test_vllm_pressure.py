@@ -13,8 +13,6 @@ from tests.support.pressure_case import PressureCase, pressure_case
 from tests.support.stepped_engine import SteppedEngine
 
 BLOCK_SIZE = 16
-# In a process in which vLLM has speculated before, the reference model takes ten times as long.
-pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")
