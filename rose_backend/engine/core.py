@@ -193,7 +193,11 @@ class EngineCore:
         """
         self._check_alive()
         self._guarded(self._advance)
-        return self._hand_out() if self._ready else []
+        outputs = self._ready.take()
+        # In this order: what is said about a text precedes its last output, so whoever gets that finds its rows free.
+        self._guarded(self._take_news)
+        self._forget([output.request_id for output in outputs if output.finished])
+        return outputs
 
     def close(self) -> None:
         """End the text thread; nothing is served after that. Outputs that are not made yet are lost."""
@@ -254,7 +258,6 @@ class EngineCore:
             self._see(*read)
         elif self._is_stalled and self._returns_outputs and self._requests and not self._ready:
             self._texts.wait()
-        self._take_news()
 
     def _see(self, rows: Int64Array, sampled: SampledTokens) -> None:
         self._generated_tokens += len(rows)
@@ -274,11 +277,6 @@ class EngineCore:
         self._late_stops.judge(news.judgements)
         if not self._returns_outputs:
             self._forget(news.finished)
-
-    def _hand_out(self) -> list[RequestOutput]:
-        outputs = self._ready.take()
-        self._forget([output.request_id for output in outputs if output.finished])
-        return outputs
 
     def _forget(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

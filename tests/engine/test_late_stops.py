@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from rose_backend import LLM, CompletionOutput, SamplingParams
+from rose_backend import LLM, CompletionOutput, RequestOutput, SamplingParams
 from rose_backend.engine.core import EngineCore
+from rose_backend.engine.ready_outputs import ReadyOutputs
 from rose_backend.errors import EngineDeadError
 from tests.engine.conftest import GREEDY
 from tests.support.crowd import crowd, tokens_of
@@ -74,6 +75,25 @@ def test_a_stop_string_found_late(
     known = late.tokenizer.encode(PROMPT) + whole.token_ids
     (again,) = late.generate([known], GREEDY)
     assert again.num_cached_tokens == len(late.tokenizer.encode(PROMPT)) + num_tokens - 1
+
+
+@pytest.mark.parametrize("stop", ["never seen", "found"])
+def test_whoever_gets_a_last_output_finds_its_rows_free(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, stop: str
+) -> None:
+    llm = make_llm()
+    whole = complete(llm, LONG)
+    take = ReadyOutputs.take
+
+    def take_once_all_is_said(outputs: ReadyOutputs) -> list[RequestOutput]:
+        time.sleep(0.01)  # outputs come behind everything else that the step does
+        return take(outputs)
+
+    monkeypatch.setattr(ReadyOutputs, "take", take_once_all_is_said)
+    complete(llm, replace(LONG, stop=whole.text[30:45] if stop == "found" else stop))
+    llm.core.check_integrity()
+    assert llm.core._late_stops.num_undecided == 0
+    assert llm.core.manager.reset_prefix_cache()
 
 
 @pytest.mark.parametrize("run_ahead", [0, 2])
