@@ -26,6 +26,7 @@ def make_engine(tiny_model_path: Path) -> Iterator[MakeEngine]:
     import torch
     from vllm.model_executor.models import registry
 
+    set_num_threads = torch.set_num_threads
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # Thread binding would stay behind in the test process.
@@ -60,6 +61,9 @@ def make_engine(tiny_model_path: Path) -> Iterator[MakeEngine]:
             try:
                 yield llm
             finally:
+                # vLLM's worker puts a function that does nothing in its place, and its n-gram drafter's numba sets two
+                # threads for all of OpenMP: small models of later tests would take ten times as long.
+                torch.set_num_threads = set_num_threads
                 torch.set_num_threads(threads_before)
                 llm.llm_engine.engine_core.shutdown()
                 del llm
