@@ -88,6 +88,9 @@ class PluginConfig(Switches):
     batched_scheduling: bool = True
     """Schedule and account for steps that only decode for all requests at once; off: vLLM's own loops over requests.
     Needs the block manager."""
+    joined_outputs: bool = True
+    """Join, per request, the outputs that have piled up in front of a busy API server; off: it looks at one step's
+    outputs after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)

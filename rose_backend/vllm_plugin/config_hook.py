@@ -16,6 +16,7 @@ from rose_backend.vllm_plugin.options import (
     is_rose_selected,
     rose_options,
 )
+from rose_backend.vllm_plugin.patch_ledger import apply_patch
 from rose_backend.vllm_plugin.plugin_logger import logger
 from rose_backend.vllm_plugin.refusals import check_supported
 from rose_backend.vllm_plugin.start_up_log import describe_parts
@@ -48,6 +49,9 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
             _choose_scheduler(self)
         if leaves_graphs:
             choose_mixed_graphs(self)
+        if options.joined_outputs:
+            # In the process that makes the configuration, which is the one that talks to engines.
+            apply_patch("joined_outputs")
         chosen_model = choose_model_class(self, options)
         _log_once(describe_parts(self, options, chosen_model))
         return None

@@ -87,6 +87,13 @@ LEDGER: dict[str, Patch] = {
         remove_when="CUDAGraphMode has full graphs of mixed steps beside full graphs of decodes",
         build=f"{_PLUGIN}.mixed_graphs:wrap_init_candidates",
     ),
+    "joined_outputs": Patch(
+        target="vllm.v1.engine.core_client:AsyncMPClient.get_output_async",
+        reason="the API server handles outputs step by step, however many steps wait; with ROSE selected, what "
+        "waits is joined per request first",
+        remove_when="vLLM's front end joins the outputs that wait for it",
+        build=f"{_PLUGIN}.joined_outputs:wrap_get_output_async",
+    ),
 }
 
 

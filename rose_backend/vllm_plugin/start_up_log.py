@@ -37,9 +37,8 @@ def describe_parts(vllm_config: VllmConfig, options: PluginConfig, chosen_model:
     parts.append(f"decodes scheduled {'at once' if batches_decode_steps(vllm_config) else 'one by one'}")
     parts.append(f"model {_describe_model(vllm_config, options, chosen_model)}")
     parts.append(f"sampler {_describe_sampler(vllm_config)}")
-    off = [
-        name for name in (*SWITCH_NAMES, "block_manager", "batched_scheduling") if not getattr(options, name)
-    ]
+    switches = (*SWITCH_NAMES, "block_manager", "batched_scheduling", "joined_outputs")
+    off = [name for name in switches if not getattr(options, name)]
     return f"Rose is active: {'; '.join(parts)}; switched off: {', '.join(off) or 'nothing'}"
 
 

@@ -205,8 +205,6 @@ def test_another_backend_runs_vllms_own_parts_only(
         )
 
 
-# One core of a busy machine takes four minutes for this model.
-@pytest.mark.timeout(900)
 def test_gpt2_of_124m_parameters(make_engine: MakeEngine, gpt2_124m_path: Path) -> None:
     prompts = parity_prompts(50_000)
     with make_engine(model=str(gpt2_124m_path), num_threads=NUM_THREADS) as llm:

@@ -139,8 +139,6 @@ def test_random_weights(tmp_path: Path) -> None:
         llm.core.check_integrity()
 
 
-# One core of a busy machine takes four minutes for this model.
-@pytest.mark.timeout(900)
 def test_random_weights_of_gpt2_124m(tmp_path: Path) -> None:
     torch.set_num_threads(NUM_THREADS)
     path = write_random_gpt2_124m(tmp_path / "gpt2-124m")

@@ -17,9 +17,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.core_client import AsyncMPClient, MPClient
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.watermarking.gpu_sampler import GPUWatermarkSampler
 from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
@@ -32,6 +35,7 @@ from rose_backend.vllm_plugin.attention_backend import (
     RoseAttentionImpl,
     RoseAttentionMetadataBuilder,
 )
+from rose_backend.vllm_plugin.joined_outputs import is_plain
 from rose_backend.vllm_plugin.kv_cache_blocks import RoseBlocks
 from rose_backend.vllm_plugin.kv_cache_manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.sampler import RoseTopKTopP
@@ -209,6 +213,16 @@ def test_every_kind_of_request_is_known() -> None:
     """A new field may ask for something that Rose's draw would leave out; see ``why_vllm_draws``."""
     new = set(SamplingParams.__struct_fields__) - SAMPLING_FIELDS
     assert not new, f"SamplingParams has new fields: {sorted(new)}"
+
+
+def test_outputs_of_the_engine_have_what_is_joined() -> None:
+    assert {"outputs", "weight_version"} <= set(EngineCoreOutputs.__struct_fields__)
+    # As it comes out of the socket; a field that is never its default would keep everything apart.
+    message = EngineCoreOutputs(outputs=[EngineCoreOutput("a", [1])])
+    (output,) = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(message)).outputs
+    assert is_plain(output)
+    assert "self.outputs_queue = asyncio.Queue" in inspect.getsource(AsyncMPClient.__init__)
+    assert "self.vllm_config = " in inspect.getsource(MPClient.__init__)
 
 
 @pytest.mark.parametrize("event", EVENT_FIELDS, ids=lambda event: event.__name__)
