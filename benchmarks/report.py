@@ -89,6 +89,9 @@ TABLES = {
         readme_vllm.serving_table,
         readme_vllm.FOUR_API_SERVERS_COMMAND,
     ),
+    "vllm_serving_host": Table(
+        "cpu/vllm_serving_host.json", readme_vllm.serving_table, readme_vllm.HOST_ONLY_COMMAND
+    ),
     "vllm_parts": Table("h200/vllm_parts.json", readme_vllm.parts_table, readme_vllm.PARTS_COMMAND),
     "vllm_llama": Table("h200/vllm_llama.json", readme_vllm.llama_table, readme_vllm.LLAMA_COMMAND),
     "online_compare": Table("h200/online_compare.json", readme_online.online_table, readme_online.COMMAND),

@@ -16,6 +16,8 @@ end inside a block, and a tail of 16 to 64 tokens. Every turn has prompts that n
 Figures have the names of ``vllm bench serve``; times count from when a request was due. prefilled_tokens are prompt
 tokens less those found in the prefix cache, as the server counts them. client_busy near 1 says that the client
 was the limit: give it more processes with --clients. server_busy are cores that the server's processes kept busy.
+
+With --step-ms no model runs, and figures are of the servers' own work alone: HTTP, scheduling, texts.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +46,7 @@ from benchmarks.support.report import run_facts, write_json
 from benchmarks.support.request_sets import SETS
 from benchmarks.support.servers import Server, ServerError
 from benchmarks.support.serving_turns import Turns
-from benchmarks.support.vllm_serving_report import bars, compare, print_report
+from benchmarks.support.vllm_serving_report import OUTPUTS_APART, bars, compare, print_report
 
 BACKENDS = ("rose-in-vllm", "vllm")
 QUICK_LENGTH_DIVISOR = 16
@@ -69,6 +72,16 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--start-in-turn", action="store_true", help="start one server after the other, not both at once"
     )
+    parser.add_argument(
+        "--compare-joined-outputs", action="store_true", help="Rose without joined_outputs, too"
+    )
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        metavar="MS",
+        help="no model runs: every step takes so long and draws made-up tokens, so that the servers' own work is "
+        "measured, on a machine without a GPU (vLLM's CPU build, --device cpu)",
+    )
     add_engine_options(parser, BACKENDS)
     options = parser.parse_args(arguments)
     set_defaults(options)
@@ -80,6 +93,10 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name}: got {getattr(options, name)}, has to be above 0")
     if options.max_seconds is not None and options.max_seconds <= 0:
         parser.error(f"--max-seconds: got {options.max_seconds}, has to be above 0")
+    if options.step_ms is not None and (options.step_ms < 0 or options.device != "cpu"):
+        parser.error(
+            f"--step-ms: got {options.step_ms} on {options.device}, needed are 0 or more on --device cpu"
+        )
     if options.loads and options.rates:
         parser.error("--loads and --rates exclude each other")
     options.loads = options.loads or ([0.5] if options.quick else [0.25, 0.5, 0.75, 1.0])
@@ -87,6 +104,14 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         if min(getattr(options, name) or [1]) <= 0:
             parser.error(f"--{name}: got {getattr(options, name)}, each has to be above 0")
     return options
+
+
+def sides(options: argparse.Namespace) -> dict[str, tuple[str, list[str]]]:
+    """Return which servers run: name -> backend, and what is switched off."""
+    found: dict[str, tuple[str, list[str]]] = {backend: (backend, []) for backend in options.backends}
+    if options.compare_joined_outputs:
+        found[OUTPUTS_APART] = ("rose-in-vllm", ["joined_outputs"])
+    return found
 
 
 @contextlib.contextmanager
@@ -100,24 +125,28 @@ def running_servers(
     """
     logs.mkdir(parents=True, exist_ok=True)
 
-    def start(backend: str) -> float:
+    def start(side: str) -> float:
+        backend, switches_off = servers_wanted[side]
         idle = list(servers.values()) if options.start_in_turn and options.pause else []
         with paused(server.pid for server in idle):
             begin = time.monotonic()
-            servers[backend] = Server(
+            servers[side] = Server(
                 backend,
-                engine_options(options, backend, model, facts, []),
-                log=logs / f"server_{backend}.log",
+                replace(
+                    engine_options(options, backend, model, facts, switches_off), step_ms=options.step_ms
+                ),
+                log=logs / f"server_{side.replace(' ', '_')}.log",
                 **environment(options, backend),
             )
-            servers[backend].wait_until_ready()
+            servers[side].wait_until_ready()
             return time.monotonic() - begin
 
     servers: dict[str, Server] = {}
+    servers_wanted = sides(options)
     try:
-        with ThreadPoolExecutor(1 if options.start_in_turn else len(options.backends)) as starters:
-            start_up_s = dict(zip(options.backends, starters.map(start, options.backends), strict=True))
-        yield {backend: servers[backend] for backend in options.backends}, start_up_s
+        with ThreadPoolExecutor(1 if options.start_in_turn else len(servers_wanted)) as starters:
+            start_up_s = dict(zip(servers_wanted, starters.map(start, servers_wanted), strict=True))
+        yield {side: servers[side] for side in servers_wanted}, start_up_s
     finally:
         for server in servers.values():
             server.terminate()
@@ -180,6 +209,7 @@ def run(options: argparse.Namespace, model: str, facts: ModelFacts, logs: Path) 
         "clients",
         "start_in_turn",
         "pause",
+        "step_ms",
         "quick",
     )
     return {

@@ -26,6 +26,8 @@ class EngineOptions:
     """Rose's switches; ``run_ahead``, and inside vLLM ``mixed_graphs``, are among them here."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Options in the engine's own words."""
+    step_ms: float | None = None
+    """vLLM's servers only: instead of a device, one that takes so long for any step."""
 
 
 class OfflineEngine(Protocol):

@@ -16,6 +16,7 @@ from benchmarks.support.readme_compare import (
     source,
     versions,
 )
+from benchmarks.support.vllm_serving_report import OUTPUTS_APART
 
 SERVING_COMMAND = "python -m benchmarks.vllm_serving"
 FOUR_API_SERVERS_COMMAND = " ".join(
@@ -24,7 +25,16 @@ FOUR_API_SERVERS_COMMAND = " ".join(
 PARTS_COMMAND = f"{COMPARISON_COMMAND} --backends rose-in-vllm vllm --compare-parts"
 LLAMA_COMMAND = f"{COMPARISON_COMMAND} --shape llama-1b"
 
+HOST_ONLY_COMMAND = " ".join(
+    (
+        SERVING_COMMAND,
+        "--model models/tiny-gpt2 --device cpu --step-ms 1.5 --compare-joined-outputs --start-in-turn",
+        "--loads 0.5 --requests 256 --clients 1",
+    )
+)
+
 SIDES = (HOST, STOCK)
+_SERVED = {HOST: LABELS[HOST], OUTPUTS_APART: "the same, `joined_outputs` off", STOCK: LABELS[STOCK]}
 NOISE = 0.02
 """Share of a time by which two sides may differ without a reason: a part within it neither pays nor costs."""
 
@@ -40,9 +50,10 @@ def serving_table(result: dict[str, Any]) -> str:
         raise SystemExit(f"vllm_serving: {failed} requests failed, both sides are needed at every load")
     rows = []
     for row in result["comparison"]:
-        for side in SIDES:
-            load = _load(row) if side == HOST else ""
-            rows.append((load, LABELS[side], *_serving_cells(row["medians"][side])))
+        for side, label in _SERVED.items():
+            if side in row["medians"]:
+                load = _load(row) if side == HOST else ""
+                rows.append((load, label, *_serving_cells(row["medians"][side])))
         times = row["times"]
         ratio = times["output_throughput"]
         rows.append(("", "Rose / vLLM", _ratios(times, "ttft"), _ratios(times, "tpot"), f"{ratio:.2f}x", ""))
@@ -130,9 +141,11 @@ def _serving_source(result: dict[str, Any]) -> str:
         turns[key] = turns.get(key, 0) + 1
     counts = " to ".join(str(count) for count in sorted({min(turns.values()), max(turns.values())}))
     busiest = max(row["client_busy"] for row in result["rows"])
+    step_ms = settings.get("step_ms")
+    device = result["device"] if step_ms is None else f"no model, {step_ms:g} ms a step"
     return (
         f"Medians of {counts} turns, {settings['requests']} requests at once or {settings['seconds']:g} s of "
-        f"Poisson arrivals, {result['device']}, {settings['model']}, {settings['dtype']}; {versions(result)}; start-up "
+        f"Poisson arrivals, {device}, {settings['model']}, {settings['dtype']}; {versions(result)}; start-up "
         f"{', '.join(f'{LABELS[side]} {start_up[side]:.1f} s' for side in SIDES)}; "
         f"busiest client process {busiest:.0%} of a core; `{result['command']}`."
     )

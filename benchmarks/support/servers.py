@@ -26,6 +26,10 @@ from benchmarks.support.worker_pool import ROOT, worker_environment
 MAX_START_S = 300.0
 MAX_STOP_S = 20.0
 MAX_WAKE_S = 60.0
+HOST_ONLY_SERVER = "benchmarks.support.host_only_server"
+"""``vllm serve`` with a device that takes ``EngineOptions.step_ms`` for any step."""
+STEP_MS = "ROSE_BENCHMARK_STEP_MS"
+"""Variable of the environment that tells it how long."""
 _PORTS = range(20_000, 30_000)
 _NOT_FOUND = 44
 
@@ -61,7 +65,8 @@ def server_command(backend: str, options: EngineOptions, port: int) -> list[str]
             "rose" if backend == "rose-in-vllm" else "FLASH_ATTN" if options.device == "cuda" else None
         )
         fields = {**vllm_options(options, attention), "disable_uvicorn_access_log": True}
-        command = ["-m", "vllm.entrypoints.cli.main", "serve", fields.pop("model")]
+        module = "vllm.entrypoints.cli.main" if options.step_ms is None else HOST_ONLY_SERVER
+        command = ["-m", module, "serve", fields.pop("model")]
     return [sys.executable, *command, *where, *as_flags(fields)]
 
 
@@ -109,7 +114,7 @@ class Server:
             self._process = subprocess.Popen(
                 self.command,
                 cwd=ROOT,
-                env=worker_environment(backend, python_path, environment),
+                env=worker_environment(backend, python_path, {**environment, **_step_time(options)}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -169,6 +174,10 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def _step_time(options: EngineOptions) -> dict[str, str]:
+    return {} if options.step_ms is None else {STEP_MS: str(options.step_ms)}
 
 
 class Servers:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.support.compare_parts import HOST, ONLY_ATTENTION, ONLY_MANAGER, PART_SIDES, STOCK
 from benchmarks.support.compare_report import inside_vllm_bars
 from benchmarks.support.readme_vllm import llama_table, parts_table, serving_table
-from benchmarks.support.vllm_serving_report import COMPARED, bars, compare
+from benchmarks.support.vllm_serving_report import COMPARED, OUTPUTS_APART, bars, compare
 from tests.benchmarks.test_readme_compare import report, row
 
 
@@ -55,6 +55,15 @@ def test_servers_are_shown_at_every_load_with_goals_that_were_missed() -> None:
     )
     assert "Goals missed: shared-prefix, 38.5 a second: p50_ttft_ms (1.25 x, at most 1); " in text
     assert text.endswith("fewer tokens prefilled (-1.00 tokens, at least 1), of 7.")
+
+
+def test_a_server_with_a_part_off_and_servers_without_a_model_say_so() -> None:
+    rows = [*SERVED, turn("random", None, OUTPUTS_APART, 7.0)]
+    settings = {**serving_report(rows)["settings"], "step_ms": 1.5}
+    text = serving_table(serving_report(rows, settings=settings))
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert lines[3].startswith("|  | the same, `joined_outputs` off | 7 / 7 ms |")
+    assert lines[4].startswith("|  | vLLM |") and "no model, 1.5 ms a step" in text
 
 
 def test_a_server_that_failed_is_not_published() -> None:

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,10 @@ from rich.console import Console
 
 from benchmarks import vllm_serving
 from benchmarks.support import servers
-from benchmarks.support.engines import BLOCK_SIZE
+from benchmarks.support.engines import BLOCK_SIZE, EngineOptions
 from benchmarks.support.request_sets import RANDOM, SETS, SHARED_PREFIX
 from benchmarks.support.server_metrics import parse_counts
-from benchmarks.support.vllm_serving_report import COMPARED, bars, compare, print_report
+from benchmarks.support.vllm_serving_report import COMPARED, OUTPUTS_APART, bars, compare, print_report
 from tests.benchmarks.fake_vllm_server import METRICS
 from tests.benchmarks.sleepers import Sleeper, is_stopped, sleepers
 
@@ -164,6 +165,40 @@ def test_servers_start_together_or_in_turn(
     assert sorted(SlowServer.stopped) == sorted(FAKES)
 
 
+def test_a_part_that_is_off_has_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    class Recorded(SlowServer):
+        def __init__(self, backend: str, options: Any, **arguments: Any) -> None:
+            super().__init__(backend, options, **arguments)
+            asked[arguments["log"].stem] = (backend, options.switches_off, options.step_ms)
+
+    monkeypatch.setattr(vllm_serving, "Server", Recorded)
+    SlowServer.made, SlowServer.started, SlowServer.idle_stopped, SlowServer.stopped = [], [], [], []
+    options = vllm_serving.parse_options(
+        ["--quick", "--compare-joined-outputs", "--step-ms", "2", "--device", "cpu"]
+    )
+    facts = SimpleNamespace(max_model_len=64, kv_elements_per_token=2)
+    with vllm_serving.running_servers(options, "model", facts, tmp_path) as (running, start_up_s):  # type: ignore[arg-type]
+        assert list(running) == list(start_up_s) == [*FAKES, OUTPUTS_APART]
+    assert asked == {
+        "server_rose-in-vllm": ("rose-in-vllm", [], 2.0),
+        "server_vllm": ("vllm", [], 2.0),
+        "server_rose-in-vllm,_joined_outputs_off": ("rose-in-vllm", ["joined_outputs"], 2.0),
+    }
+
+
+def test_a_server_without_a_model_is_another_program(tmp_path: Path) -> None:
+    options = EngineOptions("model", "float32", "cpu", 8, 64, 64, ["joined_outputs"], step_ms=2.0)
+    command = servers.server_command("rose-in-vllm", options, 1)
+    assert servers.HOST_ONLY_SERVER in command and "vllm.entrypoints.cli.main" not in command
+    assert '{"rose": {"joined_outputs": false}}' in command
+    assert servers._step_time(options) == {servers.STEP_MS: "2.0"}
+    with_model = replace(options, step_ms=None)
+    assert "vllm.entrypoints.cli.main" in servers.server_command("vllm", with_model, 1)
+    assert servers._step_time(with_model) == {}
+
+
 def test_a_server_that_does_not_start_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,6 +309,11 @@ def test_help_names_the_script_and_its_options(capsys: pytest.CaptureFixture[str
         (["--rates", "-3"], "--rates: got [-3.0], each has to be above 0"),
         (["--loads", "1", "--rates", "3"], "--loads and --rates exclude each other"),
         (["--sets", "both"], "invalid choice: 'both'"),
+        (
+            ["--step-ms", "-1", "--device", "cpu"],
+            "--step-ms: got -1.0 on cpu, needed are 0 or more on --device cpu",
+        ),
+        (["--step-ms", "1", "--device", "cuda"], "--step-ms: got 1.0 on cuda, "),
     ],
 )
 def test_options_that_make_no_sense_are_refused(
