@@ -21,7 +21,11 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[servers.
     """Yield a server that only seems to be vLLM's."""
     monkeypatch.setattr(servers, "server_command", fake_command)
     server = servers.Server(
-        "vllm", SimpleNamespace(model="m"), python_path=None, environment={}, log=tmp_path / "log"
+        "vllm",
+        SimpleNamespace(model="m", step_ms=None),
+        python_path=None,
+        environment={},
+        log=tmp_path / "log",
     )  # type: ignore[arg-type]
     try:
         server.wait_until_ready()
