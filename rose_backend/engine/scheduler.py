@@ -13,13 +13,8 @@ from rose_backend.engine.admission import Admission
 from rose_backend.engine.late_commits import LateCommits
 from rose_backend.engine.request import Completion, RequestFactory
 from rose_backend.engine.row_state import Int32Array, RowState
+from rose_backend.engine.spare_blocks import reserve_ahead
 from rose_backend.errors import IntegrityError
-
-_BLOCKS_PER_SPARE_BLOCK = 16
-"""Rows hold a block that they do not need yet as long as there are so many free ones for each of them."""
-_MAX_SPARE_BLOCKS = 2
-"""Of each row. Planning costs the host about as much as ten steps that are alike, and taking blocks about as much as
-planning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +161,26 @@ class Scheduler:
 
     def _let_decodes_sit_out(self, rows: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
         """Leave decodes out of a step half of whose tokens, or more, are prompts'."""
-        has_begun = self._rows.num_planned_tokens(rows) > self._rows.num_prompt_tokens[rows]
-        is_decode = (counts == 1) & has_begun
+        is_decode = self._is_decode(rows, counts)
         if 2 * int(counts[~is_decode].sum()) < self.token_budget:
             return rows, counts
         return rows[~is_decode], counts[~is_decode]
+
+    def _is_decode(self, rows: Int32Array, counts: Int32Array) -> NDArray[np.bool_]:
+        """Return which of ``rows`` add a token to a text that has begun."""
+        has_begun = self._rows.num_planned_tokens(rows) > self._rows.num_prompt_tokens[rows]
+        return (counts == 1) & has_begun
+
+    def _budget_left(self, rows: Int32Array, counts: Int32Array) -> int:
+        """Return how many more prompt tokens fit into a step of these.
+
+        Decodes that may sit out take no room: prompts fill half of the step, or there is some for both.
+        """
+        budget = self.token_budget - int(counts.sum())
+        if self._prompts_first:
+            num_decodes = int(np.count_nonzero(self._is_decode(rows, counts)))
+            budget += num_decodes if 2 * num_decodes <= self.token_budget else 0
+        return budget
 
     def _make_step(self, rows: Int32Array, counts: Int32Array) -> Step:
         is_decode = (counts == 1) & (self._num_remaining(rows) == 1)
@@ -203,7 +213,7 @@ class Scheduler:
         while True:
             rows, counts = self._pick_running()
             ahead = counts + self._rows.num_uncommitted_tokens[rows]
-            if not len(rows) or self._reserve(rows, ahead):
+            if not len(rows) or reserve_ahead(self._manager, self._rows, rows, ahead):
                 return rows, counts, was_short
             if not may_preempt:
                 # A step in flight may end a sequence; whoever is preempted would lose the tokens it draws.
@@ -213,24 +223,6 @@ class Scheduler:
             self._preempt_newest()
             was_short = True
 
-    def _reserve(self, rows: Int32Array, num_tokens: Int32Array) -> bool:
-        """Make room for ``num_tokens`` of each row; where blocks are plenty, for further steps, too.
-
-        Rows need their next blocks at different times: without that, nearly every step would hand out a few.
-        """
-        manager = self._manager
-        num_computed = manager.num_computed_tokens[rows]
-        if np.count_nonzero(manager.table.capacity[rows] < num_computed + num_tokens) == 0:
-            return True
-        num_spare = min(manager.num_free_blocks // (len(rows) * _BLOCKS_PER_SPARE_BLOCK), _MAX_SPARE_BLOCKS)
-        if num_spare:
-            # The last token of a row is never computed.
-            longest = self._rows.max_num_tokens[rows] - 1 - num_computed
-            further = np.minimum(num_tokens + num_spare * manager.block_size, longest)
-            if manager.reserve(rows, np.maximum(num_tokens, further)).ok:
-                return True
-        return manager.reserve(rows, num_tokens).ok
-
     def _pick_running(self) -> tuple[Int32Array, Int32Array]:
         running, remaining = self._can_go_on()
         budget = self.token_budget
@@ -238,11 +230,12 @@ class Scheduler:
         if is_single.all():
             return running[:budget], remaining[:budget]
         singles = running[is_single][:budget]
-        budget -= len(singles)
+        ones = np.ones(len(singles), np.int32)
+        budget = self._budget_left(singles, ones)
         chunked, remaining = running[~is_single], remaining[~is_single]
         counts = np.clip(budget - (np.cumsum(remaining) - remaining), 0, remaining).astype(np.int32)
         fits = counts > 0
-        counts = np.concatenate([np.ones(len(singles), np.int32), counts[fits]])
+        counts = np.concatenate([ones, counts[fits]])
         return np.concatenate([singles, chunked[fits]]), counts
 
     def _can_go_on(self) -> tuple[Int32Array, Int32Array]:
@@ -268,7 +261,7 @@ class Scheduler:
         self.counters.preemptions += 1
 
     def _let_in(self, rows: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
-        budget = self.token_budget - int(counts.sum())
+        budget = self._budget_left(rows, counts)
         new_rows, new_counts, num_cached = self._admission.admit(budget, len(self._running))
         self.counters.cached_tokens += num_cached
         self._running = np.concatenate([self._running, new_rows])
