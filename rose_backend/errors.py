@@ -59,3 +59,8 @@ def nearest_name_hint(name: str, valid_names: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest valid name, or an empty string."""
     matches = difflib.get_close_matches(name, list(valid_names), n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def kind_and_text(error: BaseException) -> str:
+    """Return what an error is and says, for a report that quotes it."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -17,7 +17,7 @@ from rose_backend.engine.output_processor import Abort, OutputProcessor
 from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.paced_pipeline import PacedPipeline
 from rose_backend.engine.ready_outputs import ReadyOutputs
-from rose_backend.engine.request import Request, RequestFactory
+from rose_backend.engine.request import PromptLists, Request, RequestFactory
 from rose_backend.engine.row_state import RowState
 from rose_backend.engine.scheduler import Scheduler
 from rose_backend.engine.start_up import LoadedModel, load
@@ -25,7 +25,7 @@ from rose_backend.engine.step_pipeline import PipelineParts, StepPipeline
 from rose_backend.engine.text_worker import OutputSink, TextWorker
 from rose_backend.engine.token_reader import TokenReader
 from rose_backend.engine.warm_up import warm_up
-from rose_backend.errors import EngineDeadError, IntegrityError, QueueFullError, RequestError
+from rose_backend.errors import EngineDeadError, IntegrityError, QueueFullError, RequestError, kind_and_text
 
 
 class EngineCore:
@@ -65,6 +65,7 @@ class EngineCore:
         self._texts = TextWorker(OutputProcessor(loaded.tokenizer), sink or OutputSink(self._ready.put))
         weakref.finalize(self, self._texts.stop)  # where nobody calls close
         self._requests: dict[str, Request] = {}
+        self._prompt_lists = PromptLists()
         self._is_stalled = False
         self._generated_tokens = 0
         self._failure: BaseException | None = None
@@ -136,6 +137,7 @@ class EngineCore:
             message = f"request_id: got {request.request_id!r}, which an unfinished request has"
             raise RequestError(message, parameter="request_id")
         self._requests[request.request_id] = request
+        self._prompt_lists.add(request)
         self._is_stalled = False
         self._scheduler.waiting.append(request.completions[0])
 
@@ -244,7 +246,7 @@ class EngineCore:
         except Exception as error:
             self._failure = error
             where = "its text thread" if error is self._texts.failure else self._where()
-            raise EngineDeadError(f"the engine stopped in {where}: {_describe(error)}") from error
+            raise EngineDeadError(f"the engine stopped in {where}: {kind_and_text(error)}") from error
         except BaseException as error:
             # Ctrl-C, too, can leave rows and reservations half-way: going on could give wrong text.
             self._failure = error
@@ -256,6 +258,7 @@ class EngineCore:
         self._is_stalled = read is None and not self._pipeline.num_in_flight
         if read is not None:
             self._see(*read)
+            self._prompt_lists.make_some()
         elif self._is_stalled and self._returns_outputs and self._requests and not self._ready:
             self._texts.wait()
 
@@ -283,6 +286,7 @@ class EngineCore:
             del self._requests[request_id]
         if request_ids and not self._requests:
             self._pipeline.drop()
+            self._prompt_lists = PromptLists()
 
     def _where(self) -> str:
         """Say which step it is and whom it served, for the one report of a failure."""
@@ -291,8 +295,4 @@ class EngineCore:
 
     def _check_alive(self) -> None:
         if (error := self._failure) is not None:
-            raise EngineDeadError(f"the engine stopped earlier: {_describe(error)}") from error
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise EngineDeadError(f"the engine stopped earlier: {kind_and_text(error)}") from error

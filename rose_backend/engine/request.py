@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,8 @@ from rose_backend.errors import RequestError
 Prompt = str | Sequence[int]
 
 _SEED_MASK = (1 << 63) - 1
+_LISTS_PER_STEP = 2
+"""Lists of 512 tokens take as long as planning a step that is like the one before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,22 +114,42 @@ class Request:
                 return False
         return True
 
+    def prompt_list(self) -> list[int]:
+        """Return the prompt's tokens as outputs have them; made once, by whichever thread asks first."""
+        if self._prompt_list is None:
+            self._prompt_list = self.prompt_token_ids.tolist()
+        return self._prompt_list
+
     def make_output(self, snapshot: Callable[[Completion], CompletionOutput]) -> RequestOutput:
         """Describe the request's present state, each completion as ``snapshot`` shows it.
 
         All outputs of one stream share the list of prompt tokens.
         """
         self.has_output = True
-        if self._prompt_list is None:
-            self._prompt_list = self.prompt_token_ids.tolist()
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self._prompt_list,
+            prompt_token_ids=self.prompt_list(),
             outputs=[snapshot(completion) for completion in self.completions],
             finished=self.is_finished,
             num_cached_tokens=self.num_cached_tokens or 0,
         )
+
+
+class PromptLists:
+    """Makes the lists of prompt tokens that outputs have while the device is busy: many requests may end at once."""
+
+    def __init__(self) -> None:
+        self._unlisted: deque[Request] = deque()
+
+    def add(self, request: Request) -> None:
+        """Note that ``request`` will need one."""
+        self._unlisted.append(request)
+
+    def make_some(self) -> None:
+        """Make few enough to be done before the device is."""
+        for _ in range(min(_LISTS_PER_STEP, len(self._unlisted))):
+            self._unlisted.popleft().prompt_list()
 
 
 class RequestFactory:

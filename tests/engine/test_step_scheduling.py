@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rose_backend import LLM
+from rose_backend.engine.request import Request
 from rose_backend.engine.scheduler import Step
 from tests.engine.conftest import GREEDY
 
@@ -80,7 +81,14 @@ def test_decodes_sit_out_steps_full_of_prompts_where_nobody_waits_for_tokens(
     llm = make_llm(max_num_batched_tokens=40, prefix_cache=False, run_ahead=run_ahead)
     recorded = steps(llm)
     texts = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    assert [sorted(step.num_new_tokens.tolist()) for step in recorded[:3]] == [[3, 37], [39], [15, 24]]
+    # Nothing is kept free for those who sit out.
+    assert [sorted(step.num_new_tokens.tolist()) for step in recorded[:4]] == [
+        [3, 37],
+        [40],
+        [17, 23],
+        [7, 33],
+    ]
+    assert all(step.num_new_tokens.sum() <= 40 for step in recorded)
     # Half of what a step may compute is 20 tokens.
     parts = [(step.num_decodes, int(step.num_new_tokens[step.num_decodes :].sum())) for step in recorded]
     assert all(num_decodes == 0 for num_decodes, num_prompt_tokens in parts if num_prompt_tokens >= 20)
@@ -164,3 +172,25 @@ def test_requests_that_do_not_fit_wait_without_lookups(
     while core.num_unfinished:
         core.step()
     assert num_lookups == 3
+
+
+def test_lists_of_prompt_tokens_are_made_before_texts_end(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm()
+    was_there: list[bool] = []
+    make_output = Request.make_output
+
+    def spy(request: Request, snapshot: Any) -> Any:
+        was_there.append(request._prompt_list is not None)
+        return make_output(request, snapshot)
+
+    monkeypatch.setattr(Request, "make_output", spy)
+    prompts = [[index + 1] * 9 for index in range(6)]
+    outputs = llm.generate(prompts, replace(GREEDY, max_tokens=5))
+    assert [output.prompt_token_ids for output in outputs] == prompts and was_there == [True] * 6
+    # Texts of one token end before; nothing is kept of them.
+    was_there.clear()
+    outputs = llm.generate(prompts, replace(GREEDY, max_tokens=1))
+    assert [output.prompt_token_ids for output in outputs] == prompts and not all(was_there)
+    assert not llm.core._prompt_lists._unlisted
