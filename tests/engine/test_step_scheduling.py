@@ -98,6 +98,27 @@ def test_decodes_sit_out_steps_full_of_prompts_where_nobody_waits_for_tokens(
     assert texts == [output.outputs[0].token_ids for output in server.generate(prompts, params)]
 
 
+def test_a_step_of_decodes_and_prompts_never_exceeds_the_budget(
+    make_llm: Callable[..., LLM], steps: Callable[[LLM], list[Step]]
+) -> None:
+    # More decodes than half of the budget, and a prompt that would fit into it without them.
+    llm = make_llm(max_num_batched_tokens=20, max_num_seqs=16, prefix_cache=False)
+    recorded = steps(llm)
+    prompts = [[index + 1] * 2 for index in range(14)] + [[99] * 9]
+    params = [replace(GREEDY, max_tokens=12)] * 14 + [replace(GREEDY, max_tokens=3)]
+    core = llm.core
+    for prompt, each in zip(prompts[:14], params[:14], strict=True):
+        core.add(core.factory.make(prompt, each))
+    while core._scheduler.num_decoding < 14:
+        core.step()
+    core.add(core.factory.make(prompts[14], params[14]))
+    while core.num_unfinished:
+        core.step()
+    assert all(step.num_new_tokens.sum() <= 20 for step in recorded)
+    beside = [step for step in recorded if step.num_decodes and len(step.rows) > step.num_decodes]
+    assert any(step.num_decodes == 14 and step.num_new_tokens.sum() == 20 for step in beside)
+
+
 def test_prompt_of_one_token_takes_the_decode_path(
     make_llm: Callable[..., LLM], steps: Callable[[LLM], list[Step]]
 ) -> None:
