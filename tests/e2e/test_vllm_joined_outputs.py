@@ -26,6 +26,7 @@ PARAMS = SamplingParams(
 
 def test_streams_of_a_busy_front_end(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # vLLM looks at each kind of model in a process of its own, which imports all of vLLM.
     monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
     arguments = AsyncEngineArgs(

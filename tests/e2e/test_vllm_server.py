@@ -134,7 +134,9 @@ def test_metrics_follow_the_pool_and_the_prefix_cache(server: VllmServer) -> Non
         usages = []
         with server.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
             for number, line in enumerate(response.iter_lines()):
-                if number % 100 == 50 and line.startswith("data: "):
+                # Twice only: asking takes the time of many tokens, and the server does not wait for who reads slowly.
+                if number in (0, 200):
+                    assert line.startswith("data: ")
                     usages.append(metric(server, "vllm:kv_cache_usage_perc"))
         # 300 tokens in blocks of 128 to begin with, 900 in the end.
         assert 0 < usages[0] < usages[-1] < 1, usages
