@@ -143,8 +143,9 @@ class PromptLists:
         self._unlisted: deque[Request] = deque()
 
     def add(self, request: Request) -> None:
-        """Note that ``request`` will need one."""
-        self._unlisted.append(request)
+        """Note that ``request`` will need one; a stream does with its first token, and gets it then."""
+        if not request.is_streaming:
+            self._unlisted.append(request)
 
     def make_some(self) -> None:
         """Make few enough to be done before the device is."""

@@ -30,6 +30,8 @@ _others = attrgetter(*_OTHER_FIELDS)
 _NONE_OF_THEM = _others(EngineCoreOutput("", []))
 
 _JOINS: WeakKeyDictionary[AsyncMPClient, bool] = WeakKeyDictionary()
+_NUM_JOINED: WeakKeyDictionary[AsyncMPClient, int] = WeakKeyDictionary()
+"""How many messages at the head of a client's queue have been joined with each other."""
 
 
 def is_plain(output: EngineCoreOutput) -> bool:
@@ -82,9 +84,13 @@ def wrap_get_output_async(
     async def get_output_async(self: AsyncMPClient) -> EngineCoreOutputs:
         outputs = await original(self)
         queue = self.outputs_queue
-        if not queue.empty() and _joins(self):
+        num_waiting = queue.qsize()
+        # Once per message, however many wait: nothing has to be done while what was joined is handed out.
+        num_left = max(_NUM_JOINED.get(self, 0) - 1, 0)
+        _NUM_JOINED[self] = num_waiting
+        if num_waiting > num_left and _joins(self):
             # Taken out and put back: nobody else runs meanwhile.
-            waiting = [queue.get_nowait() for _ in range(queue.qsize())]
+            waiting = [queue.get_nowait() for _ in range(num_waiting)]
             join_outputs([outputs, *(each for each in waiting if not isinstance(each, Exception))])
             for message in waiting:
                 queue.put_nowait(message)

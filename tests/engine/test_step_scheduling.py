@@ -215,3 +215,9 @@ def test_lists_of_prompt_tokens_are_made_before_texts_end(
     outputs = llm.generate(prompts, replace(GREEDY, max_tokens=1))
     assert [output.prompt_token_ids for output in outputs] == prompts and not all(was_there)
     assert not llm.core._prompt_lists._unlisted
+    # A stream's is made with its first output, and not by the step loop.
+    was_there.clear()
+    stream = llm.stream(prompts[0], replace(GREEDY, max_tokens=5))
+    next(stream)
+    assert was_there[0] is False and not llm.core._prompt_lists._unlisted
+    stream.close()  # type: ignore[attr-defined]

@@ -214,6 +214,32 @@ def test_nothing_is_joined_where_it_is_off_or_rose_is(
     assert take_all(make_client(**options), waiting) == [[("a", [step])] for step in range(3)]
 
 
+def test_what_was_joined_is_not_looked_at_again(
+    make_client: Callable[..., AsyncMPClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, sizes = make_client(), list[int]()
+
+    def count(messages: list[EngineCoreOutputs]) -> None:
+        sizes.append(len(messages))
+        join_outputs(messages)
+
+    monkeypatch.setattr("rose_backend.vllm_plugin.joined_outputs.join_outputs", count)
+    waiting = [message(EngineCoreOutput("a", [step])) for step in range(6)]
+
+    async def take() -> list[list[int]]:
+        taken = []
+        for number in range(6):
+            # Four wait at first, two more come before the third is taken.
+            for each in {0: waiting[:4], 2: waiting[4:]}.get(number, []):
+                client.outputs_queue.put_nowait(each)
+            outputs = await client.get_output_async()
+            taken.append([token_id for output in outputs.outputs for token_id in output.new_token_ids])
+        return taken
+
+    assert asyncio.run(take()) == [[], [], [], [], [], [0, 1, 2, 3, 4, 5]]
+    assert sizes == [4, 4]
+
+
 def test_the_start_up_line_names_the_switch(make_config: MakeConfig, rose_log: list[str]) -> None:
     make_config(additional_config={"rose": {"joined_outputs": False}})
     (line,) = rose_log
