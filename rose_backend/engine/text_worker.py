@@ -22,7 +22,9 @@ _MAX_ROUND = 64
 _SHORT_ROUND_S = 500e-6
 """A round that took less, of up to about ten streams, holds nobody up; rests begin behind that."""
 _MAX_REST_S = 0.02
-"""However long a round took, texts stand still no longer than this."""
+"""However long rounds took, texts stand still no longer than this."""
+_NUM_REMEMBERED = 16
+"""Rounds whose average is the length of a rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,12 @@ class TextWorker:
 
     A thread, and not a part of the step loop: at 256 streams the texts of a step take longer than the step itself.
     Outputs of one request are delivered in order. With readers beside the engine, this thread and theirs work at most
-    half of the time: after a round of outputs they rest for as long as it took, and the tokens that come meanwhile
-    are one piece of text in a later round. So the step loop gets the interpreter lock when it wants it, and 256
-    streams slow the steps down by a fraction instead of several times. A round is for a few streams only, those that
-    have waited longest, so that rests are short. The first tokens of a text do not wait for the end of a rest.
+    half of the time: after a round of outputs they rest for as long as rounds have taken lately, and the tokens that
+    come meanwhile are one piece of text in a later round. So the step loop gets the interpreter lock when it wants it,
+    and 256 streams slow the steps down by a fraction instead of several times. Now and then a round takes several times
+    as long as others, because the step loop takes in prompts; a rest as long as that one would double the gap in each
+    text. A round is for a few streams only, those that have waited longest, so that rests are short. The first tokens
+    of a text do not wait for the end of a rest.
     """
 
     def __init__(self, processor: OutputProcessor, sink: OutputSink) -> None:
@@ -141,7 +145,7 @@ class TextWorker:
                 self._deliver(list(self._undelivered))
 
     def _work_half_of_the_time(self, readers: Readers) -> None:
-        rest_until = 0.0
+        rest_until, usual_s = 0.0, 0.0
         while (messages := self._take_messages(self._time_to_wait(rest_until))) is not None:
             start = time.perf_counter()
             self._process(messages)
@@ -153,8 +157,10 @@ class TextWorker:
             if due:
                 readers.wait_until_seen()
                 now = time.perf_counter()
-                if now - start > _SHORT_ROUND_S or len(due) == _MAX_ROUND:
-                    rest_until = now + min(now - start, _MAX_REST_S)
+                took = now - start
+                if took > _SHORT_ROUND_S or len(due) == _MAX_ROUND:
+                    usual_s += (took - usual_s) / _NUM_REMEMBERED if usual_s else took
+                    rest_until = now + min(usual_s, _MAX_REST_S)
 
     def _time_to_wait(self, rest_until: float) -> float | None:
         """Return for how many seconds nothing but a message is of interest; None for as long as it takes."""
