@@ -27,6 +27,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.support import resume
 from benchmarks.support.arrivals_report import goal_bars, print_arrivals
 from benchmarks.support.checkpoint import ModelFacts, checkpoint, model_facts
 from benchmarks.support.compare_options import (
@@ -63,6 +64,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max-seconds", type=float, help="begin no other turn after this time, and report what is there"
     )
+    resume.add_option(parser)
     add_engine_options(parser, BACKENDS)
     options = parser.parse_args(arguments)
     set_defaults(options)
@@ -94,6 +96,13 @@ class Contest:
         self.runs: Runs = {}
         self.rates: dict[str, dict[str, float]] = {SAME_LOAD: {}, OWN_LOAD: {}}
 
+    def take_over(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Begin with the turns of an earlier report, at its rates."""
+        for row in rows:
+            self.runs[row["scene"], row["backend"]] = row["turns"]
+            if row["scene"] != CAPACITY:
+                self.rates[row["scene"]][row["backend"]] = row["request_rate"]
+
     def warm_up(self) -> None:
         """Let all engines compile what they need: everything at once, at the same time."""
         self._pool.ask_all("serve", workload=self._workload(1_000_000).as_json(), rate=None)
@@ -108,12 +117,17 @@ class Contest:
             TimeElapsedColumn(),
         )
         repeats = self._options.repeats
+        left = {scene: repeats - self._num_taken(scene) for scene in (CAPACITY, SAME_LOAD, OWN_LOAD)}
         with Progress(*columns, console=Console(stderr=True)) as progress:
-            task = progress.add_task("", total=3 * repeats)
+            task = progress.add_task("", total=sum(left.values()))
+            self._num_turns = 3 * repeats - sum(left.values())
             turns = [CAPACITY] * repeats + [SAME_LOAD, OWN_LOAD] * repeats
             for scene in turns:
                 if time.monotonic() > deadline or not self._pool.workers:
                     break
+                if left[scene] <= 0:
+                    continue
+                left[scene] -= 1
                 if scene != CAPACITY and not self.rates[scene]:
                     self._choose_rates()
                 progress.update(task, description=scene)
@@ -122,6 +136,9 @@ class Contest:
                 except KeyboardInterrupt:
                     break
                 progress.advance(task)
+
+    def _num_taken(self, scene: str) -> int:
+        return max((len(runs) for (found, _), runs in self.runs.items() if found == scene), default=0)
 
     def _take_turn(self, scene: str) -> None:
         """Note figures only when all have had their turn."""
@@ -175,6 +192,8 @@ def rows_of(contest: Contest) -> list[dict[str, Any]]:
 def run(options: argparse.Namespace, model: str, facts: ModelFacts) -> dict[str, Any]:
     """Start the engines, let them take turns, and return the report."""
     deadline = time.monotonic() + (options.max_seconds or float("inf"))
+    facts_of_run = _facts(options)
+    earlier = resume.earlier_report(options.resume, facts_of_run)
     with WorkerPool("streaming", options.logs) as pool:
         for backend in options.backends:
             pool.add(
@@ -187,9 +206,24 @@ def run(options: argparse.Namespace, model: str, facts: ModelFacts) -> dict[str,
         contest = Contest(pool, options)
         with Console(stderr=True).status("starting engines"):
             pool.wait_until_started()
+            resume.check_engines(earlier, pool.facts)
+            contest.take_over(earlier["rows"] if earlier else [])
             contest.warm_up()
         contest.run(deadline)
     rows = rows_of(contest)
+    report = {
+        **facts_of_run,
+        "backends": pool.facts,
+        "missing": pool.missing,
+        "failed": pool.failed,
+        "bars": goal_bars(rows),
+        "rows": rows,
+    }
+    return resume.with_runs(report, earlier)
+
+
+def _facts(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what is known before any engine starts."""
     settings = (
         "dtype",
         "max_num_seqs",
@@ -204,14 +238,10 @@ def run(options: argparse.Namespace, model: str, facts: ModelFacts) -> dict[str,
     )
     return {
         "benchmark": "arrivals",
+        "sources_digest": resume.sources_digest(),
         **run_facts(),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "settings": {"model": options.model_name, **{name: getattr(options, name) for name in settings}},
-        "backends": pool.facts,
-        "missing": pool.missing,
-        "failed": pool.failed,
-        "bars": goal_bars(rows),
-        "rows": rows,
     }
 
 

@@ -34,6 +34,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.support import resume
 from benchmarks.support.checkpoint import GPT2_124M, ModelFacts, checkpoint, model_facts
 from benchmarks.support.compare_options import (
     ROSE_HOSTS,
@@ -50,10 +51,10 @@ from benchmarks.support.compare_report import (
     peer_bars,
     print_comparison,
 )
+from benchmarks.support.compare_samples import Samples, rows_of, samples_of
 from benchmarks.support.compare_scenes import SCENES, Case, cases
 from benchmarks.support.pause import only
 from benchmarks.support.report import run_facts, write_json
-from benchmarks.support.timing import spread
 from benchmarks.support.worker_pool import WorkerError, WorkerPool
 
 BACKENDS = ("rose", "rose-in-vllm", "vllm", "sglang")
@@ -70,8 +71,6 @@ SWITCHES = (
     "mixed_graphs",
 )
 SWITCHES_INSIDE_VLLM = ("block_manager", "batched_scheduling", "mixed_graphs")
-
-Samples = dict[tuple[Case, str], list[dict[str, float]]]
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -96,6 +95,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max-seconds", type=float, help="begin no other case after this time, and report what is there"
     )
+    resume.add_option(parser)
     add_engine_options(parser, BACKENDS)
     group = parser.add_argument_group("also run Rose with one part switched off")
     for switch in SWITCHES:
@@ -163,24 +163,28 @@ def warm_up(pool: WorkerPool, todo: Sequence[Case]) -> None:
 
 
 def measure(
-    pool: WorkerPool, todo: Sequence[Case], options: argparse.Namespace, deadline: float
-) -> tuple[Samples, int]:
-    """Return every run's figures by case and side, and how many turns there was no time for.
+    pool: WorkerPool, todo: Sequence[Case], options: argparse.Namespace, samples: Samples, deadline: float
+) -> int:
+    """Add every turn's figures to ``samples``, and return how many turns there was no time for.
 
     Args:
+        samples: by case and side; turns that are there already are not taken again.
         deadline: in ``time.monotonic``'s seconds. An interrupt is one, too: turns that were whole stay.
     """
-    samples: Samples = {}
+    num_taken = {case: len(turns) for (case, _), turns in samples.items()}
     repeats = {case: options.mixed_repeats if case.scene == "mixed" else options.repeats for case in todo}
     turns = [
-        (repeat, case) for repeat in range(max(repeats.values())) for case in todo if repeat < repeats[case]
+        (repeat, case)
+        for repeat in range(max(repeats.values()))
+        for case in todo
+        if num_taken.get(case, 0) <= repeat < repeats[case]
     ]
     columns = (TextColumn("{task.description:52}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=len(turns) * len(pool.workers))
         for seed, (repeat, case) in enumerate(turns):
             if time.monotonic() > deadline:
-                return samples, len(turns) - seed
+                return len(turns) - seed
             # Nobody is always the first, while the device is cold.
             names = deque(pool.workers)
             names.rotate(-repeat)
@@ -195,34 +199,19 @@ def measure(
                         pool.drop(name, error)
                     progress.advance(task)
             except KeyboardInterrupt:
-                return samples, len(turns) - seed
+                return len(turns) - seed
             for name, figures in taken.items():
                 samples.setdefault((case, name), []).append(figures)
-    return samples, 0
-
-
-def rows_of(samples: Samples) -> list[dict[str, Any]]:
-    """Return one row per case and side."""
-    return [
-        {
-            "case": case.name,
-            "scene": case.scene,
-            "num_requests": case.num_requests,
-            "input_len": list(case.input_len),
-            "output_len": list(case.output_len),
-            "mode": case.mode,
-            "backend": side,
-            "figure": case.figure,
-            "figures": {name: spread([run[name] for run in runs]) for name in runs[0]},
-        }
-        for (case, side), runs in samples.items()
-    ]
+    return 0
 
 
 def run(options: argparse.Namespace, model: str, facts: ModelFacts, deadline: float) -> dict[str, Any]:
     """Start the engines, let them take turns, and return the report."""
     todo = chosen_cases(options)
     start = time.monotonic()
+    facts_of_run = _facts(options, facts)
+    earlier = resume.earlier_report(options.resume, facts_of_run)
+    samples = samples_of(earlier, todo)
     with WorkerPool("offline", options.logs) as pool:
         for name, (backend, switches_off) in sides_of(options).items():
             pool.add(
@@ -235,14 +224,33 @@ def run(options: argparse.Namespace, model: str, facts: ModelFacts, deadline: fl
         with Console(stderr=True).status("starting engines"):
             pool.wait_until_started()
             start_up_s = time.monotonic() - start
+            resume.check_engines(earlier, pool.facts)
             warm_up(pool, todo)
         warm_up_s = time.monotonic() - start - start_up_s
-        samples, turns_left_out = measure(pool, todo, options, deadline)
+        turns_left_out = measure(pool, todo, options, samples, deadline)
     rows = rows_of(samples)
     has_goals = options.device == "cuda" and options.model is None and options.shape == GPT2_124M
     goals = [*goal_bars(rows), *inside_vllm_bars(rows)] if has_goals else []
+    report = {
+        **facts_of_run,
+        "start_up_s": start_up_s,
+        "warm_up_s": warm_up_s,
+        "backends": pool.facts,
+        "missing": pool.missing,
+        "failed": pool.failed,
+        "turns_left_out": turns_left_out,
+        "bars": [*goals, *peer_bars(rows)],
+        "losses": losses(rows),
+        "rows": rows,
+    }
+    return resume.with_runs(report, earlier)
+
+
+def _facts(options: argparse.Namespace, facts: ModelFacts) -> dict[str, Any]:
+    """Return what is known before any engine starts."""
     return {
         "benchmark": "offline_compare",
+        "sources_digest": resume.sources_digest(),
         **run_facts(),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "settings": {
@@ -255,15 +263,6 @@ def run(options: argparse.Namespace, model: str, facts: ModelFacts, deadline: fl
             "pause": options.pause,
             "quick": options.quick,
         },
-        "start_up_s": start_up_s,
-        "warm_up_s": warm_up_s,
-        "backends": pool.facts,
-        "missing": pool.missing,
-        "failed": pool.failed,
-        "turns_left_out": turns_left_out,
-        "bars": [*goals, *peer_bars(rows)],
-        "losses": losses(rows),
-        "rows": rows,
     }
 
 

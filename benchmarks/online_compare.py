@@ -34,6 +34,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from benchmarks.support import resume
 from benchmarks.support.checkpoint import ModelFacts, checkpoint, model_facts
 from benchmarks.support.compare_options import (
     add_engine_options,
@@ -85,6 +86,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--max-seconds", type=float, help="begin no other turn after this time, and report what is there"
     )
     parser.add_argument("--clients", type=int, help="processes of the client (default: 4)")
+    resume.add_option(parser)
     add_engine_options(parser, BACKENDS)
     options = parser.parse_args(arguments)
     set_defaults(options)
@@ -117,6 +119,7 @@ class Contest:
         )
         self._clients = ClientProcesses(options.clients)
         self.rows: list[dict[str, Any]] = []
+        """May hold turns of an earlier run: these are not taken again."""
         self.turns_left_out = 0
 
     def _load(self, server: Server, prompts: list[list[int]], mode: str, scale: float) -> Load:
@@ -141,12 +144,14 @@ class Contest:
         An interrupt is a deadline: turns that were whole stay.
         """
         options = self._options
-        turns = [
+        taken = {(row["repeat"], row["mode"], row["scale"]) for row in self.rows}
+        all_turns = [
             (repeat, mode, scale)
             for repeat in range(options.repeats)
             for scale in sorted(options.scales)
             for mode in options.modes
         ]
+        turns = [(index, turn) for index, turn in enumerate(all_turns) if turn not in taken]
         columns = (
             TextColumn("{task.description:48}"),
             BarColumn(),
@@ -155,15 +160,15 @@ class Contest:
         )
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task("", total=len(turns) * len(self._servers))
-            for index, (repeat, mode, scale) in enumerate(turns):
+            for num_taken, (index, turn) in enumerate(turns):
+                self.turns_left_out = len(turns) - num_taken
                 if time.monotonic() > deadline:
-                    self.turns_left_out = len(turns) - index
                     return
                 try:
-                    self.rows += self._whole_turn(index, repeat, mode, scale, progress, task)
+                    self.rows += self._whole_turn(index, *turn, progress, task)
                 except KeyboardInterrupt:
-                    self.turns_left_out = len(turns) - index
                     return
+            self.turns_left_out = 0
 
     def _whole_turn(
         self, index: int, repeat: int, mode: str, scale: float, progress: Progress, task: TaskID
@@ -198,8 +203,10 @@ class Contest:
         self._clients.close()
 
 
-def read_requests(options: argparse.Namespace, max_model_len: int) -> tuple[list[TraceRequest], int, str]:
-    """Return requests that fit the window, how many did not, and where they are from."""
+def read_requests(
+    options: argparse.Namespace, max_model_len: int
+) -> tuple[list[TraceRequest], dict[str, Any]]:
+    """Return requests that fit the window, and what there is to know of them."""
     if options.trace is None:
         # Twice as many, because some will not fit.
         source, trace = "a made-up trace", iter(synthetic_trace(2 * options.requests))
@@ -213,13 +220,21 @@ def read_requests(options: argparse.Namespace, max_model_len: int) -> tuple[list
     fitting, num_left_out = fitted(
         trace, options.requests, length_scale=options.length_scale, max_model_len=max_model_len
     )
-    return fitting, num_left_out, source
+    return fitting, {
+        "source": source,
+        "length_scale": options.length_scale,
+        "max_model_len": max_model_len,
+        "num_left_out": num_left_out,
+        **statistics(fitting),
+    }
 
 
 def run(options: argparse.Namespace, model: str, facts: ModelFacts, logs: Path) -> dict[str, Any]:
     """Start the servers, let them take turns, and return the report."""
     start = time.monotonic()
-    trace, num_left_out, source = read_requests(options, facts.max_model_len)
+    trace, facts_of_trace = read_requests(options, facts.max_model_len)
+    facts_of_run = {**_facts(options), "trace": facts_of_trace}
+    earlier = resume.earlier_report(options.resume, facts_of_run)
     servers = Servers(logs)
     for backend in options.backends:
         arguments = engine_options(options, backend, model, facts, [])
@@ -229,28 +244,15 @@ def run(options: argparse.Namespace, model: str, facts: ModelFacts, logs: Path) 
         with Console(stderr=True).status("starting servers"):
             servers.wait_until_ready()
             start_up_s = time.monotonic() - start
+            resume.check_engines(earlier, servers.versions)
+            contest.rows += earlier["rows"] if earlier else []
             contest.warm_up()
         contest.run(start + (options.max_seconds or float("inf")))
     finally:
         contest.close()
         servers.stop()
-    settings = ("dtype", "max_num_seqs", "repeats", "clients", "pause", "quick")
-    return {
-        "benchmark": "online_compare",
-        **run_facts(),
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-        "settings": {
-            "model": options.model_name,
-            **{name: getattr(options, name) for name in settings},
-            "scale": "sending times are multiplied by it: smaller is more load",
-        },
-        "trace": {
-            "source": source,
-            "length_scale": options.length_scale,
-            "max_model_len": facts.max_model_len,
-            "num_left_out": num_left_out,
-            **statistics(trace),
-        },
+    report = {
+        **facts_of_run,
         "start_up_s": start_up_s,
         "backends": servers.versions,
         "missing": servers.missing,
@@ -258,6 +260,23 @@ def run(options: argparse.Namespace, model: str, facts: ModelFacts, logs: Path) 
         "turns_left_out": contest.turns_left_out,
         "losses": losses(contest.rows),
         "rows": contest.rows,
+    }
+    return resume.with_runs(report, earlier)
+
+
+def _facts(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what is known before any server starts."""
+    settings = ("dtype", "max_num_seqs", "repeats", "clients", "pause", "quick")
+    return {
+        "benchmark": "online_compare",
+        "sources_digest": resume.sources_digest(),
+        **run_facts(),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "settings": {
+            "model": options.model_name,
+            **{name: getattr(options, name) for name in settings},
+            "scale": "sending times are multiplied by it: smaller is more load",
+        },
     }
 
 

@@ -6,7 +6,7 @@
 Steps begin in the order of --list, or of --steps. One that is still at it when the time is up is interrupted; then
 comparisons write the turns that were whole. Steps for which no time is left are named. Random checkpoints are made
 once, in a folder that all steps share, so that vLLM compiles once. --python-path and --env go to the steps that compare
-engines.
+engines. With --resume, comparisons keep the turns that the files in --results hold, and take those that are missing.
 The status is 1 if a step failed or was left out.
 """
 
@@ -37,6 +37,7 @@ MIN_SECONDS = 20.0
 GRACE_SECONDS = 45.0
 """From the interrupt until a step that does not end is killed."""
 
+_CAN_RESUME = ("benchmarks.offline_compare", "benchmarks.online_compare", "benchmarks.arrivals")
 _SWITCHES = ("fused_mlp", "fused_sampler", "fused_kv_append", "fused_add_layernorm", "cuda_graph", "prefix_cache",
              "run_ahead")  # fmt: skip
 
@@ -60,7 +61,12 @@ class Step:
             if text.partition("=")[0] in self.backends
             for part in as_flags({name: text})
         ]
-        return [sys.executable, "-m", self.module, *own, *elsewhere, "--json", str(result)]
+        earlier = ("--resume", str(result)) if self.resumes(options, result) else ()
+        return [sys.executable, "-m", self.module, *own, *elsewhere, *earlier, "--json", str(result)]
+
+    def resumes(self, options: argparse.Namespace, result: Path) -> bool:
+        """Whether it goes on from what is in ``result``."""
+        return options.resume and self.module in _CAN_RESUME and result.is_file()
 
 
 _ENGINES = ("rose", "rose-in-vllm", "vllm", "sglang")
@@ -105,6 +111,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--results", type=Path, default=Path("build/suite"), metavar="DIR", help="(default: %(default)s)"
     )
+    parser.add_argument("--resume", action="store_true", help="keep turns that comparisons in --results hold")
     parser.add_argument("--quick", action="store_true", help="each step with its --quick, on a CPU, too")
     for option, value in (("--python-path", "BACKEND=DIR"), ("--env", "BACKEND=NAME=VALUE")):
         parser.add_argument(option, action="append", default=[], metavar=value, help="for comparisons")
@@ -152,7 +159,8 @@ def run(options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
         for name in options.steps:
             left = deadline - time.monotonic()
             result = folder / f"{name}.json"
-            result.unlink(missing_ok=True)
+            if not STEPS[name].resumes(options, result):
+                result.unlink(missing_ok=True)
             start = time.monotonic()
             if left < MIN_SECONDS:
                 outcome = "no time left"

@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.support.compare_options import ROSE_HOSTS
 from benchmarks.support.compare_report import Row, by_case, compared
 from benchmarks.support.markdown import markdown, milliseconds
+from benchmarks.support.resume import in_runs
 from benchmarks.support.streaming import METRICS, PERCENTILES
 
 LABELS = {"rose": "Rose", "rose-in-vllm": "Rose in vLLM", "vllm": "vLLM", "sglang": "SGLang"}
@@ -103,9 +104,9 @@ def cell(row: Row) -> str:
 
 def source(result: dict[str, Any]) -> str:
     """Return what was run, where, how often, and the command that repeats it."""
-    settings = result["settings"]
+    settings, turns = result["settings"], _turns(result["rows"]) + in_runs(result)
     return (
-        f"Medians of {_turns(result['rows'])}, {result['device']}, {settings['model']}, {settings['dtype']}; "
+        f"Medians of {turns}, {result['device']}, {settings['model']}, {settings['dtype']}; "
         f"{versions(result)}; `{result['command']}`."
     )
 

@@ -8,6 +8,7 @@ from benchmarks.support.markdown import markdown, milliseconds
 from benchmarks.support.online_figure import figure_name
 from benchmarks.support.online_report import FIGURES, points
 from benchmarks.support.readme_compare import LABELS, versions
+from benchmarks.support.resume import in_runs
 from benchmarks.support.streaming import METRICS, PERCENTILES
 
 COMMAND = "python -m benchmarks.online_compare"
@@ -70,7 +71,7 @@ def _source(result: dict[str, Any], figures: dict[Any, Any]) -> str:
         for name, key in (("input", "input_length"), ("output", "output_length"))
     )
     return (
-        f"Medians of {turns} turns of {trace['num_requests']:,} requests each. {result['device']}, "
+        f"Medians of {turns} turns{in_runs(result)} of {trace['num_requests']:,} requests each. {result['device']}, "
         f"{settings['model']}, {settings['dtype']}; {versions(result)}. Workload: {trace['source']}; all lengths times "
         f"{trace['length_scale']:g}, {trace['num_left_out']} requests left out because they do not fit "
         f"{trace['max_model_len']:,} tokens even so; then tokens on average: {lengths}; an endless prefix cache would "

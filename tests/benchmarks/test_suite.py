@@ -68,6 +68,22 @@ def test_where_an_engine_is_installed_goes_to_the_steps_that_compare_it() -> Non
     assert STEPS["kv_append"].command(quick, Path("r"))[3:] == ["--quick", "--json", "r"]
 
 
+def test_comparisons_go_on_from_what_is_there(tmp_path: Path) -> None:
+    resuming, anew = suite.parse_options(["--resume", "--results", str(tmp_path)]), suite.parse_options([])
+    can = {"offline_compare", "offline_mixed", "offline_switches", "arrivals", "online_compare", "vllm_parts"}
+    can |= {"vllm_llama"}
+    for name in STEPS:
+        result = tmp_path / f"{name}.json"
+        assert "--resume" not in STEPS[name].command(resuming, result)
+        result.write_text("{}")
+        expected = ["--resume", str(result)] if name in can else []
+        assert STEPS[name].command(resuming, result)[-2 - len(expected) : -2] == expected
+        assert "--resume" not in STEPS[name].command(anew, result)
+    # Turns that were taken are not lost where there is no time for others.
+    resuming.steps, resuming.max_seconds = ["arrivals", "kv_append"], 1.0
+    assert [row["has_result"] for row in suite.run(resuming, Console(file=io.StringIO()))] == [True, False]
+
+
 def test_every_published_gpu_result_has_a_step() -> None:
     files = [Path(table.file) for table in report.TABLES.values()]
     assert {file.stem for file in files if file.parent.name == "h200"} == set(STEPS)

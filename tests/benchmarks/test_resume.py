@@ -1,0 +1,172 @@
+"""Comparisons that go on where an earlier run was out of time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import arrivals, offline_compare, online_compare
+from benchmarks.support import resume
+from benchmarks.support.readme_compare import source
+from benchmarks.support.worker_pool import WorkerPool
+
+Report = dict[str, Any]
+
+
+def run(main: Callable[[list[str]], int], arguments: list[str], path: Path) -> Report:
+    """Return what a quick comparison of Rose alone writes to ``path``."""
+    assert main(["--quick", "--backends", "rose", *arguments, "--json", str(path)]) == 0
+    report: Report = json.loads(path.read_text())
+    return report
+
+
+def cut_short(report: Report, path: Path) -> Report:
+    """Write ``report`` as if there had been time for the first of two turns only."""
+    report = json.loads(json.dumps(report))
+    rows = report["rows"]
+    if "repeat" in rows[0]:
+        report["rows"] = [row for row in rows if row["repeat"] == 0]
+    else:
+        for row in rows:
+            row["turns"] = row["turns"][:1]
+    path.write_text(json.dumps(report))
+    return report
+
+
+def test_offline_turns_that_are_there_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--scenes", "offline", "decode", "--batches", "2", "--repeats", "2"]
+    first = run(offline_compare.main, arguments, tmp_path / "first.json")
+    assert "runs" not in first and source(first).startswith("Medians of 2 turns, ")
+    short = cut_short(first, tmp_path / "short.json")
+    seeds: list[int] = []
+    take = offline_compare.Case.run
+
+    def taking(case: Any, worker: Any, seed: int) -> dict[str, float]:
+        seeds.append(seed)
+        return take(case, worker, seed)
+
+    monkeypatch.setattr(offline_compare.Case, "run", taking)
+    arguments += ["--resume", str(tmp_path / "short.json")]
+    second = run(offline_compare.main, arguments, tmp_path / "second.json")
+    assert len(seeds) == len(short["rows"]) == 4
+    assert [row["case"] for row in second["rows"]] == [row["case"] for row in first["rows"]]
+    for old, new in zip(short["rows"], second["rows"], strict=True):
+        assert new["turns"][0] == old["turns"][0] and len(new["turns"]) == 2
+        assert new["figures"][new["figure"]]["samples"] == 2
+    assert [part["date"] for part in second["runs"]] == [first["date"], second["date"]]
+    assert all(part["machine"]["cores"] and part["command"] for part in second["runs"])
+    assert source(second).startswith("Medians of 2 turns in 2 runs, ")
+    third = resume.with_runs({**second, "date": "later"}, second)
+    assert [part["date"] for part in third["runs"]] == [first["date"], second["date"], "later"]
+
+
+def test_online_turns_that_are_there_are_kept(tmp_path: Path) -> None:
+    arguments = ["--scales", "0.02", "--modes", "greedy", "--repeats", "2"]
+    first = run(online_compare.main, arguments, tmp_path / "first.json")
+    short = cut_short(first, tmp_path / "short.json")
+    arguments += ["--resume", str(tmp_path / "short.json")]
+    second = run(online_compare.main, arguments, tmp_path / "second.json")
+    assert [row["repeat"] for row in second["rows"]] == [0, 1]
+    assert second["rows"][0] == short["rows"][0]
+    assert second["rows"][1]["duration"] != first["rows"][1]["duration"]
+    assert second["turns_left_out"] == 0 and len(second["runs"]) == 2
+
+
+def test_arrivals_go_on_at_the_same_rates(tmp_path: Path) -> None:
+    arguments = ["--repeats", "2", "--rate", "60"]
+    first = run(arrivals.main, arguments, tmp_path / "first.json")
+    short = cut_short(first, tmp_path / "short.json")
+    second = run(
+        arrivals.main, [*arguments, "--resume", str(tmp_path / "short.json")], tmp_path / "second.json"
+    )
+    assert [row["scene"] for row in second["rows"]] == ["capacity", "same load", "own load"]
+    for begun, old, new in zip(first["rows"], short["rows"], second["rows"], strict=True):
+        assert new["request_rate"] == begun["request_rate"]
+        assert len(new["turns"]) == 2 and new["turns"][0] == old["turns"][0]
+        assert new["turns"][1]["duration"] != begun["turns"][1]["duration"]
+    # The second turn has the prompts and the moments of the turn that it stands for.
+    assert (
+        second["rows"][1]["turns"][1]["total_input_tokens"]
+        == first["rows"][1]["turns"][1]["total_input_tokens"]
+    )
+
+
+FACTS = {
+    "benchmark": "offline_compare",
+    "sources_digest": "0123456789abcdef",
+    "device": "NVIDIA H200",
+    "versions": {"torch": "2.11.0"},
+    "settings": {"input_len": (16, 512)},
+}
+OLD = {
+    **FACTS,
+    "settings": {"input_len": [16, 512]},
+    "backends": {"vllm": {"version": "0.32.0"}},
+    "failed": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"benchmark": "arrivals"}, "--resume: benchmark: this run has 'offline_compare', {} 'arrivals'"),
+        ({"sources_digest": "f"}, "--resume: sources_digest: this run has '0123456789abcdef', {} 'f'"),
+        ({"device": "cpu"}, "--resume: device: this run has 'NVIDIA H200', {} 'cpu'"),
+        ({"versions": {}}, "--resume: versions: this run has {{'torch': '2.11.0'}}, {} {{}}"),
+        ({"settings": {}}, "--resume: settings: this run has {{'input_len': [16, 512]}}, {} {{}}"),
+        ({"trace": {"num_requests": 1}}, "--resume: trace: this run has None, {} {{'num_requests': 1}}"),
+        ({"failed": {"vllm": "out of memory"}}, "--resume: {}: failed there: vllm"),
+    ],
+)
+def test_turns_of_something_else_are_refused(tmp_path: Path, changed: Report, message: str) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(OLD))
+    assert resume.earlier_report(path, FACTS) == OLD
+    path.write_text(json.dumps({**OLD, **changed}))
+    with pytest.raises(SystemExit) as refusal:
+        resume.earlier_report(path, FACTS)
+    assert str(refusal.value) == message.format(path)
+
+
+def test_other_engines_and_files_that_are_none_are_refused(tmp_path: Path) -> None:
+    assert resume.earlier_report(None, FACTS) is None
+    with pytest.raises(SystemExit, match="No such file"):
+        resume.earlier_report(tmp_path / "none.json", FACTS)
+    (tmp_path / "empty.json").write_text("")
+    with pytest.raises(SystemExit, match=r"--resume: .*empty\.json: Expecting value"):
+        resume.earlier_report(tmp_path / "empty.json", FACTS)
+    resume.check_engines(OLD, {"vllm": {"version": "0.32.0"}})
+    resume.check_engines(None, {})
+    for backends in ({}, {"vllm": {"version": "0.33.0"}}):
+        with pytest.raises(SystemExit, match="--resume: backends: this run has"):
+            resume.check_engines(OLD, backends)
+
+
+def test_a_refusal_comes_before_engines_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(OLD))
+    monkeypatch.setattr(WorkerPool, "add", lambda *_, **__: pytest.fail("an engine was started"))
+    with pytest.raises(SystemExit, match="--resume: sources_digest"):
+        offline_compare.main(["--quick", "--backends", "rose", "--resume", str(path)])
+
+
+def test_a_case_that_is_not_run_is_refused() -> None:
+    row = {"case": "step, 3 requests, greedy", "backend": "rose", "turns": []}
+    with pytest.raises(SystemExit, match="--resume: case: the file has 'step, 3 requests, greedy'"):
+        offline_compare.samples_of({"rows": [row]}, [])
+
+
+def test_the_digest_is_of_this_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.py").write_text("a = 1\n")
+    monkeypatch.setattr(resume, "PACKAGE", tmp_path)
+    digest = resume.sources_digest.__wrapped__
+    before = digest()
+    assert before == digest()
+    (tmp_path / "a.py").write_text("a = 2\n")
+    assert digest() != before
