@@ -238,7 +238,6 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
     )
     return {
         "benchmark": "arrivals",
-        "sources_digest": resume.sources_digest(),
         **run_facts(),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "settings": {"model": options.model_name, **{name: getattr(options, name) for name in settings}},

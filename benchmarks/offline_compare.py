@@ -250,7 +250,6 @@ def _facts(options: argparse.Namespace, facts: ModelFacts) -> dict[str, Any]:
     """Return what is known before any engine starts."""
     return {
         "benchmark": "offline_compare",
-        "sources_digest": resume.sources_digest(),
         **run_facts(),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "settings": {

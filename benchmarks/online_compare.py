@@ -269,7 +269,6 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
     settings = ("dtype", "max_num_seqs", "repeats", "clients", "pause", "quick")
     return {
         "benchmark": "online_compare",
-        "sources_digest": resume.sources_digest(),
         **run_facts(),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "settings": {

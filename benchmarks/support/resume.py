@@ -7,29 +7,16 @@ report, as long as the same program was measured in the same way; the report say
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 Report = dict[str, Any]
 
-PACKAGE = Path(__file__).resolve().parents[2] / "rose_backend"
 # What has to be the same for turns of two runs to stand in one report.
 _SAME = ("benchmark", "sources_digest", "device", "versions", "settings", "trace")
 # What is told of each run. Not every benchmark notes all of it.
 _OF_A_RUN = ("date", "command", "machine", "start_up_s")
-
-
-@cache
-def sources_digest() -> str:
-    """Return a digest of this package's sources."""
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(f"{path.relative_to(PACKAGE)}\0".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ import pytest
 from benchmarks import arrivals, offline_compare, online_compare
 from benchmarks.support import resume
 from benchmarks.support.readme_compare import source
+from benchmarks.support.report import run_facts
 from benchmarks.support.worker_pool import WorkerPool
 
 Report = dict[str, Any]
@@ -159,11 +160,12 @@ def test_a_case_that_is_not_run_is_refused() -> None:
         offline_compare.samples_of({"rows": [row]}, [])
 
 
-def test_the_digest_is_of_this_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.py").write_text("a = 1\n")
-    monkeypatch.setattr(resume, "PACKAGE", tmp_path)
-    digest = resume.sources_digest.__wrapped__
-    before = digest()
-    assert before == digest()
-    (tmp_path / "a.py").write_text("a = 2\n")
-    assert digest() != before
+def test_every_report_says_which_sources_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = [run_facts()["sources_digest"]]
+    monkeypatch.setattr("benchmarks.support.report.PACKAGE", tmp_path)
+    for text in ("a = 1\n", "a = 2\n", "a = 2\n"):
+        (tmp_path / "a.py").write_text(text)
+        digests.append(run_facts()["sources_digest"])
+    (tmp_path / "a.py").rename(tmp_path / "b.py")
+    digests.append(run_facts()["sources_digest"])
+    assert digests[2] == digests[3] and len(set(digests)) == 4

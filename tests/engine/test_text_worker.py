@@ -89,14 +89,22 @@ def test_readers_and_texts_leave_half_of_the_time_to_others() -> None:
 def test_a_rest_is_as_long_as_rounds_usually_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_worker, "_MAX_REST_S", 0.5)
     seconds = [0.01] * 4 + [0.2] + [0.01] * 20
-    desk, request = Desk(lambda: time.sleep(seconds.pop(0))), Request("one")
+    desk, request, rests = Desk(lambda: time.sleep(seconds.pop(0))), Request("one"), list[float]()
+    time_to_wait = desk.worker._time_to_wait
+
+    def noting(rest_until: float) -> float | None:
+        wait_s = time_to_wait(rest_until)
+        rests.append(wait_s or 0.0)
+        return wait_s
+
+    monkeypatch.setattr(desk.worker, "_time_to_wait", noting)
     while seconds:
         desk.post(request)
         time.sleep(0.001)
     outputs = [output for (output,) in desk.close()]
     # The slow round itself holds everybody up, but they do not rest for two tenths of a second behind it.
-    gap = outputs[5].at - outputs[4].at
-    assert 0.2 < gap < 0.35
+    assert outputs[5].at - outputs[4].at > 0.2
+    assert 0.005 < max(rests) < 0.1
 
 
 def test_first_tokens_do_not_wait_for_the_end_of_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
