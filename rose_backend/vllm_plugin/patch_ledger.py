@@ -76,7 +76,8 @@ LEDGER: dict[str, Patch] = {
     "sampler_v2": Patch(
         target="vllm.v1.worker.gpu.sample.sampler:Sampler.__init__",
         reason="model runner V2 builds its sampler directly; with ROSE selected that object's draw becomes Rose's, "
-        "drafts are counted, and it copies sampling parameters to the device only when there are new ones",
+        "steps that only filter and draw are replayed from CUDA graphs, drafts are counted, and it copies sampling "
+        "parameters to the device only when there are new ones",
         remove_when="custom_sampler is offered for every model, not only through the model class",
         build=f"{_PLUGIN}.sampler_v2:wrap_sampler_v2_init",
     ),

@@ -212,9 +212,12 @@ def draw(
     return sample(logits, params).token_ids
 
 
-@functools.lru_cache(maxsize=16)
+@functools.cache
 def _neutral_values(num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return [R] values of options that nobody uses: float32 zeros and ones, and int32 zeros. They are only read."""
+    """Return [R] values of options that nobody uses: float32 zeros and ones, and int32 zeros. They are only read.
+
+    They are kept for good, one set for each power of two: CUDA graphs read them.
+    """
     import torch
 
     zeros = torch.zeros(num_rows, device=device)

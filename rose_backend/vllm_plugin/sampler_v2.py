@@ -6,7 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rose_backend.vllm_plugin.draw_counts import DRAWS
+from rose_backend.vllm_plugin.draw_graphs import DrawGraphs, captures_draws
 from rose_backend.vllm_plugin.sampler import (
     PROCESSED_PREFIX,
     draw,
@@ -33,6 +36,10 @@ def wrap_sampler_v2_init(original: Callable[..., None]) -> Callable[..., None]:
         if vllm_config.speculative_config is not None:
             self.apply_sampling_params = functools.partial(_count_drafts, self, self.apply_sampling_params)
         elif not (kwargs.get("custom_logits_processors") or is_watermarked(vllm_config)):
+            if why_vllm_draws(vllm_config) is None and captures_draws(vllm_config):
+                graphs = DrawGraphs(self.sampling_states)
+                graphs.capture()
+                self.sample = ReplayedSampling(self, graphs)
             copy_parameters_when_they_change(self)
 
     return __init__
@@ -139,3 +146,71 @@ class RoseDraws:
         ):
             return "watermarks"
         return None
+
+
+class ReplayedSampling:
+    """``Sampler.sample`` of one sampler: steps in which nobody asks for more than filters are replayed.
+
+    All other steps are vLLM's, whose draws are ``RoseDraws``; a request gets the same tokens from both.
+
+    Args:
+        sampler: vLLM's; its state of requests is noted from now on.
+        graphs: of its ``sampling_states``.
+    """
+
+    def __init__(self, sampler: Any, graphs: DrawGraphs) -> None:
+        self._sample_as_vllm = sampler.sample
+        self._graphs = graphs
+        self._temperatures = sampler.sampling_states.temperature.np
+        # Of each slot, whether its request has logits changed: penalties, biases, bad words, ends of thinking.
+        self._is_changed = np.zeros(len(self._temperatures), bool)
+        for processor in (*sampler.logits_processors, sampler.thinking_budget_state):
+            processor.add_request = functools.partial(self._add_to_processor, processor.add_request)
+        sampler.add_request = functools.partial(self._add_request, sampler.add_request)
+        sampler.apply_staged_writes = functools.partial(self._apply_writes, sampler.apply_staged_writes)
+
+    def __call__(
+        self,
+        logits: torch.Tensor,  # [R, V]
+        expanded_idx_mapping: torch.Tensor,  # [R] int32, row -> request slot
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: Any,  # the same, as an array
+        pos: torch.Tensor,  # [R] int64
+        input_ids: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        seq_lens_upper_bound_np: Any,
+        return_logprobs: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one token per row, int64 [R], and the logits [R, V] that processed log-probabilities are of."""
+        if (
+            return_logprobs
+            or not self._graphs.serves(logits)
+            or self._is_changed[idx_mapping_np].any()
+            or not self._temperatures[idx_mapping_np].any()
+        ):
+            return self._sample_as_vllm(
+                logits,
+                expanded_idx_mapping,
+                idx_mapping,
+                idx_mapping_np,
+                pos,
+                input_ids,
+                expanded_local_pos,
+                seq_lens_upper_bound_np,
+                return_logprobs=return_logprobs,
+            )
+        DRAWS.count_rose(len(idx_mapping_np))
+        return self._graphs.draw(logits, expanded_idx_mapping, pos), logits
+
+    def _add_request(self, add_request: Callable[..., None], req_idx: int, sampling_params: Any) -> None:
+        self._is_changed[req_idx] = False
+        add_request(req_idx, sampling_params)
+
+    def _add_to_processor(self, add_request: Callable[..., bool], req_idx: int, sampling_params: Any) -> bool:
+        is_changed = add_request(req_idx, sampling_params)
+        self._is_changed[req_idx] |= bool(is_changed)
+        return is_changed
+
+    def _apply_writes(self, apply_staged_writes: Callable[[], None]) -> None:
+        apply_staged_writes()
+        self._graphs.take_parameters()

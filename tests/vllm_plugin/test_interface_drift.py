@@ -26,6 +26,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.watermarking.gpu_sampler import GPUWatermarkSampler
 from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
+from vllm.v1.worker.gpu.sample.min_p import apply_min_p
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
@@ -35,11 +37,12 @@ from rose_backend.vllm_plugin.attention_backend import (
     RoseAttentionImpl,
     RoseAttentionMetadataBuilder,
 )
+from rose_backend.vllm_plugin.draw_graphs import PARAMETERS
 from rose_backend.vllm_plugin.joined_outputs import is_plain
 from rose_backend.vllm_plugin.kv_cache_blocks import RoseBlocks
 from rose_backend.vllm_plugin.kv_cache_manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.sampler import RoseTopKTopP
-from rose_backend.vllm_plugin.sampler_v2 import RoseDraws
+from rose_backend.vllm_plugin.sampler_v2 import ReplayedSampling, RoseDraws
 
 NOT_CALLED_ON_BLOCKS = {
     "get_unhashed_block_ids",  # KV connectors only, which are refused at start-up
@@ -202,6 +205,17 @@ def test_samplers_call_what_rose_puts_in_its_place_with_the_same_arguments() -> 
     assert "self.sampler.apply_sampling_params(" in inspect.getsource(RejectionSampler)
     first = list(inspect.signature(Sampler.apply_sampling_params).parameters)[1:5]
     assert first == ["logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np"]
+    assert_accepts(ReplayedSampling.__call__, Sampler.sample, "Sampler.sample")
+    assert "self.sample(" in inspect.getsource(Sampler.__call__)
+    source = inspect.getsource(Sampler)
+    for name in ("self.logits_processors", "self.thinking_budget_state"):
+        # Whoever changes logits says so when a request comes.
+        assert name in source and "needs_processing |= processor.add_request(" in source
+    assert "needs_processing |= self.thinking_budget_state.add_request(" in source
+    for function in (apply_temperature, apply_min_p):
+        assert len(inspect.signature(function).parameters) == 3, function.__name__
+    for name in PARAMETERS:
+        assert f"self.{name} = UvaBackedTensor(" in inspect.getsource(SamplingStates), name
     assert_accepts(RoseTopKTopP.__call__, TopKTopPSampler.forward_native, "TopKTopPSampler.forward")
     inspect.signature(apply_top_k_top_p).bind("logits", "k", "p")
     for name in ("use_fp64_gumbel", "return_sampling_mask", "logprobs_mode"):

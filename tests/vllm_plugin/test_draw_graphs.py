@@ -1,0 +1,272 @@
+"""Steps of model runner V2 that are replayed: the same tokens as step by step, for the right requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config import CUDAGraphMode
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.sample import gumbel, min_p, states
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from rose_backend.vllm_plugin.draw_counts import DrawCounts
+from rose_backend.vllm_plugin.draw_graphs import (
+    MAX_LOGITS_BYTES,
+    DrawGraphs,
+    captures_draws,
+    draw_graph_sizes,
+)
+from rose_backend.vllm_plugin.sampler_v2 import ReplayedSampling, RoseDraws, copy_parameters_when_they_change
+from tests.vllm_plugin.conftest import MakeConfig
+
+VOCAB, SLOTS = 512, 24
+LOGITS_DTYPE = torch.float16
+
+
+class HostTensor:
+    """vLLM's tensor of request parameters, where there is no device: a copy per call, as there."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self.np = torch.zeros(size, dtype=dtype).numpy()
+        self.copy_to_uva()
+
+    def copy_to_uva(self) -> None:
+        self.gpu = torch.from_numpy(self.np.copy())
+
+
+def apply_temperature(logits: torch.Tensor, slots: torch.Tensor, temperature: torch.Tensor) -> None:
+    of_row = temperature[slots.long()]
+    logits /= torch.where(of_row == 0, 1.0, of_row)[:, None]
+
+
+def apply_min_p(logits: torch.Tensor, slots: torch.Tensor, min_p: torch.Tensor) -> None:
+    lowest = logits.max(-1, keepdim=True).values + min_p[slots.long()].log()[:, None]
+    logits.masked_fill_(logits < lowest, -torch.inf)
+
+
+class Penalties:
+    """A logits processor in the place of vLLM's: requests that repeat less get all their logits but one banned."""
+
+    def __init__(self) -> None:
+        self.is_used = np.zeros(SLOTS, bool)
+
+    def add_request(self, req_idx: int, params: SamplingParams) -> bool:
+        self.is_used[req_idx] = params.repetition_penalty != 1.0
+        return bool(self.is_used[req_idx])
+
+    def apply_staged_writes(self) -> None:
+        pass
+
+    def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
+        for row, slot in enumerate(ctx.idx_mapping_np):
+            if self.is_used[slot]:
+                logits[row] = torch.where(torch.arange(VOCAB, device=logits.device) == slot, 0.0, -torch.inf)
+        return logits
+
+
+class BareSampler(Sampler):
+    """vLLM's own sampler with the states that this test needs, and Rose's draw."""
+
+    def __init__(self, device: str) -> None:
+        def silent() -> SimpleNamespace:
+            return SimpleNamespace(
+                add_request=lambda *args: False, apply_staged_writes=lambda: None, apply=lambda *args: None
+            )
+
+        self.sampling_states = states.SamplingStates(SLOTS, VOCAB)
+        self.logits_processors = [Penalties()]
+        self.thinking_budget_state, self.logprob_token_ids_state = silent(), silent()
+        self.trace_replay_state = None
+        self.needs_logits_processing = np.zeros(SLOTS, bool)
+        self.use_flashinfer = self.use_xpu_sampler = False
+        self.logprobs_mode = "raw_logprobs"
+        self.device = device
+        model = SimpleNamespace(
+            use_fp64_gumbel=False, return_sampling_mask=False, logprobs_mode="raw_logprobs"
+        )
+        self._sample_random = RoseDraws(
+            self,
+            SimpleNamespace(
+                model_config=model, speculative_config=None, watermark_config=None, use_v2_model_runner=True
+            ),
+        )
+
+    def step(self, logits: torch.Tensor, slots: list[int], positions: list[int]) -> torch.Tensor:
+        """Draw as vLLM's model runner does, for one row of each slot."""
+        self.apply_staged_writes()
+        mapping = torch.tensor(slots, dtype=torch.int32, device=self.device)
+        pos = torch.tensor(positions, device=self.device)
+        bounds = np.zeros(len(slots), np.int32)
+        tokens, _ = self.sample(logits, mapping, mapping, np.array(slots, np.int32), pos, pos, pos, bounds)
+        return tokens
+
+
+Pair = tuple[BareSampler, BareSampler]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def samplers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """Return a sampler that replays what it can, from graphs where there is a device, and one that does not."""
+    device = request.param
+    if device == "cpu":
+        monkeypatch.setattr(states, "UvaBackedTensor", HostTensor)
+        monkeypatch.setattr(gumbel, "apply_temperature", apply_temperature)
+        monkeypatch.setattr(states, "apply_temperature", apply_temperature)
+        monkeypatch.setattr(min_p, "apply_min_p", apply_min_p)
+        monkeypatch.setattr(states, "apply_min_p", apply_min_p)
+    replaying, plain = BareSampler(device), BareSampler(device)
+    graphs = DrawGraphs(replaying.sampling_states)
+    if device == "cuda":
+        graphs.capture()
+    replaying.sample = ReplayedSampling(replaying, graphs)
+    copy_parameters_when_they_change(replaying)
+    return replaying, plain
+
+
+KINDS: tuple[Callable[[int], SamplingParams], ...] = (
+    lambda seed: SamplingParams(temperature=0.0),
+    lambda seed: SamplingParams(temperature=1.0, seed=seed),
+    lambda seed: SamplingParams(temperature=0.7, seed=seed),
+    lambda seed: SamplingParams(temperature=1.3, top_k=20, seed=seed),
+    lambda seed: SamplingParams(temperature=0.9, top_p=0.8, seed=seed),
+    lambda seed: SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=seed),
+    lambda seed: SamplingParams(temperature=0.8, min_p=0.1, seed=seed),
+    lambda seed: SamplingParams(temperature=1.1, min_p=0.05, top_p=0.9, seed=seed),
+)
+
+
+def add_to_both(pair: Pair, slot: int, params: SamplingParams) -> None:
+    for sampler in pair:
+        sampler.add_request(slot, params)
+
+
+def draw_both(
+    pair: Pair, slots: list[int], generator: np.random.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    seed = int(generator.integers(1 << 30))
+    logits = torch.randn(len(slots), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    logits = logits.to(pair[0].device, LOGITS_DTYPE)
+    positions = generator.integers(1, 1000, len(slots)).tolist()
+    kept = logits.clone()
+    first, second = (sampler.step(logits, slots, positions) for sampler in pair)
+    assert torch.equal(logits, kept), "logits are other code's, too"
+    return first, second, logits
+
+
+def test_the_same_tokens_as_step_by_step(samplers: Pair, counts: DrawCounts) -> None:
+    generator = np.random.default_rng(3)
+    for slot in range(SLOTS):
+        add_to_both(samplers, slot, KINDS[slot % len(KINDS)](slot))
+    earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for step in range(60):
+        if step % 5 == 4:
+            # Somebody leaves, somebody else gets the slot.
+            slot = int(generator.integers(SLOTS))
+            add_to_both(samplers, slot, KINDS[int(generator.integers(len(KINDS)))](step))
+        num_rows = int(generator.integers(1, SLOTS + 1))
+        slots = generator.permutation(SLOTS)[:num_rows].tolist()
+        drawn, expected, _ = draw_both(samplers, slots, generator)
+        assert drawn.dtype == torch.int64 and drawn.tolist() == expected.tolist(), (step, slots)
+        earlier.append((drawn, expected))
+    # A later step has not written to what an earlier one has returned.
+    assert all(torch.equal(drawn, expected) for drawn, expected in earlier)
+    assert counts.vllm == {}
+
+
+def test_rows_that_fill_a_graph_up_are_nobodys(samplers: Pair) -> None:
+    """Drawn again and again, the rows of a larger step before would be scaled until they are infinite."""
+    generator = np.random.default_rng(5)
+    for slot in range(8):
+        add_to_both(samplers, slot, SamplingParams(temperature=0.5, seed=slot))
+    draw_both(samplers, list(range(8)), generator)
+    logits = samplers[0].sample._graphs._logits
+    for num_rows in (5, 5, 7, 6):
+        filling = logits[num_rows:8].clone()
+        draw_both(samplers, list(range(num_rows)), generator)
+        assert torch.equal(logits[num_rows:8], filling), num_rows
+
+
+def test_only_steps_that_filter_and_draw_are_replayed(
+    samplers: Pair, counts: DrawCounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = np.random.default_rng(4)
+    replayed: list[int] = []
+    draw = DrawGraphs.draw
+    monkeypatch.setattr(
+        DrawGraphs,
+        "draw",
+        lambda self, logits, *args: replayed.append(len(logits)) or draw(self, logits, *args),
+    )
+    add_to_both(samplers, 0, SamplingParams(temperature=0.0))
+    add_to_both(samplers, 1, SamplingParams(temperature=0.8, seed=1))
+    add_to_both(samplers, 2, SamplingParams(temperature=1.0, seed=2, repetition_penalty=1.5))
+    for slots, is_replayed in (([0], False), ([1, 0], True), ([2], False), ([1, 2], False), ([1], True)):
+        replayed.clear()
+        drawn, expected, logits = draw_both(samplers, slots, generator)
+        assert drawn.tolist() == expected.tolist() and bool(replayed) == is_replayed, slots
+        for token, slot, row in zip(drawn.tolist(), slots, logits, strict=True):
+            assert slot == 1 or token == (2 if slot == 2 else int(row.argmax()))
+    # The slot's next request is an ordinary one.
+    add_to_both(samplers, 2, SamplingParams(temperature=1.0, seed=2))
+    replayed.clear()
+    draw_both(samplers, [2, 1], generator)
+    assert replayed == [2]
+    # Both samplers count; replayed draws count as the others do, and greedy steps do not.
+    assert counts.rose == 2 * (2 + 1 + 2 + 1 + 2)
+
+
+def test_log_probabilities_are_vllms(samplers: Pair) -> None:
+    sampler = samplers[0]
+    sampler.add_request(0, SamplingParams(temperature=0.5, seed=0))
+    sampler.apply_staged_writes()
+    logits = torch.randn(1, VOCAB).to(sampler.device, LOGITS_DTYPE)
+    slot = torch.zeros(1, dtype=torch.int32, device=sampler.device)
+    pos = torch.ones(1, dtype=torch.int64, device=sampler.device)
+    arguments = (logits, slot, slot, np.zeros(1, np.int32), pos, pos, pos, np.zeros(1, np.int32))
+    _, raw = sampler.sample(*arguments)
+    _, processed = sampler.sample(*arguments, return_logprobs=True)
+    assert raw is logits
+    assert torch.allclose(processed, logits.float() / 0.5)
+
+
+@pytest.mark.parametrize("shape", [(0, VOCAB), (SLOTS + 1, VOCAB), (2, VOCAB - 1)])
+def test_other_shapes_are_not_served(samplers: Pair, shape: tuple[int, int]) -> None:
+    graphs = samplers[0].sample._graphs
+    assert not graphs.serves(torch.zeros(shape)) and graphs.serves(torch.zeros(SLOTS, VOCAB))
+
+
+def test_sizes_rise_to_what_fits() -> None:
+    assert draw_graph_sizes(1, 100) == (1,)
+    assert draw_graph_sizes(24, 512) == (1, 2, 4, 8, 16, 24)
+    assert draw_graph_sizes(256, 50257)[-3:] == (192, 224, 256)
+    for vocab_size in (50257, 151936):
+        sizes = draw_graph_sizes(1024, vocab_size)
+        assert list(sizes) == sorted(set(sizes))
+        assert sizes[-1] * vocab_size * 4 <= MAX_LOGITS_BYTES < (sizes[-1] + 1) * vocab_size * 4
+    assert draw_graph_sizes(8, MAX_LOGITS_BYTES) == ()
+
+
+def test_graphs_are_captured_unless_they_are_switched_off(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not captures_draws(make_config())
+    config = make_config()
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    config.model_config.enforce_eager = False
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    assert captures_draws(config)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    assert not captures_draws(config)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    for name in ("enforce_eager", "enable_sleep_mode"):
+        monkeypatch.setattr(config.model_config, name, True)
+        assert not captures_draws(config), name
+        monkeypatch.setattr(config.model_config, name, False)
+    config.additional_config = {"rose": {"cuda_graph": False}}
+    assert not captures_draws(config)
