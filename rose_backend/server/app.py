@@ -8,6 +8,7 @@ from starlette.types import ASGIApp
 from rose_backend import __version__
 from rose_backend.server import generation_routes, operation_routes
 from rose_backend.server.answer_models import ErrorAnswer
+from rose_backend.server.direct_routes import DirectRoutes
 from rose_backend.server.error_answers import add_error_handlers
 from rose_backend.server.gate import Gate
 from rose_backend.server.service import Service
@@ -25,4 +26,4 @@ def build_app(service: Service) -> ASGIApp:
     add_error_handlers(app)
     app.include_router(generation_routes.router)
     app.include_router(operation_routes.router)
-    return Gate(app, service)
+    return Gate(DirectRoutes(app, generation_routes.DIRECT_ROUTES), service)

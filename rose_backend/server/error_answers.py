@@ -19,6 +19,9 @@ from rose_backend.server.settings import RETRY_AFTER_S
 CLIENT_LEFT = 499
 """Status in logs and metrics of a request whose client did not wait for the answer; it is never sent."""
 
+EXPECTED_ERRORS = (HTTPException, RequestError, EngineDeadError, ClientDisconnect)
+"""Any other one is the server's own mistake, and is logged."""
+
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 _TYPE_OF_STATUS = {429: "rate_limit_error"}
 _CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed", 500: "internal_error"}
@@ -105,22 +108,20 @@ def describe_validation_errors(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 def add_error_handlers(app: FastAPI) -> None:
     """Answer every error in OpenAI's shape."""
 
-    async def answer_error(request: Request, error: Exception) -> Response:
-        if isinstance(error, ClientDisconnect):
-            return Response(status_code=CLIENT_LEFT)
-        answer = as_api_error(error, f"{request.method} {request.url.path}")
-        request.state.record.error = answer.detail
-        return answer.response()
+    async def handle(request: Request, error: Exception) -> Response:
+        return answer_error(request, error)
 
-    for kind in (
-        RequestValidationError,
-        HTTPException,
-        RequestError,
-        EngineDeadError,
-        ClientDisconnect,
-        Exception,
-    ):
-        app.add_exception_handler(kind, answer_error)
+    for kind in (RequestValidationError, *EXPECTED_ERRORS, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+def answer_error(request: Request, error: Exception) -> Response:
+    """Return the answer to a request that failed, and note why it did."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_LEFT)
+    answer = as_api_error(error, f"{request.method} {request.url.path}")
+    request.state.record.error = answer.detail
+    return answer.response()
 
 
 def _field_path(error: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from rose_backend.errors import EngineDeadError, RequestError
 from rose_backend.server.answer_models import ChatAnswerModel, CompletionAnswerModel
 from rose_backend.server.answers import DONE_EVENT, Answer, AnswerHead, ChatAnswer, CompletionAnswer
 from rose_backend.server.chat_template import plain_messages
+from rose_backend.server.direct_routes import DirectRoute
 from rose_backend.server.error_answers import ApiError, as_api_error
 from rose_backend.server.event_stream import EventStream, unless_disconnected
 from rose_backend.server.generation import Generation, PromptOutput
@@ -90,6 +91,12 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
         num_top_logprobs=body.top_logprobs or 0,
     )
     return await generate(request, [prompt_ids], params, answer, is_streaming=bool(body.stream))
+
+
+DIRECT_ROUTES: dict[str, DirectRoute] = {
+    "/v1/completions": (CompletionRequest, complete),
+    "/v1/chat/completions": (ChatCompletionRequest, chat),
+}
 
 
 def check_body(request: Request, body: Body) -> Service:

@@ -1,0 +1,81 @@
+"""Routes that pass FastAPI by answer what it would."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from rose_backend.server import generation_routes
+from rose_backend.server.app import build_app
+from rose_backend.server.direct_routes import DirectRoutes
+from tests.server.live_server import LiveServer
+
+BODIES = [
+    b"",
+    b"null",
+    b"[]",
+    b"[1]",
+    b'"text"',
+    b"1",
+    b"{}",
+    b'{"prompt": ',
+    b'{"prompt": "a",}',
+    b"\xff",
+    b'\xff\xfe{"prompt": "a"}',
+    b"[" * 100_000,
+    b'{"max_tokens": ' + b"1" * 5000 + b"}",
+    b'{"prompt": "a", "n": 0}',
+    b'{"prompt": "a", "n": "1", "n": 1.5}',
+    b'{"prompt": "a", "stop": [1, "b", ""]}',
+    b'{"prompt": "a", "stream_options": []}',
+    b'{"prompt": "a", "stream_options": {"continuous_usage_stats": true}}',
+    b'{"prompt": "a", "temperature": NaN}',
+    b'{"prompt": "a", "model": 3, "logprobs": true}',
+    b'{"prompt": "a", "model": "other"}',
+    b'{"prompt": "a", "promt": "a"}',
+    b'{"prompt": [], "best_of": 2}',
+    b'{"messages": []}',
+    b'{"messages": [{"role": "user"}]}',
+    b'{"messages": [{"role": "nobody", "content": "a"}, 3]}',
+    b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+    b'{"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}',
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_refusals_are_those_of_fastapi(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    parsed = []
+    parse = DirectRoutes.__call__
+
+    async def count(self: DirectRoutes, *rest: object) -> None:
+        parsed.append(self._routes)
+        await parse(self, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DirectRoutes, "__call__", count)
+    direct = build_app(server.service)
+    monkeypatch.setattr(generation_routes, "DIRECT_ROUTES", {})
+    through_fastapi = build_app(server.service)
+
+    async def answers(app: object) -> list[tuple[object, ...]]:
+        headers = {"content-type": "application/json", "x-request-id": "one"}
+        transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://rose") as client:
+            got = [await client.post(path, content=body, headers=headers) for body in BODIES]
+        return [(each.status_code, sorted(each.headers.items()), each.content) for each in got]
+
+    expected = asyncio.run(answers(through_fastapi))
+    assert {status for status, *_ in expected} <= {400, 404}
+    for body, ours, theirs in zip(BODIES, asyncio.run(answers(direct)), expected, strict=True):
+        assert ours == theirs, body[:80]
+    assert {} in parsed and len({id(routes) for routes in parsed}) == 2, "each went its own way"
+
+
+def test_other_methods_and_the_schema_are_fastapis(server: LiveServer) -> None:
+    for path in generation_routes.DIRECT_ROUTES:
+        answer = server.http.get(path)
+        assert answer.status_code == 405 and answer.headers["allow"] == "POST"
+        assert "requestBody" in server.http.get("/openapi.json").json()["paths"][path]["post"]
