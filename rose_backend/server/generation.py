@@ -49,19 +49,25 @@ class Generation:
             RequestError: a prompt is not allowed, or the queue is full; then none of them runs on.
             EngineDeadError: the engine failed or was shut down.
         """
-        merged = self._one(0) if len(self._prompts) == 1 else self._all()
         try:
-            async with aclosing(merged):
-                async for index, output in merged:
-                    self._observe(index, output)
-                    yield index, output
+            if len(self._prompts) == 1:
+                async with aclosing(self._one(0)) as stream:
+                    async for output in stream:
+                        self._observe(0, output)
+                        yield 0, output
+            else:
+                async with aclosing(self._all()) as merged:
+                    async for index, output in merged:
+                        self._observe(index, output)
+                        yield index, output
         except (asyncio.CancelledError, GeneratorExit):
             # Nobody waits any longer.
             num_unfinished = len(self._prompts) - self._num_finished
-            self._count_ends("abort", num_unfinished * self._params.n)
+            if num_unfinished:
+                self._count_ends("abort", num_unfinished * self._params.n)
             raise
 
-    async def _one(self, index: int) -> AsyncGenerator[PromptOutput, None]:
+    async def _one(self, index: int) -> AsyncGenerator[RequestOutput, None]:
         request_id = f"{self._name}-{index}"
         running = self._service.engine_request_ids
         running.add(request_id)
@@ -69,7 +75,7 @@ class Generation:
         try:
             async with aclosing(stream):  # type: ignore[type-var]
                 async for output in stream:
-                    yield index, output
+                    yield output
         finally:
             running.discard(request_id)
 
@@ -78,8 +84,8 @@ class Generation:
 
         async def pump(index: int) -> None:
             try:
-                async for item in self._one(index):
-                    queue.put_nowait(item)
+                async for output in self._one(index):
+                    queue.put_nowait((index, output))
             except Exception as error:  # raised again below, in the caller's task
                 queue.put_nowait(error)
 
@@ -100,7 +106,10 @@ class Generation:
     def _observe(self, index: int, output: RequestOutput) -> None:
         """Count an output's new tokens."""
         now, record, metrics = time.monotonic(), self._record, self._service.metrics
-        num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+        num_tokens = 0
+        # For every piece of every stream: a generator would take as long as all the rest.
+        for completion in output.outputs:
+            num_tokens += len(completion.token_ids)
         if self._num_tokens[index] == 0 and num_tokens:
             metrics.time_to_first_token.observe(now - record.start_s)
             metrics.prompt_tokens.inc(len(output.prompt_token_ids))

@@ -16,7 +16,7 @@ from rose_backend.server.answers import DONE_EVENT, Answer, AnswerHead, ChatAnsw
 from rose_backend.server.chat_template import plain_messages
 from rose_backend.server.direct_routes import DirectRoute
 from rose_backend.server.error_answers import ApiError, as_api_error
-from rose_backend.server.event_stream import EventStream, unless_disconnected
+from rose_backend.server.event_stream import ClientWatch, EventStream
 from rose_backend.server.generation import Generation, PromptOutput
 from rose_backend.server.other_fields import check_other_fields
 from rose_backend.server.prompts import (
@@ -144,36 +144,41 @@ async def generate(
     """
     record: RequestRecord = request.state.record
     outputs = Generation(request.app.state.service, record, prompts, params).outputs()
+    watch = ClientWatch(request.receive)
     try:
-        if not is_streaming:
-            body = await unless_disconnected(request.receive, _collect(outputs, answer))
-            return Response(body, media_type="application/json")
-        first = await unless_disconnected(request.receive, _first(outputs))
+        async with watch:
+            if is_streaming:
+                first = await anext(outputs)
+                return EventStream(_events(first, outputs, answer, record, len(prompts)), watch, record)
+            async for index, output in outputs:
+                answer.keep(index, output)
+        watch.close()
+        return Response(answer.body(), media_type="application/json")
     except BaseException:
+        watch.close()
         await outputs.aclose()
         raise
-    return EventStream(_events(first, outputs, answer, record), record)
-
-
-async def _collect(outputs: AsyncGenerator[PromptOutput, None], answer: Answer) -> bytes:
-    async for index, output in outputs:
-        answer.keep(index, output)
-    return answer.body()
-
-
-async def _first(outputs: AsyncGenerator[PromptOutput, None]) -> PromptOutput:
-    return await anext(outputs)
 
 
 async def _events(
-    first: PromptOutput, outputs: AsyncGenerator[PromptOutput, None], answer: Answer, record: RequestRecord
-) -> AsyncGenerator[bytes, None]:
+    first: PromptOutput,
+    outputs: AsyncGenerator[PromptOutput, None],
+    answer: Answer,
+    record: RequestRecord,
+    num_unfinished: int,
+) -> AsyncGenerator[tuple[bytes, bool], None]:
+    """Yield encoded events, and whether they are the last."""
     async with aclosing(outputs):
         try:
-            yield answer.events(*first)
-            async for index, output in outputs:
-                yield answer.events(index, output)
-            yield answer.end_events()
+            index, output = first
+            while True:
+                num_unfinished -= output.finished
+                events = answer.events(index, output)
+                if not num_unfinished:
+                    yield events + answer.end_events(), True
+                    return
+                yield events, False
+                index, output = await anext(outputs)
         except (RequestError, EngineDeadError) as error:
             record.error = str(error)
-            yield as_api_error(error).event() + DONE_EVENT
+            yield as_api_error(error).event() + DONE_EVENT, True

@@ -130,7 +130,8 @@ def test_one_line_for_each_request(server: LiveServer, caplog: pytest.LogCapture
     for number in (1, 2):
         server.http.post(
             "/v1/completions",
-            json={"prompt": ids, "max_tokens": 3, "ignore_eos": True},
+            # A stream's line is no different.
+            json={"prompt": ids, "max_tokens": 3, "ignore_eos": True, "stream": number == 2},
             headers={"X-Request-Id": f"r{number}"},
         )
     server.http.post("/v1/completions", json={"prompt": "a", "n": 0}, headers={"X-Request-Id": "bad"})
