@@ -47,7 +47,9 @@ class Answer(ABC):
         self._latest: dict[int, RequestOutput] = {}
         self._num_sent_tokens: dict[int, int] = {}
         self._finished: set[int] = set()
-        self._prefix = self._event_start() + ',"choices":[{"index":'
+        head_json = json.dumps({"object": self.event_object_name, **head._asdict()}, separators=(",", ":"))
+        self._event_start = f"data: {head_json[:-1]}"
+        self._prefix = self._event_start + ',"choices":[{"index":'
         self._suffix = '}],"usage":null}\n\n' if include_usage else "}]}\n\n"
 
     def keep(self, prompt_index: int, output: RequestOutput) -> None:
@@ -81,7 +83,7 @@ class Answer(ABC):
         if not self._include_usage:
             return DONE_EVENT
         usage = json.dumps(self.usage(), separators=(",", ":"))
-        return f'{self._event_start()},"choices":[],"usage":{usage}}}\n\n'.encode() + DONE_EVENT
+        return f'{self._event_start},"choices":[],"usage":{usage}}}\n\n'.encode() + DONE_EVENT
 
     def body(self) -> bytes:
         """Return the whole answer as JSON."""
@@ -120,10 +122,6 @@ class Answer(ABC):
     def _choice(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
         """Return one finished completion."""
 
-    def _event_start(self) -> str:
-        start = json.dumps({"object": self.event_object_name, **self._head._asdict()}, separators=(",", ":"))
-        return f"data: {start[:-1]}"
-
     def _event_end(self, completion: CompletionOutput) -> str:
         if not completion.finished:
             return f',"finish_reason":null{self._suffix}'
@@ -154,6 +152,9 @@ class CompletionAnswer(Answer):
 
     def _event(self, index: int, completion: CompletionOutput, logprobs: Positions | None) -> str:
         text = completion.delta_text
+        if self._echo is None and logprobs is None:
+            end = self._event_end(completion)
+            return f'{self._prefix}{index},"text":{_quoted(text)},"logprobs":null{end}'
         if self._echo is not None and index not in self._text_lengths:
             text = self._echo(index // self._n) + text
         start = self._text_lengths.get(index, 0)

@@ -90,9 +90,11 @@ def check_other_fields(body: Body) -> None:
     Raises:
         RequestError: one is not supported, or probably misspelt; or there are too many that nobody knows.
     """
+    if not body.model_extra:
+        return
     known = type(body).model_fields.keys() | NOT_SUPPORTED.keys() | IGNORED
     unknown = []
-    for name, value in (body.model_extra or {}).items():
+    for name, value in body.model_extra.items():
         if name in NOT_SUPPORTED:
             _check_asks_for_nothing(name, value)
         elif name not in IGNORED:

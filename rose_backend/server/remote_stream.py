@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from rose_backend.engine.outputs import CompletionOutput, RequestOutput
 from rose_backend.errors import EngineDeadError, RequestError
-from rose_backend.server.engine_messages import Piece, Update
+from rose_backend.server.engine_messages import Update
 
 
 class RemoteStream:
@@ -83,21 +83,20 @@ class RemoteStream:
 
     def _take(self, update: Update) -> None:
         _, self._num_cached_tokens, self._is_finished, pieces = update
-        for fields in pieces:
-            piece = Piece(*fields)
-            completion = self._completions.get(piece.completion)
+        # In the order of messages.Piece. Not by its names: making one would cost as much as all that is done with it.
+        for index, text, token_ids, logprobs, cumulative_logprob, finish_reason, stop_reason in pieces:
+            completion = self._completions.get(index)
             if completion is None:
-                logprobs: list[dict[int, Logprob]] | None = None if piece.logprobs is None else []
-                completion = CompletionOutput(piece.completion, "", [], logprobs)
-                self._completions[piece.completion] = completion
-            completion.text += piece.text
-            completion.delta_text += piece.text
-            completion.token_ids += piece.token_ids
-            if completion.logprobs is not None and piece.logprobs is not None:
-                completion.logprobs += piece.logprobs
-            completion.cumulative_logprob = piece.cumulative_logprob
-            completion.finish_reason = piece.finish_reason
-            completion.stop_reason = piece.stop_reason
+                completion = CompletionOutput(index, "", [], None if logprobs is None else [])
+                self._completions[index] = completion
+            completion.text += text
+            completion.delta_text += text
+            completion.token_ids += token_ids
+            if completion.logprobs is not None and logprobs is not None:
+                completion.logprobs += logprobs
+            completion.cumulative_logprob = cumulative_logprob
+            completion.finish_reason = finish_reason
+            completion.stop_reason = stop_reason
 
     def _snapshot(self) -> RequestOutput:
         # Copies: the caller may look at this output when later ones have been taken.
