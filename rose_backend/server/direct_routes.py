@@ -24,6 +24,7 @@ from rose_backend.server.error_answers import (
     describe_validation_errors,
 )
 from rose_backend.server.request_models import Body
+from rose_backend.server.turnstile import Turnstile
 
 DirectRoute: TypeAlias = tuple[type[Body], Callable[[Request, Any], Awaitable[Response]]]
 """The model of a route's body, and what answers."""
@@ -40,6 +41,7 @@ class DirectRoutes:
     def __init__(self, app: FastAPI, routes: Mapping[str, DirectRoute]) -> None:
         self._app = app
         self._routes = routes
+        self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -52,7 +54,9 @@ class DirectRoutes:
         scope["app"] = self._app
         request = Request(scope, receive)
         try:
-            response = await answer(request, parse_body(model, await _read_body(request)))
+            content = await _read_body(request)
+            await self._turnstile.pass_through()
+            response = await answer(request, parse_body(model, content))
         except Exception as error:
             await answer_error(request, error)(scope, receive, send)
             if not isinstance(error, EXPECTED_ERRORS):

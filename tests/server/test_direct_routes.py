@@ -10,6 +10,7 @@ import pytest
 from rose_backend.server import generation_routes
 from rose_backend.server.app import build_app
 from rose_backend.server.direct_routes import DirectRoutes
+from rose_backend.server.turnstile import Turnstile
 from tests.server.live_server import LiveServer
 
 BODIES = [
@@ -72,6 +73,21 @@ def test_refusals_are_those_of_fastapi(
     for body, ours, theirs in zip(BODIES, asyncio.run(answers(direct)), expected, strict=True):
         assert ours == theirs, body[:80]
     assert {} in parsed and len({id(routes) for routes in parsed}) == 2, "each went its own way"
+
+
+def test_requests_pass_the_turnstile(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_passed = 0
+    pass_through = Turnstile.pass_through
+
+    async def count(self: Turnstile) -> None:
+        nonlocal num_passed
+        num_passed += 1
+        await pass_through(self)
+
+    monkeypatch.setattr(Turnstile, "pass_through", count)
+    for stream in (False, True):
+        assert server.complete(prompt="a", max_tokens=2, stream=stream).status_code == 200
+    assert num_passed == 2
 
 
 def test_other_methods_and_the_schema_are_fastapis(server: LiveServer) -> None:
