@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rose_backend.engine.byte_level import ByteLevelDecoder, is_byte_level, special_tokens
 from rose_backend.errors import ModelError, RequestError
 from rose_backend.models.weight_loading import read_json
 
@@ -16,8 +17,8 @@ _ADJUSTMENTS = ("add_bos_token", "add_eos_token", "add_prefix_space")
 class Tokenizer:
     """The tokenizer that lies beside a model's weights.
 
-    Decoding is the tokenizer library's own, without transformers' clean-up of spaces, so that the text of tokens read
-    one by one equals the text of all of them.
+    Decoding is the tokenizer library's own, or to the letter the same (``ByteLevelDecoder``), without transformers'
+    clean-up of spaces, so that the text of tokens read one by one equals the text of all of them.
 
     Args:
         directory: local directory with ``tokenizer.json`` or the files it can be made from; nothing is downloaded.
@@ -28,6 +29,10 @@ class Tokenizer:
 
     def __init__(self, directory: str | Path) -> None:
         self._backend = _load_backend(Path(directory))
+        self._byte_level: dict[bool, ByteLevelDecoder] = {}  # by skip_special_tokens
+        if is_byte_level(self._backend):
+            left_out = {True: special_tokens(self._backend), False: []}
+            self._byte_level = {skips: ByteLevelDecoder(self._backend, left_out[skips]) for skips in left_out}
         # Log-probabilities name the same few tokens again and again.
         self._token_texts: dict[int, str] = {}
         self.max_token_length = max(map(len, self._backend.get_vocab()), default=1)
@@ -48,8 +53,14 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text).ids
         return ids
 
+    def byte_level(self, *, skip_special_tokens: bool = True) -> ByteLevelDecoder | None:
+        """Return what decodes texts piece by piece; None where only the tokenizer library can decode."""
+        return self._byte_level.get(skip_special_tokens)
+
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text; bytes that are no valid UTF-8 become U+FFFD."""
+        if (decoder := self._byte_level.get(skip_special_tokens)) is not None:
+            return decoder.decode(token_ids)
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
