@@ -144,18 +144,22 @@ class RowState:
     def _banned(self, params: SamplingParams) -> list[int]:
         return [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos_token_ids)]
 
-    def clear(self, row: int) -> Completion:
-        """Take the completion out of ``row``, with the tokens it has so far."""
-        completion = self.completions[row]
-        assert completion is not None, f"row {row} holds no completion"
-        completion.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
-        completion.row = -1
-        self.completions[row] = None
-        self.num_unread_tokens[row] = self.num_uncommitted_tokens[row] = self.num_held_tokens[row] = 0
-        self.is_on_device[row] = False
-        self.generation[row] += 1
-        self.num_cleared += 1
-        return completion
+    def clear(self, rows: Int32Array) -> list[Completion]:
+        """Take the completions out of ``rows``, ``[N]``, each with the tokens it has so far. Many may end at once."""
+        cleared = []
+        for row, num_tokens in zip(rows.tolist(), self.num_tokens[rows].tolist(), strict=True):
+            completion = self.completions[row]
+            assert completion is not None, f"row {row} holds no completion"
+            completion.token_ids = self.token_ids[row, :num_tokens].copy()
+            completion.row = -1
+            self.completions[row] = None
+            cleared.append(completion)
+        for counts in (self.num_unread_tokens, self.num_uncommitted_tokens, self.num_held_tokens):
+            counts[rows] = 0
+        self.is_on_device[rows] = False
+        self.generation[rows] += 1
+        self.num_cleared += len(rows)
+        return cleared
 
     def append(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Put one token, ``token_ids[i]``, behind those of each of ``rows``.

@@ -157,7 +157,7 @@ class Scheduler:
         self._running = self._running[~np.isin(self._running, rows)]
         self._admission.num_promised_rows -= int(self._rows.num_siblings_to_fork[rows].sum())
         self._rows.num_siblings_to_fork[rows] = 0
-        return [self._rows.clear(row) for row in rows.tolist()]
+        return self._rows.clear(rows)
 
     def _let_decodes_sit_out(self, rows: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
         """Leave decodes out of a step half of whose tokens, or more, are prompts'."""

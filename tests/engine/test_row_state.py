@@ -25,7 +25,8 @@ def test_the_same_rows_with_other_completions_have_other_lengths(llm: LLM) -> No
         state.fill(row, completion(llm, [5, 6], max_tokens))
     assert state.append(rows, np.array([10, 20])).tolist() == [False, False]
     assert state.append(rows, np.array([11, 21])).tolist() == [False, True]
-    assert state.clear(2).token_ids.tolist() == [5, 6, 20, 21]
+    (cleared,) = state.clear(np.array([2], np.int32))
+    assert cleared.token_ids.tolist() == [5, 6, 20, 21]
     state.fill(2, completion(llm, [7, 8, 9], 3))
     assert state.append(rows, np.array([12, 30])).tolist() == [False, False]
     assert state.append(np.array([2, 0]), np.array([31, 13])).tolist() == [False, False]
@@ -44,3 +45,22 @@ def test_rows_that_are_full_do_not_touch_their_neighbours(llm: LLM) -> None:
     assert is_full.all()
     for row in range(3):
         assert state.token_ids[row].tolist() == [40 + row, *(100 * row + np.arange(1, WINDOW)).tolist()]
+
+
+def test_rows_that_are_cleared_leave_others_alone(llm: LLM) -> None:
+    state = RowState(3, WINDOW)
+    for row in range(3):
+        state.fill(row, completion(llm, [40 + row] * (row + 1), 8))
+    state.append(np.arange(3), np.array([10, 11, 12]))
+    per_row = (state.num_unread_tokens, state.num_uncommitted_tokens, state.num_held_tokens)
+    for counts in per_row:
+        counts[:] = [3, 4, 5]
+    state.is_on_device[:] = True
+    before = state.generation.copy()
+    cleared = state.clear(np.array([2, 0], np.int32))
+    assert [each.token_ids.tolist() for each in cleared] == [[42, 42, 42, 12], [40, 10]]
+    assert [each.row for each in cleared] == [-1, -1]
+    assert [each is None for each in state.completions] == [True, False, True]
+    assert [counts.tolist() for counts in per_row] == [[0, 4, 0]] * 3
+    assert state.is_on_device.tolist() == [False, True, False]
+    assert (state.generation - before).tolist() == [1, 0, 1] and state.num_cleared == 2
