@@ -63,6 +63,7 @@ class EngineCore:
         self._ready = ReadyOutputs()
         self._returns_outputs = sink is None
         self._texts = TextWorker(OutputProcessor(loaded.tokenizer), sink or OutputSink(self._ready.put))
+        self._commits.tell = self._texts.post
         weakref.finalize(self, self._texts.stop)  # where nobody calls close
         self._requests: dict[str, Request] = {}
         self._prompt_lists = PromptLists()
@@ -229,7 +230,7 @@ class EngineCore:
             bytes_per_block=loaded.kv_cache.nbytes // loaded.num_blocks,
         )
         self._rows = RowState(config.max_num_seqs, loaded.max_model_len, loaded.eos_token_ids)
-        commits = LateCommits(self.manager, self._rows)
+        self._commits = commits = LateCommits(self.manager, self._rows)
         scheduled = (config, self.manager, self._rows, commits, self.factory)
         self._scheduler = Scheduler(*scheduled, prompts_first=not is_online)
         self._runner = ModelRunner(loaded.model, config, self.manager, self._rows, loaded.kv_cache)

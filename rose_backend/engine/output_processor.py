@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rose_backend.engine.byte_level import ByteLevelDecoder, text_of
 from rose_backend.engine.logprobs import StepLogprobs
 from rose_backend.engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from rose_backend.engine.request import Completion, CompletionText, Request
@@ -37,6 +38,20 @@ class NewTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlyTokens:
+    """Some tokens of ``N`` completions that are not followed, long before these end.
+
+    Many may end in one step, and nothing else is left to do then: what is done with their tokens now is done while the
+    device works.
+    """
+
+    completions: list[Completion]  # [N]
+    starts: list[int]  # [N], where in prompt and output the first token of each stands
+    counts: list[int]  # [N]
+    token_ids: NDArray[np.int32]  # [sum(counts)]
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
     """End what has not finished of a request; no step computes anything for it any more."""
 
@@ -57,7 +72,9 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def process(self, message: NewTokens | Abort) -> tuple[list[Request], dict[Completion, Judgement]]:
+    def process(
+        self, message: NewTokens | EarlyTokens | Abort
+    ) -> tuple[list[Request], dict[Completion, Judgement]]:
         """Take in what has happened.
 
         Returns:
@@ -65,6 +82,9 @@ class OutputProcessor:
         """
         if isinstance(message, Abort):
             return self._abort(message.request), {}
+        if isinstance(message, EarlyTokens):
+            self._take_early(message)
+            return [], {}
         judgements: dict[Completion, Judgement] = {}
         touched: dict[Request, None] = {}
         for index, completion in enumerate(message.completions):
@@ -103,7 +123,7 @@ class OutputProcessor:
                 _catch_up(text, len(text.token_ids))
                 text.stream.close()
             if not completion.is_followed:
-                text.token_ids = _output_token_ids(completion)
+                _take_rest(completion)
             text.final = self._describe(completion)
         return [request]
 
@@ -137,17 +157,38 @@ class OutputProcessor:
         for completion in completions:
             text = completion.text
             text.finish_reason, text.stop_reason = endings[completion]
-            text.token_ids = _output_token_ids(completion)
+            _take_rest(completion)
         for skips_special in (True, False):
             batch = [
                 completion
                 for completion in completions
                 if completion.request.params.skip_special_tokens is skips_special
             ]
-            shown = [_shown_token_ids(completion) for completion in batch]
-            texts = self._tokenizer.decode_batch(shown, skip_special_tokens=skips_special)
+            decoder = self._tokenizer.byte_level(skip_special_tokens=skips_special)
+            if decoder is not None:
+                texts = [_decode_rest(completion, decoder) for completion in batch]
+            else:
+                shown = [_shown_token_ids(completion) for completion in batch]
+                texts = self._tokenizer.decode_batch(shown, skip_special_tokens=skips_special)
             for completion, decoded in zip(batch, texts, strict=True):
                 completion.text.final = self._describe(completion, decoded)
+
+    def _take_early(self, message: EarlyTokens) -> None:
+        end = 0
+        for completion, first, count in zip(message.completions, message.starts, message.counts, strict=True):
+            start, end = end, end + count
+            text, request = completion.text, completion.request
+            # The first of them may be the prompt's, or are here already: a preempted row computes them once more. If
+            # there are some missing before them, all wait for the end.
+            num_known = len(request.prompt_token_ids) + len(text.token_ids) - first
+            if text.is_finished or not 0 <= num_known < count:
+                continue
+            new: list[int] = message.token_ids[start + num_known : end].tolist()
+            text.token_ids.extend(new)
+            decoder = self._tokenizer.byte_level(skip_special_tokens=request.params.skip_special_tokens)
+            if decoder is not None:
+                text.early_bytes += decoder.bytes_of(new)
+                text.num_decoded += len(new)
 
     def _describe(self, completion: Completion, decoded: str | None = None) -> CompletionOutput:
         """Args: decoded: text of a completion without a stream, where it is known already."""
@@ -166,7 +207,7 @@ class OutputProcessor:
         return CompletionOutput(
             index=completion.index,
             text=shown,
-            token_ids=list(text.token_ids),
+            token_ids=text.token_ids if text.is_finished else list(text.token_ids),
             logprobs=None if text.logprobs is None else list(text.logprobs),
             cumulative_logprob=None if text.logprobs is None else text.cumulative_logprob,
             finish_reason=text.finish_reason,
@@ -201,9 +242,18 @@ def _catch_up(text: CompletionText, num_tokens: int) -> str | None:
     return text.stream.extend(new)
 
 
-def _output_token_ids(completion: Completion) -> list[int]:
-    ids: list[int] = completion.token_ids[len(completion.request.prompt_token_ids) :].tolist()
-    return ids
+def _take_rest(completion: Completion) -> None:
+    """Add what was not handed over early to the tokens of a completion that has left its row."""
+    token_ids = completion.text.token_ids
+    token_ids += completion.token_ids[len(completion.request.prompt_token_ids) + len(token_ids) :].tolist()
+
+
+def _decode_rest(completion: Completion, decoder: ByteLevelDecoder) -> str:
+    """Return the text of a completion, some of whose tokens may have been decoded early."""
+    text, shown = completion.text, _shown_token_ids(completion)
+    if text.num_decoded > len(shown):  # the last one is not to be shown after all
+        return decoder.decode(shown)
+    return text_of(text.early_bytes + decoder.bytes_of(shown[text.num_decoded :]))
 
 
 def _shows_last_token(completion: Completion) -> bool:

@@ -33,9 +33,11 @@ class CompletionText:
     """None when the text is only needed at the end."""
     logprobs: list[dict[int, Logprob]] | None
     token_ids: list[int] = field(default_factory=list)
-    """Output so far of a followed completion; of any other it stays empty until the end."""
+    """Output so far of a followed completion; of any other, until the end, what was handed over early."""
     num_decoded: int = 0
-    """Of these, how many ``stream`` has been given."""
+    """Of these, how many ``stream`` has been given, or without one, ``early_bytes`` stand for."""
+    early_bytes: bytearray = field(default_factory=bytearray)
+    """Text of a completion that is not followed, as far as it was made before the end."""
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

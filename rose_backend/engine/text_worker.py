@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from rose_backend.engine.output_processor import Abort, Judgement, NewTokens, OutputProcessor
+from rose_backend.engine.output_processor import Abort, EarlyTokens, Judgement, NewTokens, OutputProcessor
 from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.request import Completion, Request
 
-Message = NewTokens | Abort
+Message = NewTokens | EarlyTokens | Abort
 
 _RETRY_S = 0.01
 """How soon a stream that was not ready for an output is looked at again when no step comes before."""

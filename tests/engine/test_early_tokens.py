@@ -1,0 +1,129 @@
+"""What is done with tokens before their completions end changes nothing of what is handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rose_backend import LLM, CompletionOutput
+from rose_backend.engine.output_processor import Abort, EarlyTokens, Ending, NewTokens, OutputProcessor
+from rose_backend.engine.request import Completion, RequestFactory
+from rose_backend.engine.tokenizer import Tokenizer
+from tests.engine.conftest import GREEDY
+
+PROMPT = [5, 6, 7]
+OUTPUT = [400 + 7 * number % 1900 for number in range(40)]
+LONG = replace(GREEDY, max_tokens=100)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_path: Path) -> Tokenizer:
+    return Tokenizer(tiny_model_path)
+
+
+def make(tokenizer: Tokenizer, **params: Any) -> Completion:
+    factory = RequestFactory(tokenizer, vocab_size=2560, max_model_len=512, max_num_seqs=8, seed=0)
+    return factory.make(PROMPT, replace(LONG, **params)).completions[0]
+
+
+def early(completion: Completion, start: int, end: int) -> EarlyTokens:
+    """Return prompt and output from ``start`` to ``end``, beside a neighbour that has ended already."""
+    neighbour = replace(completion, text=replace(completion.text, finish_reason="length", token_ids=[1]))
+    token_ids = np.array([*PROMPT, *OUTPUT][start:end], np.int32)
+    return EarlyTokens(
+        [neighbour, completion],
+        [2, start],
+        [4, end - start],
+        np.concatenate([np.zeros(4, np.int32), token_ids]),
+    )
+
+
+def end_of(
+    processor: OutputProcessor, completion: Completion, reason: Any, stop_token: int | None = None
+) -> CompletionOutput:
+    completion.token_ids = np.array([*PROMPT, *OUTPUT], np.int32)
+    endings = {completion: Ending(reason, stop_token)}
+    (request,), _ = processor.process(NewTokens([], [], np.zeros(0, np.intp), None, endings, False))
+    return processor.request_output(request).outputs[0]
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+@pytest.mark.parametrize(
+    ("spans", "num_early"),
+    [
+        pytest.param([(3, 20), (20, 35)], 32, id="piece by piece"),
+        pytest.param([(0, 20), (20, 35)], 32, id="with the prompt"),
+        pytest.param([(0, 3)], 0, id="prompt alone"),
+        pytest.param([(0, 20), (0, 12), (10, 30)], 27, id="computed once more"),
+        pytest.param([(0, 20), (24, 30)], 17, id="some are missing"),
+        pytest.param([(8, 20)], 0, id="the first are missing"),
+        pytest.param([(0, 43)], 40, id="the last one, too"),
+        pytest.param([], 0, id="none"),
+    ],
+)
+def test_outputs_are_the_same(
+    tokenizer: Tokenizer, spans: list[tuple[int, int]], num_early: int, reason: str
+) -> None:
+    processor, completion = OutputProcessor(tokenizer), make(tokenizer)
+    for start, end in spans:
+        assert processor.process(early(completion, start, end)) == ([], {})
+    assert completion.text.token_ids == OUTPUT[:num_early]
+    output = end_of(processor, completion, reason)
+    assert output.token_ids == OUTPUT
+    shown = OUTPUT if reason == "length" else OUTPUT[:-1]
+    assert output.text == output.delta_text == tokenizer._backend.decode(shown)
+
+
+def test_special_tokens_are_shown_where_that_was_asked_for(tokenizer: Tokenizer) -> None:
+    end_of_text = tokenizer._backend.token_to_id("<|endoftext|>")
+    texts = []
+    for skips in (True, False):
+        processor, completion = OutputProcessor(tokenizer), make(tokenizer, skip_special_tokens=skips)
+        piece = early(completion, 0, 20)
+        piece.token_ids[-1] = end_of_text
+        processor.process(piece)
+        texts.append(end_of(processor, completion, "length").text)
+    assert "<|endoftext|>" in texts[1] and "<|endoftext|>" not in texts[0]
+
+
+def test_an_aborted_completion_has_every_token_once(tokenizer: Tokenizer) -> None:
+    processor, completion = OutputProcessor(tokenizer), make(tokenizer)
+    processor.process(early(completion, 0, 20))
+    completion.token_ids = np.array([*PROMPT, *OUTPUT[:30]], np.int32)
+    processor.process(Abort(completion.request))
+    processor.process(early(completion, 20, 30))
+    output = processor.request_output(completion.request).outputs[0]
+    assert output.token_ids == OUTPUT[:30] and output.text == tokenizer._backend.decode(OUTPUT[:30])
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 4])
+def test_the_engine_hands_over_what_nobody_follows(make_llm: Callable[..., LLM], run_ahead: int) -> None:
+    llm = make_llm(max_num_seqs=24, run_ahead=run_ahead)
+    told: list[EarlyTokens] = []
+    process = llm.core._texts._processor.process
+
+    def note(message: Any) -> Any:
+        if isinstance(message, EarlyTokens):
+            told.append(message)
+        return process(message)
+
+    llm.core._texts._processor.process = note  # type: ignore[method-assign]
+    prompts = [[5 + number] * (3 + 5 * number) for number in range(6)]
+    two = replace(LONG, n=2, temperature=1.0, seed=1)
+    params = [LONG, replace(LONG, logprobs=1), two, replace(LONG, stop=["never seen"]), LONG, two]
+    alone = [llm.generate([prompt], each)[0] for prompt, each in zip(prompts, params, strict=True)]
+    told.clear()
+    outputs = llm.generate(prompts, params)
+    for output, expected in zip(outputs, alone, strict=True):
+        assert [each.token_ids for each in output.outputs] == [each.token_ids for each in expected.outputs]
+        for each in output.outputs:
+            assert each.text == llm.tokenizer._backend.decode(each.token_ids)
+    followed = {completion.is_followed for message in told for completion in message.completions}
+    assert followed == {False}
+    num_told = sum(sum(message.counts) for message in told)
+    assert num_told >= 6 * 64, "hardly anything was handed over before the end"
