@@ -52,15 +52,15 @@ def candidates(rows: int, name: str) -> list[LinearConfig]:
     depth = SHAPES[name][0]
     block_m, found = triton.next_power_of_2(rows), [cuts_in_use(rows)[name]]
     if rows <= 32:
-        for block_n, num_warps, split_k in product((16, 32), (4, 8, 16), (1, 3) if depth > 1024 else (1,)):
+        # Two tiles of 16 rows read the same weights, the second time from the L2 cache.
+        row_tiles = (16, 32) if block_m == 32 else (max(block_m, 8),)
+        splits = (1, 3) if depth > 1024 else (1,)
+        for tile_m, block_n, num_warps, split_k in product(row_tiles, (16, 32), (4, 8, 16), splits):
             whole = triton.next_power_of_2(depth // split_k)
-            if (
-                max(block_m, 8) + block_n
-            ) * whole * 2 <= MAX_SHARED_BYTES and block_n * whole <= 4096 * num_warps:
+            fits_shared = (tile_m + block_n) * whole * 2 <= MAX_SHARED_BYTES
+            if fits_shared and block_n * whole <= 4096 * num_warps:
                 found.append(
-                    LinearConfig(
-                        max(block_m, 8), block_n, whole, split_k, num_warps, num_warps, 3, True, True
-                    )
+                    LinearConfig(tile_m, block_n, whole, split_k, num_warps, num_warps, 3, True, True)
                 )
     if rows > 8:
         tiles = [(16, 256, 3), (32, 128, 4), (32, 256, 3), (64, 64, 6), (64, 128, 3)]
@@ -68,9 +68,10 @@ def candidates(rows: int, name: str) -> list[LinearConfig]:
             block_n, block_k, num_stages = tile
             if block_m <= max(triton.next_power_of_2(rows), 32):
                 num_warps = 8 if block_m == 128 else 4
-                found.append(
-                    LinearConfig(block_m, block_n, block_k, split_k, 1, num_warps, num_stages, use_tma=True)
+                config = LinearConfig(
+                    block_m, block_n, block_k, split_k, 1, num_warps, num_stages, use_tma=True
                 )
+                found += [config, replace(config, weights_left=True)] if block_m == 32 else [config]
     found += [replace(config, is_early=not config.is_early) for config in found]
     return list(dict.fromkeys(found))
 

@@ -81,12 +81,13 @@ def _whole_depth(block_m: int, num_columns: int, whole: int, *, can_use_tma: boo
     """Weights of the whole depth wait for ``x``, a part of the depth in each warp."""
     is_early = block_m <= 16
     if num_columns <= _WIDE:
-        if block_m == 16:
-            return LinearConfig(16, 32, whole, warp_split=8, num_warps=8, weights_left=True)
-        block_m = min(max(block_m, 8), 16)
-        return LinearConfig(block_m, 16, whole, warp_split=4, weights_left=True, is_early=is_early)
+        if block_m >= 16:
+            return LinearConfig(
+                16, 32, whole, warp_split=8, num_warps=8, weights_left=True, is_early=is_early
+            )
+        return LinearConfig(max(block_m, 8), 16, whole, warp_split=4, weights_left=True)
     if block_m == 32 and can_use_tma:
-        return LinearConfig(32, 32, 256, use_tma=True, is_early=False)
+        return LinearConfig(32, 32, 256, weights_left=True, use_tma=True)
     num_warps = 8 if block_m == 32 else 4
     return LinearConfig(
         block_m=max(block_m, 8),
