@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from rose_backend import LLM, SamplingParams
+from rose_backend.engine import interpreter
 from rose_backend.engine.interpreter import begin_serving, end_serving, short_turns
+
+
+@pytest.fixture(autouse=True)
+def nobody_else(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start as a process does that serves nobody: other tests' servers may live in this one."""
+    interval = sys.getswitchinterval()
+    monkeypatch.setattr(interpreter, "_num_hurried", 0)
+    sys.setswitchinterval(5e-3)
+    yield
+    sys.setswitchinterval(interval)
 
 
 def test_steps_of_generate_do_not_wait_for_texts(
