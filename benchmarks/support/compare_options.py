@@ -14,6 +14,7 @@ from benchmarks.support.checkpoint import GPT2_124M, LLAMA_1B, SHAPES, ModelFact
 from benchmarks.support.engines import EngineOptions
 
 ROSE_HOSTS = ("rose", "rose-in-vllm")
+_VLLMS = ("rose-in-vllm", "vllm")
 QUICK_MODEL = "models/tiny-gpt2"
 # The standalone engine serves GPT-2 only, and SGLang is not needed to tell what Rose is worth inside vLLM.
 BACKENDS_BY_SHAPE = {LLAMA_1B: ("rose-in-vllm", "vllm")}
@@ -81,7 +82,8 @@ def engine_options(
     """Return what a worker makes its engine from."""
     tokens = options.kv_cache_tokens or options.max_num_seqs * facts.max_model_len
     element_bytes = 4 if options.dtype == "float32" else 2
-    extra: dict[str, Any] = {}
+    # vLLM compiles its models for longer than all of a quick run takes.
+    extra: dict[str, Any] = {"enforce_eager": True} if options.quick and backend in _VLLMS else {}
     for text in _given(options.engine_options, backend):
         extra |= json.loads(text)
     return EngineOptions(
