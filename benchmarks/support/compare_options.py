@@ -102,9 +102,11 @@ def environment(options: argparse.Namespace, backend: str) -> dict[str, Any]:
     """Return the arguments of ``WorkerPool.add`` that say where a backend is installed."""
     paths = _given(options.python_path, backend)
     pairs = (text.partition("=") for text in _given(options.env, backend))
+    # On a CPU each vLLM would bind its worker to the first core, where all of them start one after the other.
+    unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if options.quick and backend in _VLLMS else {}
     return {
         "python_path": paths[-1] if paths else None,
-        "environment": {name: value for name, _, value in pairs},
+        "environment": unbound | {name: value for name, _, value in pairs},
     }
 
 

@@ -8,18 +8,27 @@ from typing import Any
 import pytest
 
 from benchmarks.support.checkpoint import ModelFacts
-from benchmarks.support.compare_options import add_engine_options, engine_options, set_defaults
+from benchmarks.support.compare_options import (
+    add_engine_options,
+    engine_options,
+    environment,
+    set_defaults,
+)
 
 BACKENDS = ("rose", "rose-in-vllm", "vllm", "sglang")
 FACTS = ModelFacts(vocab_size=512, max_model_len=64, kv_elements_per_token=128)
 
 
-def extra_of(backend: str, *arguments: str) -> dict[str, Any]:
+def options_of(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_engine_options(parser, BACKENDS)
     options = parser.parse_args(arguments)
     set_defaults(options)
-    return engine_options(options, backend, "model", FACTS, []).extra
+    return options
+
+
+def extra_of(backend: str, *arguments: str) -> dict[str, Any]:
+    return engine_options(options_of(*arguments), backend, "model", FACTS, []).extra
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -39,3 +48,15 @@ def test_what_the_user_says_of_an_engine_comes_last() -> None:
     assert extra_of("vllm", "--quick", *said) == {"enforce_eager": False, "seed": 3}
     assert extra_of("rose-in-vllm", "--quick", *said) == {"enforce_eager": True}
     assert extra_of("rose", *said) == {"a": 1}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_quick_runs_of_vllm_are_bound_to_no_core(backend: str) -> None:
+    name = "VLLM_CPU_OMP_THREADS_BIND"
+    unbound = {name: "nobind"} if backend.endswith("vllm") else {}
+    assert environment(options_of("--quick"), backend)["environment"] == unbound
+    assert environment(options_of(), backend)["environment"] == {}
+    said = ("--quick", "--env", f"vllm={name}=1")
+    assert environment(options_of(*said), backend)["environment"] == (
+        {name: "1"} if backend == "vllm" else unbound
+    )
