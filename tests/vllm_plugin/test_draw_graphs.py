@@ -10,20 +10,14 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.config import CUDAGraphMode
-from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.sample import gumbel, min_p, states
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from rose_backend.vllm_plugin.draw_counts import DrawCounts
 from rose_backend.vllm_plugin.draw_graphs import (
-    MAX_LOGITS_BYTES,
     DrawGraphs,
-    captures_draws,
-    draw_graph_sizes,
 )
 from rose_backend.vllm_plugin.sampler_v2 import ReplayedSampling, RoseDraws, copy_parameters_when_they_change
-from tests.vllm_plugin.conftest import MakeConfig
 
 VOCAB, SLOTS = 512, 24
 LOGITS_DTYPE = torch.float16
@@ -239,34 +233,3 @@ def test_log_probabilities_are_vllms(samplers: Pair) -> None:
 def test_other_shapes_are_not_served(samplers: Pair, shape: tuple[int, int]) -> None:
     graphs = samplers[0].sample._graphs
     assert not graphs.serves(torch.zeros(shape)) and graphs.serves(torch.zeros(SLOTS, VOCAB))
-
-
-def test_sizes_rise_to_what_fits() -> None:
-    assert draw_graph_sizes(1, 100) == (1,)
-    assert draw_graph_sizes(24, 512) == (1, 2, 4, 8, 16, 24)
-    assert draw_graph_sizes(256, 50257)[-3:] == (192, 224, 256)
-    for vocab_size in (50257, 151936):
-        sizes = draw_graph_sizes(1024, vocab_size)
-        assert list(sizes) == sorted(set(sizes))
-        assert sizes[-1] * vocab_size * 4 <= MAX_LOGITS_BYTES < (sizes[-1] + 1) * vocab_size * 4
-    assert draw_graph_sizes(8, MAX_LOGITS_BYTES) == ()
-
-
-def test_graphs_are_captured_unless_they_are_switched_off(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert not captures_draws(make_config())
-    config = make_config()
-    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
-    config.model_config.enforce_eager = False
-    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
-    assert captures_draws(config)
-    config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-    assert not captures_draws(config)
-    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
-    for name in ("enforce_eager", "enable_sleep_mode"):
-        monkeypatch.setattr(config.model_config, name, True)
-        assert not captures_draws(config), name
-        monkeypatch.setattr(config.model_config, name, False)
-    config.additional_config = {"rose": {"cuda_graph": False}}
-    assert not captures_draws(config)
