@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ class Sleeper(SimpleNamespace):
         super().__init__(name=name, woken=0, **attributes)
         self._process = subprocess.Popen(["sleep", "600"], start_new_session=True)
         self.pid = self._process.pid
+        wait_until_asleep(self.pid)
 
     def wake(self) -> None:
         self.woken += 1
@@ -27,7 +29,26 @@ class Sleeper(SimpleNamespace):
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process was stopped by a signal."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return _state(pid) == "T"
+
+
+def wait_until_asleep(pid: int) -> None:
+    """Return when ``sleep`` has started up in a process.
+
+    A program that is still being read from the disk does not stop before that has ended, and has no name yet.
+
+    Raises:
+        TimeoutError: it does not sleep after 30 s.
+    """
+    deadline = time.monotonic() + 30
+    while _state(pid) != "S":
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"process {pid} does not sleep, it is in state {_state(pid)}")
+        time.sleep(0.001)
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @contextlib.contextmanager
