@@ -16,6 +16,9 @@ from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
 
 DONE_EVENT = b"data: [DONE]\n\n"
 
+# Made once: making an encoder takes longer than a small value does.
+_compact = json.JSONEncoder(separators=(",", ":")).encode
+
 Positions = list[dict[int, Logprob]]
 _MIN_LOGPROB = -9999.0
 """JSON has no infinity; this is what vLLM writes for it."""
@@ -47,7 +50,7 @@ class Answer(ABC):
         self._latest: dict[int, RequestOutput] = {}
         self._num_sent_tokens: dict[int, int] = {}
         self._finished: set[int] = set()
-        head_json = json.dumps({"object": self.event_object_name, **head._asdict()}, separators=(",", ":"))
+        head_json = _compact({"object": self.event_object_name, **head._asdict()})
         self._event_start = f"data: {head_json[:-1]}"
         self._prefix = self._event_start + ',"choices":[{"index":'
         self._suffix = '}],"usage":null}\n\n' if include_usage else "}]}\n\n"
@@ -82,8 +85,9 @@ class Answer(ABC):
         """Return what closes a complete stream."""
         if not self._include_usage:
             return DONE_EVENT
-        usage = json.dumps(self.usage(), separators=(",", ":"))
-        return f'{self._event_start},"choices":[],"usage":{usage}}}\n\n'.encode() + DONE_EVENT
+        return (
+            f'{self._event_start},"choices":[],"usage":{_compact(self.usage())}}}\n\n'.encode() + DONE_EVENT
+        )
 
     def body(self) -> bytes:
         """Return the whole answer as JSON."""
@@ -125,7 +129,7 @@ class Answer(ABC):
     def _event_end(self, completion: CompletionOutput) -> str:
         if not completion.finished:
             return f',"finish_reason":null{self._suffix}'
-        stop_reason = json.dumps(completion.stop_reason)
+        stop_reason = "null" if completion.stop_reason is None else json.dumps(completion.stop_reason)
         return f',"finish_reason":"{completion.finish_reason}","stop_reason":{stop_reason}{self._suffix}'
 
 
@@ -161,7 +165,7 @@ class CompletionAnswer(Answer):
         self._text_lengths[index] = start
         shown = "null"
         if logprobs is not None:
-            shown = json.dumps(_completion_logprobs(logprobs, start), separators=(",", ":"))
+            shown = _compact(_completion_logprobs(logprobs, start))
             self._text_lengths[index] = start + _num_characters(logprobs)
         return f'{self._prefix}{index},"text":{_quoted(text)},"logprobs":{shown}{self._event_end(completion)}'
 
@@ -204,7 +208,7 @@ class ChatAnswer(Answer):
         content = _quoted(completion.delta_text)
         shown = "null"
         if logprobs is not None:
-            shown = json.dumps(_chat_logprobs(logprobs, self._num_top_logprobs), separators=(",", ":"))
+            shown = _compact(_chat_logprobs(logprobs, self._num_top_logprobs))
         delta = f'{{"content":{content}}}'
         return f'{first}{self._prefix}{index},"delta":{delta},"logprobs":{shown}{self._event_end(completion)}'
 

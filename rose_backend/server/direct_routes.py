@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -54,7 +53,7 @@ class DirectRoutes:
         scope["app"] = self._app
         request = Request(scope, receive)
         try:
-            content = await _read_body(request)
+            content = await _read_body(receive)
             await self._turnstile.pass_through()
             response = await answer(request, parse_body(model, content))
         except Exception as error:
@@ -89,11 +88,16 @@ def parse_body(model: type[Body], content: bytes) -> Body:
         ) from error
 
 
-async def _read_body(request: Request) -> bytes:
-    try:
-        return await request.body()
-    except ClientDisconnect as error:
-        raise _unreadable() from error
+async def _read_body(receive: Receive) -> bytes:
+    parts: list[bytes] = []
+    is_complete = False
+    while not is_complete:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _unreadable()
+        parts.append(message.get("body", b""))
+        is_complete = not message.get("more_body", False)
+    return b"".join(parts)
 
 
 def _unreadable() -> HTTPException:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from types import TracebackType
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from rose_backend.server.error_answers import CLIENT_LEFT
 from rose_backend.server.request_record import RequestRecord
@@ -76,35 +76,43 @@ class EventStream(Response):
     """Sends server-sent events as they come.
 
     Args:
-        events: encoded events, and whether they are the last. Cancelled when the client leaves.
+        outputs: what the events are made from; closed at the end.
+        send_events: sends all events, given what sends a message. Cancelled when the client leaves.
         watch: of the client; closed at the end.
         record: told when the client leaves.
     """
 
     def __init__(
-        self, events: AsyncGenerator[tuple[bytes, bool], None], watch: ClientWatch, record: RequestRecord
+        self,
+        outputs: AsyncGenerator[object, None],
+        send_events: Callable[[Send], Awaitable[None]],
+        watch: ClientWatch,
+        record: RequestRecord,
     ) -> None:
         self.status_code = 200
         self.background = None
         self.media_type = "text/event-stream"
         self.raw_headers = _HEADERS
-        self._events = events
+        self._outputs = outputs
+        self._send_events = send_events
         self._watch = watch
         self._record = record
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send everything, or stop when the client has left."""
         try:
-            async with aclosing(self._events), self._watch:
-                head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-                await send(head)
-                async for body, is_last in self._events:
-                    # An answer's last events and its end are one message, and one system call.
-                    await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+            async with aclosing(self._outputs), self._watch:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await self._send_events(send)
         except ClientDisconnect:
             self._record.status = CLIENT_LEFT
         finally:
             self._watch.close()
+
+
+def events_message(events: bytes, *, is_last: bool = False) -> Message:
+    """Return what sends encoded events."""
+    return {"type": "http.response.body", "body": events, "more_body": not is_last}
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

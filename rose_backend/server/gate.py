@@ -6,7 +6,6 @@ import asyncio
 import logging
 import re
 import secrets
-import uuid
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -48,7 +47,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = _make_record(scope)
+        headers = Headers(scope=scope)
+        record = _make_record(scope["path"], headers)
         scope.setdefault("state", {})["record"] = record
 
         async def send_noting_status(message: Message) -> None:
@@ -61,7 +61,7 @@ class Gate:
         is_generating = record.route in GENERATING_ROUTES
         self._service.num_active_requests += is_generating
         try:
-            self._check(record.route, scope["method"], Headers(scope=scope))
+            self._check(record.route, scope["method"], headers)
             await self._app(scope, self._limited(receive), send_noting_status)
         except ApiError as refusal:
             record.error = refusal.detail
@@ -157,8 +157,8 @@ class Gate:
             record.log()
 
 
-def _make_record(scope: Scope) -> RequestRecord:
+def _make_record(path: str, headers: Headers) -> RequestRecord:
     # Other paths are the client's invention: a label for each would let it fill the metrics.
-    route = scope["path"] if scope["path"] in ROUTES else "other"
-    asked_id = Headers(scope=scope).get("x-request-id", "")
-    return RequestRecord(asked_id if _REQUEST_ID.fullmatch(asked_id) else uuid.uuid4().hex, route)
+    route = path if path in ROUTES else "other"
+    asked_id = headers.get("x-request-id", "")
+    return RequestRecord(asked_id if _REQUEST_ID.fullmatch(asked_id) else secrets.token_hex(16), route)

@@ -40,42 +40,34 @@ class Generation:
         self._num_tokens = [0] * len(prompts)
         self._first_s = [0.0] * len(prompts)
         self._last_s = [0.0] * len(prompts)
-        self._num_finished = 0
 
-    async def outputs(self) -> AsyncGenerator[PromptOutput, None]:
+    def outputs(self) -> AsyncGenerator[PromptOutput, None]:
         """Yield every output of every prompt. Closing the iterator aborts what is unfinished.
 
         Raises:
             RequestError: a prompt is not allowed, or the queue is full; then none of them runs on.
             EngineDeadError: the engine failed or was shut down.
         """
-        try:
-            if len(self._prompts) == 1:
-                async with aclosing(self._one(0)) as stream:
-                    async for output in stream:
-                        self._observe(0, output)
-                        yield 0, output
-            else:
-                async with aclosing(self._all()) as merged:
-                    async for index, output in merged:
-                        self._observe(index, output)
-                        yield index, output
-        except (asyncio.CancelledError, GeneratorExit):
-            # Nobody waits any longer.
-            num_unfinished = len(self._prompts) - self._num_finished
-            if num_unfinished:
-                self._count_ends("abort", num_unfinished * self._params.n)
-            raise
+        # Each generator on the way costs every piece of every text.
+        return self._one(0) if len(self._prompts) == 1 else self._all()
 
-    async def _one(self, index: int) -> AsyncGenerator[RequestOutput, None]:
+    async def _one(self, index: int) -> AsyncGenerator[PromptOutput, None]:
         request_id = f"{self._name}-{index}"
         running = self._service.engine_request_ids
         running.add(request_id)
         stream = self._service.engine.generate(self._prompts[index], self._params, request_id)
+        is_over = False
         try:
             async with aclosing(stream):  # type: ignore[type-var]
                 async for output in stream:
-                    yield output
+                    self._observe(index, output)
+                    is_over = output.finished
+                    yield index, output
+        except (asyncio.CancelledError, GeneratorExit):
+            # Nobody waits any longer.
+            if not is_over:
+                self._count_ends("abort", self._params.n)
+            raise
         finally:
             running.discard(request_id)
 
@@ -85,7 +77,7 @@ class Generation:
         async def pump(index: int) -> None:
             try:
                 async for output in self._one(index):
-                    queue.put_nowait((index, output))
+                    queue.put_nowait(output)
             except Exception as error:  # raised again below, in the caller's task
                 queue.put_nowait(error)
 
@@ -127,7 +119,6 @@ class Generation:
 
     def _observe_end(self, index: int, output: RequestOutput, now: float) -> None:
         metrics = self._service.metrics
-        self._num_finished += 1
         for completion in output.outputs:
             if completion.finish_reason is not None:
                 self._count_ends(completion.finish_reason, 1)

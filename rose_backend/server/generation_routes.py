@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
+from starlette.types import Send
 
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.errors import EngineDeadError, RequestError
@@ -16,7 +17,7 @@ from rose_backend.server.answers import DONE_EVENT, Answer, AnswerHead, ChatAnsw
 from rose_backend.server.chat_template import plain_messages
 from rose_backend.server.direct_routes import DirectRoute
 from rose_backend.server.error_answers import ApiError, as_api_error
-from rose_backend.server.event_stream import ClientWatch, EventStream
+from rose_backend.server.event_stream import ClientWatch, EventStream, events_message
 from rose_backend.server.generation import Generation, PromptOutput
 from rose_backend.server.other_fields import check_other_fields
 from rose_backend.server.prompts import (
@@ -149,7 +150,8 @@ async def generate(
         async with watch:
             if is_streaming:
                 first = await anext(outputs)
-                return EventStream(_events(first, outputs, answer, record, len(prompts)), watch, record)
+                send_events = partial(_send_events, first, outputs, answer, record, len(prompts))
+                return EventStream(outputs, send_events, watch, record)
             async for index, output in outputs:
                 answer.keep(index, output)
         watch.close()
@@ -160,25 +162,25 @@ async def generate(
         raise
 
 
-async def _events(
+async def _send_events(
     first: PromptOutput,
     outputs: AsyncGenerator[PromptOutput, None],
     answer: Answer,
     record: RequestRecord,
     num_unfinished: int,
-) -> AsyncGenerator[tuple[bytes, bool], None]:
-    """Yield encoded events, and whether they are the last."""
-    async with aclosing(outputs):
-        try:
-            index, output = first
-            while True:
-                num_unfinished -= output.finished
-                events = answer.events(index, output)
-                if not num_unfinished:
-                    yield events + answer.end_events(), True
-                    return
-                yield events, False
-                index, output = await anext(outputs)
-        except (RequestError, EngineDeadError) as error:
-            record.error = str(error)
-            yield as_api_error(error).event() + DONE_EVENT, True
+    send: Send,
+) -> None:
+    """Send the events of every output, the first of which is here already."""
+    try:
+        index, output = first
+        num_unfinished -= output.finished
+        while num_unfinished:
+            await send(events_message(answer.events(index, output)))
+            index, output = await anext(outputs)
+            num_unfinished -= output.finished
+        events = answer.events(index, output) + answer.end_events()
+    except (RequestError, EngineDeadError) as error:
+        record.error = str(error)
+        events = as_api_error(error).event() + DONE_EVENT
+    # An answer's last events and its end are one message, and one system call.
+    await send(events_message(events, is_last=True))

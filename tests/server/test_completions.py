@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import openai
 import pytest
+from starlette.types import Message
 
 from rose_backend import LLM, SamplingParams
-from rose_backend.engine.outputs import CompletionOutput, RequestOutput
+from rose_backend.engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from rose_backend.server.answers import AnswerHead, CompletionAnswer
+from rose_backend.server.generation import PromptOutput
+from rose_backend.server.generation_routes import _send_events
+from rose_backend.server.request_record import RequestRecord
 from tests.server.live_server import MODEL, LiveServer
 
 PROMPT = "Once upon a time"
@@ -193,3 +198,27 @@ def test_tokens_without_text_are_events() -> None:
     assert events([5], "") == []
     (event,) = events([5, 6], "\u8594")
     assert json.loads(event.removeprefix(b"data: "))["choices"][0]["text"] == "\u8594"
+
+
+def test_the_last_events_and_the_end_are_one_message() -> None:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    def output(num_tokens: int) -> PromptOutput:
+        reason: FinishReason | None = "length" if num_tokens == 3 else None
+        completion = CompletionOutput(0, "", [5] * num_tokens, delta_text="a", finish_reason=reason)
+        return 0, RequestOutput("r", None, [1], [completion], finished=num_tokens == 3)
+
+    async def outputs() -> AsyncGenerator[PromptOutput, None]:
+        yield output(2)
+        yield output(3)
+
+    answer = CompletionAnswer(AnswerHead("cmpl-1", 0, "m"), n=1, include_usage=True)
+    asyncio.run(_send_events(output(1), outputs(), answer, RequestRecord("r", "/v1/completions"), 1, send))
+    assert [message["more_body"] for message in sent] == [True, True, False]
+    *_, last, usage, done, rest = sent[-1]["body"].split(b"\n\n")
+    assert (done, rest) == (b"data: [DONE]", b"")
+    assert b'"finish_reason":"length"' in last
+    assert json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"] == 3

@@ -6,6 +6,7 @@ import asyncio
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from rose_backend.server import generation_routes
 from rose_backend.server.app import build_app
@@ -73,6 +74,32 @@ def test_refusals_are_those_of_fastapi(
     for body, ours, theirs in zip(BODIES, asyncio.run(answers(direct)), expected, strict=True):
         assert ours == theirs, body[:80]
     assert {} in parsed and len({id(routes) for routes in parsed}) == 2, "each went its own way"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_body_that_breaks_off_is_not_answered(server: LiveServer, path: str) -> None:
+    """What has come of it is valid, but who knows what would have followed."""
+    parts: list[Message] = [
+        {
+            "type": "http.request",
+            "body": b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}',
+            "more_body": True,
+        },
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return parts.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+    asyncio.run(build_app(server.service)(scope, receive, send))
+    assert sent[0]["status"] == 400
+    assert b"error parsing the body" in sent[1]["body"]
 
 
 def test_requests_pass_the_turnstile(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
