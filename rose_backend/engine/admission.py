@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from typing import NamedTuple
 
@@ -18,13 +17,7 @@ from rose_backend.errors import IntegrityError
 _ARRIVALS_PER_ROW = 1 / 32
 """Share of all rows that have to be free before a long queue moves; see ``Admission.may_admit``."""
 
-_MANY_TEXTS = 32
-"""From so many running texts on, the host lets requests in for part of its time only; see ``Admission.rest``."""
-_LONG_QUEUE = 32
-"""So many requests are let in at once all the same: their first tokens are the later ones by then."""
-_REST_PER_WORK = 2.0
-"""What the running texts get of the host's time for each part that went into letting requests in. More would shorten
-the gaps in texts further, and make first tokens wait."""
+
 _MIN_TOKENS_WORTH_WAITING = 128
 """A prompt waits for the next step if another one computes so many of its tokens in the present one."""
 
@@ -56,7 +49,6 @@ class Admission:
         self._chunked_prefill = config.chunked_prefill
         self._reuses = config.prefix_cache
         self._min_arrivals = int(config.max_num_seqs * _ARRIVALS_PER_ROW)
-        self._rest_until = 0.0
         # Admission costs a prefix lookup: after a failure it is not tried again before something has been freed.
         self._blocked: tuple[Completion, int] | None = None
         # Of each prompt that the step being planned lets in: its beginning, to a little behind what was found of it.
@@ -68,27 +60,10 @@ class Admission:
         Where more wait than there are rows, several come in at a time: a pass over one short prompt takes the device
         half as long as one over eight.
         """
-        if self._rests(num_running):
-            return False
         min_free_rows = min(self._min_arrivals, len(self.waiting))
         if self._manager.num_free_rows < min_free_rows and num_running:
             return False
         return self._may_admit_one(num_running)
-
-    def rest(self, seconds: float) -> None:
-        """Note that a step in which requests came in has cost the host so much of its time, in seconds.
-
-        Such a step costs the host many times what a step of decodes does. One or two arrivals in every step would take
-        all of its time, and every running text would get one token in as long.
-        """
-        self._rest_until = time.perf_counter() + _REST_PER_WORK * seconds
-
-    def _rests(self, num_running: int) -> bool:
-        return (
-            num_running >= _MANY_TEXTS
-            and 0 < len(self.waiting) < _LONG_QUEUE
-            and time.perf_counter() < self._rest_until
-        )
 
     def _may_admit_one(self, num_running: int) -> bool:
         if not self.waiting or not self._manager.num_free_rows:

@@ -142,11 +142,6 @@ class Scheduler:
             sources = np.concatenate([sources, np.full(len(children), parent)])
         return rows, sources
 
-    def note_planned(self, step: Step, seconds: float) -> None:
-        """Note what it has cost the host to plan and start a step, in seconds."""
-        if step.num_decodes < len(step.rows) and not self._prompts_first:
-            self._admission.rest(seconds)
-
     def set_aside(self, rows: Int32Array) -> None:
         """Run these rows no more. They keep what they hold until ``release``; tokens in flight for them are dropped."""
         self._num_repeats = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -109,14 +108,12 @@ class StepPipeline:
         if self._newest is not None and self._scheduler.repeat():
             in_flight.append(self._start_again(self._newest))
         else:
-            begun_at = time.perf_counter()
             num_ahead = len(in_flight) + num_undecided
             self._settle(num_ahead)
             step = self._scheduler.schedule(num_ahead)
             if step is None:
                 return self._read(in_flight.popleft()) if in_flight else None
             self._newest = self._start(step)
-            self._scheduler.note_planned(step, time.perf_counter() - begun_at)
             in_flight.append(self._newest)
         # While prompts come in, the device would wait for it.
         if in_flight[-1].drawn is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -108,30 +107,6 @@ def test_tokens_of_a_step_are_handed_out_in_order() -> None:
     assert (counts.tolist(), num_cached, rows.tolist()) == ([10, 10, 5], 0, [0, 1, 2])
     assert not admission.waiting
     manager.check_integrity()
-
-
-@pytest.mark.parametrize(
-    ("num_running", "num_waiting", "seconds", "is_let_in"),
-    [
-        (32, 1, 0.99, False),
-        (200, 31, 0.0, False),
-        (32, 1, 1.0, True),
-        (31, 1, 0.0, True),
-        (0, 1, 0.0, True),
-        (32, 32, 0.0, True),
-    ],
-)
-def test_letting_in_rests_beside_many_texts(
-    monkeypatch: pytest.MonkeyPatch, num_running: int, num_waiting: int, seconds: float, is_let_in: bool
-) -> None:
-    now = 7.0
-    monkeypatch.setattr("rose_backend.engine.admission.time", SimpleNamespace(perf_counter=lambda: now))
-    admission, _, factory = make(2000, max_num_seqs=64)
-    queue(admission, factory, *([1 + index] for index in range(num_waiting)))
-    admission.rest(0.5)
-    now += seconds
-    assert admission.may_admit(num_running) is is_let_in
-    assert len(admission.admit(64, num_running)[0]) == (num_waiting if is_let_in else 0)
 
 
 def test_a_long_queue_moves_several_at_a_time() -> None:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,43 +74,6 @@ def test_a_prompt_starts_behind_one_step_at_most_and_no_text_waits(
         ]
     while core.num_unfinished:
         core.step()
-
-
-@pytest.mark.parametrize("is_server", [True, False])
-def test_many_texts_go_on_between_arrivals(
-    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, is_server: bool
-) -> None:
-    now = 0.0
-    monkeypatch.setattr("rose_backend.engine.admission.time", SimpleNamespace(perf_counter=lambda: now))
-    core = make_llm(run_ahead=RUN_AHEAD, max_num_seqs=48).core
-    core._scheduler._prompts_first = not is_server
-
-    def arrive(index: int) -> Completion:
-        request = core.factory.make([index + 1] * 20, replace(GREEDY, max_tokens=90))
-        core.add(request)
-        return request.completions[0]
-
-    texts = [arrive(index) for index in range(32)]
-    while not all(text.row >= 0 and core._rows.num_tokens[text.row] > 20 for text in texts):
-        core.step()
-        now += 1e6
-    first, second = arrive(40), arrive(41)
-    core.step()
-    assert first.row >= 0 and second.row >= 0, "there was no rest"
-    third, known, rest_until = arrive(42), tokens_read(core, texts), core._scheduler._admission._rest_until
-    assert (rest_until > now) == is_server
-    # Long enough for some of them to be planned anew, for new blocks.
-    for _ in range(20):
-        core.step()
-    assert tokens_read(core, texts) == [count + 20 for count in known]
-    assert (third.row < 0) == is_server
-    assert core._scheduler._admission._rest_until == rest_until, "steps of decodes alone ask for none"
-    now += 1e3
-    core.step()
-    assert third.row >= 0
-    while core.num_unfinished:
-        core.step()
-        now += 1e3
 
 
 class DatedInbox(deque[Any]):
