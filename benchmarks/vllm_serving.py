@@ -44,7 +44,7 @@ from benchmarks.support.http_client import ClientProcesses
 from benchmarks.support.pause import paused
 from benchmarks.support.report import run_facts, write_json
 from benchmarks.support.request_sets import SETS
-from benchmarks.support.servers import Server, ServerError
+from benchmarks.support.servers import Server, ServerError, stop_all
 from benchmarks.support.serving_turns import Turns
 from benchmarks.support.vllm_serving_report import OUTPUTS_APART, bars, compare, print_report
 
@@ -148,10 +148,7 @@ def running_servers(
             start_up_s = dict(zip(servers_wanted, starters.map(start, servers_wanted), strict=True))
         yield {side: servers[side] for side in servers_wanted}, start_up_s
     finally:
-        for server in servers.values():
-            server.terminate()
-        for server in servers.values():
-            server.stop()
+        stop_all(servers.values())
 
 
 def measure(

@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -171,9 +171,30 @@ class Server:
         self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(MAX_STOP_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it and all its children at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def stop_all(servers: Iterable[Server]) -> None:
+    """End servers, all at the same time.
+
+    An interrupt, a second one or a late one, ends the waiting and nothing else: what was measured is still to be
+    reported.
+    """
+    servers = list(servers)
+    try:
+        for server in servers:
+            server.terminate()
+        for server in servers:
+            server.stop()
+    except KeyboardInterrupt:
+        for server in servers:
+            server.kill()
 
 
 def _step_time(options: EngineOptions) -> dict[str, str]:
@@ -227,8 +248,5 @@ class Servers:
                 self.running.pop(name).stop()
 
     def stop(self) -> None:
-        """End all of them, at the same time."""
-        for server in self.running.values():
-            server.terminate()
-        for server in self.running.values():
-            server.stop()
+        """End all of them, at the same time; an interrupt ends the waiting only."""
+        stop_all(self.running.values())

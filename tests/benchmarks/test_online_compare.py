@@ -53,6 +53,25 @@ def test_a_quick_run_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(file.stat().st_size > 5000 for file in files)
 
 
+def test_an_interrupt_while_servers_end_costs_no_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "online.json"
+    ending: list[servers.Server] = []
+
+    def stop(server: servers.Server) -> None:
+        ending.append(server)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(servers.Server, "stop", stop)
+    arguments = ["--quick", "--backends", "rose", "--scales", "0.02", "--repeats", "1"]
+    assert online_compare.main([*arguments, "--modes", "greedy", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert len(report["rows"]) == 1 and report["turns_left_out"] == 0
+    (server,) = ending
+    assert server._process.returncode is not None
+
+
 def answer(*events: Any, status: int = 200) -> Timeline:
     """Return what the client notes of a server that sends these events."""
 
