@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.support.workload import MODES, random_prompts
 from rose_backend import LLM, SamplingParams
+from rose_backend.engine.interpreter import short_turns
 
 PROMPT_TOKENS = 16
 NEW_TOKENS, QUICK_NEW_TOKENS = 256, 24
@@ -40,7 +41,7 @@ def start_decoding(llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: in
 def time_decoding(llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: int = NEW_TOKENS) -> DecodeRun:
     """Decode ``batch`` prompts of 16 tokens to ``max_tokens`` new ones and time the steps behind the first two."""
     core = llm.core
-    with waits_of(llm) as waits:
+    with short_turns(), waits_of(llm) as waits:  # as LLM.generate does it
         start_decoding(llm, batch, mode, seed=seed, max_tokens=max_tokens)
         num_steps, waited = core.stats.steps, sum(waits)
         start = time.perf_counter()

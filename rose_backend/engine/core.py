@@ -63,7 +63,7 @@ class EngineCore:
         self._ready = ReadyOutputs()
         self._returns_outputs = sink is None
         self._texts = TextWorker(OutputProcessor(loaded.tokenizer), sink or OutputSink(self._ready.put))
-        self._commits.tell = self._texts.post
+        self._commits.early_texts.tell = self._texts.post
         weakref.finalize(self, self._texts.stop)  # where nobody calls close
         self._requests: dict[str, Request] = {}
         self._prompt_lists = PromptLists()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager
 from rose_backend.block_manager.array_types import IntArray, concatenate_ranges
-from rose_backend.engine.output_processor import EarlyTokens
-from rose_backend.engine.request import Completion
+from rose_backend.engine.early_texts import EarlyTexts
 from rose_backend.engine.row_state import Int32Array, RowState
 
 Int64Array = NDArray[np.int64]
@@ -38,8 +35,8 @@ class LateCommits:
         self._manager = manager
         self._state = state
         self._num_late: Int32Array = np.zeros(len(state.num_held_tokens), np.int32)
-        self.tell: Callable[[EarlyTokens], None] | None = None
-        """Who is given the tokens of completions that are not followed, as they are committed."""
+        self.early_texts = EarlyTexts(state)
+        """Where the tokens of completions that are not followed go, when they are committed."""
         self._num_steps = 0
         self._confirmed: dict[int, int] = {}
         self._frontier: tuple[IntArray, IntArray, IntArray] | None = None
@@ -50,13 +47,15 @@ class LateCommits:
         self._frontier = None
 
     def keep_up(self) -> None:
-        """Commit the next piece, if there is enough for one. Call it in every step, while the device works."""
+        """Commit the next piece, if there is enough for one. Call it in every step, right before the host waits."""
         self._num_steps += 1
         ripe = np.flatnonzero(self._num_late >= _RIPE_TOKENS)
         if len(ripe):
             num_rows = max(_MIN_ROWS_PER_PIECE, -(-np.count_nonzero(self._num_late) // _MAX_PIECES))
             fits = np.cumsum(self._num_late[ripe]) <= _MAX_TOKENS_PER_PIECE
-            self._tell(*self._commit(ripe[: min(num_rows, max(1, np.count_nonzero(fits)))]))
+            self.early_texts.put(*self._commit(ripe[: min(num_rows, max(1, np.count_nonzero(fits)))]))
+        else:
+            self.early_texts.hand_over()
         if self._confirmed and self._num_steps % _RIPE_TOKENS == 0:
             self._flush_confirmed()
 
@@ -104,32 +103,13 @@ class LateCommits:
             if np.array_equal(token_ids[row, :end], prompt[:end])
         ]
         if alike:
-            self._tell(*self._commit(np.array(alike, np.int64)))
+            self.early_texts.put(*self._commit(np.array(alike, np.int64)))
 
     def _look_at_frontier(self) -> tuple[IntArray, IntArray, IntArray]:
         """Return rows with late tokens, where in each the first of them stands, and these tokens."""
         late = np.flatnonzero(self._num_late)
         first_late = self._manager.num_computed_tokens[late]
         return late, first_late, self._state.token_ids[late, first_late]
-
-    def _tell(self, rows: IntArray, starts: IntArray, counts: Int32Array, token_ids: Int32Array) -> None:
-        """Hand committed tokens on, but those of prompts and of completions whose every token is handed on anyway."""
-        state = self._state
-        if self.tell is None:
-            return
-        is_due = ~state.is_followed[rows] & (starts + counts > state.num_prompt_tokens[rows])
-        num_due = np.count_nonzero(is_due)
-        if num_due < len(rows):
-            token_ids = token_ids[np.repeat(is_due, counts)]
-            rows, starts, counts = rows[is_due], starts[is_due], counts[is_due]
-        if num_due:
-            completions = [self._completion(row) for row in rows.tolist()]
-            self.tell(EarlyTokens(completions, starts.tolist(), counts.tolist(), token_ids))
-
-    def _completion(self, row: int) -> Completion:
-        completion = self._state.completions[row]
-        assert completion is not None, f"row {row} holds no completion"
-        return completion
 
     def _commit(self, rows: IntArray) -> tuple[IntArray, IntArray, Int32Array, Int32Array]:
         """Commit what was noted of ``rows``.

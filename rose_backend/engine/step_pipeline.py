@@ -123,6 +123,7 @@ class StepPipeline:
     def drop(self) -> None:
         """Forget the steps in flight: nobody is left whom they concern."""
         self._in_flight.clear()
+        self._commits.early_texts.drop()
 
     def _settle(self, num_ahead: int) -> None:
         """Bring up to date what steps are planned with: how far each row is, and how far steps in flight will bring it.

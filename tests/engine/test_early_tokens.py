@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from rose_backend import LLM, CompletionOutput
+from rose_backend.engine.early_texts import EarlyTexts
 from rose_backend.engine.output_processor import Abort, EarlyTokens, Ending, NewTokens, OutputProcessor
 from rose_backend.engine.request import Completion, RequestFactory
+from rose_backend.engine.row_state import RowState
 from rose_backend.engine.tokenizer import Tokenizer
 from tests.engine.conftest import GREEDY
 
@@ -127,3 +129,87 @@ def test_the_engine_hands_over_what_nobody_follows(make_llm: Callable[..., LLM],
     assert followed == {False}
     num_told = sum(sum(message.counts) for message in told)
     assert num_told >= 6 * 64, "hardly anything was handed over before the end"
+
+
+@pytest.mark.parametrize("num_rows", [1, 32, 33, 200, 500])
+def test_portions_are_small_and_few(tokenizer: Tokenizer, num_rows: int) -> None:
+    state = RowState(512, 512)
+    told: list[EarlyTokens] = []
+    texts = EarlyTexts(state)
+    rows = np.random.default_rng(num_rows).permutation(512)[: num_rows + 2]
+    for row in rows.tolist():
+        state.fill(row, make(tokenizer))
+    counts = 1 + np.arange(len(rows), dtype=np.int32) % 5
+    starts = np.full(len(rows), len(PROMPT))
+    # Of the last two one is followed, and of the other the prompt is all that was computed.
+    state.is_followed[rows[-1]] = True
+    starts[-2], counts[-2] = 0, len(PROMPT)
+    token_ids = np.repeat(1000 * rows, counts) + np.concatenate([np.arange(count) for count in counts])
+
+    texts.put(rows, starts, counts, token_ids)
+    texts.hand_over()
+    assert not told, "nobody was there to be told, and nothing may have been kept for later"
+    texts.tell = told.append
+    texts.hand_over()
+    assert not told
+    texts.put(rows, starts, counts, token_ids)
+    for number in range(1, 9):
+        texts.hand_over()
+        assert len(told) <= number
+    assert len(told) == -(-num_rows // max(32, -(-num_rows // 6)))
+    assert max(len(portion.completions) for portion in told) <= max(32, num_rows / 5)
+    seen = {}
+    for portion in told:
+        ends = np.cumsum(portion.counts)
+        for each, start, end, count in zip(
+            portion.completions, portion.starts, ends, portion.counts, strict=True
+        ):
+            seen[each.row] = start, portion.token_ids[end - count : end].tolist()
+        assert ends[-1] == len(portion.token_ids)
+    expected = zip(rows[:-2].tolist(), counts.tolist(), strict=False)
+    assert seen == {row: (len(PROMPT), [1000 * row + at for at in range(count)]) for row, count in expected}
+
+    assert list(seen) == rows[:-2].tolist(), "the tokens of a row come in their order"
+
+    texts.put(rows, starts, counts, token_ids)
+    texts.drop()
+    told.clear()
+    texts.hand_over()
+    assert not told
+
+
+def test_nothing_is_handed_over_beside_a_commit(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(max_num_seqs=80, run_ahead=1)
+    core, what = llm.core, [""]
+    commit, tell, release = (
+        core._commits._manager.commit,
+        core._commits.early_texts.tell,
+        core._scheduler.release,
+    )
+    assert tell is not None
+
+    def noting_commit(*arguments: Any) -> None:
+        what[-1] += "c"
+        commit(*arguments)
+
+    def noting_tell(message: EarlyTokens) -> None:
+        what[-1] += "t"
+        tell(message)
+
+    def noting_release(rows: Any) -> Any:
+        what[-1] += "e"
+        return release(rows)
+
+    core._scheduler.release = noting_release  # type: ignore[method-assign]
+    core._commits._manager.commit = noting_commit  # type: ignore[method-assign]
+    core._commits.early_texts.tell = noting_tell
+    for number in range(80):
+        core.add(core.factory.make([5 + number] * 4, LONG))
+    while core.num_unfinished:
+        core.step()
+        what.append("")
+    # Rows that end are committed after the wait.
+    assert set(what) <= {"", "c", "cc", "t", "ec", "tec"}
+    # 80 rows in four pieces at 32, 64 and 96 tokens. Those that come last may not be told before the end.
+    assert 8 <= what.count("t") <= 12
+    assert not core._commits.early_texts._portions

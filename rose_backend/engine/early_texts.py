@@ -1,0 +1,73 @@
+"""Tokens that nobody waits for, handed to the text thread in portions that fit beside a step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from rose_backend.block_manager.array_types import IntArray
+from rose_backend.engine.output_processor import EarlyTokens
+from rose_backend.engine.request import Completion
+from rose_backend.engine.row_state import Int32Array, RowState
+
+_MIN_ROWS_PER_PORTION, _MAX_PORTIONS = 32, 6
+"""The texts of 16 rows with 32 tokens each take about 0.1 ms: less than the host waits for a step of so many rows. Rows
+come in four pieces every 32 steps (``LateCommits``), and so at most 24 of these have a portion."""
+
+
+class EarlyTexts:
+    """Committed tokens of completions that are not followed, until the text thread gets them.
+
+    The text thread needs the interpreter's lock. NumPy lets go of it in every larger operation, and the step loop would
+    get it back only after the text thread has had its turn: beside it, committing a piece of the rows takes three times
+    as long. So tokens are not handed over as they are committed, but where the host is about to do nothing but wait.
+    """
+
+    def __init__(self, state: RowState) -> None:
+        self.tell: Callable[[EarlyTokens], None] | None = None
+        """Who is given the tokens; without anybody, none are kept."""
+        self._state = state
+        self._portions: deque[EarlyTokens] = deque()
+
+    def put(self, rows: IntArray, starts: IntArray, counts: Int32Array, token_ids: Int32Array) -> None:
+        """Keep what was committed, but for prompts and for completions whose every token is handed on anyway.
+
+        Args:
+            rows: ``[N]``
+            starts: ``[N]``, where in prompt and output the first token of each row stands.
+            counts: ``[N]``
+            token_ids: ``[sum(counts)]``, those of a row behind those of the row before.
+        """
+        state = self._state
+        if self.tell is None:
+            return
+        is_due = ~state.is_followed[rows] & (starts + counts > state.num_prompt_tokens[rows])
+        num_due = int(np.count_nonzero(is_due))
+        if num_due < len(rows):
+            token_ids = token_ids[np.repeat(is_due, counts)]
+            rows, starts, counts = rows[is_due], starts[is_due], counts[is_due]
+        size = max(_MIN_ROWS_PER_PORTION, -(-num_due // _MAX_PORTIONS))
+        ends = np.cumsum(counts)
+        for first in range(0, num_due, size):
+            some = slice(first, first + size)
+            tokens = token_ids[ends[first] - counts[first] : ends[some][-1]]
+            completions = [self._completion(row) for row in rows[some].tolist()]
+            self._portions.append(
+                EarlyTokens(completions, starts[some].tolist(), counts[some].tolist(), tokens)
+            )
+
+    def hand_over(self) -> None:
+        """Give the text thread a portion, if there is one. Call it right before the host waits."""
+        if self._portions and self.tell is not None:
+            self.tell(self._portions.popleft())
+
+    def drop(self) -> None:
+        """Forget what was not handed over: all completions have ended."""
+        self._portions.clear()
+
+    def _completion(self, row: int) -> Completion:
+        completion = self._state.completions[row]
+        assert completion is not None, f"row {row} holds no completion"
+        return completion
