@@ -13,8 +13,9 @@ from rose_backend.engine.request import Completion
 from rose_backend.engine.row_state import Int32Array, RowState
 
 _MIN_ROWS_PER_PORTION, _MAX_PORTIONS = 32, 6
-"""The texts of 16 rows with 32 tokens each take about 0.1 ms: less than the host waits for a step of so many rows. Rows
-come in four pieces every 32 steps (``LateCommits``), and so at most 24 of these have a portion."""
+"""The texts of 32 rows with 32 tokens each take about 0.2 ms: less than the host waits for a step of many rows. Rows
+that began together come in four pieces every 32 steps (``LateCommits``), so at most 24 of these have a portion."""
+_MAX_KEPT_PORTIONS = 24
 
 
 class EarlyTexts:
@@ -22,7 +23,8 @@ class EarlyTexts:
 
     The text thread needs the interpreter's lock. NumPy lets go of it in every larger operation, and the step loop would
     get it back only after the text thread has had its turn: beside it, committing a piece of the rows takes three times
-    as long. So tokens are not handed over as they are committed, but where the host is about to do nothing but wait.
+    as long. So tokens are not handed over as they are committed, but where the host is about to wait and has little to
+    do behind that.
     """
 
     def __init__(self, state: RowState) -> None:
@@ -33,6 +35,8 @@ class EarlyTexts:
 
     def put(self, rows: IntArray, starts: IntArray, counts: Int32Array, token_ids: Int32Array) -> None:
         """Keep what was committed, but for prompts and for completions whose every token is handed on anyway.
+
+        What has been kept for long is handed over at once when there is too much of it.
 
         Args:
             rows: ``[N]``
@@ -57,11 +61,17 @@ class EarlyTexts:
             self._portions.append(
                 EarlyTokens(completions, starts[some].tolist(), counts[some].tolist(), tokens)
             )
+        while len(self._portions) > _MAX_KEPT_PORTIONS:
+            self.tell(self._portions.popleft())
 
     def hand_over(self) -> None:
-        """Give the text thread a portion, if there is one. Call it right before the host waits."""
-        if self._portions and self.tell is not None:
-            self.tell(self._portions.popleft())
+        """Give the text thread a portion, or some if they are small. Call it right before the host waits."""
+        if self.tell is None:
+            return
+        portions, num_rows = self._portions, 0
+        while portions and (not num_rows or num_rows + len(portions[0].completions) <= _MIN_ROWS_PER_PORTION):
+            num_rows += len(portions[0].completions)
+            self.tell(portions.popleft())
 
     def drop(self) -> None:
         """Forget what was not handed over: all completions have ended."""

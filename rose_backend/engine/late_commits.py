@@ -53,8 +53,9 @@ class LateCommits:
         if len(ripe):
             num_rows = max(_MIN_ROWS_PER_PIECE, -(-np.count_nonzero(self._num_late) // _MAX_PIECES))
             fits = np.cumsum(self._num_late[ripe]) <= _MAX_TOKENS_PER_PIECE
-            self.early_texts.put(*self._commit(ripe[: min(num_rows, max(1, np.count_nonzero(fits)))]))
-        else:
+            ripe = ripe[: min(num_rows, max(1, np.count_nonzero(fits)))]
+            self.early_texts.put(*self._commit(ripe))
+        if len(ripe) <= _MIN_ROWS_PER_PIECE:
             self.early_texts.hand_over()
         if self._confirmed and self._num_steps % _RIPE_TOKENS == 0:
             self._flush_confirmed()

@@ -131,6 +131,33 @@ def test_the_engine_hands_over_what_nobody_follows(make_llm: Callable[..., LLM],
     assert num_told >= 6 * 64, "hardly anything was handed over before the end"
 
 
+def test_small_portions_go_together_and_none_is_kept_for_ever(tokenizer: Tokenizer) -> None:
+    state = RowState(64, 512)
+    for row in range(64):
+        state.fill(row, make(tokenizer))
+    told: list[int] = []
+    texts = EarlyTexts(state)
+    texts.tell = lambda portion: told.append(int(portion.token_ids[0]))
+
+    def put(first: int, num_rows: int) -> None:
+        rows = np.arange(first, first + num_rows)
+        texts.put(rows, np.full(num_rows, len(PROMPT)), np.ones(num_rows, np.int32), rows.astype(np.int32))
+
+    for first in (0, 5, 10):
+        put(first, 5)
+    put(15, 30)
+    texts.hand_over()
+    assert told == [0, 5, 10], "no more than 32 rows"
+    texts.hand_over()
+    assert told == [0, 5, 10, 15]
+    told.clear()
+    for row in range(50):
+        put(row, 1)
+    assert told == list(range(26)), "what is kept is bounded, though nobody calls hand_over"
+    texts.hand_over()
+    assert told == list(range(50)), "all 24 have room"
+
+
 @pytest.mark.parametrize("num_rows", [1, 32, 33, 200, 500])
 def test_portions_are_small_and_few(tokenizer: Tokenizer, num_rows: int) -> None:
     state = RowState(512, 512)
@@ -178,7 +205,36 @@ def test_portions_are_small_and_few(tokenizer: Tokenizer, num_rows: int) -> None
     assert not told
 
 
-def test_nothing_is_handed_over_beside_a_commit(make_llm: Callable[..., LLM]) -> None:
+def test_texts_that_began_one_after_the_other_are_made_early_too(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(max_num_seqs=80, run_ahead=1)
+    core, committed, told = llm.core, 0, 0
+    commit, tell = core._commits._commit, core._commits.early_texts.tell
+    assert tell is not None
+
+    def noting_commit(rows: Any) -> Any:
+        nonlocal committed
+        committed += 1
+        return commit(rows)
+
+    def noting_tell(message: EarlyTokens) -> None:
+        nonlocal told
+        told += len(message.completions)
+        tell(message)
+
+    core._commits._commit = noting_commit  # type: ignore[method-assign]
+    core._commits.early_texts.tell = noting_tell
+    for number in range(40):
+        core.add(core.factory.make([5 + number] * 4, LONG))
+        core.step()
+    while core.num_unfinished:
+        before = committed
+        core.step()
+        assert committed - before <= 2
+        assert sum(len(portion.completions) for portion in core._commits.early_texts._portions) <= 4
+    assert told >= 2 * 40, "32 and 64 tokens of each, some 96"
+
+
+def test_nothing_is_handed_over_beside_a_large_commit(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(max_num_seqs=80, run_ahead=1)
     core, what = llm.core, [""]
     commit, tell, release = (
