@@ -1,0 +1,44 @@
+"""vLLM with two workers on a CPU: each has half of GPT-2's heads, or half of its layers, and a cache of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.conftest import MakeEngine
+from tests.e2e.test_vllm_features import GREEDY, VOCAB_SIZE, assert_greedy, first, inputs_of, scheduler_of
+from tests.support.reference_generation import tie_free_case
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="test_vllm_gpu_features.py has these for two GPUs"),
+    pytest.mark.timeout(500),
+]
+
+MANNERS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_parallel_size": 2},
+    # vLLM 0.32 makes room for what the first half hands to the second in a warm-up step, which on a CPU only compiled
+    # models have; "eager" is a compiler that changes nothing.
+    "pipeline": {
+        "pipeline_parallel_size": 2,
+        "enforce_eager": False,
+        "compilation_config": {"mode": 3, "backend": "eager"},
+    },
+}
+
+
+@pytest.mark.parametrize("manner", MANNERS)
+def test_both_halves_write_and_copy_the_same_blocks(
+    make_engine: MakeEngine, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, manner: str
+) -> None:
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    prompts, reference = first(48, tie_free_case(tiny_model_path, vocab_size=VOCAB_SIZE))
+    with make_engine(num_gpu_blocks_override=120, **MANNERS[manner]) as llm:
+        assert llm.llm_engine.vllm_config.parallel_config.world_size == 2
+        for _ in range(2):
+            assert_greedy(llm.generate(inputs_of(prompts), GREEDY, use_tqdm=False), reference)
+        manager = scheduler_of(llm).kv_cache_manager.manager
+        manager.check_integrity()
+        assert min(manager.stats.clones, manager.stats.evictions) > 0, manager.stats
