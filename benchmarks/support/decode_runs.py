@@ -41,12 +41,13 @@ def start_decoding(llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: in
 def time_decoding(llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: int = NEW_TOKENS) -> DecodeRun:
     """Decode ``batch`` prompts of 16 tokens to ``max_tokens`` new ones and time the steps behind the first two."""
     core = llm.core
-    with short_turns(), waits_of(llm) as waits:  # as LLM.generate does it
+    with waits_of(llm) as waits:
         start_decoding(llm, batch, mode, seed=seed, max_tokens=max_tokens)
         num_steps, waited = core.stats.steps, sum(waits)
         start = time.perf_counter()
         while core.num_unfinished:
-            core.step()
+            with short_turns():  # as LLM.generate does it
+                core.step()
         elapsed = time.perf_counter() - start
         num_steps = core.stats.steps - num_steps
         waited = sum(waits) - waited

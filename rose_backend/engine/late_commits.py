@@ -55,7 +55,7 @@ class LateCommits:
             fits = np.cumsum(self._num_late[ripe]) <= _MAX_TOKENS_PER_PIECE
             ripe = ripe[: min(num_rows, max(1, np.count_nonzero(fits)))]
             self.early_texts.put(*self._commit(ripe))
-        if len(ripe) <= _MIN_ROWS_PER_PIECE:
+        if len(ripe) <= _MIN_ROWS_PER_PIECE:  # nothing beside large commits: see EarlyTexts
             self.early_texts.hand_over()
         if self._confirmed and self._num_steps % _RIPE_TOKENS == 0:
             self._flush_confirmed()

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import decode_steps, step_profile
+from benchmarks.support.decode_runs import time_decoding
+from benchmarks.support.serving_report import QUICK_MODEL
 from benchmarks.support.workload import MODES
+from rose_backend import LLM, SamplingParams
 
 
 def test_quick_decode_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,6 +26,23 @@ def test_quick_decode_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert report["offline"]["sizes"] == [4, 32, 8] and set(report["offline"]["seconds"]) == set(MODES)
     printed = capsys.readouterr().out
     assert "'prefix_cache': 'off" in printed and "output tok/s" in printed
+
+
+def test_steps_are_timed_as_generate_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, intervals = sys.getswitchinterval(), []
+    with LLM(QUICK_MODEL, max_num_seqs=4) as llm:
+        step = llm.core.step
+
+        def noting() -> Any:
+            intervals.append(sys.getswitchinterval())
+            return step()
+
+        monkeypatch.setattr(llm.core, "step", noting)
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4))
+        in_generate = set(intervals)
+        run = time_decoding(llm, 2, "greedy", seed=0, max_tokens=8)
+    assert in_generate == {intervals[-1]} and intervals[-1] < before == sys.getswitchinterval()
+    assert 0 < run.host_us <= run.step_us
 
 
 def test_quick_step_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
