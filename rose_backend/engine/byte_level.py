@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rose_backend.block_manager.array_types import IntArray, concatenate_ranges
 
 
 class ByteLevelDecoder:
     """Token ids to text for one way to treat special tokens; to the letter what the tokenizer library returns.
 
     The library looks at one character of a token after the other, which takes several times as long. The bytes of a
-    token are looked up in its vocabulary when they are first needed. Memory: about 80 bytes per token that was.
+    token are looked up in its vocabulary when they are first needed. Memory: about 80 bytes per token that was; after
+    ``prepare`` 100 for each of the vocabulary.
 
     Args:
         backend: the library's tokenizer; ``is_byte_level`` of it.
@@ -20,10 +28,38 @@ class ByteLevelDecoder:
     def __init__(self, backend: Any, left_out: Collection[str]) -> None:
         self._bytes_of = _TokenBytes(backend, left_out)
 
+    def prepare(self) -> None:
+        """Look all tokens up at once, which takes ``pieces_of`` a microsecond for each when it is first called."""
+        _ = self._table
+
     def bytes_of(self, token_ids: Sequence[int]) -> bytes:
         """Return the bytes of a piece; those of pieces that follow each other are those of all. Ids without a token
         have none."""
         return b"".join(map(self._bytes_of.__getitem__, token_ids))
+
+    def pieces_of(self, token_ids: NDArray[np.int32], counts: IntArray) -> list[bytes]:
+        """Return the bytes of many pieces; for some dozens in a third of the time that ``bytes_of`` takes.
+
+        Args:
+            token_ids: ``[sum(counts)]``, those of a piece behind those of the piece before.
+            counts: ``[N]``, tokens of each piece; may be 0.
+        """
+        data, starts, lengths = self._table
+        known = np.minimum(token_ids, len(starts) - 1)
+        sizes = lengths[known]
+        joined = data[concatenate_ranges(starts[known], sizes)].tobytes()
+        bounds = np.concatenate([[0], np.cumsum(sizes)])[np.concatenate([[0], np.cumsum(counts)])]
+        return [joined[start:end] for start, end in pairwise(bounds.tolist())]
+
+    @cached_property
+    def _table(self) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
+        """The bytes of all tokens in a row, and where those of each start and how many they are, by id.
+
+        The last entry, of no bytes, stands for ids without a token.
+        """
+        tokens = [*self._bytes_of.fill(), b""]
+        lengths = np.array([len(token) for token in tokens], np.int64)
+        return np.frombuffer(b"".join(tokens), np.uint8), np.cumsum(lengths) - lengths, lengths
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text."""
@@ -44,16 +80,22 @@ class _TokenBytes(dict[int, bytes]):
         self._left_out = frozenset(left_out)
 
     def __missing__(self, token_id: int) -> bytes:
-        token = self._backend.id_to_token(token_id)
-        if token is None or token in self._left_out:
-            data = b""
-        else:
-            try:
-                data = bytes([_BYTE_OF_CHARACTER[character] for character in token])
-            except KeyError:  # it was added to the vocabulary as it is
-                data = token.encode()
-        self[token_id] = data
+        data = self[token_id] = self._find(self._backend.id_to_token(token_id))
         return data
+
+    def fill(self) -> list[bytes]:
+        """Look all tokens up; returns those of each id up to the largest."""
+        token_of = {token_id: token for token, token_id in self._backend.get_vocab().items()}
+        self.update((token_id, self._find(token)) for token_id, token in token_of.items())
+        return [self.get(token_id, b"") for token_id in range(max(token_of, default=-1) + 1)]
+
+    def _find(self, token: str | None) -> bytes:
+        if token is None or token in self._left_out:
+            return b""
+        try:
+            return bytes([_BYTE_OF_CHARACTER[character] for character in token])
+        except KeyError:  # it was added to the vocabulary as it is
+            return token.encode()
 
 
 def is_byte_level(backend: Any) -> bool:

@@ -17,7 +17,8 @@ from rose_backend.engine.output_processor import Abort, OutputProcessor
 from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.paced_pipeline import PacedPipeline
 from rose_backend.engine.ready_outputs import ReadyOutputs
-from rose_backend.engine.request import PromptLists, Request, RequestFactory
+from rose_backend.engine.request import PromptLists, Request
+from rose_backend.engine.request_factory import RequestFactory
 from rose_backend.engine.row_state import RowState
 from rose_backend.engine.scheduler import Scheduler
 from rose_backend.engine.start_up import LoadedModel, load
@@ -64,6 +65,8 @@ class EngineCore:
         self._returns_outputs = sink is None
         self._texts = TextWorker(OutputProcessor(loaded.tokenizer), sink or OutputSink(self._ready.put))
         self._commits.early_texts.tell = self._texts.post
+        if not is_online:
+            self.tokenizer.prepare()
         weakref.finalize(self, self._texts.stop)  # where nobody calls close
         self._requests: dict[str, Request] = {}
         self._prompt_lists = PromptLists()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -12,7 +13,8 @@ from rose_backend.engine.core import EngineCore, EngineStats
 from rose_backend.engine.interpreter import short_turns
 from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.progress import GenerationProgress
-from rose_backend.engine.request import Prompt, Request
+from rose_backend.engine.request import Prompt
+from rose_backend.engine.request_factory import CheckedPrompt
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import EngineDeadError, RequestError
@@ -108,9 +110,7 @@ class LLM:
 
         Closing the iterator aborts what is left. Arguments and errors are those of ``generate``.
         """
-        requests = self._make_requests(prompts, sampling_params, is_streaming=False)
-        index_of = {request.request_id: index for index, request in enumerate(requests)}
-        return ((index_of[output.request_id], output) for output in self._run(requests))
+        return self._run(self._check(prompts, sampling_params), is_streaming=False)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -123,7 +123,8 @@ class LLM:
             RequestError: the prompt or the parameters are not allowed.
             EngineDeadError: the engine failed.
         """
-        return self._run(self._make_requests([prompt], sampling_params, is_streaming=True))
+        checked = self._check([prompt], sampling_params)
+        return (output for _, output in self._run(checked, is_streaming=True))
 
     def close(self) -> None:
         """Let go of the model and the KV pool. Harmless when called again."""
@@ -142,14 +143,13 @@ class LLM:
     def _start(self, config: EngineConfig) -> None:
         self.config = config
         self._core = EngineCore(config)
+        self._unclaimed: list[RequestOutput] = []
 
-    def _make_requests(
+    def _check(
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        *,
-        is_streaming: bool,
-    ) -> list[Request]:
+    ) -> list[CheckedPrompt]:
         if sampling_params is None:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
@@ -161,34 +161,49 @@ class LLM:
                 f"sampling_params: got {len(params_list)} for {len(prompts)} prompts, allowed are one, or one for each",
                 parameter="sampling_params",
             )
-        make = self.core.factory.make
-        return [
-            make(prompt, params, is_streaming=is_streaming)
-            for prompt, params in zip(prompts, params_list, strict=True)
-        ]
+        return self.core.factory.check_all(prompts, params_list)
 
-    def _run(self, requests: list[Request]) -> Iterator[RequestOutput]:
+    def _run(
+        self, checked: list[CheckedPrompt], *, is_streaming: bool
+    ) -> Iterator[tuple[int, RequestOutput]]:
         core = self.core
-        queue = deque(requests)
-        unfinished: dict[str, None] = {}
+        queue = deque(enumerate(checked))
+        unfinished: dict[str, int] = {}
+        # The device has something to do as soon as the first step is full: the other requests are built meanwhile.
+        max_tokens: float = core.config.token_budget
         try:
             while queue or unfinished:
                 # A long list does not count against the queue's limit: it is fed in as the queue drains.
-                while queue and core.num_waiting < core.config.max_queue_size:
-                    request = queue.popleft()
+                while queue and max_tokens > 0 and core.num_waiting < core.config.max_queue_size:
+                    index, prompt = queue.popleft()
+                    request = core.factory.build(prompt, is_streaming=is_streaming)
                     core.add(request)
-                    unfinished[request.request_id] = None
-                # Steps do not wait for texts. While the caller looks at outputs, the interpreter is the caller's.
-                with short_turns():
-                    outputs = core.step()
-                for output in outputs:
+                    unfinished[request.request_id] = index
+                    max_tokens -= len(prompt.token_ids)
+                max_tokens = math.inf
+                for output in self._outputs_of(core, unfinished):
+                    index = unfinished[output.request_id]
                     if output.finished:
-                        unfinished.pop(output.request_id, None)
-                    yield output
+                        del unfinished[output.request_id]
+                    yield index, output
         finally:
             if core.is_alive:
+                self._unclaimed = [each for each in self._unclaimed if each.request_id not in unfinished]
                 for request_id in unfinished:
                     core.abort(request_id)
+
+    def _outputs_of(self, core: EngineCore, requests: Container[str]) -> list[RequestOutput]:
+        """Return the next outputs of ``requests``, if there are some after at most one step.
+
+        Several iterators may take turns with one engine: what a step has for others is kept for them.
+        """
+        if not any(output.request_id in requests for output in self._unclaimed):
+            # Steps do not wait for texts. While the caller looks at outputs, the interpreter is the caller's.
+            with short_turns():
+                self._unclaimed += core.step()
+        outputs = self._unclaimed
+        self._unclaimed = [output for output in outputs if output.request_id not in requests]
+        return [output for output in outputs if output.request_id in requests] if self._unclaimed else outputs
 
 
 def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

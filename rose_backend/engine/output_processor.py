@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rose_backend.block_manager.array_types import concatenate_ranges
 from rose_backend.engine.byte_level import ByteLevelDecoder, text_of
 from rose_backend.engine.logprobs import StepLogprobs
 from rose_backend.engine.outputs import CompletionOutput, FinishReason, RequestOutput
@@ -123,7 +124,7 @@ class OutputProcessor:
                 _catch_up(text, len(text.token_ids))
                 text.stream.close()
             if not completion.is_followed:
-                _take_rest(completion)
+                _take_rests([completion], None)
             text.final = self._describe(completion)
         return [request]
 
@@ -155,18 +156,19 @@ class OutputProcessor:
     def _finish_plain(self, completions: list[Completion], endings: dict[Completion, Ending]) -> None:
         """Finish completions that nobody followed. Many may end in one step: their texts are made at once."""
         for completion in completions:
-            text = completion.text
-            text.finish_reason, text.stop_reason = endings[completion]
-            _take_rest(completion)
+            completion.text.finish_reason, completion.text.stop_reason = endings[completion]
         for skips_special in (True, False):
             batch = [
                 completion
                 for completion in completions
                 if completion.request.params.skip_special_tokens is skips_special
             ]
+            if not batch:
+                continue
             decoder = self._tokenizer.byte_level(skip_special_tokens=skips_special)
+            _take_rests(batch, decoder)
             if decoder is not None:
-                texts = [_decode_rest(completion, decoder) for completion in batch]
+                texts = [_whole_text(completion, decoder) for completion in batch]
             else:
                 shown = [_shown_token_ids(completion) for completion in batch]
                 texts = self._tokenizer.decode_batch(shown, skip_special_tokens=skips_special)
@@ -174,6 +176,7 @@ class OutputProcessor:
                 completion.text.final = self._describe(completion, decoded)
 
     def _take_early(self, message: EarlyTokens) -> None:
+        taken: dict[bool, list[tuple[CompletionText, int, int]]] = {True: [], False: []}
         end = 0
         for completion, first, count in zip(message.completions, message.starts, message.counts, strict=True):
             start, end = end, end + count
@@ -181,14 +184,12 @@ class OutputProcessor:
             # The first of them may be the prompt's, or are here already: a preempted row computes them once more. If
             # there are some missing before them, all wait for the end.
             num_known = len(request.prompt_token_ids) + len(text.token_ids) - first
-            if text.is_finished or not 0 <= num_known < count:
-                continue
-            new: list[int] = message.token_ids[start + num_known : end].tolist()
-            text.token_ids.extend(new)
-            decoder = self._tokenizer.byte_level(skip_special_tokens=request.params.skip_special_tokens)
-            if decoder is not None:
-                text.early_bytes += decoder.bytes_of(new)
-                text.num_decoded += len(new)
+            if not text.is_finished and 0 <= num_known < count:
+                taken[request.params.skip_special_tokens].append((text, start + num_known, end))
+        for skips_special, spans in taken.items():
+            if spans:
+                decoder = self._tokenizer.byte_level(skip_special_tokens=skips_special)
+                _extend(spans, message.token_ids, decoder)
 
     def _describe(self, completion: Completion, decoded: str | None = None) -> CompletionOutput:
         """Args: decoded: text of a completion without a stream, where it is known already."""
@@ -219,6 +220,8 @@ class OutputProcessor:
         final = completion.text.final
         if final is None:
             return self._describe(completion)
+        if completion.request.params.n == 1:
+            return final
         # Siblings may go on for long; text that was reported as new once is not new again.
         completion.text.final = CompletionOutput(
             final.index,
@@ -242,18 +245,50 @@ def _catch_up(text: CompletionText, num_tokens: int) -> str | None:
     return text.stream.extend(new)
 
 
-def _take_rest(completion: Completion) -> None:
-    """Add what was not handed over early to the tokens of a completion that has left its row."""
-    token_ids = completion.text.token_ids
-    token_ids += completion.token_ids[len(completion.request.prompt_token_ids) + len(token_ids) :].tolist()
+def _take_rests(completions: list[Completion], decoder: ByteLevelDecoder | None) -> None:
+    """Add what was not handed over early to the tokens of completions that have left their rows."""
+    rests, spans, hidden, end = [], [], [], 0
+    for completion in completions:
+        text = completion.text
+        rest = completion.token_ids[len(completion.request.prompt_token_ids) + len(text.token_ids) :]
+        start, end = end, end + len(rest)
+        rests.append(rest)
+        # A stop token that is not shown has no text.
+        is_hidden = start < end and not _shows_last_token(completion)
+        spans.append((text, start, end - is_hidden))
+        if is_hidden:
+            hidden.append((text, int(rest[-1])))
+    _extend(spans, np.concatenate(rests), decoder)
+    for text, token_id in hidden:
+        text.token_ids.append(token_id)
 
 
-def _decode_rest(completion: Completion, decoder: ByteLevelDecoder) -> str:
-    """Return the text of a completion, some of whose tokens may have been decoded early."""
+def _extend(
+    spans: list[tuple[CompletionText, int, int]],
+    token_ids: NDArray[np.int32],
+    decoder: ByteLevelDecoder | None,
+) -> None:
+    """Add to each text the tokens from its start to its end in ``token_ids``, decoded if there is a decoder.
+
+    All at once: one token after the other, most of the time would go by with looking them up.
+    """
+    starts, ends = (np.array([span[place] for span in spans]) for place in (1, 2))
+    token_ids = token_ids[concatenate_ranges(starts, ends - starts)]
+    pieces = None if decoder is None else decoder.pieces_of(token_ids, ends - starts)
+    listed, position = token_ids.tolist(), 0
+    for index, (text, start, end) in enumerate(spans):
+        text.token_ids += listed[position : position + end - start]
+        position += end - start
+        if pieces is not None:
+            text.early_bytes += pieces[index]
+            text.num_decoded += end - start
+
+
+def _whole_text(completion: Completion, decoder: ByteLevelDecoder) -> str:
+    """Return the text of a completion whose tokens were decoded as they were taken in."""
     text, shown = completion.text, _shown_token_ids(completion)
-    if text.num_decoded > len(shown):  # the last one is not to be shown after all
-        return decoder.decode(shown)
-    return text_of(text.early_bytes + decoder.bytes_of(shown[text.num_decoded :]))
+    # Otherwise the last one was taken in before it was known that it is not to be shown.
+    return text_of(text.early_bytes) if text.num_decoded == len(shown) else decoder.decode(shown)
 
 
 def _shows_last_token(completion: Completion) -> bool:

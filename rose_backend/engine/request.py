@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +12,9 @@ from numpy.typing import NDArray
 from rose_backend.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.text_stream import TextStream
-from rose_backend.engine.tokenizer import Tokenizer
-from rose_backend.errors import RequestError
 
 Prompt = str | Sequence[int]
 
-_SEED_MASK = (1 << 63) - 1
 _LISTS_PER_STEP = 2
 """Lists of 512 tokens take as long as planning a step that is like the one before."""
 
@@ -153,129 +147,3 @@ class PromptLists:
         """Make few enough to be done before the device is."""
         for _ in range(min(_LISTS_PER_STEP, len(self._unlisted))):
             self._unlisted.popleft().prompt_list()
-
-
-class RequestFactory:
-    """Turns what a caller asks for into a ``Request``, or refuses it before anything is allocated.
-
-    Args:
-        max_model_len: prompt plus output, in tokens.
-        max_num_seqs: completions that may run at once.
-        seed: with the number of the request, the seed of requests that bring none.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int, max_num_seqs: int, seed: int
-    ) -> None:
-        self._tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self._max_model_len = max_model_len
-        self._max_num_seqs = max_num_seqs
-        self._seed = seed
-        self._numbers = itertools.count()
-
-    def make(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        is_streaming: bool = False,
-    ) -> Request:
-        """Tokenize and check one request.
-
-        Raises:
-            RequestError: see ``SamplingParams.check_against_model``; or the prompt is empty, too long, or holds an id
-                outside the vocabulary.
-        """
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params: got {type(params).__name__}, allowed is SamplingParams")
-        ids = self._checked_prompt(prompt)
-        params.check_against_model(
-            prompt_length=len(ids),
-            vocab_size=self.vocab_size,
-            max_model_len=self._max_model_len,
-            max_num_seqs=self._max_num_seqs,
-        )
-        number = next(self._numbers)
-        room = self._max_model_len - len(ids)
-        request = Request(
-            request_id=request_id if request_id is not None else f"request-{number}",
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=ids,
-            params=params,
-            max_tokens=room if params.max_tokens is None else params.max_tokens,
-            is_streaming=is_streaming,
-        )
-        seed = derive_seed(self._seed, number) if params.seed is None else params.seed
-        first = self.make_completion(request, 0, seed)
-        first.num_siblings_to_fork = params.n - 1
-        request.completions.append(first)
-        return request
-
-    def make_completion(self, request: Request, index: int, base_seed: int) -> Completion:
-        """Make completion ``index``, which draws with ``base_seed + index``."""
-        params = request.params
-        stream = None
-        if request.is_streaming or params.stop_strings:
-            stream = TextStream(
-                self._tokenizer,
-                stop_strings=params.stop_strings,
-                keep_stop_string=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-                skip_special_tokens=params.skip_special_tokens,
-            )
-        return Completion(
-            request=request,
-            index=index,
-            seed=(base_seed + index) & _SEED_MASK,
-            token_ids=request.prompt_token_ids,
-            text=CompletionText(stream, None if params.logprobs is None else []),
-        )
-
-    def _checked_prompt(self, prompt: Prompt) -> NDArray[np.int32]:
-        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
-        if len(ids) == 0:
-            raise RequestError("prompt: got no tokens, allowed is at least one", parameter="prompt")
-        if len(ids) > self._max_model_len - 1:
-            raise RequestError(
-                f"prompt: got {len(ids)} tokens, allowed are at most {self._max_model_len - 1} "
-                f"(a window of {self._max_model_len} less one token to generate)",
-                parameter="prompt",
-            )
-        return np.array(ids, np.int32)
-
-    def _checked_ids(self, prompt: Sequence[int]) -> list[int] | NDArray[np.int32]:
-        if isinstance(prompt, np.ndarray) and prompt.ndim == 1:
-            prompt = prompt.tolist()
-        if not isinstance(prompt, (list, tuple)):
-            raise RequestError(
-                f"prompt: got {type(prompt).__name__}, allowed are a string and a list of token ids",
-                parameter="prompt",
-            )
-        # Long prompts of integers are looked through without a Python step per token. Only integers can be packed, and
-        # truth values, which become 0 and 1.
-        with contextlib.suppress(struct.error):
-            ids = np.frombuffer(struct.pack(f"{len(prompt)}i", *prompt), np.int32)
-            # Seen as unsigned numbers, negative ones are the largest.
-            is_known = len(ids) > 0 and ids.view(np.uint32).max() < self.vocab_size
-            if is_known and (ids.min() > 1 or bool not in map(type, prompt)):
-                return ids
-        for token_id in prompt:
-            is_id = isinstance(token_id, (int, np.integer)) and not isinstance(token_id, bool)
-            if not is_id or not 0 <= token_id < self.vocab_size:
-                shown = str(token_id) if is_id and abs(int(token_id)) < 2**63 else type(token_id).__name__
-                raise RequestError(
-                    f"prompt: got token id {shown}, allowed are integers from 0 to {self.vocab_size - 1}",
-                    parameter="prompt",
-                )
-        return list(prompt)
-
-
-def derive_seed(engine_seed: int, request_number: int) -> int:
-    """Return a 63-bit seed; different for neighbouring requests and engine seeds (SplitMix64's finaliser)."""
-    mask = (1 << 64) - 1
-    value = (engine_seed * 0xD1342543DE82EF95 + (request_number + 1) * 0x9E3779B97F4A7C15) & mask
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
-    return (value ^ (value >> 31)) & _SEED_MASK

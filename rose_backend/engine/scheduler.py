@@ -11,9 +11,10 @@ from rose_backend.block_manager import BlockManager, ClonePlan
 from rose_backend.config import EngineConfig
 from rose_backend.engine.admission import Admission
 from rose_backend.engine.late_commits import LateCommits
-from rose_backend.engine.request import Completion, RequestFactory
+from rose_backend.engine.request import Completion
+from rose_backend.engine.request_factory import RequestFactory
 from rose_backend.engine.row_state import Int32Array, RowState
-from rose_backend.engine.spare_blocks import reserve_ahead
+from rose_backend.engine.spare_blocks import TOP_UP_STEPS, reserve_ahead, top_up
 from rose_backend.errors import IntegrityError
 
 
@@ -98,6 +99,11 @@ class Scheduler:
             return False
         self._num_repeats -= 1
         return True
+
+    def top_up(self) -> None:
+        """Take some blocks that running rows will soon need. Call it in every step, right before the host waits."""
+        if 0 < self._num_repeats <= TOP_UP_STEPS:
+            top_up(self._manager, self._rows, self._running, self._num_repeats)
 
     def schedule(self, num_in_flight: int = 0) -> Step | None:
         """Reserve the next step's blocks and return its work. What was read is committed.

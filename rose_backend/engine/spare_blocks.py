@@ -12,6 +12,9 @@ _BLOCKS_PER_SPARE_BLOCK = 16
 _MAX_SPARE_BLOCKS = 2
 """Of each row. Planning costs the host about as much as ten steps that are alike, and taking blocks about as much as
 planning."""
+TOP_UP_STEPS = 16
+"""So many steps before a row runs out of room, ``top_up`` begins."""
+_ROWS_PER_TOP_UP = 32
 
 
 def reserve_ahead(manager: BlockManager, state: RowState, rows: Int32Array, num_tokens: Int32Array) -> bool:
@@ -28,7 +31,7 @@ def reserve_ahead(manager: BlockManager, state: RowState, rows: Int32Array, num_
     num_computed = manager.num_computed_tokens[rows]
     if np.count_nonzero(manager.table.capacity[rows] < num_computed + num_tokens) == 0:
         return True
-    num_spare = min(manager.num_free_blocks // (len(rows) * _BLOCKS_PER_SPARE_BLOCK), _MAX_SPARE_BLOCKS)
+    num_spare = _num_spare_blocks(manager, len(rows))
     if num_spare:
         # The last token of a row is never computed.
         longest = state.max_num_tokens[rows] - 1 - num_computed
@@ -36,3 +39,27 @@ def reserve_ahead(manager: BlockManager, state: RowState, rows: Int32Array, num_
         if manager.reserve(rows, np.maximum(num_tokens, further)).ok:
             return True
     return manager.reserve(rows, num_tokens).ok
+
+
+def top_up(manager: BlockManager, state: RowState, rows: Int32Array, num_steps: int) -> None:
+    """Give some of ``rows``, which all decode, the blocks that ``reserve_ahead`` would give them ``num_steps`` later.
+
+    There it would be all of them at once: for 256 rows longer than their step takes, while here the host only waits.
+
+    Args:
+        num_steps: for which all rows have room.
+    """
+    num_spare = _num_spare_blocks(manager, len(rows))
+    if not num_spare:
+        return
+    wanted = state.num_planned_tokens(rows) + (num_steps + 1 + num_spare * manager.block_size)
+    # The last token of a row is never computed.
+    wanted = np.minimum(wanted, state.max_num_tokens[rows] - 1)
+    short = np.flatnonzero(manager.table.capacity[rows] < wanted)[:_ROWS_PER_TOP_UP]
+    if len(short):
+        rows = rows[short]
+        manager.reserve(rows, wanted[short] - manager.num_computed_tokens[rows])
+
+
+def _num_spare_blocks(manager: BlockManager, num_rows: int) -> int:
+    return min(manager.num_free_blocks // (num_rows * _BLOCKS_PER_SPARE_BLOCK), _MAX_SPARE_BLOCKS)

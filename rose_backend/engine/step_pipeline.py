@@ -112,12 +112,17 @@ class StepPipeline:
             self._settle(num_ahead)
             step = self._scheduler.schedule(num_ahead)
             if step is None:
-                return self._read(in_flight.popleft()) if in_flight else None
+                if not in_flight:
+                    return None
+                # Everybody ends with a step in flight, or waits for one: what is committed now need not be then.
+                self._commits.flush()
+                return self._read(in_flight.popleft())
             self._newest = self._start(step)
             in_flight.append(self._newest)
         # While prompts come in, the device would wait for it.
         if in_flight[-1].drawn is None:
             self._commits.keep_up()
+            self._scheduler.top_up()
         return self._read(in_flight.popleft()) if len(in_flight) > self._depth else None
 
     def drop(self) -> None:

@@ -53,6 +53,11 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text).ids
         return ids
 
+    def prepare(self) -> None:
+        """Make now what decoding many texts at once needs, and not when the first of them are made."""
+        for decoder in self._byte_level.values():
+            decoder.prepare()
+
     def byte_level(self, *, skip_special_tokens: bool = True) -> ByteLevelDecoder | None:
         """Return what decodes texts piece by piece; None where only the tokenizer library can decode."""
         return self._byte_level.get(skip_special_tokens)

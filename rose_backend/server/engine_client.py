@@ -18,7 +18,8 @@ from collections.abc import AsyncIterator
 from rose_backend.config import EngineConfig
 from rose_backend.engine.interpreter import begin_serving, end_serving
 from rose_backend.engine.outputs import RequestOutput
-from rose_backend.engine.request import Prompt, RequestFactory
+from rose_backend.engine.request import Prompt
+from rose_backend.engine.request_factory import RequestFactory
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import EngineDeadError, RequestError

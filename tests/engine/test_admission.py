@@ -12,7 +12,7 @@ from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
 from rose_backend.engine.admission import Admission
 from rose_backend.engine.late_commits import LateCommits
-from rose_backend.engine.request import RequestFactory
+from rose_backend.engine.request_factory import RequestFactory
 from rose_backend.engine.row_state import RowState
 
 STEM = [1, 2, 3, 4, 5, 6]  # a block and half of one

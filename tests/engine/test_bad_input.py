@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rose_backend import LLM, SamplingParams
@@ -64,6 +65,35 @@ def test_one_bad_prompt_among_many_computes_nothing(llm: LLM) -> None:
         with pytest.raises(RequestError, match=r"^sampling_params: got dict"):
             llm.generate(["a"], [{"n": 1}])  # type: ignore[list-item]
         assert llm.stats.steps == steps
+
+
+@pytest.mark.parametrize("index", [0, 63, 64, 149])
+@pytest.mark.parametrize(
+    "bad", [[], [1, True], [0, False, 5], [3, -1], [3, 2.0], [2**40], [10**6], [7] * 2000, {1}]
+)
+def test_a_bad_prompt_among_many_is_refused_as_it_is_alone(llm: LLM, index: int, bad: Any) -> None:
+    with pytest.raises(RequestError) as alone:
+        llm.generate([bad], GREEDY)
+    prompts: list[Any] = [[5, 0, 1, 9], (0, 1), [2] * 30] * 50
+    prompts[index] = bad
+    steps = llm.stats.steps
+    with pytest.raises(RequestError) as among:
+        llm.generate_unordered(prompts, GREEDY)
+    assert str(among.value) == str(alone.value) and llm.stats.steps == steps
+
+
+def test_prompts_are_taken_as_they_are_in_any_company(llm: LLM) -> None:
+    factory = llm.core.factory
+    prompts: list[Any] = [[5, 0, 1, 9], [0], [1, 1], *([index + 2] * 7 for index in range(100))]
+    params = [replace(GREEDY, max_tokens=index + 1) for index in range(len(prompts))]
+    lists = factory.check_all(prompts, [GREEDY] * len(prompts))
+    mixed = factory.check_all([*prompts, np.array([4, 5]), (6, 7), "text"], [GREEDY] * (len(prompts) + 3))
+    for prompt, one, other in zip([*prompts, [4, 5], [6, 7]], [*lists, None, None], mixed, strict=False):
+        for checked in (one, other):
+            assert checked is None or checked.token_ids.tolist() == prompt
+            assert checked is None or (checked.prompt is None and checked.token_ids.dtype == np.int32)
+    assert [each.params for each in factory.check_all(prompts, params)] == params
+    assert mixed[-1].prompt == "text" and len({checked.number for checked in (*lists, *mixed)}) == 209
 
 
 def test_full_queue(make_llm: Callable[..., LLM]) -> None:

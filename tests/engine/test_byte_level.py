@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,6 +49,17 @@ def test_any_tokens_and_pieces(backend: Any, token_ids: list[int], skips: bool, 
     expected = backend.decode(token_ids, skip_special_tokens=skips)
     assert decoder.decode(token_ids) == expected
     assert text_of(decoder.bytes_of(token_ids[:cut]) + decoder.bytes_of(token_ids[cut:])) == expected
+
+
+@given(st.lists(st.lists(st.integers(0, 400), max_size=9), max_size=9), st.booleans())
+def test_many_pieces_at_once(backend: Any, pieces: list[list[int]], skips: bool) -> None:
+    decoder = make(backend, skips)
+    counts = np.array([len(piece) for piece in pieces], np.int64)
+    token_ids = np.array([token_id for piece in pieces for token_id in piece], np.int32)
+    expected = [decoder.bytes_of(piece) for piece in pieces]
+    assert decoder.pieces_of(token_ids, counts) == expected
+    decoder.prepare()
+    assert [decoder.bytes_of(piece) for piece in pieces] == expected
 
 
 @given(st.binary(max_size=12))

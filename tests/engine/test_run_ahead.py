@@ -224,6 +224,38 @@ def test_a_step_like_the_one_before_is_not_planned_again(
         core.step()
 
 
+def test_blocks_are_taken_a_few_rows_at_a_time_and_before_they_are_needed(
+    make_ahead: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = decoding(make_ahead(1, (), max_num_seqs=80, num_blocks=4096), 80, max_tokens=150)
+    reserve, make_step = core.manager.reserve, core._scheduler._make_step
+    taken, planned = [0], [0]
+
+    def counting(rows: Any, num_tokens: Any) -> Any:
+        answer = reserve(rows, num_tokens)
+        taken[-1] += answer.num_new_blocks
+        return answer
+
+    def planning(*args: Any) -> Any:
+        planned[-1] += 1
+        return make_step(*args)
+
+    monkeypatch.setattr(core.manager, "reserve", counting)
+    monkeypatch.setattr(core._scheduler, "_make_step", planning)
+    while int(core._rows.num_tokens[0]) < 150:
+        core.step()
+        taken.append(0)
+        planned.append(0)
+    # Of 80 rows, 32 at a time and three blocks each; the plan behind that finds room for 48 more steps.
+    assert {32 * 3, 16 * 3} <= set(taken) <= {0, 32 * 3, 16 * 3}
+    plans = np.flatnonzero(planned)
+    assert np.diff(plans).tolist() == [48] * (len(plans) - 1) and len(plans) == 3
+    assert sum(taken) == 80 * 6
+    while core.num_unfinished:
+        core.step()
+    core.check_integrity()
+
+
 @pytest.mark.parametrize("run_ahead", [1, 3])
 def test_arrivals_and_aborts_at_any_time(make_ahead: Callable[..., LLM], llm: LLM, run_ahead: int) -> None:
     prompts, params = crowd(40, seed=6, max_tokens=20)

@@ -1,0 +1,204 @@
+"""From what a caller asks for to a ``Request``."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rose_backend.engine.request import Completion, CompletionText, Prompt, Request
+from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.engine.text_stream import TextStream
+from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.errors import RequestError
+
+_SEED_MASK = (1 << 63) - 1
+_PROMPTS_PER_PASS = 64
+"""Checked together: looking at each alone would cost more than its tokens, and more would not fit the caches."""
+
+
+class CheckedPrompt(NamedTuple):
+    """A prompt and its parameters that are allowed."""
+
+    number: int
+    """Counts what was checked; requests without a seed get theirs from it."""
+    prompt: str | None
+    token_ids: NDArray[np.int32]
+    params: SamplingParams
+
+
+class RequestFactory:
+    """Turns what a caller asks for into a ``Request``, or refuses it before anything is allocated.
+
+    Args:
+        max_model_len: prompt plus output, in tokens.
+        max_num_seqs: completions that may run at once.
+        seed: with the number of the request, the seed of requests that bring none.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int, max_num_seqs: int, seed: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._max_num_seqs = max_num_seqs
+        self._seed = seed
+        self._numbers = itertools.count()
+
+    def make(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        is_streaming: bool = False,
+    ) -> Request:
+        """Tokenize and check one request, and build it.
+
+        Raises:
+            RequestError: see ``check``.
+        """
+        return self.build(self.check(prompt, params), request_id=request_id, is_streaming=is_streaming)
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> CheckedPrompt:
+        """Tokenize and check what a request is to be built of.
+
+        Raises:
+            RequestError: see ``SamplingParams.check_against_model``; or the prompt is empty, too long, or holds an id
+                outside the vocabulary.
+        """
+        return self.check_all([prompt], [params])[0]
+
+    def check_all(
+        self, prompts: Sequence[Prompt], params_list: Sequence[SamplingParams]
+    ) -> list[CheckedPrompt]:
+        """Tokenize and check what as many requests are to be built of; errors are those of ``check``."""
+        checked: list[CheckedPrompt] = []
+        for first in range(0, len(prompts), _PROMPTS_PER_PASS):
+            some = prompts[first : first + _PROMPTS_PER_PASS]
+            ids_list = self._packed_ids(some) or map(self._checked_prompt, some)
+            for prompt, ids, params in zip(some, ids_list, params_list[first:], strict=False):
+                self._check_params(params, len(ids))
+                text = prompt if isinstance(prompt, str) else None
+                checked.append(CheckedPrompt(next(self._numbers), text, ids, params))
+        return checked
+
+    def build(
+        self, checked: CheckedPrompt, *, request_id: str | None = None, is_streaming: bool = False
+    ) -> Request:
+        """Build a request of what ``check`` has returned."""
+        number, prompt, ids, params = checked
+        room = self._max_model_len - len(ids)
+        request = Request(
+            request_id=request_id if request_id is not None else f"request-{number}",
+            prompt=prompt,
+            prompt_token_ids=ids,
+            params=params,
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            is_streaming=is_streaming,
+        )
+        seed = derive_seed(self._seed, number) if params.seed is None else params.seed
+        first = self.make_completion(request, 0, seed)
+        first.num_siblings_to_fork = params.n - 1
+        request.completions.append(first)
+        return request
+
+    def make_completion(self, request: Request, index: int, base_seed: int) -> Completion:
+        """Make completion ``index``, which draws with ``base_seed + index``."""
+        params = request.params
+        stream = None
+        if request.is_streaming or params.stop_strings:
+            stream = TextStream(
+                self._tokenizer,
+                stop_strings=params.stop_strings,
+                keep_stop_string=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+        return Completion(
+            request=request,
+            index=index,
+            seed=(base_seed + index) & _SEED_MASK,
+            token_ids=request.prompt_token_ids,
+            text=CompletionText(stream, None if params.logprobs is None else []),
+        )
+
+    def _check_params(self, params: SamplingParams, prompt_length: int) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params: got {type(params).__name__}, allowed is SamplingParams")
+        params.check_against_model(
+            prompt_length=prompt_length,
+            vocab_size=self.vocab_size,
+            max_model_len=self._max_model_len,
+            max_num_seqs=self._max_num_seqs,
+        )
+
+    def _packed_ids(self, prompts: Sequence[Prompt]) -> list[NDArray[np.int32]] | None:
+        """Return the tokens of each prompt if all of them are lists of token ids, and certainly allowed.
+
+        No Python step per token is taken for it.
+        """
+        most = self._max_model_len - 1
+        if not all(type(prompt) is list and 1 <= len(prompt) <= most for prompt in prompts):
+            return None
+        try:
+            packed = b"".join([struct.pack(f"{len(prompt)}i", *prompt) for prompt in prompts])
+        except struct.error:
+            return None
+        ids = np.frombuffer(bytearray(packed), np.int32)
+        # Seen as unsigned numbers, negative ones are the largest.
+        if ids.view(np.uint32).max() >= self.vocab_size:
+            return None
+        ends = list(itertools.accumulate(map(len, prompts)))
+        starts = [0, *ends[:-1]]
+        # Only integers can be packed, and truth values, which become 0 and 1.
+        for place in np.flatnonzero(ids <= 1).tolist():
+            index = bisect_right(ends, place)
+            if isinstance(prompts[index][place - starts[index]], bool):
+                return None
+        return [ids[start:end] for start, end in zip(starts, ends, strict=True)]
+
+    def _checked_prompt(self, prompt: Prompt) -> NDArray[np.int32]:
+        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
+        if len(ids) == 0:
+            raise RequestError("prompt: got no tokens, allowed is at least one", parameter="prompt")
+        if len(ids) > self._max_model_len - 1:
+            raise RequestError(
+                f"prompt: got {len(ids)} tokens, allowed are at most {self._max_model_len - 1} "
+                f"(a window of {self._max_model_len} less one token to generate)",
+                parameter="prompt",
+            )
+        return np.array(ids, np.int32)
+
+    def _checked_ids(self, prompt: Sequence[int]) -> list[int]:
+        if isinstance(prompt, np.ndarray) and prompt.ndim == 1:
+            prompt = prompt.tolist()
+        if not isinstance(prompt, (list, tuple)):
+            raise RequestError(
+                f"prompt: got {type(prompt).__name__}, allowed are a string and a list of token ids",
+                parameter="prompt",
+            )
+        for token_id in prompt:
+            is_id = isinstance(token_id, (int, np.integer)) and not isinstance(token_id, bool)
+            if not is_id or not 0 <= token_id < self.vocab_size:
+                shown = str(token_id) if is_id and abs(int(token_id)) < 2**63 else type(token_id).__name__
+                raise RequestError(
+                    f"prompt: got token id {shown}, allowed are integers from 0 to {self.vocab_size - 1}",
+                    parameter="prompt",
+                )
+        return list(prompt)
+
+
+def derive_seed(engine_seed: int, request_number: int) -> int:
+    """Return a 63-bit seed; different for neighbouring requests and engine seeds (SplitMix64's finaliser)."""
+    mask = (1 << 64) - 1
+    value = (engine_seed * 0xD1342543DE82EF95 + (request_number + 1) * 0x9E3779B97F4A7C15) & mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return (value ^ (value >> 31)) & _SEED_MASK
