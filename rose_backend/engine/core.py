@@ -65,8 +65,6 @@ class EngineCore:
         self._returns_outputs = sink is None
         self._texts = TextWorker(OutputProcessor(loaded.tokenizer), sink or OutputSink(self._ready.put))
         self._commits.early_texts.tell = self._texts.post
-        if not is_online:
-            self.tokenizer.prepare()
         weakref.finalize(self, self._texts.stop)  # where nobody calls close
         self._requests: dict[str, Request] = {}
         self._prompt_lists = PromptLists()

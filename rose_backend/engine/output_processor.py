@@ -158,11 +158,7 @@ class OutputProcessor:
         for completion in completions:
             completion.text.finish_reason, completion.text.stop_reason = endings[completion]
         for skips_special in (True, False):
-            batch = [
-                completion
-                for completion in completions
-                if completion.request.params.skip_special_tokens is skips_special
-            ]
+            batch = [each for each in completions if each.request.params.skip_special_tokens is skips_special]
             if not batch:
                 continue
             decoder = self._tokenizer.byte_level(skip_special_tokens=skips_special)

@@ -75,6 +75,7 @@ class Scheduler:
         self._running: Int32Array = np.empty(0, np.int32)
         # How many steps may be just like the last one: nobody came or went, and everybody has room.
         self._num_repeats = 0
+        self._may_be_short = True  # of blocks, some row when the last one is over
 
     @property
     def running_rows(self) -> Int32Array:
@@ -102,8 +103,8 @@ class Scheduler:
 
     def top_up(self) -> None:
         """Take some blocks that running rows will soon need. Call it in every step, right before the host waits."""
-        if 0 < self._num_repeats <= TOP_UP_STEPS:
-            top_up(self._manager, self._rows, self._running, self._num_repeats)
+        if self._may_be_short and 0 < self._num_repeats <= TOP_UP_STEPS:
+            self._may_be_short = top_up(self._manager, self._rows, self._running, self._num_repeats)
 
     def schedule(self, num_in_flight: int = 0) -> Step | None:
         """Reserve the next step's blocks and return its work. What was read is committed.
@@ -129,6 +130,7 @@ class Scheduler:
             rows, counts = self._let_decodes_sit_out(rows, counts)
         step = self._make_step(rows, counts)
         self._num_repeats = self._count_repeats(step)
+        self._may_be_short = True
         return step
 
     def fork_siblings(self, rows: Int32Array) -> tuple[Int32Array, NDArray[np.intp]]:

@@ -14,7 +14,8 @@ _MAX_SPARE_BLOCKS = 2
 planning."""
 TOP_UP_STEPS = 16
 """So many steps before a row runs out of room, ``top_up`` begins."""
-_ROWS_PER_TOP_UP = 32
+_ROWS_PER_TOP_UP = 64
+"""A call costs the host about as much as the blocks of 32 rows, and those of 64 fit beside a step."""
 
 
 def reserve_ahead(manager: BlockManager, state: RowState, rows: Int32Array, num_tokens: Int32Array) -> bool:
@@ -41,24 +42,28 @@ def reserve_ahead(manager: BlockManager, state: RowState, rows: Int32Array, num_
     return manager.reserve(rows, num_tokens).ok
 
 
-def top_up(manager: BlockManager, state: RowState, rows: Int32Array, num_steps: int) -> None:
+def top_up(manager: BlockManager, state: RowState, rows: Int32Array, num_steps: int) -> bool:
     """Give some of ``rows``, which all decode, the blocks that ``reserve_ahead`` would give them ``num_steps`` later.
 
     There it would be all of them at once: for 256 rows longer than their step takes, while here the host only waits.
 
     Args:
         num_steps: for which all rows have room.
+
+    Returns:
+        Whether others may be left.
     """
     num_spare = _num_spare_blocks(manager, len(rows))
     if not num_spare:
-        return
+        return False
     wanted = state.num_planned_tokens(rows) + (num_steps + 1 + num_spare * manager.block_size)
     # The last token of a row is never computed.
     wanted = np.minimum(wanted, state.max_num_tokens[rows] - 1)
     short = np.flatnonzero(manager.table.capacity[rows] < wanted)[:_ROWS_PER_TOP_UP]
-    if len(short):
-        rows = rows[short]
-        manager.reserve(rows, wanted[short] - manager.num_computed_tokens[rows])
+    if not len(short):
+        return False
+    rows = rows[short]
+    return manager.reserve(rows, wanted[short] - manager.num_computed_tokens[rows]).ok
 
 
 def _num_spare_blocks(manager: BlockManager, num_rows: int) -> int:

@@ -83,6 +83,8 @@ def load(config: EngineConfig, *, is_online: bool = False) -> LoadedModel:
     kv_cache = allocate_kv_cache(num_blocks, config.block_size, shape, device)
     pool_made = time.perf_counter()
     tokenizer = Tokenizer(directory)
+    if not is_online:
+        tokenizer.prepare()
     eos_token_id = model.config.eos_token_id
     weight_bytes = storage_bytes(model.weights)
     return LoadedModel(

@@ -71,3 +71,10 @@ def test_new_text_of_a_sibling_that_ended_is_new_once(llm: LLM) -> None:
     for completion in last:
         news = [output.outputs[completion.index].delta_text for output in outputs if len(output.outputs) == 3]
         assert "".join(news) == completion.text
+
+
+def test_the_table_that_decodes_many_texts_is_made_before_the_first_of_them(
+    make_llm: Callable[..., LLM],
+) -> None:
+    decoder = make_llm().tokenizer.byte_level()
+    assert decoder is not None and "_table" in vars(decoder)

@@ -246,8 +246,8 @@ def test_blocks_are_taken_a_few_rows_at_a_time_and_before_they_are_needed(
         core.step()
         taken.append(0)
         planned.append(0)
-    # Of 80 rows, 32 at a time and three blocks each; the plan behind that finds room for 48 more steps.
-    assert {32 * 3, 16 * 3} <= set(taken) <= {0, 32 * 3, 16 * 3}
+    # Of 80 rows, 64 at a time and three blocks each; the plan behind that finds room for 48 more steps.
+    assert set(taken) == {0, 64 * 3, 16 * 3}
     plans = np.flatnonzero(planned)
     assert np.diff(plans).tolist() == [48] * (len(plans) - 1) and len(plans) == 3
     assert sum(taken) == 80 * 6
