@@ -170,17 +170,17 @@ class LLM:
         queue = deque(enumerate(checked))
         unfinished: dict[str, int] = {}
         # The device has something to do as soon as the first step is full: the other requests are built meanwhile.
-        max_tokens: float = core.config.token_budget
+        tokens_to_feed: float = core.config.token_budget
         try:
             while queue or unfinished:
                 # A long list does not count against the queue's limit: it is fed in as the queue drains.
-                while queue and max_tokens > 0 and core.num_waiting < core.config.max_queue_size:
+                while queue and tokens_to_feed > 0 and core.num_waiting < core.config.max_queue_size:
                     index, prompt = queue.popleft()
                     request = core.factory.build(prompt, is_streaming=is_streaming)
                     core.add(request)
                     unfinished[request.request_id] = index
-                    max_tokens -= len(prompt.token_ids)
-                max_tokens = math.inf
+                    tokens_to_feed -= len(prompt.token_ids)
+                tokens_to_feed = math.inf
                 for output in self._outputs_of(core, unfinished):
                     index = unfinished[output.request_id]
                     if output.finished:

@@ -31,7 +31,7 @@ class CompletionText:
     num_decoded: int = 0
     """Of these, how many ``stream`` has been given, or without one, ``early_bytes`` stand for."""
     early_bytes: bytearray = field(default_factory=bytearray)
-    """Text of a completion that is not followed, as far as it was made before the end."""
+    """Text of a completion that is not followed: what was handed over early, and at the end the rest."""
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -81,9 +81,10 @@ class RequestFactory:
         """Tokenize and check what as many requests are to be built of; errors are those of ``check``."""
         checked: list[CheckedPrompt] = []
         for first in range(0, len(prompts), _PROMPTS_PER_PASS):
-            some = prompts[first : first + _PROMPTS_PER_PASS]
+            part = slice(first, first + _PROMPTS_PER_PASS)
+            some = prompts[part]
             ids_list = self._packed_ids(some) or map(self._checked_prompt, some)
-            for prompt, ids, params in zip(some, ids_list, params_list[first:], strict=False):
+            for prompt, ids, params in zip(some, ids_list, params_list[part], strict=True):
                 self._check_params(params, len(ids))
                 text = prompt if isinstance(prompt, str) else None
                 checked.append(CheckedPrompt(next(self._numbers), text, ids, params))
