@@ -26,6 +26,9 @@ def any_of(flags: BoolArray) -> bool:
 
 def concatenate_ranges(starts: IntArray, counts: IntArray) -> Int64Array:
     """Return ``counts[i]`` numbers from ``starts[i]`` on, for each ``i``: ``[5, 9], [2, 1]`` give ``[5, 6, 9]``."""
+    if len(counts) and not any_of(counts != counts[0]):  # as often; a third of the time
+        equal: Int64Array = (starts.astype(np.int64)[:, None] + np.arange(counts[0])).reshape(-1)
+        return equal
     ends = np.cumsum(counts, dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     numbers: Int64Array = np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)

@@ -40,7 +40,8 @@ class Committer:
         row_of_token, positions = (rows, start) if one_each else _spread(rows, start, end)
         if len(token_ids) != len(positions):
             raise RowError(f"commit: got {len(token_ids)} token ids for {len(positions)} tokens")
-        columns, offsets = positions // size, positions % size
+        columns = positions // size
+        offsets = positions - columns * size
         blocks = table.entries[row_of_token * table.width + columns].astype(np.int64)
         # Positions ascend within a row and no two rows write one block: the last store into each block is the largest.
         self._pool.num_written_tokens[blocks] = offsets + 1

@@ -14,8 +14,8 @@ from rose_backend.engine.row_state import Int32Array, RowState
 
 _MIN_ROWS_PER_PORTION, _MAX_PORTIONS = 32, 6
 """The texts of 32 rows with 32 tokens each take 0.1 ms, with cold caches 0.5 ms: about as long as the host waits for a
-step of many rows. Portions of 64 rows cost the step loop more, of 16 no less. Rows that began together come in four
-pieces every 32 steps (``LateCommits``), so at most 24 of these have a portion."""
+step of many rows. Portions of 64 rows cost the step loop more, of 16 no less. Rows that began together come in three
+pieces every 32 steps (``LateCommits``), so at most 18 of these have a portion."""
 _MAX_KEPT_PORTIONS = 24
 
 

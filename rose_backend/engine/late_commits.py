@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager
-from rose_backend.block_manager.array_types import IntArray, concatenate_ranges
+from rose_backend.block_manager.array_types import IntArray
 from rose_backend.engine.early_texts import EarlyTexts
 from rose_backend.engine.row_state import Int32Array, RowState
 
@@ -15,10 +15,10 @@ Int64Array = NDArray[np.int64]
 _RIPE_TOKENS = 32
 """Decoded tokens of a row are committed when they are so many."""
 
-_MAX_PIECES, _MIN_ROWS_PER_PIECE, _MAX_TOKENS_PER_PIECE = 4, 16, 2560
+_MAX_PIECES, _MIN_ROWS_PER_PIECE, _MAX_TOKENS_PER_PIECE = 3, 16, 3072
 """Committing 32 tokens of a row takes the host about 6 microseconds, most of it for the two blocks that they fill, and
 all of 256 rows at once longer than the device has work for. Pieces are small enough to fit beside one step, and large
-enough that a call costs little more than its rows."""
+enough that a call costs little more than its rows: it costs as much as 10 to 20 of them."""
 
 
 class LateCommits:
@@ -34,35 +34,41 @@ class LateCommits:
     def __init__(self, manager: BlockManager, state: RowState) -> None:
         self._manager = manager
         self._state = state
-        self._num_late: Int32Array = np.zeros(len(state.num_held_tokens), np.int32)
+        # Late tokens of each row, at most _most, but for as many of each of _last_rows as _num_repeats says.
+        self._settled: Int32Array = np.zeros(len(state.num_held_tokens), np.int32)
+        self._last_rows: IntArray | None = None
+        self._num_repeats = 0
+        self._most = 0
         self.early_texts = EarlyTexts(state)
         """Where the tokens of completions that are not followed go, when they are committed."""
         self._num_steps = 0
         self._confirmed: dict[int, int] = {}
         self._frontier: tuple[IntArray, IntArray, IntArray] | None = None
 
-    def add(self, rows: IntArray, num_tokens: IntArray | int = 1) -> None:
-        """Note that each of ``rows`` has computed ``num_tokens`` behind those it had, and that these are known."""
-        self._num_late[rows] += np.int32(num_tokens)
+    def add(self, rows: IntArray, num_tokens: IntArray | None = None) -> None:
+        """Note that each of ``rows`` has computed ``num_tokens`` behind those it had, one without, and that these are
+        known."""
         self._frontier = None
+        if num_tokens is None and rows is self._last_rows:  # as in steps that are alike
+            self._num_repeats += 1
+            return
+        num_late = self._settle()
+        num_late[rows] += np.int32(1) if num_tokens is None else num_tokens.astype(np.int32, copy=False)
+        self._most = int(num_late.max())
+        self._last_rows = rows if num_tokens is None else None
 
     def keep_up(self) -> None:
         """Commit the next piece, if there is enough for one. Call it in every step, right before the host waits."""
         self._num_steps += 1
-        ripe = np.flatnonzero(self._num_late >= _RIPE_TOKENS)
-        if len(ripe):
-            num_rows = max(_MIN_ROWS_PER_PIECE, -(-np.count_nonzero(self._num_late) // _MAX_PIECES))
-            fits = np.cumsum(self._num_late[ripe]) <= _MAX_TOKENS_PER_PIECE
-            ripe = ripe[: min(num_rows, max(1, np.count_nonzero(fits)))]
-            self.early_texts.put(*self._commit(ripe))
-        if len(ripe) <= _MIN_ROWS_PER_PIECE:  # nothing beside large commits: see EarlyTexts
+        num_committed = self._commit_piece() if self._most + self._num_repeats >= _RIPE_TOKENS else 0
+        if num_committed <= _MIN_ROWS_PER_PIECE:  # nothing beside large commits: see EarlyTexts
             self.early_texts.hand_over()
         if self._confirmed and self._num_steps % _RIPE_TOKENS == 0:
             self._flush_confirmed()
 
     def count(self, num_tokens: Int32Array) -> None:
         """Add to ``num_tokens``, of all rows, what was noted and not committed."""
-        num_tokens += self._num_late
+        num_tokens += self._settle()
 
     def confirm(self, row: int, end: int) -> None:
         """Note that all tokens in front of position ``end`` belong to the text of a row with stop strings."""
@@ -73,7 +79,8 @@ class LateCommits:
 
         Nobody is told: most of these rows leave, or are about to be planned, and no time is to be lost.
         """
-        late = np.flatnonzero(self._num_late) if rows is None else rows[self._num_late[rows] > 0]
+        num_late = self._settle()
+        late = np.flatnonzero(num_late) if rows is None else rows[num_late[rows] > 0]
         if len(late):
             self._commit(late)
         if self._confirmed:
@@ -106,9 +113,29 @@ class LateCommits:
         if alike:
             self.early_texts.put(*self._commit(np.array(alike, np.int64)))
 
+    def _settle(self) -> Int32Array:
+        """Return how many tokens of each row were noted and not committed."""
+        if self._num_repeats:
+            self._settled[self._last_rows] += np.int32(self._num_repeats)
+            self._most += self._num_repeats
+            self._num_repeats = 0
+        return self._settled
+
+    def _commit_piece(self) -> int:
+        """Commit the tokens of some rows that have enough of them; return how many rows."""
+        num_late = self._settle()
+        ripe = np.flatnonzero(num_late >= _RIPE_TOKENS)
+        if len(ripe):
+            num_rows = max(_MIN_ROWS_PER_PIECE, -(-np.count_nonzero(num_late) // _MAX_PIECES))
+            fits = np.cumsum(num_late[ripe]) <= _MAX_TOKENS_PER_PIECE
+            ripe = ripe[: min(num_rows, max(1, np.count_nonzero(fits)))]
+            self.early_texts.put(*self._commit(ripe))
+        self._most = int(num_late.max())
+        return len(ripe)
+
     def _look_at_frontier(self) -> tuple[IntArray, IntArray, IntArray]:
         """Return rows with late tokens, where in each the first of them stands, and these tokens."""
-        late = np.flatnonzero(self._num_late)
+        late = np.flatnonzero(self._settle())
         first_late = self._manager.num_computed_tokens[late]
         return late, first_late, self._state.token_ids[late, first_late]
 
@@ -121,8 +148,9 @@ class LateCommits:
         """
         state = self._state
         self._frontier = None
-        counts = self._num_late[rows]
-        self._num_late[rows] = 0
+        num_late = self._settle()
+        counts = num_late[rows]
+        num_late[rows] = 0
         is_held = state.has_stop_strings[rows]
         if np.count_nonzero(is_held):
             state.num_held_tokens[rows[is_held]] += counts[is_held]
@@ -130,14 +158,14 @@ class LateCommits:
         # A step that is being planned has counted them among these.
         state.num_uncommitted_tokens[rows] -= counts
         starts = self._manager.num_computed_tokens[rows]
-        token_ids = state.token_ids[np.repeat(rows, counts), concatenate_ranges(starts, counts)]
+        token_ids = state.tokens_at(rows, starts, counts)
         self._manager.commit(rows, counts, token_ids)
         return rows, starts, counts, token_ids
 
     def _flush_confirmed(self) -> None:
         state, computed = self._state, self._manager.num_computed_tokens
         rows: Int64Array = np.fromiter(self._confirmed, np.int64)
-        if len(late := rows[self._num_late[rows] > 0]):
+        if len(late := rows[self._settle()[rows] > 0]):
             self._commit(late)
         spans = [
             (row, int(computed[row]), end) for row, end in self._confirmed.items() if end > computed[row]

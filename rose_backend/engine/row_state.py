@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from rose_backend.block_manager.array_types import IntArray, concatenate_ranges
 from rose_backend.config import MAX_STOP_TOKEN_IDS
 from rose_backend.engine.request import Completion
 from rose_backend.engine.sampling_params import SamplingParams
@@ -50,7 +51,8 @@ class RowState:
         self._flat_token_ids = padded.reshape(-1)
         # What ``append`` needs of the rows that it was last called with; steps that are alike have the very same ones.
         self._appended_rows: NDArray[np.int64] | None = None
-        self._appended_starts: NDArray[np.int64] = np.empty(0, np.int64)
+        self._appended_places: NDArray[np.int64] = np.empty(0, np.int64)
+        self._appended_lengths: Int32Array = np.empty(0, np.int32)
         self._appended_limits: Int32Array = np.empty(0, np.int32)
         self.num_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
         """Known tokens; the last of them may not be computed yet."""
@@ -169,14 +171,22 @@ class RowState:
         """
         if rows is not self._appended_rows:
             self._appended_rows = rows
-            self._appended_starts = rows * self._stride
+            self._appended_lengths = lengths = self.num_tokens[rows]
+            self._appended_places = rows * self._stride + lengths
             self._appended_limits = self.max_num_tokens[rows]
-        num_tokens = self.num_tokens[rows]
-        self._flat_token_ids[self._appended_starts + num_tokens] = token_ids
-        num_tokens += 1
-        self.num_tokens[rows] = num_tokens
-        is_full: NDArray[np.bool_] = num_tokens >= self._appended_limits
+        self._flat_token_ids[self._appended_places] = token_ids
+        # Steps that are alike have the very same rows, and only these two lines change what is remembered of them.
+        self._appended_places += 1
+        self._appended_lengths += 1
+        self.num_tokens[rows] = self._appended_lengths
+        is_full: NDArray[np.bool_] = self._appended_lengths >= self._appended_limits
         return is_full
+
+    def tokens_at(self, rows: IntArray, starts: IntArray, counts: IntArray) -> Int32Array:
+        """Return ``counts[i]`` tokens of each of ``rows`` from position ``starts[i]`` on, ``[sum(counts)]``."""
+        first = rows.astype(np.int64) * self._stride + starts
+        tokens: Int32Array = self._flat_token_ids[concatenate_ranges(first, counts)]
+        return tokens
 
     def num_planned_tokens(self, rows: Int32Array) -> Int32Array:
         """Return how many tokens ``rows`` have when every step in flight is over."""

@@ -14,8 +14,8 @@ _MAX_SPARE_BLOCKS = 2
 planning."""
 TOP_UP_STEPS = 16
 """So many steps before a row runs out of room, ``top_up`` begins."""
-_ROWS_PER_TOP_UP = 64
-"""A call costs the host about as much as the blocks of 32 rows, and those of 64 fit beside a step."""
+_ROWS_PER_TOP_UP = 128
+"""A call costs the host about as much as the blocks of 32 rows, and those of 128 fit beside a step."""
 
 
 def reserve_ahead(manager: BlockManager, state: RowState, rows: Int32Array, num_tokens: Int32Array) -> bool:

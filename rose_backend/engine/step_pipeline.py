@@ -121,8 +121,8 @@ class StepPipeline:
             in_flight.append(self._newest)
         # While prompts come in, the device would wait for it.
         if in_flight[-1].drawn is None:
-            self._commits.keep_up()
             self._scheduler.top_up()
+            self._commits.keep_up()
         return self._read(in_flight.popleft()) if len(in_flight) > self._depth else None
 
     def drop(self) -> None:

@@ -12,6 +12,7 @@ from rose_backend.engine.request import Completion
 from rose_backend.engine.row_state import Int32Array, RowState
 
 _NO_ROWS: Int32Array = np.zeros(0, np.int32)
+_AT_LENGTH, _AT_EOS = Ending("length", None), Ending("stop", None)
 
 
 class TokenReader:
@@ -56,11 +57,14 @@ class TokenReader:
         if not len(ended) and not len(followed):
             return ended_rows, None
         endings: dict[Completion, Ending] = {}
-        for index in ended.tolist():
-            completion = self._completion(int(rows[index]))
+        for index, row in zip(ended.tolist(), ended_rows.tolist(), strict=True):
+            completion, ending = self._completion(row), _AT_LENGTH
             completion.has_ended = True
-            stop_token = int(token_ids[index]) if is_stop[index] and not is_eos[index] else None
-            endings[completion] = Ending("stop" if is_eos[index] or is_stop[index] else "length", stop_token)
+            if is_eos[index]:
+                ending = _AT_EOS
+            elif is_stop[index]:
+                ending = Ending("stop", int(token_ids[index]))
+            endings[completion] = ending
         news = NewTokens(
             completions=self._completions_of(rows, followed),
             token_ids=token_ids[followed].tolist(),

@@ -204,10 +204,16 @@ def test_two_gpus(
 @pytest.mark.parametrize("executor", ["mp", "ray"])
 @pytest.mark.parametrize("model", ["Llama", "Qwen3"])
 def test_grouped_heads_on_two_gpus(
-    make_engine: MakeEngine, tmp_path: Path, model: str, executor: str
+    make_engine: MakeEngine,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    model: str,
+    executor: str,
 ) -> None:
     if executor == "ray":
-        pytest.importorskip("ray", reason="ray is not installed")
+        ray = pytest.importorskip("ray", reason="ray is not installed")
+        # An engine leaves its placement group, and so both GPUs, to the process that it ran in.
+        request.addfinalizer(ray.shutdown)
     path = WRITERS[model](tmp_path)
     prompts = mixed_prompts(RANDOM_VOCAB_SIZE, max_len=400)[0][:64]
     parallel: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": executor}

@@ -227,7 +227,7 @@ def test_a_step_like_the_one_before_is_not_planned_again(
 def test_blocks_are_taken_a_few_rows_at_a_time_and_before_they_are_needed(
     make_ahead: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = decoding(make_ahead(1, (), max_num_seqs=80, num_blocks=4096), 80, max_tokens=150)
+    core = decoding(make_ahead(1, (), max_num_seqs=150, num_blocks=8192), 150, max_tokens=150)
     reserve, make_step = core.manager.reserve, core._scheduler._make_step
     taken, planned = [0], [0]
 
@@ -246,11 +246,11 @@ def test_blocks_are_taken_a_few_rows_at_a_time_and_before_they_are_needed(
         core.step()
         taken.append(0)
         planned.append(0)
-    # Of 80 rows, 64 at a time and three blocks each; the plan behind that finds room for 48 more steps.
-    assert set(taken) == {0, 64 * 3, 16 * 3}
+    # Of 150 rows, 128 at a time and three blocks each; the plan behind that finds room for 48 more steps.
+    assert set(taken) == {0, 128 * 3, 22 * 3}
     plans = np.flatnonzero(planned)
     assert np.diff(plans).tolist() == [48] * (len(plans) - 1) and len(plans) == 3
-    assert sum(taken) == 80 * 6
+    assert sum(taken) == 150 * 6
     while core.num_unfinished:
         core.step()
     core.check_integrity()
