@@ -161,6 +161,7 @@ def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
     return {
         "benchmark": "decode_steps",
         **run_facts(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "start_up_s": start_up_s,
         "steps": rows,
         "offline": {"sizes": sizes, "seconds": offline},

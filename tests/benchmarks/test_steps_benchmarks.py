@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import decode_steps, step_profile
 from benchmarks.support.decode_runs import time_decoding
@@ -23,6 +24,7 @@ def test_quick_decode_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     report = json.loads(path.read_text())
     assert [(row["batch"], row["mode"]) for row in report["steps"]] == [(b, m) for b in (1, 4) for m in MODES]
     assert all(0 < row["fastest_step_ms"] <= row["step_ms"] for row in report["steps"])
+    assert report["device"] == "cpu" or torch.cuda.is_available()
     assert report["offline"]["sizes"] == [4, 32, 8] and set(report["offline"]["seconds"]) == set(MODES)
     printed = capsys.readouterr().out
     assert "'prefix_cache': 'off" in printed and "output tok/s" in printed

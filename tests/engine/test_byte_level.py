@@ -62,6 +62,15 @@ def test_many_pieces_at_once(backend: Any, pieces: list[list[int]], skips: bool)
     assert [decoder.bytes_of(piece) for piece in pieces] == expected
 
 
+@pytest.mark.parametrize("num_pieces", [63, 64, 65, 200])
+def test_more_pieces_than_are_looked_up_at_once(backend: Any, num_pieces: int) -> None:
+    decoder = make(backend, skips=True)
+    pieces = [[(7 * index + place) % 310 for place in range(index % 5)] for index in range(num_pieces)]
+    counts = np.array([len(piece) for piece in pieces])
+    token_ids = np.array([token_id for piece in pieces for token_id in piece], np.int32)
+    assert decoder.pieces_of(token_ids, counts) == [decoder.bytes_of(piece) for piece in pieces]
+
+
 @given(st.binary(max_size=12))
 def test_any_bytes_become_the_same_characters(backend: Any, data: bytes) -> None:
     printable = {ord(character) for character in ALPHABET if ord(character) < 256}

@@ -30,7 +30,8 @@ class Recorder:
 
     def tokens_at(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
         spans = zip(rows, starts, counts, strict=True)
-        return np.concatenate([self.token_ids[row, start : start + n] for row, start, n in spans])
+        tokens = [self.token_ids[row, start : start + n] for row, start, n in spans]
+        return np.concatenate([np.zeros(0, np.int32), *tokens])
 
     def commit(self, rows: np.ndarray, num_tokens: int | np.ndarray, token_ids: np.ndarray) -> None:
         counts = np.broadcast_to(num_tokens, len(rows))
@@ -111,14 +112,17 @@ def test_any_order_of_calls_commits_each_token_once(seed: int) -> None:
             assert not uncommitted(commits)[some].any()
             assert set(np.flatnonzero(recorder.num_computed_tokens - before)) <= set(some.tolist())
         elif chance < 0.08:
+            if rng.random() < 0.5:
+                some = rows
             counts = np.array([rng.randint(1, 100) for _ in some])
             commits.add(some, counts)
             noted[some] += counts
         commits.add(rows)
         noted[rows] += 1
         commits.keep_up()
-        done = recorder.num_computed_tokens - recorder.first
-        assert (done + uncommitted(commits)).tolist() == noted.tolist()
+        if rng.random() < 0.3:  # to ask changes what comes next
+            done = recorder.num_computed_tokens - recorder.first
+            assert (done + uncommitted(commits)).tolist() == noted.tolist()
 
 
 def test_rows_with_stop_strings_are_held_until_confirmed() -> None:
@@ -133,6 +137,18 @@ def test_rows_with_stop_strings_are_held_until_confirmed() -> None:
         commits.add(rows)
         commits.keep_up()
     assert recorder.num_computed_tokens[3] == 8 and recorder.num_held_tokens[3] == 64 - 5
+
+
+def test_rows_that_were_flushed_and_went_on_are_confirmed() -> None:
+    commits, recorder = make(held=(3,))
+    rows = np.arange(10)
+    commits.add(rows)
+    commits.flush()
+    for _ in range(3):
+        commits.add(rows)
+    commits.confirm(3, 3 + 2)
+    commits.flush_for(np.array([99], np.int32))
+    assert recorder.num_computed_tokens[3] == 5 and recorder.num_held_tokens[3] == 2
 
 
 def test_what_a_step_counts_on_stays_the_same() -> None:
@@ -150,6 +166,7 @@ def test_what_a_step_counts_on_stays_the_same() -> None:
     assert (recorder.num_computed_tokens + recorder.num_uncommitted_tokens).tolist() == before.tolist()
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize(
     ("prompt", "commits_it"),
     [
@@ -161,10 +178,18 @@ def test_what_a_step_counts_on_stays_the_same() -> None:
         ([99, 1, 2, 3, 4], False),  # the late token is the same, but not the way to it
     ],
 )
-def test_a_lookup_commits_just_what_it_can_find(prompt: list[int], commits_it: bool) -> None:
+def test_a_lookup_commits_just_what_it_can_find(prompt: list[int], commits_it: bool, at_once: bool) -> None:
     commits, recorder = make()
     recorder.num_computed_tokens[0] = recorder.first[0] = 2
-    commits.add(np.array([0, 1, 9]), np.array([10, 10, 10]))
+    rows = np.array([0, 1, 9])
+    if at_once:
+        commits.add(rows, np.array([10, 10, 10]))
+    else:
+        commits.add(rows)
+        commits.flush()
+        recorder.num_computed_tokens[rows] = recorder.first[rows]
+        for _ in range(10):
+            commits.add(rows)
     commits.flush_for(np.array(prompt, np.int32))
     assert (uncommitted(commits)[[0, 1, 9]] == 0).tolist() == [commits_it, False, False]
 

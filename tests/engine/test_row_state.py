@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from rose_backend import LLM
 from rose_backend.engine.request import Completion
@@ -33,6 +34,28 @@ def test_the_same_rows_with_other_completions_have_other_lengths(llm: LLM) -> No
     assert state.append(rows, np.array([14, 32])).tolist() == [False, True]
     assert state.output_token_ids(0) == [10, 11, 12, 13, 14]
     assert state.output_token_ids(2) == [30, 31, 32]
+
+
+def test_tokens_of_some_rows_from_some_position(llm: LLM) -> None:
+    state = RowState(3, WINDOW)
+    for row in range(3):
+        state.fill(row, completion(llm, [10 * row + place for place in range(1, 8)], 8))
+    for rows in (np.array([2, 0], np.int32), np.array([2, 0])):
+        some = state.tokens_at(rows, np.array([1, 4]), np.array([3, 2]))
+        assert some.tolist() == [22, 23, 24, 5, 6]
+        assert state.tokens_at(rows, np.array([6, 0]), np.array([1, 1])).tolist() == [27, 1]
+
+
+def test_places_of_tokens_behind_two_to_the_31(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Places:
+        def __getitem__(self, places: np.ndarray) -> np.ndarray:
+            return places
+
+    state = RowState(3, WINDOW)
+    monkeypatch.setattr(state, "_stride", 2**30 + 7)
+    monkeypatch.setattr(state, "_flat_token_ids", Places())
+    places = state.tokens_at(np.array([2, 1], np.int32), np.array([2**30, 5], np.int32), np.array([2, 1]))
+    assert places.tolist() == [3 * 2**30 + 14, 3 * 2**30 + 15, 2**30 + 12]
 
 
 def test_rows_that_are_full_do_not_touch_their_neighbours(llm: LLM) -> None:
