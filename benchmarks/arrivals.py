@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -37,7 +36,7 @@ from benchmarks.support.compare_options import (
     set_defaults,
 )
 from benchmarks.support.pause import only
-from benchmarks.support.report import run_facts, write_json
+from benchmarks.support.report import device_name, run_facts, write_json
 from benchmarks.support.timing import spread
 from benchmarks.support.worker_pool import WorkerError, WorkerPool
 from benchmarks.support.workload import MODES, Workload
@@ -239,7 +238,7 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "benchmark": "arrivals",
         **run_facts(),
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "device": device_name(options.device),
         "settings": {"model": options.model_name, **{name: getattr(options, name) for name in settings}},
     }
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks.support.checkpoint import checkpoint
 from benchmarks.support.compare_report import MAX_OFFLINE_S, MAX_SAMPLING_SHARE, STEP_LIMITS_MS
 from benchmarks.support.decode_runs import NEW_TOKENS, QUICK_NEW_TOKENS, time_decoding
-from benchmarks.support.report import bar, run_facts, write_json
+from benchmarks.support.report import bar, device_name, run_facts, write_json
 from benchmarks.support.serving_report import QUICK_MODEL
 from benchmarks.support.timing import no_garbage_collection
 from benchmarks.support.workload import MODES, random_prompts
@@ -161,7 +161,7 @@ def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
     return {
         "benchmark": "decode_steps",
         **run_facts(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
         "start_up_s": start_up_s,
         "steps": rows,
         "offline": {"sizes": sizes, "seconds": offline},

@@ -35,7 +35,7 @@ from benchmarks.support.append_variants import (
     check_variants,
 )
 from benchmarks.support.clone_variants import Clock
-from benchmarks.support.report import run_facts, write_json
+from benchmarks.support.report import device_name, run_facts, write_json
 from benchmarks.support.timing import Samples, alternate, no_garbage_collection, spread, spreads
 from benchmarks.support.variant_tables import print_variants
 
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for batch in track(batches, "batch sizes", console=Console(stderr=True))
     ]
     facts = run_facts()
-    facts["machine"]["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    facts["machine"]["device"] = device_name(device.type)
     settings = {**shape, "device": options.device, "dtype": options.dtype, "repeats": repeats}
     report = {
         "benchmark": "kv_append",

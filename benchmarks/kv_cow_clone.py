@@ -34,7 +34,7 @@ from benchmarks.support.clone_variants import (
     LoopedClone,
     check_variant,
 )
-from benchmarks.support.report import run_facts, write_json
+from benchmarks.support.report import device_name, run_facts, write_json
 from benchmarks.support.timing import Samples, alternate, no_garbage_collection, spreads
 from benchmarks.support.variant_tables import print_variants
 
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     rows = [measure(CloneCase(batch, **shape), dtype, device, repeats) for batch in batches]
     facts = run_facts()
-    facts["machine"]["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    facts["machine"]["device"] = device_name(device.type)
     facts["machine"]["torch_threads"] = torch.get_num_threads()
     settings = {**shape, "device": options.device, "dtype": options.dtype, "repeats": repeats}
     report = {

@@ -30,7 +30,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -54,7 +53,7 @@ from benchmarks.support.compare_report import (
 from benchmarks.support.compare_samples import Samples, rows_of, samples_of
 from benchmarks.support.compare_scenes import SCENES, Case, cases
 from benchmarks.support.pause import only
-from benchmarks.support.report import run_facts, write_json
+from benchmarks.support.report import device_name, run_facts, write_json
 from benchmarks.support.worker_pool import WorkerError, WorkerPool
 
 BACKENDS = ("rose", "rose-in-vllm", "vllm", "sglang")
@@ -251,7 +250,7 @@ def _facts(options: argparse.Namespace, facts: ModelFacts) -> dict[str, Any]:
     return {
         "benchmark": "offline_compare",
         **run_facts(),
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "device": device_name(options.device),
         "settings": {
             "model": options.model_name,
             "dtype": options.dtype,

@@ -30,7 +30,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -45,7 +44,7 @@ from benchmarks.support.compare_options import (
 from benchmarks.support.http_client import ClientProcesses, Load
 from benchmarks.support.online_report import losses, print_online
 from benchmarks.support.pause import only
-from benchmarks.support.report import run_facts, write_json
+from benchmarks.support.report import device_name, run_facts, write_json
 from benchmarks.support.servers import Server, Servers
 from benchmarks.support.streaming import summary
 from benchmarks.support.trace import (
@@ -270,7 +269,7 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "benchmark": "online_compare",
         **run_facts(),
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "device": device_name(options.device),
         "settings": {
             "model": options.model_name,
             **{name: getattr(options, name) for name in settings},

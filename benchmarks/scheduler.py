@@ -18,12 +18,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import track
 
 from benchmarks.support.checkpoint import checkpoint
-from benchmarks.support.report import run_facts, write_json
+from benchmarks.support.report import device_name, run_facts, write_json
 from benchmarks.support.served_requests import RunOptions, figures, serve
 from benchmarks.support.serving_report import add_run_options, medians, print_figures, set_run_defaults
 from rose_backend import AsyncEngine, SamplingParams
@@ -135,7 +134,7 @@ async def run(options: argparse.Namespace, model: str) -> dict[str, Any]:
     return {
         "benchmark": "scheduler",
         **run_facts(),
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "device": device_name(options.device),
         "settings": {
             "model": options.model_name,
             "prompt_tokens": len(token_ids),

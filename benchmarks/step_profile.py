@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks.kernel_cases.timing import copy_bandwidth
 from benchmarks.support.checkpoint import checkpoint
 from benchmarks.support.decode_runs import NEW_TOKENS, QUICK_NEW_TOKENS, start_decoding, time_decoding
-from benchmarks.support.report import run_facts, write_json
+from benchmarks.support.report import device_name, run_facts, write_json
 from benchmarks.support.serving_report import QUICK_MODEL
 from benchmarks.support.timing import no_garbage_collection
 from benchmarks.support.workload import MODES
@@ -208,7 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for report in reports:
         print_profile(report)
     if options.json is not None:
-        report = {"benchmark": "step_profile", **run_facts(), "copy_bytes_per_s": copy, "profiles": reports}
+        facts = run_facts() | {"device": device_name("cuda" if torch.cuda.is_available() else "cpu")}
+        report = {"benchmark": "step_profile", **facts, "copy_bytes_per_s": copy, "profiles": reports}
         write_json(options.json, report)
     return 0
 

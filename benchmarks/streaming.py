@@ -24,13 +24,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.support.checkpoint import checkpoint, model_facts
 from benchmarks.support.one_by_one import block_management, make_engine
-from benchmarks.support.report import run_facts, write_json
+from benchmarks.support.report import device_name, run_facts, write_json
 from benchmarks.support.served_requests import RunOptions, figures, serve
 from benchmarks.support.serving_report import add_run_options, medians, print_figures, set_run_defaults
 from rose_backend import SamplingParams
@@ -213,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = {
         "benchmark": "streaming",
         **run_facts(),
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "device": device_name(options.device),
         "settings": {"model": options.model_name, **{name: getattr(options, name) for name in named}},
         "rows": rows,
     }

@@ -34,7 +34,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -42,7 +41,7 @@ from benchmarks.support.checkpoint import ModelFacts, checkpoint, model_facts
 from benchmarks.support.compare_options import add_engine_options, engine_options, environment, set_defaults
 from benchmarks.support.http_client import ClientProcesses
 from benchmarks.support.pause import paused
-from benchmarks.support.report import run_facts, write_json
+from benchmarks.support.report import device_name, run_facts, write_json
 from benchmarks.support.request_sets import SETS
 from benchmarks.support.servers import Server, ServerError, stop_all
 from benchmarks.support.serving_turns import Turns
@@ -212,7 +211,7 @@ def run(options: argparse.Namespace, model: str, facts: ModelFacts, logs: Path) 
     return {
         "benchmark": "vllm_serving",
         **run_facts(),
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "device": device_name(options.device),
         "settings": {
             "model": options.model_name,
             **{name: getattr(options, name) for name in kept},

@@ -30,6 +30,17 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def device_name(device: str) -> str:
+    """Return the GPU's name, or "cpu".
+
+    Args:
+        device: "cuda" or "cpu".
+    """
+    import torch  # processes beside engines load this file, too
+
+    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+
+
 def repeatable_command(arguments: list[str]) -> str:
     """Return the command line, less the options that say where files lie: anybody's will differ.
 

@@ -18,7 +18,7 @@ _RIPE_TOKENS = 32
 _MAX_PIECES, _MIN_ROWS_PER_PIECE, _MAX_TOKENS_PER_PIECE = 3, 16, 3072
 """Committing 32 tokens of a row takes the host about 6 microseconds, most of it for the two blocks that they fill, and
 all of 256 rows at once longer than the device has work for. Pieces are small enough to fit beside one step, and large
-enough that a call costs little more than its rows: it costs as much as 10 to 20 of them."""
+enough that a call costs little more than its rows: it costs as much as some 20 of them."""
 
 
 class LateCommits:
@@ -46,16 +46,20 @@ class LateCommits:
         self._frontier: tuple[IntArray, IntArray, IntArray] | None = None
 
     def add(self, rows: IntArray, num_tokens: IntArray | None = None) -> None:
-        """Note that each of ``rows`` has computed ``num_tokens`` behind those it had, one without, and that these are
-        known."""
+        """Note that each of ``rows`` has computed ``num_tokens`` behind those it had, and that these are known.
+
+        Args:
+            rows: ``[N]``, not changed afterwards: the same array again is taken for the same rows.
+            num_tokens: ``[N]``; None: one each.
+        """
         self._frontier = None
         if num_tokens is None and rows is self._last_rows:  # as in steps that are alike
             self._num_repeats += 1
             return
         num_late = self._settle()
-        num_late[rows] += np.int32(1) if num_tokens is None else num_tokens.astype(np.int32, copy=False)
+        num_late[rows] += 1 if num_tokens is None else num_tokens
         self._most = int(num_late.max())
-        self._last_rows = rows if num_tokens is None else None
+        self._last_rows = rows
 
     def keep_up(self) -> None:
         """Commit the next piece, if there is enough for one. Call it in every step, right before the host waits."""
@@ -116,7 +120,7 @@ class LateCommits:
     def _settle(self) -> Int32Array:
         """Return how many tokens of each row were noted and not committed."""
         if self._num_repeats:
-            self._settled[self._last_rows] += np.int32(self._num_repeats)
+            self._settled[self._last_rows] += self._num_repeats
             self._most += self._num_repeats
             self._num_repeats = 0
         return self._settled

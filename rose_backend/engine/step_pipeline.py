@@ -119,7 +119,8 @@ class StepPipeline:
                 return self._read(in_flight.popleft())
             self._newest = self._start(step)
             in_flight.append(self._newest)
-        # While prompts come in, the device would wait for it.
+        # While prompts come in, the device would wait for it. Texts are handed over last: the text thread takes turns
+        # with whatever comes behind.
         if in_flight[-1].drawn is None:
             self._scheduler.top_up()
             self._commits.keep_up()

@@ -17,6 +17,8 @@ from benchmarks.support.serving_report import QUICK_MODEL
 from benchmarks.support.workload import MODES
 from rose_backend import LLM, SamplingParams
 
+DEVICE = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
 
 def test_quick_decode_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "steps.json"
@@ -24,7 +26,7 @@ def test_quick_decode_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     report = json.loads(path.read_text())
     assert [(row["batch"], row["mode"]) for row in report["steps"]] == [(b, m) for b in (1, 4) for m in MODES]
     assert all(0 < row["fastest_step_ms"] <= row["step_ms"] for row in report["steps"])
-    assert report["device"] == "cpu" or torch.cuda.is_available()
+    assert report["device"] == DEVICE
     assert report["offline"]["sizes"] == [4, 32, 8] and set(report["offline"]["seconds"]) == set(MODES)
     printed = capsys.readouterr().out
     assert "'prefix_cache': 'off" in printed and "output tok/s" in printed
@@ -51,7 +53,7 @@ def test_quick_step_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     path = tmp_path / "profile.json"
     assert step_profile.main(["--quick", "--batches", "2", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
-    assert report["copy_bytes_per_s"] > 1e8
+    assert report["device"] == DEVICE and report["copy_bytes_per_s"] > 1e8
     (step,) = report["profiles"]
     assert step["batch"] == 2 and step["launches"] > 10
     assert 0 < step["floor_us"] < step["engine_step_us"]

@@ -268,6 +268,6 @@ def test_nothing_is_handed_over_beside_a_large_commit(make_llm: Callable[..., LL
     # Rows that end are committed before the wait for their last step, and their last token behind it.
     assert set(what) <= {"", "c", "cc", "t", "cec", "tcec"}
     assert what.count("cec") + what.count("tcec") == 1
-    # 80 rows in four pieces at 32, 64 and 96 tokens. Those that come last may not be told before the end.
+    # 80 rows in three pieces at 32, 64 and 96 tokens. Those that come last may not be told before the end.
     assert 8 <= what.count("t") <= 12
     assert not core._commits.early_texts._portions

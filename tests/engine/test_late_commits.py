@@ -69,6 +69,18 @@ def test_rows_take_turns() -> None:
     assert len(recorder.sizes) < 3 * 200 / 32 + 1 and max(recorder.sizes) == 86
 
 
+def test_steps_that_are_alike_touch_no_rows() -> None:
+    commits, _ = make()
+    rows = np.arange(256)
+    commits.add(rows)
+    before = commits._settled.copy()
+    for _ in range(30):
+        commits.add(rows)
+        commits.keep_up()
+    assert commits._settled.tolist() == before.tolist()
+    assert set(uncommitted(commits)[:256].tolist()) == {31}
+
+
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 100, 300])
 def test_few_rows_are_committed_together_and_many_in_pieces(num_rows: int) -> None:
     commits, recorder = make()

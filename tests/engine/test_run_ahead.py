@@ -224,6 +224,27 @@ def test_a_step_like_the_one_before_is_not_planned_again(
         core.step()
 
 
+def test_texts_are_handed_over_when_only_waiting_is_left(
+    make_ahead: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, calls = decoding(make_ahead(1), 5), [[]]
+    works = ((core._scheduler, "top_up"), (core._commits.early_texts, "hand_over"), (core._pipeline, "_wait"))
+
+    def noting(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            calls[-1].append(name)
+            return work(*args)
+
+        return noted
+
+    for owner, name in works:
+        monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
+    for _ in range(20):
+        core.step()
+        calls.append([])
+    assert calls[:-1] == [["top_up", "hand_over", "_wait"]] * 20
+
+
 def test_blocks_are_taken_a_few_rows_at_a_time_and_before_they_are_needed(
     make_ahead: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
