@@ -7,7 +7,8 @@ is wrapped the same way again. Applying an entry twice is harmless.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -57,7 +58,7 @@ LEDGER: dict[str, Patch] = {
         reason="Scheduler.__init__ builds its manager from this name; there is no factory or setting for it",
         remove_when="the scheduler takes its KV cache manager, or its class, as an argument",
         build="",
-        only_while="RoseScheduler.__init__ runs",
+        only_while="RoseScheduler.__init__ runs, in its thread",
     ),
     "gpt2_inner_model": Patch(
         target="vllm.model_executor.models.gpt2:GPT2Model",
@@ -65,7 +66,7 @@ LEDGER: dict[str, Patch] = {
         "attention layer twice",
         remove_when="GPT2LMHeadModel takes its decoder class as an attribute",
         build="",
-        only_while="RoseGPT2LMHeadModel.__init__ runs",
+        only_while="RoseGPT2LMHeadModel.__init__ runs, in its thread",
     ),
     "sampler_v1": Patch(
         target="vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.__init__",
@@ -124,16 +125,46 @@ def is_applied(name: str) -> bool:
     return getattr(getattr(current, "__func__", current), _MARK, None) == name
 
 
+class _PerThread:
+    """Stands in for a callable of vLLM: what a thread has asked for in that thread, the original in all others."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+        self.num_users = 0
+        """Blocks of ``swapped`` that run; changed under the lock only."""
+        self.in_this_thread = threading.local()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.in_this_thread, "replacement", self.original)(*args, **kwargs)
+
+
+_swap_lock = threading.Lock()
+
+
 @contextmanager
-def swapped(name: str, replacement: Any) -> Iterator[None]:
-    """Replace one target while the block runs."""
+def swapped(name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Replace one target, which is called, while the block runs and for the calling thread alone.
+
+    Another engine may be built in another thread meanwhile, with Rose or without.
+    """
     owner, attribute = resolve_owner(LEDGER[name].target)
-    original = inspect.getattr_static(owner, attribute)
-    setattr(owner, attribute, replacement)
+    with _swap_lock:
+        switch = inspect.getattr_static(owner, attribute)
+        if not isinstance(switch, _PerThread):
+            switch = _PerThread(switch)
+            setattr(owner, attribute, switch)
+        switch.num_users += 1
+    here = switch.in_this_thread
+    outer = getattr(here, "replacement", switch.original)
+    here.replacement = replacement
     try:
         yield
     finally:
-        setattr(owner, attribute, original)
+        here.replacement = outer
+        with _swap_lock:
+            switch.num_users -= 1
+            if not switch.num_users:
+                setattr(owner, attribute, switch.original)
 
 
 def resolve_owner(target: str) -> tuple[Any, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
@@ -42,9 +44,43 @@ def test_applying_twice_wraps_once(name: str) -> None:
 def test_temporary_replacement_is_undone_even_after_an_error(name: str) -> None:
     owner, attribute = resolve_owner(LEDGER[name].target)
     original = getattr(owner, attribute)
-    with pytest.raises(ZeroDivisionError), swapped(name, "replacement"):
-        assert getattr(owner, attribute) == "replacement"
+    with pytest.raises(ZeroDivisionError), swapped(name, lambda: "replacement"):
+        assert getattr(owner, attribute)() == "replacement"
+        with swapped(name, lambda: "inner"):
+            assert getattr(owner, attribute)() == "inner"
+        assert getattr(owner, attribute)() == "replacement"
         raise ZeroDivisionError
+    assert getattr(owner, attribute) is original
+
+
+@pytest.mark.parametrize("name", TEMPORARY)
+def test_temporary_replacement_is_seen_by_its_own_thread_only(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, attribute = resolve_owner(LEDGER[name].target)
+    monkeypatch.setattr(owner, attribute, original := (lambda: "original"))
+    both_inside, first_is_out = threading.Barrier(3), threading.Barrier(3)
+
+    def build(replacement: str, *, goes_first: bool) -> list[str]:
+        seen = []
+        with swapped(name, lambda: replacement):
+            both_inside.wait()
+            seen.append(getattr(owner, attribute)())
+            if not goes_first:
+                first_is_out.wait()
+                seen.append(getattr(owner, attribute)())
+        if goes_first:
+            first_is_out.wait()
+        return seen
+
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(build, "one", goes_first=True)
+        two = pool.submit(build, "two", goes_first=False)
+        both_inside.wait()
+        seen_elsewhere = getattr(owner, attribute)()
+        first_is_out.wait()
+        assert seen_elsewhere == "original"
+        assert one.result() == ["one"] and two.result() == ["two", "two"]
     assert getattr(owner, attribute) is original
 
 
