@@ -8,7 +8,16 @@ import difflib
 import sys
 from typing import Any, NoReturn
 
-from rose_backend.config import DEVICES, DTYPES, SWITCH_NAMES, EngineConfig
+from rose_backend.config import (
+    DEVICES,
+    DTYPES,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+    SWITCH_NAMES,
+    EngineConfig,
+)
 from rose_backend.engine.sampling_params import SamplingParams
 
 EXIT_USAGE = 2
@@ -43,14 +52,16 @@ _SAMPLING_HELP = {
     "n": "completions of each prompt",
     "max_tokens": "tokens to generate at most; 'none' fills the window",
     "min_tokens": "no stop before this many tokens",
-    "temperature": "0 takes the most likely token",
+    "temperature": f"0 to {MAX_TEMPERATURE:g}; 0 takes the most likely token",
     "top_k": "draw among the k most likely tokens; 0: off",
-    "top_p": "draw among the most likely tokens that reach this probability together",
-    "min_p": "leave out tokens less likely than this share of the most likely one",
+    "top_p": "above 0 up to 1; draw among the most likely tokens that reach this probability together",
+    "min_p": "0 to 1; leave out tokens less likely than this share of the most likely one",
     "seed": "seed of the draws (default: derived from --seed and the number of the request)",
-    "repetition_penalty": "above 1: tokens of prompt and output become less likely",
-    "presence_penalty": "subtracted from the logit of tokens the output contains",
-    "frequency_penalty": "subtracted once for each time the output contains the token",
+    "repetition_penalty": f"{MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}; above 1: tokens of prompt and "
+    "output become less likely",
+    "presence_penalty": f"-{MAX_PENALTY:g} to {MAX_PENALTY:g}; subtracted from the logit of tokens the output contains",
+    "frequency_penalty": f"-{MAX_PENALTY:g} to {MAX_PENALTY:g}; subtracted once for each time the output contains the "
+    "token",
     "stop": "string that ends the text; may be given several times",
     "stop_token_ids": "token id that ends the text; may be given several times",
     "ignore_eos": "go on behind the end-of-text token",

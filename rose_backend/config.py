@@ -23,6 +23,12 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 128
+# At both ends of these ranges, and all at once, logits of +-1e4 stay finite float32 numbers.
+MAX_TEMPERATURE = 1000.0
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 100.0
+MAX_PENALTY = 2.0
+"""Of presence and frequency penalty; their negative is the lowest."""
 
 _T = TypeVar("_T", bound="Switches")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,9 +9,13 @@ from typing import Any
 from rose_backend.config import (
     MAX_LOGPROBS,
     MAX_N,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
     MAX_STOP_STRING_LENGTH,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
 )
 from rose_backend.errors import RequestError, nearest_name_hint
 
@@ -39,21 +42,21 @@ class SamplingParams:
     min_tokens: int = 0
     """No stop token may be drawn and no stop string ends the text before this many tokens."""
     temperature: float = 1.0
-    """0 takes the most likely token."""
+    """0 to 1000; below 1e-5 the most likely token is taken."""
     top_k: int = 0
     """Draw among the k most likely tokens; 0 and -1 switch this off."""
     top_p: float = 1.0
-    """Draw among the most likely tokens that reach this probability together."""
+    """Above 0 up to 1; draw among the most likely tokens that reach this probability together."""
     min_p: float = 0.0
-    """Leave out tokens less likely than this share of the most likely one."""
+    """0 to 1; leave out tokens less likely than this share of the most likely one."""
     seed: int | None = None
     """Seed of the draws; None derives one from the engine's seed and the number of the request."""
     repetition_penalty: float = 1.0
-    """Above 1 makes tokens of the prompt and the output less likely."""
+    """0.01 to 100; above 1 makes tokens of the prompt and the output less likely."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of every token that the output contains."""
+    """-2 to 2; subtracted from the logit of every token that the output contains."""
     frequency_penalty: float = 0.0
-    """Subtracted once for each time the output contains the token."""
+    """-2 to 2; subtracted once for each time the output contains the token."""
     stop: str | Sequence[str] | None = None
     """Strings that end the text, wherever token boundaries fall."""
     stop_token_ids: Sequence[int] | None = None
@@ -74,15 +77,17 @@ class SamplingParams:
         _check_int("min_tokens", self.min_tokens, 0, _MAX_INT32)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refusal("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
-        _check_float("temperature", self.temperature, 0.0, math.inf)
+        _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _check_int("top_k", self.top_k, -1, _MAX_INT32)
         _check_float("top_p", self.top_p, 0.0, 1.0, above_low=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, 2**63 - 1)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, math.inf, above_low=True)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_float(
+            "repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        )
+        _check_float("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check_float("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
         self._check_stops()
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
@@ -180,12 +185,11 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
 
 def _check_float(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # An int too large for a float is no usable number either; comparing instead of converting keeps it from raising.
-    if is_number and low <= value <= high and abs(value) <= 1e300 and not (above_low and value == low):  # type: ignore[operator,arg-type]
+    # Comparing instead of converting keeps an int too large for a float from raising.
+    if is_number and low <= value <= high and not (above_low and value == low):  # type: ignore[operator]
         return
     start = f"above {low:g}" if above_low else f"from {low:g}"
-    end = "and finite" if high == math.inf else f"to {high:g}"
-    raise _refusal(name, value, f"a number {start} {end}")
+    raise _refusal(name, value, f"a number {start} to {high:g}")
 
 
 def _refusal(name: str, value: object, allowed: str, *, shown: str | None = None) -> RequestError:

@@ -12,11 +12,12 @@ class SamplingTensors:
     """How to choose the next token of each row: bias, penalties, temperature, min-p, top-k, top-p, in this order."""
 
     temperature: torch.Tensor
-    """[R] float32; 0 takes the most likely token."""
+    """[R] float32; 0 takes the most likely token; above 1e20 it counts as 1e20: any token that no filter drops."""
     top_k: torch.Tensor
     """[R] int32; only so many most likely tokens, and whatever ties with the last of them; 0 is off."""
     top_p: torch.Tensor
-    """[R] float32 in (0, 1]; the fewest most likely tokens that hold this probability together; 1 is off."""
+    """[R] float32 in (0, 1]; the fewest most likely tokens that hold this probability together, at least one;
+    1 is off."""
     min_p: torch.Tensor
     """[R] float32 in [0, 1]; only tokens at least so probable, relative to the most likely one; 0 is off."""
     seed: torch.Tensor
@@ -28,7 +29,8 @@ class SamplingTensors:
     frequency_penalty: torch.Tensor
     """[R] float32, subtracted for each time a token was generated before; 0 is off."""
     repetition_penalty: torch.Tensor
-    """[R] float32; logits of tokens in prompt or output are divided by it if positive, else multiplied; 1 is off."""
+    """[R] float32; logits of tokens in prompt or output are divided by it if positive, else multiplied; 1 is off, and
+    what is not between 1e-20 and 1e20 counts as the nearer of the two."""
     prompt_mask: torch.Tensor | None = None
     """[R, V] bool: the token is in the row's prompt. None: no row's penalty asks for it."""
     output_counts: torch.Tensor | None = None

@@ -118,7 +118,11 @@ class RoseDraws:
         temperatures = states.temperature.np[idx_mapping_np]
         if not temperatures.any():
             # Nobody draws. Small batches wait for the host, and gathering what a draw takes is most of its work here.
-            return processed_logits.argmax(dim=-1), processed_logits
+            candidates = processed_logits
+            if self._sampler.needs_logits_processing[idx_mapping_np].any():
+                # A repetition penalty that is 0 in float32 makes NaN, which argmax takes, of a forbidden token's logit.
+                candidates = processed_logits.masked_fill(processed_logits.isnan(), float("-inf"))
+            return candidates.argmax(dim=-1), processed_logits
         reason = self._why_vllm_draws(idx_mapping_np, temperatures)
         if reason is not None:
             DRAWS.count_vllm(reason, len(idx_mapping_np))

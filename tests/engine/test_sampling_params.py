@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from typing import Any
 
 import pytest
 
-from rose_backend import SamplingParams
+from rose_backend import SamplingParams, cli_options
 from rose_backend.errors import RequestError
 
 NAN = math.nan
@@ -19,12 +21,14 @@ NAN = math.nan
         *[("n", value) for value in (0, -1, 129, 10**30, True, 1.0, "2", None)],
         *[("max_tokens", value) for value in (0, -5, 2**31, True, 3.0, "16")],
         *[("min_tokens", value) for value in (-1, 17, True, None)],
-        *[("temperature", value) for value in (-0.1, NAN, math.inf, True, "hot", None, 10**400)],
+        *[("temperature", value) for value in (-0.1, 1000.1, 1e39, 1e300, NAN, math.inf, True, "hot", None)],
+        *[("temperature", value) for value in (10**30, 10**400, -(10**400))],
         *[("top_k", value) for value in (-2, 2**31, True, 1.5)],
         *[("top_p", value) for value in (0.0, -0.1, 1.1, NAN, True)],
         *[("min_p", value) for value in (-0.1, 1.1, NAN)],
         *[("seed", value) for value in (-1, 2**63, 1.0, True)],
-        *[("repetition_penalty", value) for value in (0.0, -1.0, NAN, math.inf)],
+        *[("repetition_penalty", value) for value in (0.0, -1.0, 0.0099, 1e-38, 100.1, 1e39, NAN, math.inf)],
+        *[("repetition_penalty", value) for value in (True, "1", None, 10**400)],
         *[("presence_penalty", value) for value in (-2.1, 2.1, NAN)],
         *[("frequency_penalty", value) for value in (-2.1, 2.1, NAN)],
         *[("logprobs", value) for value in (-1, 21, 10**9, True, 1.0)],
@@ -48,11 +52,19 @@ def test_refusals_name_the_field(field: str, value: Any) -> None:
         ("n", 128),
         ("max_tokens", None),
         ("temperature", 0),
+        ("temperature", 1000),
+        ("temperature", 5e-324),
         ("top_k", -1),
         ("top_p", 1),
+        ("top_p", 5e-324),
         ("min_p", 1.0),
         ("seed", 2**63 - 1),
-        ("repetition_penalty", 3.0),
+        ("repetition_penalty", 0.01),
+        ("repetition_penalty", 100),
+        ("presence_penalty", -2),
+        ("presence_penalty", 2.0),
+        ("frequency_penalty", -2.0),
+        ("frequency_penalty", 2),
         ("stop", "x" * 256),
         ("stop", ("a", "b")),
         ("logprobs", 0),
@@ -61,6 +73,27 @@ def test_refusals_name_the_field(field: str, value: Any) -> None:
 )
 def test_limits_themselves_are_allowed(field: str, value: Any) -> None:
     assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("temperature", 1e39, "a number from 0 to 1000"),
+        ("repetition_penalty", 1e-38, "a number from 0.01 to 100"),
+        ("presence_penalty", 3, "a number from -2 to 2"),
+        ("frequency_penalty", 3, "a number from -2 to 2"),
+        ("top_p", 0, "a number above 0 to 1"),
+    ],
+)
+def test_refusals_docs_and_help_say_the_range(field: str, value: float, allowed: str) -> None:
+    with pytest.raises(RequestError, match=f"{field}: got {re.escape(repr(value))}, allowed is {allowed}$"):
+        SamplingParams(**{field: value})
+    low, high = (float(text) for text in re.findall(r"-?[\d.]+", allowed))
+    start = f"above {low:g} up" if "above" in allowed else f"{low:g}"
+    documented = re.search(rf"    {field}: .*\n    \"\"\"(.*)", inspect.getsource(SamplingParams))
+    assert documented is not None
+    for text in (documented[1], cli_options._SAMPLING_HELP[field]):
+        assert text.lower().startswith(f"{start} to {high:g};")
 
 
 def test_defaults_are_vllms() -> None:

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from rose_backend import LLM, SamplingParams
+from rose_backend.config import MAX_REPETITION_PENALTY, MAX_TEMPERATURE, MIN_REPETITION_PENALTY
 from rose_backend.engine.core import EngineCore
+from rose_backend.engine.sampling_params import GREEDY_TEMPERATURE
 from tests.engine.conftest import GREEDY
 from tests.engine.test_sampling import greedy_with_penalties
 from tests.support.crowd import crowd, tokens_of
@@ -142,6 +144,30 @@ def test_a_stop_token_may_be_drawn_behind_min_tokens_and_not_before(
         assert llm.generate([prompt], late)[0].outputs[0].token_ids == went_on.token_ids
         assert ended.token_ids == whole[: index + 1] and ended.finish_reason == "stop"
         assert went_on.token_ids[:index] == whole[:index] and went_on.token_ids[index] != whole[index]
+
+
+@pytest.mark.parametrize("fused_sampler", [True, False])
+@pytest.mark.parametrize("repetition_penalty", [MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY])
+def test_min_tokens_holds_at_the_ends_of_every_range(
+    make_llm: Callable[..., LLM], repetition_penalty: float, fused_sampler: bool
+) -> None:
+    # Some 190 draws at the highest temperature would bring up a twentieth of the vocabulary.
+    llm = make_llm(fused_sampler=fused_sampler, max_num_seqs=32)
+    eos, *others = stops = [llm.core._rows._eos_token_ids[0], *range(128)]
+    penalties = {"presence_penalty": 2.0, "frequency_penalty": -2.0, "repetition_penalty": repetition_penalty}
+    params = [
+        SamplingParams(
+            n=8, seed=1, temperature=temperature, top_p=top_p, min_tokens=12, max_tokens=14,
+            stop_token_ids=others, **(penalties if has_penalties else {}),
+        )
+        for temperature in (GREEDY_TEMPERATURE, MAX_TEMPERATURE)
+        for top_p in (5e-324, 1.0)
+        for has_penalties in (True, False)
+    ]  # fmt: skip
+    for output in llm.generate([[eos, *range(40)]] * len(params), params):
+        for completion in output.outputs:
+            assert len(completion.token_ids) >= 12
+            assert not set(stops) & set(completion.token_ids[:12])
 
 
 def test_a_slot_forgets_the_row_that_left_it(make_ahead: Callable[..., LLM]) -> None:

@@ -8,9 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from rose_backend.config import (
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+)
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import SamplingTensors, sample, sample_unfused
 from rose_backend.kernels.reference import sampler as twin
+from rose_backend.kernels.reference.sampler import GREEDY_TEMPERATURE
 
 NUM_DRAWS = 20_000
 SIGMAS = 6
@@ -314,3 +321,105 @@ def test_mismatches_are_named(change: dict[str, Any], message: str) -> None:
 
 def _fields(params: SamplingTensors) -> dict[str, Any]:
     return {name: getattr(params, name) for name in SamplingTensors.__dataclass_fields__}
+
+
+def range_ends(num_rows: int, vocab_size: int) -> tuple[torch.Tensor, SamplingTensors]:
+    """Logits of +-1e4 under all mixes of the ends of every range that a request may ask for.
+
+    Tokens from ``3 * vocab_size // 4`` on are forbidden. Counts reach 131,072, the longest window there is.
+    """
+    ends: dict[str, tuple[float, ...]] = {
+        "temperature": (0.0, 9.9e-6, GREEDY_TEMPERATURE, 1.0, MAX_TEMPERATURE),
+        "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+        "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
+        "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+        "top_k": (0, 1, vocab_size),
+        # The least that a float64 holds is 0 in float32.
+        "top_p": (5e-324, 1e-45, 1.0),
+        "min_p": (0.0, 5e-324, 1e-45, 1.0),
+    }
+    generator = torch.Generator().manual_seed(vocab_size)
+    columns = {
+        name: torch.tensor(values, dtype=torch.float64)[
+            torch.randint(len(values), (num_rows,), generator=generator)
+        ]
+        for name, values in ends.items()
+    }
+    logits = (torch.rand(num_rows, vocab_size, generator=generator) * 2 - 1) * 1e4
+    logits[::2] = logits[::2].sign() * 1e4
+    counts = torch.randint(0, 2, (num_rows, vocab_size), generator=generator, dtype=torch.int32) * 131_072
+    forbidden = torch.arange(3 * vocab_size // 4, vocab_size, dtype=torch.int32).expand(num_rows, -1)
+    return logits, make_params(
+        num_rows,
+        **columns,
+        prompt_mask=torch.rand(num_rows, vocab_size, generator=generator) < 0.5,
+        output_counts=counts,
+        bias_token_ids=forbidden,
+        bias=torch.full(forbidden.shape, -math.inf),
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [67, 700])
+def test_scores_stay_finite_at_the_ends_of_every_range(vocab_size: int) -> None:
+    logits, params = range_ends(2000, vocab_size)
+    allowed = 3 * vocab_size // 4
+    scores = twin.apply_penalties(twin.add_bias(logits, params), params)
+    scaled = scores / params.temperature.clamp(min=GREEDY_TEMPERATURE).unsqueeze(1)
+    for values in (scores, scaled):
+        assert values[:, :allowed].isfinite().all()
+        assert (values[:, allowed:] == -math.inf).all()
+    drawn = sample(logits, params).token_ids
+    assert torch.equal(drawn, sample_unfused(logits, params).token_ids)
+    assert drawn.max() < allowed
+
+
+def beyond_every_range(vocab_size: int) -> tuple[torch.Tensor, SamplingTensors]:
+    """Numbers that are 0 or infinite in float32, which no request may ask for, and logits that are NaN.
+
+    Only tokens 5, 6 and 7 are allowed. All are in the prompt.
+    """
+    options = [
+        (temperature, repetition, top_k, top_p)
+        for temperature in (0.0, 1.0, 1e39, math.inf)
+        for repetition in (1.0, 1e-46, 1e-39, 1e-38, 1e38, 1e39)
+        for top_k in (0, 2)
+        for top_p in (0.0, 0.7, 1.0)
+    ]
+    temperature, repetition, top_k, top_p = zip(*options, strict=True)
+    logits = torch.full((len(options), vocab_size), -math.inf)
+    logits[:, 5], logits[:, 6], logits[:, 7] = -1e4, 0.0, 1e4
+    logits[::2, 2:5], logits[::3, 60:] = math.nan, math.nan
+    return logits, make_params(
+        len(options),
+        temperature=torch.tensor(temperature, dtype=torch.float64),
+        repetition_penalty=torch.tensor(repetition, dtype=torch.float64),
+        top_k=list(top_k),
+        top_p=list(top_p),
+        prompt_mask=torch.ones(len(options), vocab_size, dtype=torch.bool),
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [67, 700])
+def test_no_number_makes_a_forbidden_token(vocab_size: int) -> None:
+    logits, params = beyond_every_range(vocab_size)
+    drawn = sample(logits, params).token_ids
+    assert torch.equal(drawn, sample_unfused(logits, params).token_ids)
+    assert drawn.min() >= 5 and drawn.max() <= 7
+
+
+def test_an_infinite_temperature_draws_any_allowed_token() -> None:
+    logits = torch.tensor([-1e4, 3.0, -math.inf, 1e4]).repeat(NUM_DRAWS, 1)
+    drawn = sample(logits, make_params(NUM_DRAWS, temperature=math.inf)).token_ids
+    counts = torch.bincount(drawn, minlength=4)
+    band = SIGMAS * math.sqrt(NUM_DRAWS * 2 / 9)
+    assert counts[2] == 0
+    assert ((counts[[0, 1, 3]] - NUM_DRAWS / 3).abs() <= band).all()
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
+def test_rows_of_nothing_but_nan_take_a_token_of_the_vocabulary(filters: dict[str, Any]) -> None:
+    logits = torch.full((6, 300), math.nan)
+    for temperature in (0.0, 1.0):
+        params = make_params(6, temperature=temperature, **filters)
+        assert sample(logits, params).token_ids.tolist() == [0] * 6
+        assert sample_unfused(logits, params).token_ids.tolist() == [0] * 6

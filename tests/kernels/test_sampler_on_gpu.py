@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from rose_backend.kernels import SampleOutput, SamplingTensors, sample, sample_unfused
-from tests.kernels.test_sample import exact_distribution, heavy_tailed_logits, make_params, random_case
+from tests.kernels.test_sample import (
+    beyond_every_range,
+    exact_distribution,
+    heavy_tailed_logits,
+    make_params,
+    random_case,
+    range_ends,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -171,6 +178,32 @@ def test_infinite_and_equal_logits(filters: dict[str, Any]) -> None:
     drawn = sample(logits.cuda(), on_gpu(params)).token_ids.cpu()
     assert torch.equal(drawn, sample_unfused(logits, params).token_ids)
     assert drawn[1] == 0 and drawn[2] % 2 == 0 and drawn[3] == 4000 and drawn[4] in (70, 4444)
+
+
+@pytest.mark.parametrize("vocab_size", [67, 5003, 50_257])
+def test_ends_of_every_range(vocab_size: int) -> None:
+    logits, params = range_ends(512 if vocab_size < 50_000 else 96, vocab_size)
+    expected = sample_unfused(logits, params).token_ids
+    drawn = sample(logits.cuda(), on_gpu(params)).token_ids.cpu()
+    assert torch.equal(drawn, expected)
+    assert torch.equal(sample_unfused(logits.cuda(), on_gpu(params)).token_ids.cpu(), expected)
+    assert drawn.max() < 3 * vocab_size // 4
+
+
+@pytest.mark.parametrize("vocab_size", [67, 5003])
+def test_no_number_makes_a_forbidden_token(vocab_size: int) -> None:
+    logits, params = beyond_every_range(vocab_size)
+    drawn = sample(logits.cuda(), on_gpu(params)).token_ids.cpu()
+    assert torch.equal(drawn, sample_unfused(logits, params).token_ids)
+    assert drawn.min() >= 5 and drawn.max() <= 7
+
+
+def test_min_p_at_the_edge_among_large_logits() -> None:
+    # 0.5 is 0.3068528 below 10,000. The next lower float32 number is 0.3068548 above, and rounding goes there.
+    logits = torch.full((512, 5003), 9999.306640625)
+    logits[:, 33] = 1e4
+    drawn = sample(logits.cuda(), on_gpu(make_params(512, min_p=0.5))).token_ids
+    assert (drawn == 33).all()
 
 
 def test_many_equal_logits_under_every_filter() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rose_backend.kernels import SampleOutput, SamplingTensors, sample_unfused
-from tests.kernels.test_sample import make_params, random_case
+from tests.kernels.test_sample import beyond_every_range, make_params, random_case, range_ends
 from tests.support.aot import CAPABILITIES, compile_launch, overlapped, record_launches
 from tests.support.interpreter import run_interpreted
 
@@ -144,6 +144,32 @@ def test_padded_rows_and_no_rows() -> None:
     assert torch.equal(sample(wide[:, :67], params).token_ids, sample_unfused(logits, params).token_ids)
     empty = sample(torch.zeros(0, 67), make_params(0, num_logprobs=2))
     assert empty.token_ids.shape == (0,) and empty.top_token_ids.shape == (0, 2)
+
+
+# One slice and several, all candidates compared with each other or too many.
+@pytest.mark.parametrize(("vocab_size", "shape"), [(67, {"few": 64}), (301, {"candidates": 16})], ids=str)
+def test_ends_of_every_range(vocab_size: int, shape: dict[str, int]) -> None:
+    logits, params = range_ends(48, vocab_size)
+    drawn = sample(logits, params, **shape).token_ids
+    assert torch.equal(drawn, sample_unfused(logits, params).token_ids)
+    assert drawn.max() < 3 * vocab_size // 4
+
+
+def test_no_number_makes_a_forbidden_token() -> None:
+    logits, params = beyond_every_range(67)
+    drawn = sample(logits, params).token_ids
+    assert torch.equal(drawn, sample_unfused(logits, params).token_ids)
+    assert drawn.min() >= 5 and drawn.max() <= 7
+
+
+def test_min_p_at_the_edge_among_large_logits() -> None:
+    # 0.5 is 0.3068528 below 10,000. The next lower float32 number is 0.3068548 above, and rounding goes there.
+    logits = torch.full((32, 67), 9999.306640625)
+    logits[:, 33] = 1e4
+    params = make_params(32, min_p=0.5)
+    drawn = sample(logits, params).token_ids
+    assert torch.equal(drawn, sample_unfused(logits, params).token_ids)
+    assert (drawn == 33).all()
 
 
 def test_not_a_number_ends_and_stays_in_the_vocabulary() -> None:

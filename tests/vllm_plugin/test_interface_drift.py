@@ -207,6 +207,7 @@ def test_samplers_call_what_rose_puts_in_its_place_with_the_same_arguments() -> 
     assert first == ["logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np"]
     assert_accepts(ReplayedSampling.__call__, Sampler.sample, "Sampler.sample")
     assert "self.sample(" in inspect.getsource(Sampler.__call__)
+    assert "self.needs_logits_processing = " in inspect.getsource(Sampler.__init__)
     source = inspect.getsource(Sampler)
     for name in ("self.logits_processors", "self.thinking_budget_state"):
         # Whoever changes logits says so when a request comes.

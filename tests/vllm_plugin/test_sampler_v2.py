@@ -43,6 +43,7 @@ class FakeV2Sampler:
             any_explicit_seed=lambda slots: bool(np.array(has_seed)[slots].any()),
         )
         self.watermarking = SimpleNamespace(np=np.array(watermarks))
+        self.needs_logits_processing = np.zeros(len(temperatures), bool)
         self._logprobs = np.array(logprobs)
         self.num_vllm_draws = 0
 
@@ -99,6 +100,19 @@ def test_v2_takes_the_first_of_the_most_likely_tokens_where_nobody_draws(counts:
     assert returned is rows and drawn.dtype == torch.int64
     assert drawn.tolist() == [int(rows[0].float().argmax()), 20]
     assert (counts.rose, counts.vllm) == (0, {})
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_v2_takes_no_token_whose_logit_a_penalty_made_nan(counts: DrawCounts, temperature: float) -> None:
+    # vLLM allows a repetition penalty of 1e-46, which is 0 in float32: 0 times minus infinity, for a forbidden token.
+    sampler = FakeV2Sampler([0.0, temperature], [5, 6])
+    rows = logits_of(2)
+    rows[1] = -torch.inf
+    rows[1, 30], rows[1, 20] = 1.0, torch.nan
+    sampler.needs_logits_processing[1] = True
+    drawn, returned = draw_v2(draws_of(sampler), rows, [0, 1])
+    assert drawn.tolist() == [int(rows[0].argmax()), 30]
+    assert returned is rows and rows[1, 20].isnan(), "processed log-probabilities are vLLM's"
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,6 @@ def choose_first_maximum(group_keys, row_max, source, vocab_size, GROUP: tl.cons
     """Return the lowest token with the row's largest score."""
     groups = tl.arange(0, group_keys.shape[0])
     slice_index = tl.min(tl.where(group_keys == ordered_key(row_max), groups // COLUMNS, NO_TOKEN))
-    # Scores that are all NaN have no maximum.
-    slice_index = tl.where(slice_index == NO_TOKEN, 0, slice_index)
     tokens, scores = load_tile(source, slice_index, vocab_size, GROUP, COLUMNS)
     return tl.min(tl.where((scores == row_max) & (tokens < vocab_size), tokens, NO_TOKEN))
 
@@ -78,7 +76,11 @@ def choose_filtered(
     """
     top_k, top_p, min_p = filters
     lowest = ordered_key(tl.full([], MINUS_INFINITY, tl.float32)) + 1
-    lowest = tl.maximum(lowest, ordered_key(row_max + tl.log(min_p)))
+    log_min_p = tl.log(min_p)
+    threshold = row_max + log_min_p
+    # Among large scores there are few numbers: rounded down, the threshold itself would be a score that is too low.
+    is_rounded_down = threshold - row_max < log_min_p
+    lowest = tl.maximum(lowest, ordered_key(threshold) + is_rounded_down.to(tl.int32))
     bound, num_candidates = lowest, tl.full([], FEW + 1, tl.int32)
     if token < vocab_size:
         # If top-p keeps the winner, nobody else can be drawn; if not, nothing behind it is kept.

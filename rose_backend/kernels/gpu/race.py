@@ -14,12 +14,14 @@ from triton.language.extra import libdevice
 NO_TOKEN = tl.constexpr(2**31 - 1)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 GREEDY_TEMPERATURE = tl.constexpr(1e-5)
+LARGEST_FACTOR = tl.constexpr(1e20)
+_LEAST_FACTOR = tl.constexpr(1e-20)
 _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def scores_of(logits, tokens, valid, adjustments, temperature, row, vocab_size):
-    """Return logits after bias, penalties and temperature, each operation rounded as in the reference.
+    """Return logits after bias, penalties and temperature, each operation rounded as in the reference, but no NaN.
 
     Args:
         adjustments: (penalties, biases, bias_width). ``penalties`` are pointers to prompt mask and output counts
@@ -34,7 +36,8 @@ def scores_of(logits, tokens, valid, adjustments, temperature, row, vocab_size):
     scores = _add_penalties(logits, tokens, valid, penalties, row, vocab_size)
     if (temperature >= GREEDY_TEMPERATURE) & (temperature != 1.0):
         scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature)
-    return scores
+    # The larger one of NaN and a number is the number.
+    return tl.maximum(scores, MINUS_INFINITY)
 
 
 @triton.jit
@@ -58,6 +61,7 @@ def _add_penalties(logits, tokens, valid, penalties, row, vocab_size):
         repetition, presence = tl.load(repetition_ptr + row), tl.load(presence_ptr + row)
         frequency = tl.load(frequency_ptr + row)
         if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
+            repetition = tl.minimum(tl.maximum(repetition, _LEAST_FACTOR), LARGEST_FACTOR)
             repeated = tokens < 0
             if counts_ptr is not None:
                 counts = tl.load(counts_ptr + row * vocab_size + tokens, mask=valid, other=0)

@@ -28,6 +28,7 @@ from rose_backend.kernels.gpu.choose_token import (
 )
 from rose_backend.kernels.gpu.race import (
     GREEDY_TEMPERATURE,
+    LARGEST_FACTOR,
     MINUS_INFINITY,
     NO_TOKEN,
     ordered_key,
@@ -50,6 +51,7 @@ _MIN_GROUP = 16
 # With larger vocabularies groups grow, so that the second launch can hold all their maxima.
 _MAX_GROUPS = 8192
 _SCAN_WARPS = 4
+_LEAST_TOP_P = tl.constexpr(1e-30)
 _CHOOSE_WARPS = 8
 
 
@@ -77,7 +79,7 @@ def _scan_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     row = (tl.program_id(0) // num_slices).to(tl.int64)
     slice_index = tl.program_id(0) % num_slices
-    temperature = tl.load(filters[0] + row)
+    temperature = tl.minimum(tl.load(filters[0] + row), LARGEST_FACTOR)
     top_k, top_p, min_p = _load_filters(filters, row, vocab_size)
     tokens = tile_tokens(slice_index, GROUP, COLUMNS)
     valid = tokens < vocab_size
@@ -136,7 +138,7 @@ def _choose_kernel(
     is_group = groups < num_slices * COLUMNS
     group_offsets = row * (num_slices * COLUMNS) + groups
     slice_tile: tl.constexpr = GROUP_TILE // COLUMNS
-    temperature = tl.load(filters[0] + row)
+    temperature = tl.minimum(tl.load(filters[0] + row), LARGEST_FACTOR)
     row_filters = _load_filters(filters, row, vocab_size)
     top_k, top_p, min_p = row_filters
     row_draws = (tl.load(draws[0] + row), tl.load(draws[1] + row).to(tl.int32))
@@ -165,7 +167,7 @@ def _choose_kernel(
                     group_keys, row_max, source, row_filters, row_draws, token, total, scratch, vocab_size,
                     num_slices, GROUP, COLUMNS, CANDIDATES, FEW, TILE,
                 )  # fmt: skip
-        # Only scores that are NaN can leave nobody.
+        # Whatever the filters are, it is one of the vocabulary.
         token = tl.where(token < vocab_size, token, 0)
         tl.store(token_ids_ptr + row, token.to(tl.int64))
         if logprobs is not None:
@@ -186,7 +188,7 @@ def _load_filters(filters, row, vocab_size):
     """Return the row's (top_k, top_p, min_p), top_k as 0 where it keeps everything."""
     top_k = tl.load(filters[1] + row)
     top_k = tl.where((top_k > 0) & (top_k < vocab_size), top_k, 0)
-    return top_k, tl.load(filters[2] + row), tl.load(filters[3] + row)
+    return top_k, tl.maximum(tl.load(filters[2] + row), _LEAST_TOP_P), tl.load(filters[3] + row)
 
 
 @triton.jit

@@ -8,6 +8,8 @@ of operations over the whole vocabulary; both choose the same tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from rose_backend.kernels.reference.philox import exponential_noise, token_bits, vocabulary_bits
@@ -18,6 +20,13 @@ GREEDY_TEMPERATURE = 1e-5
 
 MIN_CANDIDATES = 256
 """Most likely tokens that the filters look at first. Nearly always enough; rows for which it is not sort everything."""
+
+LARGEST_FACTOR = 1e20
+"""Higher temperatures, repetition penalties and inverses of those count as this: with what is infinite in float32,
+tokens would tie or become NaN."""
+
+LEAST_TOP_P = 1e-30
+"""Lower ones count as this, which keeps one token; 0, which a float64 may be in float32, would keep none."""
 
 RACE_TILE = 1 << 15
 """Noise is made for about this many tokens at once, so that its intermediate words stay in cache."""
@@ -31,18 +40,42 @@ def sample(
 ) -> SampleOutput:
     """Twin of ``rose_backend.kernels.sample``."""
     scores = apply_penalties(add_bias(logits, params), params)
+    token_ids = _choose_number(_choose, scores, params)
+    return _report(logits, token_ids, params.num_logprobs)
+
+
+def _choose_number(
+    choose: Callable[[torch.Tensor, SamplingTensors], torch.Tensor],
+    scores: torch.Tensor,  # [R, V]
+    params: SamplingTensors,
+) -> torch.Tensor:
+    """Return ``choose(scores, params)``, [R], with NaN as minus infinity."""
+    token_ids = choose(scores, params)
+    # Sorting, topk and argmax all take NaN for the largest: where a row has any, it was chosen.
+    is_nan = scores.gather(1, token_ids.unsqueeze(1)).squeeze(1).isnan()
+    if bool(is_nan.any()):
+        rows = is_nan.nonzero().squeeze(1)
+        numbers = scores[rows]
+        numbers.masked_fill_(numbers.isnan(), _MINUS_INFINITY)
+        token_ids[rows] = choose(numbers, params.select(rows))
+    return token_ids
+
+
+def _choose(
+    scores: torch.Tensor,  # [R, V]
+    params: SamplingTensors,
+) -> torch.Tensor:
     is_greedy = params.temperature < GREEDY_TEMPERATURE
     num_greedy = int(is_greedy.sum())
-    if num_greedy == logits.shape[0]:
-        token_ids = scores.argmax(dim=-1)
-    elif num_greedy == 0:
-        token_ids = _draw(scores, params)
-    else:
-        greedy_rows, drawn_rows = is_greedy.nonzero().squeeze(1), (~is_greedy).nonzero().squeeze(1)
-        token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-        token_ids[greedy_rows] = scores[greedy_rows].argmax(dim=-1)
-        token_ids[drawn_rows] = _draw(scores[drawn_rows], params.select(drawn_rows))
-    return _report(logits, token_ids, params.num_logprobs)
+    if num_greedy == scores.shape[0]:
+        return scores.argmax(dim=-1)
+    if num_greedy == 0:
+        return _draw(scores, params)
+    greedy_rows, drawn_rows = is_greedy.nonzero().squeeze(1), (~is_greedy).nonzero().squeeze(1)
+    token_ids = torch.empty(scores.shape[0], dtype=torch.int64, device=scores.device)
+    token_ids[greedy_rows] = scores[greedy_rows].argmax(dim=-1)
+    token_ids[drawn_rows] = _draw(scores[drawn_rows], params.select(drawn_rows))
+    return token_ids
 
 
 def add_bias(
@@ -77,7 +110,7 @@ def apply_penalties(
     counts = None if params.output_counts is None else params.output_counts[rows]
     seen = torch.zeros_like(scores, dtype=torch.bool) if counts is None else counts > 0
     repeated = seen if params.prompt_mask is None else seen | params.prompt_mask[rows]
-    repetition = params.repetition_penalty[rows].unsqueeze(1)
+    repetition = params.repetition_penalty[rows].clamp(1 / LARGEST_FACTOR, LARGEST_FACTOR).unsqueeze(1)
     scaled = scores * torch.where(scores > 0, 1.0 / repetition, repetition)
     scores = torch.where(repeated, scaled, scores)
     if counts is not None:
@@ -91,7 +124,7 @@ def _draw(
     params: SamplingTensors,
 ) -> torch.Tensor:
     """Draw one token per row, [R]; no row is greedy."""
-    scaled = scores / params.temperature.unsqueeze(1)
+    scaled = scores / params.temperature.clamp(max=LARGEST_FACTOR).unsqueeze(1)
     is_filtered = (_active_top_k(params, scaled.shape[1]) > 0) | (params.top_p < 1) | (params.min_p > 0)
     num_filtered = int(is_filtered.sum())
     if num_filtered == 0:
@@ -103,6 +136,11 @@ def _draw(
     token_ids[filtered_rows] = _draw_filtered(scaled[filtered_rows], params.select(filtered_rows))
     token_ids[other_rows] = _race_over_vocabulary(scaled[other_rows], params.select(other_rows))
     return token_ids
+
+
+def _top_p(params: SamplingTensors) -> torch.Tensor:
+    """Return [R] float64."""
+    return params.top_p.clamp(min=LEAST_TOP_P).double()
 
 
 def _active_top_k(params: SamplingTensors, vocab_size: int) -> torch.Tensor:
@@ -197,7 +235,7 @@ def _keep(
         weights.masked_fill_(~kept, 0.0)
         total = torch.where(top_k > 0, weights.sum(dim=-1), total)
         weight_before = weights.cumsum(dim=-1) - weights
-        kept &= (weight_before < (params.top_p.double() * total).unsqueeze(1)) | ~has_top_p.unsqueeze(1)
+        kept &= (weight_before < (_top_p(params) * total).unsqueeze(1)) | ~has_top_p.unsqueeze(1)
     return kept
 
 
@@ -264,17 +302,26 @@ def sample_unfused(
 ) -> SampleOutput:
     """Twin of ``rose_backend.kernels.sample_unfused``."""
     scores = apply_penalties(add_bias(logits, params), params)
+    token_ids = _choose_number(_choose_unfused, scores, params)
+    return _report(logits, token_ids, params.num_logprobs)
+
+
+def _choose_unfused(
+    scores: torch.Tensor,  # [R, V]
+    params: SamplingTensors,
+) -> torch.Tensor:
     token_ids = scores.argmax(dim=-1)
     is_greedy = params.temperature < GREEDY_TEMPERATURE
     if not bool(is_greedy.all()):
-        scaled = scores / torch.where(is_greedy, 1.0, params.temperature).unsqueeze(1)
+        temperature = torch.where(is_greedy, 1.0, params.temperature.clamp(max=LARGEST_FACTOR))
+        scaled = scores / temperature.unsqueeze(1)
         if bool((params.min_p > 0).any()):
             scaled = _mask_min_p(scaled, params)
         if bool(((params.top_k > 0) | (params.top_p < 1)).any()):
             scaled = _mask_top_k_top_p(scaled, params)
         drawn = _first_to_arrive(scaled, vocabulary_bits(scaled.shape[1], params.seed, params.position))
         token_ids = torch.where(is_greedy, token_ids, drawn)
-    return _report(logits, token_ids, params.num_logprobs)
+    return token_ids
 
 
 def _mask_min_p(
@@ -297,6 +344,6 @@ def _mask_top_k_top_p(
     values = values.masked_fill(values < threshold, _MINUS_INFINITY)
     probabilities = values.double().softmax(dim=-1)
     mass_before = probabilities.cumsum(dim=-1) - probabilities
-    top_p = params.top_p.double().unsqueeze(1)
+    top_p = _top_p(params).unsqueeze(1)
     values = values.masked_fill((mass_before >= top_p) & (top_p < 1), _MINUS_INFINITY)
     return torch.empty_like(scaled).scatter_(1, token_ids, values)
