@@ -10,6 +10,7 @@ from rose_backend.block_manager.cache_events import BlockRemoved, BlockStored, C
 from rose_backend.block_manager.cache_stats import CacheStats
 from rose_backend.block_manager.clone_queue import ClonePlan
 from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
+from rose_backend.block_manager.prefixes_under_way import PrefixesUnderWay
 from rose_backend.block_manager.reservation import Reservation
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "ClonePlan",
     "PrefixCache",
     "PrefixMatch",
+    "PrefixesUnderWay",
     "Reservation",
 ]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rose_backend.block_manager import BlockManager
+from rose_backend.block_manager import BlockManager, PrefixesUnderWay
 from rose_backend.config import EngineConfig
 from rose_backend.engine.late_commits import LateCommits
 from rose_backend.engine.request import Completion
@@ -16,10 +16,6 @@ from rose_backend.errors import IntegrityError
 
 _ARRIVALS_PER_ROW = 1 / 32
 """Share of all rows that have to be free before a long queue moves; see ``Admission.may_admit``."""
-
-
-_MIN_TOKENS_WORTH_WAITING = 128
-"""A prompt waits for the next step if another one computes so many of its tokens in the present one."""
 
 
 class _Candidate(NamedTuple):
@@ -34,8 +30,19 @@ class _Candidate(NamedTuple):
     """That its whole sequence needs."""
 
 
+class _PassedOver(NamedTuple):
+    """Waits for what another prompt of this step computes. Those behind it may come in, but take nothing it needs."""
+
+    num_rows: int
+    num_blocks: int
+
+
 class Admission:
-    """First come, first served: nobody overtakes a request that waits for rows or blocks."""
+    """First come, first served: nobody overtakes a request that waits for rows or blocks.
+
+    One that waits for the prefix that another one computes in the same step is overtaken, or prompts behind it that
+    share nothing with it would wait, too; its row and blocks are kept for it.
+    """
 
     def __init__(
         self, config: EngineConfig, manager: BlockManager, rows: RowState, commits: LateCommits
@@ -47,12 +54,10 @@ class Admission:
         self._rows = rows
         self._commits = commits
         self._chunked_prefill = config.chunked_prefill
-        self._reuses = config.prefix_cache
         self._min_arrivals = int(config.max_num_seqs * _ARRIVALS_PER_ROW)
         # Admission costs a prefix lookup: after a failure it is not tried again before something has been freed.
         self._blocked: tuple[Completion, int] | None = None
-        # Of each prompt that the step being planned lets in: its beginning, to a little behind what was found of it.
-        self._begun: set[bytes] = set()
+        self._under_way = PrefixesUnderWay(manager)
 
     def may_admit(self, num_running: int) -> bool:
         """Whether it makes sense to look for rows and blocks for the first in the queue.
@@ -88,47 +93,71 @@ class Admission:
             cache has supplied to requests that got their first row.
         """
         candidates: list[_Candidate] = []
-        self._begun.clear()
-        num_promised_blocks = 0
+        passed_over: list[Completion] = []
+        self._under_way.new_step_starts()
+        num_promised_blocks = num_promised_rows = 0
         if not self.may_admit(num_running):
             budget = 0
         while budget > 0 and self._may_admit_one(num_running + len(candidates)):
             is_first = not num_running and not candidates
-            candidate = self._pick(self.waiting[0], budget, num_promised_blocks, is_first=is_first)
-            if candidate is None:
+            picked = self._pick(
+                self.waiting[0], budget, num_promised_blocks, num_promised_rows, is_first=is_first
+            )
+            if picked is None:
                 break
-            self.waiting.popleft()
-            candidates.append(candidate)
-            budget -= candidate.num_tokens
-            num_promised_blocks += candidate.num_new_blocks
-        return self._seat(self._serve(candidates))
+            completion = self.waiting.popleft()
+            if isinstance(picked, _PassedOver):
+                passed_over.append(completion)
+                num_promised_blocks += picked.num_blocks
+                num_promised_rows += picked.num_rows
+                continue
+            candidates.append(picked)
+            budget -= picked.num_tokens
+            num_promised_blocks += picked.num_new_blocks
+        served = self._serve(candidates)
+        self.waiting.extendleft(reversed(passed_over))
+        return self._seat(served)
 
     def _pick(
-        self, completion: Completion, budget: int, num_promised_blocks: int, *, is_first: bool
-    ) -> _Candidate | None:
+        self,
+        completion: Completion,
+        budget: int,
+        num_promised_blocks: int,
+        num_promised_rows: int,
+        *,
+        is_first: bool,
+    ) -> _Candidate | _PassedOver | None:
         """Give ``completion`` a row for a first chunk of at most ``budget`` tokens, or change nothing.
 
         Args:
             num_promised_blocks: free blocks that others are going to take.
+            num_promised_rows: free rows that are kept for those that were passed over.
             is_first: nobody runs who could be waited for.
+
+        Returns:
+            None: neither it nor anybody behind it can come in.
         """
         manager, token_ids = self._manager, completion.token_ids
-        if manager.num_free_rows - self.num_promised_rows < 1 + completion.num_siblings_to_fork:
+        num_rows = 1 + completion.num_siblings_to_fork
+        if manager.num_free_rows - self.num_promised_rows - num_promised_rows < num_rows:
             return None
         self._commits.flush_for(token_ids)
         match = manager.match(token_ids)
         num_remaining = len(token_ids) - match.num_tokens
         if not self._chunked_prefill and num_remaining > budget:
             return None
-        if not self._may_begin(token_ids, match.num_tokens, min(num_remaining, budget)):
-            return None
         # The whole sequence has to fit, not only its first chunk, or it would be preempted before it is of use.
         spare = 0 if is_first else manager.num_usable_blocks // 100
         num_free_blocks = manager.num_free_blocks
         num_needed = manager.blocks_needed(match, len(token_ids))
-        if not is_first and num_needed + spare > num_free_blocks - num_promised_blocks:
+        fits = is_first or num_needed + spare <= num_free_blocks - num_promised_blocks
+        if self._under_way.is_under_way(token_ids, match):
+            # Blocks that it lacks now it may find in the next step.
+            return _PassedOver(num_rows, num_needed) if fits else None
+        if not fits:
             self._blocked = (completion, num_free_blocks - num_promised_blocks)
             return None
+        self._under_way.begin(token_ids, match, min(num_remaining, budget))
         admission = manager.add(token_ids, match=match)
         if admission is None:
             raise IntegrityError("the block manager has a free row but did not hand it out")
@@ -140,21 +169,6 @@ class Admission:
             admission.num_cached_tokens,
             num_needed - (num_free_blocks - manager.num_free_blocks),
         )
-
-    def _may_begin(self, token_ids: Int32Array, num_found: int, num_tokens: int) -> bool:
-        """Whether a prompt shall compute ``num_tokens`` behind those that were found; if so, it will.
-
-        Attention stores keys and values as it reads others', so a step cannot read what it computes itself: of prompts
-        that share a long beginning one goes ahead. They have found the same of it.
-        """
-        end = num_found + _MIN_TOKENS_WORTH_WAITING
-        if not self._reuses or end >= len(token_ids):
-            return True
-        if (beginning := token_ids[:end].tobytes()) in self._begun:
-            return False
-        if num_tokens >= _MIN_TOKENS_WORTH_WAITING:
-            self._begun.add(beginning)
-        return True
 
     def _serve(self, candidates: list[_Candidate]) -> list[_Candidate]:
         """Reserve the blocks of all first chunks at once; who cannot be served goes back to the front of the queue."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.request import Request, RequestStatus
 
-from rose_backend.block_manager import BlockManager, PrefixMatch
+from rose_backend.block_manager import BlockManager, PrefixesUnderWay, PrefixMatch
 from rose_backend.errors import IntegrityError
 from rose_backend.vllm_plugin.kv_cache_blocks import (
     BlockPoolShim,
@@ -27,7 +27,7 @@ from rose_backend.vllm_plugin.kv_cache_blocks import (
 from rose_backend.vllm_plugin.kv_cache_facade import KVCacheFacade
 from rose_backend.vllm_plugin.kv_cache_spec import block_bytes, the_rose_group
 from rose_backend.vllm_plugin.kv_events import KVEventLog
-from rose_backend.vllm_plugin.prompt_hashes import HashedPrompt, PrefixesUnderWay, PromptHashes
+from rose_backend.vllm_plugin.prompt_hashes import HashedPrompt, PromptHashes
 from rose_backend.vllm_plugin.refusals import check_pool_size
 from rose_backend.vllm_plugin.running_rows import RunningRows
 
@@ -90,7 +90,10 @@ class RoseKVCacheManager(KVCacheFacade):
         self._rows = RunningRows(manager, max_num_seqs)
         self._is_flushed = False
         self._prompts = PromptHashes(manager)
-        self._under_way = PrefixesUnderWay(self.block_size)
+        self._under_way = PrefixesUnderWay(manager)
+        # For requests that were passed over in this step.
+        self._num_kept_rows = self._num_kept_blocks = 0
+        self._last_lookup: tuple[str, PrefixMatch] | None = None
         self._num_prefill_lookahead = num_prefill_lookahead
         self._events = KVEventLog(manager, spec) if enable_kv_cache_events else None
 
@@ -100,7 +103,32 @@ class RoseKVCacheManager(KVCacheFacade):
         """Note that what was scheduled before now belongs to earlier steps."""
         self._is_flushed = False
         self._under_way.new_step_starts()
+        self._num_kept_rows = self._num_kept_blocks = 0
+        self._last_lookup = None
         self._rows.new_step_starts()
+
+    def passes_over(self, request: Request) -> bool:
+        """Whether a waiting request sits out this step while those behind it may come in.
+
+        It would compute what another request computes in this step, and finds that in the next one. A row and blocks
+        are kept for it meanwhile. Where there are none, the answer is no, and ``allocate_slots`` holds all of them up.
+        """
+        if not self._under_way.has_begun or not self.prefix_cache_lookup_enabled(request):
+            return False
+        if request.request_id in self._row_of:
+            return False
+        prompt, match = self._look_up(request, None)
+        self._last_lookup = (request.request_id, match)
+        num_blocks = self.manager.blocks_needed(match, min(request.num_tokens, self.max_model_len))
+        if (
+            self.manager.num_free_rows <= self._num_kept_rows
+            or num_blocks > self.manager.num_free_blocks - self._num_kept_blocks
+            or not self._under_way.is_under_way(prompt.token_ids, match)
+        ):
+            return False
+        self._num_kept_rows += 1
+        self._num_kept_blocks += num_blocks
+        return True
 
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
@@ -108,17 +136,23 @@ class RoseKVCacheManager(KVCacheFacade):
         """Return the longest cached prefix, to the token: blocks, number of tokens, and 0 (no sparse groups)."""
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
-        self._flush()
-        prompt = self._prompts.get(request)
-        match = prompt.match(self.manager, max_cache_hit_length)
-        if self._num_prefill_lookahead:
-            # The drafter's entries at the last positions were made from tokens that did not match.
-            match = prompt.shorten(match, match.num_tokens - self._num_prefill_lookahead, self.block_size)
+        _, match = self._look_up(request, max_cache_hit_length)
         if match.num_tokens == 0:
             return self.empty_kv_cache_blocks, 0, 0
         if self._events is not None:
             self._events.report_reuse(request, match.num_tokens // self.block_size)
         return RoseBlocks(match.block_ids, match), match.num_tokens, 0
+
+    def _look_up(self, request: Request, max_tokens: int | None) -> tuple[HashedPrompt, PrefixMatch]:
+        prompt = self._prompts.get(request)
+        if max_tokens is None and self._last_lookup is not None and self._last_lookup[0] == request.request_id:
+            return prompt, self._last_lookup[1]
+        self._flush()
+        match = prompt.match(self.manager, max_tokens)
+        if self._num_prefill_lookahead:
+            # The drafter's entries at the last positions were made from tokens that did not match.
+            match = prompt.shorten(match, match.num_tokens - self._num_prefill_lookahead, self.block_size)
+        return prompt, match
 
     def get_computed_blocks_for_connector(
         self, request: Request, max_cache_hit_length: int | None = None
@@ -164,16 +198,18 @@ class RoseKVCacheManager(KVCacheFacade):
         num_full = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else num_tokens
         if not self._fits(match, num_tokens, num_full, watermark, reserved_blocks):
             return None
-        if self.prefix_cache_lookup_enabled(request) and not self._under_way.may_begin(
-            prompt, match, num_new_tokens
-        ):
-            return None
+        if self.prefix_cache_lookup_enabled(request):
+            if self._under_way.is_under_way(prompt.token_ids, match):
+                return None
+            self._under_way.begin(prompt.token_ids, match, num_new_tokens)
         return self._admit(request, prompt, match, num_tokens)
 
     def _fits(
         self, match: PrefixMatch, num_tokens: int, num_full_tokens: int, watermark: int, reserved_blocks: int
     ) -> bool:
-        free = self.manager.num_free_blocks - watermark
+        free = self.manager.num_free_blocks - self._num_kept_blocks - watermark
+        if self.manager.num_free_rows <= self._num_kept_rows:
+            return False
         if self.manager.blocks_needed(match, num_tokens) > free - reserved_blocks:
             return False
         return num_full_tokens <= num_tokens or self.manager.blocks_needed(match, num_full_tokens) <= free

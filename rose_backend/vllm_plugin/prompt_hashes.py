@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from vllm.v1.request import Request
 
-MIN_TOKENS_WORTH_WAITING = 128
-"""A request waits for the next step if another one computes so many tokens of its prompt in the present one."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HashedPrompt:
@@ -81,38 +78,6 @@ class PromptHashes:
     def drop(self, request_id: str) -> None:
         """Forget a request that was admitted or is gone."""
         self._of_request.pop(request_id, None)
-
-
-class PrefixesUnderWay:
-    """What the requests that a step admits compute of their prompts, for those that would compute the same in it.
-
-    Attention stores keys and values as it reads others', so a step cannot read blocks that it writes itself, as it can
-    with a write of its own in front. Whoever shares a long prefix that is computed in this step is let in with the next
-    one, and finds it.
-    """
-
-    def __init__(self, block_size: int) -> None:
-        self._num_blocks = -(-MIN_TOKENS_WORTH_WAITING // block_size)
-        self._block_size = block_size
-        self._digests: set[bytes] = set()
-
-    def new_step_starts(self) -> None:
-        """Forget the step before."""
-        self._digests.clear()
-
-    def may_begin(self, prompt: HashedPrompt, match: PrefixMatch, num_new_tokens: int) -> bool:
-        """Whether a request shall compute ``num_new_tokens`` behind its ``match`` in this step; if so, it will.
-
-        Prompts that share some blocks behind a match have the same match, so one digest of each says whether they do.
-        """
-        index = match.num_tokens // self._block_size + self._num_blocks
-        if index >= len(prompt.block_hashes):
-            return True
-        if (digest := prompt.block_hashes[index]) in self._digests:
-            return False
-        if num_new_tokens >= self._num_blocks * self._block_size:
-            self._digests.add(digest)
-        return True
 
 
 def namespace_of(request: Request) -> bytes:

@@ -78,6 +78,11 @@ class BatchedScheduling(Scheduler):
                 self._in_flight.append((output, PlainRows(decodes, self._facts.of(decodes))))
         return output
 
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """Whether to look at a waiting request in this step; vLLM goes on with the next one if not."""
+        ready: bool = super()._handle_blocked_waiting_request(request)
+        return ready and not self.kv_cache_manager.passes_over(request)
+
     def _schedule_batched(self) -> SchedulerOutput | None:
         """Schedule the requests that just decode at once, the others as ever; or return None having changed nothing."""
         batch = self._next_batch()

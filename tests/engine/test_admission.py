@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rose_backend import SamplingParams
-from rose_backend.block_manager import BlockManager
+from rose_backend.block_manager import BlockManager, prefixes_under_way
 from rose_backend.config import EngineConfig
 from rose_backend.engine.admission import Admission
 from rose_backend.engine.late_commits import LateCommits
@@ -128,3 +128,41 @@ def test_a_long_queue_moves_several_at_a_time() -> None:
         manager.free(np.array(freed))
         assert num_admitted(90) == expected
     assert not admission.waiting
+
+
+@pytest.fixture
+def few_are_worth_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes_under_way, "MIN_TOKENS_WORTH_WAITING", len(STEM))
+
+
+@pytest.mark.usefixtures("few_are_worth_waiting")
+def test_prompts_behind_one_that_waits_for_a_prefix_come_in() -> None:
+    admission, manager, factory = make(60)
+    queue(admission, factory, [*STEM, 50], [*STEM, 60, 61], [7] * 10, [*STEM, 70], [8] * 5)
+    waiting = [admission.waiting[1], admission.waiting[3]]
+    rows, counts, _ = admission.admit(64, 0)
+    assert counts.tolist() == [7, 10, 5] and list(admission.waiting) == waiting
+    manager.commit(rows[:1].astype(np.int64), counts[:1], np.array([*STEM, 50]))
+    _, counts, num_cached = admission.admit(64, 3)
+    assert (counts.tolist(), num_cached) == ([2, 1], 12) and not admission.waiting
+    manager.check_integrity()
+
+
+@pytest.mark.usefixtures("few_are_worth_waiting")
+@pytest.mark.parametrize(
+    ("num_blocks", "max_num_seqs", "num_admitted"),
+    [(60, 2, 1), (60, 3, 2), (7, 8, 2), (6, 8, 1)],
+    ids=["no row to spare", "a row to spare", "blocks to spare", "no blocks to spare"],
+)
+def test_nobody_takes_what_a_waiting_prompt_will_need(
+    num_blocks: int, max_num_seqs: int, num_admitted: int
+) -> None:
+    admission, manager, factory = make(num_blocks, max_num_seqs)
+    queue(admission, factory, [*STEM, 50], [*STEM, 60], [7] * 8)
+    first_waiting = admission.waiting[1]
+    rows, counts, _ = admission.admit(64, 0)
+    assert counts.tolist() == [7, 8][:num_admitted] and admission.waiting[0] is first_waiting
+    manager.commit(rows[:1].astype(np.int64), counts[:1], np.array([*STEM, 50]))
+    _, counts, num_cached = admission.admit(64, num_admitted)
+    assert (counts.tolist()[0], num_cached) == (1, 6)
+    manager.check_integrity()

@@ -80,6 +80,7 @@ SCHEDULER_MEMBERS = {
     *("max_num_active_reqs", "max_num_scheduled_tokens", "max_model_len", "current_step", "_pause_state"),
     *("prefill_capacity_bound", "perf_metrics", "use_v2_model_runner", "encoder_cache_manager"),
     *("sched_step_seq", "enable_kv_cache_events", "get_request_counts", "_free_cow_retained_blocks"),
+    "_handle_blocked_waiting_request",
 }
 REQUEST_MEMBERS = {
     *("num_computed_tokens", "num_output_placeholders", "num_in_flight_tokens", "num_stale_output_tokens"),

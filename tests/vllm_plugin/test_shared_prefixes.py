@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from rose_backend.block_manager import prefixes_under_way
+from rose_backend.block_manager.prefixes_under_way import MIN_TOKENS_WORTH_WAITING
 from rose_backend.vllm_plugin.kv_cache_manager import RoseKVCacheManager
-from rose_backend.vllm_plugin.prompt_hashes import MIN_TOKENS_WORTH_WAITING
 from tests.vllm_plugin import simulation as simulated
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.simulation import make_simulation
@@ -84,6 +85,61 @@ def test_without_a_cache_nobody_waits() -> None:
     manager = a_manager(enable_caching=False)
     for name in ("first", "second"):
         assert begin(manager, make_request(name, STEM)) == 0
+
+
+def test_whoever_shares_few_tokens_waits_if_few_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes_under_way, "MIN_TOKENS_WORTH_WAITING", 10)
+    manager = a_manager()
+    assert begin(manager, make_request("first", [*STEM[:13], 500])) == 0
+    assert begin(manager, make_request("other", [*STEM[:9], 600, 601])) == 0
+    second = make_request("second", [*STEM[:13], 700])
+    assert begin(manager, second) is None
+    manager.new_step_starts()
+    assert begin(manager, second) == 13
+
+
+def scheduled(simulation: Any, *prompts: list[int], max_tokens: int = 3) -> list[dict[str, int]]:
+    """Return how many tokens of which request each step computes, to the end of all of them."""
+    for index, prompt in enumerate(prompts):
+        simulation.scheduler.add_request(simulated.make_request(f"r{index}", prompt, max_tokens))
+    steps: list[dict[str, int]] = []
+    run = simulation.worker.run
+
+    def noting(output: Any, requests: Any) -> Any:
+        steps.append(dict(output.num_scheduled_tokens))
+        return run(output, requests)
+
+    simulation.worker.run = noting
+    while simulation.scheduler.has_requests() or simulation.in_flight:
+        simulation.step()
+        simulation.manager.check_integrity()
+    return steps
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_prompts_behind_one_that_waits_do_not_wait(make_config: MakeConfig, depth: int) -> None:
+    simulation = make_simulation(
+        make_config, num_blocks=100, block_size=16, max_num_seqs=8, depth=depth, max_num_batched_tokens=4000
+    )
+    steps = scheduled(simulation, [*STEM, 900], [*STEM, 901], [*STEM, 902], [7] * 30, [8] * 20)
+    assert steps[0] == {"r0": len(STEM) + 1, "r3": 30, "r4": 20}
+    assert steps[1].items() >= {"r1": 1, "r2": 1}.items()
+
+
+@pytest.mark.parametrize(
+    ("limits", "first_step"),
+    [({"max_num_seqs": 2}, {"r0"}), ({"max_num_seqs": 3}, {"r0", "r2"}), ({"num_blocks": 16}, {"r0"})],
+    ids=["no row to spare", "a row to spare", "no blocks to spare"],
+)
+def test_nobody_takes_what_a_waiting_prompt_will_need(
+    make_config: MakeConfig, limits: dict[str, int], first_step: set[str]
+) -> None:
+    options = {"num_blocks": 100, "max_num_seqs": 8, **limits}
+    simulation = make_simulation(make_config, block_size=16, max_num_batched_tokens=4000, **options)
+    steps = scheduled(simulation, [*STEM, 900], [*STEM, 901], [7] * 60, max_tokens=3)
+    assert set(steps[0]) == first_step
+    assert steps[1]["r1"] == 1
+    assert len(simulation.outputs) == 3
 
 
 @pytest.mark.parametrize("depth", [1, 2])
