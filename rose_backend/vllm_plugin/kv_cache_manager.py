@@ -3,8 +3,22 @@
 vLLM counts a token as computed when it schedules it; Rose publishes it only when the step that writes it is behind us.
 So this adapter commits late: when somebody looks something up, for those running requests that have computed their
 prompt or filled a block since the last time, and for one when it leaves.
-Between two lookups a decoding request costs one comparison per step. Steps that were scheduled but have not run yet
-count as behind us: every worker runs steps, and the copies before them, in the order in which they were scheduled.
+Between two lookups a decoding request costs one comparison per step.
+
+Steps that were scheduled but are not over count as behind us, or prompts that come in together would wait two steps for
+each other where the next step is scheduled while one runs. That is safe, whatever becomes of the steps in flight:
+
+- Every worker runs steps, and the copies before them, in the order in which they were scheduled, on one stream; so does
+  each stage of a pipeline, for the layers it has. Whoever finds a token is scheduled later than the step that writes it.
+- A step that was handed out runs. When its request is aborted, preempted or stopped meanwhile, only what it samples is
+  dropped; what it reads in was known. If a step fails, vLLM's engine ends, and the cache with it.
+- Only tokens with an id are published. A token in flight has none before its step is over; neither has a draft, so one
+  that is rejected is never found. What follows a grammar, or a session's next turn, replaces tokens without an id only.
+- A reset forgets what was published and lets go of all rows. What comes later is written by later steps.
+
+vLLM does the same when it schedules a running request: ``allocate_slots`` publishes all tokens with an id, those of the
+step in flight included, in 0.33 as in 0.32. ``cache_blocks`` after a step, from 0.33 on, leaves out tokens in flight;
+here it has nothing to do.
 """
 
 from __future__ import annotations
@@ -145,7 +159,11 @@ class RoseKVCacheManager(KVCacheFacade):
 
     def _look_up(self, request: Request, max_tokens: int | None) -> tuple[HashedPrompt, PrefixMatch]:
         prompt = self._prompts.get(request)
-        if max_tokens is None and self._last_lookup is not None and self._last_lookup[0] == request.request_id:
+        if (
+            max_tokens is None
+            and self._last_lookup is not None
+            and self._last_lookup[0] == request.request_id
+        ):
             return prompt, self._last_lookup[1]
         self._flush()
         match = prompt.match(self.manager, max_tokens)

@@ -14,9 +14,7 @@ NUM_TOKENS = 60
 
 
 def make_manager(block_size: int, **options: Any) -> BlockManager:
-    return BlockManager(
-        num_blocks=200, block_size=block_size, max_num_seqs=8, max_model_len=256, **options
-    )
+    return BlockManager(num_blocks=200, block_size=block_size, max_num_seqs=8, max_model_len=256, **options)
 
 
 def compute(manager: BlockManager, tokens: np.ndarray, num_new_tokens: int, namespace: bytes = b"") -> None:

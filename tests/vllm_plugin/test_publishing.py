@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
-from vllm.v1.request import Request
+import torch
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 
 from rose_backend.vllm_plugin.kv_cache_manager import RoseKVCacheManager
+from tests.vllm_plugin import simulation as simulated
+from tests.vllm_plugin.conftest import MakeConfig
+from tests.vllm_plugin.fake_worker import FakeWorker, expected_output
+from tests.vllm_plugin.simulation import Simulation, make_simulation
 from tests.vllm_plugin.test_kv_cache_manager import BLOCK_SIZE, admit, make_manager, make_request
 
 
@@ -75,3 +86,71 @@ def test_a_step_in_which_nobody_fills_a_block_commits_nothing(monkeypatch: pytes
         look_up(manager, [1, 2, 3])
     # Each request fills one block, each in another step.
     assert sorted(committed) == [[0], [1], [2]]
+
+
+def stock_simulation(make_config: MakeConfig) -> Simulation:
+    """vLLM's own scheduler and manager, two steps in flight."""
+    config = make_config(block_size=BLOCK_SIZE, max_model_len=simulated.MAX_MODEL_LEN, max_num_seqs=4)
+    config.scheduler_config.async_scheduling = True
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    config.cache_config.num_gpu_blocks = 40
+    scheduler = AsyncScheduler(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(40, [], [KVCacheGroupSpec(["layer"], spec)]),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK_SIZE,
+        log_stats=True,
+    )
+    worker = FakeWorker(40, BLOCK_SIZE, max_model_len=simulated.MAX_MODEL_LEN)
+    return Simulation(scheduler, worker, 2, deque(), {})
+
+
+@pytest.mark.parametrize(
+    ("manager", "fate"),
+    [
+        *(
+            ("rose", fate)
+            for fate in ("goes on", "is aborted before", "is preempted before", "is aborted after")
+        ),
+        # vLLM publishes when it schedules a request. Whoever has gone before that is not found.
+        *(("stock", fate) for fate in ("goes on", "is aborted after")),
+    ],
+)
+def test_tokens_of_a_step_in_flight_are_found_whatever_becomes_of_it(
+    make_config: MakeConfig, manager: str, fate: str
+) -> None:
+    if manager == "rose":
+        simulation = make_simulation(
+            make_config, num_blocks=40, block_size=BLOCK_SIZE, max_num_seqs=4, depth=2
+        )
+    else:
+        simulation = stock_simulation(make_config)
+    scheduler = simulation.scheduler
+    init_none_hash(sha256_cbor)
+    hasher = get_request_block_hasher(BLOCK_SIZE, sha256_cbor)
+    first = simulated.make_request("first", list(range(BLOCK_SIZE - 1)), 9, block_hasher=hasher)
+    scheduler.add_request(first)
+    simulation.step()
+    simulation.step()
+    # Its first token is known. The step that reads it in, and so fills the block, is in flight.
+    assert len(simulation.in_flight) == 1 and first.num_in_flight_tokens == 1
+    assert first.num_tokens == first.num_computed_tokens == BLOCK_SIZE
+    prompt = [*first.all_token_ids, 1, 2]
+    second = simulated.make_request("second", prompt, 5, block_hasher=hasher)
+    scheduler.add_request(second)
+    if fate == "is aborted before":
+        scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    elif fate == "is preempted before":
+        scheduler.running.remove(first)
+        scheduler._preempt_request(first, 0.0)
+    simulation.step()
+    # The worker compares what it reads with what must be there.
+    assert second.num_computed_tokens == len(prompt)
+    assert second.prefill_stats.num_cached_tokens == BLOCK_SIZE
+    if fate == "is aborted after":
+        scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    while scheduler.has_requests() or simulation.in_flight:
+        simulation.step()
+    assert simulation.outputs["second"] == expected_output(prompt, 5)
+    if "aborted" not in fate:
+        assert simulation.outputs["first"] == expected_output(list(range(BLOCK_SIZE - 1)), 9)
