@@ -27,7 +27,7 @@ def test_a_script_starts_from_the_root() -> None:
 
 SCRIPTS = (
     "block_manager", "kv_cow_clone", "kv_append", "offline_compare", "online_compare", "arrivals", "scheduler",
-    "streaming", "kernels", "suite", "report",
+    "streaming", "kernels", "suite", "report", "waiting",
 )  # fmt: skip
 
 
