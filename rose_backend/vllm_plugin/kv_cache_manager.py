@@ -9,11 +9,13 @@ Steps that were scheduled but are not over count as behind us, or prompts that c
 each other where the next step is scheduled while one runs. That is safe, whatever becomes of the steps in flight:
 
 - Every worker runs steps, and the copies before them, in the order in which they were scheduled, on one stream; so does
-  each stage of a pipeline, for the layers it has. Whoever finds a token is scheduled later than the step that writes it.
+  each stage of a pipeline, for the layers it has. Whoever finds a token belongs to a later step than the one that
+  writes it.
 - A step that was handed out runs. When its request is aborted, preempted or stopped meanwhile, only what it samples is
   dropped; what it reads in was known. If a step fails, vLLM's engine ends, and the cache with it.
-- Only tokens with an id are published. A token in flight has none before its step is over; neither has a draft, so one
-  that is rejected is never found. What follows a grammar, or a session's next turn, replaces tokens without an id only.
+- Only tokens with an id are published. What a step in flight samples has none, and neither has a draft, so one that is
+  rejected is never found. The one token with an id that is ever taken back is the last of a session's turn, and vLLM
+  counts it as not computed in the same call that stops the turn.
 - A reset forgets what was published and lets go of all rows. What comes later is written by later steps.
 
 vLLM does the same when it schedules a running request: ``allocate_slots`` publishes all tokens with an id, those of the
