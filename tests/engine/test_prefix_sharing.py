@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rose_backend import LLM, SamplingParams
+from rose_backend.block_manager.prefixes_under_way import MIN_TOKENS_WORTH_WAITING
 from tests.engine.conftest import GREEDY
 
 RANDOM = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True)
@@ -112,11 +113,12 @@ def test_cached_tokens_count_the_first_admission_only(make_llm: Callable[..., LL
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_a_burst_computes_each_long_prefix_once(make_llm: Callable[..., LLM], run_ahead: int) -> None:
-    stems = [random_prompt(140, seed=seed) for seed in range(3)]
+    stem_len = MIN_TOKENS_WORTH_WAITING + 12
+    stems = [random_prompt(stem_len, seed=seed) for seed in range(3)]
     prompts = [[*stems[index % 3], 2000 + index] for index in range(24)]
     llm = make_llm(max_num_seqs=24, max_num_batched_tokens=4000, run_ahead=run_ahead)
     outputs = llm.generate(prompts, replace(GREEDY, max_tokens=3))
-    assert llm.stats.prompt_tokens_computed == 3 * 140 + 24
+    assert llm.stats.prompt_tokens_computed == 3 * stem_len + 24
     cold = make_llm(max_num_seqs=24, max_num_batched_tokens=4000, prefix_cache=False)
     expected = cold.generate(prompts, replace(GREEDY, max_tokens=3))
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
@@ -124,8 +126,9 @@ def test_a_burst_computes_each_long_prefix_once(make_llm: Callable[..., LLM], ru
     assert cold.stats.steps == 3
     assert llm.core.manager.reset_prefix_cache()
     before = llm.stats.prompt_tokens_computed
-    llm.generate([[*stems[0][:100], 2000 + index] for index in range(8)], replace(GREEDY, max_tokens=1))
-    assert llm.stats.prompt_tokens_computed - before == 8 * 101
+    short = stems[0][: MIN_TOKENS_WORTH_WAITING - 1]
+    llm.generate([[*short, 2000 + index] for index in range(8)], replace(GREEDY, max_tokens=1))
+    assert llm.stats.prompt_tokens_computed - before == 8 * MIN_TOKENS_WORTH_WAITING
 
 
 def test_a_prompt_whose_forerunner_is_chunked_waits_for_a_chunk_only(make_llm: Callable[..., LLM]) -> None:

@@ -49,7 +49,9 @@ def test_the_second_waits_for_the_first_and_finds_all_of_it() -> None:
     manager.manager.check_integrity()
 
 
-@pytest.mark.parametrize(("num_more", "waits"), [(MIN_TOKENS_WORTH_WAITING + 16, True), (20, False)])
+@pytest.mark.parametrize(
+    ("num_more", "waits"), [(MIN_TOKENS_WORTH_WAITING, True), (MIN_TOKENS_WORTH_WAITING - 1, False)]
+)
 def test_what_was_found_before_does_not_count(num_more: int, waits: bool) -> None:
     manager = a_manager()
     assert begin(manager, make_request("old", STEM)) == 0
