@@ -37,13 +37,15 @@ from benchmarks.support.append_variants import (
 from benchmarks.support.clone_variants import Clock
 from benchmarks.support.report import device_name, run_facts, write_json
 from benchmarks.support.timing import Samples, alternate, no_garbage_collection, spread, spreads
-from benchmarks.support.variant_tables import print_variants
+from benchmarks.support.variant_tables import losses, print_losses, print_variants
 
 VARIANTS: dict[str, Callable[[AppendCase, torch.Tensor], Any]] = {
     "append": LoopedAppend,
     "reserve_write": ReservedAppend,
     "reserve_fused": InKernelAppend,
 }
+OURS = ("reserve_write", "reserve_fused")
+"""Losses are counted for these, against every variant before them."""
 BATCHES = (1, 8, 32, 128, 256)
 WARM_UPS = 3
 REPLAYS = 20
@@ -129,19 +131,6 @@ def replayed_us(variant: Any, projections: torch.Tensor) -> list[float]:
     return times[WARM_UPS:]
 
 
-def losses(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return every row in which storing inside attention took longer than another way."""
-    return [
-        {"batch": row["batch"], "variant": name, "figure": figure, "us": other, "fused_us": fused}
-        for row in rows
-        for name, figures in row["variants"].items()
-        for figure in ("total", "graph")
-        if figure in figures and figure in row["variants"]["reserve_fused"]
-        for other, fused in [(figures[figure]["median"], row["variants"]["reserve_fused"][figure]["median"])]
-        if other < fused
-    ]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, time, print, write."""
     options = parse_options(arguments)
@@ -169,16 +158,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "benchmark": "kv_append",
         **facts,
         "settings": {**settings, "quick": options.quick},
-        "losses": losses(rows),
+        "losses": losses(rows, OURS),
         "rows": rows,
     }
     title = f"New tokens into the cache, {options.dtype} on {facts['machine']['device']}, {shape}, us"
     print_variants(Console(width=140), rows, PARTS, before="append", title=title)
-    for loss in report["losses"]:
-        print(
-            f"batch {loss['batch']}, {loss['figure']}: {loss['variant']} {loss['us']:,.0f} us, "
-            f"reserve_fused {loss['fused_us']:,.0f} us"
-        )
+    print_losses(report["losses"])
     if options.json:
         write_json(options.json, report)
     return 0

@@ -36,7 +36,7 @@ from benchmarks.support.clone_variants import (
 )
 from benchmarks.support.report import device_name, run_facts, write_json
 from benchmarks.support.timing import Samples, alternate, no_garbage_collection, spreads
-from benchmarks.support.variant_tables import print_variants
+from benchmarks.support.variant_tables import losses, print_losses, print_variants
 
 VARIANTS: dict[str, Callable[[CloneCase, torch.Tensor], Any]] = {
     "loop": LoopedClone,
@@ -44,6 +44,8 @@ VARIANTS: dict[str, Callable[[CloneCase, torch.Tensor], Any]] = {
     "batched_torch": lambda case, cache: BatchedClone(case, cache, torch_copy=True),
     "batched": BatchedClone,
 }
+OURS = ("batched_torch", "batched")
+"""Losses are counted for these, against every variant before them."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -106,17 +108,6 @@ def _copied_bytes(case: CloneCase, dtype: torch.dtype) -> int:
     return case.batch * case.block_size * per_token
 
 
-def losses(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return every row in which the batched variant took longer than another one."""
-    return [
-        {"batch": row["batch"], "variant": name, "us": figures["total"]["median"], "batched_us": batched}
-        for row in rows
-        for batched in [row["variants"]["batched"]["total"]["median"]]
-        for name, figures in row["variants"].items()
-        if figures["total"]["median"] < batched
-    ]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
     torch.manual_seed(0)
@@ -139,15 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **facts,
         "settings": {**settings, "quick": options.quick},
         "classic": asdict(CloneCase(16)),
-        "losses": losses(rows),
+        "losses": losses(rows, OURS),
         "rows": rows,
     }
     title = f"Copy-on-write, {options.dtype} on {facts['machine']['device']}, {shape}, us: median (p10 - p90)"
     print_variants(Console(width=140), rows, PARTS, before="loop", title=title)
-    for loss in report["losses"]:
-        print(
-            f"batch {loss['batch']}: {loss['variant']} {loss['us']:,.0f} us, batched {loss['batched_us']:,.0f} us"
-        )
+    print_losses(report["losses"])
     if options.json:
         write_json(options.json, report)
     return 0

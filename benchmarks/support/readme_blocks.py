@@ -11,8 +11,11 @@ APPEND_BATCHES = (1, 32, 256)
 STREAMING_METRICS, STREAMING_SHARES = ("ttft", "itl", "latency"), (50, 95, 99)
 
 
+SIDES = {"rose_core": "Rose", "rose_in_vllm": "Rose behind vLLM's interface"}
+
+
 def block_manager_table(result: dict[str, Any]) -> str:
-    """Return one step of 256 running requests, and one lookup."""
+    """Return one step of 256 running requests, one lookup, and every loss."""
     scenes = result["scenes"]
     decode, prompt = scenes["steady_decode"], scenes["long_prompt"]
     rows: list[tuple[str, ...]] = []
@@ -35,7 +38,11 @@ def block_manager_table(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
     source = f"Medians, one core of an {machine['cpu']}, vLLM {versions['vllm']}; `{result['command']}`."
     header = ("256 requests, blocks of 16", "Rose", "Rose behind vLLM's interface", "vLLM's manager")
-    return markdown(header, rows) + "\n\n" + source
+    lost = [
+        f"{loss['name']}, {SIDES[loss['side']]}: {micros(loss['rose_us'])} against {micros(loss['stock_us'])}"
+        for loss in result["losses"]
+    ]
+    return "\n\n".join((markdown(header, rows), source, _verdict(lost)))
 
 
 WAYS_TO_CLONE = {
@@ -59,13 +66,17 @@ def kv_cow_clone_table(result: dict[str, Any]) -> str:
         f"Medians, {result['machine']['device']}, {settings['dtype']}, {settings['num_layers']} layers, "
         f"blocks of {settings['block_size']}; `{result['command']}`."
     )
-    lost = [
-        f"{loss['batch']} request{'s' * (loss['batch'] > 1)} ({WAYS_TO_CLONE[loss['variant']]}: {micros(loss['us'])}, "
-        f"{WAYS_TO_CLONE['batched']}: {micros(loss['batched_us'])})"
-        for loss in result["losses"]
-        if loss["variant"] in WAYS_TO_CLONE
-    ]
+    lost = _variant_losses(
+        result["losses"], "request", {**WAYS_TO_CLONE, "loop_filled": "one by one, filled part only"}
+    )
     return "\n\n".join((markdown(header, rows), source, _verdict(lost)))
+
+
+WAYS_TO_APPEND = {
+    "append": "append one by one",
+    "reserve_write": "one write a layer",
+    "reserve_fused": "stored by attention",
+}
 
 
 def kv_append_table(result: dict[str, Any]) -> str:
@@ -73,7 +84,7 @@ def kv_append_table(result: dict[str, Any]) -> str:
     rows = []
     for row in result["rows"]:
         if row["batch"] in APPEND_BATCHES:
-            ways = [row["variants"][name] for name in ("append", "reserve_write", "reserve_fused")]
+            ways = [row["variants"][name] for name in WAYS_TO_APPEND]
             totals = [way["total"]["median"] for way in ways]
             replayed = [way["graph"]["median"] for way in ways[1:]]
             cells = (*map(micros, totals), f"{totals[0] / totals[2]:.1f}x", *map(micros, replayed))
@@ -85,13 +96,7 @@ def kv_append_table(result: dict[str, Any]) -> str:
         f"Medians, one decode step, attention of {settings['num_layers']} layers included, "
         f"{result['machine']['device']}, {settings['dtype']}, {settings['context']} tokens each; `{result['command']}`."
     )
-    names = {"append": "appending one by one", "reserve_write": "one write a layer"}
-    where = {"total": "", "graph": " in a graph"}
-    lost = [
-        f"{loss['batch']} sequences{where[loss['figure']]} ({names[loss['variant']]}: {micros(loss['us'])}, "
-        f"stored by attention: {micros(loss['fused_us'])})"
-        for loss in result["losses"]
-    ]
+    lost = _variant_losses(result["losses"], "sequence", WAYS_TO_APPEND)
     return "\n\n".join((markdown(header, rows), source, _verdict(lost)))
 
 
@@ -130,6 +135,15 @@ def _streaming_losses(result: dict[str, Any]) -> list[str]:
         if speeds[0] < speeds[1]:
             lost.append(f"{scene}, tokens/s {speeds[0]:,.0f} against {speeds[1]:,.0f}")
     return lost
+
+
+def _variant_losses(losses: list[dict[str, Any]], what: str, names: dict[str, str]) -> list[str]:
+    where = {"total": "", "graph": " in a graph"}
+    return [
+        f"{loss['batch']} {what}{'s' * (loss['batch'] > 1)}{where[loss['figure']]}, {names[loss['variant']]}: "
+        f"{micros(loss['us'])} against {micros(loss['faster_us'])} ({names[loss['faster']]})"
+        for loss in losses
+    ]
 
 
 def _verdict(lost: list[str]) -> str:

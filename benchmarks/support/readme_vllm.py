@@ -16,7 +16,7 @@ from benchmarks.support.readme_compare import (
     source,
     versions,
 )
-from benchmarks.support.vllm_serving_report import OUTPUTS_APART
+from benchmarks.support.vllm_serving_report import OUTPUTS_APART, losses
 
 SERVING_COMMAND = "python -m benchmarks.vllm_serving"
 FOUR_API_SERVERS_COMMAND = " ".join(
@@ -35,12 +35,17 @@ HOST_ONLY_COMMAND = " ".join(
 
 SIDES = (HOST, STOCK)
 _SERVED = {HOST: LABELS[HOST], OUTPUTS_APART: "the same, `joined_outputs` off", STOCK: LABELS[STOCK]}
+_FIGURES = {
+    **{f"p{share}_{name}_ms": f"{name.upper()} p{share}" for name in ("ttft", "tpot") for share in (50, 99)},
+    "output_throughput": "output tokens/s",
+    "prefilled_tokens": "prefilled tokens",
+}
 NOISE = 0.02
 """Share of a time by which two sides may differ without a reason: a part within it neither pays nor costs."""
 
 
 def serving_table(result: dict[str, Any]) -> str:
-    """Return latencies, throughput and prefilled tokens at every load, and every goal that was missed.
+    """Return latencies, throughput and prefilled tokens at every load, every goal that was missed and every loss.
 
     Raises:
         SystemExit: a side is missing, or a request failed; such a comparison is not published.
@@ -65,7 +70,7 @@ def serving_table(result: dict[str, Any]) -> str:
         if not goal["met"]
     ]
     verdict = f"Goals missed: {'; '.join(missed) if missed else 'none'}, of {len(result['bars'])}."
-    return "\n\n".join((markdown(header, rows), _serving_source(result), verdict))
+    return "\n\n".join((markdown(header, rows), _serving_source(result), verdict, _serving_losses(result)))
 
 
 def parts_table(result: dict[str, Any]) -> str:
@@ -119,6 +124,19 @@ def llama_table(result: dict[str, Any]) -> str:
 def _load(row: Row) -> str:
     rate = "all at once" if row["rate"] is None else f"{row['rate']:.0f} requests/s"
     return f"{row['set']}, {rate}"
+
+
+def _serving_losses(result: dict[str, Any]) -> str:
+    lost = [
+        f"{_load(loss)}: {_FIGURES[loss['figure']]} {_figure(loss, 'rose')} against {_figure(loss, 'peers')} "
+        f"({_SERVED[loss['peer']]})"
+        for loss in losses(result["comparison"])
+    ]
+    return f"Losses of Rose in vLLM: {'; '.join(lost) if lost else 'none'}."
+
+
+def _figure(loss: dict[str, Any], side: str) -> str:
+    return f"{milliseconds(loss[side])} ms" if loss["figure"].endswith("_ms") else f"{loss[side]:,.0f}"
 
 
 def _serving_cells(medians: dict[str, float]) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
-"""The table of a benchmark that times variants of one job, each in parts."""
+"""The table of a benchmark that times variants of one job, each in parts, and which variants lose to another."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,3 +33,38 @@ def print_variants(
             table.add_row(str(row["batch"]), name, *cells)
         table.add_section()
     console.print(table)
+
+
+def losses(rows: Sequence[dict[str, Any]], ours: Sequence[str]) -> list[dict[str, Any]]:
+    """Return every case in which a variant of Rose took longer than one that stands before it.
+
+    Args:
+        rows: as in ``print_variants``.
+        ours: the variants of Rose; all others stand before them.
+
+    Returns:
+        For each: ``batch``; ``figure``, "total" or "graph"; ``variant`` with its ``us``, and ``faster`` with its
+        ``faster_us``: medians in microseconds.
+    """
+    found = []
+    for row in rows:
+        names = list(row["variants"])
+        pairs = [(later, earlier) for earlier, later in itertools.combinations(names, 2) if later in ours]
+        for name, faster in pairs:
+            sides = row["variants"][name], row["variants"][faster]
+            for figure in ("total", "graph"):
+                if all(figure in side for side in sides):
+                    us, faster_us = (side[figure]["median"] for side in sides)
+                    if us > faster_us:
+                        loss = {"batch": row["batch"], "figure": figure, "variant": name, "us": us}
+                        found.append({**loss, "faster": faster, "faster_us": faster_us})
+    return found
+
+
+def print_losses(rows: Sequence[dict[str, Any]]) -> None:
+    """Print what ``losses`` found, a line each."""
+    for loss in rows:
+        print(
+            f"batch {loss['batch']}, {loss['figure']}: {loss['variant']} {loss['us']:,.0f} us, "
+            f"{loss['faster']} {loss['faster_us']:,.0f} us"
+        )

@@ -1,4 +1,4 @@
-"""Tables of ``vllm_serving``: medians over turns, and what Rose's are times vLLM's own."""
+"""Tables of ``vllm_serving``: medians over turns, what Rose's are times vLLM's own, and where Rose loses."""
 
 from __future__ import annotations
 
@@ -81,6 +81,24 @@ def bars(comparison: list[Row], start_up_s: dict[str, float]) -> list[Row]:
     return found
 
 
+def losses(comparison: list[Row]) -> list[Row]:
+    """Return every figure of ``COMPARED`` in which Rose's median is worse than that of another server.
+
+    Returns:
+        For each: ``set``, ``rate``, ``figure``, ``peer``, and the medians ``rose`` and ``peers``.
+    """
+    found = []
+    for row in comparison:
+        rose = row["medians"].get("rose-in-vllm", {})
+        for peer in ("vllm", OUTPUTS_APART):
+            for figure in COMPARED if rose and peer in row["medians"] else ():
+                ours, theirs = rose[figure], row["medians"][peer][figure]
+                if ours < theirs if figure == "output_throughput" else ours > theirs:
+                    loss = {"set": row["set"], "rate": row["rate"], "figure": figure, "peer": peer}
+                    found.append({**loss, "rose": ours, "peers": theirs})
+    return found
+
+
 def print_report(console: Console, report: Row) -> None:
     """Print medians, failures, and how long the servers took to start."""
     table = Table(title=f"{report['device']}, medians of at most {report['settings']['repeats']} turns")
@@ -114,6 +132,12 @@ def print_report(console: Console, report: Row) -> None:
                 f"missed: {goal['name']}: {goal['value']:.3f} {goal['unit']}, {sign} {goal['limit']}",
                 markup=False,
             )
+    for loss in losses(report["comparison"]):
+        rate = "all at once" if loss["rate"] is None else f"{loss['rate']:.1f} a second"
+        console.print(
+            f"loss: {loss['set']}, {rate}, {loss['figure']}: {loss['rose']:,.2f}, {loss['peer']} {loss['peers']:,.2f}",
+            markup=False,
+        )
     for row in report["rows"]:
         for error in row["errors"][:1]:
             console.print(f"{row['backend']}, {row['set']}: {row['failed']} failed: {error}", markup=False)

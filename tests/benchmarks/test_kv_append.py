@@ -19,6 +19,7 @@ from benchmarks.support.append_variants import (
     ReservedAppend,
     check_variants,
 )
+from benchmarks.support.variant_tables import losses
 
 CASE = AppendCase(3, context=7, max_steps=4, block_size=4, num_layers=2, num_heads=2, head_size=16)
 SMALL = ["--layers", "2", "--heads", "2", "--head-size", "16", "--context", "20"]
@@ -40,7 +41,7 @@ def test_a_quick_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.Capt
         for figures in row["variants"].values():
             assert list(figures) == [*PARTS, "total"]
             assert all(figure["samples"] == 3 and figure["min"] >= 0 for figure in figures.values())
-    assert report["losses"] == kv_append.losses(report["rows"])
+    assert report["losses"] == losses(report["rows"], kv_append.OURS)
     assert "reserve_fused" in capsys.readouterr().out
 
 
@@ -76,20 +77,6 @@ class _Stingy(LoopedAppend):
 def test_a_wrong_variant_is_caught(broken: Any) -> None:
     with pytest.raises(AssertionError, match=r"this one, step [01]: attention is off by"):
         check(broken)
-
-
-def test_a_loss_is_every_way_that_was_faster() -> None:
-    def figures(total: float, graph: float) -> dict[str, Any]:
-        return {"total": {"median": total}, "graph": {"median": graph}}
-
-    rows = [
-        {"batch": 1, "variants": {
-            "append": {"total": {"median": 9.0}}, "reserve_write": figures(4.0, 2.0),
-            "reserve_fused": figures(5.0, 1.0)}}
-    ]  # fmt: skip
-    assert kv_append.losses(rows) == [
-        {"batch": 1, "variant": "reserve_write", "figure": "total", "us": 4.0, "fused_us": 5.0}
-    ]
 
 
 @pytest.mark.parametrize(

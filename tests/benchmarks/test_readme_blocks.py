@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.kv_append import losses
-from benchmarks.support.readme_blocks import kv_append_table, kv_cow_clone_table, streaming_table
+from benchmarks import kv_append, kv_cow_clone
+from benchmarks.support.readme_blocks import (
+    block_manager_table,
+    kv_append_table,
+    kv_cow_clone_table,
+    streaming_table,
+)
+from benchmarks.support.variant_tables import losses
 
 SETTINGS = {"dtype": "float16", "num_layers": 12, "block_size": 64, "context": 512}
 
@@ -25,21 +31,20 @@ def figures(total: float, graph: float | None = None) -> dict[str, Any]:
 
 
 def test_all_ways_to_clone_are_shown() -> None:
-    ways = {"loop": 900.0, "loop_filled": 800.0, "batched_torch": 300.0, "batched": 90.0}
+    ways = {"loop": 900.0, "loop_filled": 80.0, "batched_torch": 85.0, "batched": 90.0}
     rows = [{"batch": batch, "variants": {way: figures(us) for way, us in ways.items()}} for batch in (1, 2)]
-    losses = [
-        {"batch": 1, "variant": way, "us": 80.0, "batched_us": 90.0}
-        for way in ("loop_filled", "batched_torch")
-    ]
-    text = kv_cow_clone_table(result(rows, losses=losses))
+    text = kv_cow_clone_table(result(rows, losses=losses(rows[:1], kv_cow_clone.OURS)))
     assert (
         "| requests | one by one, layer by layer | one plan, torch copies | one plan, one launch |  |" in text
     )
-    assert "| 1 | 900 µs | 300 µs | 90 µs | 10.0x |" in text
+    assert "| 1 | 900 µs | 85 µs | 90 µs | 10.0x |" in text
     assert "| 2 |" not in text
     assert "Medians, some GPU, float16, 12 layers, blocks of 64; `python -m benchmarks.some`." in text
-    lost = "1 request (one plan, torch copies: 80 µs, one plan, one launch: 90 µs)"
-    assert text.endswith(f"Losses: {lost}.")
+    filled = "80 µs (one by one, filled part only)"
+    assert text.endswith(
+        f"Losses: 1 request, one plan, torch copies: 85 µs against {filled}; 1 request, one plan, one launch: 90 µs "
+        f"against {filled}; 1 request, one plan, one launch: 90 µs against 85 µs (one plan, torch copies)."
+    )
     assert kv_cow_clone_table(result(rows, losses=[])).endswith("Losses: none.")
 
 
@@ -48,10 +53,38 @@ def test_all_ways_to_append_and_their_losses_are_shown() -> None:
         {"batch": 32, "variants": {"append": figures(5000.0), "reserve_write": figures(400.0, 120.0),
                                    "reserve_fused": figures(500.0, 100.0)}}
     ]  # fmt: skip
-    text = kv_append_table(result(rows, losses=losses(rows)))
+    text = kv_append_table(result(rows, losses=losses(rows, kv_append.OURS)))
     assert "| 32 | 5,000 µs | 400 µs | 500 µs | 10.0x | 120 µs | 100 µs |" in text
-    assert text.endswith("Losses: 32 sequences (one write a layer: 400 µs, stored by attention: 500 µs).")
+    assert text.endswith(
+        "Losses: 32 sequences, stored by attention: 500 µs against 400 µs (one write a layer)."
+    )
     assert kv_append_table(result(rows, losses=[])).endswith("Losses: none.")
+
+
+def test_one_write_a_layer_may_lose_to_appending() -> None:
+    rows = [{"batch": 1, "variants": {"append": figures(300.0), "reserve_write": figures(400.0, 90.0),
+                                      "reserve_fused": figures(200.0, 95.0)}}]  # fmt: skip
+    text = kv_append_table(result(rows, losses=losses(rows, kv_append.OURS)))
+    assert text.endswith(
+        "Losses: 1 sequence, one write a layer: 400 µs against 300 µs (append one by one); "
+        "1 sequence in a graph, stored by attention: 95 µs against 90 µs (one write a layer)."
+    )
+
+
+def test_losses_of_the_block_manager_are_shown() -> None:
+    median = {"median": 10.0}
+    lookups = {"get_computed_blocks.again": median, "match": median}
+    sides = ("rose_core", "rose_in_vllm", "stock")
+    scenes = {
+        "steady_decode": {side: {"inside": median, "rolls_over": median} for side in sides},
+        "long_prompt": dict.fromkeys(sides, lookups),
+        "copy_on_write": median,
+    }
+    lost = [{"name": "some lookup", "side": "rose_in_vllm", "rose_us": 30.0, "stock_us": 20.0}]
+    facts = {"scenes": scenes, "machine": {"cpu": "some processor"}, "versions": {"vllm": "1"}}
+    text = block_manager_table(result([], losses=lost, **facts))
+    assert text.endswith("Losses: some lookup, Rose behind vLLM's interface: 30 µs against 20 µs.")
+    assert block_manager_table(result([], losses=[], **facts)).endswith("Losses: none.")
 
 
 def test_scenes_are_shown_before_and_after() -> None:

@@ -54,7 +54,11 @@ def test_servers_are_shown_at_every_load_with_goals_that_were_missed() -> None:
         in text
     )
     assert "Goals missed: shared-prefix, 38.5 a second: p50_ttft_ms (1.25 x, at most 1); " in text
-    assert text.endswith("fewer tokens prefilled (-1.00 tokens, at least 1), of 7.")
+    assert "fewer tokens prefilled (-1.00 tokens, at least 1), of 7.\n\nLosses of Rose in vLLM: " in text
+    lost = text.rpartition("Losses of Rose in vLLM: ")[2].removesuffix(".").split("; ")
+    assert "random, all at once: TTFT p50 13.5 ms against 10 ms (vLLM)" in lost
+    assert "shared-prefix, 38 requests/s: prefilled tokens 5 against 4 (vLLM)" in lost
+    assert len(lost) == 10 and not any("output tokens/s" in entry for entry in lost)
 
 
 def test_a_server_with_a_part_off_and_servers_without_a_model_say_so() -> None:
@@ -64,6 +68,16 @@ def test_a_server_with_a_part_off_and_servers_without_a_model_say_so() -> None:
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert lines[3].startswith("|  | the same, `joined_outputs` off | 7 / 7 ms |")
     assert lines[4].startswith("|  | vLLM |") and "no model, 1.5 ms a step" in text
+    assert "random, all at once: TTFT p99 13.5 ms against 7 ms (the same, `joined_outputs` off)" in text
+
+
+def test_losses_of_a_server_are_all_its_figures_that_are_worse_and_no_other() -> None:
+    slow = turn("random", None, STOCK, 2.0, output_throughput=1.0)
+    even = serving_report([turn("random", None, HOST, 2.0, output_throughput=1.0), slow])
+    assert serving_table(even).endswith("Losses of Rose in vLLM: none.")
+    less = serving_report([turn("random", None, HOST, 1.0, output_throughput=0.4), slow])
+    lost = "random, all at once: output tokens/s 0 against 1 (vLLM)"
+    assert serving_table(less).endswith(f"Losses of Rose in vLLM: {lost}.")
 
 
 def test_a_server_that_failed_is_not_published() -> None:

@@ -4,18 +4,45 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import report
+from benchmarks import block_manager, kv_append, kv_cow_clone, report
+from benchmarks.support import compare_report, online_report, variant_tables
 
 
 def test_readme_and_results_agree() -> None:
     text = report.README.read_text()
     assert report.rewritten(text) == text
     assert report.old_figures() == []
+
+
+@pytest.mark.parametrize("table", report.TABLES)
+def test_every_table_ends_with_its_losses(table: str) -> None:
+    last_line = report.TABLES[table].text().splitlines()[-1]
+    assert re.match(r"(Losses|Slower than a peer|No difference|Faster without)\b", last_line)
+
+
+def recounted_losses(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the losses that the figures of a result show; from the scripts that write them."""
+    count: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "block_manager": lambda: block_manager.losses(result["scenes"]),
+        "kv_append": lambda: variant_tables.losses(result["rows"], kv_append.OURS),
+        "kv_cow_clone": lambda: variant_tables.losses(result["rows"], kv_cow_clone.OURS),
+        "offline_compare": lambda: compare_report.losses(result["rows"]),
+        "online_compare": lambda: online_report.losses(result["rows"]),
+    }
+    return count[result["benchmark"]]()
+
+
+@pytest.mark.parametrize("path", report.RESULTS.glob("*/*.json"), ids=lambda path: path.stem)
+def test_losses_in_a_result_are_those_that_its_figures_show(path: Path) -> None:
+    result = json.loads(path.read_text())
+    if "losses" in result:
+        assert recounted_losses(result) == result["losses"]
 
 
 def test_pictures_of_readme_are_there() -> None:
