@@ -79,9 +79,15 @@ def _build_parser() -> RoseParser:
     source.add_argument(
         "--prompts",
         metavar="FILE",
-        help='one prompt per line; with a name ending in .jsonl, lines {"prompt": ..., and any sampling field}',
+        help='one prompt per line, blank lines left out; with a name ending in .jsonl, lines {"prompt": ..., and any '
+        "sampling field}",
     )
-    source.add_argument("--output", metavar="FILE.jsonl", help="where to write the results of --prompts")
+    source.add_argument(
+        "--output",
+        metavar="FILE.jsonl",
+        help='where to write the results of --prompts, one object per line; its "index" is that of the prompt\'s line, '
+        "from 0",
+    )
     add_sampling_options(generate)
     add_engine_options(generate)
     generate.set_defaults(run=_generate)

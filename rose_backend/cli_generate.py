@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from rose_backend.config import EngineConfig
 from rose_backend.engine.llm import LLM
@@ -15,6 +16,15 @@ from rose_backend.engine.request import Prompt
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.start_up_report import show_start_up
 from rose_backend.errors import RequestError
+
+
+class LineOfPrompts(NamedTuple):
+    """A prompt from a file."""
+
+    index: int
+    """Of its line, from 0: what ``index`` in the output says."""
+    prompt: Prompt
+    params: SamplingParams
 
 
 def stream_prompt(config: EngineConfig, prompt: str, params: SamplingParams, imports_s: float) -> int:
@@ -40,6 +50,8 @@ def generate_file(
 ) -> int:
     """Generate for every line of ``prompts`` and write one JSON object per line to ``output``, in the same order.
 
+    The ``index`` of an object is that of its line, from 0; blank lines hold no prompt and leave a gap.
+
     Args:
         prompts: text file, or .jsonl file whose lines may override ``defaults``.
         defaults: ``SamplingParams`` fields of lines that say nothing else.
@@ -54,13 +66,13 @@ def generate_file(
         show_start_up(llm.core.start_up, imports_s=imports_s)
         # Checks every request, so a bad line leaves an existing output file alone.
         finished = llm.generate_unordered(
-            [prompt for prompt, _ in requests], [params for _, params in requests]
+            [request.prompt for request in requests], [request.params for request in requests]
         )
         with (
             open(output, "w", encoding="utf-8") as file,
             GenerationProgress(len(requests), enabled=True) as progress,
         ):
-            writer = _OrderedWriter(file)
+            writer = _OrderedWriter(file, [request.index for request in requests])
             for index, result in finished:
                 writer.add(index, result)
                 progress.advance(result)
@@ -71,25 +83,27 @@ def generate_file(
     return 0
 
 
-def read_prompts(path: Path, defaults: dict[str, Any]) -> list[tuple[Prompt, SamplingParams]]:
-    """Read a file of prompts; empty lines are left out.
+def read_prompts(path: Path, defaults: dict[str, Any]) -> list[LineOfPrompts]:
+    """Read a file of prompts, one a line; blank lines hold none, and leave a gap in the indexes.
 
     Raises:
         RequestError: a line is no JSON object, has no "prompt", or holds a sampling field that is not allowed.
         OSError: the file cannot be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): a prompt may hold form feeds and Unicode's line separators, which end no line of the file.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise RequestError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    requests: list[tuple[Prompt, SamplingParams]] = []
-    for number, line in enumerate(lines, start=1):
+    requests: list[LineOfPrompts] = []
+    for index, line in enumerate(lines):
         if not line.strip():
             continue
         if path.suffix == ".jsonl":
-            requests.append(_parse_line(line, defaults, source=f"{path} line {number}"))
+            prompt, params = _parse_line(line, defaults, source=f"{path} line {index + 1}")
         else:
-            requests.append((line, SamplingParams(**defaults)))
+            prompt, params = line, SamplingParams(**defaults)
+        requests.append(LineOfPrompts(index, prompt, params))
     if not requests:
         raise RequestError(f"{path}: holds no prompt")
     return requests
@@ -110,17 +124,18 @@ def _parse_line(line: str, defaults: dict[str, Any], *, source: str) -> tuple[Pr
 
 
 class _OrderedWriter:
-    """Writes results in order of their index as soon as all earlier ones are there."""
+    """Writes results in the order of their lines as soon as all earlier ones are there."""
 
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, file: TextIO, line_indexes: Sequence[int]) -> None:
         self._file = file
+        self._line_indexes = line_indexes
         self._early: dict[int, RequestOutput] = {}
         self._next_index = 0
 
     def add(self, index: int, output: RequestOutput) -> None:
         self._early[index] = output
         while self._next_index in self._early:
-            record = _as_record(self._next_index, self._early.pop(self._next_index))
+            record = _as_record(self._line_indexes[self._next_index], self._early.pop(self._next_index))
             self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
             self._next_index += 1
         self._file.flush()

@@ -1,6 +1,7 @@
 """Run ``vllm serve MODEL --attention-backend rose``, say when it is ready, and end it without leaving a process behind.
 
 Called by ``make serve`` with the virtual environment's Python. Arguments that are not known here go to vLLM unchanged.
+The server listens on 127.0.0.1 alone unless ``--host`` says otherwise.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+DEFAULT_HOST = "127.0.0.1"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 POLL_SECONDS = 0.25
 # After Ctrl-C the server gets this long; then the whole process group is told to end, then killed.
@@ -72,15 +74,15 @@ def check_installation(vllm_script: Path) -> None:
         )
 
 
-def check_port(host: str | None, port: int) -> None:
-    """Raise ServeError where ``port`` is no port or cannot be bound on ``host`` (None: all addresses)."""
+def check_port(host: str, port: int) -> None:
+    """Raise ServeError where ``port`` is no port or cannot be bound on ``host`` (an empty one: all addresses)."""
     if not 1 <= port <= 65535:
         raise ServeError(f"PORT: got {port}, allowed is a number from 1 to 65535.")
-    family = socket.AF_INET6 if host and ":" in host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host or "", port))
+            probe.bind((host, port))
         except OSError as error:
             raise ServeError(
                 f"PORT: {port} cannot be used ({error.strerror}). Choose another: PORT={port + 1} make serve"
@@ -92,6 +94,9 @@ def server_arguments(
 ) -> list[str]:
     """Return the arguments of ``vllm``: the defaults of ``make serve``, then the user's own in ``extra``."""
     arguments = ["serve", model, "--port", str(port)]
+    if option_value(extra, "--host") is None:
+        # vLLM's own default is all addresses.
+        arguments += ["--host", DEFAULT_HOST]
     if option_value(extra, "--attention-backend") is None:
         arguments += ["--attention-backend", "rose"]
     if "--no-enable-prompt-tokens-details" not in extra:
@@ -257,6 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8000)
     options, extra = parser.parse_known_args(arguments)
     host = option_value(extra, "--host")
+    host = DEFAULT_HOST if host is None else host
     vllm_script = Path(sys.executable).parent / "vllm"
     try:
         check_installation(vllm_script)
@@ -273,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"$ {shlex.join(['vllm', *server_args])}", flush=True)
     adopt_orphans()
     server = Server([str(vllm_script), *server_args], server_environment(os.environ))
-    local_host = "localhost" if host in (None, "0.0.0.0", "::") else host
+    local_host = "localhost" if host in ("", "0.0.0.0", "::") else host
     try:
         return supervise(
             server, local_host, options.port, option_value(extra, "--served-model-name") or options.model

@@ -101,13 +101,26 @@ def test_file_of_prompts(tiny_model_path: Path, tmp_path: Path, capsys: pytest.C
 
 def test_text_file_has_one_prompt_per_line(tiny_model_path: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
-    source.write_text("The king\n\n  The queen  \n", encoding="utf-8")
+    # Blank lines hold no prompt but count as lines; a form feed and U+2028 end none.
+    text = "\nThe king\n \n\n  The queen  \r\nThe\x0cold\u2028king\n\n"
+    source.write_text(text, encoding="utf-8", newline="")
     assert (
         run("generate", "--model", str(tiny_model_path), "--prompts", str(source), "--output", str(target))
         == 0
     )
-    records = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
-    assert [record["prompt"] for record in records] == ["The king", "  The queen  "]
+    records = [json.loads(line) for line in target.read_text(encoding="utf-8").split("\n") if line]
+    expected = [(1, "The king"), (4, "  The queen  "), (5, "The\x0cold\u2028king")]
+    assert [(record["index"], record["prompt"]) for record in records] == expected
+
+
+def test_blank_lines_between_objects_count_as_lines(tiny_model_path: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "The king"}\n\n{"prompt": "The\u2028queen"}\n', encoding="utf-8")
+    argv = ["--prompts", str(source), "--output", str(target), "--max-tokens", "1"]
+    assert run("generate", "--model", str(tiny_model_path), *argv) == 0
+    records = [json.loads(line) for line in target.read_text(encoding="utf-8").split("\n") if line]
+    expected = [(0, "The king"), (2, "The\u2028queen")]
+    assert [(record["index"], record["prompt"]) for record in records] == expected
 
 
 @pytest.mark.parametrize(

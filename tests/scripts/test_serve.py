@@ -120,7 +120,7 @@ def test_a_signal_ends_everything_in_order(
     assert status == 0
     assert "server ended in order\n" in lines
     assert len([line for line in lines if "curl" in line]) == 1
-    assert f":{free_port}/v1/completions" in "".join(lines)
+    assert f"http://127.0.0.1:{free_port}/v1/completions" in "".join(lines)
     assert not any(exists(process_id) for process_id in process_ids(lines))
 
 
@@ -172,7 +172,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(capsys: pytest.CaptureF
 @pytest.mark.parametrize("port", [0, -1, 65536])
 def test_a_port_out_of_range_is_refused(port: int) -> None:
     with pytest.raises(serve.ServeError, match=f"PORT: got {port}, allowed is a number from 1 to 65535"):
-        serve.check_port(None, port)
+        serve.check_port("127.0.0.1", port)
 
 
 @pytest.mark.parametrize(
@@ -213,11 +213,14 @@ def test_arguments_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:
         "gpt2", 9000, ["--max-model-len", "64"], is_cpu=True, has_compiler=True
     )
     assert arguments == [
-        *["serve", "gpt2", "--port", "9000", "--attention-backend", "rose"],
+        *["serve", "gpt2", "--port", "9000", "--host", "127.0.0.1", "--attention-backend", "rose"],
         *["--enable-prompt-tokens-details", "--max-model-len", "64"],
     ]
     own = ["--attention-backend=CPU_ATTN", "--no-enable-prompt-tokens-details"]
-    assert serve.server_arguments("gpt2", 1, own, is_cpu=True, has_compiler=True)[4:] == own
+    assert serve.server_arguments("gpt2", 1, own, is_cpu=True, has_compiler=True)[6:] == own
+    for own in (["--host", "0.0.0.0"], ["--host=::"]):
+        arguments = serve.server_arguments("gpt2", 1, own, is_cpu=True, has_compiler=True)
+        assert "127.0.0.1" not in arguments and arguments[-len(own) :] == own
     assert capsys.readouterr().out == ""
     assert "--enforce-eager" in serve.server_arguments("gpt2", 1, [], is_cpu=True, has_compiler=False)
     assert "no C++ compiler" in capsys.readouterr().out
