@@ -21,8 +21,8 @@ from rose_backend.errors import RequestError
 class LineOfPrompts(NamedTuple):
     """A prompt from a file."""
 
-    index: int
-    """Of its line, from 0: what ``index`` in the output says."""
+    line_index: int
+    """From 0: what ``index`` in the output says."""
     prompt: Prompt
     params: SamplingParams
 
@@ -72,7 +72,7 @@ def generate_file(
             open(output, "w", encoding="utf-8") as file,
             GenerationProgress(len(requests), enabled=True) as progress,
         ):
-            writer = _OrderedWriter(file, [request.index for request in requests])
+            writer = _OrderedWriter(file, [request.line_index for request in requests])
             for index, result in finished:
                 writer.add(index, result)
                 progress.advance(result)
