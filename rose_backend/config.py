@@ -16,6 +16,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 
 MAX_RUN_AHEAD = 4
+MAX_NUM_THREADS = 1024
 
 # Limits on one request, checked before anything is copied or allocated.
 MAX_N = 128
@@ -127,6 +128,9 @@ class EngineConfig(Switches):
     """Share of the GPU's memory that weights, activations and the KV pool may take together."""
     cpu_kvcache_space_gib: float = 1.0
     """Memory of the KV pool on a CPU, in GiB, at most; never more than all sequences can use."""
+    num_threads: int | None = None
+    """Threads that the operations of a step are split over on a CPU; None takes OMP_NUM_THREADS where that is set, and
+    otherwise chooses by the model's size and the cores there are, see ``rose_backend.engine.cpu_threads``."""
     run_ahead: int | None = None
     """Decode steps that the host may start before it has read the tokens of the one before them; 0 reads each step's
     tokens first. None takes 1 on a GPU and 0 on a CPU."""
@@ -153,6 +157,8 @@ class EngineConfig(Switches):
             check_int("max_model_len", self.max_model_len, 2, 1 << 24)
         if self.num_blocks is not None:
             check_int("num_blocks", self.num_blocks, 2, (1 << 31) - 1)
+        if self.num_threads is not None:
+            check_int("num_threads", self.num_threads, 1, MAX_NUM_THREADS)
         if self.run_ahead is not None:
             check_int("run_ahead", self.run_ahead, 0, MAX_RUN_AHEAD)
         check_int("max_queue_size", self.max_queue_size, 1, 10_000_000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -53,6 +54,8 @@ class EngineCore:
         self.num_blocks = loaded.num_blocks
         self.tokenizer = loaded.tokenizer
         self.parts = loaded.parts
+        self._threads: Callable[[], AbstractContextManager[None]]
+        self._threads = nullcontext if loaded.cpu_threads is None else loaded.cpu_threads.in_force
         self.factory = RequestFactory(
             loaded.tokenizer,
             vocab_size=loaded.vocab_size,
@@ -196,7 +199,8 @@ class EngineCore:
                 nothing more.
         """
         self._check_alive()
-        self._guarded(self._advance)
+        with self._threads():
+            self._guarded(self._advance)
         outputs = self._ready.take()
         # In this order: what is said about a text precedes its last output, so whoever gets that finds its rows free.
         self._guarded(self._take_news)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rose_backend.config import EngineConfig
+from rose_backend.engine.cpu_threads import CpuThreads, check_num_threads, choose_cpu_threads
 from rose_backend.engine.kv_pool import KVShape, allocate_kv_cache, choose_num_blocks, gpu_reserve_bytes
 from rose_backend.engine.parts import captures_graphs, parts_in_force
 from rose_backend.engine.token_budget import default_token_budget
@@ -41,6 +42,8 @@ class LoadedModel:
     captures_graphs: bool
     run_ahead: int
     """Steps that may be in flight behind the one that is read."""
+    cpu_threads: CpuThreads | None
+    """Of a step's operations; None where they do not run on a CPU."""
     parts: dict[str, str]
     """Every switch, and whether its part is in force."""
     weight_bytes: int
@@ -64,6 +67,7 @@ def load(config: EngineConfig, *, is_online: bool = False) -> LoadedModel:
     """
     start = time.perf_counter()
     device = resolve_device(config.device)
+    check_num_threads(config, device)
     if config.max_num_batched_tokens is None:
         token_budget = default_token_budget(device, is_online=is_online)
         config = dataclasses.replace(config, max_num_batched_tokens=token_budget)
@@ -99,6 +103,7 @@ def load(config: EngineConfig, *, is_online: bool = False) -> LoadedModel:
         device=device,
         captures_graphs=captures_graphs(config, device.type),
         run_ahead=_DEFAULT_RUN_AHEAD[device.type] if config.run_ahead is None else config.run_ahead,
+        cpu_threads=choose_cpu_threads(config, device, weight_bytes // model.config.dtype.itemsize),
         parts=parts_in_force(config, device.type),
         weight_bytes=weight_bytes,
         packed_bytes=storage_bytes(vars(model)) - weight_bytes,

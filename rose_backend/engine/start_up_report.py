@@ -62,6 +62,8 @@ class StartUpReport:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    cpu_threads: str | None = None
+    """How many a step's operations are split over, and why; None where they do not run on a CPU."""
     seconds: dict[str, float] = field(default_factory=dict)
     """By part of the start, in order."""
     num_kernels: int = 0
@@ -92,6 +94,8 @@ class StartUpReport:
             "a step at most",
             f"{self.max_num_seqs:,} sequences, {self.max_num_batched_tokens:,} tokens",
         )
+        if self.cpu_threads is not None:
+            yield "CPU threads", self.cpu_threads
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
         yield "start-up", f"{sum(self.seconds.values()):.1f} s: {parts}"
         if self.num_kernels:

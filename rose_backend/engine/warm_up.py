@@ -73,6 +73,7 @@ def warm_up(runner: ModelRunner, loaded: LoadedModel) -> StartUpReport:
         max_model_len=loaded.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.token_budget,
+        cpu_threads=None if loaded.cpu_threads is None else str(loaded.cpu_threads),
         seconds=seconds,
     )
     if compilations is not None:
