@@ -18,6 +18,7 @@ from rose_backend.block_view.demo import tell_story
 from rose_backend.block_view.page import render_page
 from rose_backend.cli import main
 from tests.support.metrics_server import SAMPLE, MetricsServer
+from tests.support.patience import HANG_S
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_signs_that_the_terminal_lacks_are_replaced() -> None:
         "blüht \x1b[5m",
     ]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    finished = subprocess.run(command, capture_output=True, env=environment, timeout=60, check=False)
+    finished = subprocess.run(command, capture_output=True, env=environment, timeout=HANG_S, check=False)
     assert finished.returncode == 0, finished.stderr
     assert b"bl?ht" in finished.stdout and b"\x1b" not in finished.stdout
 
@@ -195,13 +196,13 @@ def test_engine_vanishes_midway_in_a_real_terminal(engine: MetricsServer) -> Non
         read_until(reader, "no answer since")
         process.send_signal(signal.SIGINT)
         read_until(reader, None)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=HANG_S) == 0
     os.close(reader)
 
 
 def read_until(descriptor: int, text: str | None) -> None:
     """Read a terminal until a text has come; with None until nobody writes to it any more."""
-    seen, end = b"", time.monotonic() + 60
+    seen, end = b"", time.monotonic() + HANG_S
     while text is None or text.encode() not in seen:
         assert time.monotonic() < end, seen
         try:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.patience import HANG_S
+
 PACKAGE = Path(__file__).resolve().parent.parent / "rose_backend"
 
 CORE = frozenset({"errors", "config", "block_manager", "kernels", "models"})
@@ -231,7 +233,7 @@ def test_a_right_import_passes(tmp_path: Path, file: str, source: str) -> None:
 def test_light_modules_import_nothing_heavy(statement: str, tmp_path: Path) -> None:
     code = f"{statement}\nimport sys\nprint(*[name for name in {HEAVY_MODULES!r} if name in sys.modules])"
     finished = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S
     )
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.split() == []

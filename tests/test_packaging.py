@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import rose_backend
+from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent
 PIN = re.compile(r"[A-Za-z0-9][\w.-]*==[\w.]+( ; .+)?")
@@ -216,7 +217,7 @@ def test_the_readme_names_no_package_index() -> None:
 
 def test_every_target_is_listed_by_make_help() -> None:
     listing = subprocess.run(
-        ["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True
     ).stdout
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {f"make {target}" for target in targets} <= {
@@ -228,7 +229,7 @@ def test_ci_runs_make_test() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert "make test" in script.read_text()
-    assert subprocess.run(["bash", "-n", str(script)], timeout=60).returncode == 0
+    assert subprocess.run(["bash", "-n", str(script)], timeout=HANG_S).returncode == 0
 
 
 def repository_files() -> list[Path]:
@@ -236,7 +237,9 @@ def repository_files() -> list[Path]:
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    listing = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True
+    ).stdout
     return [ROOT / name for name in listing.split("\0") if name and (ROOT / name).is_file()]
 
 

@@ -18,7 +18,7 @@ if __name__ == "__main__":
     if kind in ("long", "stubborn"):
         try:
             print("at it", flush=True)
-            time.sleep(60.0)
+            time.sleep(3600.0)
         except KeyboardInterrupt:
             pass
     if kind != "bad":

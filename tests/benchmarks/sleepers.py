@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+from tests.support.patience import HANG_S
+
 
 class Sleeper(SimpleNamespace):
     """A process that does nothing. It has the attributes that it is made with, and counts how often it was woken."""
 
     def __init__(self, name: str, **attributes: object) -> None:
         super().__init__(name=name, woken=0, **attributes)
-        self._process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        self._process = subprocess.Popen(["sleep", "3600"], start_new_session=True)
         self.pid = self._process.pid
         wait_until_asleep(self.pid)
 
@@ -38,9 +40,9 @@ def wait_until_asleep(pid: int) -> None:
     A program that is still being read from the disk does not stop before that has ended, and has no name yet.
 
     Raises:
-        TimeoutError: it does not sleep after 30 s.
+        TimeoutError: it does not sleep after ``HANG_S``.
     """
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANG_S
     while _state(pid) != "S":
         if time.monotonic() > deadline:
             raise TimeoutError(f"process {pid} does not sleep, it is in state {_state(pid)}")

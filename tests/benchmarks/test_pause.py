@@ -15,6 +15,7 @@ import pytest
 from benchmarks.support.pause import family, only, paused, resume
 from benchmarks.support.worker_pool import ROOT
 from tests.benchmarks.sleepers import Sleeper, is_stopped, sleepers, wait_until_asleep
+from tests.support.patience import HANG_S
 
 # Counts in a file. Starts a child in a session of its own, which starts another one and ends when it is told to.
 TREE = """
@@ -35,7 +36,7 @@ Counts = Callable[[], list[int]]
 def grows(counts: Counts) -> list[bool]:
     """Return of each process whether it counts."""
     before = counts()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANG_S
     while time.monotonic() < deadline and not all(
         new > old for new, old in zip(counts(), before, strict=True)
     ):
@@ -48,7 +49,7 @@ def stands_still(root: int, counts: Counts) -> bool:
 
     One that waits for the disk, in a write, stops when that has been carried out.
     """
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANG_S
     while set(family({root}).values()) != {"T"} and time.monotonic() < deadline:
         time.sleep(0.001)
     before = counts()
@@ -66,7 +67,7 @@ def tree(tmp_path: Path) -> Iterator[tuple[int, Counts]]:
         return [file.stat().st_size for file in files]
 
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + HANG_S
         while not all(file.exists() for file in files) and time.monotonic() < deadline:
             time.sleep(0.01)
         yield root.pid, counts
@@ -86,7 +87,7 @@ def test_all_generations_stand_still_and_go_on(tree: tuple[int, Counts]) -> None
 
 
 def test_a_family_keeps_those_whose_parents_are_gone(tmp_path: Path) -> None:
-    script = "import subprocess, os; subprocess.Popen(['sleep', '600']); os._exit(0)"
+    script = "import subprocess, os; subprocess.Popen(['sleep', '3600']); os._exit(0)"
     wait = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {script!r}]); print(flush=True); input()"
     root = subprocess.Popen(
         [sys.executable, "-c", wait], start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -120,7 +121,7 @@ def test_the_end_of_the_benchmark_leaves_nothing_stopped(
         "import signal, time; from benchmarks.support.pause import paused\n"
         # Where tests run in the background, an interrupt is ignored unless one asks for it.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        f"with paused([{root}]): print(flush=True); time.sleep(600)"
+        f"with paused([{root}]): print(flush=True); time.sleep(3600)"
     )
     benchmark = subprocess.Popen(
         [sys.executable, "-c", script],

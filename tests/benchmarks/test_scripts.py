@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
+from tests.support.patience import HANG_S
 
 
 def test_a_script_starts_from_the_root() -> None:
@@ -19,7 +20,7 @@ def test_a_script_starts_from_the_root() -> None:
         env={**os.environ, "COLUMNS": "160"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     assert "python -m benchmarks.block_manager" in done.stdout

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import io
+import subprocess
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +17,11 @@ from rich.console import Console
 from benchmarks import report, suite
 from benchmarks.suite import STEPS, Step
 from benchmarks.support import checkpoint
+from tests.support.patience import HANG_S
 
 
 def rows_of(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, *kinds: str, max_seconds: float = 60.0
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *kinds: str, max_seconds: float = float("inf")
 ) -> list[Any]:
     steps = {kind: Step("tests.benchmarks.fake_step", (kind,)) for kind in kinds}
     monkeypatch.setattr(suite, "STEPS", steps)
@@ -36,16 +40,41 @@ def test_each_step_writes_its_result_and_a_failure_is_named(
     assert logs[0] == logs[1] and logs[0].startswith("checkpoints in /")
 
 
-def test_a_step_is_interrupted_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(suite, "MIN_SECONDS", 1.0)
-    rows = rows_of(monkeypatch, tmp_path, "long", "good", max_seconds=12.0)
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a step's time be up as soon as the step is at it, and a stubborn one's grace at once."""
+    now = [0.0]
+
+    class Process(subprocess.Popen[bytes]):
+        def __init__(self, command: list[str], **options: Any) -> None:
+            self._log, self._is_stubborn = Path(options["stdout"].name), "stubborn" in command
+            super().__init__(command, **options)
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:
+                return super().wait()
+            if timeout == suite.GRACE_SECONDS and not self._is_stubborn:
+                return super().wait(HANG_S)
+            while "at it" not in self._log.read_text() and self.poll() is None:
+                time.sleep(0.01)
+            now[0] += timeout
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(suite.subprocess, "Popen", Process)
+    monkeypatch.setattr(suite, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+
+def test_a_step_is_interrupted_when_the_time_is_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, impatient: None
+) -> None:
+    rows = rows_of(monkeypatch, tmp_path, "long", "good", max_seconds=500.0)
     assert rows == [("long", "interrupted", True), ("good", "no time left", False)]
 
 
-def test_a_step_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(suite, "MIN_SECONDS", 1.0)
-    monkeypatch.setattr(suite, "GRACE_SECONDS", 0.5)
-    assert rows_of(monkeypatch, tmp_path, "stubborn", max_seconds=12.0) == [("stubborn", "killed", False)]
+def test_a_step_that_does_not_end_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, impatient: None
+) -> None:
+    assert rows_of(monkeypatch, tmp_path, "stubborn", max_seconds=500.0) == [("stubborn", "killed", False)]
 
 
 def test_the_status_says_whether_all_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.block_manager.simulation import Simulation
 NUM_OPERATIONS = int(os.environ.get("ROSE_RANDOM_OPERATIONS", "100000"))
 FIRST_SEED = int(os.environ.get("ROSE_RANDOM_SEED", "0"))
 
-pytestmark = pytest.mark.timeout(300 + NUM_OPERATIONS // 1000)
+pytestmark = pytest.mark.timeout(1800 + NUM_OPERATIONS // 1000)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ from tests.e2e.conftest import MakeEngine
 from tests.support.reference_generation import NUM_NEW_TOKENS, GreedyReference, Prompts, tie_free_case
 
 # The drafter of n-grams is compiled in its first engine.
-pytestmark = pytest.mark.timeout(600)
-
 VOCAB_SIZE = 2559
 BLOCK_SIZE = 16
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}

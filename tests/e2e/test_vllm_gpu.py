@@ -17,7 +17,7 @@ from tests.support.reference_generation import (
     tie_free_case,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.gpu
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
 OPTIONS: dict[str, dict[str, Any]] = {

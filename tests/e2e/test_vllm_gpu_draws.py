@@ -14,7 +14,7 @@ from tests.e2e.test_vllm_features import inputs_of
 from tests.support.reference_generation import parity_prompts
 from tests.support.stepped_engine import tokens_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(params=["V2", "V1"])

@@ -31,7 +31,7 @@ from tests.support.random_checkpoints import WRITERS
 from tests.support.reference_generation import GreedyReference, Prompts, greedy_differences, tie_free_case
 from tests.support.vllm_server import running_server
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.gpu
 
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 RUNNERS = pytest.mark.parametrize("runner", ["V2", "V1"])

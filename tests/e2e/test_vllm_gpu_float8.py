@@ -15,7 +15,7 @@ from tests.support.half_precision import judge, logprob_errors, mixed_prompts
 from tests.support.random_checkpoints import WRITERS
 from tests.support.reference_generation import Prompts, reference_logits, tie_free_case
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.gpu
 
 NUM_NEW_TOKENS = 32
 

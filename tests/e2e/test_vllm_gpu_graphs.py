@@ -13,7 +13,7 @@ from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.e2e.test_vllm_features import VOCAB_SIZE, inputs_of, scheduler_of
 from tests.support.reference_generation import NUM_NEW_TOKENS, tie_free_case
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("runner", ["V2", "V1"])

@@ -31,7 +31,7 @@ from tests.support.half_precision import (
 from tests.support.random_checkpoints import VOCAB_SIZE, WRITERS, write_random_adapter
 from tests.support.reference_generation import Prompts
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.gpu
 
 HALF = {"dtype": "float16", "max_model_len": 1024, **GPU_MEMORY}
 MANNERS: dict[str, dict[str, Any]] = {

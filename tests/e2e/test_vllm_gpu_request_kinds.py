@@ -11,7 +11,7 @@ from tests.e2e.test_vllm_request_kinds import *  # noqa: F403 - its tests, with 
 from tests.e2e.test_vllm_request_kinds import ENGINE_OPTIONS
 from tests.support.stepped_engine import SteppedEngine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module", params=["V2", "V1"])

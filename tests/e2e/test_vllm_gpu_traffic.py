@@ -13,7 +13,7 @@ from tests.support.pressure_case import PressureCase, pressure_case
 from tests.support.random_traffic import LOST_BY_RESETS, plan_visits, spend_day, wrong_outputs
 from tests.support.stepped_engine import SteppedEngine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.gpu
 
 BLOCK_SIZE = 16
 

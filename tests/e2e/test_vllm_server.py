@@ -211,7 +211,6 @@ REFUSED_AT_START: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 # Four servers, one of which gets as far as starting its engine's processes.
-@pytest.mark.timeout(600)
 def test_what_cannot_work_is_refused_at_start_up_with_one_line(tiny_model_path: Path, tmp_path: Path) -> None:
     commands: dict[str, list[str]] = {}
     for name, (arguments, _) in REFUSED_AT_START.items():

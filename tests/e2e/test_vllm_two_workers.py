@@ -14,7 +14,6 @@ from tests.support.reference_generation import tie_free_case
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="test_vllm_gpu_features.py has these for two GPUs"),
-    pytest.mark.timeout(500),
 ]
 
 MANNERS: dict[str, dict[str, Any]] = {

@@ -17,6 +17,7 @@ from rose_backend.engine.request import Completion
 from rose_backend.engine.scheduler import Step
 from rose_backend.engine.start_up import _DEFAULT_RUN_AHEAD
 from tests.engine.conftest import GREEDY
+from tests.support.patience import HANG_S
 
 RUN_AHEAD = _DEFAULT_RUN_AHEAD["cuda"]
 NUM_TEXTS = 4
@@ -57,7 +58,8 @@ def test_a_prompt_starts_behind_one_step_at_most_and_no_text_waits(
         newcomer = core.factory.make([50 + index] * 60, replace(GREEDY, max_tokens=1))
         core.add(newcomer)
         known, num_steps = tokens_read(core, texts), 0
-        while newcomer.completions[0].text.final is None:
+        # Until the step loop knows its end: when its text is made is up to another thread.
+        while not newcomer.completions[0].has_ended:
             core.step()
             num_steps += 1
             assert tokens_read(core, texts) == [count + num_steps for count in known]
@@ -114,7 +116,7 @@ def test_callers_wait_for_one_step_at_most(tiny_model_path: Path, monkeypatch: p
             pass
 
     async def body() -> None:
-        await asyncio.wait_for(asyncio.gather(*(one(index) for index in range(12))), 60)
+        await asyncio.wait_for(asyncio.gather(*(one(index) for index in range(12))), HANG_S)
         await engine.shutdown()
 
     asyncio.run(body())

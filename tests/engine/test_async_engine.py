@@ -19,9 +19,9 @@ from rose_backend.engine import interpreter
 from rose_backend.engine.request import Completion
 from rose_backend.errors import ConfigError, EngineDeadError, RequestError
 from tests.engine.conftest import GREEDY
+from tests.support.patience import HANG_S
 
 T = TypeVar("T")
-TIMEOUT_S = 60.0
 LONG = replace(GREEDY, max_tokens=200)
 PROMPT = "Once upon a time"
 
@@ -30,7 +30,7 @@ def run(make_body: Callable[[], Awaitable[T]]) -> T:
     """Run one coroutine with a limit, so that a hang is a failure."""
 
     async def limited() -> T:
-        return await asyncio.wait_for(make_body(), TIMEOUT_S)
+        return await asyncio.wait_for(make_body(), HANG_S)
 
     return asyncio.run(limited())
 

@@ -15,8 +15,8 @@ from rose_backend import LLM, AsyncEngine, RequestOutput, SamplingParams
 from rose_backend.engine.core import EngineCore
 from rose_backend.errors import EngineDeadError, QueueFullError, RequestError
 from tests.engine.conftest import GREEDY
+from tests.support.patience import HANG_S
 
-TIMEOUT_S = 60.0
 LONG = replace(GREEDY, max_tokens=200)
 CUDA_ERROR = "CUDA error: an illegal memory access was encountered"
 NEIGHBOURS = ("Once upon a time", "The king")
@@ -76,9 +76,9 @@ def serve(path: Path, body: Callable[[AsyncEngine], Awaitable[None]], **options:
     async def limited() -> None:
         engine = AsyncEngine(str(path), dtype="float32", **options)
         try:
-            await asyncio.wait_for(body(engine), TIMEOUT_S)
+            await asyncio.wait_for(body(engine), HANG_S)
         finally:
-            await asyncio.wait_for(engine.shutdown(), TIMEOUT_S)
+            await asyncio.wait_for(engine.shutdown(), HANG_S)
         assert not engine._thread.is_alive()
 
     asyncio.run(limited())

@@ -18,6 +18,7 @@ from rose_backend.engine.ready_outputs import ReadyOutputs
 from rose_backend.errors import EngineDeadError
 from tests.engine.conftest import GREEDY
 from tests.support.crowd import crowd, tokens_of
+from tests.support.patience import HANG_S
 
 PROMPT = "Once upon a time there was a"
 LONG = replace(GREEDY, max_tokens=40)
@@ -159,7 +160,7 @@ def test_waiting_for_texts_is_no_busy_wait(make_llm: Callable[..., LLM]) -> None
     may_go_on = threading.Event()
 
     def stuck(message: Any) -> Any:
-        assert may_go_on.wait(10.0)
+        assert may_go_on.wait(HANG_S)
         return process(message)
 
     def counted() -> Any:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,6 +19,7 @@ from rose_backend.engine.delivery import Postman, Subscriber
 from rose_backend.engine.output_processor import Abort, OutputProcessor
 from rose_backend.engine.text_worker import OutputSink, Readers, TextWorker
 from rose_backend.errors import RequestError
+from tests.support.patience import HANG_S
 
 
 @dataclass(eq=False)
@@ -60,7 +63,7 @@ class Desk:
         self.worker.post(cast(Abort, requests), is_urgent=is_urgent)
 
     def wait_for(self, num_rounds: int) -> None:
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + HANG_S
         while len(self.rounds) < num_rounds and time.monotonic() < deadline:
             time.sleep(0.001)
         assert len(self.rounds) >= num_rounds
@@ -72,67 +75,127 @@ class Desk:
         return self.rounds
 
 
-def test_readers_and_texts_leave_half_of_the_time_to_others() -> None:
-    desk, request = Desk(lambda: time.sleep(0.01)), Request("one")
-    start = time.monotonic()
-    while time.monotonic() - start < 0.4:
-        desk.post(request)
-        time.sleep(0.001)
-    outputs = [output for (output,) in desk.close()]
-    # Ten milliseconds of readers' work, ten of rest; a slow machine only makes it fewer rounds.
-    assert 2 < len(outputs) <= 22
-    assert all(later.at - sooner.at > 0.019 for sooner, later in pairwise(outputs))
-    # What came meanwhile is one piece.
-    assert outputs[-1].num_tokens > 2 * len(outputs)
+class Clock:
+    """A time of its own, in which things are posted, and which passes only while the worker waits or readers read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.mail: deque[tuple[float, bool, tuple[Request, ...]]] = deque()
+        """When it comes, whether it is urgent, and what it is; in order of time."""
+        self.post: Callable[..., None] = lambda *requests, is_urgent: None
+
+    def pass_until(self, end: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Let time pass with all that comes in it, or until something is over."""
+        while self.mail and self.mail[0][0] <= end and not is_over():
+            at, is_urgent, requests = self.mail.popleft()
+            self.now = max(self.now, at)
+            self.post(*requests, is_urgent=is_urgent)
+        if not is_over():
+            self.now = max(self.now, end)
 
 
-def test_a_rest_is_as_long_as_rounds_usually_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_worker, "_MAX_REST_S", 0.5)
-    seconds = [0.01] * 4 + [0.2] + [0.01] * 20
-    desk, request, rests = Desk(lambda: time.sleep(seconds.pop(0))), Request("one"), list[float]()
+@dataclass
+class Call:
+    """Stands for the event that wakes the worker."""
+
+    clock: Clock
+    is_set: bool = False
+
+    def set(self) -> None:
+        self.is_set = True
+
+    def clear(self) -> None:
+        self.is_set = False
+
+    def wait(self, seconds: float | None) -> None:
+        if seconds is None and not self.is_set and not self.clock.mail:
+            raise NothingComesError
+        until = self.clock.mail[-1][0] if seconds is None else self.clock.now + seconds
+        if not self.is_set:
+            self.clock.pass_until(until, lambda: self.is_set)
+
+
+class NothingComesError(Exception):
+    """The worker waits, and nobody will post anything."""
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Return the time of workers that are made from now on; their thread does not start."""
+    clock = Clock()
+    thread = SimpleNamespace(start=lambda: None)
+    threads = SimpleNamespace(Event=lambda: Call(clock), Thread=lambda **options: thread)
+    monkeypatch.setattr(text_worker, "threading", threads)
+    monkeypatch.setattr(text_worker, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    return clock
+
+
+def work_off(clock: Clock, reading_s: Callable[[], float], note: list[float] | None = None) -> list[Output]:
+    """Run a worker until all mail has come and has been delivered; return its outputs.
+
+    Args:
+        reading_s: how long readers take with what is delivered, called once a round.
+        note: takes what the worker wants to wait at most, each time.
+    """
+    desk = Desk(lambda: clock.pass_until(clock.now + reading_s()))
+    clock.post = desk.post
     time_to_wait = desk.worker._time_to_wait
 
     def noting(rest_until: float) -> float | None:
         wait_s = time_to_wait(rest_until)
-        rests.append(wait_s or 0.0)
+        if note is not None:
+            note.append(wait_s or 0.0)
         return wait_s
 
-    monkeypatch.setattr(desk.worker, "_time_to_wait", noting)
-    while seconds:
-        desk.post(request)
-        time.sleep(0.001)
-    outputs = [output for (output,) in desk.close()]
+    desk.worker._time_to_wait = noting  # type: ignore[method-assign]
+    readers = desk.worker._sink.readers
+    assert readers is not None
+    with pytest.raises(NothingComesError):
+        desk.worker._work_half_of_the_time(readers)
+    return [output for outputs in desk.rounds for output in outputs]
+
+
+def test_readers_and_texts_leave_half_of_the_time_to_others(clock: Clock) -> None:
+    request = Request("one")
+    clock.mail.extend((index * 0.001, False, (request,)) for index in range(400))
+    outputs = work_off(clock, lambda: 0.01)
+    # Ten milliseconds of readers' work, ten of rest.
+    assert [later.at - sooner.at for sooner, later in pairwise(outputs)] == pytest.approx([0.02] * 20)
+    # What came meanwhile is one piece.
+    assert outputs[-1].num_tokens == 400
+
+
+def test_a_rest_is_as_long_as_rounds_usually_are(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_worker, "_MAX_REST_S", 0.5)
+    seconds = [0.01] * 4 + [0.2] + [0.01] * 20
+    request, rests = Request("one"), list[float]()
+    clock.mail.extend((index * 0.001, False, (request,)) for index in range(600))
+    outputs = work_off(clock, lambda: seconds.pop(0), rests)
     # The slow round itself holds everybody up, but they do not rest for two tenths of a second behind it.
-    assert outputs[5].at - outputs[4].at > 0.2
-    assert 0.005 < max(rests) < 0.1
+    assert 0.2 < outputs[5].at - outputs[4].at < 0.23
+    assert 0.02 < max(rests) < 0.025
 
 
-def test_first_tokens_do_not_wait_for_the_end_of_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_tokens_do_not_wait_for_the_end_of_a_rest(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_worker, "_MAX_REST_S", 0.6)
-    is_resting = threading.Event()
-
-    def look() -> None:
-        time.sleep(0.6)
-        is_resting.set()
-
-    desk, old, new = Desk(look), Request("old"), Request("new")
-    desk.post(old)
-    assert is_resting.wait(20.0)
-    start = time.monotonic()
-    desk.post(old)
-    desk.post(old, new, is_urgent=True)
-    desk.wait_for(3)
-    first, second, third = desk.close()[:3]
-    assert [output.request_id for output in (*first, *second, *third)] == ["old", "new", "old"]
+    old, new = Request("old"), Request("new")
+    clock.mail.extend([(0.0, False, (old,)), (0.7, False, (old,)), (0.8, True, (old, new))])
+    outputs = work_off(clock, lambda: 0.6)
     # The others have their rest, and then all of their text.
-    assert second[0].at - start < 0.3 < 0.5 < third[0].at - start
-    assert third[0].num_tokens == 3 and second[0].num_tokens == 1
+    assert [(output.request_id, output.num_tokens, round(output.at, 3)) for output in outputs[:3]] == [
+        ("old", 1, 0.0),
+        ("new", 1, 0.8),
+        ("old", 3, 1.2),
+    ]
 
 
 def test_a_round_is_for_those_who_have_waited_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_worker, "_MAX_ROUND", 3)
     gate = threading.Event()
-    desk = Desk(lambda: cast(None, gate.wait(20.0)), is_ready=lambda name: name != "b")
+    desk = Desk(lambda: cast(None, gate.wait(HANG_S)), is_ready=lambda name: name != "b")
     requests = [Request(name, has_output=True) for name in "abcdefgh"]
     desk.post(Request("z"))
     desk.wait_for(1)
@@ -146,8 +209,8 @@ def test_a_round_is_for_those_who_have_waited_longest(monkeypatch: pytest.Monkey
 
 
 def test_deliveries_to_loops_that_live_and_that_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "_MAX_LAG_S", 30.0)
-    start = time.monotonic()
+    # Whoever waits for a loop that is closed, or for one that has taken all, hangs.
+    monkeypatch.setattr(delivery, "_MAX_LAG_S", 10 * HANG_S)
     postman = Postman()
     postman.wait_until_seen()  # nothing is on its way
 
@@ -160,7 +223,7 @@ def test_deliveries_to_loops_that_live_and_that_are_closed(monkeypatch: pytest.M
         waiting = asyncio.get_running_loop().run_in_executor(None, postman.wait_until_seen)
         assert [await subscriber.get(), await subscriber.get()] == [first, second]
         assert subscriber.has_taken_all
-        await asyncio.wait_for(waiting, 10.0)
+        await asyncio.wait_for(waiting, HANG_S)
         cancelled = asyncio.create_task(subscriber.get())
         await asyncio.sleep(0)
         cancelled.cancel()
@@ -174,4 +237,3 @@ def test_deliveries_to_loops_that_live_and_that_are_closed(monkeypatch: pytest.M
     lost = (Subscriber(loop), RequestError("nobody hears it"))
     assert postman.post([lost]) == [lost]
     postman.wait_until_seen()
-    assert time.monotonic() - start < 20.0

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rose_backend.kernels.reference.philox import exponential_noise, philox4x32, token_bits, vocabulary_bits
+from tests.support.patience import HANG_S
 
 ALL_ONES = 0xFFFFFFFF
 # (counter, key, result): the vectors published with Random123 for philox4x32-10.
@@ -95,7 +96,7 @@ def test_equal_to_triton(tmp_path: Path) -> None:
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr

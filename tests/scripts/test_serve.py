@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import serve
 
+from tests.support.patience import HANG_S
+
 # Stands for vllm: answers /health, starts a helper that ignores SIGTERM, ends on SIGINT unless told to be stubborn.
 FAKE_VLLM = """#!{python}
 import http.server, os, signal, subprocess, sys
-code = "import signal, time; signal.signal(15, 1); time.sleep(60)"
+code = "import signal, time; signal.signal(15, 1); time.sleep(3600)"
 new_session = "session" in os.environ.get("FAKE", "")
 null = subprocess.DEVNULL
 helper = subprocess.Popen([sys.executable, "-c", code], stdout=null, stderr=null, start_new_session=new_session)
@@ -116,7 +118,7 @@ def test_a_signal_ends_everything_in_order(
         process.send_signal(number)
         assert process.stdout is not None
         lines += process.stdout.readlines()
-        status = process.wait(timeout=20)
+        status = process.wait(timeout=HANG_S)
     assert status == 0
     assert "server ended in order\n" in lines
     assert len([line for line in lines if "curl" in line]) == 1
@@ -128,14 +130,14 @@ def test_a_stubborn_server_is_killed(tmp_path: Path, free_port: int) -> None:
     with launch(tmp_path, free_port, "stubborn") as process:
         lines = read_until(process, "curl ")
         process.send_signal(signal.SIGINT)
-        status = process.wait(timeout=20)
+        status = process.wait(timeout=HANG_S)
     assert status == 1
     assert not any(exists(process_id) for process_id in process_ids(lines))
 
 
 def test_a_server_that_dies_is_reported_with_its_status(tmp_path: Path, free_port: int) -> None:
     with launch(tmp_path, free_port, "dies") as process:
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 3
     assert "ended by itself before it was ready (status 3)" in output
     assert "curl" not in output
@@ -147,8 +149,8 @@ def test_the_server_ends_even_when_its_launcher_is_killed(tmp_path: Path, free_p
     with launch(tmp_path, free_port) as process:
         helper, server = process_ids(read_until(process, "curl "))
         process.kill()
-        process.wait(timeout=20)
-        deadline = time.monotonic() + 10
+        process.wait(timeout=HANG_S)
+        deadline = time.monotonic() + HANG_S
         while exists(server) and time.monotonic() < deadline:
             time.sleep(0.05)
         is_gone = not exists(server)

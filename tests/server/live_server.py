@@ -26,9 +26,9 @@ from rose_backend.server.inproc_engine import InprocEngine
 from rose_backend.server.serve import bind, make_engine, make_server
 from rose_backend.server.service import Service
 from rose_backend.server.settings import ServerSettings
+from tests.support.patience import HANG_S
 
 MODEL = "tiny"
-TIMEOUT_S = 60.0
 LONG: dict[str, Any] = {
     "prompt": "Once upon a time",
     "max_tokens": 1000,
@@ -61,8 +61,8 @@ class LiveServer:
         self._thread = threading.Thread(target=self._run, args=(listener,), name="rose-server", daemon=True)
         self._thread.start()
         key = self.settings.api_keys[0] if self.settings.api_keys else "unused"
-        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S)
-        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=TIMEOUT_S)
+        self.http = httpx.Client(base_url=self.url, timeout=HANG_S)
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=HANG_S)
         wait_until(lambda: self.server.started)
 
     def complete(self, **body: object) -> httpx.Response:
@@ -87,7 +87,7 @@ class LiveServer:
 
     def counters(self) -> Counters:
         """Return what the engine has done and what it has in use."""
-        return asyncio.run_coroutine_threadsafe(self.engine.counters(), self._loop).result(TIMEOUT_S)
+        return asyncio.run_coroutine_threadsafe(self.engine.counters(), self._loop).result(HANG_S)
 
     def wait_until_idle(self) -> None:
         """Return when no request is left, and check that none has left anything behind."""
@@ -114,7 +114,7 @@ class LiveServer:
 
     def join(self) -> None:
         """Wait for the end."""
-        self._thread.join(TIMEOUT_S)
+        self._thread.join(HANG_S)
         assert not self._thread.is_alive(), "the server does not end"
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ def running_server(
 @contextmanager
 def sent(server: LiveServer, content: bytes, *, length: int | None = None) -> Iterator[socket.socket]:
     """Send a completion request and hang up at the end; ``length`` may promise more than is sent."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT_S) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S) as connection:
         head = (
             "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(content) if length is None else length}\r\n\r\n"
@@ -156,7 +156,7 @@ def sent(server: LiveServer, content: bytes, *, length: int | None = None) -> It
 
 def wait_until(condition: Callable[[], object]) -> None:
     """Return when ``condition`` is true."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.005)

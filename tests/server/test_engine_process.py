@@ -30,6 +30,7 @@ from rose_backend.server.remote_stream import RemoteStream
 from tests.server.live_server import LONG, LiveServer, error_of, running_server, sent, wait_until
 from tests.server.test_lifecycle import long_stream
 from tests.server.test_serve_command import serving
+from tests.support.patience import HANG_S
 
 TWO = {"frontend_multiprocessing": True}
 
@@ -95,7 +96,7 @@ def test_the_engine_ends_with_the_process_that_serves(tiny_model_path: Path, tmp
         # What stops a service may signal all its processes: the engine goes on for as long as it is needed.
         os.kill(child, signal.SIGTERM)
         transport = httpx.HTTPTransport(uds=str(address))
-        with httpx.Client(transport=transport, base_url="http://rose", timeout=60.0) as client:
+        with httpx.Client(transport=transport, base_url="http://rose", timeout=HANG_S) as client:
             answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 20})
         assert answer.status_code == 200
         process.kill()

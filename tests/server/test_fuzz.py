@@ -12,6 +12,7 @@ from schemathesis.checks import CHECKS
 
 from rose_backend.server.gate import GENERATING_ROUTES
 from tests.server.live_server import running_server
+from tests.support.patience import HANG_S
 
 NUM_EXAMPLES = 20
 # What the server answers must be as it says. Whether a request is allowed cannot be told from the schema alone.
@@ -54,13 +55,13 @@ def test_made_up_requests(tiny_model_path: Path, chat_template: Path) -> None:
                     suppress_health_check=list(hypothesis.HealthCheck),
                 )
                 def send(case: schemathesis.Case) -> None:
-                    answer = case.call(timeout=60)
+                    answer = case.call(timeout=HANG_S)
                     statuses.add((case.path, answer.status_code))
                     case.validate_response(answer, checks=checks)
                     if answer.status_code == 200 and case.path in GENERATING_ROUTES:
                         # Streams are rare among made-up requests; every good one is sent once more as one.
                         case.body["stream"] = True
-                        answer = case.call(timeout=60)
+                        answer = case.call(timeout=HANG_S)
                         kinds.add(answer.headers["content-type"][0])
                         case.validate_response(answer, checks=checks)
 

@@ -27,6 +27,7 @@ from tests.server.live_server import (
     sent,
     wait_until,
 )
+from tests.support.patience import HANG_S
 
 
 @contextmanager
@@ -151,13 +152,13 @@ def test_draining_finishes_what_runs(tiny_model_path: Path) -> None:
         running: Future[str] = pool.submit(server.text, **{**LONG, "max_tokens": 300})
         wait_until(lambda: server.service.engine_request_ids)
         server.signal()
-        refused = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=60.0)
+        refused = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=HANG_S)
         assert refused.status_code == 503
         assert error_of(refused)["code"] == "draining"
         assert refused.headers["retry-after"] == "1" and refused.headers["connection"] == "close"
-        health = httpx.get(f"{server.url}/health", timeout=60.0)
+        health = httpx.get(f"{server.url}/health", timeout=HANG_S)
         assert health.status_code == 503 and error_of(health)["code"] == "draining"
-        assert httpx.get(f"{server.url}/metrics", timeout=60.0).status_code == 200
+        assert httpx.get(f"{server.url}/metrics", timeout=HANG_S).status_code == 200
         assert running.result() == alone
         server.join()
         assert not server.engine.is_running

@@ -18,6 +18,7 @@ from rose_backend import EngineConfig
 from rose_backend.cli import main
 from rose_backend.server.settings import ServerSettings
 from tests.server.live_server import LONG, wait_until
+from tests.support.patience import HANG_S
 
 
 def run(*argv: str) -> int:
@@ -49,7 +50,7 @@ def test_a_process_from_start_to_end(tiny_model_path: Path, tmp_path: Path) -> N
     with serving(log, "--model", str(tiny_model_path), *options, ROSE_API_KEY="secret") as process:
         transport = httpx.HTTPTransport(uds=str(socket))
         headers = {"Authorization": "Bearer secret"}
-        with httpx.Client(transport=transport, base_url="http://rose", timeout=60.0) as client:
+        with httpx.Client(transport=transport, base_url="http://rose", timeout=HANG_S) as client:
             assert client.get("/health").status_code == 200
             assert client.get("/v1/models").status_code == 401
             body = {**LONG, "max_tokens": 200, "stream": True, "model": "tiny"}
@@ -58,7 +59,7 @@ def test_a_process_from_start_to_end(tiny_model_path: Path, tmp_path: Path) -> N
                 next(lines)
                 process.send_signal(signal.SIGTERM)
                 assert [line for line in lines if line][-1] == "data: [DONE]"
-        assert process.wait(60) == 0
+        assert process.wait(HANG_S) == 0
     text = log.read_text()
     assert f"serving tiny on unix:{socket}" in text
     assert "route=/v1/completions status=200" in text and "finish=length" in text

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from tests.support.patience import HANG_S
+
 
 def run_interpreted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a module-level ``function`` where Triton interprets, and return what it returns.
@@ -22,7 +24,7 @@ def run_interpreted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     Tensors travel through shared memory: what the function writes to an argument is seen here, and views of one
     storage stay views of one storage. ``function`` imports kernels itself, or its module does.
     """
-    return _interpreter().submit(function, *args, **kwargs).result(timeout=250)
+    return _interpreter().submit(function, *args, **kwargs).result(timeout=HANG_S)
 
 
 _executor: ProcessPoolExecutor | None = None
@@ -37,7 +39,7 @@ def _interpreter() -> ProcessPoolExecutor:
         os.environ["TRITON_INTERPRET"] = "1"
         try:
             # Started here, while the environment says so.
-            assert _executor.submit(_is_interpreting).result(timeout=120)
+            assert _executor.submit(_is_interpreting).result(timeout=HANG_S)
         finally:
             if before is None:
                 del os.environ["TRITON_INTERPRET"]

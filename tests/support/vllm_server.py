@@ -16,9 +16,9 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tests.support.patience import HANG_S
+
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 240.0
-STOP_TIMEOUT_S = 40.0
 
 CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -49,7 +49,7 @@ class VllmServer:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
         self.log_path = log_path
-        self.client = httpx.Client(base_url=self.url, timeout=120.0)
+        self.client = httpx.Client(base_url=self.url, timeout=HANG_S)
 
     @property
     def log(self) -> str:
@@ -60,7 +60,7 @@ class VllmServer:
         """Send a JSON body."""
         return self.client.post(path, json=body)
 
-    def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+    def wait_until_ready(self, timeout_s: float = HANG_S) -> None:
         """Return once ``/health`` answers.
 
         Raises:
@@ -71,7 +71,7 @@ class VllmServer:
             if self.process.poll() is not None:
                 raise ServerStartError(f"ended with {self.process.returncode}\n{self.log[-4000:]}")
             with contextlib.suppress(httpx.TransportError):
-                if self.client.get("/health", timeout=5.0).status_code == 200:
+                if self.client.get("/health").status_code == 200:
                     return
             time.sleep(0.25)
         raise ServerStartError(f"not ready after {timeout_s} s\n{self.log[-4000:]}")
@@ -83,9 +83,9 @@ class VllmServer:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(STOP_TIMEOUT_S)
+                self.process.wait(HANG_S)
         left = kill_what_is_left(family)
-        self.process.wait(STOP_TIMEOUT_S)
+        self.process.wait(HANG_S)
         return left
 
 
@@ -110,7 +110,7 @@ def group_of(group: int) -> list[psutil.Process]:
 
 def kill_what_is_left(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Wait a moment for processes to end by themselves, kill the others and return them."""
-    _, left = psutil.wait_procs(processes, timeout=5.0)
+    _, left = psutil.wait_procs(processes, timeout=HANG_S)
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -169,10 +169,10 @@ def run_until_exits(commands: Mapping[str, Sequence[str]], folder: Path) -> dict
         start_new_session=True,
     )
     try:
-        printed, _ = launcher.communicate(timeout=len(commands) * START_TIMEOUT_S)
+        printed, _ = launcher.communicate(timeout=HANG_S)
     finally:
         left = kill_what_is_left(group_of(launcher.pid))
-        launcher.wait(STOP_TIMEOUT_S)
+        launcher.wait(HANG_S)
     assert launcher.returncode == 0 and not left, f"status {launcher.returncode}, still running: {left}"
     statuses = json.loads(printed)
     return {

@@ -23,6 +23,7 @@ from vllm.v1.sample.sampler import Sampler
 from rose_backend import vllm_plugin
 from rose_backend.vllm_plugin.backend_name import BACKEND_CLASS_PATH, ensure_backend_name, is_rose
 from rose_backend.vllm_plugin.patch_ledger import LEDGER, resolve_owner
+from tests.support.patience import HANG_S
 from tests.vllm_plugin.conftest import MakeConfig
 
 
@@ -32,7 +33,7 @@ def run_script(script: str, *arguments: str) -> Any:
         [sys.executable, "-c", textwrap.dedent(script), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -76,9 +77,9 @@ def test_the_member_reaches_a_spawned_process_that_has_not_loaded_the_plugin() -
     process = context.Process(target=unpickle_name, args=(data, queue))
     process.start()
     try:
-        assert queue.get(timeout=120) == ("ROSE", BACKEND_CLASS_PATH, True)
+        assert queue.get(timeout=HANG_S) == ("ROSE", BACKEND_CLASS_PATH, True)
     finally:
-        process.join(30)
+        process.join(HANG_S)
 
 
 def test_a_name_that_another_plugin_has_taken_is_reported(
