@@ -34,7 +34,7 @@ _ENGINE_HELP = {
     "gpu_memory_utilization": "share of the GPU's memory for weights, activations and KV pool together",
     "cpu_kvcache_space_gib": "memory of the KV pool on a CPU in GiB, at most",
     "num_threads": "threads that a step's operations are split over on a CPU (default: OMP_NUM_THREADS if set, "
-    "otherwise one per 16 million weights, at most one per core)",
+    "otherwise one below 64 Mi weights, then one per 16 Mi, at most one per core)",
     "run_ahead": "decode steps to start before the tokens of the one before are read; 0: none (default: 1 on a GPU)",
     "pacing": "serving: compute few prompt tokens beside running texts, and start long steps just before they are due; "
     "no long gaps in running texts beside long prompts, but later first tokens and fewer tokens a second",

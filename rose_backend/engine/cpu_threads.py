@@ -19,10 +19,14 @@ import torch
 from rose_backend.config import EngineConfig
 from rose_backend.errors import ConfigError
 
+SMALL_MODEL = 64 << 20
+"""Weights below which one thread computes everything. On two cores that others used as well, decode steps of 1 M
+weights took 15 times as long with two threads as with one, of 14 M twice and now and then 15 times, and of 124 M (GPT-2)
+no longer; that model's prompts took less. The border between them is a guess on the safe side.
+"""
 WEIGHTS_PER_THREAD = 16 << 20
-"""One more thread for each time as many weights. On 16 idle cores a decode step of GPT-2's kind with 1 M weights was no
-faster with more threads, with 14 M it was by a third, with 124 M (7 threads) by two thirds; on two cores that others
-use as well, steps of 14 M weights were 15 times slower now and then with two threads, and of 124 M weights no slower.
+"""One thread for each time as many weights of larger models: 7 for 124 M, whose decode steps took a third of the time
+with 8 threads on 16 idle cores, and a quarter with 16.
 """
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
@@ -58,8 +62,9 @@ class CpuThreads:
 def choose_cpu_threads(config: EngineConfig, device: torch.device, num_weights: int) -> CpuThreads | None:
     """Return the threads of a step on a CPU; None on any other device, which leaves torch alone.
 
-    ``num_threads`` comes first, then OMP_NUM_THREADS, which torch has read. Otherwise it is one thread for every
-    ``WEIGHTS_PER_THREAD``, at least one, at most as many as the process has cores and as torch would use.
+    ``num_threads`` comes first, then OMP_NUM_THREADS, which torch has read. Otherwise it is one thread below
+    ``SMALL_MODEL``, and for others one for every ``WEIGHTS_PER_THREAD``, at most as many as the process has cores and as
+    torch would use.
 
     Args:
         num_weights: of the model, shared ones counted once.
@@ -72,7 +77,7 @@ def choose_cpu_threads(config: EngineConfig, device: torch.device, num_weights: 
         return CpuThreads(torch.get_num_threads(), "OMP_NUM_THREADS")
     # Torch's own number is lower where cores are threads of one another, or where somebody has said so.
     num_cores = min(num_usable_cores(), torch.get_num_threads())
-    count = max(min(num_weights // WEIGHTS_PER_THREAD, num_cores), 1)
+    count = 1 if num_weights < SMALL_MODEL else min(num_weights // WEIGHTS_PER_THREAD, num_cores)
     return CpuThreads(count, f"for {num_weights / 1e6:,.0f} M weights on {num_cores} cores")
 
 

@@ -15,7 +15,7 @@ from rose_backend.cli import main
 from rose_backend.config import EngineConfig
 from rose_backend.engine import cpu_threads
 from rose_backend.engine.cpu_threads import (
-    WEIGHTS_PER_THREAD,
+    SMALL_MODEL,
     CpuThreads,
     check_num_threads,
     choose_cpu_threads,
@@ -45,7 +45,7 @@ def choose(num_weights: int, **options: Any) -> int:
 
 @pytest.mark.parametrize(
     ("num_weights", "count"),
-    [(0, 1), (1_300_000, 1), (2 * WEIGHTS_PER_THREAD - 1, 1), (2 * WEIGHTS_PER_THREAD, 2), (124_000_000, 7)],
+    [(0, 1), (1_300_000, 1), (SMALL_MODEL - 1, 1), (SMALL_MODEL, 4), (124_000_000, 7)],
 )
 def test_threads_grow_with_the_model(num_weights: int, count: int) -> None:
     assert choose(num_weights) == count
