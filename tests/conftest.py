@@ -10,7 +10,8 @@ from pathlib import Path
 # Before torch, transformers or vllm is imported by any test module.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# One thread each: threads of OpenMP spin while they wait for each other, for minutes where others have the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
@@ -20,8 +21,6 @@ from hypothesis import settings
 
 pytest_plugins = ["tests.support.resource_report"]
 ROOT = Path(__file__).resolve().parent.parent
-NUM_THREADS = int(os.environ["OMP_NUM_THREADS"])
-"""Of this process's share of the machine, for the few models that are large enough."""
 
 # Machines that run tests are shared and slow at times: a deadline per example would fail at random.
 settings.register_profile("rose", deadline=None, print_blob=True)
@@ -37,13 +36,6 @@ def pytest_xdist_auto_num_workers() -> int:
     import torch
 
     return 0 if torch.cuda.is_available() else 2
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Share the threads among processes that run side by side, before they start."""
-    if num_workers := config.getoption("numprocesses", None):
-        num_threads = int(os.environ["OMP_NUM_THREADS"]) // num_workers
-        os.environ["OMP_NUM_THREADS"] = str(max(1, num_threads))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,6 @@ import pytest
 from vllm import SamplingParams
 
 from rose_backend.config import SWITCH_NAMES
-from tests.conftest import NUM_THREADS
 from tests.e2e.conftest import MakeEngine
 from tests.support.reference_generation import (
     NUM_NEW_TOKENS,
@@ -207,7 +206,7 @@ def test_another_backend_runs_vllms_own_parts_only(
 
 def test_gpt2_of_124m_parameters(make_engine: MakeEngine, gpt2_124m_path: Path) -> None:
     prompts = parity_prompts(50_000)
-    with make_engine(model=str(gpt2_124m_path), num_threads=NUM_THREADS) as llm:
+    with make_engine(model=str(gpt2_124m_path)) as llm:
         answers = [list(output.outputs[0].token_ids) for output in generate(llm, prompts)]
     assert all(len(answer) == NUM_NEW_TOKENS for answer in answers)
     assert greedy_differences(gpt2_124m_path, prompts, answers) == []

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.config import SWITCH_NAMES
-from tests.conftest import NUM_THREADS
 from tests.support.reference_generation import (
     NUM_NEW_TOKENS,
     NUM_PROMPTS,
@@ -140,7 +138,6 @@ def test_random_weights(tmp_path: Path) -> None:
 
 
 def test_random_weights_of_gpt2_124m(tmp_path: Path) -> None:
-    torch.set_num_threads(NUM_THREADS)
     path = write_random_gpt2_124m(tmp_path / "gpt2-124m")
     prompts = parity_prompts(50_257, seed=0)
     assert len(prompts) == NUM_PROMPTS

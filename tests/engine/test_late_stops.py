@@ -26,14 +26,23 @@ LONG = replace(GREEDY, max_tokens=40)
 
 def delay_texts(core: EngineCore, num_steps: int) -> None:
     """Let the text thread look at tokens only when so many more steps have started, or no more start."""
-    process = core._texts._processor.process
+    process, wait = core._texts._processor.process, core._texts.wait
+    is_waited_for = threading.Event()
+
+    def waiting() -> None:
+        is_waited_for.set()
+        wait()
+        is_waited_for.clear()
 
     def late(message: Any) -> Any:
-        due, latest = core.stats.steps + num_steps, time.monotonic() + 0.1
+        due, latest = core.stats.steps + num_steps, time.monotonic() + HANG_S
         while core.stats.steps < due and not core._is_stalled and time.monotonic() < latest:
+            if is_waited_for.is_set() or not core.is_alive:
+                break
             time.sleep(0.0002)
         return process(message)
 
+    core._texts.wait = waiting  # type: ignore[method-assign]
     core._texts._processor.process = late  # type: ignore[method-assign]
 
 

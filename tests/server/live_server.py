@@ -48,7 +48,8 @@ class LiveServer:
     """
 
     def __init__(self, model: Path, settings: dict[str, Any], options: dict[str, Any]) -> None:
-        defaults = {"served_model_names": (MODEL,), "port": 0, "frontend_multiprocessing": False}
+        defaults: dict[str, Any] = {"served_model_names": (MODEL,), "port": 0, "drain_timeout_s": HANG_S}
+        defaults["frontend_multiprocessing"] = False
         self.settings = ServerSettings(**{**defaults, **settings})
         self.engine = make_engine(EngineConfig(model=str(model), **options), self.settings)
         template = ChatTemplate(str(model), self.settings.chat_template)

@@ -79,10 +79,16 @@ def test_draining_aborts_and_kills_what_takes_too_long(
     settings = {**TWO, "drain_timeout_s": 0.1}
     with running_server(tiny_model_path, settings, device="cpu") as server:
         pid = engine_process_of(server)
+        shutdown = server.engine.shutdown
+
+        async def stopped() -> None:
+            os.kill(pid, signal.SIGSTOP)
+            await shutdown()
+
         with long_stream(server) as lines:
+            monkeypatch.setattr(server.engine, "shutdown", stopped)
             server.signal()
             events = [line for line in lines if line]
-        os.kill(pid, signal.SIGSTOP)
         assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
         server.join()
         assert not server.server.engine_has_died and not is_alive(pid)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import openai
 import pytest
 
 from rose_backend.errors import ConfigError
+from rose_backend.server import serve
 from rose_backend.server.serve import bind
 from rose_backend.server.settings import ServerSettings
 from tests.server.live_server import (
@@ -68,8 +68,9 @@ def test_leaving_a_stream_frees_everything(
 @pytest.mark.parametrize("prompts", [["The king"], ["The king", "A queen"]])
 def test_leaving_while_waiting_for_a_whole_answer(tiny_model_path: Path, prompts: list[str]) -> None:
     with running_server(tiny_model_path, device="cpu") as server:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json={**LONG, "prompt": prompts}, timeout=0.2)
+        body = json.dumps({**LONG, "model": MODEL, "prompt": prompts}).encode()
+        with sent(server, body):
+            wait_until(lambda: len(server.service.engine_request_ids) == len(prompts))
         server.wait_until_idle()
         text = server.http.get("/metrics").text
         assert read_metric(text, LEFT) == 1
@@ -188,21 +189,20 @@ def test_a_second_signal_ends_at_once(tiny_model_path: Path) -> None:
         with long_stream(server) as lines:
             server.signal()
             server.signal()
-            start = time.monotonic()
             events = [line for line in lines if line]
         assert "the engine was shut down" in events[-2] and events[-1] == "data: [DONE]"
         server.join()
-        assert time.monotonic() - start < server.settings.drain_timeout_s
         assert not server.engine.is_running and not server.server.engine_has_died
 
 
-def test_idle_connections_do_not_hold_up_the_end(tiny_model_path: Path) -> None:
+def test_idle_connections_do_not_hold_up_the_end(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_ABORT_TIMEOUT_S", 10 * HANG_S)
     with running_server(tiny_model_path) as server:
         assert server.http.get("/health").status_code == 200
-        start = time.monotonic()
         server.signal()
         server.join()
-        assert time.monotonic() - start < 5.0
 
 
 def test_an_address_in_use(server: LiveServer) -> None:
