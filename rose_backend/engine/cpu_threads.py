@@ -21,8 +21,8 @@ from rose_backend.errors import ConfigError
 
 SMALL_MODEL = 64 << 20
 """Weights below which one thread computes everything. On two cores that others used as well, decode steps of 1 M
-weights took 15 times as long with two threads as with one, of 14 M twice and now and then 15 times, and of 124 M (GPT-2)
-no longer; that model's prompts took less. The border between them is a guess on the safe side.
+weights took 15 times as long with two threads as with one, of 14 M twice and now and then 15 times, and of 124 M no
+longer; that model's prompts took less. The border between them is a guess on the safe side.
 """
 WEIGHTS_PER_THREAD = 16 << 20
 """One thread for each time as many weights of larger models: 7 for 124 M, whose decode steps took a third of the time
@@ -63,8 +63,8 @@ def choose_cpu_threads(config: EngineConfig, device: torch.device, num_weights: 
     """Return the threads of a step on a CPU; None on any other device, which leaves torch alone.
 
     ``num_threads`` comes first, then OMP_NUM_THREADS, which torch has read. Otherwise it is one thread below
-    ``SMALL_MODEL``, and for others one for every ``WEIGHTS_PER_THREAD``, at most as many as the process has cores and as
-    torch would use.
+    ``SMALL_MODEL``, and for others one for every ``WEIGHTS_PER_THREAD``, at most as many as the process has cores and
+    as torch would use.
 
     Args:
         num_weights: of the model, shared ones counted once.
