@@ -108,9 +108,12 @@ def server_arguments(
 
 
 def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the server's environment: the user's own, with a small KV cache on a CPU unless the user chose one."""
+    """Return the server's environment: defaults of ``make serve`` under whatever the user chose.
+
+    A small KV cache on a CPU, and no process of the server imports from the current directory.
+    """
     # vLLM's default is a large share of the machine's memory. Unit: GiB.
-    return {"VLLM_CPU_KVCACHE_SPACE": "1", **environment}
+    return {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONSAFEPATH": "1", **environment}
 
 
 def curl_line(model_name: str, host: str, port: int) -> str:

@@ -8,13 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import subprocess
 import sys
 import weakref
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+import rose_backend
 from rose_backend.config import EngineConfig
 from rose_backend.engine.interpreter import begin_serving, end_serving
 from rose_backend.engine.outputs import RequestOutput
@@ -30,8 +33,14 @@ from rose_backend.server.remote_stream import RemoteStream
 
 logger = logging.getLogger(__name__)
 
+_PACKAGE_ROOT = Path(rose_backend.__file__).resolve().parent.parent
 _SOCKET_BUFFER_BYTES = 4 << 20
 """Room for the outputs of some rounds, so that the engine's text thread does not wait for this process."""
+_ENGINE_PROGRAM = (
+    "import sys; sys.path.append(sys.argv[2]); "
+    "from rose_backend.server.engine_process import main; sys.exit(main())"
+)
+"""Behind all else on the path is where this process has the package from, should it not be installed."""
 _END_TIMEOUT_S = 10.0
 """How long an engine process that was told to stop may take until it is killed."""
 
@@ -252,7 +261,9 @@ def _start_process(config: EngineConfig) -> tuple[subprocess.Popen[bytes], socke
         for end in (ours, its):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
         process = subprocess.Popen(
-            [sys.executable, "-m", "rose_backend.server.engine_process", str(its.fileno())],
+            [sys.executable, "-c", _ENGINE_PROGRAM, str(its.fileno()), str(_PACKAGE_ROOT)],
+            # Whatever lies in the current directory is no module of ours, nor of a process that the engine starts.
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
             stdin=subprocess.DEVNULL,
             pass_fds=[its.fileno()],
             # Ctrl-C is for this process, which lets running requests finish.

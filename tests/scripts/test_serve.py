@@ -230,8 +230,10 @@ def test_arguments_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_users_environment_wins() -> None:
-    assert serve.server_environment({"A": "1"}) == {"A": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    assert serve.server_environment({"VLLM_CPU_KVCACHE_SPACE": "8"}) == {"VLLM_CPU_KVCACHE_SPACE": "8"}
+    defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONSAFEPATH": "1"}
+    assert serve.server_environment({"A": "1"}) == {"A": "1", **defaults}
+    chosen = {"VLLM_CPU_KVCACHE_SPACE": "8", "PYTHONSAFEPATH": ""}
+    assert serve.server_environment(chosen) == chosen
 
 
 def test_option_values_are_found_in_both_spellings() -> None:
