@@ -9,7 +9,8 @@ import pytest
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.errors import ConfigError
-from rose_backend.server.chat_template import ChatTemplate
+from rose_backend.server.chat_template import ChatTemplate, plain_messages
+from rose_backend.server.request_models import ChatMessage
 from tests.server.live_server import MODEL, LiveServer, error_of, running_server
 from tests.server.test_completions import GREEDY, stream
 
@@ -17,6 +18,7 @@ MESSAGES: list[Any] = [
     {"role": "system", "content": "Be kind."},
     {"role": "user", "name": "Ann", "content": "Tell me of the king."},
 ]
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "chat_template.jinja"
 RENDERED = "system: Be kind.\nuser Ann: Tell me of the king.\nassistant:"
 
 
@@ -32,6 +34,15 @@ def test_the_template_makes_the_prompt(server: LiveServer, llm: LLM) -> None:
     assert answer.choices[0].message.content == expected.outputs[0].text
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None and answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+
+
+def test_the_example_serves_a_model_without_a_template(tiny_model_path: Path) -> None:
+    template = ChatTemplate(str(tiny_model_path), str(EXAMPLE))
+    ids = template.encode(
+        plain_messages([ChatMessage(**each) for each in MESSAGES]), add_generation_prompt=True
+    )
+    text = template._tokenizer.decode(ids)
+    assert text == "System: Be kind.\n\nUser: Tell me of the king.\n\nAssistant:"
 
 
 def test_without_the_start_of_an_answer(server: LiveServer, llm: LLM) -> None:
