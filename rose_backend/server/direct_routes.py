@@ -13,13 +13,14 @@ from typing import Any, TypeAlias
 
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
-from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rose_backend.server.error_answers import (
     EXPECTED_ERRORS,
     answer_error,
+    describe_unreadable_body,
     describe_validation_errors,
 )
 from rose_backend.server.request_models import Body
@@ -68,15 +69,15 @@ def parse_body(model: type[Body], content: bytes) -> Body:
     """Return a body that has been checked.
 
     Raises:
-        HTTPException: it is no JSON, or a field is not allowed.
+        ApiError: it is no JSON, or a field is not allowed.
     """
     try:
         fields = json.loads(content) if content else None
     except json.JSONDecodeError as error:
         found = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error", "input": {}}
         raise describe_validation_errors([{**found, "ctx": {"error": error.msg}}]) from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, an endless number, or nested too deeply
-        raise _unreadable() from error
+    except (ValueError, RecursionError) as error:
+        raise describe_unreadable_body(error) from error
     if fields is None:
         raise describe_validation_errors([{"type": "missing", "loc": ("body",)}])
     try:
@@ -94,11 +95,7 @@ async def _read_body(receive: Receive) -> bytes:
     while not is_complete:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise _unreadable()
+            raise describe_unreadable_body(ClientDisconnect())
         parts.append(message.get("body", b""))
         is_complete = not message.get("more_body", False)
     return b"".join(parts)
-
-
-def _unreadable() -> HTTPException:
-    return HTTPException(400, "There was an error parsing the body")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ EXPECTED_ERRORS = (HTTPException, RequestError, EngineDeadError, ClientDisconnec
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 _TYPE_OF_STATUS = {429: "rate_limit_error"}
 _CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed", 500: "internal_error"}
+# What FastAPI says of a body that is no text; the reason is the cause.
+_FASTAPI_UNREADABLE = "There was an error parsing the body"
 # pydantic names the branch of a union in an error's place; these are no fields.
 _BRANCHES = frozenset({"str", "int", "float", "bool", "none"})
 
@@ -70,6 +73,8 @@ def as_api_error(error: Exception, what: str = "request") -> ApiError:
     if isinstance(error, RequestValidationError):
         return describe_validation_errors(error.errors())
     if isinstance(error, HTTPException):
+        if error.detail == _FASTAPI_UNREADABLE and error.__cause__ is not None:
+            return describe_unreadable_body(error.__cause__)
         answer = ApiError(error.status_code, f"{what}: {error.detail}")
         answer.headers = error.headers
         return answer
@@ -80,6 +85,26 @@ def as_api_error(error: Exception, what: str = "request") -> ApiError:
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead")
     return ApiError(500, "the server failed; its log has the reason")
+
+
+def describe_unreadable_body(reason: BaseException) -> ApiError:
+    """Say why a body could not even be read as JSON.
+
+    Args:
+        reason: what ``json.loads`` raised other than a syntax error, or that the client left.
+    """
+    if isinstance(reason, UnicodeDecodeError):
+        what = f"not valid {reason.encoding.upper()} at byte {reason.start} ({reason.reason}), allowed is JSON in UTF-8"
+    elif isinstance(reason, RecursionError):
+        what = "arrays or objects are nested too deeply, no field has more than a few levels"
+    elif isinstance(reason, ClientDisconnect):
+        what = "the connection was closed before it was complete"
+    elif isinstance(reason, ValueError):
+        # Python reads no longer ones, since that takes more than linear time.
+        what = f"got an integer of more digits than are allowed ({sys.get_int_max_str_digits()})"
+    else:
+        what = "cannot be read"
+    return ApiError(400, f"body: {what}", param="body")
 
 
 def describe_validation_errors(errors: Sequence[Mapping[str, Any]]) -> ApiError:
