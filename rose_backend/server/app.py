@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
 from starlette.types import ASGIApp
 
 from rose_backend import __version__
@@ -16,7 +16,8 @@ from rose_backend.server.service import Service
 
 def build_app(service: Service) -> ASGIApp:
     """Return the application. Whoever runs it shuts the service's engine down."""
-    app = FastAPI(
+    # FastAPI itself, but for /docs, which takes its scripts from here and not from the network.
+    app = FastAPIOffline(
         title="rose_backend",
         version=__version__,
         redoc_url=None,
