@@ -27,7 +27,11 @@ def add_serve_command(commands: argparse._SubParsersAction[Any]) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     group.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
-    group.add_argument("--uds", metavar="FILE", help="Unix socket to listen on instead of host and port")
+    group.add_argument(
+        "--uds",
+        metavar="FILE",
+        help="Unix socket to listen on instead of host and port; the umask says who may connect",
+    )
     group.add_argument(
         "--served-model-name",
         nargs="+",
@@ -41,20 +45,7 @@ def add_serve_command(commands: argparse._SubParsersAction[Any]) -> None:
         help=f"key that requests must bring; may be given several times (default: ${API_KEY_VARIABLE})",
     )
     group.add_argument("--chat-template", metavar="FILE", help="Jinja template to use instead of the model's")
-    group.add_argument(
-        "--max-body-bytes",
-        type=int,
-        default=16 << 20,
-        metavar="N",
-        help="size of a request (default: 16 MiB)",
-    )
-    group.add_argument(
-        "--max-prompts",
-        type=int,
-        default=1024,
-        metavar="N",
-        help="prompts of one request (default: %(default)s)",
-    )
+    _add_limits(group)
     group.add_argument(
         "--drain-timeout-s",
         type=float,
@@ -78,6 +69,30 @@ def add_serve_command(commands: argparse._SubParsersAction[Any]) -> None:
     parser.set_defaults(run=_serve)
 
 
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    """Add what one client may ask of the server, most of it before its key is looked at."""
+    limits: tuple[tuple[str, int | float, str], ...] = (
+        ("max-connections", 2048, "connections at once; more are answered 503"),
+        ("max-header-bytes", 64 << 10, "size of a request's header, its first line included"),
+        ("max-headers", 256, "number of a request's headers"),
+        ("header-timeout-s", 10.0, "seconds until a request's header must be complete"),
+        ("max-body-bytes", 16 << 20, "size of a request's body"),
+        ("body-timeout-s", 60.0, "seconds until a request's body must be complete, after its header"),
+        ("keep-alive-timeout-s", 5.0, "seconds that a connection may stay idle between requests"),
+        ("max-prompts", 1024, "prompts of one request"),
+    )
+    for name, default, meaning in limits:
+        group.add_argument(
+            f"--{name}",
+            type=type(default),
+            default=default,
+            metavar="N",
+            help=f"{meaning} (default: {default:g})"
+            if isinstance(default, float)
+            else f"{meaning} (default: {default})",
+        )
+
+
 def _serve(args: argparse.Namespace) -> int:
     if (args.path is None) == (args.model is None):
         raise ConfigError("serve: give the model once, as PATH or as --model PATH")
@@ -91,15 +106,20 @@ def _serve(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"serve: needs {error.name}, which is not installed; pip install 'rose-backend[serve]'"
         ) from error
-    key = os.environ.get(API_KEY_VARIABLE)
     settings = ServerSettings(
         served_model_names=tuple(args.served_model_name or [model]),
         host=args.host,
         port=args.port,
         uds=args.uds,
-        api_keys=tuple(args.api_key or ([key] if key else [])),
+        api_keys=tuple(args.api_key or _keys_of_environment()),
         chat_template=args.chat_template,
+        max_connections=args.max_connections,
+        max_header_bytes=args.max_header_bytes,
+        max_headers=args.max_headers,
+        header_timeout_s=args.header_timeout_s,
         max_body_bytes=args.max_body_bytes,
+        body_timeout_s=args.body_timeout_s,
+        keep_alive_timeout_s=args.keep_alive_timeout_s,
         max_prompts=args.max_prompts,
         drain_timeout_s=args.drain_timeout_s,
         log_requests=args.log_requests,
@@ -107,6 +127,16 @@ def _serve(args: argparse.Namespace) -> int:
     )
     _log_with_times(LOG_FORMAT)
     return serve(config, settings)
+
+
+def _keys_of_environment() -> list[str]:
+    key = os.environ.get(API_KEY_VARIABLE)
+    if key is None:
+        return []
+    # More likely a secret that went missing than the wish to serve everybody.
+    if not key.strip():
+        raise ConfigError(f"{API_KEY_VARIABLE}: is set but empty; give it a key, or unset it to ask for none")
+    return [key]
 
 
 def _log_with_times(log_format: str) -> None:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rose_backend.server.error_answers import CLIENT_LEFT, ApiError
 from rose_backend.server.request_record import RequestRecord
 from rose_backend.server.service import Service
-from rose_backend.server.settings import BODY_TIMEOUT_S, RETRY_AFTER_S
+from rose_backend.server.settings import RETRY_AFTER_S
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,8 @@ ROUTES = GENERATING_ROUTES | {
     "/openapi.json",
     "/docs",
 }
+READ_ROUTES = ROUTES - GENERATING_ROUTES - {"/tokenize", "/detokenize"}
+"""Answer GET, so HEAD as well."""
 OPEN_ROUTES = frozenset({"/health", "/metrics"})
 """Need no API key: probes and scrapers have none."""
 
@@ -50,12 +52,17 @@ class Gate:
         headers = Headers(scope=scope)
         record = _make_record(scope["path"], headers)
         scope.setdefault("state", {})["record"] = record
+        is_head = scope["method"] == "HEAD"
+        if is_head and record.route in READ_ROUTES:
+            scope = {**scope, "method": "GET"}
 
         async def send_noting_status(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 own = (b"x-request-id", record.request_id.encode())
                 message["headers"] = [*message.get("headers", ()), own]
+            elif is_head:
+                message = {**message, "body": b""}
             await send(message)
 
         is_generating = record.route in GENERATING_ROUTES
@@ -99,6 +106,11 @@ class Gate:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, f"Content-Type: got {kind[:80]!r}, allowed is application/json")
+        encoding = headers.get("content-encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
+            raise ApiError(
+                415, f"Content-Encoding: got {encoding[:80]!r}, allowed is a body as it is (identity)"
+            )
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > settings.max_body_bytes:
             raise self._too_large(f"{length} bytes")
@@ -114,7 +126,8 @@ class Gate:
         """Return ``receive`` with a limit on the size of the body and on the time until it is complete."""
         num_bytes = 0
         is_complete = False
-        deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
+        timeout_s = self._service.settings.body_timeout_s
+        deadline = asyncio.get_running_loop().time() + timeout_s
 
         async def limited_receive() -> Message:
             nonlocal num_bytes, is_complete
@@ -126,7 +139,7 @@ class Gate:
             except TimeoutError:
                 raise ApiError(
                     408,
-                    f"body: not complete after {BODY_TIMEOUT_S:g} seconds",
+                    f"body: not complete after {timeout_s:g} seconds",
                     param="body",
                     connection="close",
                 ) from None

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import errno
+import fcntl
 import logging
+import os
+import resource
 import socket
+import stat
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -15,6 +23,7 @@ from rose_backend.config import EngineConfig
 from rose_backend.errors import ConfigError
 from rose_backend.server.app import build_app
 from rose_backend.server.chat_template import ChatTemplate
+from rose_backend.server.connection import MAX_LINGERING, ConnectionConfig
 from rose_backend.server.engine_client import EngineClient
 from rose_backend.server.service import Engine, Service
 from rose_backend.server.settings import ServerSettings
@@ -22,6 +31,8 @@ from rose_backend.server.settings import ServerSettings
 logger = logging.getLogger(__name__)
 
 EXIT_ENGINE_DEAD = 1
+_NUM_OTHER_FILES = 128 + MAX_LINGERING
+"""Files and sockets that are no clients' connections."""
 _ABORT_TIMEOUT_S = 5.0
 """How long aborted requests may take to send what they have."""
 
@@ -38,11 +49,12 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
         EngineDeadError: the engine's process ended while it was loading.
     """
     # Both before the model is loaded: a mistake should not cost that wait. Nobody can connect before it is over.
-    listener = bind(settings)
-    chat_template = ChatTemplate(config.model, settings.chat_template)
-    service = Service(make_engine(config, settings), settings, chat_template)
-    server = make_server(service)
-    server.run(sockets=[listener])
+    _allow_open_files(settings.max_connections)
+    with _bound(settings) as listener:
+        chat_template = ChatTemplate(config.model, settings.chat_template)
+        service = Service(make_engine(config, settings), settings, chat_template)
+        server = make_server(service)
+        server.run(sockets=[listener])
     return EXIT_ENGINE_DEAD if server.engine_has_died else 0
 
 
@@ -59,8 +71,9 @@ def make_engine(config: EngineConfig, settings: ServerSettings) -> Engine:
 
 def make_server(service: Service) -> DrainingServer:
     """Return a server for sockets that are bound already."""
-    config = uvicorn.Config(
+    config = ConnectionConfig(
         build_app(service),
+        service,
         lifespan="off",
         ws="none",
         log_config=None,
@@ -132,17 +145,49 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = over_s >= _ABORT_TIMEOUT_S
 
 
+def _allow_open_files(num_connections: int) -> None:
+    """Let this process have as many connections as clients may make.
+
+    Raises:
+        ConfigError: the system does not allow that many.
+    """
+    num_files = num_connections + _NUM_OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= num_files:
+        return
+    if hard != resource.RLIM_INFINITY and hard < num_files:
+        raise ConfigError(
+            f"max_connections: got {num_connections}, allowed are at most {max(hard - _NUM_OTHER_FILES, 0)} where a "
+            f"process may open {hard} files (ulimit -Hn)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
+
+
+@contextlib.contextmanager
+def _bound(settings: ServerSettings) -> Iterator[socket.socket]:
+    """Hold the address; of a Unix socket nothing stays behind."""
+    listener = bind(settings)
+    file = None if settings.uds is None else os.stat(settings.uds)
+    try:
+        yield listener
+    finally:
+        listener.close()
+        if settings.uds is not None and file is not None:
+            # Somebody may have put something else there.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(settings.uds), file):
+                    os.unlink(settings.uds)
+
+
 def bind(settings: ServerSettings) -> socket.socket:
-    """Take the address without listening yet.
+    """Take the address. Nobody can connect yet; with a Unix socket one can, and waits.
 
     Raises:
         ConfigError: it is in use, or not this machine's.
     """
     try:
         if settings.uds is not None:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listener.bind(settings.uds)
-            return listener
+            return _bind_unix_socket(settings.uds)
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -155,6 +200,47 @@ def bind(settings: ServerSettings) -> socket.socket:
         name = "uds" if settings.uds is not None else "host, port"
         raise ConfigError(f"{name}: got {where}, which cannot be used ({error.strerror or error})") from error
     return listener
+
+
+def _bind_unix_socket(path: str) -> socket.socket:
+    directory = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # Two servers that start at once must not both find the same file left over.
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        _remove_left_over(path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(path)
+            # A socket that nobody listens on looks left over, and loading the model takes a while.
+            listener.listen()
+        except BaseException:
+            listener.close()
+            raise
+    finally:
+        os.close(directory)
+    return listener
+
+
+def _remove_left_over(path: str) -> None:
+    """Remove the socket of a server that has ended.
+
+    Raises:
+        ConfigError: it is no socket, or somebody listens there.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"uds: got {path}, which exists and is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        # One with a full queue is alive, too.
+        probe.setblocking(False)
+        result = probe.connect_ex(path)
+    if result != errno.ECONNREFUSED:
+        why = "a server listens there" if result in (0, errno.EAGAIN) else os.strerror(result)
+        raise ConfigError(f"uds: got {path}, which is in use ({why})")
+    os.unlink(path)
 
 
 def _describe(listener: socket.socket) -> str:

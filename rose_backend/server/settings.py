@@ -9,8 +9,6 @@ from rose_backend.config import check_int
 from rose_backend.errors import ConfigError
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-BODY_TIMEOUT_S = 60.0
-"""A request's body must have arrived by then."""
 RETRY_AFTER_S = 1
 """What refused clients are told to wait."""
 MAX_MESSAGES = 1024
@@ -40,7 +38,19 @@ class ServerSettings:
     """Any of them is accepted as a bearer token; none: no key is asked for."""
     chat_template: str | None = None
     """File with a Jinja template to use instead of the tokenizer's own."""
+    max_connections: int = 2048
+    """Open at once; more are answered 503 and closed."""
+    max_header_bytes: int = 64 << 10
+    """Of one request, its first line included."""
+    max_headers: int = 256
+    """Of one request."""
+    header_timeout_s: float = 10.0
+    """A request's header must be complete by then: after the connection was made, or after its first byte."""
     max_body_bytes: int = 16 << 20
+    body_timeout_s: float = 60.0
+    """A request's body must be complete by then, after its header was."""
+    keep_alive_timeout_s: float = 5.0
+    """How long a connection may stay idle after an answer."""
     max_prompts: int = 1024
     """Prompts of one request."""
     drain_timeout_s: float = 30.0
@@ -54,6 +64,11 @@ class ServerSettings:
         if not self.served_model_names or not all(self.served_model_names):
             raise ConfigError(f"served_model_name: got {self.served_model_names!r}, allowed are names")
         check_int("port", self.port, 0, 65_535)
+        check_int("max_connections", self.max_connections, 1, 1 << 20)
+        check_int("max_header_bytes", self.max_header_bytes, 1024, 1 << 24)
+        check_int("max_headers", self.max_headers, 16, 1 << 16)
+        for name in ("header_timeout_s", "body_timeout_s", "keep_alive_timeout_s"):
+            _check_seconds(name, getattr(self, name))
         check_int("max_body_bytes", self.max_body_bytes, 1, 1 << 32)
         check_int("max_prompts", self.max_prompts, 1, 1 << 20)
         if not self.host:
@@ -67,3 +82,9 @@ class ServerSettings:
             raise ConfigError(
                 "api_key: got an empty key or one with spaces or characters outside ASCII, neither is allowed"
             )
+
+
+def _check_seconds(name: str, seconds: float) -> None:
+    # A day; timers of much longer ones overflow.
+    if not 0.0 < seconds <= 86_400.0:
+        raise ConfigError(f"{name}: got {seconds}, allowed is a number of seconds above 0, at most 86400")

@@ -42,6 +42,35 @@ def test_health_and_version(server: LiveServer) -> None:
     assert server.http.get("/version").json() == {"version": __version__}
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/version", "/metrics", "/openapi.json", "/docs"])
+def test_head_is_get_without_a_body(server: LiveServer, path: str) -> None:
+    head, get = server.http.head(path), server.http.get(path)
+    assert head.status_code == get.status_code == 200
+    assert head.content == b"" and get.content
+    names = ("content-type", "content-length")
+    # Of two looks at the metrics the second may be longer.
+    same = names[:1] if path == "/metrics" else names
+    assert [head.headers[name] for name in same] == [get.headers[name] for name in same]
+    # The connection is still in order: no stray byte of a body stands before the next answer.
+    assert server.http.get("/version").json() == {"version": __version__}
+
+
+def test_head_of_what_cannot_be_read(server: LiveServer) -> None:
+    for path, status in (("/v1/completions", 405), ("/tokenize", 405), ("/nothing", 404)):
+        answer = server.http.head(path)
+        assert answer.status_code == status and answer.content == b""
+
+
+def test_the_pages_of_the_documentation_come_from_here(server: LiveServer) -> None:
+    page = server.http.get("/docs").text
+    links = re.findall(r"""(?:src|href)=["']([^"']+)""", page)
+    assert len(links) == 3 and "//" not in "".join(links)
+    for link in (*links, "/openapi.json"):
+        answer = server.http.get(link)
+        assert answer.status_code == 200 and answer.content
+    assert "SwaggerUIBundle" in page
+
+
 def test_tokens_there_and_back(server: LiveServer) -> None:
     text = "Once upon a time, 薔薇"
     answer = server.http.post("/tokenize", json={"prompt": text}).json()

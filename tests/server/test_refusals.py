@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 import openai
 import pytest
 
-from rose_backend.server import gate
 from tests.server.live_server import MODEL, LiveServer, error_of, running_server, sent
 
 BODY = {"prompt": "The rose", "max_tokens": 2}
@@ -135,19 +135,40 @@ def test_fields_that_ask_for_nothing(server: LiveServer, fields: dict[str, Any])
     [
         (b"", "body: missing, but required"),
         (b"{", "body: not valid JSON"),
-        (b"\xff\xfe", "body"),
+        (
+            b'{"prompt": "\xff"}',
+            "body: not valid UTF-8 at byte 12 (invalid start byte), allowed is JSON in UTF-8",
+        ),
+        (b"\x1f\x8b\x08", "body: not valid UTF-8 at byte 1 (invalid start byte)"),
+        (b"\xff\xfe{", "body: not valid UTF-16-LE at byte 2 (truncated data), allowed is JSON in UTF-8"),
         (b"[]", "body: got []"),
         (b'"text"', "body: got 'text'"),
-        (b"[" * 100_000, "body"),
-        (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "body"),
+        (b"[" * 100_000, "body: arrays or objects are nested too deeply"),
+        (
+            b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}",
+            "body: got an integer of more digits than are allowed (4300)",
+        ),
     ],
 )
 def test_bodies_that_are_no_object(server: LiveServer, content: bytes, message: str) -> None:
-    answer = server.http.post(
-        "/v1/completions", content=content, headers={"Content-Type": "application/json"}
-    )
-    assert answer.status_code == 400, answer.text
-    assert message in error_of(answer)["message"]
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        answer = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400, answer.text
+        error = error_of(answer)
+        assert message in error["message"] and error["param"] == "body"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "GZIP", "br, identity", "zstd"])
+def test_only_plain_bodies_are_read(server: LiveServer, encoding: str) -> None:
+    content = gzip.compress(json.dumps(BODY).encode())
+    for path in ("/v1/completions", "/tokenize"):
+        headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+        answer = server.http.post(path, content=content, headers=headers)
+        assert answer.status_code == 415
+        message = error_of(answer)["message"]
+        assert message == f"Content-Encoding: got {encoding.lower()!r}, allowed is a body as it is (identity)"
+    headers = {"Content-Encoding": "identity"}
+    assert server.http.post("/v1/completions", json=BODY, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
@@ -217,9 +238,11 @@ def test_a_length_alone_is_refused_before_the_body_comes(server: LiveServer) -> 
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_body_that_never_comes(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "BODY_TIMEOUT_S", 0.1)
-    with sent(server, b'{"prompt":', length=100) as connection:
+def test_a_body_that_never_comes(tiny_model_path: Path) -> None:
+    with (
+        running_server(tiny_model_path, {"body_timeout_s": 0.1}) as server,
+        sent(server, b'{"prompt":', length=100) as connection,
+    ):
         answer = b"".join(iter(lambda: connection.recv(4096), b""))
         assert answer.startswith(b"HTTP/1.1 408 ") and b"connection: close" in answer.lower()
         assert b"body: not complete after 0.1 seconds" in answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+import rose_backend
 from rose_backend import EngineConfig
 from rose_backend.cli import main
+from rose_backend.errors import ConfigError
+from rose_backend.server.serve import _bound, bind
 from rose_backend.server.settings import ServerSettings
 from tests.server.live_server import LONG, wait_until
 from tests.support.patience import HANG_S
@@ -32,7 +36,8 @@ def run(*argv: str) -> int:
 @contextmanager
 def serving(log: Path, *argv: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start ``rose serve`` and wait until it says that it is ready."""
-    command = [sys.executable, "-m", "rose_backend.cli", "serve", *argv]
+    # Like the console script: without the current directory on the path.
+    command = [sys.executable, "-P", "-m", "rose_backend.cli", "serve", *argv]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stderr=file, env={**os.environ, **environment})
     try:
@@ -45,10 +50,10 @@ def serving(log: Path, *argv: str, **environment: str) -> Iterator[subprocess.Po
 
 
 def test_a_process_from_start_to_end(tiny_model_path: Path, tmp_path: Path) -> None:
-    log, socket = tmp_path / "log", tmp_path / "socket"
-    options = ("--uds", str(socket), "--served-model-name", "tiny", "--num-blocks", "100", "--no-fused-mlp")
+    log, path = tmp_path / "log", tmp_path / "socket"
+    options = ("--uds", str(path), "--served-model-name", "tiny", "--num-blocks", "100", "--no-fused-mlp")
     with serving(log, "--model", str(tiny_model_path), *options, ROSE_API_KEY="secret") as process:
-        transport = httpx.HTTPTransport(uds=str(socket))
+        transport = httpx.HTTPTransport(uds=str(path))
         headers = {"Authorization": "Bearer secret"}
         with httpx.Client(transport=transport, base_url="http://rose", timeout=HANG_S) as client:
             assert client.get("/health").status_code == 200
@@ -60,11 +65,72 @@ def test_a_process_from_start_to_end(tiny_model_path: Path, tmp_path: Path) -> N
                 process.send_signal(signal.SIGTERM)
                 assert [line for line in lines if line][-1] == "data: [DONE]"
         assert process.wait(HANG_S) == 0
+    assert not path.exists()
     text = log.read_text()
-    assert f"serving tiny on unix:{socket}" in text
+    assert f"serving tiny on unix:{path}" in text
     assert "route=/v1/completions status=200" in text and "finish=length" in text
     assert "killing" not in text, "the engine ends when told to"
     assert "Traceback" not in text and "secret" not in text
+
+
+def test_nothing_is_imported_from_the_current_directory(
+    tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, chosen = tmp_path / "here", tmp_path / "chosen"
+    mark = f"open({str(tmp_path)!r} + '/' + __name__, 'w').close()\n"
+    for directory in (here, chosen):
+        directory.mkdir()
+    (here / "safetensors.py").write_text(mark + "raise ImportError('planted')")
+    # What the user puts on the path goes on being found, and shows that marks are left.
+    (chosen / "sitecustomize.py").write_text(mark)
+    root = str(Path(rose_backend.__file__).resolve().parent.parent)
+    monkeypatch.chdir(here)
+    options = (str(tiny_model_path), "--port", "0", "--num-blocks", "100")
+    with serving(tmp_path / "log", *options, PYTHONPATH=os.pathsep.join([str(chosen), root])):
+        assert (tmp_path / "sitecustomize").exists()
+    assert not (tmp_path / "safetensors").exists()
+
+
+def test_a_unix_socket_works_again_and_again(tiny_model_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    settings = ServerSettings(served_model_names=("a",), uds=str(path))
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    umask = os.umask(0o027)
+    try:
+        with _bound(settings) as listener:
+            assert path.stat().st_mode & 0o027 == 0
+            # Before it serves, and with its queue full.
+            clients = []
+            for _ in range(3):
+                with pytest.raises(
+                    ConfigError, match=r"^uds: got .*socket, which is in use \(a server listens"
+                ):
+                    bind(settings)
+            listener.listen(0)
+            try:
+                while True:
+                    clients.append(socket.socket(socket.AF_UNIX))
+                    clients[-1].setblocking(False)
+                    clients[-1].connect(str(path))
+            except BlockingIOError:
+                pass
+            with pytest.raises(ConfigError, match="in use"):
+                bind(settings)
+            for client in clients:
+                client.close()
+    finally:
+        os.umask(umask)
+    assert not path.exists()
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match="exists and is no socket"):
+        bind(settings)
+    assert path.read_text() == "precious"
+    path.unlink()
+    with _bound(settings):
+        path.unlink()
+        path.write_text("another's")
+    assert path.read_text() == "another's"
 
 
 def test_the_process_that_serves_http_does_without_torch() -> None:
@@ -90,7 +156,9 @@ def test_defaults(started: list[tuple[EngineConfig, ServerSettings]]) -> None:
 def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, ServerSettings]]) -> None:
     argv = (
         "m --host ::1 --port 9 --uds u --served-model-name a b --api-key k1 --api-key k2 --chat-template t "
-        "--max-body-bytes 5 --max-prompts 6 --drain-timeout-s 7.5 --no-log-requests --no-frontend-multiprocessing "
+        "--max-connections 10 --max-header-bytes 2000 --max-headers 20 --header-timeout-s 1.5 --body-timeout-s 2.5 "
+        "--keep-alive-timeout-s 3.5 --max-body-bytes 5 --max-prompts 6 "
+        "--drain-timeout-s 7.5 --no-log-requests --no-frontend-multiprocessing "
         "--no-prefix-cache --seed 3"
     )
     assert run(*argv.split()) == 0
@@ -101,6 +169,12 @@ def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, Server
         served_model_names=("a", "b"),
         api_keys=("k1", "k2"),
         chat_template="t",
+        max_connections=10,
+        max_header_bytes=2000,
+        max_headers=20,
+        header_timeout_s=1.5,
+        body_timeout_s=2.5,
+        keep_alive_timeout_s=3.5,
         max_body_bytes=5,
         max_prompts=6,
         drain_timeout_s=7.5,
@@ -116,6 +190,19 @@ def test_an_option_goes_before_the_variable(
     monkeypatch.setenv("ROSE_API_KEY", "from-variable")
     assert run("m") == run("m", "--api-key", "from-option") == 0
     assert [settings.api_keys for _, settings in started] == [("from-variable",), ("from-option",)]
+
+
+@pytest.mark.parametrize("key", ["", " ", "\t\n"])
+def test_an_empty_variable_is_no_key(
+    started: list[tuple[EngineConfig, ServerSettings]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    key: str,
+) -> None:
+    monkeypatch.setenv("ROSE_API_KEY", key)
+    assert run("m") == 2 and not started
+    assert capsys.readouterr().err.startswith("rose: error: ROSE_API_KEY: is set but empty")
+    assert run("m", "--api-key", "from-option") == 0
 
 
 @pytest.mark.parametrize(
