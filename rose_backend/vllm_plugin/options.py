@@ -16,11 +16,17 @@ OPTIONS_KEY = "rose"
 HAND_BACK_OPTION = '--additional-config \'{"rose": {"block_manager": false}}\''
 """Gives block management back to vLLM."""
 
+NEEDS_MANAGER = "only with Rose's block manager"
+"""Why a part is not in force beside vLLM's own block manager."""
+
 FLOAT8_DTYPES = ("fp8", "fp8_e4m3")
 """vLLM's names of caches in ``torch.float8_e4m3fn``."""
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16", *FLOAT8_DTYPES)
 """Values of ``--kv-cache-dtype`` that attention serves."""
+
+BLOCK_SIZE_UNIT = 16
+"""Blocks hold a multiple of so many tokens."""
 
 SCHEDULER_CLASS = "rose_backend.vllm_plugin.scheduler.RoseScheduler"
 ASYNC_SCHEDULER_CLASS = "rose_backend.vllm_plugin.scheduler.RoseAsyncScheduler"
@@ -53,34 +59,46 @@ def uses_rose_manager(vllm_config: VllmConfig) -> bool:
 
 
 def appends_in_attention(vllm_config: VllmConfig, options: PluginConfig) -> bool:
-    """Whether attention stores the new K/V itself instead of a separate write before it.
+    """Whether attention stores the new K/V itself instead of a separate write before it."""
+    return options.fused_kv_append and why_kv_is_written_first(vllm_config) is None
+
+
+def why_kv_is_written_first(vllm_config: VllmConfig) -> str | None:
+    """Return why attention cannot store the new K/V itself; None if it can.
 
     vLLM's own manager lets a request of the same step read blocks that are being written; only a separate write of all
     tokens before all reads is right then. A drafter with a cache of its own passes tokens that must not be stored
     (slot -1), which only the separate write leaves out.
     """
-    return (
-        options.fused_kv_append and uses_rose_manager(vllm_config) and vllm_config.num_lookahead_tokens == 0
-    )
+    if not uses_rose_manager(vllm_config):
+        return NEEDS_MANAGER
+    return "a drafter with a cache of its own" if vllm_config.num_lookahead_tokens else None
 
 
 def batches_decode_steps(vllm_config: VllmConfig) -> bool:
-    """Whether requests that only decode are scheduled at once, and their tokens taken over at once.
+    """Whether requests that only decode are scheduled at once, and their tokens taken over at once."""
+    return rose_options(vllm_config).batched_scheduling and why_decodes_go_one_by_one(vllm_config) is None
+
+
+def why_decodes_go_one_by_one(vllm_config: VllmConfig) -> str | None:
+    """Return why requests that only decode cannot be scheduled at once; None if they can.
 
     Drafts, pipeline stages and per-request masks make every request a case of its own.
     """
-    model_config = vllm_config.model_config
-    return (
-        rose_options(vllm_config).batched_scheduling
-        and uses_rose_manager(vllm_config)
-        and vllm_config.speculative_config is None
-        and vllm_config.parallel_config.pipeline_parallel_size == 1
-        and model_config is not None
-        and model_config.runner_type == "generate"
-        and not model_config.return_sampling_mask
-        and not vllm_config.aux_output_config.enabled
-        and vllm_config.ec_transfer_config is None
-    )
+    model_config, parallel_config = vllm_config.model_config, vllm_config.parallel_config
+    reasons = {
+        NEEDS_MANAGER: not uses_rose_manager(vllm_config),
+        "drafts": vllm_config.speculative_config is not None,
+        "pipeline stages": parallel_config.pipeline_parallel_size > 1,
+        "a model that does not generate": model_config is None or model_config.runner_type != "generate",
+        "sampling masks": model_config is not None and model_config.return_sampling_mask,
+        "encoder caches elsewhere": vllm_config.ec_transfer_config is not None,
+        "utilization metrics": vllm_config.observability_config.enable_mfu_metrics,
+        # From vLLM 0.33 on each engine counts steps between prefills; engines of a mixture of experts do it together.
+        "a prefill interval": vllm_config.scheduler_config.prefill_schedule_interval > 1
+        and not (parallel_config.data_parallel_size > 1 and parallel_config.is_moe_model),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def splits_steps(vllm_config: VllmConfig) -> bool:

@@ -44,12 +44,7 @@ class BatchedScheduling(Scheduler):
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         with swapped("block_manager_class", functools.partial(RoseKVCacheManager, max_num_seqs=max_num_seqs)):
             super().__init__(vllm_config, *args, **kwargs)
-        self._batches_decode_steps = (
-            batches_decode_steps(vllm_config)
-            and self.perf_metrics is None
-            # vLLM 0.33 counts steps between prefills.
-            and getattr(self, "local_prefill_interval", 1) == 1
-        )
+        self._batches_decode_steps = batches_decode_steps(vllm_config)
         self._may_split = splits_steps(vllm_config)
         self._facts = KnownFacts(self.max_model_len)
         self._batch: DecodeBatch | None = None

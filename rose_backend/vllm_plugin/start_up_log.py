@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rose_backend.config import SWITCH_NAMES
-from rose_backend.vllm_plugin.options import appends_in_attention, batches_decode_steps, uses_rose_manager
+from rose_backend.vllm_plugin.options import (
+    appends_in_attention,
+    batches_decode_steps,
+    uses_rose_manager,
+    why_decodes_go_one_by_one,
+    why_kv_is_written_first,
+)
 from rose_backend.vllm_plugin.patch_ledger import is_applied
 from rose_backend.vllm_plugin.sampler import is_sampler_chosen, is_watermarked, why_vllm_draws
 
@@ -33,13 +39,57 @@ def describe_parts(vllm_config: VllmConfig, options: PluginConfig, chosen_model:
         )
         parts.append(f"block manager RoseKVCacheManager ({hits})")
     else:
-        parts.append("block manager vLLM's own")
+        caches = vllm_config.cache_config.enable_prefix_caching
+        hits = "prefix hits at block borders" if caches else "no prefix cache"
+        parts.append(f"block manager vLLM's own ({hits})")
     parts.append(f"decodes scheduled {'at once' if batches_decode_steps(vllm_config) else 'one by one'}")
     parts.append(f"model {_describe_model(vllm_config, options, chosen_model)}")
     parts.append(f"sampler {_describe_sampler(vllm_config)}")
     switches = (*SWITCH_NAMES, "block_manager", "batched_scheduling", "joined_outputs")
     off = [name for name in switches if not getattr(options, name)]
+    idle = _describe_idle_parts(vllm_config, options, chosen_model)
+    parts.append(f"not in force: {idle or 'nothing'}")
     return f"Rose is active: {'; '.join(parts)}; switched off: {', '.join(off) or 'nothing'}"
+
+
+def _describe_idle_parts(vllm_config: VllmConfig, options: PluginConfig, chosen_model: str | None) -> str:
+    """Return the switches that are on and change nothing, with why: ``a and b (reason), c (another)``."""
+    no_layers = None if chosen_model is not None else "no layers of Rose's for this model"
+    why_idle = {
+        "fused_kv_append": why_kv_is_written_first(vllm_config),
+        "batched_scheduling": why_decodes_go_one_by_one(vllm_config),
+        "fused_mlp": no_layers,
+        "fused_add_layernorm": no_layers,
+        "fused_sampler": _why_no_draws(vllm_config),
+        "cuda_graph": _why_no_graphs(vllm_config),
+        "chunked_prefill": None if vllm_config.scheduler_config.enable_chunked_prefill else "off in vLLM",
+        "prefix_cache": None if vllm_config.cache_config.enable_prefix_caching else "off in vLLM",
+    }
+    names_of: dict[str, list[str]] = {}
+    for name, reason in why_idle.items():
+        if reason is not None and getattr(options, name):
+            names_of.setdefault(reason, []).append(name)
+    return ", ".join(f"{' and '.join(names)} ({reason})" for reason, names in names_of.items())
+
+
+def _why_no_graphs(vllm_config: VllmConfig) -> str | None:
+    from vllm.config import CUDAGraphMode
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return "no CUDA device"
+    model_config = vllm_config.model_config
+    if model_config is not None and model_config.enforce_eager:
+        return "--enforce-eager"
+    is_off = vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+    return "cudagraph_mode NONE" if is_off else None
+
+
+def _why_no_draws(vllm_config: VllmConfig) -> str | None:
+    """Return why no draw of this engine is Rose's although its sampler is switched on; None if some are."""
+    if not is_applied("sampler_v2" if vllm_config.use_v2_model_runner else "sampler_v1"):
+        return "this vLLM's sampler could not be replaced"
+    return why_vllm_draws(vllm_config)
 
 
 def _describe_model(vllm_config: VllmConfig, options: PluginConfig, chosen_model: str | None) -> str:
@@ -55,10 +105,9 @@ def _describe_model(vllm_config: VllmConfig, options: PluginConfig, chosen_model
 
 
 def _describe_sampler(vllm_config: VllmConfig) -> str:
-    sampler_patch = "sampler_v2" if vllm_config.use_v2_model_runner else "sampler_v1"
-    if not is_sampler_chosen(vllm_config) or not is_applied(sampler_patch):
+    if not is_sampler_chosen(vllm_config):
         return "vLLM's own"
-    reason = why_vllm_draws(vllm_config)
+    reason = _why_no_draws(vllm_config)
     if reason is not None:
         return f"vLLM's own ({reason})"
     left = ["drafts and seeds"] if vllm_config.speculative_config is not None else []

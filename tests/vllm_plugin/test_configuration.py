@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.config import CUDAGraphMode, KVEventsConfig, KVTransferConfig
+from vllm.platforms import current_platform
 
 from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin.options import (
@@ -14,11 +17,15 @@ from rose_backend.vllm_plugin.options import (
     HAND_BACK_OPTION,
     SCHEDULER_CLASS,
     appends_in_attention,
+    batches_decode_steps,
     is_rose_selected,
     rose_options,
 )
 from rose_backend.vllm_plugin.refusals import check_pool_size
+from rose_backend.vllm_plugin.start_up_log import describe_parts
 from tests.vllm_plugin.conftest import MakeConfig
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 
 def rose(**options: Any) -> dict[str, Any]:
@@ -93,7 +100,77 @@ def test_block_management_can_be_handed_back(make_config: MakeConfig, rose_log: 
     # vLLM's manager shares blocks in the step that writes them, so the write must come first.
     assert not appends_in_attention(config, rose_options(config))
     (line,) = rose_log
-    assert "block manager vLLM's own" in line and "separate K/V write" in line
+    for part in (
+        "separate K/V write",
+        "block manager vLLM's own (prefix hits at block borders)",
+        "decodes scheduled one by one",
+        "not in force: fused_kv_append and batched_scheduling (only with Rose's block manager), cuda_graph (",
+        "switched off: block_manager",
+    ):
+        assert part in line, line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "reason"),
+    [
+        (rose(block_manager=False), "fused_kv_append", "only with Rose's block manager"),
+        (rose(block_manager=False), "batched_scheduling", "only with Rose's block manager"),
+        ({"speculative_config": NGRAM}, "batched_scheduling", "drafts"),
+        ({"pipeline_parallel_size": 2}, "batched_scheduling", "pipeline stages"),
+        ({"enable_mfu_metrics": True}, "batched_scheduling", "utilization metrics"),
+        ({"prefill_schedule_interval": 4}, "batched_scheduling", "a prefill interval"),
+        ({"runner": "pooling"}, "batched_scheduling", "a model that does not generate"),
+        ({"runner": "pooling"}, "fused_mlp", "no layers of Rose's for this model"),
+        ({"runner": "pooling"}, "fused_add_layernorm", "no layers of Rose's for this model"),
+        ({"use_fp64_gumbel": True}, "fused_sampler", "float64 noise"),
+        ({"enable_prefix_caching": False}, "prefix_cache", "off in vLLM"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 2048}, "chunked_prefill", "off in vLLM"),
+    ],
+)
+def test_what_is_not_in_force_is_named_with_its_reason(
+    make_config: MakeConfig, rose_log: list[str], arguments: dict[str, Any], name: str, reason: str
+) -> None:
+    config = make_config(**arguments)
+    (line,) = rose_log
+    idle = idle_parts(line)
+    assert idle[name] == reason
+    # What the line says is what holds.
+    assert ("batched_scheduling" in idle) is not batches_decode_steps(config)
+    assert ("fused_kv_append" in idle) is not appends_in_attention(config, rose_options(config))
+    assert ("prefix_cache" in idle) is not config.cache_config.enable_prefix_caching
+
+
+def test_what_is_switched_off_is_not_said_to_be_idle_too(
+    make_config: MakeConfig, rose_log: list[str]
+) -> None:
+    make_config(**rose(block_manager=False, fused_kv_append=False, prefix_cache=False))
+    (line,) = rose_log
+    assert idle_parts(line).keys() == {"batched_scheduling", "cuda_graph"}
+    assert "block manager vLLM's own (no prefix cache)" in line
+    assert line.endswith("switched off: fused_kv_append, prefix_cache, block_manager")
+
+
+def idle_parts(line: str) -> dict[str, str]:
+    """Return the switches that a start-up line says are not in force, with the reasons."""
+    said = line.partition("; not in force: ")[2].partition("; switched off: ")[0]
+    groups = re.findall(r"([a-z0-9_ ]+) \(([^)]*)\)", said)
+    return {name: reason for names, reason in groups for name in names.strip().split(" and ")}
+
+
+def test_with_graphs_and_everything_else_in_force_nothing_is_named(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(enforce_eager=False)
+    monkeypatch.setattr(config, "compilation_config", SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL))
+    for is_cuda, idle in ((True, "nothing"), (False, "cuda_graph (no CUDA device)")):
+        monkeypatch.setattr(type(current_platform), "is_cuda", lambda self, answer=is_cuda: answer)
+        line = describe_parts(config, rose_options(config), "RoseGPT2LMHeadModel")
+        assert f"; not in force: {idle}; switched off: nothing" in line
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    assert "cuda_graph (cudagraph_mode NONE);" in describe_parts(config, rose_options(config), "Rose")
+    config.model_config.enforce_eager = True
+    assert "cuda_graph (--enforce-eager);" in describe_parts(config, rose_options(config), "Rose")
 
 
 def test_another_backend_sees_nothing(make_config: MakeConfig, rose_log: list[str]) -> None:
@@ -163,9 +240,7 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
 SERVED: dict[str, dict[str, Any]] = {
     "float8 K/V": {"kv_cache_dtype": "fp8"},
     "KV cache events": {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")},
-    "n-gram speculation": {
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    },
+    "n-gram speculation": {"speculative_config": NGRAM},
     "LoRA": {"enable_lora": True},
     "priorities": {"scheduling_policy": "priority"},
     "pipeline parallelism": {"pipeline_parallel_size": 2},

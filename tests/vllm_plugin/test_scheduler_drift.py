@@ -78,7 +78,7 @@ SCHEDULER_MEMBERS = {
     *("running", "waiting", "kv_holding_waiting", "deferred_waiting", "requests", "finished_req_ids"),
     *("reset_preempted_req_ids", "prev_step_scheduled_req_ids", "num_waiting_for_streaming_input"),
     *("max_num_active_reqs", "max_num_scheduled_tokens", "max_model_len", "current_step", "_pause_state"),
-    *("prefill_capacity_bound", "perf_metrics", "use_v2_model_runner", "encoder_cache_manager"),
+    *("prefill_capacity_bound", "use_v2_model_runner", "encoder_cache_manager"),
     *("sched_step_seq", "enable_kv_cache_events", "get_request_counts", "_free_cow_retained_blocks"),
     "_handle_blocked_waiting_request",
 }
