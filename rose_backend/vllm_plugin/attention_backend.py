@@ -25,7 +25,13 @@ from rose_backend.vllm_plugin.attention_metadata import RoseAttentionMetadata, R
 from rose_backend.vllm_plugin.backend_name import BACKEND_NAME
 from rose_backend.vllm_plugin.kv_cache_spec import as_rose_spec
 from rose_backend.vllm_plugin.mixed_graphs import prefill_lens_to_tune_for
-from rose_backend.vllm_plugin.options import CACHE_DTYPES, FLOAT8_DTYPES, appends_in_attention, rose_options
+from rose_backend.vllm_plugin.options import (
+    BLOCK_SIZE_UNIT,
+    CACHE_DTYPES,
+    FLOAT8_DTYPES,
+    appends_in_attention,
+    rose_options,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
@@ -58,7 +64,7 @@ class RoseAttentionBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
         """Blocks are never split: any multiple of 16 tokens."""
-        return [MultipleOf(16)]
+        return [MultipleOf(BLOCK_SIZE_UNIT)]
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:

@@ -41,6 +41,7 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
             leaves_graphs = leaves_graphs_to_vllm(self)
             original(self, *args, **kwargs)
             check_supported(self, options)
+            chosen_model = choose_model_class(self, options)
         except ConfigError as error:
             # vLLM wraps the error in several lines of its own; this one line says it all.
             logger.error("Cannot start with --attention-backend rose: %s", error)
@@ -52,7 +53,6 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
         if options.joined_outputs:
             # In the process that makes the configuration, which is the one that talks to engines.
             apply_patch("joined_outputs")
-        chosen_model = choose_model_class(self, options)
         _log_once(describe_parts(self, options, chosen_model))
         return None
 

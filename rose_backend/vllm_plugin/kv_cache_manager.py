@@ -44,7 +44,7 @@ from rose_backend.vllm_plugin.kv_cache_facade import KVCacheFacade
 from rose_backend.vllm_plugin.kv_cache_spec import block_bytes, the_rose_group
 from rose_backend.vllm_plugin.kv_events import KVEventLog
 from rose_backend.vllm_plugin.prompt_hashes import HashedPrompt, PromptHashes
-from rose_backend.vllm_plugin.refusals import check_pool_size
+from rose_backend.vllm_plugin.refusals import check_pool_size, check_retention_interval
 from rose_backend.vllm_plugin.running_rows import RunningRows
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ class RoseKVCacheManager(KVCacheFacade):
         unused: what only features need that are refused at start-up.
 
     Raises:
-        ConfigError: the model has KV cache groups that are not plain ROSE attention, or the pool is too small.
+        ConfigError: the model has KV cache groups that are not plain ROSE attention, the pool is too small, or
+            prefix_cache_retention_interval is set.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class RoseKVCacheManager(KVCacheFacade):
         **unused: Any,
     ) -> None:
         cache_group = the_rose_group(kv_cache_config)
+        check_retention_interval(kv_cache_config.prefix_cache_retention_interval)
         spec = cache_group.kv_cache_spec
         check_pool_size(kv_cache_config.num_blocks, spec.block_size, max_model_len)
         manager = BlockManager(

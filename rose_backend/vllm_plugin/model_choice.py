@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin.plugin_logger import logger
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ def choose_model_class(vllm_config: VllmConfig, options: PluginConfig) -> str | 
 
     Returns:
         The architecture name chosen, or None when vLLM's own class stays.
+
+    Raises:
+        ConfigError: weights are offloaded in a way that Rose's class cannot wait for.
     """
     model_config = vllm_config.model_config
     from vllm.model_executor.models.registry import ModelRegistry
@@ -38,6 +42,8 @@ def choose_model_class(vllm_config: VllmConfig, options: PluginConfig) -> str | 
     chosen = _ROSE_ARCHITECTURES.get(model_config.architecture)
     if (
         chosen not in ModelRegistry.models
+        # A class of the user's own.
+        or model_config.architecture in model_config.model_class_overrides
         or model_config.runner_type != "generate"
         or model_config.convert_type != "none"
     ):
@@ -48,5 +54,28 @@ def choose_model_class(vllm_config: VllmConfig, options: PluginConfig) -> str | 
             "Activation %s is not GELU in its tanh form: the model keeps vLLM's own layers", activation
         )
         return None
+    if _hooks_blocks(vllm_config):
+        raise ConfigError(
+            "weight offloading (--offload-group-size, --cpu-offload-gb without UVA): Rose's GPT-2 layers run parts of "
+            "blocks, and offloaded weights arrive with whole ones; "
+            '--additional-config \'{"rose": {"fused_mlp": false, "fused_add_layernorm": false}}\' keeps vLLM\'s layers'
+        )
     model_config.hf_config.architectures = [chosen]
     return chosen
+
+
+def _hooks_blocks(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM fetches a block's weights when the whole block is called, which Rose's model never does.
+
+    Weights that the GPU reads where they are (UVA) need no call.
+    """
+    offload = vllm_config.offload_config
+    backend = offload.offload_backend
+    if backend == "prefetch" or (backend == "auto" and offload.prefetch.offload_group_size > 0):
+        return True
+    if offload.uva.cpu_offload_gb == 0:
+        return False
+    import vllm.envs as envs
+    from vllm.utils.platform_utils import is_uva_available
+
+    return envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA or not is_uva_available()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin.options import (
     ASYNC_SCHEDULER_CLASS,
+    BLOCK_SIZE_UNIT,
     CACHE_DTYPES,
     HAND_BACK_OPTION,
     SCHEDULER_CLASS,
@@ -36,6 +37,11 @@ def check_supported(vllm_config: VllmConfig, options: PluginConfig) -> None:
     Raises:
         ConfigError: names every unsupported feature found, and the option that helps where one does.
     """
+    cache_config = vllm_config.cache_config
+    if cache_config.user_specified_block_size and cache_config.block_size % BLOCK_SIZE_UNIT:
+        raise ConfigError(
+            f"--block-size: got {cache_config.block_size}, ROSE needs a multiple of {BLOCK_SIZE_UNIT}"
+        )
     found = [name for name, is_used in _ATTENTION_CHECKS if is_used(vllm_config)]
     if found:
         raise ConfigError(
@@ -48,6 +54,20 @@ def check_supported(vllm_config: VllmConfig, options: PluginConfig) -> None:
         raise ConfigError(
             f"Rose's block manager does not support {_join(found)}; "
             f"{HAND_BACK_OPTION} gives block management back to vLLM"
+        )
+    check_retention_interval(cache_config.prefix_cache_retention_interval)
+
+
+def check_retention_interval(interval: int | None) -> None:
+    """Refuse an interval that has no effect, as vLLM's own manager does: full attention keeps every block anyway.
+
+    Raises:
+        ConfigError: names what is allowed.
+    """
+    if interval:
+        raise ConfigError(
+            f"prefix_cache_retention_interval: got {interval}, which is for sliding-window and Mamba layers; "
+            "allowed with full attention alone are 0 and none"
         )
 
 
@@ -71,6 +91,8 @@ def _attention_checks() -> Iterator[tuple[str, Check]]:
     yield "encoder-decoder models", lambda c: _model(c, "is_encoder_decoder")
     yield "decode context parallelism", lambda c: c.parallel_config.decode_context_parallel_size > 1
     yield "prefill context parallelism", lambda c: c.parallel_config.prefill_context_parallel_size > 1
+    yield "non-causal attention (use_non_causal)", lambda c: c.attention_config.use_non_causal
+    yield "KV sharing's fast prefill (--kv-sharing-fast-prefill)", _shares_kv_fast
     yield "chunked local attention", lambda c: _model(c, "attention_chunk_size")
     yield "this K/V cache type (" + _CACHE_DTYPES_HINT + ")", _has_other_cache_dtype
 
@@ -81,9 +103,13 @@ def _manager_checks() -> Iterator[tuple[str, Check]]:
     yield "sliding-window models", _has_sliding_window
     yield "multimodal models", lambda c: _model(c, "is_multimodal_model")
     yield "prompt embeddings (--enable-prompt-embeds)", lambda c: _model(c, "enable_prompt_embeds")
-    yield "KV connectors (--kv-transfer-config)", _has_kv_connector
+    yield "diffusion models (--diffusion-config)", lambda c: c.diffusion_config is not None
+    yield "KV connectors (--kv-transfer-config, --kv-offloading-size)", _has_kv_connector
+    # vLLM keeps the experts of whole blocks, under its own hashes; a hit that ends inside a block has none.
+    yield "routed experts (--enable-return-routed-experts)", lambda c: c.aux_output_config.enabled
     yield "KV cache residency metrics (--kv-cache-metrics)", lambda c: c.observability_config.kv_cache_metrics
     yield "this kind of speculative decoding (" + _METHODS_HINT + ")", _has_other_drafts
+    yield "reuse of what a drafter read ahead for (disable_eagle_block_drop)", _keeps_eagle_blocks
     yield "KV cache events beside a drafter that reads ahead", _has_events_of_lookahead_hashes
     yield "a scheduler of your own (--scheduler-cls)", _has_foreign_scheduler
 
@@ -101,6 +127,10 @@ def _has_sliding_window(vllm_config: VllmConfig) -> bool:
     return model_config is not None and model_config.get_sliding_window() is not None
 
 
+def _shares_kv_fast(vllm_config: VllmConfig) -> bool:
+    return vllm_config.cache_config.kv_sharing_fast_prefill
+
+
 def _has_kv_connector(vllm_config: VllmConfig) -> bool:
     config = vllm_config.kv_transfer_config
     return config is not None and config.kv_connector is not None
@@ -109,6 +139,11 @@ def _has_kv_connector(vllm_config: VllmConfig) -> bool:
 def _has_other_drafts(vllm_config: VllmConfig) -> bool:
     config = vllm_config.speculative_config
     return config is not None and config.method not in SPECULATIVE_METHODS
+
+
+def _keeps_eagle_blocks(vllm_config: VllmConfig) -> bool:
+    config = vllm_config.speculative_config
+    return config is not None and config.disable_eagle_block_drop
 
 
 def _has_events_of_lookahead_hashes(vllm_config: VllmConfig) -> bool:
@@ -120,7 +155,9 @@ def _has_events_of_lookahead_hashes(vllm_config: VllmConfig) -> bool:
 
 
 def _has_foreign_scheduler(vllm_config: VllmConfig) -> bool:
-    return vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER_CLASS, ASYNC_SCHEDULER_CLASS)
+    known = (None, SCHEDULER_CLASS, ASYNC_SCHEDULER_CLASS)
+    # vLLM brings one for diffusion models, which are refused as such.
+    return vllm_config.diffusion_config is None and vllm_config.scheduler_config.scheduler_cls not in known
 
 
 def _join(names: list[str]) -> str:

@@ -34,9 +34,14 @@ def groups(*specs: Any) -> list[KVCacheGroupSpec]:
 
 
 def make_manager(
-    num_blocks: int = 11, *, specs: tuple[Any, ...] | None = None, **options: Any
+    num_blocks: int = 11,
+    *,
+    specs: tuple[Any, ...] | None = None,
+    retention_interval: int | None = 0,
+    **options: Any,
 ) -> RoseKVCacheManager:
     config = KVCacheConfig(num_blocks, [], groups(*(specs or (as_rose_spec(full_spec()),))))
+    config.prefix_cache_retention_interval = retention_interval
     arguments: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 128, "log_stats": True, **options}
     return RoseKVCacheManager(
         kv_cache_config=config, scheduler_block_size=BLOCK_SIZE, hash_block_size=BLOCK_SIZE, **arguments
@@ -284,3 +289,10 @@ def test_published_tokens_are_those_of_earlier_steps_only() -> None:
     manager.new_step_starts()
     assert manager.get_computed_blocks(twin)[1] == 24
     assert manager.manager.num_computed_tokens[np.array([0])].tolist() == [24]
+
+
+def test_a_retention_interval_is_refused_whoever_builds_the_manager() -> None:
+    for interval in (0, None):
+        make_manager(retention_interval=interval)
+    with pytest.raises(ConfigError, match="prefix_cache_retention_interval: got 64"):
+        make_manager(retention_interval=64)
