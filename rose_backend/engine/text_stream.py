@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from rose_backend.engine.tokenizer import Tokenizer
@@ -34,6 +35,11 @@ class TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._stop_strings = tuple(stop_strings)
+        self._stops_and_lengths = [(stop, len(stop)) for stop in self._stop_strings]
+        # In order, so that those which begin with some text follow each other.
+        self._sorted_stops = sorted(self._stop_strings)
+        self._first_characters = frozenset(stop[0] for stop in self._stop_strings)
+        self._max_held_back = max(map(len, self._stop_strings), default=1) - 1
         self._keep_stop_string = keep_stop_string
         self._min_tokens = min_tokens
         self._skip_special_tokens = skip_special_tokens
@@ -43,6 +49,7 @@ class TextStream:
         self._num_context_tokens = 0
         self._num_emitted = 0  # characters of the window's text that are part of self._text
         self._text = ""
+        self._num_certain = 0  # characters of the text that are no part of what may become a stop string
         self._num_delivered = 0
         self._closed = False
 
@@ -105,27 +112,48 @@ class TextStream:
     def _append(self, new_text: str) -> str | None:
         old_length = len(self._text)
         self._text += new_text
-        if not new_text or self._num_tokens <= self._min_tokens:
+        if not new_text or not self._stop_strings:
             return None
-        best: tuple[int, int, str] | None = None
-        for stop in self._stop_strings:
-            start = self._text.find(stop, max(0, old_length - len(stop) + 1))
-            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
-                best = (start + len(stop), start, stop)
-        if best is None:
+        found = None if self._num_tokens <= self._min_tokens else self._find_stop(old_length)
+        if found is None:
+            self._note_certain()
             return None
-        end, start, stop = best
+        end, start, stop = found
         self._text = self._text[: end if self._keep_stop_string else start]
         self._closed = True
         return stop
 
+    def _find_stop(self, old_length: int) -> tuple[int, int, str] | None:
+        """Return end and start of the stop string whose end comes first behind ``old_length``, and the string."""
+        text, num_certain = self._text, self._num_certain
+        best: tuple[int, int, str] | None = None
+        for stop, length in self._stops_and_lengths:
+            # The part of it that was there before is held back, so it cannot start before that.
+            first = old_length - length + 1
+            start = text.find(stop, first if first > num_certain else num_certain)
+            if start >= 0 and (best is None or (start + length, start) < best[:2]):
+                best = (start + length, start, stop)
+        return best
+
+    def _note_certain(self) -> None:
+        """Find out what has to be held back.
+
+        What may become a stop string starts no earlier than it did before the latest piece: each place of the text is
+        tried once, however many stop strings there are and however much of them is held back.
+        """
+        text, length, stops = self._text, len(self._text), self._sorted_stops
+        start = max(self._num_certain, length - self._max_held_back)
+        while start < length:
+            if text[start] in self._first_characters:
+                end = text[start:]
+                # Of the stop strings that begin with this and go on, the first in order follows it.
+                place = bisect_right(stops, end)
+                if place < len(stops) and stops[place].startswith(end):
+                    break
+            start += 1
+        self._num_certain = start
+
     def _num_visible(self) -> int:
         if self._closed or self._keep_stop_string or not self._stop_strings:
             return len(self._text)
-        held_back = 0
-        for stop in self._stop_strings:
-            for length in range(min(len(stop) - 1, len(self._text)), held_back, -1):
-                if self._text.endswith(stop[:length]):
-                    held_back = length
-                    break
-        return len(self._text) - held_back
+        return self._num_certain

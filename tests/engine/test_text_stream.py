@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import cast
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rose_backend.config import MAX_STOP_STRING_LENGTH, MAX_STOP_STRINGS
 from rose_backend.engine.text_stream import TextStream
 from rose_backend.engine.tokenizer import Tokenizer
 
@@ -151,3 +153,111 @@ def test_any_tokens_of_the_real_tokenizer(tokenizer: Tokenizer, token_ids: list[
     stream.close()
     deltas.append(stream.take_delta())
     assert "".join(deltas) == stream.visible_text == tokenizer.decode(token_ids)
+
+
+class PieceTokenizer:
+    """Each token stands for a piece of text of its own."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self._pieces = pieces
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(map(self._pieces.__getitem__, token_ids))
+
+
+class PlainStream:
+    """What ``TextStream`` does for stop strings, as it is said and not as it is done: looks at everything each time."""
+
+    def __init__(self, stops: list[str], *, keep: bool, min_tokens: int) -> None:
+        self.text, self.stop, self.num_tokens = "", None, 0
+        self._stops, self._keep, self._min_tokens = stops, keep, min_tokens
+
+    def push(self, piece: str) -> str | None:
+        old_length, self.num_tokens = len(self.text), self.num_tokens + 1
+        self.text += piece
+        ends = range(old_length + 1, len(self.text) + 1) if self.num_tokens > self._min_tokens else ()
+        for end in ends:
+            found = [stop for stop in self._stops if self.text[:end].endswith(stop)]
+            if found:
+                self.stop = max(found, key=len)
+                self.text = self.text[: end if self._keep else end - len(self.stop)]
+                return self.stop
+        return None
+
+    @property
+    def visible_text(self) -> str:
+        if self.stop is not None or self._keep:
+            return self.text
+        starts = [stop[:length] for stop in self._stops for length in range(len(stop))]
+        held_back = max((len(start) for start in starts if self.text.endswith(start)), default=0)
+        return self.text[: len(self.text) - held_back]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@given(
+    st.lists(st.text(alphabet="ab", max_size=6), max_size=12),
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=7), min_size=1, max_size=5),
+    st.integers(0, 6),
+)
+def test_stop_strings_however_they_overlap_and_the_text_is_cut(
+    keep: bool, pieces: list[str], stops: list[str], min_tokens: int
+) -> None:
+    stream = TextStream(
+        cast(Tokenizer, PieceTokenizer(pieces)),
+        stop_strings=stops,
+        keep_stop_string=keep,
+        min_tokens=min_tokens,
+    )
+    plain, shown = PlainStream(stops, keep=keep, min_tokens=min_tokens), ""
+    for token_id, piece in enumerate(pieces):
+        assert stream.push(token_id) == plain.push(piece)
+        assert stream.visible_text == plain.visible_text
+        shown += stream.take_delta()
+        assert shown == plain.visible_text
+        if plain.stop is not None:
+            return
+    assert stream.close() is None
+    assert shown + stream.take_delta() == stream.visible_text == plain.text
+
+
+A_LOT = MAX_STOP_STRING_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces"),
+    [
+        ([chr(ord("A") + index) * A_LOT for index in range(MAX_STOP_STRINGS)], [" the"] * 500),
+        (["a" * (A_LOT - 1) + chr(ord("b") + index) for index in range(MAX_STOP_STRINGS)], ["aaaa"] * 500),
+        (
+            [
+                "a" * (100 + 8 * index) + "z" + "a" * (A_LOT - 101 - 8 * index)
+                for index in range(MAX_STOP_STRINGS)
+            ],
+            ["aaaa"] * 500,
+        ),
+        # Held back as far as can be, and let go at once.
+        (
+            ["a" * (A_LOT - 1) + chr(ord("b") + index) for index in range(MAX_STOP_STRINGS)],
+            ([*["aaaa"] * 62, "x"]) * 8,
+        ),
+    ],
+    ids=["plain", "last-character-differs", "middle-differs", "bursts"],
+)
+def test_stop_strings_at_their_limits_take_few_steps(stops: list[str], pieces: list[str]) -> None:
+    """Calls into Python and into C are counted, each of which looks at 256 characters at most."""
+    stream = TextStream(cast(Tokenizer, PieceTokenizer(pieces)), stop_strings=stops)
+    num_calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        for token_id in range(len(pieces)):
+            assert stream.push(token_id) is None
+            stream.take_delta()
+    finally:
+        sys.setprofile(None)
+    # Looking for each of the 16, and a few for each of the four characters.
+    assert num_calls < 64 * len(pieces)
