@@ -81,6 +81,11 @@ class AsyncEngine:
         return self._core.max_model_len
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids of the model are below it."""
+        return self._core.factory.vocab_size
+
+    @property
     def num_blocks(self) -> int:
         """KV blocks, the null block included."""
         return self._core.num_blocks

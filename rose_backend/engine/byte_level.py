@@ -89,7 +89,11 @@ class _TokenBytes(dict[int, bytes]):
         self._left_out = frozenset(left_out)
 
     def __missing__(self, token_id: int) -> bytes:
-        data = self[token_id] = self._find(self._backend.id_to_token(token_id))
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            # Not kept: there are two thousand million such ids, and whoever may ask for any of them would fill memory.
+            return b""
+        data = self[token_id] = self._find(token)
         return data
 
     def fill(self) -> list[bytes]:
@@ -98,8 +102,8 @@ class _TokenBytes(dict[int, bytes]):
         self.update((token_id, self._find(token)) for token_id, token in token_of.items())
         return [self.get(token_id, b"") for token_id in range(max(token_of, default=-1) + 1)]
 
-    def _find(self, token: str | None) -> bytes:
-        if token is None or token in self._left_out:
+    def _find(self, token: str) -> bytes:
+        if token in self._left_out:
             return b""
         try:
             return bytes([_BYTE_OF_CHARACTER[character] for character in token])

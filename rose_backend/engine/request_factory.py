@@ -166,19 +166,28 @@ class RequestFactory:
         return [ids[start:end] for start, end in zip(starts, ends, strict=True)]
 
     def _checked_prompt(self, prompt: Prompt) -> NDArray[np.int32]:
-        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
-        if len(ids) == 0:
+        if not isinstance(prompt, str):
+            return np.array(self._checked_ids(prompt), np.int32)
+        ids = self._tokenizer.encode(prompt)
+        self._check_length(len(ids))
+        return np.array(ids, np.int32)
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens == 0:
             raise RequestError("prompt: got no tokens, allowed is at least one", parameter="prompt")
-        if len(ids) > self._max_model_len - 1:
+        if num_tokens > self._max_model_len - 1:
             raise RequestError(
-                f"prompt: got {len(ids)} tokens, allowed are at most {self._max_model_len - 1} "
+                f"prompt: got {num_tokens} tokens, allowed are at most {self._max_model_len - 1} "
                 f"(a window of {self._max_model_len} less one token to generate)",
                 parameter="prompt",
             )
-        return np.array(ids, np.int32)
 
     def _checked_ids(self, prompt: Sequence[int]) -> list[int]:
-        if isinstance(prompt, np.ndarray) and prompt.ndim == 1:
+        is_array = isinstance(prompt, np.ndarray) and prompt.ndim == 1
+        if is_array or isinstance(prompt, (list, tuple)):
+            # Before its elements: of a list of millions, each would be looked at in vain.
+            self._check_length(len(prompt))
+        if isinstance(prompt, np.ndarray) and is_array:
             prompt = prompt.tolist()
         if not isinstance(prompt, (list, tuple)):
             raise RequestError(

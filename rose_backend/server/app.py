@@ -27,4 +27,5 @@ def build_app(service: Service) -> ASGIApp:
     add_error_handlers(app)
     app.include_router(generation_routes.router)
     app.include_router(operation_routes.router)
-    return Gate(DirectRoutes(app, generation_routes.DIRECT_ROUTES), service)
+    direct_routes = generation_routes.DIRECT_ROUTES | operation_routes.DIRECT_ROUTES
+    return Gate(DirectRoutes(app, direct_routes), service)

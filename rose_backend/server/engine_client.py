@@ -69,6 +69,7 @@ class EngineClient:
             raise
         self.config = ready.config
         self.max_model_len = ready.max_model_len
+        self.vocab_size = ready.vocab_size
         self.num_blocks = ready.num_blocks
         self.parts = ready.parts
         self._factory = RequestFactory(

@@ -52,8 +52,8 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or several."""
     service = check_body(request, body)
     params = sampling_params(body)
-    prompts = read_prompts(body.prompt, service.settings.max_prompts)
     tokenizer, max_model_len = service.engine.tokenizer, service.engine.max_model_len
+    prompts = read_prompts(body.prompt, service.settings.max_prompts, max_model_len)
     prompt_ids = await encode_prompts(prompts, tokenizer, max_model_len)
 
     def echo(index: int) -> str:

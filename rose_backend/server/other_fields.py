@@ -99,11 +99,7 @@ def check_other_fields(body: Body) -> None:
             _check_asks_for_nothing(name, value)
         elif name not in IGNORED:
             unknown.append(name)
-    if len(unknown) > MAX_UNKNOWN_FIELDS:
-        raise RequestError(
-            f"body: got {len(unknown)} unknown fields, allowed are at most {MAX_UNKNOWN_FIELDS}",
-            parameter="body",
-        )
+    _check_number(len(unknown))
     for name in unknown:
         close = difflib.get_close_matches(name[:_MAX_NAME_LENGTH], known, n=1, cutoff=_LIKENESS)
         if close:
@@ -112,6 +108,26 @@ def check_other_fields(body: Body) -> None:
             )
     if unknown:
         logger.debug("ignored unknown fields %s", reprlib.repr(unknown))
+
+
+def check_number_of_fields(model: type[Body], fields: Mapping[str, Any]) -> None:
+    """Refuse too many unknown fields before anything is done with each of them.
+
+    Raises:
+        RequestError: there are more than nobody may know.
+    """
+    num_known = len(model.model_fields) + len(NOT_SUPPORTED) + len(IGNORED)
+    if len(fields) > num_known + MAX_UNKNOWN_FIELDS:
+        known = model.model_fields.keys() | NOT_SUPPORTED.keys() | IGNORED
+        _check_number(len(fields.keys() - known))
+
+
+def _check_number(num_unknown: int) -> None:
+    if num_unknown > MAX_UNKNOWN_FIELDS:
+        raise RequestError(
+            f"body: got {num_unknown} unknown fields, allowed are at most {MAX_UNKNOWN_FIELDS}",
+            parameter="body",
+        )
 
 
 def _check_asks_for_nothing(name: str, value: Any) -> None:

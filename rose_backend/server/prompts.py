@@ -16,12 +16,15 @@ from rose_backend.server.request_models import ChatCompletionRequest, Completion
 T = TypeVar("T")
 
 _SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-_MAX_INLINE_CHARACTERS = 8192
+_MAX_INLINE_LENGTH = 8192
 """Longer texts are tokenized in a thread: meanwhile the event loop serves the streams of others."""
 
 
-def read_prompts(value: Any, max_prompts: int) -> list[str | list[int]]:
+def read_prompts(value: Any, max_prompts: int, max_model_len: int) -> list[str | list[int]]:
     """Return the prompts of a completion request, each as text or as token ids.
+
+    Lengths are looked at first, so that nobody can make the event loop look at millions of elements. Token ids are
+    checked by the engine, and those of a prompt that does not fit the window not at all.
 
     Raises:
         RequestError: it is neither a prompt nor a list of them, or there are too many.
@@ -30,22 +33,51 @@ def read_prompts(value: Any, max_prompts: int) -> list[str | list[int]]:
     if isinstance(value, str):
         prompts = [value]
     elif isinstance(value, list) and value:
-        kinds = set(map(type, value))
-        if kinds == {int}:
-            prompts = [value]
-        elif kinds == {str} or kinds == {list}:
-            prompts = value
+        kind = type(value[0])
+        if kind in (str, list):
+            check_number("prompt", len(value), "prompts", max_prompts)
+        is_too_long = kind is int and len(value) >= max_model_len
+        if is_too_long or (kind in (int, str, list) and set(map(type, value)) == {kind}):
+            prompts = [value] if kind is int else value
     if not prompts:
         raise RequestError(
             f"prompt: got {reprlib.repr(value)}, allowed are a string, a list of token ids, a list of strings and "
             "a list of lists of token ids",
             parameter="prompt",
         )
-    if len(prompts) > max_prompts:
-        raise RequestError(
-            f"prompt: got {len(prompts)} prompts, allowed are at most {max_prompts}", parameter="prompt"
-        )
     return prompts
+
+
+def read_token_ids(field: str, value: Any, max_number: int, vocab_size: int) -> list[int]:
+    """Return a list of token ids, whose length has been checked before its elements.
+
+    Raises:
+        RequestError: it is no list of ids of the vocabulary, or too long.
+    """
+    if not isinstance(value, list):
+        raise RequestError(
+            f"{field}: got {reprlib.repr(value)}, allowed is a list of token ids", parameter=field
+        )
+    check_number(field, len(value), "token ids", max_number)
+    if set(map(type, value)) <= {int} and min(value, default=0) >= 0 and max(value, default=0) < vocab_size:
+        return value
+    for index, token_id in enumerate(value):
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"{field}.{index}: got {reprlib.repr(token_id)}, allowed are integers from 0 to {vocab_size - 1}",
+                parameter=f"{field}.{index}",
+            )
+    return value
+
+
+def check_number(field: str, number: int, what: str, limit: int) -> None:
+    """Refuse more of something than ``limit``.
+
+    Raises:
+        RequestError: there are more.
+    """
+    if number > limit:
+        raise RequestError(f"{field}: got {number} {what}, allowed are at most {limit}", parameter=field)
 
 
 def sampling_params(body: GenerationRequest) -> SamplingParams:
@@ -126,6 +158,6 @@ def check_text_length(field: str, num_characters: int, tokenizer: Tokenizer, max
         )
 
 
-async def run_by_length(num_characters: int, work: Callable[[], T]) -> T:
-    """Do the work here, or in a thread when the text is long."""
-    return work() if num_characters <= _MAX_INLINE_CHARACTERS else await asyncio.to_thread(work)
+async def run_by_length(length: int, work: Callable[[], T]) -> T:
+    """Do the work here, or in a thread when there are many characters or token ids."""
+    return work() if length <= _MAX_INLINE_LENGTH else await asyncio.to_thread(work)

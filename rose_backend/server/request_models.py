@@ -138,4 +138,5 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """Body of ``POST /detokenize``."""
 
-    tokens: Annotated[list[TokenId], FailFast()]
+    tokens: Annotated[Any, WithJsonSchema({"title": "Tokens", **_TOKEN_IDS, "minItems": 0})]
+    """``read_token_ids`` looks at it: how many there may be depends on the model."""

@@ -31,6 +31,10 @@ class Engine(Protocol):
         """Prompt plus output, in tokens."""
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids of the model are below it."""
+
+    @property
     def num_blocks(self) -> int:
         """KV blocks, the null block included."""
 

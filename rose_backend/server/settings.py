@@ -15,6 +15,10 @@ MAX_MESSAGES = 1024
 """Messages of one chat request."""
 MAX_PARTS = 256
 """Parts of one message."""
+MAX_BODY_FIELDS = 131_072
+"""Fields of all objects in one body."""
+MAX_BODY_LISTS = 65_536
+"""Lists and objects in one body, beside one list for each prompt."""
 MAX_UNKNOWN_FIELDS = 16
 """Fields of one request that nobody knows; each is compared with all known names."""
 

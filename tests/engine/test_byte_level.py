@@ -104,3 +104,12 @@ def test_tokenizers_of_other_kinds_are_left_to_the_library(tmp_path: Path) -> No
     assert not is_byte_level(backend) and tokenizer.byte_level() is None
     assert tokenizer.decode([0, 1, 2]) == "rose is"
     assert tokenizer.decode_batch([[0, 1], [2]]) == ["rose", "is"]
+
+
+def test_ids_without_a_token_are_not_remembered(tiny_model_path: Path) -> None:
+    backend = Backend.from_file(str(tiny_model_path / "tokenizer.json"))
+    decoder = ByteLevelDecoder(backend, [])
+    decoder.prepare()
+    num_known = len(decoder._bytes_of)
+    assert decoder.decode(list(range(backend.get_vocab_size(), 1_000_000, 7))) == ""
+    assert len(decoder._bytes_of) == num_known

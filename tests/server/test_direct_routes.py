@@ -8,7 +8,7 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from rose_backend.server import generation_routes
+from rose_backend.server import generation_routes, operation_routes
 from rose_backend.server.app import build_app
 from rose_backend.server.direct_routes import DirectRoutes
 from rose_backend.server.turnstile import Turnstile
@@ -43,10 +43,11 @@ BODIES = [
     b'{"messages": [{"role": "nobody", "content": "a"}, 3]}',
     b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
     b'{"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}',
+    b'{"tokens": [1, -1]}',
 ]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_refusals_are_those_of_fastapi(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
@@ -59,7 +60,8 @@ def test_refusals_are_those_of_fastapi(
 
     monkeypatch.setattr(DirectRoutes, "__call__", count)
     direct = build_app(server.service)
-    monkeypatch.setattr(generation_routes, "DIRECT_ROUTES", {})
+    for routes in (generation_routes, operation_routes):
+        monkeypatch.setattr(routes, "DIRECT_ROUTES", {})
     through_fastapi = build_app(server.service)
 
     async def answers(app: object) -> list[tuple[object, ...]]:
@@ -70,7 +72,7 @@ def test_refusals_are_those_of_fastapi(
         return [(each.status_code, sorted(each.headers.items()), each.content) for each in got]
 
     expected = asyncio.run(answers(through_fastapi))
-    assert {status for status, *_ in expected} <= {400, 404}
+    assert {status for status, *_ in expected} <= {400, 404} | ({200} if path == "/tokenize" else set())
     for body, ours, theirs in zip(BODIES, asyncio.run(answers(direct)), expected, strict=True):
         assert ours == theirs, body[:80]
     assert {} in parsed and len({id(routes) for routes in parsed}) == 2, "each went its own way"
@@ -118,7 +120,7 @@ def test_requests_pass_the_turnstile(server: LiveServer, monkeypatch: pytest.Mon
 
 
 def test_other_methods_and_the_schema_are_fastapis(server: LiveServer) -> None:
-    for path in generation_routes.DIRECT_ROUTES:
+    for path in generation_routes.DIRECT_ROUTES | operation_routes.DIRECT_ROUTES:
         answer = server.http.get(path)
         assert answer.status_code == 405 and answer.headers["allow"] == "POST"
         assert "requestBody" in server.http.get("/openapi.json").json()["paths"][path]["post"]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import threading
 from pathlib import Path
 
 import pytest
 
 from rose_backend import __version__
 from rose_backend.block_view.metrics import parse_metrics
+from rose_backend.server import operation_routes, prompts
 from tests.server.live_server import (
     MODEL,
     LiveServer,
@@ -88,12 +91,62 @@ def test_tokens_there_and_back(server: LiveServer) -> None:
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
         ("/detokenize", {"tokens": [2**31]}, "tokens.0"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {"tokens": [True]}, "tokens.0"),
+        ("/detokenize", {"tokens": [1, 2, 2560]}, "tokens.2"),
+        ("/detokenize", {"tokens": [1] * 1025}, "tokens"),
         ("/detokenize", {"tokens": [1], "token": 2}, "token"),
     ],
 )
 def test_bad_tokens(server: LiveServer, path: str, body: dict[str, object], param: str) -> None:
     answer = server.http.post(path, json=body)
     assert answer.status_code == 400 and error_of(answer)["param"] == param
+
+
+def test_ids_without_a_token_leave_nothing_behind(server: LiveServer) -> None:
+    decoder = server.engine.tokenizer.byte_level(skip_special_tokens=False)
+    assert decoder is not None
+    decoder.prepare()
+    num_known = len(decoder._bytes_of)
+    for first in range(0, 100_000, 1000):
+        answer = server.http.post("/detokenize", json={"tokens": list(range(first, first + 1000))})
+        assert (answer.status_code == 200) == (first + 1000 <= server.engine.vocab_size)
+    assert "tokens.0: got 99000, allowed are integers from 0 to 2559" in error_of(answer)["message"]
+    answer = server.http.post("/detokenize", json={"tokens": [1] * 1024})
+    assert answer.status_code == 200 and answer.json()["prompt"]
+    answer = server.http.post("/detokenize", json={"tokens": [1] * 1025})
+    assert "tokens: got 1025 token ids, allowed are at most 1024" in error_of(answer)["message"]
+    assert len(decoder._bytes_of) == num_known
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/tokenize", {"prompt": "the rose " * 10}), ("/detokenize", {"tokens": [70] * 30})]
+)
+def test_long_work_leaves_the_event_loop(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, object]
+) -> None:
+    def threads_of(limit: int) -> set[str]:
+        names: set[str] = set()
+
+        def note(*_: object, **__: object) -> object:
+            names.add(threading.current_thread().name)
+            return [70] * 30 if path == "/tokenize" else "text"
+
+        monkeypatch.setattr(prompts, "_MAX_INLINE_LENGTH", limit)
+        monkeypatch.setattr(server.engine.tokenizer, "encode", note)
+        monkeypatch.setattr(server.engine.tokenizer, "decode", note)
+        assert server.http.post(path, json=body).status_code == 200
+        return names
+
+    assert threads_of(1000) == {"rose-server"}
+    assert "rose-server" not in threads_of(20)
+
+
+def test_long_lists_of_ids_are_written_in_parts(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = server.http.post("/tokenize", json={"prompt": "the rose " * 10}).content
+    for number in (1, 3, len(json.loads(whole)["tokens"])):
+        monkeypatch.setattr(operation_routes, "_IDS_AT_ONCE", number)
+        assert server.http.post("/tokenize", json={"prompt": "the rose " * 10}).content == whole
+    assert server.http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
 
 
 def test_metrics_move(server: LiveServer) -> None:
