@@ -54,6 +54,14 @@ def add_serve_command(commands: argparse._SubParsersAction[Any]) -> None:
         help="seconds that running requests may go on after SIGTERM (default: %(default)s)",
     )
     group.add_argument(
+        "--send-timeout-s",
+        type=float,
+        default=60.0,
+        metavar="N",
+        help="seconds after which a client that reads nothing of its answer is cut off and its request aborted; 0 "
+        "waits for ever (default: %(default)s)",
+    )
+    group.add_argument(
         "--log-requests",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -122,6 +130,7 @@ def _serve(args: argparse.Namespace) -> int:
         keep_alive_timeout_s=args.keep_alive_timeout_s,
         max_prompts=args.max_prompts,
         drain_timeout_s=args.drain_timeout_s,
+        send_timeout_s=args.send_timeout_s,
         log_requests=args.log_requests,
         frontend_multiprocessing=args.frontend_multiprocessing,
     )

@@ -6,14 +6,14 @@ import asyncio
 import secrets
 from typing import Any
 
-import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from uvicorn.server import ServerState
 
 from rose_backend.server.error_answers import ApiError
 from rose_backend.server.request_record import RequestRecord
 from rose_backend.server.service import Service
 from rose_backend.server.settings import RETRY_AFTER_S
+from rose_backend.server.unread_answers import ReadConnection, ServiceConfig
 
 _LINGER_S = 2.0
 """How long a refused client may go on sending. Closed at once, it would be cut off before it reads the answer."""
@@ -21,19 +21,18 @@ MAX_LINGERING = 64
 """Connections that do so, beyond those that are allowed. More are closed at once."""
 
 
-class ConnectionConfig(uvicorn.Config):
-    """uvicorn's configuration, and what connections need to know of the server."""
+class ConnectionConfig(ServiceConfig):
+    """uvicorn's configuration for these connections."""
 
     def __init__(self, app: Any, service: Service, **options: Any) -> None:
-        super().__init__(app, http=Connection, **options)
-        self.service = service
+        super().__init__(app, service, http=Connection, **options)
         self.lingering: set[Connection] = set()
 
 
-class Connection(HttpToolsProtocol):
+class Connection(ReadConnection):
     """uvicorn's protocol, which takes headers of any size and waits for them without end.
 
-    What is counted and timed is only what comes before a request is complete: answers pass without a step more.
+    What is counted and timed here is only what comes before a request is complete: answers pass without a step more.
     """
 
     def __init__(

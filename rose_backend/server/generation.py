@@ -72,14 +72,16 @@ class Generation:
             running.discard(request_id)
 
     async def _all(self) -> AsyncGenerator[PromptOutput, None]:
-        queue: asyncio.Queue[PromptOutput | Exception] = asyncio.Queue()
+        # Each output holds everything so far. When the client does not read, what comes meanwhile waits in front of
+        # this queue, where it becomes one output for each prompt.
+        queue: asyncio.Queue[PromptOutput | Exception] = asyncio.Queue(len(self._prompts))
 
         async def pump(index: int) -> None:
             try:
                 async for output in self._one(index):
-                    queue.put_nowait(output)
+                    await queue.put(output)
             except Exception as error:  # raised again below, in the caller's task
-                queue.put_nowait(error)
+                await queue.put(error)
 
         tasks = [asyncio.create_task(pump(index)) for index in range(len(self._prompts))]
         num_unfinished = len(tasks)

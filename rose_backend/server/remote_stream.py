@@ -19,12 +19,12 @@ class RemoteStream:
     __slots__ = (
         "_completions",
         "_failure",
+        "_has_news",
         "_is_finished",
         "_loop",
         "_num_cached_tokens",
         "_prompt",
         "_prompt_token_ids",
-        "_updates",
         "_waiter",
         "request_id",
     )
@@ -44,13 +44,15 @@ class RemoteStream:
         self._is_finished = False
         # In order of index: the first one splits off the others in that order.
         self._completions: dict[int, CompletionOutput] = {}
-        self._updates: list[Update] = []
+        self._has_news = False
         self._failure: RequestError | EngineDeadError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, update: Update) -> None:
         """Add what is new."""
-        self._updates.append(update)
+        # At once: updates that nobody reads are many times as large as what they say.
+        self._take(update)
+        self._has_news = True
         self._wake()
 
     def fail(self, error: RequestError | EngineDeadError) -> None:
@@ -65,16 +67,12 @@ class RemoteStream:
             RequestError: it was refused.
             EngineDeadError: the engine failed or was shut down.
         """
-        while not self._updates:
+        while not self._has_news:
             if self._failure is not None:
                 raise self._failure
             self._waiter = self._loop.create_future()
             await self._waiter
-        for completion in self._completions.values():
-            completion.delta_text = ""
-        for update in self._updates:
-            self._take(update)
-        self._updates.clear()
+        self._has_news = False
         return self._snapshot()
 
     def _wake(self) -> None:
@@ -99,7 +97,7 @@ class RemoteStream:
             completion.stop_reason = stop_reason
 
     def _snapshot(self) -> RequestOutput:
-        # Copies: the caller may look at this output when later ones have been taken.
+        # Copies: the caller may look at this output when later ones have been taken. Text that is new is so once.
         outputs = [
             CompletionOutput(
                 each.index,
@@ -113,6 +111,8 @@ class RemoteStream:
             )
             for each in self._completions.values()
         ]
+        for completion in self._completions.values():
+            completion.delta_text = ""
         return RequestOutput(
             self.request_id,
             self._prompt,

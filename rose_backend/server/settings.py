@@ -59,6 +59,9 @@ class ServerSettings:
     """Prompts of one request."""
     drain_timeout_s: float = 30.0
     """How long running requests may go on after SIGTERM before they are aborted."""
+    send_timeout_s: float = 60.0
+    """A client that reads nothing of its answer for that long is cut off, and what runs for it aborted; 0 waits for
+    ever."""
     log_requests: bool = True
     """Write one line per request."""
     frontend_multiprocessing: bool = True
@@ -80,6 +83,10 @@ class ServerSettings:
         if not 0.0 <= self.drain_timeout_s < math.inf:
             raise ConfigError(
                 f"drain_timeout_s: got {self.drain_timeout_s}, allowed is a number of seconds, 0 or more"
+            )
+        if not 0.0 <= self.send_timeout_s < math.inf:
+            raise ConfigError(
+                f"send_timeout_s: got {self.send_timeout_s}, allowed is a number of seconds, or 0 to wait for ever"
             )
         # Other characters cannot be sent in a header as they are.
         if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):

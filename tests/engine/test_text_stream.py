@@ -169,7 +169,8 @@ class PlainStream:
     """What ``TextStream`` does for stop strings, as it is said and not as it is done: looks at everything each time."""
 
     def __init__(self, stops: list[str], *, keep: bool, min_tokens: int) -> None:
-        self.text, self.stop, self.num_tokens = "", None, 0
+        self.stop: str | None = None
+        self.text, self.num_tokens = "", 0
         self._stops, self._keep, self._min_tokens = stops, keep, min_tokens
 
     def push(self, piece: str) -> str | None:
@@ -179,9 +180,9 @@ class PlainStream:
         for end in ends:
             found = [stop for stop in self._stops if self.text[:end].endswith(stop)]
             if found:
-                self.stop = max(found, key=len)
-                self.text = self.text[: end if self._keep else end - len(self.stop)]
-                return self.stop
+                stop = self.stop = max(found, key=len)
+                self.text = self.text[: end if self._keep else end - len(stop)]
+                return stop
         return None
 
     @property

@@ -230,6 +230,8 @@ def test_an_address_in_use(server: LiveServer) -> None:
         ({"keep_alive_timeout_s": float("nan")}, "keep_alive_timeout_s: got nan"),
         ({"drain_timeout_s": -1.0}, "drain_timeout_s: got -1.0"),
         ({"drain_timeout_s": float("nan")}, "drain_timeout_s: got nan"),
+        ({"send_timeout_s": -1.0}, "send_timeout_s: got -1.0"),
+        ({"send_timeout_s": float("inf")}, "send_timeout_s: got inf"),
         ({"api_keys": ("",)}, "api_key: got an empty key"),
         ({"api_keys": ("ü",)}, "api_key: got"),
     ],

@@ -158,7 +158,7 @@ def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, Server
         "m --host ::1 --port 9 --uds u --served-model-name a b --api-key k1 --api-key k2 --chat-template t "
         "--max-connections 10 --max-header-bytes 2000 --max-headers 20 --header-timeout-s 1.5 --body-timeout-s 2.5 "
         "--keep-alive-timeout-s 3.5 --max-body-bytes 5 --max-prompts 6 "
-        "--drain-timeout-s 7.5 --no-log-requests --no-frontend-multiprocessing "
+        "--drain-timeout-s 7.5 --send-timeout-s 8.5 --no-log-requests --no-frontend-multiprocessing "
         "--no-prefix-cache --seed 3"
     )
     assert run(*argv.split()) == 0
@@ -178,6 +178,7 @@ def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, Server
         max_body_bytes=5,
         max_prompts=6,
         drain_timeout_s=7.5,
+        send_timeout_s=8.5,
         log_requests=False,
         frontend_multiprocessing=False,
     )
@@ -217,6 +218,7 @@ def test_an_empty_variable_is_no_key(
         (("/no/such/dir", "--port", "0"), ("/no/such/dir",)),
         (("m", "--host", "256.0.0.1"), ("host, port: got 256.0.0.1:8000, which cannot be used",)),
         (("m", "--drain-timeout-s", "-1"), ("drain_timeout_s: got -1.0",)),
+        (("m", "--send-timeout-s", "-1"), ("send_timeout_s: got -1.0",)),
     ],
 )
 def test_mistakes(argv: tuple[str, ...], parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
