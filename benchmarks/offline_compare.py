@@ -64,6 +64,7 @@ SWITCHES = (
     "fused_add_layernorm",
     "cuda_graph",
     "prefix_cache",
+    "token_granular_hits",
     "block_manager",
     "run_ahead",
     "batched_scheduling",

@@ -49,6 +49,7 @@ _SWITCH_HELP = {
     "cuda_graph": "replay decode steps from CUDA graphs where device and kernels allow it",
     "chunked_prefill": "split long prompts over several steps",
     "prefix_cache": "reuse keys and values of earlier requests that share a prefix",
+    "token_granular_hits": "let prefix hits end at any token; off: at block borders only",
 }
 _SAMPLING_HELP = {
     "n": "completions of each prompt",

@@ -24,6 +24,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 128
+MAX_CACHE_SALT_LENGTH = 128
 # At both ends of these ranges, and all at once, logits of +-1e4 stay finite float32 numbers.
 MAX_TEMPERATURE = 1000.0
 MIN_REPETITION_PENALTY = 0.01
@@ -55,7 +56,9 @@ class Switches:
     chunked_prefill: bool = True
     """Split long prompts over several steps; off: a prompt is computed in one step."""
     prefix_cache: bool = True
-    """Reuse K/V of earlier requests that share a prefix, to the token."""
+    """Reuse K/V of earlier requests that share a prefix."""
+    token_granular_hits: bool = True
+    """Let prefix hits end at any token; off: at block borders only, as vLLM's own."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -98,6 +101,9 @@ class PluginConfig(Switches):
     joined_outputs: bool = True
     """Join, per request, the outputs that have piled up in front of a busy API server; off: it looks at one step's
     outputs after the other."""
+    exact_cached_tokens: bool = False
+    """Tell clients and metrics every cached token; off: whole multiples of the block size. ``rose serve`` has an option
+    of the same name."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,10 @@ def server_command(backend: str, options: EngineOptions, port: int) -> list[str]
             "rose" if backend == "rose-in-vllm" else "FLASH_ATTN" if options.device == "cuda" else None
         )
         fields = {**vllm_options(options, attention), "disable_uvicorn_access_log": True}
+        if backend == "rose-in-vllm":
+            # Metrics that are rounded would make prompts look longer than what was computed of them.
+            switches = fields.get("additional_config", {}).get("rose", {})
+            fields["additional_config"] = {"rose": {**switches, "exact_cached_tokens": True}}
         module = "vllm.entrypoints.cli.main" if options.step_ms is None else HOST_ONLY_SERVER
         command = ["-m", module, "serve", fields.pop("model")]
     return [sys.executable, *command, *where, *as_flags(fields)]

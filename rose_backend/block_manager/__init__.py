@@ -7,7 +7,7 @@ from rose_backend.block_manager.admission import Admission
 from rose_backend.block_manager.block_manager import BlockManager
 from rose_backend.block_manager.block_pool import NULL_BLOCK, BlockPool
 from rose_backend.block_manager.cache_events import BlockRemoved, BlockStored, CacheCleared, CacheEvent
-from rose_backend.block_manager.cache_stats import CacheStats
+from rose_backend.block_manager.cache_stats import CacheStats, reporting_unit
 from rose_backend.block_manager.clone_queue import ClonePlan
 from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
 from rose_backend.block_manager.prefixes_under_way import PrefixesUnderWay
@@ -28,4 +28,5 @@ __all__ = [
     "PrefixMatch",
     "PrefixesUnderWay",
     "Reservation",
+    "reporting_unit",
 ]

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+_MIN_REPORTING_UNIT = 16
+
+
+def reporting_unit(block_size: int) -> int:
+    """Return the number of tokens in whose multiples clients and monitoring are told of hits.
+
+    Who could see hits grow token by token would guess others' prompts token by token.
+    """
+    return max(block_size, _MIN_REPORTING_UNIT)
+
 
 @dataclass(slots=True)
 class CacheStats:
@@ -17,6 +27,8 @@ class CacheStats:
     """Prompt tokens of those lookups."""
     hit_tokens: int = 0
     """Prompt tokens whose K/V was found."""
+    reported_hit_tokens: int = 0
+    """The same, each lookup's rounded down to a multiple of ``reporting_unit``."""
     partial_hits: int = 0
     """Hits that ended inside a block."""
     evictions: int = 0
@@ -37,6 +49,7 @@ class CacheStats:
         self.queries += 1
         self.query_tokens += num_tokens
         self.hit_tokens += num_hit_tokens
+        self.reported_hit_tokens += num_hit_tokens - num_hit_tokens % reporting_unit(block_size)
         self.partial_hits += num_hit_tokens % block_size != 0
 
     def count_clones(self, num_blocks: int) -> None:

@@ -113,6 +113,7 @@ class EngineCore:
             cached_tokens=counters.cached_tokens,
             prefix_cache_queries=self.manager.stats.query_tokens,
             prefix_cache_hits=self.manager.stats.hit_tokens,
+            reported_prefix_cache_hits=self.manager.stats.reported_hit_tokens,
             preemptions=counters.preemptions,
             clones=self.manager.stats.clones,
         )
@@ -232,6 +233,7 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             max_model_len=loaded.max_model_len,
             prefix_cache=config.prefix_cache,
+            full_blocks_only=not config.token_granular_hits,
             bytes_per_block=loaded.kv_cache.nbytes // loaded.num_blocks,
         )
         self._rows = RowState(config.max_num_seqs, loaded.max_model_len, loaded.eos_token_ids)

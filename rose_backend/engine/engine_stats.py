@@ -23,6 +23,8 @@ class EngineStats:
     """Tokens looked up in the prefix cache, by sequences that come back from a preemption too."""
     prefix_cache_hits: int
     """Tokens found there."""
+    reported_prefix_cache_hits: int
+    """The same, each lookup's rounded down to whole blocks of at least 16 tokens: for others than the operator."""
     preemptions: int
     clones: int
     """Blocks copied because a sequence wrote behind a shared part-filled block."""

@@ -26,6 +26,8 @@ def _describe(name: str, config: Switches, device: str) -> str:
     if name == "cuda_graph" and not captures_graphs(config, device):
         reason = "fused_sampler is off" if device == "cuda" else f"device is {device}"
         return f"not in force ({reason})"
+    if name == "token_granular_hits" and not config.prefix_cache:
+        return "not in force (prefix_cache is off)"
     if name in _KERNEL_PARTS:
         return "on (Triton kernels)" if device == "cuda" else "on (PyTorch operations)"
     return "on"

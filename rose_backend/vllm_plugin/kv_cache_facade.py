@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.metrics.stats import PrefixCacheStats
 
-from rose_backend.block_manager import BlockManager
+from rose_backend.block_manager import BlockManager, reporting_unit
 from rose_backend.errors import IntegrityError
 from rose_backend.vllm_plugin.kv_cache_blocks import HeldClonePlan, RoseBlocks
 from rose_backend.vllm_plugin.plugin_logger import logger
@@ -27,16 +27,20 @@ class KVCacheFacade:
         manager: keeps the blocks.
         enable_caching: whether requests may use each other's blocks.
         log_stats: whether vLLM will ask for prefix cache statistics.
+        exact_cached_tokens: report every cached token; otherwise multiples of ``reporting_unit``.
     """
 
     mamba_shared_prefix_checkpoint = False
     num_kv_cache_groups = 1
 
-    def __init__(self, manager: BlockManager, *, enable_caching: bool, log_stats: bool) -> None:
+    def __init__(
+        self, manager: BlockManager, *, enable_caching: bool, log_stats: bool, exact_cached_tokens: bool
+    ) -> None:
         self.manager = manager
         self.block_size = manager.block_size
         self.enable_caching = enable_caching
         self.log_stats = log_stats
+        self._hit_unit = 1 if exact_cached_tokens else reporting_unit(manager.block_size)
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         self.empty_kv_cache_blocks = KVCacheBlocks(((),))
         self._row_of: dict[str, int] = {}
@@ -83,7 +87,12 @@ class KVCacheFacade:
         return self.enable_caching and not request.skip_reading_prefix_cache
 
     def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
-        """Count one admission's lookup."""
+        """Count one admission's lookup, and settle how many tokens the request's client is told were cached."""
+        num_hits -= num_hits % self._hit_unit
+        stats = request.prefill_stats
+        # Those of the first time stay after a preemption; once the client has been told they are gone.
+        if stats is not None and request.num_preemptions == 0:
+            stats.set(request.num_prompt_tokens, num_hits, stats.num_external_cached_tokens)
         if self.prefix_cache_stats is not None and self.prefix_cache_lookup_enabled(request):
             self.prefix_cache_stats.record(
                 num_tokens=request.num_tokens, num_hits=num_hits, preempted=request.num_preemptions > 0

@@ -64,6 +64,8 @@ class RoseKVCacheManager(KVCacheFacade):
         max_num_seqs: requests that may hold blocks at once.
         num_prefill_lookahead: tokens behind a position that a drafter's cache entry there depends on.
         enable_kv_cache_events: whether vLLM publishes KV cache events.
+        full_blocks_only: let prefix hits end at block borders only.
+        exact_cached_tokens: report every cached token, see ``KVCacheFacade``.
         kv_cache_config, max_model_len, enable_caching, log_stats, watermark: as vLLM's scheduler passes them.
         unused: what only features need that are refused at start-up.
 
@@ -83,6 +85,8 @@ class RoseKVCacheManager(KVCacheFacade):
         watermark: float = 0.0,
         num_prefill_lookahead: int = 0,
         enable_kv_cache_events: bool = False,
+        full_blocks_only: bool = False,
+        exact_cached_tokens: bool = False,
         **unused: Any,
     ) -> None:
         cache_group = the_rose_group(kv_cache_config)
@@ -95,10 +99,16 @@ class RoseKVCacheManager(KVCacheFacade):
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             prefix_cache=enable_caching,
+            full_blocks_only=full_blocks_only,
             bytes_per_block=block_bytes(cache_group),
             record_events=enable_kv_cache_events,
         )
-        super().__init__(manager, enable_caching=enable_caching, log_stats=log_stats)
+        super().__init__(
+            manager,
+            enable_caching=enable_caching,
+            log_stats=log_stats,
+            exact_cached_tokens=exact_cached_tokens,
+        )
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
@@ -112,6 +122,7 @@ class RoseKVCacheManager(KVCacheFacade):
         # For requests that were passed over in this step.
         self._num_kept_rows = self._num_kept_blocks = 0
         self._last_lookup: tuple[str, PrefixMatch] | None = None
+        self._full_blocks_only = full_blocks_only
         self._num_prefill_lookahead = num_prefill_lookahead
         self._events = KVEventLog(manager, spec) if enable_kv_cache_events else None
 
@@ -151,7 +162,7 @@ class RoseKVCacheManager(KVCacheFacade):
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
     ) -> tuple[Any, int, int]:
-        """Return the longest cached prefix, to the token: blocks, number of tokens, and 0 (no sparse groups)."""
+        """Return the longest cached prefix: blocks, number of tokens, and 0 (no sparse groups)."""
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         _, match = self._look_up(request, max_cache_hit_length)
@@ -173,7 +184,10 @@ class RoseKVCacheManager(KVCacheFacade):
         match = prompt.match(self.manager, max_tokens)
         if self._num_prefill_lookahead:
             # The drafter's entries at the last positions were made from tokens that did not match.
-            match = prompt.shorten(match, match.num_tokens - self._num_prefill_lookahead, self.block_size)
+            num_tokens = match.num_tokens - self._num_prefill_lookahead
+            if self._full_blocks_only:
+                num_tokens -= num_tokens % self.block_size
+            match = prompt.shorten(match, num_tokens, self.block_size)
         return prompt, match
 
     def get_computed_blocks_for_connector(

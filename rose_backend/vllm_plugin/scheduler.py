@@ -21,7 +21,7 @@ from vllm.v1.engine import EngineCoreOutputs
 
 from rose_backend.vllm_plugin.decode_batch import DecodeBatch, NewBlockIds
 from rose_backend.vllm_plugin.kv_cache_manager import RoseKVCacheManager
-from rose_backend.vllm_plugin.options import batches_decode_steps, splits_steps
+from rose_backend.vllm_plugin.options import batches_decode_steps, rose_options, splits_steps
 from rose_backend.vllm_plugin.patch_ledger import swapped
 from rose_backend.vllm_plugin.plain_rows import KnownFacts, PlainRows
 
@@ -41,8 +41,14 @@ class BatchedScheduling(Scheduler):
     """That a decode step adds to each request, for the token that is still to come."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-        with swapped("block_manager_class", functools.partial(RoseKVCacheManager, max_num_seqs=max_num_seqs)):
+        options = rose_options(vllm_config)
+        make_manager = functools.partial(
+            RoseKVCacheManager,
+            max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+            full_blocks_only=not options.token_granular_hits,
+            exact_cached_tokens=options.exact_cached_tokens,
+        )
+        with swapped("block_manager_class", make_manager):
             super().__init__(vllm_config, *args, **kwargs)
         self._batches_decode_steps = batches_decode_steps(vllm_config)
         self._may_split = splits_steps(vllm_config)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rose_backend.config import SWITCH_NAMES
 from rose_backend.vllm_plugin.options import (
+    NEEDS_MANAGER,
     appends_in_attention,
     batches_decode_steps,
     uses_rose_manager,
@@ -32,12 +33,7 @@ def describe_parts(vllm_config: VllmConfig, options: PluginConfig, chosen_model:
     fused = appends_in_attention(vllm_config, options)
     parts = [f"attention ROSE ({'stores K/V itself' if fused else 'separate K/V write'})"]
     if uses_rose_manager(vllm_config):
-        hits = (
-            "prefix hits to the token"
-            if vllm_config.cache_config.enable_prefix_caching
-            else "no prefix cache"
-        )
-        parts.append(f"block manager RoseKVCacheManager ({hits})")
+        parts.append(f"block manager RoseKVCacheManager ({_describe_hits(vllm_config, options)})")
     else:
         caches = vllm_config.cache_config.enable_prefix_caching
         hits = "prefix hits at block borders" if caches else "no prefix cache"
@@ -58,12 +54,14 @@ def _describe_idle_parts(vllm_config: VllmConfig, options: PluginConfig, chosen_
     why_idle = {
         "fused_kv_append": why_kv_is_written_first(vllm_config),
         "batched_scheduling": why_decodes_go_one_by_one(vllm_config),
+        "token_granular_hits": None if uses_rose_manager(vllm_config) else NEEDS_MANAGER,
         "fused_mlp": no_layers,
         "fused_add_layernorm": no_layers,
         "fused_sampler": _why_no_draws(vllm_config),
         "cuda_graph": _why_no_graphs(vllm_config),
         "chunked_prefill": None if vllm_config.scheduler_config.enable_chunked_prefill else "off in vLLM",
         "prefix_cache": None if vllm_config.cache_config.enable_prefix_caching else "off in vLLM",
+        "exact_cached_tokens": None if uses_rose_manager(vllm_config) else NEEDS_MANAGER,
     }
     names_of: dict[str, list[str]] = {}
     for name, reason in why_idle.items():
@@ -90,6 +88,13 @@ def _why_no_draws(vllm_config: VllmConfig) -> str | None:
     if not is_applied("sampler_v2" if vllm_config.use_v2_model_runner else "sampler_v1"):
         return "this vLLM's sampler could not be replaced"
     return why_vllm_draws(vllm_config)
+
+
+def _describe_hits(vllm_config: VllmConfig, options: PluginConfig) -> str:
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return "no prefix cache"
+    hits = f"prefix hits {'to the token' if options.token_granular_hits else 'at block borders'}"
+    return f"{hits}, reported exactly" if options.exact_cached_tokens else hits
 
 
 def _describe_model(vllm_config: VllmConfig, options: PluginConfig, chosen_model: str | None) -> str:

@@ -41,6 +41,12 @@ def make_engine(tiny_model_path: Path) -> Iterator[MakeEngine]:
             from vllm.compilation.monitor import set_cudagraph_capturing_enabled
             from vllm.distributed import cleanup_dist_env_and_memory
 
+            # Tests look at single tokens, unless told otherwise.
+            rose = {
+                "exact_cached_tokens": True,
+                **options.get("additional_config", {}).get("rose", {}),
+            }
+            options["additional_config"] = {"rose": rose}
             defaults: dict[str, Any] = {
                 "model": str(tiny_model_path),
                 "attention_backend": "rose",

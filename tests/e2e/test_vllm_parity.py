@@ -179,6 +179,9 @@ def test_every_switch_leaves_the_tokens_as_they_are(
         manager, attention = scheduler.kv_cache_manager, runner.model.transformer.h[0].attn.attn
         assert (type(manager) is not KVCacheManager) == is_on["block_manager"]
         assert manager.enable_caching == is_on["prefix_cache"]
+        if is_on["block_manager"]:
+            assert manager._full_blocks_only != is_on["token_granular_hits"]
+            assert is_on["token_granular_hits"] or not manager.manager.stats.partial_hits
         assert scheduler.scheduler_config.enable_chunked_prefill == is_on["chunked_prefill"]
         assert attention.impl.appends_in_attention == (is_on["fused_kv_append"] and is_on["block_manager"])
         draws = type(runner.sampler.topk_topp_sampler.forward) is RoseTopKTopP

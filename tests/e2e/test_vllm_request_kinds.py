@@ -268,3 +268,23 @@ def test_rose_draws_for_every_kind_of_request_the_same_in_any_batch(engine: Step
         banned = tokenizer.encode(word, add_special_tokens=False)
         assert f" {' '.join(map(str, banned))} " not in text, word
     assert not set(tokens_of(together["min tokens"])[:8]) & set(range(300, 400))
+
+
+def test_a_client_is_told_of_whole_blocks(make_engine: MakeEngine) -> None:
+    prompt = random_tokens(50, seed=21)
+    guess = [*prompt[:37], 5, 6]
+    told = []
+    with make_engine(additional_config={"rose": {"exact_cached_tokens": False}}) as llm:
+        engine = SteppedEngine(llm)
+        for tokens, salt in (
+            (prompt, None),
+            (guess, None),
+            (guess[1:], None),
+            (guess, "other"),
+            (guess, "other"),
+        ):
+            engine.add("request", tokens, SamplingParams(**GREEDY), salt=salt)
+            told.append(engine.drain()["request"].num_cached_tokens)
+        stats = engine.manager.stats
+        assert (stats.hit_tokens, stats.reported_hit_tokens) == (37 + 38, 32 + 32)
+    assert told == [0, 32, 0, 0, 32]

@@ -21,6 +21,7 @@ SERVER_ARGUMENTS = (
     *("--block-size", "128"),
     *("--max-num-seqs", "16"),
     "--enable-prompt-tokens-details",
+    *("--additional-config", json.dumps({"rose": {"exact_cached_tokens": True}})),
 )
 
 
@@ -50,7 +51,7 @@ def test_the_log_names_the_parts_in_force_once(server: VllmServer) -> None:
     assert len(lines) == 1, lines
     for part in (
         "attention ROSE",
-        "RoseKVCacheManager",
+        "RoseKVCacheManager (prefix hits to the token, reported exactly)",
         "fused MLP",
         "sampler Rose",
         "switched off: nothing",

@@ -72,6 +72,8 @@ def test_parts_in_force_are_told_honestly() -> None:
     assert parts_in_force(Switches(), "cuda")["cuda_graph"] == "on"
     unfused = parts_in_force(Switches(fused_sampler=False), "cuda")
     assert unfused["cuda_graph"] == "not in force (fused_sampler is off)"
+    uncached = parts_in_force(Switches(prefix_cache=False), "cpu")
+    assert uncached["token_granular_hits"] == "not in force (prefix_cache is off)"
     for name in SWITCH_NAMES:
         parts = parts_in_force(Switches(**{name: False}), "cuda")
         assert set(parts) == set(SWITCH_NAMES)

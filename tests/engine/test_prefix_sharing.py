@@ -37,6 +37,17 @@ def test_hit_ends_inside_a_block(make_llm: Callable[..., LLM]) -> None:
     assert tokens_of(llm, first) == first_tokens == tokens_of(cold, first)
 
 
+def test_hits_at_block_borders_only(make_llm: Callable[..., LLM]) -> None:
+    llm, cold = make_llm(token_granular_hits=False), make_llm(prefix_cache=False)
+    first = random_prompt(120, seed=0)
+    prompts = [first, first[:100] + random_prompt(30, seed=1), [*first[:15], 7, 8], first[:96], first]
+    outputs = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
+    # The last token is always computed, and with it its block.
+    assert [output.num_cached_tokens for output in outputs] == [0, 96, 0, 80, 112]
+    assert llm.core.manager.stats.partial_hits == 0
+    assert [output.outputs[0].token_ids for output in outputs] == [tokens_of(cold, each) for each in prompts]
+
+
 def test_second_request_does_not_disturb_the_first_while_it_runs(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(block_size=128)
     first = random_prompt(110, seed=2)

@@ -41,7 +41,7 @@ def test_everything_on(make_config: MakeConfig, rose_log: list[str]) -> None:
     (line,) = rose_log
     for part in (
         "attention ROSE",
-        "RoseKVCacheManager",
+        "RoseKVCacheManager (prefix hits to the token);",
         "fused MLP",
         "sampler Rose",
         "switched off: nothing",
@@ -81,6 +81,17 @@ def test_switches_reach_vllms_own_settings(make_config: MakeConfig, rose_log: li
     assert (
         line.endswith("switched off: cuda_graph, chunked_prefill, prefix_cache") and "no prefix cache" in line
     )
+
+
+def test_where_prefix_hits_end_and_what_is_told_of_them(make_config: MakeConfig, rose_log: list[str]) -> None:
+    make_config(**rose(token_granular_hits=False))
+    make_config(**rose(exact_cached_tokens=True))
+    make_config(**rose(prefix_cache=False, token_granular_hits=False))
+    at_borders, exact, uncached = rose_log
+    assert "(prefix hits at block borders);" in at_borders
+    assert at_borders.endswith("switched off: token_granular_hits")
+    assert "(prefix hits to the token, reported exactly);" in exact and exact.endswith("off: nothing")
+    assert "(no prefix cache);" in uncached
 
 
 def test_fused_parts_can_be_switched_off_alone(make_config: MakeConfig, rose_log: list[str]) -> None:
@@ -145,7 +156,7 @@ def test_what_is_switched_off_is_not_said_to_be_idle_too(
 ) -> None:
     make_config(**rose(block_manager=False, fused_kv_append=False, prefix_cache=False))
     (line,) = rose_log
-    assert idle_parts(line).keys() == {"batched_scheduling", "cuda_graph"}
+    assert idle_parts(line).keys() == {"batched_scheduling", "token_granular_hits", "cuda_graph"}
     assert "block manager vLLM's own (no prefix cache)" in line
     assert line.endswith("switched off: fused_kv_append, prefix_cache, block_manager")
 
@@ -199,6 +210,7 @@ def test_rose_for_one_kind_of_layer_counts(make_config: MakeConfig) -> None:
     ("options", "message"),
     [
         ({"fused_mpl": False}, "unknown option 'fused_mpl'; did you mean 'fused_mlp'?"),
+        ({"exact_cached_tokens": 1}, "exact_cached_tokens: got 1, allowed are true and false"),
         ({"prefix_cache": "no"}, "prefix_cache: got 'no', allowed are true and false"),
         (3, "got 3, a JSON object is needed"),
     ],

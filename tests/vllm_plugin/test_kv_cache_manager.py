@@ -202,12 +202,13 @@ def test_lookups_respect_the_request_and_the_limit_asked_for() -> None:
     assert manager.estimate_cached_tokens(first) == 40
 
 
-def test_statistics_are_read_once() -> None:
-    manager = make_manager()
+@pytest.mark.parametrize(("is_exact", "num_hits"), [(True, 17), (False, 16)])
+def test_statistics_are_read_once(is_exact: bool, num_hits: int) -> None:
+    manager = make_manager(exact_cached_tokens=is_exact)
     request = make_request("a", list(range(40)))
     manager.record_prefix_cache_stats(request, 17)
     stats = manager.make_prefix_cache_stats()
-    assert stats is not None and (stats.requests, stats.queries, stats.hits) == (1, 40, 17)
+    assert stats is not None and (stats.requests, stats.queries, stats.hits) == (1, 40, num_hits)
     again = manager.make_prefix_cache_stats()
     assert again is not None and again.requests == 0
     assert make_manager(log_stats=False).make_prefix_cache_stats() is None
