@@ -62,6 +62,19 @@ def add_serve_command(commands: argparse._SubParsersAction[Any]) -> None:
         "waits for ever (default: %(default)s)",
     )
     group.add_argument(
+        "--share-prefix-cache",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="one prefix cache for all API keys: a key's holder can find out what others have sent (default: off, one "
+        "for each key)",
+    )
+    group.add_argument(
+        "--exact-cached-tokens",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="tell clients and metrics every cached token (default: off, whole blocks of at least 16 tokens)",
+    )
+    group.add_argument(
         "--log-requests",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -131,6 +144,8 @@ def _serve(args: argparse.Namespace) -> int:
         max_prompts=args.max_prompts,
         drain_timeout_s=args.drain_timeout_s,
         send_timeout_s=args.send_timeout_s,
+        share_prefix_cache=args.share_prefix_cache,
+        exact_cached_tokens=args.exact_cached_tokens,
         log_requests=args.log_requests,
         frontend_multiprocessing=args.frontend_multiprocessing,
     )

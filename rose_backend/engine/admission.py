@@ -141,8 +141,9 @@ class Admission:
         num_rows = 1 + completion.num_siblings_to_fork
         if manager.num_free_rows - self.num_promised_rows - num_promised_rows < num_rows:
             return None
-        self._commits.flush_for(token_ids)
-        match = manager.match(token_ids)
+        namespace = completion.request.namespace
+        self._commits.flush_for(token_ids, namespace)
+        match = manager.match(token_ids, namespace=namespace)
         num_remaining = len(token_ids) - match.num_tokens
         if not self._chunked_prefill and num_remaining > budget:
             return None
@@ -158,7 +159,7 @@ class Admission:
             self._blocked = (completion, num_free_blocks - num_promised_blocks)
             return None
         self._under_way.begin(token_ids, match, min(num_remaining, budget))
-        admission = manager.add(token_ids, match=match)
+        admission = manager.add(token_ids, namespace=namespace, match=match)
         if admission is None:
             raise IntegrityError("the block manager has a free row but did not hand it out")
         self.num_promised_rows += completion.num_siblings_to_fork

@@ -109,7 +109,7 @@ class AsyncEngine:
         ``finished`` set. Leaving the loop early, or cancelling the task, aborts the request.
 
         Args:
-            prompt: a string or a list of token ids.
+            prompt: a string, a list of token ids, or a dictionary as ``LLM.generate`` takes it.
             sampling_params: None takes the defaults.
             request_id: name for ``abort``; None makes one up.
 

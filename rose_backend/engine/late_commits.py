@@ -90,8 +90,8 @@ class LateCommits:
         if self._confirmed:
             self._flush_confirmed()
 
-    def flush_for(self, prompt: Int32Array) -> None:
-        """Commit all that a lookup of ``prompt`` could find if nothing were late.
+    def flush_for(self, prompt: Int32Array, namespace: bytes) -> None:
+        """Commit all that a lookup of ``prompt`` in ``namespace`` could find if nothing were late.
 
         A late token is of use to it only if it goes on like the row, from the start to that token.
         """
@@ -108,11 +108,11 @@ class LateCommits:
         goes_on = np.flatnonzero((prompt[np.minimum(first_late, last)] == tokens) & (first_late < last))
         if not len(goes_on):
             return
-        token_ids = self._state.token_ids
+        token_ids, namespaces = self._state.token_ids, self._manager.table.namespaces
         alike = [
             row
             for row, end in zip(late[goes_on].tolist(), first_late[goes_on].tolist(), strict=True)
-            if np.array_equal(token_ids[row, :end], prompt[:end])
+            if namespaces[row] == namespace and np.array_equal(token_ids[row, :end], prompt[:end])
         ]
         if alike:
             self.early_texts.put(*self._commit(np.array(alike, np.int64)))

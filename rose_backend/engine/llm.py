@@ -82,7 +82,8 @@ class LLM:
         """Generate for all prompts at once.
 
         Args:
-            prompts: one prompt or many, each a string or a list of token ids.
+            prompts: one prompt or many, each a string, a list of token ids, or as in vLLM a dictionary with either as
+                ``prompt`` or ``prompt_token_ids`` and, for a prefix cache of its own, a ``cache_salt``.
             sampling_params: one for all, or one for each prompt; None takes the defaults.
             progress: show a progress bar on stderr.
 
@@ -207,8 +208,8 @@ class LLM:
 
 
 def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, (str, dict)):
+        return [prompts]  # type: ignore[list-item]
     if not isinstance(prompts, Sequence):
         raise RequestError(
             f"prompts: got {type(prompts).__name__}, allowed are a prompt and a list of prompts",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,24 @@ from rose_backend.engine.outputs import CompletionOutput, FinishReason, Logprob,
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.text_stream import TextStream
 
-Prompt = str | Sequence[int]
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+    cache_salt: NotRequired[str | None]
+    """Only requests with the same salt share cached prefixes: 1 to 128 characters, none of them @, /, \\ or NUL."""
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: Sequence[int]
+    cache_salt: NotRequired[str | None]
+    """As in ``TextPrompt``."""
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
 _LISTS_PER_STEP = 2
 """Lists of 512 tokens take as long as planning a step that is like the one before."""
@@ -89,6 +107,8 @@ class Request:
     params: SamplingParams
     max_tokens: int
     is_streaming: bool
+    namespace: bytes = b""
+    """Of the prefix cache: only requests of the same one find each other's tokens."""
     completions: list[Completion] = field(default_factory=list)
     num_cached_tokens: int | None = None
     """None until it first got a row."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import reprlib
 import struct
 from bisect import bisect_right
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rose_backend.config import MAX_CACHE_SALT_LENGTH
 from rose_backend.engine.request import Completion, CompletionText, Prompt, Request
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.text_stream import TextStream
@@ -20,6 +22,8 @@ from rose_backend.errors import RequestError
 _SEED_MASK = (1 << 63) - 1
 _PROMPTS_PER_PASS = 64
 """Checked together: looking at each alone would cost more than its tokens, and more would not fit the caches."""
+_FORBIDDEN_IN_SALTS = frozenset("@/\\\0")
+"""As in vLLM, so that a salt that is good here is good there."""
 
 
 class CheckedPrompt(NamedTuple):
@@ -30,6 +34,8 @@ class CheckedPrompt(NamedTuple):
     prompt: str | None
     token_ids: NDArray[np.int32]
     params: SamplingParams
+    namespace: bytes
+    """Of the prefix cache."""
 
 
 class RequestFactory:
@@ -70,8 +76,8 @@ class RequestFactory:
         """Tokenize and check what a request is to be built of.
 
         Raises:
-            RequestError: see ``SamplingParams.check_against_model``; or the prompt is empty, too long, or holds an id
-                outside the vocabulary.
+            RequestError: see ``SamplingParams.check_against_model`` and ``check_cache_salt``; or the prompt is empty,
+                too long, or holds an id outside the vocabulary.
         """
         return self.check_all([prompt], [params])[0]
 
@@ -82,19 +88,21 @@ class RequestFactory:
         checked: list[CheckedPrompt] = []
         for first in range(0, len(prompts), _PROMPTS_PER_PASS):
             part = slice(first, first + _PROMPTS_PER_PASS)
-            some = prompts[part]
+            some, namespaces = _without_salts(prompts[part])
             ids_list = self._packed_ids(some) or map(self._checked_prompt, some)
-            for prompt, ids, params in zip(some, ids_list, params_list[part], strict=True):
+            for prompt, ids, params, namespace in zip(
+                some, ids_list, params_list[part], namespaces, strict=True
+            ):
                 self._check_params(params, len(ids))
                 text = prompt if isinstance(prompt, str) else None
-                checked.append(CheckedPrompt(next(self._numbers), text, ids, params))
+                checked.append(CheckedPrompt(next(self._numbers), text, ids, params, namespace))
         return checked
 
     def build(
         self, checked: CheckedPrompt, *, request_id: str | None = None, is_streaming: bool = False
     ) -> Request:
         """Build a request of what ``check`` has returned."""
-        number, prompt, ids, params = checked
+        number, prompt, ids, params, namespace = checked
         room = self._max_model_len - len(ids)
         request = Request(
             request_id=request_id if request_id is not None else f"request-{number}",
@@ -103,6 +111,7 @@ class RequestFactory:
             params=params,
             max_tokens=room if params.max_tokens is None else params.max_tokens,
             is_streaming=is_streaming,
+            namespace=namespace,
         )
         seed = derive_seed(self._seed, number) if params.seed is None else params.seed
         first = self.make_completion(request, 0, seed)
@@ -140,7 +149,7 @@ class RequestFactory:
             max_num_seqs=self._max_num_seqs,
         )
 
-    def _packed_ids(self, prompts: Sequence[Prompt]) -> list[NDArray[np.int32]] | None:
+    def _packed_ids(self, prompts: Sequence[str | Sequence[int]]) -> list[NDArray[np.int32]] | None:
         """Return the tokens of each prompt if all of them are lists of token ids, and certainly allowed.
 
         No Python step per token is taken for it.
@@ -165,7 +174,7 @@ class RequestFactory:
                 return None
         return [ids[start:end] for start, end in zip(starts, ends, strict=True)]
 
-    def _checked_prompt(self, prompt: Prompt) -> NDArray[np.int32]:
+    def _checked_prompt(self, prompt: str | Sequence[int]) -> NDArray[np.int32]:
         if not isinstance(prompt, str):
             return np.array(self._checked_ids(prompt), np.int32)
         ids = self._tokenizer.encode(prompt)
@@ -191,7 +200,8 @@ class RequestFactory:
             prompt = prompt.tolist()
         if not isinstance(prompt, (list, tuple)):
             raise RequestError(
-                f"prompt: got {type(prompt).__name__}, allowed are a string and a list of token ids",
+                f"prompt: got {type(prompt).__name__}, allowed are a string and a list of token ids, alone or in a "
+                "dictionary",
                 parameter="prompt",
             )
         for token_id in prompt:
@@ -203,6 +213,44 @@ class RequestFactory:
                     parameter="prompt",
                 )
         return list(prompt)
+
+
+def check_cache_salt(salt: object) -> None:
+    """Check the salt of a prompt; None asks for nothing.
+
+    Raises:
+        RequestError: it is empty, too long, no string, or has characters that vLLM does not take.
+    """
+    if salt is None:
+        return
+    is_text = isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT_LENGTH
+    if not is_text or not _FORBIDDEN_IN_SALTS.isdisjoint(str(salt)):
+        raise RequestError(
+            f"cache_salt: got {reprlib.repr(salt)}, allowed is a string of 1 to {MAX_CACHE_SALT_LENGTH} characters, "
+            "none of them @, /, \\ or NUL",
+            parameter="cache_salt",
+        )
+
+
+def _without_salts(prompts: Sequence[Prompt]) -> tuple[Sequence[Any], list[bytes]]:
+    """Return the texts or token ids of prompts, and the namespace of each."""
+    if not any(issubclass(kind, dict) for kind in set(map(type, prompts))):
+        return prompts, [b""] * len(prompts)
+    parts = [_parts(prompt) if isinstance(prompt, dict) else (prompt, b"") for prompt in prompts]
+    return [part[0] for part in parts], [part[1] for part in parts]
+
+
+def _parts(prompt: Mapping[str, Any]) -> tuple[Any, bytes]:
+    salt = prompt.get("cache_salt")
+    check_cache_salt(salt)
+    contents = [name for name in prompt if name != "cache_salt"]
+    if contents not in (["prompt"], ["prompt_token_ids"]):
+        raise RequestError(
+            f"prompt: got dict with {reprlib.repr(list(prompt))}, allowed are prompt or prompt_token_ids, and "
+            "cache_salt",
+            parameter="prompt",
+        )
+    return prompt[contents[0]], b"" if salt is None else salt.encode("utf-8", "surrogatepass")
 
 
 def derive_seed(engine_seed: int, request_number: int) -> int:

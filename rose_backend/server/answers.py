@@ -38,15 +38,17 @@ class Answer(ABC):
 
     Args:
         include_usage: end a stream with token counts.
+        hit_unit: cached tokens are told in multiples of so many, for each prompt.
     """
 
     object_name: str
     event_object_name: str
 
-    def __init__(self, head: AnswerHead, *, n: int, include_usage: bool = False) -> None:
+    def __init__(self, head: AnswerHead, *, n: int, include_usage: bool = False, hit_unit: int = 1) -> None:
         self._head = head
         self._n = n
         self._include_usage = include_usage
+        self._hit_unit = hit_unit
         self._latest: dict[int, RequestOutput] = {}
         self._num_sent_tokens: dict[int, int] = {}
         self._finished: set[int] = set()
@@ -106,7 +108,7 @@ class Answer(ABC):
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts so far; a prompt with several completions counts once."""
-        outputs = self._latest.values()
+        outputs, unit = self._latest.values(), self._hit_unit
         num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
         num_output_tokens = sum(
             len(completion.token_ids) for output in outputs for completion in output.outputs
@@ -115,7 +117,9 @@ class Answer(ABC):
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_output_tokens,
             "total_tokens": num_prompt_tokens + num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(output.num_cached_tokens // unit * unit for output in outputs)
+            },
         }
 
     @abstractmethod
@@ -148,9 +152,10 @@ class CompletionAnswer(Answer):
         *,
         n: int,
         include_usage: bool = False,
+        hit_unit: int = 1,
         echo: Callable[[int], str] | None = None,
     ) -> None:
-        super().__init__(head, n=n, include_usage=include_usage)
+        super().__init__(head, n=n, include_usage=include_usage, hit_unit=hit_unit)
         self._echo = echo
         self._text_lengths: dict[int, int] = {}
 
@@ -191,9 +196,15 @@ class ChatAnswer(Answer):
     object_name, event_object_name = "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, head: AnswerHead, *, n: int, include_usage: bool = False, num_top_logprobs: int = 0
+        self,
+        head: AnswerHead,
+        *,
+        n: int,
+        include_usage: bool = False,
+        hit_unit: int = 1,
+        num_top_logprobs: int = 0,
     ) -> None:
-        super().__init__(head, n=n, include_usage=include_usage)
+        super().__init__(head, n=n, include_usage=include_usage, hit_unit=hit_unit)
         self._num_top_logprobs = num_top_logprobs
         self._started: set[int] = set()
 

@@ -124,7 +124,8 @@ class EngineClient:
             request_id, request.prompt, request.prompt_token_ids.tolist(), asyncio.get_running_loop()
         )
         self._streams[number], self._numbers[request_id] = stream, number
-        self._send(messages.Add(number, request_id, request.prompt_token_ids.tobytes(), sampling_params))
+        ids = request.prompt_token_ids.tobytes()
+        self._send(messages.Add(number, request_id, ids, sampling_params, request.namespace))
         is_over = False
         try:
             while not is_over:

@@ -62,6 +62,8 @@ class Add(NamedTuple):
     prompt_token_ids: bytes
     """int32."""
     params: SamplingParams
+    namespace: bytes
+    """Of the prefix cache."""
 
 
 class Abort(NamedTuple):

@@ -185,9 +185,11 @@ class EngineProcess:
             self._outgoing[command.request_id] = Outgoing(command.number)
             self._request_ids[command.number] = command.request_id
             ids = np.frombuffer(command.prompt_token_ids, np.int32).tolist()
-            self._tell(
-                self._core.factory.make(ids, command.params, request_id=command.request_id, is_streaming=True)
+            request = self._core.factory.make(
+                ids, command.params, request_id=command.request_id, is_streaming=True
             )
+            request.namespace = command.namespace
+            self._tell(request)
         elif isinstance(command, messages.Abort):
             # It may have ended meanwhile.
             if (request_id := self._request_ids.get(command.number)) is not None:

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import TypeAlias
 
 from rose_backend.engine.outputs import RequestOutput
+from rose_backend.engine.request import TokensPrompt
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.server.request_record import RequestRecord
 from rose_backend.server.service import Service
@@ -26,15 +27,22 @@ class Generation:
     Args:
         record: gets token counts, times and finish reasons.
         prompts: token ids of each prompt.
+        cache_salt: the engine's, see ``CacheNamespaces``.
     """
 
     def __init__(
-        self, service: Service, record: RequestRecord, prompts: list[list[int]], params: SamplingParams
+        self,
+        service: Service,
+        record: RequestRecord,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        cache_salt: str | None = None,
     ) -> None:
         self._service = service
         self._record = record
         self._prompts = prompts
         self._params = params
+        self._cache_salt = cache_salt
         # The client's id may come twice, the engine's must not.
         self._name = f"{record.request_id}-{next(_numbers)}"
         self._num_tokens = [0] * len(prompts)
@@ -55,7 +63,11 @@ class Generation:
         request_id = f"{self._name}-{index}"
         running = self._service.engine_request_ids
         running.add(request_id)
-        stream = self._service.engine.generate(self._prompts[index], self._params, request_id)
+        prompt: TokensPrompt = {
+            "prompt_token_ids": self._prompts[index],
+            "cache_salt": self._cache_salt,
+        }
+        stream = self._service.engine.generate(prompt, self._params, request_id)
         is_over = False
         try:
             async with aclosing(stream):  # type: ignore[type-var]
@@ -108,7 +120,8 @@ class Generation:
             metrics.time_to_first_token.observe(now - record.start_s)
             metrics.prompt_tokens.inc(len(output.prompt_token_ids))
             record.num_prompt_tokens += len(output.prompt_token_ids)
-            record.num_cached_tokens += output.num_cached_tokens
+            unit = self._service.hit_unit
+            record.num_cached_tokens += output.num_cached_tokens // unit * unit
             self._first_s[index] = now
             if record.first_token_s is None:
                 record.first_token_s = now

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Send
 
+from rose_backend.engine.request_factory import check_cache_salt
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.errors import EngineDeadError, RequestError
 from rose_backend.server.answer_models import ChatAnswerModel, CompletionAnswerModel
@@ -51,6 +52,7 @@ _EVENTS = {"text/event-stream": {"schema": _EVENT_SCHEMA}}
 async def complete(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or several."""
     service = check_body(request, body)
+    cache_salt = engine_salt(service, request, body)
     params = sampling_params(body)
     tokenizer, max_model_len = service.engine.tokenizer, service.engine.max_model_len
     prompts = read_prompts(body.prompt, service.settings.max_prompts, max_model_len)
@@ -64,9 +66,12 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
         make_head(service, request, "cmpl"),
         n=params.n,
         include_usage=wants_usage(body),
+        hit_unit=service.hit_unit,
         echo=echo if body.echo else None,
     )
-    return await generate(request, prompt_ids, params, answer, is_streaming=bool(body.stream))
+    return await generate(
+        request, prompt_ids, params, answer, cache_salt=cache_salt, is_streaming=bool(body.stream)
+    )
 
 
 @router.post(
@@ -75,6 +80,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
 async def chat(request: Request, body: ChatCompletionRequest) -> Response:
     """Answer a conversation."""
     service = check_body(request, body)
+    cache_salt = engine_salt(service, request, body)
     params = sampling_params(body)
     template = service.chat_template
     template.check_available()
@@ -89,9 +95,12 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
         make_head(service, request, "chatcmpl"),
         n=params.n,
         include_usage=wants_usage(body),
+        hit_unit=service.hit_unit,
         num_top_logprobs=body.top_logprobs or 0,
     )
-    return await generate(request, [prompt_ids], params, answer, is_streaming=bool(body.stream))
+    return await generate(
+        request, [prompt_ids], params, answer, cache_salt=cache_salt, is_streaming=bool(body.stream)
+    )
 
 
 DIRECT_ROUTES: dict[str, DirectRoute] = {
@@ -131,8 +140,24 @@ def wants_usage(body: GenerationRequest) -> bool:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
+def engine_salt(service: Service, request: Request, body: GenerationRequest) -> str | None:
+    """Return the salt under which the engine caches the request.
+
+    Raises:
+        RequestError: see ``check_cache_salt``.
+    """
+    check_cache_salt(body.cache_salt)
+    return service.namespaces.engine_salt(request.headers, body.cache_salt)
+
+
 async def generate(
-    request: Request, prompts: list[list[int]], params: SamplingParams, answer: Answer, *, is_streaming: bool
+    request: Request,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    answer: Answer,
+    *,
+    cache_salt: str | None,
+    is_streaming: bool,
 ) -> Response:
     """Run the prompts and answer, whole or as a stream; give up when the client leaves.
 
@@ -144,7 +169,7 @@ async def generate(
         EngineDeadError: the engine failed.
     """
     record: RequestRecord = request.state.record
-    outputs = Generation(request.app.state.service, record, prompts, params).outputs()
+    outputs = Generation(request.app.state.service, record, prompts, params, cache_salt).outputs()
     watch = ClientWatch(request.receive)
     try:
         async with watch:

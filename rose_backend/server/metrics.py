@@ -44,11 +44,12 @@ class ServerMetrics:
 
     Args:
         model_name: value of the label ``model_name``.
+        exact_cached_tokens: count every token that was found in the prefix cache.
     """
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: Engine, model_name: str, *, exact_cached_tokens: bool = False) -> None:
         self._registry = CollectorRegistry()
-        self._engine = _EngineCollector(engine, model_name)
+        self._engine = _EngineCollector(engine, model_name, exact_cached_tokens)
         self._registry.register(self._engine)
         self._model_name = model_name
         self.prompt_tokens = Counter(
@@ -105,9 +106,10 @@ class ServerMetrics:
 class _EngineCollector(Collector):
     """What the engine counts itself. Shows nothing of that before ``counters`` is set."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: Engine, model_name: str, exact_cached_tokens: bool) -> None:
         self._engine = engine
         self._model_name = model_name
+        self._exact_cached_tokens = exact_cached_tokens
         self.counters: Counters | None = None
 
     def collect(self) -> Iterable[Metric]:
@@ -123,7 +125,8 @@ class _EngineCollector(Collector):
         yield self._counter(
             "prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_cache_queries
         )
-        yield self._counter("prefix_cache_hits", "Tokens found there.", stats.prefix_cache_hits)
+        hits = stats.prefix_cache_hits if self._exact_cached_tokens else stats.reported_prefix_cache_hits
+        yield self._counter("prefix_cache_hits", "Tokens found there.", hits)
         yield self._counter(
             "num_preemptions", "Sequences that lost their row for a while.", stats.preemptions
         )

@@ -58,7 +58,6 @@ NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "continue_final_message": _OFF,
     "documents": _EMPTY,
     "mm_processor_kwargs": _EMPTY,
-    "cache_salt": _EMPTY,
     "spaces_between_special_tokens": (None, True),
     "return_token_ids": _OFF,
     "return_tokens_as_token_ids": _OFF,

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from pydantic.types import FailFast
 
 from rose_backend.config import (
+    MAX_CACHE_SALT_LENGTH,
     MAX_LOGPROBS,
     MAX_N,
     MAX_PENALTY,
@@ -87,6 +88,8 @@ class GenerationRequest(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LENGTH)
+    """Only requests with the same salt, and the same API key, share cached prefixes."""
 
 
 class CompletionRequest(GenerationRequest):

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from rose_backend.block_manager import reporting_unit
 from rose_backend.config import EngineConfig
 from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.request import Prompt
@@ -14,6 +15,7 @@ from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.server.chat_template import ChatTemplate
 from rose_backend.server.engine_messages import Counters
 from rose_backend.server.metrics import ServerMetrics
+from rose_backend.server.namespaces import CacheNamespaces
 from rose_backend.server.settings import ServerSettings
 
 
@@ -67,7 +69,12 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.chat_template = chat_template
-        self.metrics = ServerMetrics(engine, self.model_name)
+        self.metrics = ServerMetrics(
+            engine, self.model_name, exact_cached_tokens=settings.exact_cached_tokens
+        )
+        self.namespaces = CacheNamespaces(settings)
+        self.hit_unit = 1 if settings.exact_cached_tokens else reporting_unit(engine.config.block_size)
+        """Cached tokens are told in multiples of so many."""
         self.start_time_s = int(time.time())
         self.is_draining = False
         """Set once the server has been told to stop: running requests go on, new ones are refused."""

@@ -62,6 +62,10 @@ class ServerSettings:
     send_timeout_s: float = 60.0
     """A client that reads nothing of its answer for that long is cut off, and what runs for it aborted; 0 waits for
     ever."""
+    share_prefix_cache: bool = False
+    """Let the requests of one API key find what others have computed; off: each key has a prefix cache of its own."""
+    exact_cached_tokens: bool = False
+    """Tell clients and metrics every cached token; off: whole multiples of the block size, and of no less than 16."""
     log_requests: bool = True
     """Write one line per request."""
     frontend_multiprocessing: bool = True

@@ -26,6 +26,8 @@ class Recorder:
         self.has_stop_strings = np.isin(np.arange(NUM_ROWS), held)
         self.num_held_tokens = np.zeros(NUM_ROWS, np.int32)
         self.num_uncommitted_tokens = np.zeros(NUM_ROWS, np.int32)
+        self.namespaces = [b""] * NUM_ROWS
+        self.table = self
         self.sizes: list[int] = []
 
     def tokens_at(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -159,7 +161,7 @@ def test_rows_that_were_flushed_and_went_on_are_confirmed() -> None:
     for _ in range(3):
         commits.add(rows)
     commits.confirm(3, 3 + 2)
-    commits.flush_for(np.array([99], np.int32))
+    commits.flush_for(np.array([99], np.int32), b"")
     assert recorder.num_computed_tokens[3] == 5 and recorder.num_held_tokens[3] == 2
 
 
@@ -202,7 +204,10 @@ def test_a_lookup_commits_just_what_it_can_find(prompt: list[int], commits_it: b
         recorder.num_computed_tokens[rows] = recorder.first[rows]
         for _ in range(10):
             commits.add(rows)
-    commits.flush_for(np.array(prompt, np.int32))
+    # Whoever cannot find it does not even wait for it.
+    commits.flush_for(np.array(prompt, np.int32), b"another tenant")
+    assert (uncommitted(commits)[[0, 1, 9]] == 10).all()
+    commits.flush_for(np.array(prompt, np.int32), b"")
     assert (uncommitted(commits)[[0, 1, 9]] == 0).tolist() == [commits_it, False, False]
 
 

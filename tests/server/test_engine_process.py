@@ -159,7 +159,7 @@ def test_a_step_that_fails(engine_in_a_thread: tuple[EngineProcess, socket.socke
     engine._core._advance = fail_later  # type: ignore[method-assign]
     ids = np.arange(5, dtype=np.int32).tobytes()
     params = SamplingParams(max_tokens=50, ignore_eos=True)
-    ours.sendall(encode(messages.Add(7, "seven", ids, params)))
+    ours.sendall(encode(messages.Add(7, "seven", ids, params, b"")))
     with pytest.raises(EngineDeadError, match="fell off the bus"):
         engine.run()
     with ours.makefile("rb") as stream:
@@ -174,7 +174,8 @@ def test_an_unseen_round_holds_the_next_ones_back(
 ) -> None:
     engine, ours = engine_in_a_thread
     ids = np.arange(5, dtype=np.int32).tobytes()
-    ours.sendall(encode(messages.Add(1, "one", ids, SamplingParams(max_tokens=200, ignore_eos=True))))
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    ours.sendall(encode(messages.Add(1, "one", ids, params, b"")))
     stepper = threading.Thread(target=engine.run)
     stepper.start()
     with ours.makefile("rb") as stream:

@@ -189,7 +189,8 @@ def test_prefix_hits_are_counted(server: LiveServer) -> None:
     server.complete(prompt=ids)
     before = server.metric("prefix_cache_hits_total")
     cached = server.complete(prompt=ids).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert server.metric("prefix_cache_hits_total") - before == cached > 0
+    # 39 were found.
+    assert server.metric("prefix_cache_hits_total") - before == cached == 32
 
 
 def test_the_block_view_reads_them(server: LiveServer) -> None:
@@ -225,7 +226,7 @@ def test_one_line_for_each_request(server: LiveServer, caplog: pytest.LogCapture
     start = r"id=r%d route=/v1/completions status=200 prompt_tokens=20 cached_tokens=%s output_tokens=3 "
     times = r"ttft_ms=\d+\.\d latency_ms=\d+\.\d finish=length"
     assert re.fullmatch(start % (1, "0") + times, fresh)
-    assert re.fullmatch(start % (2, "1[0-9]") + times, cached)
+    assert re.fullmatch(start % (2, "16") + times, cached)
     assert re.fullmatch(r"id=bad route=/v1/completions status=400 latency_ms=\d+\.\d error='n: got 0.*'", bad)
     assert "route=other status=404" in unknown and "\n" not in unknown
 

@@ -159,7 +159,7 @@ def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, Server
         "--max-connections 10 --max-header-bytes 2000 --max-headers 20 --header-timeout-s 1.5 --body-timeout-s 2.5 "
         "--keep-alive-timeout-s 3.5 --max-body-bytes 5 --max-prompts 6 "
         "--drain-timeout-s 7.5 --send-timeout-s 8.5 --no-log-requests --no-frontend-multiprocessing "
-        "--no-prefix-cache --seed 3"
+        "--share-prefix-cache --exact-cached-tokens --no-prefix-cache --no-token-granular-hits --seed 3"
     )
     assert run(*argv.split()) == 0
     settings = ServerSettings(
@@ -179,10 +179,14 @@ def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, Server
         max_prompts=6,
         drain_timeout_s=7.5,
         send_timeout_s=8.5,
+        share_prefix_cache=True,
+        exact_cached_tokens=True,
         log_requests=False,
         frontend_multiprocessing=False,
     )
-    assert started == [(EngineConfig(model="m", prefix_cache=False, seed=3), settings)]
+    assert started == [
+        (EngineConfig(model="m", prefix_cache=False, token_granular_hits=False, seed=3), settings)
+    ]
 
 
 def test_an_option_goes_before_the_variable(
