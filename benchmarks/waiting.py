@@ -36,7 +36,7 @@ from benchmarks.support.engines import EngineOptions
 from benchmarks.support.report import device_name, run_facts, write_json
 from benchmarks.support.stepped_hosts import HOSTS, SteppedHost
 from benchmarks.support.workload import random_prompts
-from rose_backend.block_manager import prefixes_under_way
+from rose_backend.block_manager.prefixes_under_way import MIN_TOKENS_WORTH_WAITING
 
 NEVER = 1 << 30
 THRESHOLDS = (16, 32, 48, 64, 100, 128, 256)
@@ -121,7 +121,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def play(host: SteppedHost, burst: Burst, side: str, seed: int, num_new_tokens: int) -> dict[str, Any]:
     """Return what one burst took, milliseconds."""
     prompts, is_sharing = burst.prompts(host.vocab_size, seed)
-    prefixes_under_way.MIN_TOKENS_WORTH_WAITING = burst.shared if side == "wait" else NEVER
+    host.under_way.min_tokens = burst.shared if side == "wait" else NEVER
     host.reset_prefix_cache()
     before = host.num_computed_prompt_tokens
     start, firsts = host.run(prompts, num_new_tokens)
@@ -225,12 +225,11 @@ def run(options: argparse.Namespace, model: str) -> dict[str, Any]:
         Burst(*each, options.others, options.other_len)
         for each in product(options.sharing, options.shared, options.tails)
     ]
-    chosen = prefixes_under_way.MIN_TOKENS_WORTH_WAITING
+    chosen = host.under_way.min_tokens or MIN_TOKENS_WORTH_WAITING
     try:
         rows = measure(host, bursts, options)
         engine_facts = host.facts()
     finally:
-        prefixes_under_way.MIN_TOKENS_WORTH_WAITING = chosen
         host.close()
     kept = ("host", "dtype", "others", "other_len", "new_tokens", "repeats", "quick")
     size = f"random weights, {SHAPES[options.shape]}'s shapes"

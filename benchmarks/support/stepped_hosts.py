@@ -7,12 +7,17 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from benchmarks.support.engines import EngineOptions, rose_options, vllm_options
+from rose_backend.block_manager import PrefixesUnderWay
 
 
 class SteppedHost(Protocol):
     """Runs requests that all come in before the first step."""
 
     vocab_size: int
+
+    @property
+    def under_way(self) -> PrefixesUnderWay:
+        """Decides who waits."""
 
     @property
     def num_computed_prompt_tokens(self) -> int:
@@ -42,6 +47,11 @@ class SteppedRose:
         self.vocab_size = vocab_size
         self._params, self._version = SamplingParams, __version__
         self._core = EngineCore(EngineConfig(**rose_options(options)), is_online=True)
+
+    @property
+    def under_way(self) -> PrefixesUnderWay:
+        """Decides who waits."""
+        return self._core._scheduler._admission._under_way
 
     @property
     def num_computed_prompt_tokens(self) -> int:
@@ -90,6 +100,11 @@ class SteppedVllm:
         self._engine = LLM(**vllm_options(options, "rose")).llm_engine
         self._manager = self._engine.engine_core.engine_core.scheduler.kv_cache_manager.manager
         self._num_requests = 0
+
+    @property
+    def under_way(self) -> PrefixesUnderWay:
+        """Decides who waits."""
+        return self._engine.engine_core.engine_core.scheduler.kv_cache_manager._under_way
 
     @property
     def num_computed_prompt_tokens(self) -> int:

@@ -45,7 +45,12 @@ class Admission:
     """
 
     def __init__(
-        self, config: EngineConfig, manager: BlockManager, rows: RowState, commits: LateCommits
+        self,
+        config: EngineConfig,
+        manager: BlockManager,
+        rows: RowState,
+        commits: LateCommits,
+        min_tokens_worth_waiting: int | None = None,
     ) -> None:
         self.waiting: deque[Completion] = deque()
         self.num_promised_rows = 0
@@ -57,7 +62,7 @@ class Admission:
         self._min_arrivals = int(config.max_num_seqs * _ARRIVALS_PER_ROW)
         # Admission costs a prefix lookup: after a failure it is not tried again before something has been freed.
         self._blocked: tuple[Completion, int] | None = None
-        self._under_way = PrefixesUnderWay(manager)
+        self._under_way = PrefixesUnderWay(manager, min_tokens_worth_waiting)
 
     def may_admit(self, num_running: int) -> bool:
         """Whether it makes sense to look for rows and blocks for the first in the queue.

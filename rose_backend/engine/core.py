@@ -25,6 +25,7 @@ from rose_backend.engine.scheduler import Scheduler
 from rose_backend.engine.start_up import LoadedModel, load
 from rose_backend.engine.step_pipeline import PipelineParts, StepPipeline
 from rose_backend.engine.text_worker import OutputSink, TextWorker
+from rose_backend.engine.token_budget import min_tokens_worth_waiting
 from rose_backend.engine.token_reader import TokenReader
 from rose_backend.engine.warm_up import warm_up
 from rose_backend.errors import EngineDeadError, IntegrityError, QueueFullError, RequestError, kind_and_text
@@ -239,7 +240,11 @@ class EngineCore:
         self._rows = RowState(config.max_num_seqs, loaded.max_model_len, loaded.eos_token_ids)
         self._commits = commits = LateCommits(self.manager, self._rows)
         scheduled = (config, self.manager, self._rows, commits, self.factory)
-        self._scheduler = Scheduler(*scheduled, prompts_first=not is_online)
+        self._scheduler = Scheduler(
+            *scheduled,
+            prompts_first=not is_online,
+            min_tokens_worth_waiting=min_tokens_worth_waiting(loaded.device),
+        )
         self._runner = ModelRunner(loaded.model, config, self.manager, self._rows, loaded.kv_cache)
         self.start_up = warm_up(self._runner, loaded)
         make_pipeline = PacedPipeline if is_online and config.pacing else StepPipeline

@@ -60,9 +60,10 @@ class Scheduler:
         factory: RequestFactory,
         *,
         prompts_first: bool = False,
+        min_tokens_worth_waiting: int | None = None,
     ) -> None:
         self.counters = SchedulerCounters()
-        self._admission = Admission(config, manager, rows, commits)
+        self._admission = Admission(config, manager, rows, commits, min_tokens_worth_waiting)
         self.waiting = self._admission.waiting
         self._manager = manager
         self._rows = rows

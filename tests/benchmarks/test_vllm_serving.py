@@ -199,7 +199,7 @@ def test_a_server_without_a_model_is_another_program(tmp_path: Path) -> None:
     options = EngineOptions("model", "float32", "cpu", 8, 64, 64, ["joined_outputs"], step_ms=2.0)
     command = servers.server_command("rose-in-vllm", options, 1)
     assert servers.HOST_ONLY_SERVER in command and "vllm.entrypoints.cli.main" not in command
-    assert '{"rose": {"joined_outputs": false}}' in command
+    assert '{"rose": {"joined_outputs": false, "exact_cached_tokens": true}}' in command
     assert servers._step_time(options) == {servers.STEP_MS: "2.0"}
     with_model = replace(options, step_ms=None)
     assert "vllm.entrypoints.cli.main" in servers.server_command("vllm", with_model, 1)
