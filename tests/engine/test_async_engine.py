@@ -205,9 +205,13 @@ def test_failure_of_the_text_thread_reaches_every_waiter(
 def test_a_slow_reader_gets_everything_in_fewer_pieces(engine: AsyncEngine) -> None:
     async def body() -> list[RequestOutput]:
         outputs = []
+        core = engine._core
+        end = core.stats.generated_tokens + 200
         async for output in engine.generate(PROMPT, LONG):
             outputs.append(output)
-            await asyncio.sleep(0.03)
+            due = min(core.stats.generated_tokens + 3, end)
+            while core.stats.generated_tokens < due:
+                await asyncio.sleep(0.001)
         return outputs
 
     outputs = run(body)

@@ -21,7 +21,7 @@ from rose_backend import EngineConfig
 from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.errors import ConfigError, EngineDeadError, ModelError
-from rose_backend.server import engine_client, engine_process
+from rose_backend.server import engine_client, engine_process, serve
 from rose_backend.server import engine_messages as messages
 from rose_backend.server.engine_client import EngineClient
 from rose_backend.server.engine_messages import HEADER, decode, encode, read_message
@@ -76,6 +76,7 @@ def test_draining_aborts_and_kills_what_takes_too_long(
     tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_client, "_END_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(serve, "_ABORT_TIMEOUT_S", HANG_S)
     settings = {**TWO, "drain_timeout_s": 0.1}
     with running_server(tiny_model_path, settings, device="cpu") as server:
         pid = engine_process_of(server)

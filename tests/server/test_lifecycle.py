@@ -167,7 +167,8 @@ def test_draining_finishes_what_runs(tiny_model_path: Path) -> None:
             httpx.get(f"{server.url}/health")
 
 
-def test_draining_aborts_what_takes_too_long(tiny_model_path: Path) -> None:
+def test_draining_aborts_what_takes_too_long(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_ABORT_TIMEOUT_S", HANG_S)
     with (
         running_server(tiny_model_path, {"drain_timeout_s": 0.1}, device="cpu") as server,
         ThreadPoolExecutor() as pool,
