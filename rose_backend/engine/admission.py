@@ -150,7 +150,8 @@ class Admission:
         self._commits.flush_for(token_ids, namespace)
         match = manager.match(token_ids, namespace=namespace)
         num_remaining = len(token_ids) - match.num_tokens
-        if not self._chunked_prefill and num_remaining > budget:
+        # Nobody overtakes those who wait with half a prompt: the rest of it would go before them in steps to come.
+        if num_remaining > budget and (num_promised_rows or not self._chunked_prefill):
             return None
         # The whole sequence has to fit, not only its first chunk, or it would be preempted before it is of use.
         spare = 0 if is_first else manager.num_usable_blocks // 100

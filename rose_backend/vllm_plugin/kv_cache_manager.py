@@ -225,6 +225,9 @@ class RoseKVCacheManager(KVCacheFacade):
             return self._rows.extend(row, target, reserved_blocks)
         if num_external_computed_tokens or num_encoder_tokens:
             raise IntegrityError("allocate_slots: a feature that is refused at start-up asks for blocks")
+        if self._num_kept_rows and num_new_computed_tokens + num_new_tokens < request.num_tokens:
+            # Nobody overtakes those who wait with half a prompt: vLLM would compute the rest of it before theirs.
+            return None
         prompt = self._prompts.get(request)
         match = getattr(new_computed_blocks, "match", None)
         if match is None or match.num_tokens != num_new_computed_tokens:

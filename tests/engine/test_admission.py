@@ -166,3 +166,15 @@ def test_nobody_takes_what_a_waiting_prompt_will_need(
     _, counts, num_cached = admission.admit(64, num_admitted)
     assert (counts.tolist()[0], num_cached) == (1, 6)
     manager.check_integrity()
+
+
+@pytest.mark.usefixtures("few_are_worth_waiting")
+def test_nobody_goes_ahead_of_one_that_waits_with_half_a_prompt() -> None:
+    admission, manager, factory = make(60)
+    queue(admission, factory, [*STEM, 50], [*STEM, 60], [7] * 30)
+    waiting = list(admission.waiting)[1:]
+    rows, counts, _ = admission.admit(20, 0)
+    assert counts.tolist() == [7] and list(admission.waiting) == waiting
+    manager.commit(rows.astype(np.int64), counts, np.array([*STEM, 50]))
+    _, counts, num_cached = admission.admit(20, 1)
+    assert (counts.tolist(), num_cached) == ([1, 19], 6) and not admission.waiting

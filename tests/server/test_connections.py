@@ -18,7 +18,8 @@ from rose_backend.server import connection as connection_module
 from rose_backend.server import serve
 from rose_backend.server.connection import Connection, ConnectionConfig
 from rose_backend.server.settings import ServerSettings
-from tests.server.live_server import TIMEOUT_S, LiveServer, running_server, wait_until
+from tests.server.live_server import LiveServer, running_server, wait_until
+from tests.support.patience import HANG_S
 
 LIMITS = {"max_header_bytes": 2048, "max_headers": 16, "header_timeout_s": 600.0, "max_connections": 3}
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
@@ -45,7 +46,7 @@ def no_connection_stays(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def connect(server: LiveServer) -> socket.socket:
     """Return a connection that nothing has been sent on."""
-    return socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT_S)
+    return socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S)
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -222,6 +223,7 @@ class Scene:
         self.transport = Mock(get_extra_info=Mock(return_value=None))
         self.transport.is_closing.return_value = False
         self.transport.close.side_effect = lambda: self.transport.is_closing.configure_mock(return_value=True)
+        self.transport.get_write_buffer_size.return_value = 0
         self.may_answer = asyncio.Event()
         settings = {"header_timeout_s": 1.0, "body_timeout_s": 2.0, "keep_alive_timeout_s": 3.0, **settings}
         service = Mock(settings=ServerSettings(served_model_names=("a",), **settings))

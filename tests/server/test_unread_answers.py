@@ -28,6 +28,7 @@ from rose_backend.server.unread_answers import ReadConnection, ServiceConfig
 from tests.server import live_server
 from tests.server.live_server import LONG, LiveServer, read_metric, running_server, wait_until
 from tests.server.test_lifecycle import ABORTED, LEFT
+from tests.support.patience import HANG_S
 
 NUM_PROMPTS, NUM_TOKENS = 128, 1000
 MAX_BYTES = 20 << 20
@@ -61,7 +62,7 @@ def make_update(token: int) -> Update:
 
 
 def make_generation(engine: RemoteEngine) -> Generation:
-    service = SimpleNamespace(engine=engine, engine_request_ids=set(), metrics=None)
+    service = SimpleNamespace(engine=engine, engine_request_ids=set(), metrics=None, hit_unit=16)
     service.metrics = ServerMetrics(cast(Any, SimpleNamespace(parts={}, num_blocks=1, config=CONFIG)), "tiny")
     record = RequestRecord("id", "/v1/completions")
     prompts = [[1, 2, 3] for _ in range(NUM_PROMPTS)]
@@ -122,7 +123,7 @@ def ask(server: LiveServer, **fields: object) -> socket.socket:
     """Send a request whose answer takes a quarter of a megabyte; the caller reads it."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    client.settimeout(live_server.TIMEOUT_S)
+    client.settimeout(HANG_S)
     client.connect(("127.0.0.1", server.port))
     content = json.dumps(
         {**LONG, "max_tokens": 400, "prompt": ["The king", "A queen"] * 2, **fields}

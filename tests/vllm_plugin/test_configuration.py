@@ -115,7 +115,8 @@ def test_block_management_can_be_handed_back(make_config: MakeConfig, rose_log: 
         "separate K/V write",
         "block manager vLLM's own (prefix hits at block borders)",
         "decodes scheduled one by one",
-        "not in force: fused_kv_append and batched_scheduling (only with Rose's block manager), cuda_graph (",
+        "not in force: fused_kv_append and batched_scheduling and token_granular_hits (only with Rose's block manager)",
+        "cuda_graph (",
         "switched off: block_manager",
     ):
         assert part in line, line

@@ -128,9 +128,20 @@ def test_prompts_behind_one_that_waits_do_not_wait(make_config: MakeConfig, dept
     assert steps[1].items() >= {"r1": 1, "r2": 1}.items()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nobody_goes_ahead_of_one_that_waits_with_half_a_prompt(make_config: MakeConfig, depth: int) -> None:
+    budget = len(STEM) + 50
+    simulation = make_simulation(
+        make_config, num_blocks=100, block_size=16, max_num_seqs=8, depth=depth, max_num_batched_tokens=budget
+    )
+    steps = scheduled(simulation, [*STEM, 900], [*STEM, 901], [7] * (budget + 20))
+    assert steps[0] == {"r0": len(STEM) + 1}
+    assert steps[1]["r1"] == 1 and "r2" in steps[1]
+
+
 @pytest.mark.parametrize(
     ("limits", "first_step"),
-    [({"max_num_seqs": 2}, {"r0"}), ({"max_num_seqs": 3}, {"r0", "r2"}), ({"num_blocks": 16}, {"r0"})],
+    [({"max_num_seqs": 2}, {"r0"}), ({"max_num_seqs": 3}, {"r0", "r2"}), ({"num_blocks": 12}, {"r0"})],
     ids=["no row to spare", "a row to spare", "no blocks to spare"],
 )
 def test_nobody_takes_what_a_waiting_prompt_will_need(

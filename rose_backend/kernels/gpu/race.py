@@ -136,7 +136,7 @@ def gumbel(bits):
     """Return ``-log(noise)`` in float32, to an absolute 1e-5."""
     # Noise is -log(u). Near 1, where the race is won, u = 1 - rest keeps its digits only as the rest.
     is_near_one = (bits >> 28) == 15
-    rest = (tl.where(is_near_one, ~bits, bits).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    rest = (tl.where(is_near_one, bits ^ 0xFFFFFFFF, bits).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = rest * (1.0 + rest * (0.5 + rest * (1.0 / 3 + rest * (0.25 + rest * 0.2))))
     return -_fast_log(tl.where(is_near_one, series, -_fast_log(rest)))
 
