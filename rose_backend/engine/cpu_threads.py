@@ -46,7 +46,8 @@ class CpuThreads:
         """Make torch use them in this thread, and restore what was before: the process may have other uses for torch.
 
         Twice half a microsecond where there is something to change. The number is a thread's own once that thread has
-        used torch, which is why it is not set once and for all: steps may be run by any thread.
+        used torch, which is why it is not set once and for all: steps may be run by any thread. Another thread that
+        uses torch for the first time during a step takes this number over.
         """
         before = torch.get_num_threads()
         if before == self.count:

@@ -77,11 +77,14 @@ def count_body_parts(content: bytes) -> BodyParts:
 
 
 def as_utf8(content: bytes) -> bytes:
-    """Return JSON that came in one of the other encodings in UTF-8; what cannot be read is returned as it is."""
+    """Return JSON that came in one of the other encodings in UTF-8, as ``json.loads`` reads it.
+
+    What cannot be read is returned as it is.
+    """
     encoding = json.detect_encoding(content)
     if encoding in ("utf-8", "utf-8-sig"):
         return content
     try:
-        return content.decode(encoding).encode()
+        return content.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
     except UnicodeError:
         return content

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from rose_backend.server.error_answers import ApiError
@@ -19,6 +19,8 @@ _LINGER_S = 2.0
 """How long a refused client may go on sending. Closed at once, it would be cut off before it reads the answer."""
 MAX_LINGERING = 64
 """Connections that do so, beyond those that are allowed. More are closed at once."""
+MAX_PIPELINED = 16
+"""Requests that may wait on one connection for the answer to an earlier one. uvicorn keeps any number."""
 
 
 class ConnectionConfig(ServiceConfig):
@@ -33,6 +35,7 @@ class Connection(ReadConnection):
     """uvicorn's protocol, which takes headers of any size and waits for them without end.
 
     What is counted and timed here is only what comes before a request is complete: answers pass without a step more.
+    At any moment an answer is under way, or a timer runs at whose end the connection is closed.
     """
 
     def __init__(
@@ -55,6 +58,8 @@ class Connection(ReadConnection):
         # an end is counted from the next piece that comes, so it may have up to twice what is allowed.
         self._num_pending_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
+        # The one that is being answered; uvicorn keeps the newest.
+        self._running: RequestResponseCycle | None = None
 
     # What asyncio calls.
 
@@ -78,6 +83,10 @@ class Connection(ReadConnection):
         self._lingering.discard(self)
         self._stop_timer()
         self._unset_keepalive_if_required()
+        self.pipeline.clear()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -99,6 +108,12 @@ class Connection(ReadConnection):
                 self._start_timer(self._settings.body_timeout_s)
             elif self._num_pending_bytes:
                 self._start_timer(self._settings.header_timeout_s)
+            elif self._is_idle and not self.transport.is_closing():
+                # The rest of a body that was answered before it had come. uvicorn has stopped waiting for its end.
+                self._unset_keepalive_if_required()
+                self.timeout_keep_alive_task = self.loop.call_later(
+                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+                )
 
     # What the parser calls.
 
@@ -117,6 +132,9 @@ class Connection(ReadConnection):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            # Ends the parser, and with it the connection: nothing can be said in the middle of another answer.
+            raise _header_too_large(f"more than {MAX_PIPELINED} requests in advance", "pipelined requests")
         self._awaits_header = False
         self._num_pending_bytes = 0
         self._stop_timer()
@@ -135,6 +153,10 @@ class Connection(ReadConnection):
     def send_400_response(self, msg: str) -> None:
         """Refuse what the parser could not read, in the shape of all other errors."""
         self._refuse(self._refusal or ApiError(400, "request: not valid HTTP", code="invalid_http"))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     # Timers.
 
@@ -157,7 +179,7 @@ class Connection(ReadConnection):
             )
         else:
             # Answered without its body, which never ends.
-            self.transport.close()
+            self._close()
 
     @property
     def _is_idle(self) -> bool:
@@ -175,7 +197,7 @@ class Connection(ReadConnection):
         # It does not count among the others any longer, and nobody waits for it.
         self.connections.discard(self)
         if not self._take_over():
-            self.transport.close()
+            self._close()
             return
         record = RequestRecord(
             secrets.token_hex(16), "other", status=refusal.status_code, error=refusal.detail
@@ -187,9 +209,14 @@ class Connection(ReadConnection):
         if len(self._lingering) < MAX_LINGERING and self.transport.can_write_eof():
             self._lingering.add(self)
             self.transport.write_eof()
-            self._timer = self.loop.call_later(_LINGER_S, self.transport.close)
+            self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)
         else:
-            self.transport.close()
+            self._close()
+
+    def _close(self) -> None:
+        """Close, soon also against a client that does not read what is left for it."""
+        self.transport.close()
+        self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)
 
     def _take_over(self) -> bool:
         """Keep the application from answering a request that has not come as a whole. False: it does already."""
@@ -198,6 +225,7 @@ class Connection(ReadConnection):
         if self.pipeline or self.cycle.response_started or not self.cycle.more_body:
             return False
         self.cycle.disconnected = True
+        self.cycle.waiting_for_100_continue = False
         self.cycle.message_event.set()
         return True
 

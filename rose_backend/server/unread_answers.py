@@ -7,7 +7,10 @@ which something waits are looked at: a client that keeps up costs nothing.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import sys
+import termios
 from typing import Any
 
 import uvicorn
@@ -45,6 +48,9 @@ class ReadConnection(HttpToolsProtocol):
         """Called by the transport when little waits."""
         super().resume_writing()
         self._stop_looking()
+        # Nobody else waits for the end of a whole answer.
+        if self.cycle is not None and self.cycle.response_complete and self.transport.get_write_buffer_size():
+            self._begin_looking()
 
     def on_response_complete(self) -> None:
         """Look after the rest of an answer, with which the application has nothing to do any more."""
@@ -67,19 +73,27 @@ class ReadConnection(HttpToolsProtocol):
         self._stop_looking()
         timeout_s = self.config.service.settings.send_timeout_s
         if timeout_s:
-            waiting = self.transport.get_write_buffer_size()
-            self._look = self.loop.call_later(timeout_s, self._check_progress, waiting)
+            self._look = self.loop.call_later(timeout_s, self._check_progress, self._num_unread_bytes())
 
     def _stop_looking(self) -> None:
         if self._look is not None:
             self._look.cancel()
             self._look = None
 
+    def _num_unread_bytes(self) -> int:
+        """Return how much waits here and in the system, which asks for more only when a third of its own has gone."""
+        num_bytes = self.transport.get_write_buffer_size()
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None and sock.fileno() >= 0:
+            waiting = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+            num_bytes += int.from_bytes(waiting, sys.byteorder)
+        return num_bytes
+
     def _check_progress(self, num_bytes_before: int) -> None:
         """Cut the client off unless less waits than before; nothing has been added meanwhile."""
         self._look = None
         num_bytes = self.transport.get_write_buffer_size()
-        if 0 < num_bytes < num_bytes_before:
+        if num_bytes and self._num_unread_bytes() < num_bytes_before:
             self._begin_looking()
         elif num_bytes:
             timeout_s = self.config.service.settings.send_timeout_s

@@ -124,3 +124,12 @@ def test_lengths_come_before_elements(server: LiveServer) -> None:
     for prompts in ([1, "a"] * 600, [[1, "a"] * 600], [[1], [None] * 1024]):
         answer = server.complete(prompt=prompts)
         assert answer.status_code == 400 and "tokens, allowed are at most 1023" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
+def test_half_a_surrogate_hides_nothing(encoding: str) -> None:
+    # The second character has a byte of its own that looks like a quotation mark.
+    text = '["\ud800", "\u2200", ' + "[], " * 1000 + "1]"
+    content = text.encode(encoding, "surrogatepass")
+    assert len(json.loads(content)) == 1003
+    assert count_body_parts(as_utf8(content)) == BodyParts(commas=1002, colons=0, brackets=1001)

@@ -301,6 +301,78 @@ def test_a_header_in_advance_waits_for_the_answer_before_it() -> None:
     asyncio.run(play())
 
 
+def test_a_body_behind_its_answer_leaves_a_timer() -> None:
+    async def play() -> None:
+        scene = Scene()
+        scene.connection.data_received(POST + b"Content-Length: 2\r\n\r\n")
+        await scene.answer()
+        scene.connection.data_received(b"{}")
+        assert scene.timers.delays() == [3.0], "idle"
+        scene.timers.run_out()
+        scene.transport.close.assert_called_once()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("max_lingering", [64, 0])
+def test_a_refused_client_that_reads_nothing_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, max_lingering: int
+) -> None:
+    monkeypatch.setattr(connection_module, "MAX_LINGERING", max_lingering)
+
+    async def play() -> None:
+        scene = Scene()
+        scene.connection.data_received(b"no HTTP\r\n\r\n")
+        assert b"HTTP/1.1 400 " in scene.written() and not scene.connection.connections
+        scene.transport.abort.assert_not_called()
+        scene.timers.run_out()
+        scene.transport.abort.assert_called_once()
+
+    asyncio.run(play())
+
+
+def test_few_requests_wait_for_an_earlier_answer() -> None:
+    async def play() -> None:
+        scene = Scene()
+        num_allowed = 1 + connection_module.MAX_PIPELINED
+        scene.connection.data_received((GET + b"\r\n") * num_allowed)
+        scene.transport.close.assert_not_called()
+        scene.connection.data_received((GET + b"\r\n") * 1000)
+        assert len(scene.connection.pipeline) == connection_module.MAX_PIPELINED
+        scene.transport.close.assert_called_once()
+        scene.timers.run_out()
+        scene.transport.abort.assert_called_once()
+
+    asyncio.run(play())
+
+
+def test_whoever_is_answered_learns_that_the_client_has_left() -> None:
+    async def play() -> None:
+        scene = Scene()
+        scene.connection.data_received((GET + b"\r\n") * 2)
+        first, second = scene.connection._running, scene.connection.cycle
+        assert first is not None and first is not second
+        scene.connection.connection_lost(None)
+        assert first.disconnected and await first.receive() == {"type": "http.disconnect"}
+        assert not scene.connection.pipeline
+        await scene.answer()
+        assert not scene.written()
+
+    asyncio.run(play())
+
+
+def test_nobody_is_told_to_go_on_behind_a_refusal() -> None:
+    async def play() -> None:
+        scene = Scene()
+        head = b"Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n"
+        scene.connection.data_received(POST + head + b"no number\r\n")
+        assert b"HTTP/1.1 400 " in scene.written()
+        assert await scene.connection.cycle.receive() == {"type": "http.disconnect"}
+        assert b"100 Continue" not in scene.written()
+
+    asyncio.run(play())
+
+
 def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[tuple[int, int]] = []
     monkeypatch.setattr(serve.resource, "getrlimit", lambda _: (1024, 4096))

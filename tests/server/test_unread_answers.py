@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import tracemalloc
@@ -249,6 +250,42 @@ def test_only_a_client_that_reads_nothing_is_cut_off(
     assert len(timers.waiting) == 1, "sending more is not reading"
     timers.pass_time()
     assert transport.is_aborted and not timers.waiting
+
+
+def test_reading_from_the_system_alone_is_reading(
+    connection: tuple[ReadConnection, Transport, Timers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, transport, timers = connection
+    left, right = socket.socketpair()
+    with left, right:
+        left.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                left.send(bytes(1 << 12))
+        monkeypatch.setattr(transport, "get_extra_info", {"socket": left}.get)
+        transport.num_bytes = 100_000
+        made.pause_writing()
+        for _ in range(3):
+            right.recv(1 << 16)
+            timers.pass_time()
+            assert len(timers.waiting) == 1 and not transport.is_aborted
+        timers.pass_time()
+        assert transport.is_aborted
+
+
+def test_the_end_of_a_whole_answer_is_looked_after(
+    connection: tuple[ReadConnection, Transport, Timers],
+) -> None:
+    made, transport, timers = connection
+    for is_complete in (False, True):
+        made.cycle = cast(Any, SimpleNamespace(response_complete=is_complete))
+        transport.num_bytes = 100_000
+        made.pause_writing()
+        transport.num_bytes = 10_000
+        made.resume_writing()
+        assert len(timers.waiting) == is_complete
+    timers.pass_time()
+    assert transport.is_aborted
 
 
 def test_an_end_leaves_no_timer(connection: tuple[ReadConnection, Transport, Timers]) -> None:
