@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -139,9 +140,16 @@ class Connection(ReadConnection):
         self._num_pending_bytes = 0
         self._stop_timer()
         super().on_headers_complete()
+        if self.pipeline:
+            # uvicorn stops reading, and would not see the client leave while it answers the request before.
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         self._num_pending_bytes = 0
+        if self.pipeline and len(self.cycle.body) + len(body) > HIGH_WATER_LIMIT:
+            raise _header_too_large(
+                f"a body of more than {HIGH_WATER_LIMIT} bytes in advance", "pipelined requests"
+            )
         super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -346,12 +346,27 @@ def test_few_requests_wait_for_an_earlier_answer() -> None:
     asyncio.run(play())
 
 
+def test_a_request_in_advance_has_a_small_body() -> None:
+    async def play() -> None:
+        scene = Scene()
+        scene.connection.data_received(GET + b"\r\n" + POST + b"Content-Length: 1000000\r\n\r\n")
+        for _ in range(4):
+            scene.connection.data_received(b"{" * (1 << 14))
+            assert not scene.connection.flow.read_paused
+            scene.transport.close.assert_not_called()
+        scene.connection.data_received(b"{")
+        scene.transport.close.assert_called_once()
+
+    asyncio.run(play())
+
+
 def test_whoever_is_answered_learns_that_the_client_has_left() -> None:
     async def play() -> None:
         scene = Scene()
         scene.connection.data_received((GET + b"\r\n") * 2)
         first, second = scene.connection._running, scene.connection.cycle
         assert first is not None and first is not second
+        assert not scene.connection.flow.read_paused, "or nobody would see it leave"
         scene.connection.connection_lost(None)
         assert first.disconnected and await first.receive() == {"type": "http.disconnect"}
         assert not scene.connection.pipeline
