@@ -14,10 +14,12 @@ _LARGE_GPU = {"offline": 16_384, "online": 8192}
 for 8,192 and 1.0 ms for 2,048. During a pass no running text gets a token; but each step costs the host about 2 ms
 while prompts come in, so that small passes leave the GPU idle."""
 _LARGE_GPU_BYTES = 70 << 30
-_WORTH_WAITING_ON_A_GPU = 512
-"""A GPU computes tokens of models as small as GPT-2's nearly for nothing, and a step more costs it about 2 ms. On an
+_WORTH_WAITING_ON_A_GPU = 1024
+"""A GPU computes tokens of models as small as GPT-2 124M nearly for nothing, and a step more costs it about 2 ms. On an
 H200 (``benchmarks.waiting``), median time to the first token of those that share, waiting / not, in ms: 128 tokens
-shared by 8 requests 4.3 / 2.1, by 32 7.2 / 5.0; 256 tokens 4.6 / 2.9, 6.9 / 6.2."""
+shared by 2 requests 3.7 / 2.1, by 8 5.2 / 2.7, by 32 7.5 / 4.9; 768 tokens 4.6 / 2.2, 5.5 / 5.1, 8.4 / 9.3. To be
+measured again for larger models.
+"""
 
 
 def default_token_budget(device: torch.device, *, is_online: bool) -> int:
