@@ -25,8 +25,8 @@ weights took 15 times as long with two threads as with one, of 14 M twice and no
 longer; that model's prompts took less. The border between them is a guess on the safe side.
 """
 WEIGHTS_PER_THREAD = 16 << 20
-"""One thread for each time as many weights of larger models: 7 for 124 M, whose decode steps took a third of the time
-with 8 threads on 16 idle cores, and a quarter with 16.
+"""One thread for each time as many weights of larger models: 7 for 124 M on 16 cores. Decode steps of those took a
+third of the time with 8 threads on 16 idle cores, and a quarter with 16.
 """
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
@@ -64,8 +64,9 @@ def choose_cpu_threads(config: EngineConfig, device: torch.device, num_weights: 
     """Return the threads of a step on a CPU; None on any other device, which leaves torch alone.
 
     ``num_threads`` comes first, then OMP_NUM_THREADS, which torch has read. Otherwise it is one thread below
-    ``SMALL_MODEL``, and for others one for every ``WEIGHTS_PER_THREAD``, at most as many as the process has cores and
-    as torch would use.
+    ``SMALL_MODEL``, and for others one for every ``WEIGHTS_PER_THREAD``, at most one for every two cores that the
+    process has and torch would use. The other half is for whoever else runs: on two cores beside two endless loops and
+    a test run, 124 M weights took 5 s with one thread and 18 s with two.
 
     Args:
         num_weights: of the model, shared ones counted once.
@@ -78,7 +79,9 @@ def choose_cpu_threads(config: EngineConfig, device: torch.device, num_weights: 
         return CpuThreads(torch.get_num_threads(), "OMP_NUM_THREADS")
     # Torch's own number is lower where cores are threads of one another, or where somebody has said so.
     num_cores = min(num_usable_cores(), torch.get_num_threads())
-    count = 1 if num_weights < SMALL_MODEL else min(num_weights // WEIGHTS_PER_THREAD, num_cores)
+    count = 1
+    if num_weights >= SMALL_MODEL:
+        count = max(min(num_weights // WEIGHTS_PER_THREAD, num_cores // 2), 1)
     return CpuThreads(count, f"for {num_weights / 1e6:,.0f} M weights on {num_cores} cores")
 
 
