@@ -140,7 +140,8 @@ class RoseKVCacheManager(KVCacheFacade):
         """Whether a waiting request sits out this step while those behind it may come in.
 
         It would compute what another request computes in this step, and finds that in the next one. A row and blocks
-        are kept for it meanwhile. Where there are none, the answer is no, and ``allocate_slots`` holds all of them up.
+        are kept for it meanwhile: for its whole prompt, of which it will share the beginning. Where there are none, the
+        answer is no, and ``allocate_slots`` holds all of them up.
         """
         if not self._under_way.has_begun or not self.prefix_cache_lookup_enabled(request):
             return False
