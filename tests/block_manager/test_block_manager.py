@@ -285,3 +285,14 @@ def test_prefix_cache_off_finds_nothing_and_still_forks() -> None:
     children = manager.fork(row, 2)
     assert children is not None and manager.reserve(children, 1).num_new_blocks == 2
     manager.check_integrity()
+
+
+@pytest.mark.parametrize(("block_size", "told"), [(1, 32), (4, 32), (8, 32), (16, 32), (32, 32), (48, 0)])
+def test_hits_are_reported_in_blocks_of_no_less_than_16_tokens(block_size: int, told: int) -> None:
+    manager = BlockManager(num_blocks=90, block_size=block_size, max_num_seqs=2, max_model_len=64)
+    tokens, row = np.arange(40, dtype=np.int32), np.zeros(1, np.int64)
+    assert manager.add(tokens) is not None and manager.reserve(row, 40).ok
+    manager.commit(row, 40, tokens)
+    other = np.append(tokens[:37], [90, 91]).astype(np.int32)
+    assert manager.add(other) is not None
+    assert (manager.stats.hit_tokens, manager.stats.reported_hit_tokens) == (37, told)
