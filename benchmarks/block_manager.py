@@ -11,45 +11,36 @@ after the decode scenes, so a fast wrong answer fails. `python -m benchmarks.rep
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from benchmarks.support.block_manager_tables import print_report
-from benchmarks.support.report import bar, run_facts, write_json
+from benchmarks.reports.parts import block_manager_table, scenes_table
+from benchmarks.reports.text import publish
+from benchmarks.support.cli import check_at_least, new_parser
+from benchmarks.support.run_facts import bar, run_facts
 from benchmarks.support.timing import no_garbage_collection, pin_to_one_core
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, default=256, help="running requests (default: %(default)s)")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens per block (default: %(default)s)")
-    parser.add_argument(
-        "--repeats", type=int, default=5, help="of each scene, at least 3 (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a few seconds: small pools, few repeats, rough figures"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE, too")
+    """Return the options, or exit with what is wrong with them."""
+    parser = new_parser(__doc__)
+    add = parser.add_argument
+    add("--rows", type=int, default=256, help="running requests (default: %(default)s)")
+    add("--block-size", type=int, default=16, help="tokens per block (default: %(default)s)")
+    add("--repeats", type=int, default=5, help="of each scene, at least 3 (default: %(default)s)")
     options = parser.parse_args(arguments)
-    if options.repeats < 3:
-        parser.error(f"--repeats: got {options.repeats}, at least 3 are needed for a spread")
-    if options.rows < 1 or options.block_size < 2:
-        parser.error("--rows must be at least 1, --block-size at least 2")
+    check_at_least(parser, options, 3, "repeats")
+    check_at_least(parser, options, 1, "rows")
+    check_at_least(parser, options, 2, "block_size")
     return options
 
 
 def run_scenes(options: argparse.Namespace) -> dict[str, Any]:
     """Run every scene and return its figures by name."""
     # vLLM takes seconds to import; --help need not wait for it.
-    from benchmarks.support import decode_scenes, lookup_scenes
+    from benchmarks.support import block_manager_scenes as makes
 
     rows, size, repeats, quick = options.rows, options.block_size, options.repeats, options.quick
     cycles = 1 if quick else 12
@@ -57,18 +48,14 @@ def run_scenes(options: argparse.Namespace) -> dict[str, Any]:
     lengths = [16, 1024] if quick else [16, 128, 1024, 8192, 32_768, 131_072]
     counts = [10, 100] if quick else [10, 100, 1000, 10_000, 100_000]
     lookups = 10 * repeats if quick else 100 * repeats
-    decode = functools.partial(decode_scenes.steady_decode, rows, size, repeats, num_cycles=cycles)
     num_copies = repeats * (4 if quick else 40)
     scenes: dict[str, Callable[[], Any]] = {
-        "steady_decode": decode,
-        "decode_evicting": lambda: decode(evicting=True),
-        "decode_with_lookups": lambda: decode(lookup=True),
-        "copy_on_write": lambda: decode_scenes.all_copy_on_write(rows, size, num_copies),
-        "pool_size": lambda: decode_scenes.cost_over_pool_size(pool_sizes, rows, size, repeats),
-        "sequence_length": lambda: decode_scenes.cost_over_length(lengths, rows, size, repeats),
-        "long_prompt": lambda: lookup_scenes.long_prompt(4096, size, lookups),
-        "among_many": lambda: lookup_scenes.among_many(counts, size, lookups),
-        "memory_per_block": lambda: lookup_scenes.memory_per_block(2049 if quick else 16_385, size),
+        "steady_decode": lambda: makes.steady_decode(rows, size, repeats, num_cycles=cycles),
+        "copy_on_write": lambda: makes.all_copy_on_write(rows, size, num_copies),
+        "pool_size": lambda: makes.cost_over_pool_size(pool_sizes, rows, size, repeats),
+        "sequence_length": lambda: makes.cost_over_length(lengths, rows, size, repeats),
+        "long_prompt": lambda: makes.long_prompt(4096, size, lookups),
+        "among_many": lambda: makes.among_many(counts, size, lookups),
     }
     figures = {}
     for name, scene in scenes.items():
@@ -99,12 +86,11 @@ def judge(scenes: dict[str, Any]) -> list[dict[str, Any]]:
 def losses(scenes: dict[str, Any]) -> list[dict[str, Any]]:
     """Return every comparison of this run in which a Rose side took longer than vLLM's manager."""
     pairs: list[tuple[str, str, float, float]] = []
-    for scene in ("steady_decode", "decode_evicting", "decode_with_lookups"):
-        for side in ("rose_core", "rose_in_vllm"):
-            for phase in ("inside", "rolls_over", "fills", "whole_block"):
-                if side in scenes[scene]:
-                    times = (scenes[scene][name][phase]["median"] for name in (side, "stock"))
-                    pairs.append((f"{scene}: {phase}", side, *times))
+    steady = scenes["steady_decode"]
+    for side in ("rose_core", "rose_in_vllm"):
+        for phase in ("inside", "rolls_over", "fills", "whole_block"):
+            times = (steady[name][phase]["median"] for name in (side, "stock"))
+            pairs.append((f"steady_decode: {phase}", side, *times))
     for scene, axis, figure in (
         ("pool_size", "num_blocks", "whole_block_us_per_row"),
         ("sequence_length", "num_tokens", "whole_block_us_per_row"),
@@ -134,6 +120,7 @@ def losses(scenes: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
     options = parse_options(arguments)
     facts = run_facts(pin_to_one_core())
     with no_garbage_collection():
@@ -147,9 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "losses": losses(scenes),
         "scenes": scenes,
     }
-    print_report(Console(), report)
-    if options.json:
-        write_json(options.json, report)
+    publish(report, f"{scenes_table(report)}\n\n{block_manager_table(report)}", options.json)
     return 0
 
 

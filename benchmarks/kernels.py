@@ -14,9 +14,8 @@ left out; a peer whose result differs from Rose's is named and not timed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
-import importlib
-import json
 import re
 import shutil
 import subprocess
@@ -25,124 +24,100 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from benchmarks.kernel_cases import FAMILIES, peers, small
-from benchmarks.kernel_cases.case import ROSE, Contest, KernelCase
+from benchmarks.kernel_cases import FAMILIES, MISSING, cases_of, small
+from benchmarks.kernel_cases.case import (
+    ROSE,
+    Contest,
+    KernelCase,
+    LaunchGraph,
+    copy_bandwidth,
+    percentile,
+    time_alternated,
+)
 from benchmarks.kernel_cases.small import LaunchLoop
-from benchmarks.kernel_cases.timing import LaunchGraph, copy_bandwidth, percentile, time_alternated
-from benchmarks.support.kernel_tables import brief, print_report
-from benchmarks.support.kernel_update import check_update, updated
+from benchmarks.reports.parts import all_kernels_table
+from benchmarks.reports.text import publish
+from benchmarks.support.cli import check_at_least, new_parser
 from benchmarks.support.proof import DEFAULT_FOLDER, ROOT, machine_facts, source_digest, unproved_because
-from benchmarks.support.report import run_facts, write_json
+from benchmarks.support.run_facts import run_facts
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Time every chosen case; the status is 1 if a peer disagreed or broke, or a family is unproved."""
     options = parse_options(arguments)
-    if options.quick:
-        return quick(options)
-    if not torch.cuda.is_available():
+    if not options.quick and not torch.cuda.is_available():
         message = f"needs a CUDA device; torch {torch.__version__} sees none (--quick needs none)"
         print(message, file=sys.stderr)
         return 1
     if options.prove:
         prove(options.families, options.proofs)
-    machine = machine_facts()
-    unproved = {name: unproved_because(FAMILIES[name], options.proofs, machine) for name in options.families}
-    report: dict[str, Any] = {
+    with small.on_cpu() if options.quick else contextlib.nullcontext():
+        report = time_cases(options)
+    publish(report, all_kernels_table(report), options.json)
+    broken = any("error" in side for row in report["rows"] for side in row["sides"].values())
+    unproved = any(state["unproved_because"] for state in report["families"].values())
+    return int(broken or (unproved and not options.quick))
+
+
+def time_cases(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the report. A short run times the small cases of every chosen family on the CPU."""
+    if options.quick:
+        machine = {"gpu": "none, on a CPU", "driver": "none"}
+        unproved: dict[str, str | None] = dict.fromkeys(options.families, "a short run on a CPU")
+    else:
+        machine = machine_facts()
+        unproved = {
+            name: unproved_because(FAMILIES[name], options.proofs, machine) for name in options.families
+        }
+    facts = {
         **run_facts(),
         "commit": options.commit or head_commit(),
         "kernels_digest": source_digest(),
         "gpu": machine["gpu"],
         "driver": machine["driver"],
+        "quick": options.quick,
         "repeats": options.repeats,
         "samples_per_repeat": options.samples,
     }
-    earlier = json.loads(options.update.read_text()) if options.update else None
-    if earlier:
-        check_update(report, earlier)
     torch.manual_seed(0)
-    report["copy_bytes_per_s"] = copy = copy_bandwidth()
+    copy = small.copy_bandwidth() if options.quick else copy_bandwidth()
     rows = []
     for family in options.families:
-        module = importlib.import_module(f"benchmarks.kernel_cases.{family}")
-        for case in module.cases():
+        for case in small.CASES[family]() if options.quick else cases_of(family):
             if re.search(options.match, case.name):
                 row = measure(case, options, copy, compare=unproved[family] is None)
                 rows.append({"family": family, **row})
-                print(brief(row), file=sys.stderr, flush=True)
-                torch.cuda.empty_cache()
-    report |= {
+                print(row["case"], file=sys.stderr, flush=True)
+                if not options.quick:
+                    torch.cuda.empty_cache()
+    return {
+        **facts,
+        "copy_bytes_per_s": copy,
         "families": {
             name: {"tests": FAMILIES[name], "unproved_because": why} for name, why in unproved.items()
         },
-        "missing_peers": peers.MISSING,
+        "missing_peers": {"all but torch": "they need a GPU"} if options.quick else MISSING,
         "rows": rows,
     }
-    if earlier:
-        report = updated(report, earlier)
-    print_report(Console(width=180), report)
-    if options.json:
-        write_json(options.json, report)
-    broken = any("error" in side for row in rows for side in row["sides"].values())
-    return int(broken or any(unproved.values()))
-
-
-def quick(options: argparse.Namespace) -> int:
-    """Run the small cases of every chosen family on the CPU; the status is 1 if a side disagreed or broke."""
-    machine = {"gpu": "none, on a CPU", "driver": "none"}
-    with small.on_cpu():
-        copy = small.copy_bandwidth()
-        rows = [
-            {"family": family, **measure(case, options, copy, compare=False)}
-            for family in options.families
-            for case in small.CASES[family]()
-            if re.search(options.match, case.name)
-        ]
-    why = "a short run on a CPU"
-    report = {
-        **run_facts(),
-        **machine,
-        "quick": True,
-        "copy_bytes_per_s": copy,
-        "families": {name: {"tests": FAMILIES[name], "unproved_because": why} for name in options.families},
-        "missing_peers": {"all but torch": "they need a GPU"},
-        "rows": rows,
-    }
-    print_report(Console(width=180), report)
-    if options.json:
-        write_json(options.json, report)
-    return int(any("error" in side for row in rows for side in row["sides"].values()))
 
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     """Return the options, or exit with what is wrong with them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--match", default="", help="only cases whose name has a match of this expression")
-    parser.add_argument("--repeats", type=int, default=5, help="turns that every side takes (default 5)")
-    parser.add_argument("--samples", type=int, default=5, help="measurements per turn (default 5)")
-    parser.add_argument("--prove", action="store_true", help="run the families' tests first")
-    parser.add_argument("--proofs", type=Path, default=DEFAULT_FOLDER, help="folder of the tests' records")
-    parser.add_argument("--commit", help="of the sources, where this is no git checkout")
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
-    parser.add_argument(
-        "--update", type=Path, metavar="FILE", help="take the other families from an earlier run's --json"
-    )
-    parser.add_argument("--quick", action="store_true", help="seconds, on a CPU: small cases in plain torch")
+    parser = new_parser(__doc__)
+    add = parser.add_argument
+    add("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    add("--match", default="", help="only cases whose name has a match of this expression")
+    add("--repeats", type=int, default=5, help="turns that every side takes (default 5)")
+    add("--samples", type=int, default=5, help="measurements per turn (default 5)")
+    add("--prove", action="store_true", help="run the families' tests first")
+    add("--proofs", type=Path, default=DEFAULT_FOLDER, help="folder of the tests' records")
+    add("--commit", help="of the sources, where this is no git checkout")
     options = parser.parse_args(arguments)
-    for name in ("prove", "update"):
-        if options.quick and getattr(options, name):
-            parser.error(f"--{name}: --quick shows no speed that could be compared")
-    if options.update and not options.update.is_file():
-        parser.error(f"--update: {options.update}: no such file")
-    if options.repeats < 3:
-        parser.error(f"--repeats: got {options.repeats}, at least 3")
-    if options.samples < 1:
-        parser.error(f"--samples: got {options.samples}, at least 1")
+    if options.quick and options.prove:
+        parser.error("--prove: --quick shows no speed that could be compared")
+    check_at_least(parser, options, 3, "repeats")
+    check_at_least(parser, options, 1, "samples")
     return options
 
 

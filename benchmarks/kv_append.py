@@ -2,7 +2,8 @@
 
     python -m benchmarks.kv_append [--device cuda] [--dtype float16] [--quick] [--json FILE]
 
-Every sequence of a batch decodes one token. Per row: batch size; microseconds, median with 10th and 90th percentile, of
+Every sequence of a batch decodes one token; one step in ``block_size`` needs new blocks. Per row: batch size;
+microseconds, median with 10th and 90th percentile, of
 
     append           one Python loop over sequences and layers: make room, store K/V, then one attention per layer
     reserve_write    rose_backend with fused_kv_append off: BlockManager reserves, kernels.write_kv stores per layer
@@ -17,87 +18,235 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.support.append_variants import (
-    PARTS,
-    AppendCase,
-    InKernelAppend,
-    LoopedAppend,
-    ReservedAppend,
-    check_variants,
+from benchmarks.reports.parts import kv_append_table
+from benchmarks.support.cli import check_at_least
+from benchmarks.support.timing import spread
+from benchmarks.support.variants import (
+    CacheCase,
+    Clock,
+    check_variants_options,
+    new_variants_parser,
+    report_variants,
+    shape_of,
+    timed,
 )
-from benchmarks.support.clone_variants import Clock
-from benchmarks.support.report import device_name, run_facts, write_json
-from benchmarks.support.timing import Samples, alternate, no_garbage_collection, spread, spreads
-from benchmarks.support.variant_tables import losses, print_losses, print_variants
+from rose_backend.block_manager import BlockManager
+from rose_backend.kernels import AttentionOptions, paged_decode, write_kv
+
+PARTS = ("bookkeeping", "append", "attention")
+BATCHES, QUICK_BATCHES = (1, 8, 32, 128, 256), (1, 4)
+WARM_UPS = 3
+REPLAYS = 20
+
+
+@dataclass(frozen=True)
+class AppendCase(CacheCase):
+    """Shapes of one measurement."""
+
+    block_size: int = 16
+    context: int = 512
+    """Tokens of each sequence before the first step."""
+    max_steps: int = 64
+
+    @property
+    def num_blocks(self) -> int:
+        """Null block, and the blocks of all sequences after ``max_steps``."""
+        return 1 + self.batch * -(-(self.context + self.max_steps) // self.block_size)
+
+
+class AppendStep:
+    """One way to take a step; sequences hold ``context`` tokens at first. Subclasses manage blocks and store tokens."""
+
+    stores_in_attention = False
+
+    def __init__(self, case: AppendCase, cache: torch.Tensor) -> None:
+        self._case, self._cache = case, cache
+        self.length = case.context
+        size = (case.num_layers, case.batch, case.num_heads, case.head_size)
+        self._out = torch.empty(size, dtype=cache.dtype, device=cache.device)
+
+    def block_table(self) -> np.ndarray:
+        """Return the sequences' blocks, int32 ``[B, MB]``."""
+        raise NotImplementedError
+
+    def make_room(self) -> np.ndarray:
+        """Give every sequence room for one token; return the block table."""
+        raise NotImplementedError
+
+    def append(self, projections: torch.Tensor, table: np.ndarray) -> None:
+        """Store the new tokens of all layers, if that is a step of its own."""
+        raise NotImplementedError
+
+    def grow(self) -> None:
+        """Count the new tokens as computed."""
+        self.length += 1
+
+    def attend(self, projections: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Attend in all layers."""
+        scale = self._case.head_size**-0.5
+        for (query, key, value), cache, out in zip(projections, self._cache, self._out, strict=True):
+            new = (key, value) if self.stores_in_attention else (None, None)
+            paged_decode(
+                query, *new, cache[0], cache[1], table, lengths, options=AttentionOptions(scale), out=out
+            )
+
+    def run(self, projections: torch.Tensor, clock: Clock) -> torch.Tensor:
+        """Take one step; return what attention gives, ``[L, B, H, D]``."""
+        device = self._cache.device
+        clock.start()
+        table = self.make_room()
+        device_table = torch.from_numpy(table).to(device)
+        lengths = torch.full((self._case.batch,), self.length, dtype=torch.int32, device=device)
+        clock.part("bookkeeping")
+        self.append(projections, table)
+        clock.part("append")
+        self.attend(projections, device_table, lengths)
+        clock.part("attention")
+        self.grow()
+        return self._out
+
+
+class LoopedAppend(AppendStep):
+    """Before: one sequence after the other, layer by layer, with a list of free blocks and a list of blocks each."""
+
+    def __init__(self, case: AppendCase, cache: torch.Tensor) -> None:
+        super().__init__(case, cache)
+        self._free = list(range(case.num_blocks - 1, 0, -1))
+        num_blocks = -(-case.context // case.block_size)
+        self._tables = [[self._free.pop() for _ in range(num_blocks)] for _ in range(case.batch)]
+
+    def block_table(self) -> np.ndarray:
+        return np.array(self._tables, np.int32)
+
+    def make_room(self) -> np.ndarray:
+        for table in self._tables:
+            if self.length == len(table) * self._case.block_size:
+                table.append(self._free.pop())
+        return self.block_table()
+
+    def append(self, projections: torch.Tensor, table: np.ndarray) -> None:
+        offset = self.length % self._case.block_size
+        for row, blocks in enumerate(self._tables):
+            for layer in range(self._case.num_layers):
+                for kind in range(2):
+                    self._cache[layer, kind, blocks[-1], offset] = projections[layer, 1 + kind, row]
+
+
+class ReservedAppend(AppendStep):
+    """``BlockManager`` reserves for all sequences at once, ``write_kv`` stores per layer."""
+
+    def __init__(self, case: AppendCase, cache: torch.Tensor) -> None:
+        super().__init__(case, cache)
+        self._manager = BlockManager(
+            num_blocks=case.num_blocks,
+            block_size=case.block_size,
+            max_num_seqs=case.batch,
+            max_model_len=case.context + case.max_steps,
+            prefix_cache=False,
+        )
+        prompt = np.zeros(case.context, np.int32)
+        admissions = [self._manager.add(prompt) for _ in range(case.batch)]
+        self._rows = np.array([admission.row for admission in admissions if admission is not None])
+        assert self._manager.reserve(self._rows, case.context).ok
+        self._manager.commit(self._rows, case.context, np.tile(prompt, case.batch))
+
+    def block_table(self) -> np.ndarray:
+        num_blocks = int(self._manager.num_row_blocks[self._rows].max())
+        return self._manager.block_table[self._rows, :num_blocks]
+
+    def make_room(self) -> np.ndarray:
+        assert self._manager.reserve(self._rows, 1).ok
+        return self.block_table()
+
+    def append(self, projections: torch.Tensor, table: np.ndarray) -> None:
+        if not self.stores_in_attention:
+            self.store(projections, self.slots(table))
+
+    def slots(self, table: np.ndarray) -> torch.Tensor:
+        """Return where the new tokens go, int64 ``[B]``."""
+        column, offset = divmod(self.length, self._case.block_size)
+        slots = table[:, column].astype(np.int64) * self._case.block_size + offset
+        return torch.from_numpy(slots).to(self._cache.device)
+
+    def store(self, projections: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store the new tokens of all layers at ``slots``."""
+        for cache, (_, key, value) in zip(self._cache, projections, strict=True):
+            write_kv(key, value, cache[0], cache[1], slots)
+
+    def grow(self) -> None:
+        super().grow()
+        self._manager.commit(self._rows, 1, np.zeros(len(self._rows), np.int32))
+
+
+class InKernelAppend(ReservedAppend):
+    """``BlockManager`` reserves for all sequences at once, attention itself stores what it computes with."""
+
+    stores_in_attention = True
+
 
 VARIANTS: dict[str, Callable[[AppendCase, torch.Tensor], Any]] = {
     "append": LoopedAppend,
     "reserve_write": ReservedAppend,
     "reserve_fused": InKernelAppend,
 }
-OURS = ("reserve_write", "reserve_fused")
-"""Losses are counted for these, against every variant before them."""
-BATCHES = (1, 8, 32, 128, 256)
-WARM_UPS = 3
-REPLAYS = 20
+
+
+def check_variants(
+    makes: Mapping[str, Callable[[AppendCase, torch.Tensor], Any]],
+    case: AppendCase,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Run a few steps of every variant on the same numbers, and compare with plain attention over all of them.
+
+    Raises:
+        AssertionError: names the variant and the step.
+    """
+    size = (case.num_layers, 2, case.batch, case.context + case.max_steps, case.num_heads, case.head_size)
+    sequences = torch.randn(size, device=device).to(dtype)
+    for name, make in makes.items():
+        cache = case.make_cache(dtype, device)
+        variant = make(case, cache)
+        table = torch.from_numpy(variant.block_table().astype(np.int64)).to(device)
+        positions = torch.arange(case.context, device=device)
+        blocks = table[:, positions // case.block_size]  # [B, context]
+        cache[:, :, blocks, positions % case.block_size] = sequences[:, :, :, : case.context]
+        for step in range(case.max_steps):
+            projections = case.make_step(3, dtype, device)
+            length = case.context + step
+            projections[:, 1:] = sequences[:, :, :, length]
+            out = variant.run(projections, Clock(device)).float()
+            keys, values = sequences[:, :, :, : length + 1].float().transpose(3, 4).unbind(1)
+            query = projections[:, 0].float().unsqueeze(3)
+            expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values).squeeze(3)
+            worst = float((out - expected).abs().max())
+            assert worst < 5e-3, f"{name}, step {step}: attention is off by {worst:.1e}"
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options, or exit with what is wrong with them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
-    parser.add_argument(
-        "--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="default: %(default)s"
-    )
+    parser = new_variants_parser(__doc__, block_size=16)
     parser.add_argument("--context", type=int, default=512, help="tokens before (default: %(default)s)")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens per block (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=12, help="default: %(default)s")
-    parser.add_argument("--heads", type=int, default=12, help="default: %(default)s")
-    parser.add_argument("--head-size", type=int, default=64, help="default: %(default)s")
-    parser.add_argument("--repeats", type=int, default=20, help="at least 3 (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a few seconds: two batch sizes, three repeats")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE, too")
     options = parser.parse_args(arguments)
-    if options.repeats < 3:
-        parser.error(f"--repeats: got {options.repeats}, at least 3 are needed for a spread")
-    for name in ("context", "block_size", "layers", "heads", "head_size"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: got {getattr(options, name)}, at least 1")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device cuda: torch {torch.__version__} sees no CUDA device")
+    check_variants_options(parser, options)
+    check_at_least(parser, options, 1, "context")
     return options
 
 
 def measure(case: AppendCase, dtype: torch.dtype, device: torch.device, repeats: int) -> dict[str, Any]:
     """Time every variant for one batch size; microseconds by variant and part."""
-    cache = case.make_cache(dtype, device)
-    projections = case.make_projections(dtype, device)
+    cache, projections = case.make_cache(dtype, device), case.make_step(3, dtype, device)
     variants = {name: make(case, cache) for name, make in VARIANTS.items()}
-
-    def runner(variant: Any) -> Callable[[], Samples]:
-        def run() -> Samples:
-            clock = Clock(device)
-            variant.run(projections, clock)
-            samples = {name: [clock.parts_us[name]] for name in PARTS}
-            return {**samples, "total": [sum(clock.parts_us.values())]}
-
-        return run
-
-    runs = {name: runner(variant) for name, variant in variants.items()}
-    alternate(runs, WARM_UPS)  # compilation, first touch of memory
-    with no_garbage_collection():
-        figures = spreads(alternate(runs, repeats))
+    figures = timed(variants, projections, device, repeats, warm_ups=WARM_UPS)
     if device.type == "cuda":
         for name in ("reserve_write", "reserve_fused"):
             figures[name]["graph"] = spread(replayed_us(variants[name], projections))
@@ -112,7 +261,8 @@ def replayed_us(variant: Any, projections: torch.Tensor) -> list[float]:
     slots = variant.slots(table)
 
     def step() -> None:
-        variant.store(projections, slots)
+        if not variant.stores_in_attention:
+            variant.store(projections, slots)
         variant.attend(projections, device_table, lengths)
 
     step()
@@ -136,36 +286,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
     torch.manual_seed(0)
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    batches, repeats = ((1, 4), 3) if options.quick else (BATCHES, options.repeats)
-    shape = {
-        "context": options.context,
-        "max_steps": repeats + WARM_UPS + 1,
-        "block_size": options.block_size,
-        "num_layers": options.layers,
-        "num_heads": options.heads,
-        "head_size": options.head_size,
-    }
+    batches, repeats = (QUICK_BATCHES, 3) if options.quick else (BATCHES, options.repeats)
+    shape = {"context": options.context, "max_steps": repeats + WARM_UPS + 1, **shape_of(options)}
     small = replace(AppendCase(3, **shape), context=min(options.context, 30), max_steps=4, num_layers=1)
     check_variants(VARIANTS, small, dtype, device)
     rows = [
         measure(AppendCase(batch, **shape), dtype, device, repeats)
         for batch in track(batches, "batch sizes", console=Console(stderr=True))
     ]
-    facts = run_facts()
-    facts["machine"]["device"] = device_name(device.type)
-    settings = {**shape, "device": options.device, "dtype": options.dtype, "repeats": repeats}
-    report = {
-        "benchmark": "kv_append",
-        **facts,
-        "settings": {**settings, "quick": options.quick},
-        "losses": losses(rows, OURS),
-        "rows": rows,
-    }
-    title = f"New tokens into the cache, {options.dtype} on {facts['machine']['device']}, {shape}, us"
-    print_variants(Console(width=140), rows, PARTS, before="append", title=title)
-    print_losses(report["losses"])
-    if options.json:
-        write_json(options.json, report)
+    report_variants(options, "kv_append", rows, {**shape, "repeats": repeats}, kv_append_table)
     return 0
 
 

@@ -8,7 +8,7 @@
     sglang          SGLang
 
 Each engine lives in a process of its own, all of them at the same time, with a KV cache of the same number of tokens.
-They take turns, and whose turn it is not is stopped, so that idle ones take no cores (--no-pause lets them run on).
+They take turns, and the others are stopped meanwhile, so that idle engines take no cores (--no-pause lets them run).
 Every turn has prompts that were never seen before. Scenes:
 
     decode    prompts of 16 tokens, 256 new ones: wall time of one step of the whole engine, from the call to the texts
@@ -25,38 +25,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from benchmarks.support import resume
-from benchmarks.support.checkpoint import GPT2_124M, ModelFacts, checkpoint, model_facts
-from benchmarks.support.compare_options import (
-    ROSE_HOSTS,
-    add_engine_options,
-    engine_options,
-    environment,
-    set_defaults,
-)
-from benchmarks.support.compare_parts import PART_SIDES
-from benchmarks.support.compare_report import (
-    goal_bars,
-    inside_vllm_bars,
-    losses,
-    peer_bars,
-    print_comparison,
-)
-from benchmarks.support.compare_samples import Samples, rows_of, samples_of
-from benchmarks.support.compare_scenes import SCENES, Case, cases
-from benchmarks.support.pause import only
-from benchmarks.support.report import device_name, run_facts, write_json
-from benchmarks.support.worker_pool import WorkerError, WorkerPool
+from benchmarks.reports import engines as tables
+from benchmarks.reports.text import Result
+from benchmarks.support.checkpoint import GPT2_124M, ModelFacts
+from benchmarks.support.cli import check_at_least, fill_in
+from benchmarks.support.comparison import Sides, Workload, compare, parse_comparison
+from benchmarks.support.timing import spread
+from benchmarks.support.turns import Row, Turn
+from benchmarks.support.worker_pool import Worker, WorkerPool
+from benchmarks.support.workload import MODES, RandomRequests
 
 BACKENDS = ("rose", "rose-in-vllm", "vllm", "sglang")
+SWITCHES_INSIDE_VLLM = ("block_manager", "batched_scheduling", "mixed_graphs")
 SWITCHES = (
     "fused_mlp",
     "fused_sampler",
@@ -65,216 +50,273 @@ SWITCHES = (
     "cuda_graph",
     "prefix_cache",
     "token_granular_hits",
-    "block_manager",
     "run_ahead",
-    "batched_scheduling",
-    "mixed_graphs",
+    *SWITCHES_INSIDE_VLLM,
 )
-SWITCHES_INSIDE_VLLM = ("block_manager", "batched_scheduling", "mixed_graphs")
 
 
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options, or exit with what is wrong with them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
-    parser.add_argument("--batches", type=int, nargs="+", metavar="B", help="default: 1 8 32 128 256")
-    parser.add_argument(
-        "--cases",
-        nargs="+",
-        metavar="TEXT",
-        help="only those with one of these in their names (default: all)",
-    )
-    parser.add_argument(
-        "--offline", type=int, nargs=3, metavar=("N", "IN", "OUT"), help="default: 256 512 128"
-    )
-    parser.add_argument("--mixed-requests", type=int, metavar="N", help="default: 4096")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of every engine (default: %(default)s)")
-    parser.add_argument("--mixed-repeats", type=int, help="the same for the mixed scene (default: --repeats)")
-    parser.add_argument(
-        "--max-seconds", type=float, help="begin no other case after this time, and report what is there"
-    )
-    resume.add_option(parser)
-    add_engine_options(parser, BACKENDS)
-    group = parser.add_argument_group("also run Rose with one part switched off")
-    for switch in SWITCHES:
-        group.add_argument(f"--compare-{switch.replace('_', '-')}", action="store_true")
-    group.add_argument(
-        "--compare-host",
-        choices=ROSE_HOSTS,
-        default="rose",
-        help=f"where; inside vLLM only: {', '.join(SWITCHES_INSIDE_VLLM)} (default: %(default)s)",
-    )
-    group.add_argument(
-        "--compare-parts",
-        action="store_true",
-        help="inside vLLM: attention alone, with the block manager only, and each other part off",
-    )
-    options = parser.parse_args(arguments)
-    set_defaults(options)
-    quick = options.quick
-    options.batches = options.batches or ([1, 4] if quick else [1, 8, 32, 128, 256])
-    options.offline = tuple(options.offline or ((8, 32, 8) if quick else (256, 512, 128)))
-    if options.mixed_requests is None:
-        options.mixed_requests = 16 if quick else 4096
-    options.mixed_repeats = options.repeats if options.mixed_repeats is None else options.mixed_repeats
-    for name in ("repeats", "mixed_repeats", "mixed_requests"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: got {getattr(options, name)}, at least 1")
-    for name in ("batches", "offline"):
-        if min(getattr(options, name)) < 1:
-            parser.error(f"--{name}: got {list(getattr(options, name))}, each has to be at least 1")
-    if not chosen_cases(options):
-        parser.error(f"--cases: got {options.cases}, no case is called so")
-    return options
+SCENES = ("decode", "offline", "mixed")
+WARM_UP_REQUESTS = 256
 
 
-def sides_of(options: argparse.Namespace) -> dict[str, tuple[str, list[str]]]:
+class Asked(Protocol):
+    """What a case needs of a worker."""
+
+    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
+        """Send a command and return its answer."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to time."""
+
+    scene: str
+    num_requests: int
+    input_len: tuple[int, int]
+    output_len: tuple[int, int]
+    mode: str
+    short_output_len: int | None = None
+    """Decode steps are timed as the difference to a run of so many new tokens."""
+
+    @property
+    def name(self) -> str:
+        """How people call it."""
+        if self.scene == "decode":
+            return f"step, {self.num_requests} requests, {self.mode}"
+        lengths = f"{_span(self.input_len)} in, {_span(self.output_len)} out"
+        return f"{self.scene}, {self.num_requests:,} x {lengths}, {self.mode}"
+
+    @property
+    def figure(self) -> str:
+        """The figure that is compared; less is better."""
+        return "step_ms" if self.scene == "decode" else "duration"
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a report says of the case."""
+        lengths = {"input_len": list(self.input_len), "output_len": list(self.output_len)}
+        return {"scene": self.scene, "num_requests": self.num_requests, **lengths, "mode": self.mode}
+
+    def workload(self, seed: int) -> RandomRequests:
+        """Return the requests; those of different seeds share no prefix."""
+        return RandomRequests(self.num_requests, self.input_len, self.output_len, self.mode, seed)
+
+    def warm_up(self, seed: int) -> RandomRequests:
+        """Return requests that make an engine compile what it needs."""
+        return self.workload(seed).shortened(WARM_UP_REQUESTS, self.short_output_len or 8)
+
+    def run(self, worker: Asked, seed: int) -> dict[str, float]:
+        """Return the figures of one run, under the names of ``vllm bench`` where it has one.
+
+        ``step_ms`` is wall time of one decode step of the whole engine, from the call to the texts: the time of a run
+        to ``output_len`` tokens less that of a run to ``short_output_len``, over the difference in tokens. Prompts, the
+        start and the end of a run cancel out.
+        """
+        long = worker.ask("generate", workload=self.workload(2 * seed).as_json())
+        if self.short_output_len is not None:
+            short = worker.ask(
+                "generate",
+                workload=self.workload(2 * seed + 1)
+                .shortened(self.num_requests, self.short_output_len)
+                .as_json(),
+            )
+            steps = self.output_len[0] - self.short_output_len
+            return {"step_ms": (long["seconds"] - short["seconds"]) / steps * 1e3}
+        seconds, tokens = long["seconds"], long["output_tokens"]
+        return {
+            "duration": seconds,
+            "request_throughput": self.num_requests / seconds,
+            "output_throughput": tokens / seconds,
+            "total_token_throughput": (tokens + long["input_tokens"]) / seconds,
+        }
+
+
+def cases(
+    scenes: Sequence[str],
+    batches: Sequence[int],
+    *,
+    offline: tuple[int, int, int],
+    num_mixed: int,
+    quick: bool,
+) -> list[Case]:
+    """Return every case of the chosen scenes.
+
+    Args:
+        batches: requests at once in the decode scene.
+        offline: number of prompts, their length, and new tokens of each.
+    """
+    prompt, new, short = (8, 24, 4) if quick else (16, 256, 16)
+    num_prompts, input_len, output_len = offline
+    mixed_in, mixed_out = ((4, 32), (4, 16)) if quick else ((16, 512), (16, 256))
+    found = [
+        Case("decode", batch, (prompt, prompt), (new, new), mode, short)
+        for batch in batches
+        for mode in MODES
+    ]
+    found += [
+        Case("offline", num_prompts, (input_len, input_len), (output_len, output_len), mode) for mode in MODES
+    ]
+    found.append(Case("mixed", num_mixed, mixed_in, mixed_out, "greedy"))
+    return [case for case in found if case.scene in scenes]
+
+
+def _span(lengths: tuple[int, int]) -> str:
+    low, high = lengths
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def sides_of(options: argparse.Namespace) -> Sides:
     """Return side -> backend and switched-off parts."""
-    sides: dict[str, tuple[str, list[str]]] = {backend: (backend, []) for backend in options.backends}
+    sides: Sides = {backend: (backend, []) for backend in options.backends}
     for switch in SWITCHES:
         if getattr(options, f"compare_{switch}"):
             host = "rose-in-vllm" if switch in SWITCHES_INSIDE_VLLM else options.compare_host
             sides[f"{host}, {switch} off"] = (host, [switch])
     if options.compare_parts:
-        sides |= {name: ("rose-in-vllm", off) for name, off in PART_SIDES.items()}
+        sides |= {name: ("rose-in-vllm", off) for name, off in tables.PART_SIDES.items()}
     return sides
 
 
 def chosen_cases(options: argparse.Namespace) -> list[Case]:
     """Return what is to be run."""
-    found = cases(
-        options.scenes,
-        options.batches,
-        offline=options.offline,
-        num_mixed=options.mixed_requests,
-        quick=options.quick,
-    )
+    sizes = {"offline": options.offline, "num_mixed": options.mixed_requests, "quick": options.quick}
+    found = cases(options.scenes, options.batches, **sizes)
     wanted = options.cases or [""]
     return [case for case in found if any(text in case.name for text in wanted)]
 
 
-def warm_up(pool: WorkerPool, todo: Sequence[Case]) -> None:
-    """Let all engines compile what they need, at the same time."""
-    for seed, case in enumerate(todo):
-        pool.ask_all("generate", workload=case.warm_up(1_000_000 + seed).as_json())
-    pool.ask_all("wake")
-
-
-def measure(
-    pool: WorkerPool, todo: Sequence[Case], options: argparse.Namespace, samples: Samples, deadline: float
-) -> int:
-    """Add every turn's figures to ``samples``, and return how many turns there was no time for.
-
-    Args:
-        samples: by case and side; turns that are there already are not taken again.
-        deadline: in ``time.monotonic``'s seconds. An interrupt is one, too: turns that were whole stay.
-    """
-    num_taken = {case: len(turns) for (case, _), turns in samples.items()}
-    repeats = {case: options.mixed_repeats if case.scene == "mixed" else options.repeats for case in todo}
-    turns = [
+def turns_of(todo: Sequence[Case], options: argparse.Namespace, rows: Sequence[Row]) -> list[Turn]:
+    """Return the turns that ``rows`` lacks."""
+    taken: dict[tuple[str, str], int] = {}
+    for row in rows:
+        taken[row["case"], row["backend"]] = taken.get((row["case"], row["backend"]), 0) + 1
+    num_taken = {case: count for (case, _), count in taken.items()}
+    left = [
         (repeat, case)
-        for repeat in range(max(repeats.values()))
+        for repeat in range(options.repeats)
         for case in todo
-        if num_taken.get(case, 0) <= repeat < repeats[case]
+        if num_taken.get(case.name, 0) <= repeat
     ]
-    columns = (TextColumn("{task.description:52}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=len(turns) * len(pool.workers))
-        for seed, (repeat, case) in enumerate(turns):
-            if time.monotonic() > deadline:
-                return len(turns) - seed
-            # Nobody is always the first, while the device is cold.
-            names = deque(pool.workers)
-            names.rotate(-repeat)
-            taken: dict[str, Any] = {}
-            try:
-                for name in list(names):
-                    progress.update(task, description=f"{name}: {case.name}"[:52])
-                    try:
-                        with only(name, pool.workers, pause=options.pause) as worker:
-                            taken[name] = case.run(worker, seed)
-                    except WorkerError as error:
-                        pool.drop(name, error)
-                    progress.advance(task)
-            except KeyboardInterrupt:
-                return len(turns) - seed
-            for name, figures in taken.items():
-                samples.setdefault((case, name), []).append(figures)
-    return 0
+    return [
+        Turn(case.name, {"case": case.name}, first=repeat, seed=seed)
+        for seed, (repeat, case) in enumerate(left)
+    ]
 
 
-def run(options: argparse.Namespace, model: str, facts: ModelFacts, deadline: float) -> dict[str, Any]:
-    """Start the engines, let them take turns, and return the report."""
-    todo = chosen_cases(options)
-    start = time.monotonic()
-    facts_of_run = _facts(options, facts)
-    earlier = resume.earlier_report(options.resume, facts_of_run)
-    samples = samples_of(earlier, todo)
-    with WorkerPool("offline", options.logs) as pool:
-        for name, (backend, switches_off) in sides_of(options).items():
-            pool.add(
-                name,
-                backend,
-                engine_options(options, backend, model, facts, switches_off),
-                vocab_size=facts.vocab_size,
-                **environment(options, backend),
-            )
-        with Console(stderr=True).status("starting engines"):
-            pool.wait_until_started()
-            start_up_s = time.monotonic() - start
-            resume.check_engines(earlier, pool.facts)
-            warm_up(pool, todo)
-        warm_up_s = time.monotonic() - start - start_up_s
-        turns_left_out = measure(pool, todo, options, samples, deadline)
-    rows = rows_of(samples)
-    has_goals = options.device == "cuda" and options.model is None and options.shape == GPT2_124M
-    goals = [*goal_bars(rows), *inside_vllm_bars(rows)] if has_goals else []
-    report = {
-        **facts_of_run,
-        "start_up_s": start_up_s,
-        "warm_up_s": warm_up_s,
-        "backends": pool.facts,
-        "missing": pool.missing,
-        "failed": pool.failed,
-        "turns_left_out": turns_left_out,
-        "bars": [*goals, *peer_bars(rows)],
-        "losses": losses(rows),
-        "rows": rows,
-    }
-    return resume.with_runs(report, earlier)
+def earlier_rows(report: Result, todo: Sequence[Case]) -> list[Row]:
+    """Return a row for each turn that an earlier report holds.
+
+    Raises:
+        SystemExit: a case that this run has not.
+    """
+    names = {case.name for case in todo}
+    for row in report["rows"]:
+        if row["case"] not in names:
+            raise SystemExit(f"--resume: case: the file has {row['case']!r}, this run has not")
+    return [
+        {"backend": row["backend"], "case": row["case"], **turn}
+        for row in report["rows"]
+        for turn in row["turns"]
+    ]
 
 
-def _facts(options: argparse.Namespace, facts: ModelFacts) -> dict[str, Any]:
-    """Return what is known before any engine starts."""
-    return {
-        "benchmark": "offline_compare",
-        **run_facts(),
-        "device": device_name(options.device),
-        "settings": {
-            "model": options.model_name,
-            "dtype": options.dtype,
-            "max_num_seqs": options.max_num_seqs,
-            "kv_cache_tokens": options.kv_cache_tokens or options.max_num_seqs * facts.max_model_len,
-            "repeats": options.repeats,
-            "mixed_repeats": options.mixed_repeats,
-            "pause": options.pause,
-            "quick": options.quick,
-        },
-    }
+def summed_up(rows: Sequence[Row], todo: Sequence[Case]) -> list[Row]:
+    """Return one row per case and side."""
+    cases_by_name = {case.name: case for case in todo}
+    turns: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        figures = {name: value for name, value in row.items() if name not in ("backend", "case")}
+        turns.setdefault((row["case"], row["backend"]), []).append(figures)
+    return [
+        {
+            "case": name,
+            **cases_by_name[name].facts(),
+            "backend": side,
+            "figure": cases_by_name[name].figure,
+            "figures": {figure: spread([run[figure] for run in runs]) for figure in runs[0]},
+            "turns": runs,
+        }
+        for (name, side), runs in turns.items()
+    ]
+
+
+class Offline(Workload):
+    """Engines that get all prompts of a case in one call."""
+
+    benchmark = "offline_compare"
+    backends = BACKENDS
+    table = staticmethod(tables.offline_table)
+    sides = staticmethod(sides_of)
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
+        add("--batches", type=int, nargs="+", metavar="B", help="default: 1 8 32 128 256")
+        add("--cases", nargs="+", metavar="TEXT", help="only those with one of these in their names")
+        add("--offline", type=int, nargs=3, metavar=("N", "IN", "OUT"), help="default: 256 512 128")
+        add("--mixed-requests", type=int, metavar="N", help="default: 4096")
+        group = parser.add_argument_group("also run Rose with one part switched off")
+        for switch in SWITCHES:
+            group.add_argument(f"--compare-{switch.replace('_', '-')}", action="store_true")
+        where = f"where; inside vLLM only: {', '.join(SWITCHES_INSIDE_VLLM)} (default: %(default)s)"
+        group.add_argument("--compare-host", choices=tables.ROSE_HOSTS, default="rose", help=where)
+        group.add_argument(
+            "--compare-parts",
+            action="store_true",
+            help="inside vLLM: attention alone, with the block manager only, and each other part off",
+        )
+
+    @staticmethod
+    def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        sizes = {"batches": ([1, 8, 32, 128, 256], [1, 4]), "offline": ((256, 512, 128), (8, 32, 8))}
+        fill_in(options, repeats=(3, 3), mixed_requests=(4096, 16), **sizes)
+        check_at_least(parser, options, 1, "mixed_requests", "batches", "offline")
+        if not chosen_cases(options):
+            parser.error(f"--cases: got {options.cases}, no case is called so")
+
+    def __init__(self, options: argparse.Namespace, facts: ModelFacts) -> None:
+        super().__init__(options, facts)
+        self._cases = {case.name: case for case in chosen_cases(options)}
+        tokens = options.kv_cache_tokens or options.max_num_seqs * facts.max_model_len
+        self.settings = {"kv_cache_tokens": tokens, "repeats": options.repeats}
+
+    def open(self, logs: Path) -> WorkerPool:
+        return WorkerPool("offline", logs, self.vocab_size)
+
+    def rows_of(self, earlier: Result) -> list[Row]:
+        return earlier_rows(earlier, list(self._cases.values()))
+
+    def warm_up(self, pool: WorkerPool) -> None:
+        for seed, case in enumerate(self._cases.values()):
+            pool.ask_all("generate", workload=case.warm_up(1_000_000 + seed).as_json())
+        pool.ask_all("wake")
+
+    def turns(self, rows: list[Row]) -> list[Turn]:
+        return turns_of(list(self._cases.values()), self.options, rows)
+
+    def take(self, worker: Worker, name: str, turn: Turn) -> Row:
+        return self._cases[turn.label].run(worker, turn.seed)
+
+    def findings(self, rows: list[Row], start_up_s: dict[str, float]) -> Row:
+        rows, options = summed_up(rows, list(self._cases.values())), self.options
+        has_goals = options.device == "cuda" and options.model is None and options.shape == GPT2_124M
+        goals = [*tables.goal_bars(rows), *tables.inside_vllm_bars(rows)] if has_goals else []
+        return {
+            "start_up_s": max(start_up_s.values(), default=0.0),
+            "bars": goals,
+            "losses": tables.losses(rows),
+            "rows": rows,
+        }
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options, or exit with what is wrong with them."""
+    return parse_comparison(__doc__, arguments, Offline)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print, write; the status is 1 if an engine failed or none was there."""
-    options = parse_options(arguments)
-    deadline = time.monotonic() + (options.max_seconds or float("inf"))
-    with checkpoint(options.model, options.shape, small=options.quick) as model:
-        report = run(options, model, model_facts(model), deadline)
-    print_comparison(Console(width=140), report)
-    if options.json:
-        write_json(options.json, report)
-    return int(bool(report["failed"]) or not report["rows"])
+    return compare(parse_options(arguments))
 
 
 if __name__ == "__main__":

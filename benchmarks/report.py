@@ -1,11 +1,11 @@
 """Make the README's tables and figures from the files in benchmarks/results, or check that they agree.
 
     python -m benchmarks.report [--check]
-    python -m benchmarks.report --draw FILE [--out DIR]    the figures of one result, anybody's
+    python -m benchmarks.report --draw FILE [--out DIR]    the figures of one result
 
-A table, with its pictures, stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. Where there is no
-result file yet, it says how to get one, and may be left out. Figures are in benchmarks/figures; each has the digest of
-the result it shows.
+A table, with its pictures, stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. Figures are in
+benchmarks/figures; each has the digest of the result it shows. A result in which an engine was missing or failed is not
+published.
 """
 
 from __future__ import annotations
@@ -17,30 +17,33 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks.support import block_manager_figure, online_figure, readme_kernels, readme_online, readme_vllm
-from benchmarks.support.figure_files import is_drawn_from
-from benchmarks.support.readme_blocks import (
-    block_manager_table,
-    kv_append_table,
-    kv_cow_clone_table,
-    streaming_table,
-)
-from benchmarks.support.readme_compare import (
-    ARRIVALS_COMMAND,
-    COMPARISON_COMMAND,
-    arrivals_table,
-    offline_table,
-    switches_table,
-)
+from benchmarks.reports import engines, figures, parts, serving
+from benchmarks.reports.text import Result, absent_engines
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "benchmarks" / "figures"
 
-Result = dict[str, Any]
+
+def no_problems(result: Result) -> list[str]:
+    """Return nothing: all sides of such a benchmark are part of this package."""
+    return []
+
+
+def engine_problems(result: Result) -> list[str]:
+    """Return what is missing from a comparison of engines, and requests that failed."""
+    absent = absent_engines(result)
+    problems = [f"not every engine has run: {'; '.join(absent)}"] if absent else []
+    failed = {}
+    for row in result["rows"]:
+        if count := row.get("failed"):
+            failed[row["backend"]] = failed.get(row["backend"], 0) + count
+    problems += [f"{count} requests of {backend} failed" for backend, count in failed.items()]
+    if not all("times" in row for row in result.get("comparison", ())):
+        problems.append("both sides are needed at every load")
+    return problems
 
 
 @dataclass(frozen=True)
@@ -50,100 +53,68 @@ class Table:
     file: str
     """Below ``RESULTS``."""
     make: Callable[[Result], str]
-    command: str
-    """That writes the file."""
+    problems: Callable[[Result], list[str]] = engine_problems
+    """Why a result cannot be published."""
 
     def text(self) -> str:
-        """Return the table, or how to get one."""
+        """Return the table.
+
+        Raises:
+            SystemExit: the result cannot be published.
+        """
         result = read(self.file)
-        return (
-            f"Not published yet: `{self.command}` measures on a GPU." if result is None else self.make(result)
-        )
+        if problems := self.problems(result):
+            raise SystemExit(f"{self.file}: {'; '.join(problems)}")
+        return self.make(result)
 
 
 TABLES = {
-    "block_manager": Table(
-        "cpu/block_manager.json", block_manager_table, "python -m benchmarks.block_manager"
-    ),
-    "kv_cow_clone": Table(
-        "h200/kv_cow_clone_float16.json",
-        kv_cow_clone_table,
-        "python -m benchmarks.kv_cow_clone --device cuda --dtype float16",
-    ),
-    "kv_append": Table(
-        "h200/kv_append.json", kv_append_table, "python -m benchmarks.kv_append --device cuda --dtype float16"
-    ),
-    "streaming": Table("h200/streaming.json", streaming_table, "python -m benchmarks.streaming"),
-    "kernels": Table("h200/kernels.json", readme_kernels.kernels_table, readme_kernels.COMMAND),
-    "offline_compare": Table(
-        "h200/offline_compare.json", offline_table, f"{COMPARISON_COMMAND} --scenes decode offline"
-    ),
-    "offline_mixed": Table("h200/offline_mixed.json", offline_table, f"{COMPARISON_COMMAND} --scenes mixed"),
-    "offline_switches": Table(
-        "h200/offline_switches.json", switches_table, f"{COMPARISON_COMMAND} --compare-fused-mlp"
-    ),
-    "arrivals": Table("h200/arrivals.json", arrivals_table, ARRIVALS_COMMAND),
-    "vllm_serving": Table("h200/vllm_serving.json", readme_vllm.serving_table, readme_vllm.SERVING_COMMAND),
-    "vllm_serving_4_api_servers": Table(
-        "h200/vllm_serving_4_api_servers.json",
-        readme_vllm.serving_table,
-        readme_vllm.FOUR_API_SERVERS_COMMAND,
-    ),
-    "vllm_serving_host": Table(
-        "cpu/vllm_serving_host.json", readme_vllm.serving_table, readme_vllm.HOST_ONLY_COMMAND
-    ),
-    "vllm_parts": Table("h200/vllm_parts.json", readme_vllm.parts_table, readme_vllm.PARTS_COMMAND),
-    "vllm_llama": Table("h200/vllm_llama.json", readme_vllm.llama_table, readme_vllm.LLAMA_COMMAND),
-    "online_compare": Table("h200/online_compare.json", readme_online.online_table, readme_online.COMMAND),
+    "block_manager": Table("cpu/block_manager.json", parts.block_manager_table, no_problems),
+    "kv_cow_clone": Table("h200/kv_cow_clone_float16.json", parts.kv_cow_clone_table, no_problems),
+    "kv_append": Table("h200/kv_append.json", parts.kv_append_table, no_problems),
+    "kernels": Table("h200/kernels.json", parts.kernels_table, parts.kernel_problems),
+    "offline_compare": Table("h200/offline_compare.json", engines.offline_table),
+    "offline_mixed": Table("h200/offline_mixed.json", engines.offline_table),
+    "offline_switches": Table("h200/offline_switches.json", engines.switches_table),
+    "arrivals": Table("h200/arrivals.json", serving.in_process_table),
+    "vllm_serving": Table("h200/vllm_serving.json", serving.poisson_table),
+    "vllm_serving_4_api_servers": Table("h200/vllm_serving_4_api_servers.json", serving.poisson_table),
+    "vllm_serving_host": Table("cpu/vllm_serving_host.json", serving.poisson_table),
+    "vllm_parts": Table("h200/vllm_parts.json", engines.parts_table),
+    "vllm_llama": Table("h200/vllm_llama.json", engines.llama_table),
+    "online_compare": Table("h200/online_compare.json", serving.trace_table),
 }
-DRAW = {"block_manager": block_manager_figure.draw, "online_compare": online_figure.draw}
-"""Benchmark -> what draws its result into a folder and returns the files."""
 DRAWN_RESULTS = ("cpu/block_manager.json", "h200/online_compare.json")
 
 
-def read(name: str) -> Result | None:
-    """Return a result file's content; None where there is none."""
-    path = RESULTS / name
-    if not path.is_file():
-        return None
-    result: Result = json.loads(path.read_text())
+def read(name: str) -> Result:
+    """Return a result file's content."""
+    result: Result = json.loads((RESULTS / name).read_text())
     return result
 
 
 def rewritten(text: str) -> str:
-    """Return ``text`` with every table made anew."""
+    """Return ``text`` with every table regenerated."""
     for name, table in TABLES.items():
         pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end of table -->)"
         found = re.findall(pattern, text, flags=re.DOTALL)
-        may_be_absent = read(table.file) is None
-        if len(found) != 1 and not (not found and may_be_absent):
+        if len(found) != 1:
             raise SystemExit(f"README.md: table {name}: expected once, found {len(found)} times")
-        for begin, end in found:
-            # Split, not substitute: a table may hold what a pattern would read.
-            before, _, rest = text.partition(begin)
-            text = f"{before}{begin}{table.text()}\n{end}{rest.partition(end)[2]}"
+        begin, end = found[0]
+        # Split, not substitute: a table may hold what a pattern would read.
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}{table.text()}\n{end}{rest.partition(end)[2]}"
     return text
 
 
 def old_figures() -> list[str]:
     """Return the names of results whose figures are not there or show another result."""
-    old = []
-    for name in DRAWN_RESULTS:
-        result = read(name)
-        if result is not None:
-            files = figure_files(result)
-            old += [] if all(is_drawn_from(FIGURES / file, result) for file in files) else [name]
-    return old
-
-
-def figure_files(result: Result) -> list[str]:
-    """Return the names of the files that ``DRAW`` writes for a result."""
-    if result["benchmark"] == "online_compare":
-        modes = dict.fromkeys(row["mode"] for row in result["rows"])
-        names = [online_figure.figure_name(mode) for mode in modes]
-    else:
-        names = [block_manager_figure.NAME]
-    return [f"{name}.{ending}" for name in names for ending in ("png", "svg")]
+    return [
+        name
+        for name in DRAWN_RESULTS
+        for result in [read(name)]
+        if not all(figures.is_drawn_from(FIGURES / file, result) for file in figures.file_names(result))
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -158,27 +129,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=FIGURES, metavar="DIR", help="folder of figures")
     options = parser.parse_args(arguments)
     if options.draw is not None:
-        result = json.loads(options.draw.read_text())
-        if result.get("benchmark") not in DRAW:
-            parser.error(
-                f"--draw: got a result of {result.get('benchmark')}, there are figures of {', '.join(DRAW)}"
-            )
-        for path in DRAW[result["benchmark"]](result, options.out):
-            print(path)
+        result, known = json.loads(options.draw.read_text()), ", ".join(figures.DRAW)
+        if result.get("benchmark") not in figures.DRAW:
+            parser.error(f"--draw: got a result of {result.get('benchmark')}, there are figures of {known}")
+        print(*figures.draw(result, options.out), sep="\n")
         return 0
     before = README.read_text()
     after, old = rewritten(before), old_figures()
+    is_old = after != before or bool(old)
     if options.check:
-        if after != before or old:
+        if is_old:
             print(
                 f"README.md or figures differ from benchmarks/results {old}: run python -m benchmarks.report"
             )
-        return int(after != before or bool(old))
+        return int(is_old)
     # Pictures first: a README whose pictures could not be drawn would name files that are not there.
     for name in old:
-        result = read(name)
-        assert result is not None
-        DRAW[result["benchmark"]](result, options.out)
+        figures.draw(read(name), options.out)
     README.write_text(after)
     return 0
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.step_profile [--model DIR] [--batches 1 32 256] [--mode greedy] [--json FILE] [--quick]
 
-For each batch size the engine decodes 128 tokens behind 16-token prompts. Then its captured step is replayed alone:
-wall time per step, and under torch's profiler the time of each kernel. The floor is the bytes that a step has to read
-once (weights, head, keys and values) at the speed of a large copy on the same device. On a CPU nothing is captured, and
-torch's operations stand for kernels.
+For each batch size the engine decodes 256 tokens behind 16-token prompts: wall time of a step and what of it the host
+works. Then its captured step is replayed alone: wall time per step, and under torch's profiler the time of each kernel.
+The floor is the bytes that a step has to read once (weights, head, keys and values) at the speed of a large copy on the
+same device. On a CPU nothing is captured, and torch's operations stand for kernels.
 """
 
 from __future__ import annotations
@@ -16,53 +16,82 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.kernel_cases.timing import copy_bandwidth
+from benchmarks.kernel_cases import small
+from benchmarks.kernel_cases.case import copy_bandwidth
+from benchmarks.reports.text import markdown, publish
 from benchmarks.support.checkpoint import checkpoint
-from benchmarks.support.decode_runs import NEW_TOKENS, QUICK_NEW_TOKENS, start_decoding, time_decoding
-from benchmarks.support.report import device_name, run_facts, write_json
-from benchmarks.support.serving_report import QUICK_MODEL
+from benchmarks.support.cli import add_model_options, check_at_least, fill_in, new_parser, set_model_defaults
+from benchmarks.support.run_facts import bar, device_name, run_facts
 from benchmarks.support.timing import no_garbage_collection
-from benchmarks.support.workload import MODES
-from rose_backend import LLM
+from benchmarks.support.workload import MODES, random_prompts
+from rose_backend import LLM, SamplingParams
+from rose_backend.engine.process_settings import short_switch_interval
+from rose_backend.engine.startup.load import storage_bytes
+from rose_backend.kernels import PackedLinear
+from rose_backend.kernels.captured_graphs import size_for
 
+PROMPT_TOKENS = 16
+NEW_TOKENS, QUICK_NEW_TOKENS = 256, 24
 GPU_REPLAYS, CPU_REPLAYS = 20, 4
+MAX_HOST_US = 150.0
+"""Goal for the host's work in a step of 256 requests, GPT-2 124M on one H200."""
+
+
+def start_decoding(llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: int = NEW_TOKENS) -> None:
+    """Queue ``batch`` requests and step until all of them have two tokens."""
+    core = llm.core
+    for index, prompt in enumerate(
+        random_prompts(batch, PROMPT_TOKENS, core.input_processor.vocab_size, seed)
+    ):
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=index, **MODES[mode])
+        core.add(core.input_processor.make(prompt, params))
+    first = core.stats.generated_tokens
+    while core.stats.generated_tokens < first + 2 * batch:
+        core.step()
+
+
+def time_decoding(
+    llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: int = NEW_TOKENS
+) -> dict[str, float]:
+    """Decode ``batch`` prompts of 16 tokens to ``max_tokens`` new ones and time the steps behind the first two.
+
+    Returns: microseconds per step: wall time, and what of it the host did not spend waiting for the device.
+    """
+    core, waited = llm.core, 0.0
+    wait = core._pipeline._wait
+
+    def timed_wait(step: Any) -> None:
+        nonlocal waited
+        waited += _seconds(lambda: wait(step))
+
+    start_decoding(llm, batch, mode, seed=seed, max_tokens=max_tokens)
+    num_steps = core.stats.steps
+    with mock.patch.object(core._pipeline, "_wait", timed_wait):
+        start = time.perf_counter()
+        while core.num_unfinished:
+            with short_switch_interval():  # as LLM.generate does it
+                core.step()
+        elapsed = time.perf_counter() - start
+    num_steps = core.stats.steps - num_steps
+    return {"engine_step_us": elapsed / num_steps * 1e6, "host_us": (elapsed - waited) / num_steps * 1e6}
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options, or exit with what is wrong with them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", help="checkpoint; default: random weights, GPT-2 124M's shapes")
-    parser.add_argument("--dtype", help="default: float16, on a CPU float32")
+    parser = new_parser(__doc__)
+    add_model_options(parser)
     parser.add_argument("--batches", type=int, nargs="+", help="default: 1 32 256")
     parser.add_argument("--mode", choices=list(MODES), default="greedy")
-    parser.add_argument("--quick", action="store_true", help=f"a few seconds, small sizes on {QUICK_MODEL}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE, too")
     options = parser.parse_args(arguments)
-    options.dtype = options.dtype or ("float16" if torch.cuda.is_available() else "float32")
-    options.batches = options.batches or ([1, 4] if options.quick else [1, 32, 256])
-    options.model = options.model or (QUICK_MODEL if options.quick else None)
-    if min(options.batches) < 1:
-        parser.error(f"--batches: got {options.batches}, each has to be at least 1")
+    set_model_defaults(options)
+    fill_in(options, batches=([1, 32, 256], [1, 4]))
+    check_at_least(parser, options, 1, "batches")
     return options
-
-
-def copy_speed() -> float:
-    """Return bytes read and written per second by a large copy on the device of the engine."""
-    if torch.cuda.is_available():
-        return copy_bandwidth()
-    source = torch.zeros(1 << 26, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    seconds = min(_seconds(lambda: target.copy_(source)) for _ in range(5))
-    return 2 * source.nbytes / seconds
 
 
 def _seconds(function: Callable[[], object]) -> float:
@@ -75,9 +104,7 @@ def step_bytes(llm: LLM, num_tokens: int) -> int:
     """Return the bytes that a step has to read: all weights once, and K/V of ``num_tokens`` tokens."""
     model, kv_cache = llm.core._runner._model, llm.core._runner._kv_cache
     weights = model.weights
-    num_bytes = weights.padded_lm_head.nbytes
-    for layer in weights.layers:
-        num_bytes += sum(getattr(layer, name).nbytes for name in layer.__slots__)
+    num_bytes = weights.padded_lm_head.nbytes + storage_bytes(weights.layers, leave_out=PackedLinear)
     token_bytes = kv_cache[:, :, 0, 0].numel() * kv_cache.element_size()
     return int(num_bytes + num_tokens * token_bytes)
 
@@ -89,10 +116,7 @@ def timed_runs(llm: LLM, batch: int, mode: str, max_tokens: int) -> dict[str, fl
     """
     with no_garbage_collection():
         runs = [time_decoding(llm, batch, mode, seed=seed, max_tokens=max_tokens) for seed in range(4)][1:]
-    return {
-        "engine_step_us": statistics.median(run.step_us for run in runs),
-        "host_us": statistics.median(run.host_us for run in runs),
-    }
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 def profile(llm: LLM, batch: int, mode: str, copy: float, max_tokens: int) -> dict[str, Any]:
@@ -103,7 +127,7 @@ def profile(llm: LLM, batch: int, mode: str, copy: float, max_tokens: int) -> di
     while core.stats.generated_tokens < target:
         core.step()
     decoder = core._runner.decoder
-    width = decoder._width_for(batch)
+    width = size_for(decoder.widths, batch) or batch
     num_tokens = int((decoder.buffers.num_computed_tokens[:width].clamp(min=-1) + 1).sum())
     with torch.inference_mode():
         kernels, wall_us = _replay(decoder, width)
@@ -138,7 +162,7 @@ def _replay(decoder: Any, width: int) -> tuple[list[dict[str, Any]], float]:
 
     def replay() -> None:
         for _ in range(num_replays):
-            decoder._run(width)
+            decoder._graphs.run(width, 2 if decoder.needs_sampling_extras else 1)
         wait()
 
     times = []
@@ -172,45 +196,50 @@ def _operations(profiler: Any) -> dict[str, tuple[int, float]]:
     return {event.key: (event.count, event.self_cpu_time_total) for event in profiler.key_averages()}
 
 
-def print_profile(report: dict[str, Any]) -> None:
-    """Print one batch size for people."""
-    console = Console(width=120)
-    console.print(
-        f"[bold]{report['batch']} requests, {report['mode']}[/]: {report['launches']:.0f} launches, "
-        f"replay {report['replay_us']:.1f} us = kernels {report['busy_us']:.1f} + gaps {report['gaps_us']:.1f}; "
-        f"floor {report['floor_us']:.1f} us; engine {report['engine_step_us']:.1f} us, host {report['host_us']:.1f} us"
-    )
-    table = Table()
-    for name in ("kernel", "launches", "us", "share"):
-        table.add_column(
-            name, justify="left" if name == "kernel" else "right", overflow="ellipsis", no_wrap=True
+def table(report: dict[str, Any]) -> str:
+    """Return, for each batch size, what a step consists of, and its longest kernels."""
+    parts = []
+    for step in report["profiles"]:
+        parts.append(
+            f"{step['batch']} requests, {step['mode']}: {step['launches']:.0f} launches, replay "
+            f"{step['replay_us']:.1f} us = kernels {step['busy_us']:.1f} + gaps {step['gaps_us']:.1f}; floor "
+            f"{step['floor_us']:.1f} us; engine {step['engine_step_us']:.1f} us, host {step['host_us']:.1f} us"
         )
-    for kernel in report["kernels"][:16]:
-        share = kernel["us"] / report["busy_us"]
-        table.add_row(kernel["name"][:70], f"{kernel['launches']:.0f}", f"{kernel['us']:.2f}", f"{share:.1%}")
-    console.print(table)
+        rows = (
+            (
+                kernel["name"][:70].replace("|", "/"),
+                f"{kernel['launches']:.0f}",
+                f"{kernel['us']:.2f}",
+                f"{kernel['us'] / step['busy_us']:.1%}",
+            )
+            for kernel in step["kernels"][:16]
+        )
+        parts.append(markdown(("kernel", "launches", "us", "share"), rows))
+    return "\n\n".join(parts)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Profile, print, write."""
     options = parse_options(arguments)
-    copy = copy_speed()
+    copy = copy_bandwidth() if options.device == "cuda" else small.copy_bandwidth()
     max_tokens = QUICK_NEW_TOKENS if options.quick else NEW_TOKENS
-    with (
-        checkpoint(options.model) as model,
-        LLM(model, dtype=options.dtype, max_num_seqs=max(options.batches)) as llm,
-    ):
+    engine = {"device": options.device, "dtype": options.dtype, "max_num_seqs": max(options.batches)}
+    with checkpoint(options.model) as model, LLM(model, **engine) as llm:
         runs = [timed_runs(llm, batch, options.mode, max_tokens) for batch in options.batches]
-        reports = [
+        profiles = [
             profile(llm, batch, options.mode, copy, max_tokens) | medians
             for batch, medians in zip(options.batches, runs, strict=True)
         ]
-    for report in reports:
-        print_profile(report)
-    if options.json is not None:
-        facts = run_facts() | {"device": device_name("cuda" if torch.cuda.is_available() else "cpu")}
-        report = {"benchmark": "step_profile", **facts, "copy_bytes_per_s": copy, "profiles": reports}
-        write_json(options.json, report)
+    hosts = (step["host_us"] for step in profiles if (step["batch"], options.model) == (256, None))
+    report = {
+        "benchmark": "step_profile",
+        **run_facts(),
+        "device": device_name(options.device),
+        "copy_bytes_per_s": copy,
+        "bars": [bar("host per step, 256 requests", host_us, MAX_HOST_US, "us") for host_us in hosts],
+        "profiles": profiles,
+    }
+    publish(report, table(report), options.json)
     return 0
 
 

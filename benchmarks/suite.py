@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.support.checkpoint import KEPT_IN
-from benchmarks.support.servers import as_flags
+from benchmarks.support.engines import as_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 MIN_SECONDS = 20.0
@@ -37,9 +37,16 @@ MIN_SECONDS = 20.0
 GRACE_SECONDS = 45.0
 """From the interrupt until a step that does not end is killed."""
 
-_CAN_RESUME = ("benchmarks.offline_compare", "benchmarks.online_compare", "benchmarks.arrivals")
-_SWITCHES = ("fused_mlp", "fused_sampler", "fused_kv_append", "fused_add_layernorm", "cuda_graph", "prefix_cache",
-             "run_ahead")  # fmt: skip
+_CAN_RESUME = ("benchmarks.offline_compare", "benchmarks.online_compare")
+_SWITCHES = (
+    "fused_mlp",
+    "fused_sampler",
+    "fused_kv_append",
+    "fused_add_layernorm",
+    "cuda_graph",
+    "prefix_cache",
+    "run_ahead",
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,8 @@ class Step:
     arguments: tuple[str, ...] = ()
     backends: tuple[str, ...] = ()
     """Engines that it compares, and that may be installed elsewhere."""
+    workload: tuple[str, ...] = ()
+    """First argument, with ``--quick`` too."""
 
     def command(self, options: argparse.Namespace, result: Path) -> list[str]:
         """Return the command line that writes ``result``."""
@@ -62,7 +71,8 @@ class Step:
             for part in as_flags({name: text})
         ]
         earlier = ("--resume", str(result)) if self.resumes(options, result) else ()
-        return [sys.executable, "-m", self.module, *own, *elsewhere, *earlier, "--json", str(result)]
+        command = [sys.executable, "-m", self.module, *self.workload, *own]
+        return [*command, *elsewhere, *earlier, "--json", str(result)]
 
     def resumes(self, options: argparse.Namespace, result: Path) -> bool:
         """Whether it goes on from what is in ``result``."""
@@ -79,24 +89,34 @@ STEPS = {
     "kernels": Step("benchmarks.kernels", ("--prove",)),
     "kv_cow_clone_float16": Step("benchmarks.kv_cow_clone", _ON_GPU),
     "kv_append": Step("benchmarks.kv_append", _ON_GPU),
-    "streaming": Step("benchmarks.streaming"),
     "offline_compare": Step("benchmarks.offline_compare", ("--scenes", "decode", "offline"), _ENGINES),
     "offline_mixed": Step("benchmarks.offline_compare", ("--scenes", "mixed"), _ENGINES),
-    "arrivals": Step("benchmarks.arrivals", backends=_ENGINES[:3]),
+    "arrivals": Step("benchmarks.online_compare", (), _ENGINES[:3], ("in-process",)),
     "offline_switches": Step(
         "benchmarks.offline_compare",
-        ("--backends", "rose", "--scenes", "decode", "offline", "--batches", "1", "256",
-         *(f"--compare-{name.replace('_', '-')}" for name in _SWITCHES)),
+        (
+            "--backends",
+            "rose",
+            "--scenes",
+            "decode",
+            "offline",
+            "--batches",
+            "1",
+            "256",
+            *(f"--compare-{name.replace('_', '-')}" for name in _SWITCHES),
+        ),
         backends=("rose",),
     ),
     "online_compare": Step("benchmarks.online_compare", backends=_ENGINES),
-    "vllm_serving": Step("benchmarks.vllm_serving", backends=_INSIDE_VLLM),
-    "vllm_serving_4_api_servers": Step("benchmarks.vllm_serving", _FOUR_API_SERVERS, _INSIDE_VLLM),
+    "vllm_serving": Step("benchmarks.online_compare", (), _INSIDE_VLLM, ("poisson",)),
+    "vllm_serving_4_api_servers": Step(
+        "benchmarks.online_compare", _FOUR_API_SERVERS, _INSIDE_VLLM, ("poisson",)
+    ),
     "vllm_parts": Step(
         "benchmarks.offline_compare", ("--backends", *_INSIDE_VLLM, "--compare-parts"), _INSIDE_VLLM
     ),
     "vllm_llama": Step("benchmarks.offline_compare", ("--shape", "llama-1b"), _INSIDE_VLLM),
-}  # fmt: skip
+}
 """Name of a result file -> what writes it; most wanted first."""
 
 
@@ -126,10 +146,15 @@ def run_step(command: list[str], log: Path, environment: dict[str, str], seconds
     with (
         log.open("wb") as output,
         subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         ) as process,
-    ):  # fmt: skip
+    ):
         try:
             status = process.wait(None if seconds == float("inf") else seconds)
             return "done" if status == 0 else f"ended with status {status}"

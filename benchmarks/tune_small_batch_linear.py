@@ -4,28 +4,28 @@
 
 A product's best cut depends on what its neighbours leave free, so each candidate is timed with the other three products
 as they are best so far, in a CUDA graph of twelve layers whose weights do not fit the L2 cache. The search starts with
-the cuts that are in use. Every cut is first compared with float64. The baseline is cuBLAS with Rose's norms.
+the cuts that are in use. Every cut is first compared with float64.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
 import sys
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 
-from rose_backend.kernels import add_layer_norm, layer_norm
+from benchmarks.kernel_cases.case import LaunchGraph
+from benchmarks.support.run_facts import run_facts, write_json
 from rose_backend.kernels.gpu.linear_tuning import LinearConfig, choose_config
 from rose_backend.kernels.gpu.small_batch_linear import small_batch_linear as launch
 from rose_backend.kernels.small_batch_linear import PackedLinear, pack_linear
@@ -35,6 +35,8 @@ SHAPES = {"qkv": (768, 2304), "attn_proj": (768, 768), "fc": (768, 3072), "fc_pr
 NORMED = ("qkv", "fc")
 NUM_LAYERS, WIDTH, EPS = 12, 768, 1e-5
 MAX_SHARED_BYTES = 220_000
+NUM_WORKERS = 8
+"""Processes that compile."""
 
 Cuts = dict[str, LinearConfig]
 
@@ -117,9 +119,18 @@ class Chain:
         ends_block = name not in NORMED
         out = torch.empty((len(x), len(layer.weight)), dtype=x.dtype, device=x.device)
         out_moments = launch(
-            x, layer.weight, layer.bias, layer.column_sums, self.start if ends_block else None, out, eps=EPS,
-            gelu=name == "fc", x_moments=moments, with_moments=ends_block, config=config,
-        )  # fmt: skip
+            x,
+            layer.weight,
+            layer.bias,
+            layer.column_sums,
+            self.start if ends_block else None,
+            out,
+            eps=EPS,
+            gelu=name == "fc",
+            x_moments=moments,
+            with_moments=ends_block,
+            config=config,
+        )
         return out, out_moments
 
     def run(self, cuts: Cuts) -> None:
@@ -131,17 +142,6 @@ class Chain:
             )
             wide, _ = self.product("fc", layer["fc"], hidden, moments, cuts["fc"])
             hidden, moments = self.product("fc_proj", layer["fc_proj"], wide, None, cuts["fc_proj"])
-
-    def run_baseline(self) -> None:
-        hidden = self.start
-        normed = layer_norm(hidden, *self.norm, EPS)
-        for weights in self.weights:
-            qkv = torch.addmm(self.biases["qkv"], normed, weights["qkv"].T)
-            delta = torch.addmm(self.biases["attn_proj"], qkv[:, :WIDTH], weights["attn_proj"].T)
-            normed, _ = add_layer_norm(delta, self.start, *self.norm, EPS)
-            wide = torch._addmm_activation(self.biases["fc"], normed, weights["fc"].T, use_gelu=True)
-            delta = torch.addmm(self.biases["fc_proj"], wide, weights["fc_proj"].T)
-            normed, _ = add_layer_norm(delta, self.start, *self.norm, EPS)
 
     def error(self, name: str, config: LinearConfig) -> float:
         """Return how far one product is from float64."""
@@ -166,22 +166,10 @@ def moments_of(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([parts.sum(2), parts.square().sum(2)], 1)
 
 
-def graph_us(function: Callable[[], None]) -> float:
-    """Return microseconds per layer."""
-    function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    times = []
-    for _ in range(9):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / NUM_LAYERS)
-    return statistics.median(times[2:])
+def us_per_layer(chain: Chain, cuts: Cuts) -> float:
+    """Return the median of a few samples."""
+    graph = LaunchGraph([functools.partial(chain.run, cuts)])
+    return statistics.median(graph.sample() for _ in range(7)) / NUM_LAYERS
 
 
 def warm(job: tuple[int, int, int]) -> None:
@@ -193,28 +181,20 @@ def warm(job: tuple[int, int, int]) -> None:
         chain.error(name, config)
 
 
-def search(rows: int) -> dict[str, object]:
-    """Return the fastest cuts that were found, with the times of all that were tried."""
+def search(rows: int) -> dict[str, Any]:
+    """Return the fastest cuts that were found."""
     chain, best = Chain(rows), cuts_in_use(rows)
-    in_use = fastest = graph_us(functools.partial(chain.run, best))
-    tried = []
+    in_use = fastest = us_per_layer(chain, best)
     for name in PRODUCTS * 2:
         for config in candidates(rows, name):
             error = chain.error(name, config)
             if not error < 0.02:
                 raise SystemExit(f"{name}, {rows} rows, {config}: wrong by {error}")
-            us = graph_us(functools.partial(chain.run, {**best, name: config}))
-            tried.append((us, name, asdict(config)))
+            us = us_per_layer(chain, {**best, name: config})
             if us < fastest:
                 fastest, best = us, {**best, name: config}
-    return {
-        "rows": rows,
-        "baseline_us": graph_us(chain.run_baseline),
-        "in_use_us": in_use,
-        "fastest_us": fastest,
-        "fastest": {name: asdict(config) for name, config in best.items()},
-        "tried": sorted(tried, key=lambda item: item[0]),
-    }
+    found = {name: asdict(config) for name, config in best.items()}
+    return {"rows": rows, "in_use_us": in_use, "fastest_us": fastest, "fastest": found}
 
 
 def main() -> int:
@@ -224,34 +204,25 @@ def main() -> int:
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--workers", type=int, default=16, help="processes that compile")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print(f"needs a CUDA device; torch {torch.__version__} sees none", file=sys.stderr)
         return 1
-    jobs = [(rows, worker, 8) for rows in options.rows for worker in range(8)]
-    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+    jobs = [(rows, worker, NUM_WORKERS) for rows in options.rows for worker in range(NUM_WORKERS)]
+    with ProcessPoolExecutor(NUM_WORKERS, mp_context=get_context("spawn")) as pool:
         list(pool.map(warm, jobs))
     results = []
     for rows in options.rows:
         result = search(rows)
         results.append(result)
         print(
-            f"{rows:3d} rows: cuBLAS {result['baseline_us']:.2f}, in use {result['in_use_us']:.2f}, "
-            f"fastest {result['fastest_us']:.2f}",
+            f"{rows:3d} rows: in use {result['in_use_us']:.2f}, fastest {result['fastest_us']:.2f}",
             flush=True,
         )
         for name, config in result["fastest"].items():
             print(f"    {name:9s} {LinearConfig(**config)}", flush=True)
     if options.json:
-        device = torch.cuda.get_device_name()
-        report = {
-            "device": device,
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "results": results,
-        }
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(options.json, {**run_facts(), "device": torch.cuda.get_device_name(), "results": results})
     return 0
 
 

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.support.report import bar, run_facts, write_json
+from benchmarks.reports.parts import scenes_table
+from benchmarks.reports.text import publish
+from benchmarks.support.cli import check_at_least, new_parser
+from benchmarks.support.run_facts import bar, run_facts
 from benchmarks.support.timing import alternate, no_garbage_collection, pin_to_one_core, spreads
 
 SCENES = {
@@ -29,29 +29,19 @@ SCENES = {
     "saturated": "More requests than may run, each makes 128 tokens on average",
 }
 _NUM_STEPS = {"steady": 48, "turnover": 128, "saturated": 128}
-_NAMES = {"rose": "Rose", "rose_unbatched": "Rose, batched_scheduling off", "stock": "vLLM"}
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--batches",
-        type=int,
-        nargs="+",
-        default=[1, 8, 32, 128, 256],
-        help="numbers of running requests (default: 1 8 32 128 256)",
-    )
-    parser.add_argument("--block-size", type=int, default=16, help="tokens per block (default: %(default)s)")
-    parser.add_argument(
-        "--repeats", type=int, default=6, help="runs of each side and scene (default: %(default)s)"
-    )
-    parser.add_argument("--quick", action="store_true", help="few steps, rough figures")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE, too")
+    """Return the options, or exit with what is wrong with them."""
+    parser = new_parser(__doc__)
+    add = parser.add_argument
+    default = [1, 8, 32, 128, 256]
+    add("--batches", type=int, nargs="+", default=default, help=f"running requests (default: {default})")
+    add("--block-size", type=int, default=16, help="tokens per block (default: %(default)s)")
+    add("--repeats", type=int, default=6, help="runs of each side and scene (default: %(default)s)")
     options = parser.parse_args(arguments)
-    if min(*options.batches, options.repeats, 1) < 1 or options.block_size < 2:
-        parser.error("--batches and --repeats must be at least 1, --block-size at least 2")
+    check_at_least(parser, options, 1, "batches", "repeats")
+    check_at_least(parser, options, 2, "block_size")
     return options
 
 
@@ -92,26 +82,8 @@ def judge(scenes: dict[str, Any]) -> list[dict[str, Any]]:
     return bars
 
 
-def print_report(console: Console, report: dict[str, Any]) -> None:
-    for scene, batches in report["scenes"].items():
-        table = Table(
-            "requests", "part", *_NAMES.values(), "vLLM / Rose", title=f"{SCENES[scene]}, us per step"
-        )
-        for batch, sides in batches.items():
-            for part in ("schedule", "update_from_output", "both"):
-                figures = [sides[side][part] for side in _NAMES]
-                cells = [f"{f['median']:,.0f} ({f['p10']:,.0f} - {f['p90']:,.0f})" for f in figures]
-                ratio = figures[-1]["median"] / figures[0]["median"]
-                table.add_row(batch if part == "schedule" else "", part, *cells, f"{ratio:.2f}")
-        console.print(table)
-    for entry in report["bars"]:
-        if not entry["met"]:
-            console.print(
-                f"NOT MET: {entry['name']}: {entry['value']:.2f}, limit {entry['limit']} {entry['unit']}"
-            )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
     options = parse_options(arguments)
     facts = run_facts(pin_to_one_core())
     with tempfile.TemporaryDirectory() as folder:
@@ -124,9 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "bars": judge(scenes),
         "scenes": scenes,
     }
-    print_report(Console(), report)
-    if options.json:
-        write_json(options.json, report)
+    publish(report, scenes_table(report), options.json)
     return 0
 
 

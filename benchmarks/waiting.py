@@ -18,25 +18,30 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from benchmarks.reports.text import command, markdown, publish
 from benchmarks.support.checkpoint import GPT2_124M, SHAPES, checkpoint, model_facts
-from benchmarks.support.compare_options import QUICK_MODEL
-from benchmarks.support.engines import EngineOptions
-from benchmarks.support.report import device_name, run_facts, write_json
-from benchmarks.support.stepped_hosts import HOSTS, SteppedHost
+from benchmarks.support.cli import (
+    QUICK_MODEL,
+    add_device_options,
+    check_at_least,
+    engine_options,
+    fill_in,
+    new_parser,
+    set_device_defaults,
+)
+from benchmarks.support.engines import EngineOptions, rose_options, vllm_options
+from benchmarks.support.run_facts import device_name, run_facts
 from benchmarks.support.workload import random_prompts
-from rose_backend.block_manager.prefixes_under_way import MIN_TOKENS_WORTH_WAITING
+from rose_backend.block_manager.scheduling_policies import MIN_TOKENS_WORTH_WAITING
 
 NEVER = 1 << 30
 THRESHOLDS = (16, 32, 48, 64, 100, 128, 256)
@@ -46,9 +51,87 @@ FIGURES = (
     "ttft_others_p50_ms",
     "ttft_others_p90_ms",
     "total_ms",
+    "prompt_tokens_computed",
 )
 SIDES = ("wait", "at once")
 MAX_NUM_SEQS = 64
+NUM_OTHERS, NEW_TOKENS = 4, 4
+OTHER_LEN, QUICK_OTHER_LEN = 128, 16
+TAILS, QUICK_TAILS = (32, 512), (8,)
+
+
+class SteppedRose:
+    """The standalone engine in this process, as for callers that wait for each token."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        from rose_backend import SamplingParams, __version__
+        from rose_backend.config import EngineConfig
+        from rose_backend.engine.core import EngineCore
+
+        self._core = core = EngineCore(EngineConfig(**rose_options(options)), is_online=True)
+        self._params = SamplingParams
+        self.facts: dict[str, Any] = {"version": __version__, "parts": core.feature_status}
+        self.manager, self.step = core.manager, core.step
+        self.under_way = core._scheduler._admission._in_flight_prefixes
+        """Decides which requests wait."""
+        self.has_unfinished: Callable[[], bool] = lambda: core.num_unfinished > 0
+        self.reset_prefix_cache: Callable[[], bool] = core.manager.reset_prefix_cache
+
+    def add(self, prompts: list[list[int]], num_new_tokens: int) -> list[str]:
+        """Queue requests that stream; return their ids."""
+        params = self._params(max_tokens=num_new_tokens, temperature=0.0, ignore_eos=True)
+        checked = self._core.input_processor.process_all(prompts, [params] * len(prompts))
+        requests = [self._core.input_processor.build(each, is_streaming=True) for each in checked]
+        for request in requests:
+            self._core.add(request)
+        return [request.request_id for request in requests]
+
+    def close(self) -> None:
+        """Check the books and free the device."""
+        self._core.check_integrity()
+        self._core.close()
+
+
+class SteppedVllm:
+    """vLLM with Rose inside. Its engine core has to be in this process: ``VLLM_ENABLE_V1_MULTIPROCESSING`` is 0."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        from vllm import LLM, SamplingParams, __version__
+        from vllm.sampling_params import RequestOutputKind
+
+        self._params, self._delta = SamplingParams, RequestOutputKind.DELTA
+        self._engine = engine = LLM(**vllm_options(options, "rose")).llm_engine
+        scheduling = engine.vllm_config.scheduler_config
+        self.facts: dict[str, Any] = {
+            "version": __version__,
+            "async_scheduling": scheduling.async_scheduling,
+            "max_num_batched_tokens": scheduling.max_num_batched_tokens,
+            "cudagraph_mode": str(engine.vllm_config.compilation_config.cudagraph_mode),
+        }
+        rose = engine.engine_core.engine_core.scheduler.kv_cache_manager
+        self.manager, self.under_way = rose.manager, rose._in_flight_prefixes
+        self.step, self.has_unfinished = engine.step, engine.has_unfinished_requests
+        self.reset_prefix_cache: Callable[[], bool] = engine.reset_prefix_cache
+        self._num_requests = 0
+
+    def add(self, prompts: list[list[int]], num_new_tokens: int) -> list[str]:
+        """Queue requests that stream; return their ids."""
+        params = self._params(
+            max_tokens=num_new_tokens, temperature=0.0, ignore_eos=True, output_kind=self._delta
+        )
+        ids = [str(self._num_requests + index) for index in range(len(prompts))]
+        self._num_requests += len(prompts)
+        for request_id, prompt in zip(ids, prompts, strict=True):
+            self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        return ids
+
+    def close(self) -> None:
+        """Check the books and free the device."""
+        self.manager.check_integrity()
+        self._engine.engine_core.shutdown()
+
+
+HOSTS: dict[str, Callable[[EngineOptions], Any]] = {"rose": SteppedRose, "rose-in-vllm": SteppedVllm}
 
 
 @dataclass(frozen=True)
@@ -76,66 +159,64 @@ class Burst:
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options, or exit with what is wrong with them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--host", choices=HOSTS, default="rose", help="(default: %(default)s)")
+    parser = new_parser(__doc__)
+    add = parser.add_argument
+    add("--host", choices=HOSTS, default="rose", help="(default: %(default)s)")
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--model", help="checkpoint; default: random weights")
     weights.add_argument("--shape", choices=SHAPES, default=GPT2_124M, help="(default: %(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--dtype", help="default: float16, on a CPU float32")
-    parser.add_argument("--sharing", type=int, nargs="+", metavar="N", help="default: 2 8 32")
-    parser.add_argument("--shared", type=int, nargs="+", metavar="TOKENS", help="default: 16 to 256")
-    parser.add_argument("--tails", type=int, nargs="+", metavar="TOKENS", help="default: 32 512")
-    parser.add_argument("--others", type=int, default=4, help="that share nothing (default: %(default)s)")
-    parser.add_argument("--other-len", type=int, metavar="TOKENS", help="default: 128; quick: 16")
-    parser.add_argument("--new-tokens", type=int, default=4, help="of each request (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, help="of each burst (default: 20; quick: 1)")
-    parser.add_argument("--max-seconds", type=float, help="begin no other round of bursts after this time")
-    parser.add_argument("--quick", action="store_true", help=f"few small bursts on {QUICK_MODEL}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE, too")
+    add_device_options(parser)
+    add("--sharing", type=int, nargs="+", metavar="N", help="default: 2 8 32")
+    add("--shared", type=int, nargs="+", metavar="TOKENS", help="default: 16 to 256")
+    add("--repeats", type=int, help="of each burst (default: 20; quick: 1)")
+    add("--max-seconds", type=float, help="begin no other round of bursts after this time")
+    parser.set_defaults(max_num_seqs=MAX_NUM_SEQS, kv_cache_tokens=None, engine_options=[])
     options = parser.parse_args(arguments)
+    set_device_defaults(options)
     if options.quick:
         options.model = options.model or QUICK_MODEL
-    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    options.dtype = options.dtype or ("float16" if options.device == "cuda" else "float32")
-    options.sharing = options.sharing or ([3] if options.quick else [2, 8, 32])
-    options.shared = options.shared or ([16, 40] if options.quick else list(THRESHOLDS))
-    options.tails = options.tails or ([8] if options.quick else [32, 512])
-    options.other_len = options.other_len or (16 if options.quick else 128)
-    options.repeats = options.repeats or (1 if options.quick else 20)
-    lists = {name: getattr(options, name) for name in ("sharing", "shared", "tails")}
-    numbers = {name: [getattr(options, name)] for name in ("others", "other_len", "new_tokens", "repeats")}
-    for name, values in (lists | numbers).items():
-        least = 2 if name == "sharing" else 1
-        if min(values) < least:
-            parser.error(f"--{name.replace('_', '-')}: got {min(values)}, at least {least}")
-    if max(options.sharing) + options.others > MAX_NUM_SEQS:
-        parser.error(
-            f"--sharing and --others: got {max(options.sharing)} + {options.others}, at most {MAX_NUM_SEQS}"
-        )
+    fill_in(
+        options,
+        sharing=([2, 8, 32], [3]),
+        shared=(list(THRESHOLDS), [16, 40]),
+        repeats=(20, 1),
+    )
+    check_at_least(parser, options, 2, "sharing")
+    check_at_least(parser, options, 1, "shared", "repeats")
+    if max(options.sharing) + NUM_OTHERS > MAX_NUM_SEQS:
+        got = f"got {max(options.sharing)}, at most {MAX_NUM_SEQS - NUM_OTHERS}"
+        parser.error(f"--sharing: {got}")
     return options
 
 
-def play(host: SteppedHost, burst: Burst, side: str, seed: int, num_new_tokens: int) -> dict[str, Any]:
-    """Return what one burst took, milliseconds."""
-    prompts, is_sharing = burst.prompts(host.vocab_size, seed)
+def play(host: Any, burst: Burst, side: str, vocab_size: int, seed: int) -> dict[str, Any]:
+    """Return what one burst took, milliseconds, and the prompt tokens that the prefix cache did not supply."""
+    prompts, is_sharing = burst.prompts(vocab_size, seed)
     host.under_way.min_tokens = burst.shared if side == "wait" else NEVER
-    host.reset_prefix_cache()
-    before = host.num_computed_prompt_tokens
-    start, firsts = host.run(prompts, num_new_tokens)
+    if not host.reset_prefix_cache():
+        raise RuntimeError("requests still hold blocks")
+    stats = host.manager.stats
+    before = stats.query_tokens - stats.hit_tokens
+    ids = host.add(prompts, NEW_TOKENS)
+    firsts: dict[str, float] = {}
+    start = time.perf_counter()
+    while host.has_unfinished():
+        for output in host.step():
+            firsts.setdefault(output.request_id, time.perf_counter())
     total_ms = (time.perf_counter() - start) * 1e3
-    ttft_ms = (np.array(firsts) - start) * 1e3
+    ttft_ms = (np.array([firsts[request_id] for request_id in ids]) - start) * 1e3
+    stats = host.manager.stats
     return {
         "sharing": ttft_ms[is_sharing].tolist(),
         "others": ttft_ms[np.logical_not(is_sharing)].tolist(),
         "total_ms": total_ms,
-        "prompt_tokens_computed": host.num_computed_prompt_tokens - before,
+        "prompt_tokens_computed": int(stats.query_tokens - stats.hit_tokens - before),
     }
 
 
-def measure(host: SteppedHost, bursts: list[Burst], options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(
+    host: Any, bursts: list[Burst], vocab_size: int, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Return one row for each burst and side."""
     deadline = time.monotonic() + (options.max_seconds or float("inf"))
     runs: dict[tuple[Burst, str], list[dict[str, Any]]] = {}
@@ -144,9 +225,9 @@ def measure(host: SteppedHost, bursts: list[Burst], options: argparse.Namespace)
         if repeat > 0 and time.monotonic() > deadline:
             break
         for index, burst in enumerate(bursts):
-            seed = 1000 * (repeat + 1) + 10 * index
+            seed = 1000 * (1000 * (repeat + 1) + 10 * index)
             for side in SIDES if repeat % 2 else SIDES[::-1]:
-                run = play(host, burst, side, seed * 1000, options.new_tokens)
+                run = play(host, burst, side, vocab_size, seed)
                 if repeat >= 0:
                     runs.setdefault((burst, side), []).append(run)
     return [{**asdict(burst), "side": side, **summed_up(found)} for (burst, side), found in runs.items()]
@@ -163,86 +244,76 @@ def summed_up(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return figures
 
 
+def by_burst(rows: list[dict[str, Any]]) -> dict[tuple[int, ...], dict[str, dict[str, Any]]]:
+    """Return burst -> side -> row."""
+    found: dict[tuple[int, ...], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in Burst.__annotations__), {})[row["side"]] = row
+    return found
+
+
 def by_threshold(rows: list[dict[str, Any]], shared: Sequence[int]) -> list[dict[str, Any]]:
     """Return each threshold's figures over those of waiting never, geometric means over all bursts."""
-    keys = tuple(Burst.__annotations__)
-    found = {(*(row[key] for key in keys), row["side"]): row for row in rows}
     results = []
     for threshold in sorted(shared):
-        ratios: dict[str, list[float]] = {name: [] for name in (*FIGURES, "prompt_tokens_computed")}
-        for *burst, side in found:
-            if side == "at once":
-                base = chosen = found[(*burst, side)]
-                if base["shared"] >= threshold:
-                    chosen = found[(*burst, "wait")]
-                for name, values in ratios.items():
-                    values.append(chosen[name] / base[name])
-        means = {name: float(np.exp(np.log(values).mean())) for name, values in ratios.items()}
-        results.append({"threshold": threshold, **means})
+        logs = [
+            [
+                np.log((sides["wait"] if base["shared"] >= threshold else base)[name] / base[name])
+                for name in FIGURES
+            ]
+            for sides in by_burst(rows).values()
+            for base in [sides["at once"]]
+        ]
+        means = np.exp(np.mean(logs, 0)).tolist()
+        results.append({"threshold": threshold, **dict(zip(FIGURES, means, strict=True))})
     return results
 
 
-def print_report(console: Console, report: dict[str, Any]) -> None:
-    """Print wait over at once for each burst, then the thresholds."""
-    table = Table(
-        "sharing", "shared", "tail", *FIGURES, "prompt tokens",
-        title=f"{report['device']}, {report['settings']['model']}, {report['settings']['host']}: wait / at once",
-    )  # fmt: skip
-    rows = report["rows"]
-    for wait in (row for row in rows if row["side"] == "wait"):
-        base = next(
-            r for r in rows if r["side"] != "wait" and all(r[k] == wait[k] for k in Burst.__annotations__)
+def table(report: dict[str, Any]) -> str:
+    """Return wait over at once for each burst, then the thresholds over waiting never."""
+    rows = [
+        (
+            *map(str, burst[:3]),
+            *(f"{sides['wait'][name]:.2f} / {sides['at once'][name]:.2f}" for name in FIGURES),
         )
-        cells = [f"{wait[name]:.2f} / {base[name]:.2f}" for name in FIGURES]
-        tokens = f"{wait['prompt_tokens_computed']} / {base['prompt_tokens_computed']}"
-        table.add_row(*(str(wait[name]) for name in ("sharing", "shared", "tail")), *cells, tokens)
-    console.print(table)
-    table = Table("wait for", *FIGURES, "prompt tokens", title="Over waiting never, geometric means")
-    for row in report["thresholds"]:
-        ratios = (f"{row[name]:.3f}" for name in (*FIGURES, "prompt_tokens_computed"))
-        table.add_row(f"{row['threshold']} tokens", *ratios)
-    console.print(table)
+        for burst, sides in by_burst(report["rows"]).items()
+    ]
+    bursts = markdown(("sharing", "shared", "tail", *FIGURES), rows)
+    rows = [
+        (f"{row['threshold']} tokens", *(f"{row[name]:.3f}" for name in FIGURES))
+        for row in report["thresholds"]
+    ]
+    settings = report["settings"]
+    source = (
+        f"wait / at once: {report['device']}, {settings['model']}, {settings['host']}; {command(report)}."
+    )
+    means = "Over waiting never, geometric means:"
+    return "\n\n".join((bursts, source, means, markdown(("wait for", *FIGURES), rows)))
 
 
 def run(options: argparse.Namespace, model: str) -> dict[str, Any]:
     """Start the engine, measure, and return the report."""
     facts = model_facts(model)
-    tokens = MAX_NUM_SEQS * facts.max_model_len
-    element_bytes = 4 if options.dtype == "float32" else 2
-    host = HOSTS[options.host](
-        EngineOptions(
-            model=model,
-            dtype=options.dtype,
-            device=options.device,
-            max_num_seqs=MAX_NUM_SEQS,
-            kv_cache_tokens=tokens,
-            kv_cache_bytes=tokens * facts.kv_elements_per_token * element_bytes,
-            extra={"enforce_eager": True} if options.quick and options.host != "rose" else {},
-        ),
-        facts.vocab_size,
-    )
-    bursts = [
-        Burst(*each, options.others, options.other_len)
-        for each in product(options.sharing, options.shared, options.tails)
-    ]
+    host = HOSTS[options.host](engine_options(options, options.host, model, facts, []))
+    tails, other_len = (QUICK_TAILS, QUICK_OTHER_LEN) if options.quick else (TAILS, OTHER_LEN)
+    sizes = product(options.sharing, options.shared, tails)
+    bursts = [Burst(*each, NUM_OTHERS, other_len) for each in sizes]
     chosen = host.under_way.min_tokens or MIN_TOKENS_WORTH_WAITING
     try:
-        rows = measure(host, bursts, options)
-        engine_facts = host.facts()
+        rows = measure(host, bursts, facts.vocab_size, options)
     finally:
         host.close()
-    kept = ("host", "dtype", "others", "other_len", "new_tokens", "repeats", "quick")
-    size = f"random weights, {SHAPES[options.shape]}'s shapes"
+    kept = ("host", "dtype", "repeats", "quick")
     return {
         "benchmark": "waiting",
         **run_facts(),
         "device": device_name(options.device),
         "settings": {
-            "model": options.model or size,
+            "model": options.model or f"random weights, {SHAPES[options.shape]}'s shapes",
             "threshold_in_force": chosen,
             **{name: getattr(options, name) for name in kept},
         },
-        "backends": {options.host: engine_facts},
+        "backends": {options.host: host.facts},
         "thresholds": by_threshold(rows, options.shared),
         "rows": rows,
     }
@@ -255,9 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with checkpoint(options.model, options.shape) as model:
         report = run(options, model)
-    print_report(Console(width=180), report)
-    if options.json:
-        write_json(options.json, report)
+    publish(report, table(report), options.json)
     return 0
 
 

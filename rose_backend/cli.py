@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RoseError, OSError) as error:
         if os.environ.get("ROSE_LOG_LEVEL", "").lower() == "debug":
             raise
-        print(f"rose: error: {_one_line(error)}", file=sys.stderr)
+        print(f"rose: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         print("rose: interrupted", file=sys.stderr)
@@ -151,10 +151,6 @@ def _quieten_libraries() -> None:
     # Their loading bars would stand between the prompt and the streamed text.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from rose_backend.engine.outputs import CompletionOutput, RequestOutput
 from rose_backend.engine.progress import GenerationProgress
 from rose_backend.engine.request import Prompt
 from rose_backend.engine.sampling_params import SamplingParams
-from rose_backend.engine.start_up_report import show_start_up
+from rose_backend.engine.startup.report import show_start_up
 from rose_backend.errors import RequestError
 
 
@@ -36,7 +36,8 @@ def stream_prompt(config: EngineConfig, prompt: str, params: SamplingParams, imp
     with LLM.from_config(config) as llm:
         show_start_up(llm.core.start_up, imports_s=imports_s)
         if params.n > 1:
-            _print_completions(llm.generate(prompt, params)[0])
+            for completion in llm.generate(prompt, params)[0].outputs:
+                print(f"--- completion {completion.index} ---\n{completion.text}")
             return 0
         for output in llm.stream(prompt, params):
             sys.stdout.write(output.outputs[0].delta_text)
@@ -48,9 +49,7 @@ def stream_prompt(config: EngineConfig, prompt: str, params: SamplingParams, imp
 def generate_file(
     config: EngineConfig, prompts: str, output: str, defaults: dict[str, Any], imports_s: float
 ) -> int:
-    """Generate for every line of ``prompts`` and write one JSON object per line to ``output``, in the same order.
-
-    The ``index`` of an object is that of its line, from 0; blank lines hold no prompt and leave a gap.
+    """Generate for every line of ``prompts`` and write one JSON object per prompt to ``output``, in the same order.
 
     Args:
         prompts: text file, or .jsonl file whose lines may override ``defaults``.
@@ -70,7 +69,7 @@ def generate_file(
         )
         with (
             open(output, "w", encoding="utf-8") as file,
-            GenerationProgress(len(requests), enabled=True) as progress,
+            GenerationProgress(len(requests)) as progress,
         ):
             writer = _OrderedWriter(file, [request.line_index for request in requests])
             for index, result in finished:
@@ -124,18 +123,18 @@ def _parse_line(line: str, defaults: dict[str, Any], *, source: str) -> tuple[Pr
 
 
 class _OrderedWriter:
-    """Writes results in the order of their lines as soon as all earlier ones are there."""
+    """Writes results in the order of their lines, each as soon as all before it are written."""
 
     def __init__(self, file: TextIO, line_indexes: Sequence[int]) -> None:
         self._file = file
         self._line_indexes = line_indexes
-        self._early: dict[int, RequestOutput] = {}
+        self._pending: dict[int, RequestOutput] = {}
         self._next_index = 0
 
     def add(self, index: int, output: RequestOutput) -> None:
-        self._early[index] = output
-        while self._next_index in self._early:
-            record = _as_record(self._line_indexes[self._next_index], self._early.pop(self._next_index))
+        self._pending[index] = output
+        while self._next_index in self._pending:
+            record = _as_record(self._line_indexes[self._next_index], self._pending.pop(self._next_index))
             self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
             self._next_index += 1
         self._file.flush()
@@ -165,9 +164,3 @@ def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
             for position in completion.logprobs
         ]
     return record
-
-
-def _print_completions(output: RequestOutput) -> None:
-    for completion in output.outputs:
-        print(f"--- completion {completion.index} ---")
-        print(completion.text)

@@ -36,8 +36,6 @@ _ENGINE_HELP = {
     "num_threads": "threads that a step's operations are split over on a CPU (default: OMP_NUM_THREADS if set, "
     "otherwise one below 64 Mi weights, then one per 16 Mi, at most one per core)",
     "run_ahead": "decode steps to start before the tokens of the one before are read; 0: none (default: 1 on a GPU)",
-    "pacing": "serving: compute few prompt tokens beside running texts, and start long steps just before they are due; "
-    "no long gaps in running texts beside long prompts, but later first tokens and fewer tokens a second",
     "seed": "seeds requests that bring no seed of their own",
     "max_queue_size": "requests that may wait; one more is refused",
 }
@@ -112,13 +110,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
                 default=field.default,
                 help=f"{_SWITCH_HELP[field.name]} (default: on)",
             )
-        elif isinstance(field.default, bool):
-            group.add_argument(
-                _flag(field.name),
-                action=argparse.BooleanOptionalAction,
-                default=field.default,
-                help=f"{_ENGINE_HELP[field.name]} (default: {'on' if field.default else 'off'})",
-            )
         elif field.name != "model":
             group.add_argument(
                 _flag(field.name),
@@ -158,10 +149,14 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def unknown_option_message(unknown: list[str], parser: RoseParser) -> str:
-    """Say which arguments nobody knows, and which option was probably meant."""
+    """Say which arguments are unknown, and which option was probably meant, or the release that removed it."""
     hint = ""
     for argument in unknown:
-        close = difflib.get_close_matches(argument.partition("=")[0], parser.option_names(), n=1, cutoff=0.6)
+        flag = argument.partition("=")[0]
+        for name, reason in EngineConfig.removed_options.items():
+            if flag in (_flag(name), _flag(f"no_{name}")):
+                return f"{flag}: {reason}"
+        close = difflib.get_close_matches(flag, parser.option_names(), n=1, cutoff=0.6)
         if argument.startswith("-") and close:
             hint = f"; did you mean {close[0]}?"
             break

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, ClassVar, TypeGuard, TypeVar
 
 from rose_backend.errors import ConfigError, nearest_name_hint
 
@@ -39,9 +39,11 @@ _T = TypeVar("_T", bound="Switches")
 class Switches:
     """The fused and cached parts, each of which can be switched off alone.
 
-    ``prefix_cache`` and ``chunked_prefill`` have vLLM options of their own in that host
-    (``--no-enable-prefix-caching``, ``--no-enable-chunked-prefill``); either way of switching off works there.
+    In vLLM, its own ``--no-enable-prefix-caching`` and ``--no-enable-chunked-prefill`` work as well.
     """
+
+    removed_options: ClassVar[Mapping[str, str]] = {}
+    """Options of earlier releases, and what an error says about each."""
 
     fused_kv_append: bool = True
     """Attention stores the new K/V itself; off: a separate write runs before it."""
@@ -76,10 +78,13 @@ class Switches:
             source: how to call the place the options came from in an error.
 
         Raises:
-            ConfigError: unknown option (the nearest valid one is named) or bad value.
+            ConfigError: removed option (the release is named), unknown option (the nearest valid one is named) or bad
+                value.
         """
         valid = [field.name for field in fields(cls)]
         for name in options:
+            if name in cls.removed_options:
+                raise ConfigError(f"{name}: {cls.removed_options[name]}")
             if name not in valid:
                 hint = nearest_name_hint(name, valid)
                 raise ConfigError(f"{source}: unknown option {name!r}{hint} (valid: {', '.join(valid)})")
@@ -114,6 +119,10 @@ class EngineConfig(Switches):
         ConfigError: a value is outside its range; nothing has been loaded or allocated yet.
     """
 
+    removed_options: ClassVar[Mapping[str, str]] = {
+        "pacing": "removed in release 0.2.0 (it paid at no load measured)"
+    }
+
     model: str
     """Local directory or Hugging Face id."""
     dtype: str = "auto"
@@ -125,7 +134,7 @@ class EngineConfig(Switches):
     """Sequences that may run at once; each of a request's ``n`` completions counts."""
     max_num_batched_tokens: int | None = None
     """Tokens one step may compute, prompts and decodes together; None chooses for the device and the kind of use, see
-    ``rose_backend.engine.token_budget``."""
+    ``rose_backend.engine.scheduling.token_budget``."""
     max_model_len: int | None = None
     """Prompt plus output, in tokens; None takes the model's own window."""
     num_blocks: int | None = None
@@ -136,14 +145,10 @@ class EngineConfig(Switches):
     """Memory of the KV pool on a CPU, in GiB, at most; never more than all sequences can use."""
     num_threads: int | None = None
     """Threads that the operations of a step are split over on a CPU; None takes OMP_NUM_THREADS where that is set, and
-    otherwise chooses by the model's size and the cores there are, see ``rose_backend.engine.cpu_threads``."""
+    otherwise chooses by the model's size and the cores there are, see ``rose_backend.engine.process_settings``."""
     run_ahead: int | None = None
     """Decode steps that the host may start before it has read the tokens of the one before them; 0 reads each step's
     tokens first. None takes 1 on a GPU and 0 on a CPU."""
-    pacing: bool = False
-    """A server starts each step just before the device needs it, so that requests which come meanwhile are in it, and
-    computes no more prompt tokens beside running texts than these can stand without stalling. ``LLM`` has no use for
-    it."""
     seed: int = 0
     """Seeds requests that bring none of their own."""
     max_queue_size: int = 10_000

@@ -7,7 +7,7 @@ import platform
 
 from rose_backend import __version__
 from rose_backend.config import Switches
-from rose_backend.engine.parts import parts_in_force
+from rose_backend.engine.startup.feature_status import feature_status
 
 _DISTRIBUTIONS = (
     ("torch", ("torch",)),
@@ -31,13 +31,13 @@ def environment_report(switches: Switches, device: str = "auto") -> list[tuple[s
         ConfigError: "cuda" was asked for and there is none.
     """
     # Imported here: this loads torch, which importing this module must not.
-    from rose_backend.engine.start_up import resolve_device
+    from rose_backend.engine.startup.load import resolve_device
 
     chosen = resolve_device(device).type
     report = [("rose", __version__), ("python", platform.python_version())]
     report += [(name, _installed_version(candidates)) for name, candidates in _DISTRIBUTIONS]
     report += [("platform", platform.platform()), ("device", _device_line(chosen))]
-    report += list(parts_in_force(switches, chosen).items())
+    report += list(feature_status(switches, chosen).items())
     return report
 
 

@@ -28,7 +28,7 @@ class RequestError(RoseError, ValueError):
 
 
 class QueueFullError(RequestError):
-    """As many requests wait as may; this one may be tried again later."""
+    """The queue is full; the request may be retried."""
 
 
 class ModelError(RoseError, ValueError):

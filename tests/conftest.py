@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch, transformers or vllm is imported by any test module.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
-# One thread each: threads of OpenMP spin while they wait for each other, for minutes where others have the cores.
+# One thread each: threads of OpenMP and numba spin while they wait, for minutes where others have the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
@@ -36,6 +39,22 @@ def pytest_xdist_auto_num_workers() -> int:
     import torch
 
     return 0 if torch.cuda.is_available() else 2
+
+
+def pytest_configure() -> None:
+    """Keep bytecode, for all processes that tests start: compiling vLLM takes twice as long as importing it."""
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import all test modules, vLLM among them, without looking for garbage meanwhile: there is none to speak of."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -135,6 +135,8 @@ def test_blank_lines_between_objects_count_as_lines(tiny_model_path: Path, tmp_p
         (("generate", "--model", "m", "--prompt", "a", "--output", "f"), ("--output",)),
         (("generate", "--model", "m", "--prompt", "a", "--blok-size", "8"), ("--blok-size", "--block-size")),
         (("generate", "--model", "m", "--prompt", "a", "--no-fused-mpl"), ("did you mean --no-fused-mlp?",)),
+        (("generate", "--model", "m", "--prompt", "a", "--pacing"), ("--pacing: removed in release 0.2.0",)),
+        (("serve", "m", "--no-pacing"), ("--no-pacing: removed in release 0.2.0",)),
         (("generate", "--model", "m", "--prompt", "a", "--block", "8"), ("--block",)),
         (("generate", "--model", "m", "--prompt", "a", "--block-size", "x"), ("--block-size", "'x'")),
         (("generate", "--model", "m", "--prompt", "a", "--block-size", "0"), ("block_size: got 0",)),

@@ -15,8 +15,9 @@ from tests.support.patience import HANG_S
 
 PACKAGE = Path(__file__).resolve().parent.parent / "rose_backend"
 
-CORE = frozenset({"errors", "config", "block_manager", "kernels", "models"})
-EVERYTHING = CORE | {"engine", "server", "vllm_plugin"}
+CORE = frozenset({"errors", "config", "block_manager", "kernels", "layers"})
+ENGINE_CORE = CORE | {"models"}
+EVERYTHING = ENGINE_CORE | {"engine", "server", "vllm_plugin"}
 
 # Room -> rooms that it may import. "__init__" is the package's own front door.
 ALLOWED = {
@@ -24,9 +25,10 @@ ALLOWED = {
     "config": frozenset({"errors"}),
     "block_manager": frozenset({"errors", "config"}),
     "kernels": frozenset({"errors", "config"}),
-    "models": CORE,
-    "engine": CORE,
-    "server": CORE | {"engine"},
+    "layers": frozenset({"errors", "config", "kernels"}),
+    "models": frozenset({"errors", "config", "kernels", "layers"}),
+    "engine": ENGINE_CORE,
+    "server": ENGINE_CORE | {"engine"},
     "vllm_plugin": CORE,
     "block_view": frozenset({"errors", "config", "block_manager"}),
     "cli": EVERYTHING | {"cli_blocks", "cli_generate", "cli_options", "cli_serve", "environment_report"},
@@ -66,8 +68,13 @@ class ImportCollector(ast.NodeVisitor):
 
     def __init__(self, package_parts: list[str]) -> None:
         self.found: list[ImportedModule] = []
+        self._members: list[str] = []
         self._package_parts = package_parts
         self._lazy_depth = 0
+
+    def modules(self) -> set[str]:
+        """Return every name that was imported, and every name that was imported from it, be it a module or not."""
+        return {each.name for each in self.found} | set(self._members)
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -83,6 +90,7 @@ class ImportCollector(ast.NodeVisitor):
                 self._add(f"rose_backend.{alias.name}", node.lineno)
         else:
             self._add(module, node.lineno)
+            self._members += [f"{module}.{alias.name}" for alias in node.names]
 
     def visit_Call(self, node: ast.Call) -> None:
         function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -166,14 +174,19 @@ def test_imports_go_one_way() -> None:
         ("block_manager/pool.py", "def f():\n    from ..kernels import block_clone"),
         ("kernels/clone.py", "import rose_backend.block_manager.block_pool"),
         ("kernels/reference/clone.py", "from ...models import gpt2"),
+        ("layers/attention.py", "from rose_backend.models.gpt2 import GPT2"),
         ("models/gpt2.py", "from rose_backend.engine import llm"),
         ("engine/core.py", "from vllm import LLM"),
         ("engine/core.py", "import importlib\nimportlib.import_module('vllm.config')"),
         ("engine/core.py", "from rose_backend.vllm_plugin import options"),
         ("engine/core.py", "from rose_backend.server import app"),
         ("engine/core.py", "if TYPE_CHECKING:\n    from rose_backend import vllm_plugin"),
-        ("vllm_plugin/scheduler.py", "from rose_backend.engine.scheduler import Scheduler"),
-        ("vllm_plugin/scheduler.py", "from rose_backend import LLM"),
+        (
+            "vllm_plugin/scheduler/scheduler.py",
+            "from rose_backend.engine.scheduling.scheduler import Scheduler",
+        ),
+        ("vllm_plugin/scheduler/scheduler.py", "from rose_backend import LLM"),
+        ("vllm_plugin/attention/backend.py", "from rose_backend.models import registry"),
         ("block_view/page.py", "import torch"),
         ("block_view/live.py", "from rose_backend.engine.llm import LLM"),
         ("cli_blocks.py", "def run():\n    from rose_backend.engine.llm import LLM"),
@@ -203,9 +216,12 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, source: str) -> None
         ),
         (
             "engine/core.py",
-            "import torch\nfrom rose_backend.models.gpt2 import GPT2\nfrom rose_backend import kernels",
+            "import torch\nfrom rose_backend.models.registry import load_model\nfrom rose_backend import kernels",
         ),
-        ("vllm_plugin/scheduler.py", "import vllm\nfrom rose_backend.block_manager import BlockManager"),
+        (
+            "vllm_plugin/scheduler/scheduler.py",
+            "import vllm\nfrom rose_backend.block_manager import BlockManager",
+        ),
         ("cli.py", "import torch\nfrom rose_backend.engine.llm import LLM"),
         ("cli_serve.py", "def run():\n    from rose_backend.server import serve"),
         ("server/app.py", "import fastapi\nfrom rose_backend.engine.async_engine import AsyncEngine"),
@@ -217,6 +233,95 @@ def test_a_right_import_passes(tmp_path: Path, file: str, source: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(source)
     assert find_violations(tmp_path) == []
+
+
+def graph_of_imports(package: Path, *, by_room: bool) -> dict[str, set[str]]:
+    """Return which files of ``package`` import which, imports in functions and for type checkers included.
+
+    Args:
+        by_room: a folder below a room, as ``engine.output``, is one node; files elsewhere stay nodes of their own.
+    """
+    names = {
+        ".".join([package.name, *path.relative_to(package).with_suffix("").parts]): path
+        for path in package.rglob("*.py")
+    }
+
+    def node(name: str) -> str:
+        parts = name.split(".")
+        return ".".join(parts[:3]) if by_room and len(parts) > 3 else name
+
+    graph: dict[str, set[str]] = {}
+    for name, path in names.items():
+        if path.name == "__init__.py":
+            continue
+        collector = ImportCollector(name.split(".")[:-1])
+        collector.visit(ast.parse(path.read_text(encoding="utf-8")))
+        targets = graph.setdefault(node(name), set())
+        targets.update(node(each) for each in collector.modules() if each in names and each != name)
+    for name, targets in graph.items():
+        targets.discard(name)
+    return graph
+
+
+def find_circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return the nodes of one circle, the first one again at its end; empty if there is none."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for target in sorted(graph.get(node, ())):
+            if circle := visit(target, [*path, node]):
+                return circle
+        done.add(node)
+        return []
+
+    for node in sorted(graph):
+        if circle := visit(node, []):
+            return circle
+    return []
+
+
+def write_package(folder: Path, files: dict[str, str]) -> Path:
+    """Write the files of a package ``rose_backend`` below ``folder``; return its folder."""
+    for name, source in files.items():
+        path = folder / "rose_backend" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return folder / "rose_backend"
+
+
+def test_a_circle_of_lazy_imports_is_found(tmp_path: Path) -> None:
+    package = write_package(
+        tmp_path,
+        {
+            "server/a.py": "if TYPE_CHECKING:\n    from rose_backend.server.b import B",
+            "server/b.py": "def f():\n    from rose_backend.server import c",
+            "server/c.py": "import rose_backend.server.a",
+        },
+    )
+    circle = find_circle(graph_of_imports(package, by_room=False))
+    assert set(circle) == {f"rose_backend.server.{name}" for name in "abc"} and circle[0] == circle[-1]
+
+
+def test_a_circle_of_rooms_is_found_where_files_have_none(tmp_path: Path) -> None:
+    package = write_package(
+        tmp_path,
+        {
+            "engine/output/a.py": "from rose_backend.engine import request",
+            "engine/request.py": "from rose_backend.engine.output.b import B",
+            "engine/output/b.py": "",
+        },
+    )
+    assert find_circle(graph_of_imports(package, by_room=False)) == []
+    assert find_circle(graph_of_imports(package, by_room=True))
+
+
+@pytest.mark.parametrize("by_room", [False, True], ids=["files", "rooms"])
+def test_there_is_no_import_circle(by_room: bool) -> None:
+    assert find_circle(graph_of_imports(PACKAGE, by_room=by_room)) == []
 
 
 @pytest.mark.parametrize(

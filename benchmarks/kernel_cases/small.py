@@ -16,20 +16,20 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.kernel_cases import clone, decode, elementwise, linear, lm_head, peers, prefill, sampler
+from benchmarks import kernel_cases
+from benchmarks.kernel_cases import kv_cache, layer, sampler
 from benchmarks.kernel_cases.case import KernelCase, Launches
-from benchmarks.kernel_cases.paged_step import Heads
-from rose_backend.kernels.reference import block_clone as reference
+from benchmarks.kernel_cases.kv_cache import Heads
+from rose_backend.kernels.reference import kv_cache as reference
 
 HEADS = Heads("small", 4, 2, 16, torch.float16)
 CASES: dict[str, Callable[[], Iterator[KernelCase]]] = {
-    "decode": lambda: iter((decode.decode_case(HEADS, 3, 40),)),
-    "prefill": lambda: iter((prefill.prefill_case(HEADS, 2, 32, 32),)),
-    "clone": lambda: iter((clone.clone_case(3),)),
-    "elementwise": lambda: (elementwise.operation_case(name, 5) for name in elementwise.OPERATIONS),
-    "linear": lambda: iter((linear.layer_case(3),)),
+    "decode": lambda: iter((kv_cache.decode_case(HEADS, 3, 40),)),
+    "prefill": lambda: iter((kv_cache.prefill_case(HEADS, 2, 32, 32),)),
+    "clone": lambda: iter((kv_cache.clone_case(3),)),
+    "linear": lambda: iter((layer.layer_case(3),)),
     "sampler": lambda: (sampler.sampler_case(name, 3) for name in sampler.FILTERS),
-    "lm_head": lambda: (lm_head.head_case(3, greedy=greedy) for greedy in (True, False)),
+    "lm_head": lambda: (sampler.head_case(3, greedy=greedy) for greedy in (True, False)),
 }
 """Family -> its cases; make and run them within ``on_cpu``."""
 
@@ -52,12 +52,11 @@ def _clone(cache: torch.Tensor, *pairs: torch.Tensor, block_dim: int, independen
 def on_cpu() -> Iterator[None]:
     """Put tensors on the CPU, shrink what cases share, and leave out peers but torch: the others need a GPU."""
     smaller = (
-        (peers, "load", lambda *_: None),
-        (clone, "block_clone", _clone),
-        (clone, "NUM_BLOCKS", 20),
-        (lm_head, "VOCAB_SIZE", 301),
+        (kernel_cases, "load_peer", lambda *_: None),
+        (kv_cache, "block_clone", _clone),
+        (kv_cache, "NUM_BLOCKS", 20),
         (sampler, "VOCAB_SIZE", 5003),
-        (prefill, "FLASH_BLOCK_SIZE", 32),
+        (kv_cache, "FLASH_BLOCK_SIZE", 32),
     )
     with contextlib.ExitStack() as stack:
         for module, name, value in smaller:

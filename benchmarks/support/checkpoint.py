@@ -1,6 +1,6 @@
 """The checkpoint a benchmark runs on: one that is given, or random weights with the shapes of a model people know.
 
-transformers and safetensors are imported late: what they take is no part of ``--help``.
+torch, transformers and safetensors are imported late: what they take is no part of ``--help``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
@@ -26,13 +24,11 @@ SHAPES = {GPT2_124M: "GPT-2 124M", LLAMA_1B: "Llama 1B"}
 """What a random checkpoint can look like, and what people call it."""
 
 KEPT_IN = "ROSE_BENCHMARK_CHECKPOINTS"
-"""Variable of the environment. vLLM compiles anew for a model in another folder, which takes a minute a start."""
+"""Variable of the environment. vLLM recompiles for a model in another folder, which takes a minute a start."""
 
 VOCAB_SIZE = 50_257
 _WHOLE = "whole"
 """File that says that the others are there."""
-
-_WEIGHT_STD = 0.02
 
 
 @contextlib.contextmanager
@@ -69,13 +65,12 @@ def write_checkpoint(folder: Path, shape: str = GPT2_124M, *, small: bool = Fals
     return folder
 
 
-def _write_llama(folder: Path, *, small: bool) -> None:
-    """Write Llama 3.2 1B's layers, with the vocabulary of the tokenizer here and a window of 2,048 tokens."""
-    from safetensors.torch import save_file
+def llama_config(*, small: bool = False) -> LlamaConfig:
+    """Return Llama 3.2 1B's layers, with the vocabulary of the tokenizer here and a window of 2,048 tokens."""
     from transformers import LlamaConfig
 
     width, num_layers = (256, 2) if small else (2048, 16)
-    config = LlamaConfig(
+    return LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=VOCAB_SIZE,
         hidden_size=width,
@@ -92,46 +87,17 @@ def _write_llama(folder: Path, *, small: bool) -> None:
         eos_token_id=0,
         dtype="float16",
     )
-    config.save_pretrained(folder)
-    # A billion numbers: seconds on a GPU, and transformers' own way would draw them one float32 matrix after the other.
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    source = torch.Generator(device).manual_seed(0)
-    weights = {
-        name: torch.empty(size, dtype=torch.float16, device=device)
-        .normal_(0.0, _WEIGHT_STD, generator=source)
-        .cpu()
-        if len(size) == 2
-        else torch.ones(size, dtype=torch.float16)
-        for name, size in _llama_sizes(config).items()
-    }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _llama_sizes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Return the size of each tensor under its name in a checkpoint; the head is the embedding."""
-    width, inner = config.hidden_size, config.intermediate_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    layer = {
-        "input_layernorm": (width,),
-        "self_attn.q_proj": (queries, width),
-        "self_attn.k_proj": (keys, width),
-        "self_attn.v_proj": (keys, width),
-        "self_attn.o_proj": (width, queries),
-        "post_attention_layernorm": (width,),
-        "mlp.gate_proj": (inner, width),
-        "mlp.up_proj": (inner, width),
-        "mlp.down_proj": (width, inner),
-    }
-    return {
-        "model.embed_tokens.weight": (config.vocab_size, width),
-        **{
-            f"model.layers.{index}.{name}.weight": size
-            for index in range(config.num_hidden_layers)
-            for name, size in layer.items()
-        },
-        "model.norm.weight": (width,),
-    }
+def _write_llama(folder: Path, *, small: bool) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    # A billion numbers: seconds on a GPU.
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(llama_config(small=small), dtype=torch.float16)
+    model.save_pretrained(folder)
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:

@@ -7,9 +7,10 @@ in tokens, the same number of sequences at once and the same number type; everyt
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -30,33 +31,21 @@ class EngineOptions:
     """vLLM's servers only: instead of a device, one that takes so long for any step."""
 
 
-class OfflineEngine(Protocol):
-    """Generates for many prompts in one call."""
-
-    def facts(self) -> dict[str, Any]:
-        """Return version and settings in force."""
-
-    def generate(self, prompts: list[list[int]], output_lens: list[int], sampling: dict[str, Any]) -> int:
-        """Return the number of generated tokens, texts made and end-of-text ignored."""
-
-    def close(self) -> None:
-        """Free the device."""
-
-
-class StreamingEngine(Protocol):
-    """Generates for one prompt on an event loop."""
-
-    def facts(self) -> dict[str, Any]:
-        """Return version and settings in force."""
-
-    def stream(self, prompt: list[int], output_len: int, sampling: dict[str, Any]) -> AsyncIterator[int]:
-        """Yield the number of new tokens as they come."""
-
-    async def aclose(self) -> None:
-        """Free the device."""
-
-
 BLOCK_SIZE = 16
+
+
+def as_flags(options: Mapping[str, Any]) -> list[str]:
+    """Return options as a command line has them: ``max_num_seqs=8`` is --max-num-seqs 8, False is --no-..."""
+    flags = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
 
 
 def rose_options(options: EngineOptions) -> dict[str, Any]:
@@ -89,7 +78,7 @@ def vllm_options(options: EngineOptions, attention_backend: str | None) -> dict[
     if "run_ahead" in options.switches_off:
         chosen["async_scheduling"] = False
     if "mixed_graphs" in options.switches_off:
-        # vLLM's own default, but said aloud: Rose leaves it alone then.
+        # vLLM's own default; Rose keeps a mode that is set explicitly.
         chosen["compilation_config"] = {"cudagraph_mode": "FULL_AND_PIECEWISE"}
     return {
         "model": options.model,
@@ -122,7 +111,23 @@ def sglang_options(options: EngineOptions) -> dict[str, Any]:
     }
 
 
-class Rose:
+class OfflineEngine:
+    """Generates for many prompts in one call."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return version and settings in force."""
+        raise NotImplementedError
+
+    def generate(self, prompts: list[list[int]], output_lens: list[int], sampling: dict[str, Any]) -> int:
+        """Return the number of generated tokens, texts made and end-of-text ignored."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free the device, and end the engine's own processes."""
+        raise NotImplementedError
+
+
+class Rose(OfflineEngine):
     """Rose without vLLM."""
 
     def __init__(self, options: EngineOptions) -> None:
@@ -132,47 +137,41 @@ class Rose:
         self._llm = LLM(**rose_options(options))
 
     def facts(self) -> dict[str, Any]:
-        """Return version and parts in force."""
-        return {"version": self._version, "parts": self._llm.core.parts}
+        return {"version": self._version, "parts": self._llm.core.feature_status}
 
     def generate(self, prompts: list[list[int]], output_lens: list[int], sampling: dict[str, Any]) -> int:
-        """Return the number of generated tokens."""
         params = [self._params(max_tokens=length, ignore_eos=True, **sampling) for length in output_lens]
         outputs = self._llm.generate(prompts, params)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     def close(self) -> None:
-        """Check the books and free the device."""
         self._llm.core.check_integrity()
         self._llm.close()
 
 
-class Vllm:
+class Vllm(OfflineEngine):
     """vLLM's ``LLM``; Rose inside with the attention backend "rose"."""
 
     def __init__(self, options: EngineOptions, attention_backend: str | None) -> None:
-        from vllm import LLM, SamplingParams, __version__
+        from vllm import LLM, SamplingParams
 
-        self._params, self._version = SamplingParams, __version__
+        self._params = SamplingParams
         self._llm = LLM(**vllm_options(options, attention_backend))
 
     def facts(self) -> dict[str, Any]:
-        """Return version and chosen parts."""
-        return _vllm_facts(self._version, self._llm.llm_engine.vllm_config)
+        return _vllm_facts(self._llm.llm_engine.vllm_config)
 
     def generate(self, prompts: list[list[int]], output_lens: list[int], sampling: dict[str, Any]) -> int:
-        """Return the number of generated tokens."""
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         params = [self._params(max_tokens=length, ignore_eos=True, **sampling) for length in output_lens]
         outputs = self._llm.generate(inputs, params, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     def close(self) -> None:
-        """Stop vLLM's own process."""
         self._llm.llm_engine.engine_core.shutdown()
 
 
-class Sglang:
+class Sglang(OfflineEngine):
     """SGLang's ``Engine``."""
 
     def __init__(self, options: EngineOptions) -> None:
@@ -184,22 +183,35 @@ class Sglang:
         self._engine = Engine(**self._options)
 
     def facts(self) -> dict[str, Any]:
-        """Return version and options."""
         kept = ("attention_backend", "cuda_graph_max_bs_decode", "mem_fraction_static")
         return {"version": self._version, **{name: self._options.get(name) for name in kept}}
 
     def generate(self, prompts: list[list[int]], output_lens: list[int], sampling: dict[str, Any]) -> int:
-        """Return the number of generated tokens."""
         params = [{"max_new_tokens": length, "ignore_eos": True, **sampling} for length in output_lens]
         outputs = self._engine.generate(input_ids=prompts, sampling_params=params)
         return sum(output["meta_info"]["completion_tokens"] for output in outputs)
 
     def close(self) -> None:
-        """Stop SGLang's own processes."""
         self._engine.shutdown()
 
 
-class RoseStreams:
+class StreamingEngine:
+    """Generates for one prompt on an event loop."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return version and settings in force."""
+        raise NotImplementedError
+
+    def stream(self, prompt: list[int], output_len: int, sampling: dict[str, Any]) -> AsyncIterator[int]:
+        """Yield the number of new tokens as they come."""
+        raise NotImplementedError
+
+    async def aclose(self) -> None:
+        """Free the device, and end the engine's own processes."""
+        raise NotImplementedError
+
+
+class RoseStreams(StreamingEngine):
     """Rose's ``AsyncEngine``."""
 
     def __init__(self, options: EngineOptions) -> None:
@@ -209,13 +221,11 @@ class RoseStreams:
         self._engine = AsyncEngine(**rose_options(options))
 
     def facts(self) -> dict[str, Any]:
-        """Return version and parts in force."""
-        return {"version": self._version, "parts": self._engine.parts}
+        return {"version": self._version, "parts": self._engine.feature_status}
 
     async def stream(
         self, prompt: list[int], output_len: int, sampling: dict[str, Any]
     ) -> AsyncIterator[int]:
-        """Yield the number of new tokens as they come."""
         params = self._params(max_tokens=output_len, ignore_eos=True, **sampling)
         seen = 0
         async for output in self._engine.generate(prompt, params):
@@ -224,32 +234,29 @@ class RoseStreams:
             seen = total
 
     async def aclose(self) -> None:
-        """Stop the step thread."""
         await self._engine.shutdown()
 
 
-class VllmStreams:
+class VllmStreams(StreamingEngine):
     """vLLM's ``AsyncLLM``; Rose inside with the attention backend "rose"."""
 
     def __init__(self, options: EngineOptions, attention_backend: str | None) -> None:
-        from vllm import SamplingParams, __version__
+        from vllm import SamplingParams
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._params, self._version, self._delta = SamplingParams, __version__, RequestOutputKind.DELTA
+        self._params, self._delta = SamplingParams, RequestOutputKind.DELTA
         arguments = AsyncEngineArgs(**vllm_options(options, attention_backend))
         self._engine = AsyncLLM.from_engine_args(arguments)
         self._num_requests = 0
 
     def facts(self) -> dict[str, Any]:
-        """Return version and chosen parts."""
-        return _vllm_facts(self._version, self._engine.vllm_config)
+        return _vllm_facts(self._engine.vllm_config)
 
     async def stream(
         self, prompt: list[int], output_len: int, sampling: dict[str, Any]
     ) -> AsyncIterator[int]:
-        """Yield the number of new tokens as they come."""
         params = self._params(max_tokens=output_len, ignore_eos=True, output_kind=self._delta, **sampling)
         self._num_requests += 1
         outputs = self._engine.generate({"prompt_token_ids": prompt}, params, str(self._num_requests))
@@ -257,14 +264,15 @@ class VllmStreams:
             yield len(output.outputs[0].token_ids)
 
     async def aclose(self) -> None:
-        """Stop vLLM's own process."""
         self._engine.shutdown()
 
 
-def _vllm_facts(version: str, config: Any) -> dict[str, Any]:
+def _vllm_facts(config: Any) -> dict[str, Any]:
+    from vllm import __version__
+
     backend = config.attention_config.backend
     return {
-        "version": version,
+        "version": __version__,
         "attention_backend": None if backend is None else backend.name,
         "async_scheduling": config.scheduler_config.async_scheduling,
         "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
@@ -278,18 +286,23 @@ def make_offline(backend: str, options: EngineOptions) -> OfflineEngine:
         return Rose(options)
     if backend == "sglang":
         return Sglang(options)
-    return Vllm(options, _attention_backend(backend, options))
+    return Vllm(options, attention_backend_of(backend, options))
 
 
 def make_streaming(backend: str, options: EngineOptions) -> StreamingEngine:
     """Return the engine that ``stream``s; ImportError where it is not installed."""
     if backend == "rose":
         return RoseStreams(options)
-    return VllmStreams(options, _attention_backend(backend, options))
+    return VllmStreams(options, attention_backend_of(backend, options))
 
 
-def _attention_backend(backend: str, options: EngineOptions) -> str | None:
+def attention_backend_of(backend: str, options: EngineOptions) -> str | None:
+    """Return what vLLM is told; it has one attention backend for CPUs only, and names that itself."""
     if backend == "rose-in-vllm":
         return "rose"
-    # vLLM has one backend for CPUs only and names it itself.
     return "FLASH_ATTN" if options.device == "cuda" else None
+
+
+def module_of(backend: str) -> str:
+    """Return the package without which ``backend`` counts as not installed."""
+    return {"sglang": "sglang", "rose": "rose_backend"}.get(backend, "vllm")

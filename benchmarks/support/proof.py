@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.support.report import digest_of
+from benchmarks.support.run_facts import digest_of
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "rose_backend" / "kernels"

@@ -25,8 +25,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from rose_backend import vllm_plugin
-from rose_backend.vllm_plugin.kv_cache_spec import as_rose_spec
-from rose_backend.vllm_plugin.scheduler import RoseAsyncScheduler
+from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
+from rose_backend.vllm_plugin.scheduler.scheduler import RoseAsyncScheduler
 
 SIDES = ("rose", "rose_unbatched", "stock")
 """Rose with batched scheduling and without, and vLLM with its own block manager."""
@@ -88,14 +88,14 @@ class SchedulerLoop:
         self._in_flight: deque[tuple[Any, Any]] = deque()
 
     def run(self, num_requests: int, num_steps: int, scene: str) -> dict[str, list[float]]:
-        """Decode ``num_requests`` requests from anew for ``num_steps`` timed steps.
+        """Decode ``num_requests`` new requests for ``num_steps`` timed steps.
 
         Args:
             num_requests: that run at once. They reach the ends of their blocks one after the other.
             num_steps: timed steps.
             scene: "steady"; "turnover": one of ``LIFETIME`` requests leaves in each step, and another one comes; or
-                "saturated": as many requests wait as run, each makes ``LIFETIME`` tokens on average, and whoever is
-                done makes room for the next.
+                "saturated": as many requests wait as run, each makes ``LIFETIME`` tokens on average, and a
+                finished request makes room for the next.
 
         Returns: microseconds per step by part, schedule, update_from_output and both: of each step, or their mean where
             steps differ.

@@ -23,9 +23,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.support.engines import EngineOptions, make_offline, make_streaming
-from benchmarks.support.streaming import Timeline, play, summary
-from benchmarks.support.workload import MODES, Workload
+from benchmarks.online.timeline import Timeline, play, summary
+from benchmarks.support.engines import EngineOptions, make_offline, make_streaming, module_of
+from benchmarks.support.workload import MODES, RandomRequests
 
 Answer = dict[str, Any]
 # No other prompt begins with token 0: this one leaves nothing in a prefix cache that a turn could find.
@@ -37,30 +37,26 @@ class OfflineWorker:
 
     def __init__(self, backend: str, options: EngineOptions, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._engine = make_offline(backend, options)
-
-    def facts(self) -> Answer:
-        """Return what the engine says about itself."""
-        return self._engine.facts()
+        self.engine = make_offline(backend, options)
 
     def generate(self, command: Answer) -> Answer:
         """Time one call; prompts and parameters are the same for every engine."""
-        workload = Workload.from_json(command["workload"])
+        workload = RandomRequests.from_json(command["workload"])
         prompts, output_lens = workload.prompts(self._vocab_size), workload.output_lens()
         start = time.perf_counter()
-        output_tokens = self._engine.generate(prompts, output_lens, MODES[workload.mode])
+        output_tokens = self.engine.generate(prompts, output_lens, MODES[workload.mode])
         seconds = time.perf_counter() - start
         check_output(output_tokens, output_lens)
         return {"seconds": seconds, "input_tokens": sum(map(len, prompts)), "output_tokens": output_tokens}
 
     def wake(self, command: Answer) -> Answer:
         """Let all of the engine's processes do something."""
-        self._engine.generate([WAKING_PROMPT], [1], MODES["greedy"])
+        self.engine.generate([WAKING_PROMPT], [1], MODES["greedy"])
         return {}
 
     def close(self) -> None:
         """Stop the engine."""
-        self._engine.close()
+        self.engine.close()
 
 
 class StreamingWorker:
@@ -73,22 +69,17 @@ class StreamingWorker:
         async def make() -> Any:
             return make_streaming(backend, options)
 
-        self._engine = self._runner.run(make())
-
-    def facts(self) -> Answer:
-        """Return what the engine says about itself."""
-        facts: Answer = self._engine.facts()
-        return facts
+        self.engine = self._runner.run(make())
 
     def serve(self, command: Answer) -> Answer:
         """Play one workload and sum up."""
-        workload, rate = Workload.from_json(command["workload"]), command["rate"]
+        workload, rate = RandomRequests.from_json(command["workload"]), command["rate"]
         prompts, output_lens = workload.prompts(self._vocab_size), workload.output_lens()
-        due = [0.0] * len(prompts) if rate is None else workload.arrivals(rate)
+        due = workload.arrivals(rate)
         sampling = MODES[workload.mode]
 
         async def send(prompt: list[int], output_len: int, timeline: Timeline) -> None:
-            async for num_tokens in self._engine.stream(prompt, output_len, sampling):
+            async for num_tokens in self.engine.stream(prompt, output_len, sampling):
                 if num_tokens:
                     timeline.saw(num_tokens)
 
@@ -100,7 +91,7 @@ class StreamingWorker:
         """Let all of the engine's processes do something."""
 
         async def read() -> None:
-            async for _ in self._engine.stream(WAKING_PROMPT, 1, MODES["greedy"]):
+            async for _ in self.engine.stream(WAKING_PROMPT, 1, MODES["greedy"]):
                 pass
 
         self._runner.run(read())
@@ -108,7 +99,7 @@ class StreamingWorker:
 
     def close(self) -> None:
         """Stop the engine."""
-        self._runner.run(self._engine.aclose())
+        self._runner.run(self.engine.aclose())
         self._runner.close()
 
 
@@ -126,15 +117,14 @@ def start(kind: str, backend: str, command: Answer) -> tuple[Any, Answer]:
             backend, options, command["vocab_size"]
         )
     except ModuleNotFoundError as error:
-        # Another module that is missing is a broken installation, which is to be heard of.
-        engine = {"sglang": "sglang", "rose": "rose_backend"}.get(backend, "vllm")
-        if error.name != engine:
+        # Another missing module means a broken installation, which is reported as a failure.
+        if error.name != module_of(backend):
             raise
         return None, {"missing": str(error)}
     # What is there stays: collections that look at all of it would hit some engine's run at random.
     gc.collect()
     gc.freeze()
-    return worker, {"facts": worker.facts()}
+    return worker, {"facts": worker.engine.facts()}
 
 
 def serve_commands(kind: str, backend: str, answer: Callable[[Answer], None]) -> None:

@@ -25,7 +25,7 @@ def random_prompts(num_prompts: int, length: int, vocab_size: int, seed: int) ->
 
 
 @dataclass(frozen=True)
-class Workload:
+class RandomRequests:
     """Requests of random tokens. Lengths are drawn evenly from (low, high), both included."""
 
     num_requests: int
@@ -46,16 +46,19 @@ class Workload:
         """Return the number of new tokens of each request."""
         return self._lengths(self.output_len, 3)
 
-    def arrivals(self, rate: float) -> list[float]:
-        """Return when each request is due, in seconds from the start: Poisson arrivals, ``rate`` a second.
+    def arrivals(self, rate: float | None) -> list[float]:
+        """Return when each request is due, in seconds from the start: Poisson arrivals, or all at once for None.
 
-        The gaps of one seed are the same at every rate, but for their unit.
+        Args:
+            rate: requests per second. The gaps of one seed are the same at every rate, but for their unit.
         """
+        if rate is None:
+            return [0.0] * self.num_requests
         gaps = np.random.default_rng([self.seed, 4]).exponential(1.0, self.num_requests)
         due: list[float] = (np.cumsum(gaps) / rate).tolist()
         return due
 
-    def shortened(self, num_requests: int, output_len: int) -> Workload:
+    def shortened(self, num_requests: int, output_len: int) -> RandomRequests:
         """Return the same with at most so many requests and new tokens, to warm up with."""
         low, high = self.output_len
         return replace(
@@ -69,7 +72,7 @@ class Workload:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Workload:
+    def from_json(cls, fields: dict[str, Any]) -> RandomRequests:
         """Return the workload with these fields."""
         ranges = {name: tuple(fields[name]) for name in ("input_len", "output_len")}
         return cls(**{**fields, **ranges})
@@ -78,3 +81,53 @@ class Workload:
         rng = np.random.default_rng([self.seed, stream])
         lengths: list[int] = rng.integers(span[0], span[1] + 1, self.num_requests).tolist()
         return lengths
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What is asked of a server, one entry for each request."""
+
+    prompts: list[list[int]]
+    output_lens: list[int]
+    due: list[float]
+    """Seconds from the start."""
+
+    def share(self, index: int, count: int) -> Requests:
+        """Return every ``count``-th request from ``index`` on."""
+        dealt = slice(index, None, count)
+        return Requests(self.prompts[dealt], self.output_lens[dealt], self.due[dealt])
+
+
+@dataclass(frozen=True)
+class RequestSet:
+    """Prompts of random tokens: one of a few prefixes, drawn evenly, then a tail of its own."""
+
+    name: str
+    num_prefixes: int
+    prefix_len: int
+    tail_len: tuple[int, int]
+    """Shortest and longest; drawn evenly."""
+    output_len: int
+
+    def requests(self, num_requests: int, vocab_size: int, *, rate: float | None, seed: int) -> Requests:
+        """Return requests, at ``rate`` a second or all at once; those of another seed share nothing with them."""
+        span = (self.output_len, self.output_len)
+        tails = RandomRequests(num_requests, self.tail_len, span, "greedy", seed)
+        prompts = tails.prompts(vocab_size)
+        if self.num_prefixes:
+            prefixes = random_prompts(self.num_prefixes, self.prefix_len, vocab_size, seed)
+            chosen = np.random.default_rng([seed, 5]).integers(0, self.num_prefixes, num_requests)
+            prompts = [prefixes[index] + tail for index, tail in zip(chosen, prompts, strict=True)]
+        return Requests(prompts, tails.output_lens(), tails.arrivals(rate))
+
+    def shortened(self, factor: int) -> RequestSet:
+        """Return the same with all lengths divided."""
+        low, high = (max(1, length // factor) for length in self.tail_len)
+        short = {"prefix_len": self.prefix_len // factor, "output_len": self.output_len // factor}
+        return replace(self, tail_len=(low, high), **short)
+
+
+RANDOM = RequestSet("random", num_prefixes=0, prefix_len=0, tail_len=(512, 512), output_len=128)
+# 500 is no multiple of a block's 16 tokens.
+SHARED_PREFIX = RequestSet("shared-prefix", num_prefixes=8, prefix_len=500, tail_len=(16, 64), output_len=128)
+SETS = {each.name: each for each in (RANDOM, SHARED_PREFIX)}

@@ -1,26 +1,32 @@
-"""BlockManager: which KV blocks each sequence may read and write, decided for all sequences of a step at once."""
+"""BlockManager: which KV blocks each sequence reads and writes, decided for all sequences of a step in one call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from rose_backend.block_manager.admission import Admission, Admitter
-from rose_backend.block_manager.array_types import NO_BLOCKS, Int32Array, IntArray, any_of
-from rose_backend.block_manager.block_pool import BlockPool
-from rose_backend.block_manager.cache_events import CacheEvent
-from rose_backend.block_manager.cache_stats import CacheStats
+from rose_backend.block_manager.block_pool import NO_BLOCKS, NO_WRITER, BlockPool, Int32Array, IntArray
 from rose_backend.block_manager.clone_queue import ClonePlan, CloneQueue
-from rose_backend.block_manager.commit import Committer
 from rose_backend.block_manager.integrity import check_all
+from rose_backend.block_manager.observability import CacheEvent, CacheStats
 from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
-from rose_backend.block_manager.reservation import Reservation, Reserver
-from rose_backend.block_manager.sequence_table import SequenceTable
+from rose_backend.block_manager.reservation import Reservation, Reservations
+from rose_backend.block_manager.sequence_table import SequenceTable, any_of
 from rose_backend.config import check_int
 from rose_backend.errors import ConfigError, RowError
 
 _MAX_BLOCKS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class AddedSequence:
+    """Answer of ``BlockManager.add``."""
+
+    row: int
+    num_cached_tokens: int
+    """Prompt tokens that need no computation."""
 
 
 class BlockManager:
@@ -33,27 +39,28 @@ class BlockManager:
         readable, can    writable by this
         be shared        row alone
 
-    ``add`` and ``fork`` make rows that read other rows' or cached blocks; ``reserve`` makes the next positions writable
-    (new block, or a private copy of a shared part-filled tail, or the tail itself if nobody has written further);
-    the step writes; ``commit`` moves ``num_computed`` and makes the tokens findable; ``free`` lets go.
+    ``add`` and ``fork`` make rows that read cached blocks or those of other rows; ``reserve`` makes the next positions
+    writable (a new block; for a shared partial block a private copy, or the block itself if no row has written
+    further); the step writes; ``commit`` advances ``num_computed`` and adds the tokens to the prefix cache; ``free``
+    releases the row.
 
     Rules that keep the data right:
 
     - A block has at most one writer. Readers rely only on positions below their own ``num_computed``, so the writer may
       append while others read.
-    - Nothing is findable before ``commit``, that is, before the step that wrote it is over.
-    - A clone reads its source before the step writes; the source is held until ``finish_clone_plan``.
+    - Lookups find no token before its ``commit``, that is, before the step that wrote it is over.
+    - A copy reads its source before the step writes; the source is held until ``finish_clone_plan``.
 
     Args:
-        num_blocks: blocks of the KV cache including block 0, the null block, which is never handed out.
+        num_blocks: blocks of the KV cache including block 0, the null block, which is never allocated.
         block_size: tokens per block.
         max_num_seqs: rows.
         max_model_len: tokens a row can hold.
-        prefix_cache: find K/V of earlier sequences.
+        prefix_cache: reuse K/V of other sequences.
         full_blocks_only: with ``prefix_cache``, let hits end at block boundaries only.
         hash_key: key of the prefix hashes, at most 64 bytes; None draws a random one.
         bytes_per_block: of one block over all layers, keys and values; ``stats.bytes_cloned`` counts with it.
-        record_events: keep a record for ``take_events``.
+        record_events: record events for ``take_events``.
 
     Raises: ConfigError if a number is out of range.
     """
@@ -87,9 +94,9 @@ class BlockManager:
             self.cache = PrefixCache(self.pool, block_size, full_blocks_only, hash_key, record_events)
         self.clones = CloneQueue(self.pool)
         self.stats = CacheStats(bytes_per_block)
-        self._admitter = Admitter(self.pool, self.table, self.cache, self.clones, self.stats, block_size)
-        self._committer = Committer(self.pool, self.table, self.cache, block_size)
-        self._reserver = Reserver(self.pool, self.table, self.cache, self.clones, self.stats, block_size)
+        self._reservations = Reservations(
+            self.pool, self.table, self.cache, self.clones, self.stats, block_size
+        )
         # Aliases: the arrays are allocated once and changed in place.
         self.block_table = self.table.block_table
         self.num_computed_tokens = self.table.num_computed_tokens
@@ -97,7 +104,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that could be handed out now, cached ones included."""
+        """Blocks that could be allocated now, cached ones included."""
         return self.pool.num_free_blocks
 
     @property
@@ -112,7 +119,7 @@ class BlockManager:
 
     @property
     def usage(self) -> float:
-        """Share of the usable blocks that somebody holds, 0 to 1."""
+        """Share of the usable blocks that is held, 0 to 1."""
         return 1.0 - self.pool.num_free_blocks / self.pool.num_usable_blocks
 
     def hash_blocks(
@@ -161,11 +168,11 @@ class BlockManager:
 
     def blocks_needed(self, match: PrefixMatch, num_tokens: int) -> int:
         """Return how much ``num_free_blocks`` shrinks, at least, when a match is added and holds ``num_tokens``."""
-        return self._reserver.blocks_needed(match, num_tokens)
+        return self._reservations.blocks_needed(match, num_tokens)
 
     def add(
         self, token_ids: Int32Array, *, namespace: bytes = b"", match: PrefixMatch | None = None
-    ) -> Admission | None:
+    ) -> AddedSequence | None:
         """Give a new sequence a row that already reads the longest cached prefix of its prompt.
 
         Args:
@@ -185,10 +192,17 @@ class BlockManager:
             return None
         if match is None or (self.cache is not None and match.epoch != self.cache.epoch):
             match = self.match(token_ids, namespace=namespace)
-        return self._admitter.add(len(token_ids), namespace, match)
+        if len(match.block_ids):
+            self.pool.share(match.block_ids.astype(np.int64))
+        (row,) = self.table.take_rows(
+            1, match.block_ids, match.num_tokens, match.chain_digest, namespace
+        ).tolist()
+        if self.cache is not None:
+            self.stats.count_lookup(len(token_ids), match.num_tokens, self.block_size)
+        return AddedSequence(row, match.num_tokens)
 
     def fork(self, row: int, num_children: int) -> Int32Array | None:
-        """Make rows that share all computed tokens of ``row``, the part-filled tail included.
+        """Make rows that share all computed tokens of ``row``, the partial tail included.
 
         Returns:
             The new rows, or None when too few are free; then nothing has changed.
@@ -196,24 +210,37 @@ class BlockManager:
         Raises:
             RowError: ``row`` is not in use, or ``num_children`` is negative.
         """
-        self.table.check_active(np.array([row]))
+        table = self.table
+        table.check_active(np.array([row]))
         if num_children < 0:
             raise RowError(f"num_children: got {num_children}, allowed is 0 or more")
-        if num_children > self.table.num_free_rows:
+        if num_children > table.num_free_rows:
             return None
-        return self._admitter.fork(row, num_children).astype(np.int32)
+        num_tokens = int(table.num_computed_tokens[row])
+        shared = table.block_table[row, : -(-num_tokens // self.block_size)]
+        self.pool.share(shared.astype(np.int64), num_children)
+        self.stats.forks += num_children
+        digest, namespace = table.chain_digests[row], table.namespaces[row]
+        return table.take_rows(num_children, shared, num_tokens, digest, namespace).astype(np.int32)
 
     def free(self, rows: IntArray) -> None:
-        """Let go of rows and all they hold, pending clones included. What was committed stays findable."""
+        """Release rows with their blocks and pending copies. Committed tokens stay in the prefix cache."""
         rows = np.asarray(rows, np.int64)
-        self.table.check_active(rows)
-        self._admitter.free(rows)
+        table, writers = self.table, self.pool.writers
+        table.check_active(rows)
+        if self.cache is not None:
+            last_columns = np.maximum(table.num_computed_tokens[rows] - 1, 0) // self.block_size
+            self.cache.retire_tails(rows, table.entries[rows * table.width + last_columns].astype(np.int64))
+        entries = table.entries_tail_first(rows)
+        block_ids = table.entries[entries].astype(np.int64)
+        writers[block_ids[writers[block_ids] == entries // table.width]] = NO_WRITER
+        table.give_back(rows, entries)
+        self.clones.release_blocks(block_ids)
 
     def reserve(self, rows: IntArray, num_tokens: IntArray | int) -> Reservation:
         """Make the next ``num_tokens`` positions of each row writable by that row alone. All rows or none.
 
-        Room that an earlier call left over is used first, so reserving several tokens ahead lets the following steps
-        pass without touching the pool.
+        Positions reserved earlier are used first, so a step inside an earlier reservation allocates nothing.
 
         Args:
             rows: ``[N]``, no row twice.
@@ -233,7 +260,7 @@ class BlockManager:
             raise RowError(
                 f"reserve: got {int(wanted.max())} tokens in a row, max_model_len is {self.max_model_len}"
             )
-        return self._reserver.reserve(rows, wanted, idle)
+        return self._reservations.reserve(rows, wanted, idle)
 
     def commit(self, rows: IntArray, num_tokens: IntArray | int, token_ids: IntArray) -> None:
         """Declare reserved positions written: they count as computed, and lookups find them.
@@ -248,12 +275,11 @@ class BlockManager:
         Raises:
             RowError: a row is not in use or has not reserved that much, or the number of ids is another.
         """
-        self._committer.commit(
-            np.asarray(rows, np.int64), self.table.checked_counts("commit", num_tokens), token_ids
-        )
+        num_tokens = self.table.checked_counts("commit", num_tokens)
+        self._reservations.commit(np.asarray(rows, np.int64), num_tokens, token_ids)
 
     def roll_back(self, rows: IntArray, num_tokens: IntArray | int = 0) -> None:
-        """Give back reserved blocks that lie wholly behind ``num_computed_tokens + num_tokens``."""
+        """Release reserved blocks that lie wholly behind ``num_computed_tokens + num_tokens``."""
         rows = np.asarray(rows, np.int64)
         self.table.check_active(rows)
         num_tokens = self.table.checked_counts("roll_back", np.minimum(num_tokens, self.max_model_len))
@@ -267,7 +293,7 @@ class BlockManager:
         return self.clones.take_plan()
 
     def finish_clone_plan(self, plan: ClonePlan) -> None:
-        """Let go of a plan's sources: the copies have run, or everything later is ordered behind them."""
+        """Release a plan's sources: the copies have run, or all later work is ordered behind them."""
         self.clones.finish(plan)
 
     def take_changed_rows(self) -> IntArray:
@@ -277,7 +303,7 @@ class BlockManager:
         return rows
 
     def reset_prefix_cache(self) -> bool:
-        """Forget everything cached. False, and nothing is done, while a row is in use or a clone is under way."""
+        """Empty the prefix cache. False, and nothing is done, while a row is in use or a copy is not finished."""
         if self.table.is_active.any() or len(self.clones.held_sources()):
             return False
         if self.cache is not None:
@@ -286,7 +312,7 @@ class BlockManager:
         return True
 
     def take_events(self) -> list[CacheEvent]:
-        """Drain what happened to the cache's full blocks, oldest first; empty unless ``record_events``."""
+        """Drain the events of the prefix cache, oldest first; empty unless ``record_events``."""
         return self.cache.take_events() if self.cache is not None else []
 
     def check_integrity(self) -> None:

@@ -1,24 +1,102 @@
-"""Reference counts and free blocks as arrays: take, share, release, each for many blocks in one call.
+"""Reference counts, free blocks and LRU eviction as arrays: take, share and release many blocks in one call.
 
 A block is in exactly one of three states:
 
-    free     nobody refers to it, nothing in it can be found        -> on the free stack
-    cached   nobody refers to it, the prefix cache can still find it -> in the eviction queue
-    held     at least one row or clone refers to it
+    free     no reference, and the prefix cache does not index it   -> on the free stack
+    cached   no reference, but the prefix cache still indexes it    -> in the eviction queue
+    held     referenced by at least one row or pending copy
+
+Block ids are stored as int32, and converted once to int64 when used as an index: NumPy would convert them at each use.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any, TypeAlias
 
-from rose_backend.block_manager.array_types import BoolArray, Int32Array, Int64Array, IntArray
-from rose_backend.block_manager.eviction_queue import EvictionQueue
+import numpy as np
+import numpy.typing as npt
+
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+IntArray: TypeAlias = npt.NDArray[np.signedinteger[Any]]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 NULL_BLOCK = 0
-"""Never handed out. Unused table entries point to it."""
+"""Never allocated. Unused entries of a block table point to it."""
 NO_WRITER = -1
 
-_NONE: Int64Array = np.zeros(0, np.int64)
+NO_BLOCKS: Int32Array = np.zeros(0, np.int32)
+NO_BLOCKS.setflags(write=False)
+_ENDS = 0  # the null block is never queued, so it stands for both ends of the eviction queue
+
+
+class EvictionQueue:
+    """Cached blocks, least recently released first: a doubly linked list in two arrays. Memory: 8 bytes per block.
+
+    The cost of each call depends on the number of blocks passed, not on the length of the queue.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._next: Int32Array = np.zeros(num_blocks, np.int32)
+        self._previous: Int32Array = np.zeros(num_blocks, np.int32)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def push(self, block_ids: Int64Array) -> None:
+        """Append blocks, in eviction order."""
+        if not len(block_ids):
+            return
+        newest = self._previous[_ENDS]
+        chain = np.empty(len(block_ids) + 2, np.int64)
+        chain[0], chain[1:-1], chain[-1] = newest, block_ids, _ENDS
+        self._next[chain[:-1]] = chain[1:]
+        self._previous[chain[1:]] = chain[:-1]
+        self._count += len(block_ids)
+
+    def pop(self, count: int) -> Int64Array:
+        """Remove the ``count`` oldest blocks. The caller has checked the length."""
+        next_of = self._next.data  # single elements are read faster through it
+        block_id, popped = _ENDS, []
+        for _ in range(count):
+            block_id = next_of[block_id]
+            popped.append(block_id)
+        oldest = next_of[block_id]
+        self._next[_ENDS] = oldest
+        self._previous[oldest] = _ENDS
+        self._count -= count
+        return np.array(popped, np.int64)
+
+    def remove(self, block_ids: Int64Array) -> None:
+        """Remove blocks from any position, no id twice.
+
+        Blocks of a sequence are queued last block first and matched first block first, so most of them are neighbours
+        in reverse order: each run of neighbours is unlinked at once.
+        """
+        if not len(block_ids):
+            return
+        backwards = block_ids[::-1]
+        breaks = np.flatnonzero(self._next[backwards[:-1]] != backwards[1:])
+        firsts = backwards[np.concatenate(([0], breaks + 1))].tolist()
+        lasts = backwards[np.concatenate((breaks, [-1]))].tolist()
+        for first, last in zip(firsts, lasts, strict=True):
+            # Read here, not before the loop: unlinking an earlier run may have changed the neighbours.
+            before, after = self._previous[first], self._next[last]
+            self._next[before] = after
+            self._previous[after] = before
+        self._count -= len(block_ids)
+
+    def clear(self) -> None:
+        """Remove all blocks."""
+        self._next[_ENDS] = self._previous[_ENDS] = _ENDS
+        self._count = 0
+
+    def block_ids(self) -> Int64Array:
+        """Return all blocks in eviction order."""
+        oldest_first = self.pop(self._count)
+        self.push(oldest_first)
+        return oldest_first
 
 
 class BlockPool:
@@ -32,11 +110,11 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.ref_counts: Int32Array = np.zeros(num_blocks, np.int32)
         self.writers: Int32Array = np.full(num_blocks, NO_WRITER, np.int32)
-        """Row that may append to a block, or NO_WRITER. Of blocks that nobody holds always NO_WRITER."""
+        """int32 ``[num_blocks]``: the row that may append to a block, or NO_WRITER; always NO_WRITER if not held."""
         self.num_written_tokens: Int32Array = np.zeros(num_blocks, np.int32)
-        """Leading tokens of a block whose K/V is there once all work queued so far has run."""
+        """int32 ``[num_blocks]``: leading tokens of a block whose K/V is valid once all queued device work has run."""
         self.is_cached: BoolArray = np.zeros(num_blocks, np.bool_)
-        """Whether a lookup can find a block. Set by the prefix cache."""
+        """bool ``[num_blocks]``: whether the prefix cache indexes a block. Set by the prefix cache."""
         # Low ids first: pop from the end.
         self._free_stack: Int32Array = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_stacked = num_blocks - 1
@@ -45,12 +123,12 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that ``take`` can hand out: free and cached ones."""
+        """Blocks that ``take`` can allocate: free and cached ones."""
         return self._num_stacked + len(self._queue)
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that nobody holds and the prefix cache can still find."""
+        """Unreferenced blocks that the prefix cache still indexes."""
         return len(self._queue)
 
     @property
@@ -59,7 +137,7 @@ class BlockPool:
         return self.num_blocks - 1
 
     def take(self, count: int) -> tuple[Int64Array, Int64Array]:
-        """Hand out blocks with a reference count of one each. The caller has checked that so many are left.
+        """Allocate blocks, each with a reference count of one. The caller has checked ``num_free_blocks``.
 
         Free blocks go first; then cached ones, least recently released first.
 
@@ -70,7 +148,7 @@ class BlockPool:
         top = self._num_stacked
         self._num_stacked = max(top - count, 0)
         block_ids = self._free_stack[self._num_stacked : top][::-1].astype(np.int64)
-        evicted = _NONE
+        evicted = block_ids[:0]
         if count > top:
             evicted = self._queue.pop(count - top)
             block_ids = np.concatenate((block_ids, evicted))
@@ -84,17 +162,17 @@ class BlockPool:
         self.ref_counts[block_ids] = counts + np.int32(times)
 
     def share_held(self, block_ids: IntArray) -> None:
-        """Add one reference for each entry of ``block_ids``, which somebody holds (an id may stand there again)."""
+        """Add one reference for each entry of ``block_ids``, which are all held (ids may repeat)."""
         np.add.at(self.ref_counts, block_ids, np.int32(1))
 
     def release(self, block_ids: Int64Array) -> Int64Array:
-        """Drop one reference for each entry of ``block_ids`` (an id may stand there several times).
+        """Drop one reference for each entry of ``block_ids`` (ids may repeat).
 
         Args:
-            block_ids: in the order in which they shall be evicted: tails before heads.
+            block_ids: in eviction order: the last block of a sequence before its first.
 
         Returns:
-            The blocks that nobody holds any more.
+            The blocks whose reference count is now zero.
         """
         is_last = self.last_of_each(block_ids)
         if is_last.all():
@@ -109,21 +187,21 @@ class BlockPool:
         return dropped
 
     def uncache_all(self) -> None:
-        """Move all cached blocks to the free stack. The prefix cache has forgotten everything, and nothing is held."""
+        """Move all cached blocks to the free stack. The prefix cache is already empty, and no block is held."""
         block_ids: Int64Array = np.flatnonzero(self.is_cached)
         self.is_cached[block_ids] = False
         self._queue.clear()
         self._push_stack(block_ids)
 
     def last_of_each(self, ids: Int64Array) -> BoolArray:
-        """Return for each entry whether the same id does not come again behind it. Ids are below ``num_blocks``."""
+        """Return for each entry whether it is the last one with this id. Ids are below ``num_blocks``."""
         order = np.arange(len(ids), dtype=np.int32)
         self._scratch[ids] = order  # the last store into an element stays
         is_last: BoolArray = self._scratch[ids] == order
         return is_last
 
     def cached_blocks(self) -> Int64Array:
-        """Return the cached blocks, next to be evicted first."""
+        """Return the cached blocks in eviction order."""
         return self._queue.block_ids()
 
     def free_blocks(self) -> Int32Array:

@@ -1,4 +1,4 @@
-"""Copy-on-write pairs that wait for the next step, and sources that are held until their copy was issued."""
+"""Copy-on-write: block copies of the next step, and source blocks that are held until their copy was issued."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rose_backend.block_manager.array_types import Int32Array, Int64Array, IntArray
-from rose_backend.block_manager.block_pool import BlockPool
+from rose_backend.block_manager.block_pool import BlockPool, Int32Array, Int64Array, IntArray
 from rose_backend.errors import RowError
 
 _NO_SOURCE = -1
-_NONE: Int64Array = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClonePlan:
     """Whole-block copies that must run before the next forward pass.
 
-    All sources are to be read before any destination is written. ``num_tokens`` says how many leading tokens of each
-    block matter; a copy of the whole block is right, too. The arrays are contiguous.
+    All sources must be read before any destination is written. Only the first ``num_tokens`` tokens of each block need
+    to be copied. The arrays are contiguous.
     """
 
     src_block_ids: Int32Array  # [N]
@@ -31,7 +29,7 @@ class ClonePlan:
 
 
 class CloneQueue:
-    """Pairs of the coming step, and plans whose copies were not yet issued. Memory: 4 bytes per block."""
+    """Copies of the next step, and plans that are in flight. Memory: 4 bytes per block."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -40,13 +38,14 @@ class CloneQueue:
         self._in_flight: list[ClonePlan] = []
 
     def add(self, tails: Int64Array, copies: Int64Array, num_tokens: IntArray) -> None:
-        """Queue copies of ``tails``, whose references the queue takes over.
+        """Queue copies of ``tails``, whose references pass to the queue. All arguments are ``[N]``.
 
-        A tail that a pending copy is still to fill is copied from where its content is now: sources are all read first.
+        A tail that is itself the destination of a pending copy is copied from that copy's source, as all sources are
+        read first.
         """
         added = np.empty((3, len(tails)), np.int32)
         added[:] = tails, copies, num_tokens
-        moved = _NONE
+        moved = tails[:0]
         if self._pending.shape[1]:
             roots = self._pending_source_of[tails]
             is_moved = roots != _NO_SOURCE
@@ -58,20 +57,20 @@ class CloneQueue:
         self.release_blocks(moved)
 
     def release_blocks(self, block_ids: Int64Array) -> None:
-        """Drop one reference for each entry, tails first; call off copies into blocks nobody holds any more."""
+        """Drop one reference for each entry, in eviction order; cancel copies into blocks that become unreferenced."""
         while len(block_ids):
             dropped = self._pool.release(block_ids)
             if not self._pending.shape[1]:
                 return
-            called_off = dropped[self._pending_source_of[dropped] != _NO_SOURCE]
-            block_ids = self._pending_source_of[called_off].astype(np.int64)
-            self._pending_source_of[called_off] = _NO_SOURCE
+            cancelled = dropped[self._pending_source_of[dropped] != _NO_SOURCE]
+            block_ids = self._pending_source_of[cancelled].astype(np.int64)
+            self._pending_source_of[cancelled] = _NO_SOURCE
             is_wanted = self._pending_source_of[self._pending[1]] != _NO_SOURCE
-            # Not by an index, whose result is laid out by columns: plans are copied to a device row by row.
+            # compress, not an index: its result is contiguous, which the copy of a plan to a device needs.
             self._pending = self._pending.compress(is_wanted, axis=1)
 
     def take_plan(self) -> ClonePlan | None:
-        """Drain the pending pairs into a plan whose sources stay held until ``finish``."""
+        """Drain the pending copies into a plan whose sources stay held until ``finish``."""
         if not self._pending.shape[1]:
             return None
         plan = ClonePlan(*self._pending)
@@ -81,7 +80,7 @@ class CloneQueue:
         return plan
 
     def finish(self, plan: ClonePlan) -> None:
-        """Let go of the sources of a plan.
+        """Release the sources of a plan.
 
         Raises:
             RowError: the plan is not in flight (never taken here, or finished before).
@@ -92,5 +91,5 @@ class CloneQueue:
         self.release_blocks(plan.src_block_ids.astype(np.int64))
 
     def held_sources(self) -> Int32Array:
-        """Return the source of every pending and in-flight copy, an id as often as it is held."""
+        """Return the source of every pending and in-flight copy, an id once per copy."""
         return np.concatenate([self._pending[0], *(plan.src_block_ids for plan in self._in_flight)])

@@ -5,12 +5,19 @@ Vectorised, so that tests can afford it after every single call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from rose_backend.block_manager.array_types import Int32Array, Int64Array
-from rose_backend.block_manager.block_pool import NO_WRITER, NULL_BLOCK, BlockPool
+from rose_backend.block_manager.block_pool import (
+    NO_WRITER,
+    NULL_BLOCK,
+    BlockPool,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+)
 from rose_backend.block_manager.clone_queue import CloneQueue
 from rose_backend.block_manager.prefix_cache import PrefixCache
 from rose_backend.block_manager.sequence_table import SequenceTable
@@ -49,21 +56,29 @@ class _TableEntries:
         return cls(rows, columns, table.block_table[rows, columns])
 
 
+def _refuse(is_bad: BoolArray, message: Callable[[int], str]) -> None:
+    """Raise IntegrityError with the message of the first index that is bad, if there is one."""
+    bad = np.flatnonzero(is_bad)
+    if len(bad):
+        raise IntegrityError(message(int(bad[0])))
+
+
 def check_tables(table: SequenceTable, block_size: int) -> None:
     """Computed tokens lie inside a row's blocks; entries behind them point to the null block; idle rows are empty."""
-    behind = np.arange(table.block_table.shape[1]) >= table.num_row_blocks[:, None]
-    bad = np.flatnonzero(((table.block_table != NULL_BLOCK) & behind).any(axis=1))
-    if len(bad):
-        raise IntegrityError(f"row {bad[0]} has an entry behind its last block")
-    short = np.flatnonzero(table.num_computed_tokens > table.num_row_blocks * block_size)
-    if len(short):
-        row = int(short[0])
-        raise IntegrityError(
-            f"row {row}: {table.num_computed_tokens[row]} computed tokens in {table.num_row_blocks[row]} blocks"
-        )
-    idle = np.flatnonzero(~table.is_active & (table.num_row_blocks > 0))
-    if len(idle):
-        raise IntegrityError(f"row {idle[0]} is not in use but holds {table.num_row_blocks[idle[0]]} blocks")
+    computed, num_blocks = table.num_computed_tokens, table.num_row_blocks
+    behind = np.arange(table.block_table.shape[1]) >= num_blocks[:, None]
+    _refuse(
+        ((table.block_table != NULL_BLOCK) & behind).any(axis=1),
+        lambda row: f"row {row} has an entry behind its last block",
+    )
+    _refuse(
+        computed > num_blocks * block_size,
+        lambda row: f"row {row}: {computed[row]} computed tokens in {num_blocks[row]} blocks",
+    )
+    _refuse(
+        ~table.is_active & (num_blocks > 0),
+        lambda row: f"row {row} is not in use but holds {num_blocks[row]} blocks",
+    )
     num_active, num_rows = int(np.count_nonzero(table.is_active)), len(table.is_active)
     if num_active + table.num_free_rows != num_rows:
         raise IntegrityError(
@@ -82,16 +97,16 @@ def check_reference_counts(pool: BlockPool, entries: _TableEntries, clones: Clon
     counted += np.bincount(clones.held_sources(), minlength=pool.num_blocks)
     if counted[NULL_BLOCK]:
         raise IntegrityError(f"the null block is held {counted[NULL_BLOCK]} times, expected 0")
-    wrong = np.flatnonzero(counted != pool.ref_counts)
-    if len(wrong):
-        block = int(wrong[0])
-        raise IntegrityError(
+    _refuse(
+        counted != pool.ref_counts,
+        lambda block: (
             f"block {block}: reference count is {pool.ref_counts[block]}, {counted[block]} holders were counted"
-        )
+        ),
+    )
 
 
 def check_states(pool: BlockPool) -> None:
-    """free + cached + held = usable, no block is in two states; free blocks are empty, cached ones can be found."""
+    """free + cached + held = usable, no block is in two states; free blocks are empty, cached ones are indexed."""
     free, cached = pool.free_blocks(), pool.cached_blocks()
     if len(cached) != pool.num_cached_blocks:
         raise IntegrityError(
@@ -100,26 +115,19 @@ def check_states(pool: BlockPool) -> None:
     is_held = pool.ref_counts > 0
     num_states = is_held + np.bincount(free, minlength=pool.num_blocks)
     num_states += np.bincount(cached, minlength=pool.num_blocks)
-    # Nobody hands out the null block, and nobody takes it back.
+    # The null block is never allocated and never released.
     num_states[NULL_BLOCK] += 1
-    wrong = np.flatnonzero(num_states != 1)
-    if len(wrong):
-        block = int(wrong[0])
-        raise IntegrityError(
+    _refuse(
+        num_states != 1,
+        lambda block: (
             f"block {block} is in {num_states[block]} states, expected 1: free {len(free)} + cached {len(cached)} + "
             f"held {np.count_nonzero(is_held)}, expected {pool.num_usable_blocks} in all"
-        )
-    found = free[pool.is_cached[free]]
-    if len(found):
-        raise IntegrityError(f"block {found[0]} is free but can still be found")
-    used = free[pool.num_written_tokens[free] != 0]
-    if len(used):
-        raise IntegrityError(
-            f"block {used[0]} is free but counts {pool.num_written_tokens[used[0]]} written tokens"
-        )
-    lost = cached[~pool.is_cached[cached]]
-    if len(lost):
-        raise IntegrityError(f"block {lost[0]} waits for eviction but cannot be found")
+        ),
+    )
+    _refuse(pool.is_cached[free], lambda at: f"block {free[at]} is free but can still be found")
+    written = pool.num_written_tokens[free]
+    _refuse(written != 0, lambda at: f"block {free[at]} is free but counts {written[at]} written tokens")
+    _refuse(~pool.is_cached[cached], lambda at: f"block {cached[at]} waits for eviction but cannot be found")
 
 
 def check_writers(pool: BlockPool, table: SequenceTable, entries: _TableEntries, block_size: int) -> None:
@@ -127,79 +135,74 @@ def check_writers(pool: BlockPool, table: SequenceTable, entries: _TableEntries,
     is_writer = pool.writers[entries.blocks] == entries.rows
     has_listed_writer = np.zeros(pool.num_blocks, np.bool_)
     has_listed_writer[entries.blocks[is_writer]] = True
-    stray = np.flatnonzero((pool.writers != NO_WRITER) & ~has_listed_writer)
-    if len(stray):
-        block = int(stray[0])
-        raise IntegrityError(f"block {block}: writer is row {pool.writers[block]}, which does not list it")
+    _refuse(
+        (pool.writers != NO_WRITER) & ~has_listed_writer,
+        lambda block: f"block {block}: writer is row {pool.writers[block]}, which does not list it",
+    )
     computed, capacity = table.num_computed_tokens, table.capacity
     full_capacity = table.full_capacity(table.num_row_blocks)
     has_reserved = capacity > computed
-    wrong = np.flatnonzero(
-        has_reserved & (capacity != full_capacity) | table.is_active & (capacity < computed)
-    )
-    if len(wrong):
-        row = int(wrong[0])
-        raise IntegrityError(
+    _refuse(
+        has_reserved & (capacity != full_capacity) | table.is_active & (capacity < computed),
+        lambda row: (
             f"row {row}: may write up to {capacity[row]} with {computed[row]} computed tokens, "
             f"its blocks hold {full_capacity[row]}"
-        )
+        ),
+    )
     first_written = computed[entries.rows] // block_size
     reserved = has_reserved[entries.rows] & (entries.columns >= first_written)
-    foreign = np.flatnonzero(reserved & ~is_writer)
-    if len(foreign):
-        row, block = int(entries.rows[foreign[0]]), int(entries.blocks[foreign[0]])
-        raise IntegrityError(
-            f"block {block}: row {row} may write it, but its writer is {pool.writers[block]}"
-        )
+    _refuse(
+        reserved & ~is_writer,
+        lambda at: (
+            f"block {entries.blocks[at]}: row {entries.rows[at]} may write it, "
+            f"but its writer is {pool.writers[entries.blocks[at]]}"
+        ),
+    )
 
 
 def check_written_lengths(
     pool: BlockPool, table: SequenceTable, entries: _TableEntries, block_size: int
 ) -> None:
     """Every token that a row counts as computed is written, and nothing behind the writer's; no block is overfull."""
-    read = np.clip(table.num_computed_tokens[entries.rows] - entries.columns * block_size, 0, block_size)
-    short = np.flatnonzero(pool.num_written_tokens[entries.blocks] < read)
-    if len(short):
-        row, block = int(entries.rows[short[0]]), int(entries.blocks[short[0]])
-        raise IntegrityError(
-            f"block {block}: row {row} reads {read[short[0]]} tokens, "
-            f"{pool.num_written_tokens[block]} are written"
-        )
-    is_writer = pool.writers[entries.blocks] == entries.rows
-    odd = np.flatnonzero(is_writer & (pool.num_written_tokens[entries.blocks] != read))
-    if len(odd):
-        row, block = int(entries.rows[odd[0]]), int(entries.blocks[odd[0]])
-        raise IntegrityError(
-            f"block {block}: {pool.num_written_tokens[block]} tokens are written, "
-            f"its writer, row {row}, has computed {read[odd[0]]} of them"
-        )
-    over = np.flatnonzero(pool.num_written_tokens > block_size)
-    if len(over):
-        raise IntegrityError(
-            f"block {over[0]}: {pool.num_written_tokens[over[0]]} written tokens, {block_size} fit"
-        )
+    rows, blocks = entries.rows, entries.blocks
+    read = np.clip(table.num_computed_tokens[rows] - entries.columns * block_size, 0, block_size)
+    written = pool.num_written_tokens[blocks]
+    _refuse(
+        written < read,
+        lambda at: f"block {blocks[at]}: row {rows[at]} reads {read[at]} tokens, {written[at]} are written",
+    )
+    _refuse(
+        (pool.writers[blocks] == rows) & (written != read),
+        lambda at: (
+            f"block {blocks[at]}: {written[at]} tokens are written, "
+            f"its writer, row {rows[at]}, has computed {read[at]} of them"
+        ),
+    )
+    _refuse(
+        pool.num_written_tokens > block_size,
+        lambda block: f"block {block}: {pool.num_written_tokens[block]} written tokens, {block_size} fit",
+    )
 
 
 def check_cache(pool: BlockPool, cache: PrefixCache) -> None:
-    """Every findable block has at least one written token; the indexes and the flags agree."""
-    findable = np.sort(cache.cached_blocks())
+    """Every indexed block has at least one written token; the indexes and the flags agree."""
+    indexed, written = np.sort(cache.cached_blocks()), pool.num_written_tokens
     flagged = np.flatnonzero(pool.is_cached)
-    if not np.array_equal(findable, flagged):
-        odd = np.setxor1d(findable, flagged)
+    if not np.array_equal(indexed, flagged):
+        odd = np.setxor1d(indexed, flagged)
         raise IntegrityError(f"blocks {odd[:8].tolist()} are in the index or flagged, not both")
-    unwritten = findable[pool.num_written_tokens[findable] < 1]
-    if len(unwritten):
-        raise IntegrityError(
-            f"block {unwritten[0]} can be found but holds {pool.num_written_tokens[unwritten[0]]} tokens"
-        )
+    _refuse(
+        written[indexed] < 1,
+        lambda at: f"block {indexed[at]} can be found but holds {written[indexed[at]]} tokens",
+    )
     full_index = cache.full_index()
     full = np.fromiter(full_index.values(), np.int64, len(full_index))
-    bad = full[~pool.is_cached[full] | (pool.num_written_tokens[full] != cache.block_size)]
-    if len(bad):
-        raise IntegrityError(
-            f"block {bad[0]} is indexed as full with {pool.num_written_tokens[bad[0]]} tokens "
-            f"of {cache.block_size}"
-        )
+    _refuse(
+        ~pool.is_cached[full] | (written[full] != cache.block_size),
+        lambda at: (
+            f"block {full[at]} is indexed as full with {written[full[at]]} tokens of {cache.block_size}"
+        ),
+    )
     if len(np.unique(full)) != len(full):
         raise IntegrityError(
             f"{len(full)} digests lead to {len(np.unique(full))} full blocks, expected one each"

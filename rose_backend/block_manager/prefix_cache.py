@@ -1,13 +1,12 @@
-"""Content -> block: chained hashes for full blocks, longest common run of tokens inside the next one.
+"""The prefix cache: chained hashes find full blocks, a comparison of tokens finds the longest prefix of the next one.
 
 Two indexes lead to a block:
 
     full      digest of (parent digest, its tokens)  -> the block that holds exactly these tokens
-    siblings  parent digest                          -> every block behind this parent, full or part-filled
+    children  parent digest                          -> every cached block behind this parent, full or partial
 
-Digests start from a keyed root, so that nobody outside the process can compute one; the tokens are compared all the
-same on every hit. The namespace (tenant salt, adapter, ...) is hashed into the root: other namespaces have other
-parents.
+The root digest is keyed, so no client can compute a digest; every hit compares the tokens all the same. The namespace
+(tenant salt, adapter, ...) is part of the root digest, so that namespaces share no blocks.
 """
 
 from __future__ import annotations
@@ -20,10 +19,16 @@ from itertools import islice
 
 import numpy as np
 
-from rose_backend.block_manager.array_types import NO_BLOCKS, BoolArray, Int32Array, Int64Array, IntArray
-from rose_backend.block_manager.block_pool import BlockPool
-from rose_backend.block_manager.cache_events import BlockRemoved, BlockStored, CacheCleared, CacheEvent
-from rose_backend.block_manager.sibling_index import SiblingIndex
+from rose_backend.block_manager.block_pool import (
+    NO_BLOCKS,
+    BlockPool,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    IntArray,
+)
+from rose_backend.block_manager.child_index import ChildIndex
+from rose_backend.block_manager.observability import BlockRemoved, BlockStored, CacheCleared, CacheEvent
 from rose_backend.errors import RowError
 
 DIGEST_BYTES = 32
@@ -32,29 +37,29 @@ _EMPTY_CHAIN = hashlib.blake2b(digest_size=DIGEST_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What the cache holds of a prompt, at the moment of the lookup."""
+    """The cached prefix of a prompt at the time of the lookup."""
 
     block_ids: Int32Array
-    """Blocks in position order; the last may be matched in part only."""
+    """int32 ``[B]`` in position order; of the last block only the first tokens may match."""
     num_tokens: int
     """Leading prompt tokens whose K/V these blocks hold."""
     chain_digest: bytes
-    """Digest of the chain of wholly matched blocks."""
+    """Digest of the chain of the full blocks that match."""
     epoch: int
-    """State of the cache; a match of another epoch is looked up anew."""
+    """Version of the cache: ``BlockManager.add`` repeats the lookup for a match of another epoch."""
 
 
 class PrefixCache:
-    """The index over published blocks.
+    """The index of committed blocks.
 
-    Memory: ``4 * block_size + 16`` bytes per block, and at most 350 more while it is findable.
+    Memory: ``4 * block_size + 16`` bytes per block, and at most 350 more while it is cached.
 
     Args:
-        pool: whose ``num_written_tokens`` say how much of a block is valid.
+        pool: its ``num_written_tokens`` tell how much of a block is valid.
         block_size: tokens per block.
-        full_blocks_only: find whole blocks only.
+        full_blocks_only: find full blocks only.
         hash_key: at most 64 bytes; None draws a random one.
-        record_events: keep a record for ``take_events``.
+        record_events: record events for ``take_events``.
     """
 
     def __init__(
@@ -73,8 +78,8 @@ class PrefixCache:
         self._block_tokens: Int32Array = np.zeros((pool.num_blocks, block_size), np.int32)
         self._slot_tokens: Int32Array = self._block_tokens.reshape(-1)
         self._full: dict[bytes, int] = {}
-        self._siblings = SiblingIndex(pool, self._block_tokens)
-        # Empty where a block has none. Lists, as dictionaries would take more memory and time.
+        self._children = ChildIndex(pool, self._block_tokens)
+        # By block id, empty if there is none. Lists take less memory and time than dictionaries.
         self._parent_of: list[bytes] = [b""] * pool.num_blocks
         self._digest_of: list[bytes] = [b""] * pool.num_blocks
         self.epoch = 0
@@ -84,7 +89,7 @@ class PrefixCache:
 
     def root_digest(self, namespace: bytes) -> bytes:
         """Return the parent digest of a sequence's first block."""
-        if namespace != self._last_root[0]:  # most prompts have the one before's
+        if namespace != self._last_root[0]:  # most prompts have the namespace of the prompt before
             digest = hashlib.blake2b(namespace, key=self._hash_key, digest_size=DIGEST_BYTES, person=b"root")
             self._last_root = namespace, digest.digest()
         return self._last_root[1]
@@ -114,7 +119,7 @@ class PrefixCache:
         num_tokens = len(block_ids) * size
         if not self.full_blocks_only and num_tokens < max_tokens:
             rest = token_ids[num_tokens : min(num_tokens + size, max_tokens)]
-            block_id, run = self._siblings.longest_run(parent, rest)
+            block_id, run = self._children.longest_prefix(parent, rest)
             if run:
                 block_ids = np.append(block_ids, np.int32(block_id))
                 num_tokens += run
@@ -136,7 +141,7 @@ class PrefixCache:
     def _walk_full_blocks(
         self, token_ids: Int32Array, digests: Iterator[bytes], max_blocks: int
     ) -> tuple[bytes, Int32Array]:
-        """Return the longest chain of wholly matching blocks and its digest."""
+        """Return the digest of the longest chain of matching full blocks, and the blocks, int32 ``[B]``."""
         root, blocks = next(digests), []
         for digest in islice(digests, max_blocks):
             if (block_id := self._full.get(digest)) is None:
@@ -155,11 +160,11 @@ class PrefixCache:
     # Publishing
 
     def store_tokens(self, slots: Int64Array, token_ids: Int32Array) -> None:
-        """Note which token each written slot, ``block_id * block_size + offset``, holds."""
+        """Store the token of each written KV slot, ``block_id * block_size + offset``; both arrays are ``[N]``."""
         self._slot_tokens[slots] = token_ids
 
     def copy_tokens(self, src_block_ids: Int64Array, dst_block_ids: Int64Array) -> None:
-        """Note that blocks were cloned."""
+        """Copy the stored tokens with their blocks."""
         self._block_tokens[dst_block_ids] = self._block_tokens.take(src_block_ids, axis=0)
 
     def publish(
@@ -171,15 +176,15 @@ class PrefixCache:
         chain_digests: list[bytes],
         namespaces: list[bytes],
     ) -> None:
-        """Make blocks findable that have just been written; all arguments but the lists are ``[N]``.
+        """Add blocks to the index that have just been written; all arguments but the lists are ``[N]``.
 
-        If another block holds the same tokens behind the same parent, that one stays and the new one is unlinked.
+        If another block holds the same tokens behind the same parent, that one stays and the new one is not indexed.
 
         Args:
             rows: the row of each block; the blocks of a row in order.
-            is_full: findable by its digest from now on.
-            opens: has its first tokens, and may grow.
-            chain_digests: of every row, moved on behind its full blocks.
+            is_full: the block is full and gets its digest.
+            opens: the block has its first tokens, and may grow.
+            chain_digests: of every row; advanced past its full blocks.
         """
         full, parent_of, step = self._full, self._parent_of, 4 * self.block_size
         data = self._block_tokens.take(block_ids, axis=0).tobytes()
@@ -207,7 +212,7 @@ class PrefixCache:
             if not self.full_blocks_only:
                 parent_of[block_id] = parent
         if not self.full_blocks_only:
-            self._siblings.add([parent_of[block_id] for block_id in found], found)
+            self._children.add([parent_of[block_id] for block_id in found], found)
             self._close(closed)
         self._pool.is_cached[found] = True
 
@@ -216,13 +221,13 @@ class PrefixCache:
         known_parent = None if parent == self.root_digest(namespace) else parent
         return BlockStored(digest, known_parent, tokens, namespace, block_id)
 
-    # Growing, shrinking, forgetting
+    # Changes of indexed blocks
 
     def reopen(self, block_id: int) -> None:
-        """Note that a row is going to append to a block, if it is findable."""
+        """Note that a row is going to append to a block, which may not be cached."""
         parent = self._parent_of[block_id]
         if parent:
-            self._siblings.reopen(parent, block_id)
+            self._children.reopen(parent, block_id)
 
     def truncate(self, block_id: int) -> None:
         """Note that a row is going to overwrite the end of a block. Call it before the block's length changes."""
@@ -233,34 +238,34 @@ class PrefixCache:
             self._pool.is_cached[block_id] = False
 
     def retire_tails(self, rows: Int64Array, tails: Int64Array) -> None:
-        """Note that rows let go of their last computed blocks.
+        """Note that rows release their last computed blocks, ``tails``.
 
-        Of equal part-filled tails only one stays findable, so that copies do not push other content out.
+        Of equal partial blocks only one stays in the index, so that duplicates do not evict other content.
         """
         pool = self._pool
-        is_part_filled = pool.is_cached[tails] & (pool.num_written_tokens[tails] < self.block_size)
-        rows, tails = rows[is_part_filled], tails[is_part_filled]
+        is_partial = pool.is_cached[tails] & (pool.num_written_tokens[tails] < self.block_size)
+        rows, tails = rows[is_partial], tails[is_partial]
         self._close(tails[pool.writers[tails] == rows].tolist())
         for block_id in tails[pool.ref_counts[tails] == 1].tolist():
-            if self._siblings.is_covered(self._parent_of[block_id], block_id):
+            if self._children.is_covered(self._parent_of[block_id], block_id):
                 self.forget([block_id])
 
     def forget(self, block_ids: list[int]) -> None:
-        """Make blocks unfindable."""
+        """Remove blocks from the index."""
         self.epoch += 1
         self._pool.is_cached[block_ids] = False
         self._drop_digests(block_ids)
         if not self.full_blocks_only:
             parent_of = self._parent_of
-            self._siblings.remove([parent_of[block_id] for block_id in block_ids], block_ids)
+            self._children.remove([parent_of[block_id] for block_id in block_ids], block_ids)
             for block_id in block_ids:
                 parent_of[block_id] = b""
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all blocks from the index."""
         self.epoch += 1
         self._full.clear()
-        self._siblings.clear()
+        self._children.clear()
         self._parent_of = [b""] * self._pool.num_blocks
         self._digest_of = [b""] * self._pool.num_blocks
         if self._events is not None:
@@ -272,7 +277,7 @@ class PrefixCache:
         return events or []
 
     def _close(self, block_ids: list[int]) -> None:
-        self._siblings.close([self._parent_of[block_id] for block_id in block_ids], block_ids)
+        self._children.close([self._parent_of[block_id] for block_id in block_ids], block_ids)
 
     def _drop_digests(self, block_ids: list[int]) -> None:
         digest_of, full = self._digest_of, self._full
@@ -283,11 +288,11 @@ class PrefixCache:
                 if self._events is not None:
                     self._events.append(BlockRemoved(digest))
 
-    # For the integrity check and for pictures
+    # For the integrity check and the block view
 
     def cached_blocks(self) -> Int32Array:
-        """Return every findable block, held or not, from the indexes themselves."""
-        block_ids = self._full.values() if self.full_blocks_only else self._siblings.block_ids()
+        """Return every indexed block, held or not, from the indexes themselves."""
+        block_ids = self._full.values() if self.full_blocks_only else self._children.block_ids()
         return np.array([*block_ids], np.int32)
 
     def full_index(self) -> dict[bytes, int]:

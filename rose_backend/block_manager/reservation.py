@@ -1,4 +1,8 @@
-"""The decision behind ``BlockManager.reserve``: new block, take-over, or clone, for all rows of a step at once."""
+"""Before a step, rows reserve the positions that it writes; after it, they commit what it wrote.
+
+``reserve`` decides for all rows at once where each gets its positions from: a new block, the shared partial block at
+its end if no other row has written beyond the row's length (claim), or a copy of that block (copy-on-write).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rose_backend.block_manager.array_types import BoolArray, Int32Array, Int64Array, any_of
-from rose_backend.block_manager.block_pool import NO_WRITER, BlockPool
-from rose_backend.block_manager.cache_stats import CacheStats
+from rose_backend.block_manager.block_pool import (
+    NO_WRITER,
+    BlockPool,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    IntArray,
+)
 from rose_backend.block_manager.clone_queue import CloneQueue
+from rose_backend.block_manager.observability import CacheStats
 from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
-from rose_backend.block_manager.sequence_table import SequenceTable
+from rose_backend.block_manager.sequence_table import SequenceTable, any_of, concatenate_ranges
+from rose_backend.errors import RowError
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,49 +30,41 @@ class Reservation:
     """Answer of ``BlockManager.reserve``."""
 
     ok: bool
-    """True: every row was served. False: nothing has changed."""
+    """True: every row has its positions. False: nothing has changed."""
     servable: BoolArray
-    """``[N]``; with ``ok`` False, as many rows as can be served together; ``Reserver.reserve`` says which."""
+    """``[N]``; with ``ok`` False, a largest set of rows that could be served together."""
     num_new_blocks: int
-    """Blocks taken, clones included."""
+    """Blocks allocated, copies included."""
 
 
 @dataclass(slots=True)
 class _Tails:
-    """The part-filled blocks that ``M`` of the rows share and come to write in. All arrays are ``[M]``."""
+    """The shared partial blocks that ``M`` of the rows are about to write to. All arrays are ``[M]``."""
 
-    index: Int64Array  # of the row among the rows that need something
-    entries: Int64Array  # where the block stands in the block table
+    index: Int64Array  # of the row, among the rows that need positions
+    entries: Int64Array  # of the block, in ``SequenceTable.entries``
     block_ids: Int64Array
     offsets: Int32Array  # of the row's next token in the block
-    is_claim: BoolArray  # taken over in place: nobody has written beyond the row's own length
-    is_clone: BoolArray  # copied
-    is_overwrite: BoolArray  # taken over, and what the cache knows beyond the row's length is given up
+    is_claim: BoolArray  # the row becomes the writer: no row has written beyond its length
+    is_clone: BoolArray  # the row gets a copy
+    is_overwrite: BoolArray  # the row becomes the writer, and cached tokens beyond its length are dropped
 
 
-class Reserver:
+@dataclass
+class Reservations:
     """Works on the block manager's own arrays; holds no state itself."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        table: SequenceTable,
-        cache: PrefixCache | None,
-        clones: CloneQueue,
-        stats: CacheStats,
-        block_size: int,
-    ) -> None:
-        self._pool = pool
-        self._table = table
-        self._cache = cache
-        self._clones = clones
-        self._stats = stats
-        self._block_size = block_size
+    _pool: BlockPool
+    _table: SequenceTable
+    _cache: PrefixCache | None
+    _clones: CloneQueue
+    _stats: CacheStats
+    _block_size: int
 
     def blocks_needed(self, match: PrefixMatch, num_tokens: int) -> int:
         """See ``BlockManager.blocks_needed``.
 
-        A part-matched tail that nobody else holds counts no clone: ``reserve`` overwrites it when blocks are short.
+        A partially matched block without a holder needs no copy: ``reserve`` overwrites it when blocks are short.
         """
         if not match.num_tokens:
             return -(-num_tokens // self._block_size)
@@ -77,16 +80,15 @@ class Reserver:
     def reserve(self, rows: Int64Array, wanted: Int32Array, idle: BoolArray) -> Reservation:
         """Serve all rows or none.
 
-        When blocks are short, ``servable`` is a largest set of rows that can be served together: rows in the order of
-        the blocks they need, until no more fit. A row needs the blocks behind its present ones, and one for the clone
-        of a shared tail unless it takes the tail over. A tail gets one writer: of the rows that may claim it, the one
-        that needs the fewest blocks. So what a row needs does not depend on who else is served among those before it
-        in this order, and cheapest first is largest.
+        When blocks are short, ``servable`` is a largest set of rows that can be served together, the cheapest first. A
+        row needs new blocks at its end, and one for the copy of a shared partial block unless it claims that block. Of
+        the rows that may claim a block, the one that needs the fewest blocks does, so the need of a row does not depend
+        on which of the rows before it in this order are served.
 
         Args:
             rows: ``[N]``, checked.
             wanted: ``[N]`` tokens each row must be able to hold.
-            idle: ``[N]``, rows that need nothing.
+            idle: ``[N]``, rows that already can.
         """
         needy = np.flatnonzero(~idle)
         rows, wanted = rows[needy], wanted[needy]
@@ -122,14 +124,14 @@ class Reserver:
         block_ids = table.entries[entries].astype(np.int64)
         is_claim = (pool.writers[block_ids] == NO_WRITER) & (pool.num_written_tokens[block_ids] <= offsets)
         if any_of(is_claim):
-            # Several rows may claim one tail: the cheapest, of equals the first, gets it.
+            # Several rows may claim one block: the one with the lowest need gets it, of equals the first.
             candidates = np.flatnonzero(is_claim)
             candidates = candidates[np.argsort(num_new[index[candidates]], kind="stable")][::-1]
             is_claim[candidates] = pool.last_of_each(block_ids[candidates])
         return _Tails(index, entries, block_ids, offsets, is_claim, ~is_claim, np.zeros_like(is_claim))
 
     def _overwrite_instead_of_clone(self, tails: _Tails) -> int:
-        """Spare and count the clones whose source only the row holds, at the price of what is cached beyond."""
+        """Turn copies whose source only the row holds into overwrites, which drop cached tokens; return how many."""
         holds_alone = self._pool.ref_counts[tails.block_ids] == 1
         holds_alone &= self._pool.writers[tails.block_ids] == NO_WRITER
         tails.is_overwrite = tails.is_clone & holds_alone
@@ -142,14 +144,14 @@ class Reserver:
         if tails is not None:
             num_clones = int(np.count_nonzero(tails.is_clone))
             if num_clones < len(tails.index):
-                self._take_over_tails(rows, tails)
+                self._claim_tails(rows, tails)
             if num_clones:
                 self._clone_tails(rows, tails, block_ids[:num_clones])
                 block_ids = block_ids[num_clones:]
         new_rows = self._table.append(rows, num_new, block_ids)
         self._pool.writers[block_ids] = new_rows.astype(np.int32)
 
-    def _take_over_tails(self, rows: Int64Array, tails: _Tails) -> None:
+    def _claim_tails(self, rows: Int64Array, tails: _Tails) -> None:
         claimed, overwritten = tails.block_ids[tails.is_claim], tails.block_ids[tails.is_overwrite]
         self._stats.claims += len(claimed)
         self._stats.overwrites += len(overwritten)
@@ -158,10 +160,10 @@ class Reserver:
                 self._cache.reopen(block_id)
             for block_id in overwritten.tolist():
                 self._cache.truncate(block_id)
-        taken = ~tails.is_clone
-        block_ids = tails.block_ids[taken]
-        self._pool.writers[block_ids] = rows[tails.index[taken]]
-        self._pool.num_written_tokens[block_ids] = tails.offsets[taken]
+        in_place = ~tails.is_clone
+        block_ids = tails.block_ids[in_place]
+        self._pool.writers[block_ids] = rows[tails.index[in_place]]
+        self._pool.num_written_tokens[block_ids] = tails.offsets[in_place]
 
     def _clone_tails(self, rows: Int64Array, tails: _Tails, copies: Int64Array) -> None:
         is_clone = tails.is_clone
@@ -172,13 +174,63 @@ class Reserver:
         if self._cache is not None:
             self._cache.copy_tokens(sources, copies)
         self._clones.add(sources, copies, offsets)
-        self._stats.count_clones(len(copies))
+        self._stats.clones += len(copies)
+        self._stats.bytes_cloned += len(copies) * self._stats.bytes_per_block
 
     def _take(self, count: int) -> Int64Array:
         block_ids, evicted = self._pool.take(count)
         if len(evicted):
-            assert self._cache is not None, "only findable blocks are evicted"
+            assert self._cache is not None, "only cached blocks are evicted"
             self._cache.forget(evicted.tolist())
             self._pool.num_written_tokens[evicted] = 0
             self._stats.evictions += len(evicted)
         return block_ids
+
+    def commit(self, rows: Int64Array, num_tokens: Int32Array | int, token_ids: IntArray) -> None:
+        """See ``BlockManager.commit``."""
+        table, size = self._table, self._block_size
+        table.check_distinct(rows)
+        start = table.num_computed_tokens[rows]
+        end = start + num_tokens
+        if any_of(is_bad := end > table.capacity[rows]):
+            row = int(rows[np.argmax(is_bad)])
+            raise RowError(f"commit: row {row} is not in use or has not reserved the tokens to commit")
+        # Every decode step commits one token per row.
+        one_each = num_tokens == 1 if isinstance(num_tokens, int) else not any_of(num_tokens != 1)
+        row_of_token, positions = (rows, start) if one_each else _positions_of(rows, start, end)
+        if len(token_ids) != len(positions):
+            raise RowError(f"commit: got {len(token_ids)} token ids for {len(positions)} tokens")
+        columns = positions // size
+        offsets = positions - columns * size
+        blocks = table.entries[row_of_token * table.width + columns].astype(np.int64)
+        # Positions ascend within a row and a block has one writer: the last store into each block is the largest.
+        self._pool.num_written_tokens[blocks] = offsets + 1
+        table.num_computed_tokens[rows] = end
+        if self._cache is not None:
+            self._cache.store_tokens(blocks * size + offsets, np.asarray(token_ids, np.int32))
+            # The index changes only with a token that is the first of a block or copy, or fills a block.
+            is_due = end >= table.next_publish[rows]
+            if any_of(is_due):
+                self._publish(self._cache, rows[is_due], start[is_due], end[is_due])
+
+    def _publish(self, cache: PrefixCache, rows: Int64Array, start: IntArray, end: IntArray) -> None:
+        """Add to the index what ``rows`` have just computed, from ``start`` to ``end``."""
+        table, size = self._table, self._block_size
+        first_columns = start // size
+        counts = (end - 1) // size + 1 - first_columns
+        entries = concatenate_ranges(rows * table.width + first_columns, counts)
+        row_of_block = np.repeat(rows, counts)
+        blocks = table.entries[entries]
+        is_full = (entries - row_of_block * table.width + 1) * size <= np.repeat(end, counts)
+        opens = np.zeros_like(is_full) if cache.full_blocks_only else ~self._pool.is_cached[blocks]
+        cache.publish(row_of_block, blocks, is_full, opens, table.chain_digests, table.namespaces)
+        next_publish = (end // size + 1) * size
+        if not cache.full_blocks_only:
+            next_publish = np.where(end % size == 0, end + 1, next_publish)
+        table.next_publish[rows] = next_publish
+
+
+def _positions_of(rows: Int64Array, start: Int32Array, end: Int32Array) -> tuple[Int64Array, Int32Array]:
+    """Return row and position of each token, both ``[sum(end - start)]``."""
+    counts = end - start
+    return np.repeat(rows, counts), concatenate_ranges(start, counts).astype(np.int32)

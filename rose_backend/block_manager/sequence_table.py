@@ -6,22 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from rose_backend.block_manager.array_types import (
-    BoolArray,
-    Int32Array,
-    Int64Array,
-    IntArray,
-    any_of,
-    concatenate_ranges,
-)
-from rose_backend.block_manager.block_pool import NULL_BLOCK
+from rose_backend.block_manager.block_pool import NULL_BLOCK, BoolArray, Int32Array, Int64Array, IntArray
 from rose_backend.errors import RowError
 
 _NOT_IN_USE = -1
 
 
 class SequenceTable:
-    """Fixed rows that sequences are given and give back.
+    """A fixed number of rows, one per running sequence.
 
     Args:
         max_num_seqs: rows.
@@ -38,12 +30,12 @@ class SequenceTable:
         """The block table in one dimension: ``row * width + column``. One index is cheaper than two."""
         self.num_row_blocks: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.num_computed_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
-        """Tokens whose K/V was written by steps that are over."""
+        """int32 ``[max_num_seqs]``: tokens whose K/V is committed."""
         self.capacity: Int32Array = np.full(max_num_seqs, _NOT_IN_USE, np.int32)
-        """Tokens that a row may hold as it is. ``num_computed_tokens`` as long as the block that takes the next token
-        may belong to somebody else, too; otherwise what its blocks hold, at most ``max_model_len``. -1: not in use."""
+        """Tokens that a row may hold without another reservation: what its blocks hold, at most ``max_model_len``, or
+        ``num_computed_tokens`` while the block of the next token may be shared. -1: the row is not in use."""
         self.next_publish: Int32Array = np.zeros(max_num_seqs, np.int32)
-        """Computed tokens at which the row's next block is to be made findable, or is full."""
+        """Computed tokens at which a commit next changes the index: the first token of a block, or a full block."""
         self.changed: BoolArray = np.zeros(max_num_seqs, np.bool_)
         self.chain_digests: list[bytes] = [b""] * max_num_seqs
         """Digest of the chain of full, computed blocks of a row."""
@@ -57,7 +49,7 @@ class SequenceTable:
 
     @property
     def num_free_rows(self) -> int:
-        """Rows that nobody uses."""
+        """Rows that are not in use."""
         return len(self._free_rows)
 
     @property
@@ -69,9 +61,9 @@ class SequenceTable:
     def take_rows(
         self, count: int, block_ids: IntArray, num_tokens: int, chain_digest: bytes, namespace: bytes
     ) -> Int64Array:
-        """Give out rows that all read ``num_tokens`` in ``block_ids``. The caller has checked that so many are free."""
+        """Return rows that all read ``num_tokens`` in ``block_ids``. The caller has checked ``num_free_rows``."""
         numbers = [self._free_rows.pop() for _ in range(count)]
-        # Prompts come in one by one: storing at a plain number is ten times faster than at an array of one.
+        # Prompts are added one by one: storing at an integer is ten times faster than at an array of one.
         rows: Any = np.array(numbers, np.int64) if count != 1 else numbers[0]
         if len(block_ids):
             self.block_table[rows, : len(block_ids)] = block_ids
@@ -95,7 +87,7 @@ class SequenceTable:
         self._free_rows.extend(rows.tolist())
 
     def append(self, rows: Int64Array, counts: Int32Array, block_ids: Int64Array) -> Int64Array:
-        """Put ``counts[i]`` of ``block_ids`` behind the blocks of ``rows[i]``; return the row of each block."""
+        """Append ``counts[i]`` of ``block_ids`` to ``rows[i]``; return the row of each block."""
         old_counts = self.num_row_blocks[rows]
         new_counts = old_counts + counts
         self.num_row_blocks[rows] = new_counts
@@ -116,7 +108,7 @@ class SequenceTable:
         return capacity
 
     def cut(self, rows: Int64Array, num_kept: Int32Array) -> Int64Array:
-        """Shorten rows to ``num_kept[i]`` blocks; return what was cut off."""
+        """Shorten ``rows[i]`` to ``num_kept[i]`` blocks; return the blocks removed."""
         entries = concatenate_ranges(rows * self.width + num_kept, self.num_row_blocks[rows] - num_kept)
         cut: Int64Array = self.entries[entries].astype(np.int64)
         self.entries[entries] = NULL_BLOCK
@@ -126,21 +118,21 @@ class SequenceTable:
         return cut
 
     def entries_tail_first(self, rows: Int64Array) -> Int64Array:
-        """Return where in ``entries`` the blocks of ``rows`` stand, row after row, the last block of each row first."""
+        """Return the indices into ``entries`` of the blocks of ``rows``, row by row, the last block of a row first."""
         backwards = rows[::-1]
         entries: Int64Array = concatenate_ranges(backwards * self.width, self.num_row_blocks[backwards])[::-1]
         return entries
 
     def check_active(self, rows: Int64Array) -> None:
-        """Raise RowError unless every row is in use and stands there once."""
+        """Raise RowError unless every row is in use and listed once."""
         self.check_distinct(rows)
         if any_of(self.capacity[rows] == _NOT_IN_USE):
             raise RowError(f"rows {rows.tolist()}: at least one is not in use")
 
     def check_distinct(self, rows: Int64Array) -> None:
-        """Raise RowError unless every row exists and stands there once."""
+        """Raise RowError unless every row exists and is listed once."""
         packed = rows.tobytes()
-        if packed == self._scratch_distinct:  # one step asks for the same rows again and again
+        if packed == self._scratch_distinct:  # a step passes the same rows several times
             return
         num_rows = len(self._order)
         if len(rows) and (rows.min() < 0 or rows.max() >= num_rows):
@@ -169,3 +161,19 @@ class SequenceTable:
                 f"{self._max_model_len}"
             )
         return num_tokens if isinstance(num_tokens, int) else num_tokens.astype(np.int32, copy=False)
+
+
+def any_of(flags: BoolArray) -> bool:
+    """Return ``flags.any()``, for a few hundred flags four times as fast."""
+    return bool(np.count_nonzero(flags))
+
+
+def concatenate_ranges(starts: IntArray, counts: IntArray) -> Int64Array:
+    """Concatenate ``arange(starts[i], starts[i] + counts[i])``: ``[5, 9], [2, 1]`` give ``[5, 6, 9]``."""
+    if len(counts) and not any_of(counts != counts[0]):  # the usual case; three times as fast
+        equal: Int64Array = (starts.astype(np.int64)[:, None] + np.arange(counts[0])).reshape(-1)
+        return equal
+    ends = np.cumsum(counts, dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    numbers: Int64Array = np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
+    return numbers

@@ -1,13 +1,13 @@
-"""Copy-on-write, told in steps by a real block manager: its public calls make the story, its arrays fill the frames."""
+"""Copy-on-write step by step, by a real block manager: its public calls make the story, its arrays fill the frames."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from rose_backend.block_manager import BlockManager, ClonePlan
-from rose_backend.block_manager.array_types import Int32Array
+from rose_backend.block_manager.block_pool import Int32Array
 from rose_backend.block_view.view_model import Frame, Observer, Story
 from rose_backend.config import check_int
 from rose_backend.errors import ConfigError
@@ -28,16 +28,8 @@ _CONTINUATIONS = {
 }
 
 
-def split_prompt(prompt: str, tokens: str) -> tuple[str, ...]:
-    """Cut a prompt into the demonstration's tokens; characters that cannot be printed are replaced.
-
-    Args:
-        prompt: any text.
-        tokens: one of ``TOKEN_KINDS``.
-
-    Raises:
-        ConfigError: the prompt has no tokens, or too many for a picture.
-    """
+def _split_prompt(prompt: str, tokens: str) -> tuple[str, ...]:
+    """Cut a prompt into tokens; characters that cannot be printed are replaced."""
     pieces = prompt.split() if tokens == "words" else [" " if piece.isspace() else piece for piece in prompt]
     if not 1 <= len(pieces) <= MAX_PROMPT_TOKENS:
         raise ConfigError(
@@ -57,25 +49,16 @@ def tell_story(
         tokens: what one token is, one of ``TOKEN_KINDS``.
 
     Raises:
-        ConfigError: an argument is out of range.
+        ConfigError: ``block_size`` is out of range, or the prompt has no tokens or too many for a picture.
     """
     check_int("block_size", block_size, *BLOCK_SIZES)
-    words = split_prompt(prompt, tokens)
+    words = _split_prompt(prompt, tokens)
     teller = _Teller(words, block_size, _CONTINUATIONS[tokens])
-    frames = (
-        teller.compute_prompt(),
-        teller.fork(),
-        teller.reserve_first_write(),
-        teller.write(),
-        teller.free(),
-        teller.hit_inside_a_block(),
-        teller.copy_from_the_cache(),
-    )
-    return Story(block_size, words, frames)
+    return Story(block_size, words, (*teller.copy_on_write(), *teller.hit_inside_a_block()))
 
 
 class _Teller:
-    """Drives one block manager; each method is one step of the story and returns its frame."""
+    """Drives one block manager, and yields a frame after each step."""
 
     def __init__(
         self, prompt: Sequence[str], block_size: int, continuations: Sequence[Sequence[str]]
@@ -95,128 +78,104 @@ class _Teller:
             max_model_len=len(self._shared) + block_size,
         )
         self._observer = Observer(self._manager, self._names, self._words.__getitem__)
-        self._plan: ClonePlan | None = None
-        self._a = self._b = self._c = -1
 
-    def compute_prompt(self) -> Frame:
-        ids = self._ids(self._shared)
-        admission = self._manager.add(ids)
-        assert admission is not None, "the table is empty"
-        self._a = admission.row
-        self._names[self._a] = "A"
-        self._reserve([self._a], len(ids))
-        self._commit([self._a], len(ids), ids)
-        tail = self._tail(self._a)
-        return self._frame(
+    def copy_on_write(self) -> Iterator[Frame]:
+        manager, ids = self._manager, self._ids(self._shared)
+        a, _ = self._add("A", ids)
+        self._reserve([a], len(ids))
+        manager.commit(np.array([a]), len(ids), ids)
+        num_blocks = _count(int(manager.num_row_blocks[a]), "block")
+        yield self._frame(
             "A prompt is computed",
-            f"Sequence A holds {_count(len(ids), 'token')} in {_count(self._num_blocks(self._a), 'block')}. Block "
-            f"#{tail} is filled in part: A may go on writing there. Since commit, other prompts can find what is "
-            "written.",
+            f"Sequence A holds {_count(len(ids), 'token')} in {num_blocks}. Block #{self._tail(a)} is filled in part: "
+            "A may go on writing there. Since commit, other prompts can find what is written.",
             ("A = add(prompt)", f"reserve(A, {len(ids)})", f"commit(A, {len(ids)})"),
         )
 
-    def fork(self) -> Frame:
-        children = self._manager.fork(self._a, 1)
+        children = manager.fork(a, 1)
         assert children is not None, "a row is left"
-        self._b = int(children[0])
-        self._names[self._b] = "B"
-        return self._frame(
+        b = int(children[0])
+        self._names[b] = "B"
+        yield self._frame(
             "Fork: nothing is copied",
             "B continues the same text: parallel sampling, or a beam. It reads every block of A, the part-filled "
-            f"#{self._tail(self._b)} too; only reference counts have changed. A alone may still write.",
+            f"#{self._tail(b)} too; only reference counts have changed. A alone may still write.",
             ("B = fork(A)",),
         )
 
-    def reserve_first_write(self) -> Frame:
-        shared = self._tail(self._a)
-        self._reserve([self._a, self._b], 1)
-        self._plan = self._manager.take_clone_plan()
-        assert self._plan is not None, "B comes to a part-filled tail that A writes"
-        return self._frame(
+        shared = self._tail(a)
+        plan = self._reserve([a, b], 1)
+        assert plan is not None, "B gets to a part-filled tail that A writes"
+        yield self._frame(
             "First write: the block is copied",
             f"Both want to write their next token. #{shared} has a writer, A, so B gets its own block "
-            f"#{self._tail(self._b)}. What B reads of #{shared}, {_count(int(self._plan.num_tokens[0]), 'token')}, is "
+            f"#{self._tail(b)}. What B reads of #{shared}, {_count(int(plan.num_tokens[0]), 'token')}, is "
             f"copied before the step runs. A writes on in #{shared} and notices nothing. The copy holds #{shared} "
             "until it has run.",
-            ("reserve([A, B], 1)", f"take_clone_plan(): {_arrows(self._plan)}"),
+            ("reserve([A, B], 1)", f"take_clone_plan(): {_arrows(plan)}"),
+            plan,
         )
-
-    def write(self) -> Frame:
-        self._finish_plan()
-        self._commit([self._a, self._b], 1, self._ids([self._said_by_a[0], self._said_by_b[0]]))
-        return self._frame(
+        manager.finish_clone_plan(plan)
+        manager.commit(np.array([a, b]), 1, self._ids([self._said_by_a[0], self._said_by_b[0]]))
+        yield self._frame(
             "The step has run: two texts, one common past",
-            f"A and B differ in #{self._tail(self._a)} and #{self._tail(self._b)} only. Everything before is still "
+            f"A and B differ in #{self._tail(a)} and #{self._tail(b)} only. Everything before is still "
             "stored once. The new tokens can be found from now on, not a moment earlier.",
             ("finish_clone_plan(plan)", "commit([A, B], 1)"),
         )
 
-    def free(self) -> Frame:
-        self._manager.free(np.array([self._a, self._b]))
+        manager.free(np.array([a, b]))
         self._names.clear()
-        order = ", ".join(f"#{block_id}" for block_id in self._manager.pool.cached_blocks().tolist())
-        return self._frame(
+        order = ", ".join(f"#{block_id}" for block_id in manager.pool.cached_blocks().tolist())
+        yield self._frame(
             "Both end: what stays findable",
             "Nobody holds a block any more, so all of them can be handed out. Yet what was written stays findable "
             f"until its room is needed: free blocks go first, then {order}; tails go before heads.",
             ("free([A, B])",),
         )
 
-    def hit_inside_a_block(self) -> Frame:
+    def hit_inside_a_block(self) -> Iterator[Frame]:
         room = self._size - len(self._shared) % self._size
         question = self._asked_by_c[: min(room, _MAX_NEW_TOKENS)]
-        self._c_ids = self._ids([*self._shared, *question])
-        admission = self._manager.add(self._c_ids)
-        assert admission is not None, "the table is empty"
-        self._c, hit = admission.row, admission.num_cached_tokens
-        self._names[self._c] = "C"
+        ids = self._ids([*self._shared, *question])
+        c, hit = self._add("C", ids)
+        asked = " ".join([self._shared[-1], *question])
         whole = hit // self._size * self._size
-        return self._frame(
+        yield self._frame(
             "A new prompt: the hit ends inside a block",
-            f"C asks {_quote(self._shared[-1], question)}: {hit} of its {len(self._c_ids)} tokens are found, "
-            f"{hit - whole} of them inside #{self._tail(self._c)}, whose other tokens C does not read. A cache of "
+            f'C asks "... {asked}": {hit} of its {len(ids)} tokens are found, '
+            f"{hit - whole} of them inside #{self._tail(c)}, whose other tokens C does not read. A cache of "
             f"whole blocks would have found {whole}.",
             (f"C = add(prompt): {hit} tokens cached",),
         )
 
-    def copy_from_the_cache(self) -> Frame:
-        source = self._tail(self._c)
-        missing = len(self._c_ids) - int(self._manager.num_computed_tokens[self._c])
-        self._reserve([self._c], missing)
-        self._plan = self._manager.take_clone_plan()
-        assert self._plan is not None, "the cache knows more of the tail than C shares"
-        return self._frame(
+        source, missing = self._tail(c), len(ids) - hit
+        plan = self._reserve([c], missing)
+        assert plan is not None, "the cache knows more of the tail than C shares"
+        yield self._frame(
             "Its first write: copied from the cache",
-            f"C may not write over #{source}: another prompt may still ask for it. So C gets #{self._tail(self._c)} "
-            f"and computes {_count(missing, 'token')} instead of {len(self._c_ids)}. When the copy has run, "
+            f"C may not write over #{source}: another prompt may still ask for it. So C gets #{self._tail(c)} "
+            f"and computes {_count(missing, 'token')} instead of {len(ids)}. When the copy has run, "
             f"#{source} is cached again.",
-            (f"reserve(C, {missing})", f"take_clone_plan(): {_arrows(self._plan)}"),
+            (f"reserve(C, {missing})", f"take_clone_plan(): {_arrows(plan)}"),
+            plan,
         )
 
-    def _frame(self, title: str, text: str, calls: tuple[str, ...]) -> Frame:
+    def _frame(self, title: str, text: str, calls: tuple[str, ...], plan: ClonePlan | None = None) -> Frame:
         self._manager.check_integrity()
-        pool = self._observer.pool()
-        return Frame(
-            title,
-            text,
-            calls,
-            self._observer.rows(pool),
-            self._observer.copies(self._plan),
-            pool,
-            self._manager.stats.as_dict(),
-        )
+        return self._observer.frame(title, text, calls, plan)
 
-    def _reserve(self, rows: list[int], num_tokens: int) -> None:
+    def _add(self, name: str, ids: Int32Array) -> tuple[int, int]:
+        """Return the row of a new sequence, and how many of its tokens are cached."""
+        admission = self._manager.add(ids)
+        assert admission is not None, "the table is empty"
+        self._names[admission.row] = name
+        return admission.row, admission.num_cached_tokens
+
+    def _reserve(self, rows: list[int], num_tokens: int) -> ClonePlan | None:
         reservation = self._manager.reserve(np.array(rows), num_tokens)
         assert reservation.ok, "the pool has room for the whole story"
-
-    def _commit(self, rows: list[int], num_tokens: int, ids: Int32Array) -> None:
-        self._manager.commit(np.array(rows), num_tokens, ids)
-
-    def _finish_plan(self) -> None:
-        if self._plan is not None:
-            self._manager.finish_clone_plan(self._plan)
-            self._plan = None
+        return self._manager.take_clone_plan()
 
     def _ids(self, words: Sequence[str]) -> Int32Array:
         """Return token ids; a word that is new gets the next one."""
@@ -225,11 +184,8 @@ class _Teller:
                 self._words.append(word)
         return np.array([self._words.index(word) for word in words], np.int32)
 
-    def _num_blocks(self, row: int) -> int:
-        return int(self._manager.num_row_blocks[row])
-
     def _tail(self, row: int) -> int:
-        return int(self._manager.block_table[row, self._num_blocks(row) - 1])
+        return int(self._manager.block_table[row, self._manager.num_row_blocks[row] - 1])
 
 
 def _count(number: int, noun: str) -> str:
@@ -239,7 +195,3 @@ def _count(number: int, noun: str) -> str:
 def _arrows(plan: ClonePlan) -> str:
     pairs = zip(plan.src_block_ids.tolist(), plan.dst_block_ids.tolist(), strict=True)
     return ", ".join(f"#{source} -> #{destination}" for source, destination in pairs)
-
-
-def _quote(last: str, question: Sequence[str]) -> str:
-    return f'"... {" ".join([last, *question])}"'

@@ -1,4 +1,4 @@
-"""Draws an engine's readings: once, or again and again until Ctrl-C."""
+"""Draws an engine's readings: once, or repeatedly until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,31 +16,23 @@ from rose_backend.errors import MetricsError
 
 _LABEL_WIDTH = 13
 _BAR_WIDTH = 40
-_HISTORY = _BAR_WIDTH
 _LEVELS = "▁▂▃▄▅▆▇█"
 _ASCII_LEVELS = "_.-=+*#@"
 _UNKNOWN = "not served"
 
 
 def show_once(url: str, console: Console) -> None:
-    """Print one reading.
-
-    Raises:
-        MetricsError: see ``read_metrics``.
-    """
-    monitor = Monitor(url)
-    monitor.add(read_metrics(url))
-    console.print(monitor.render(console))
+    """Print one reading; raises what ``read_metrics`` raises."""
+    console.print(Monitor(url, read_metrics(url)).render(console))
 
 
 def watch(url: str, interval_s: float, console: Console) -> None:
-    """Show readings until Ctrl-C. An engine that stops answering is asked again and again.
+    """Show readings until Ctrl-C. An engine that stops answering is asked again.
 
     Raises:
         MetricsError: the very first reading failed.
     """
-    monitor = Monitor(url)
-    monitor.add(read_metrics(url))
+    monitor = Monitor(url, read_metrics(url))
     try:
         with Live(console=console, auto_refresh=False) as live:
             while True:
@@ -57,20 +49,19 @@ def watch(url: str, interval_s: float, console: Console) -> None:
 class Monitor:
     """Remembers readings and draws the latest, with what changed since the one before."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, first: Reading) -> None:
         self._url = url
-        self._last: Reading | None = None
+        self._last = first
         self._before: Reading | None = None
-        self._usages: deque[float] = deque(maxlen=_HISTORY)
-        self._rates: deque[float] = deque(maxlen=_HISTORY)
+        self._usages = deque([first.usage], maxlen=_BAR_WIDTH)
+        self._rates: deque[float] = deque(maxlen=_BAR_WIDTH)
         self._silent_since = ""
         self._error = ""
 
     def add(self, reading: Reading) -> None:
         """Take a new reading."""
-        self._before, self._last = self._last, reading
-        if self._before is not None and _restarted(self._before, reading):
-            self._before = None
+        self._before = None if _restarted(self._last, reading) else self._last
+        self._last = reading
         self._usages.append(reading.usage)
         rate = self._rate("generation_tokens")
         if rate is not None:
@@ -84,81 +75,61 @@ class Monitor:
         self._error = str(error)
 
     def render(self, console: Console) -> Group:
-        """Draw the state. At least one reading has been taken."""
+        """Draw the state."""
         reading = self._last
-        assert reading is not None
-        title = Text(f"KV cache of {_printable(self._name(reading))}")
+        engines = f", {reading.num_engines} engines" if reading.num_engines > 1 else ""
+        title = _printable(f"KV cache of {reading.model or 'an engine'} at {self._url}{engines}")
         lines = [
             Text(no_wrap=True).append(f" {name:<{_LABEL_WIDTH}}", style="bold").append_text(value)
-            for name, value in self._lines(reading, console.options.ascii_only)
+            for name, value in self._lines(console.options.ascii_only)
         ]
         if self._silent_since:
             since = f" no answer since {self._silent_since}, still asking; Ctrl-C ends"
             lines += [Text(since, style="bold red"), Text(f" {_printable(self._error)}", style="red")]
-        return Group(Rule(title, align="left", style="magenta"), *lines)
+        return Group(Rule(Text(title), align="left", style="magenta"), *lines)
 
-    def _name(self, reading: Reading) -> str:
-        engines = f", {reading.num_engines} engines" if reading.num_engines > 1 else ""
-        return f"{reading.model or 'an engine'} at {self._url}{engines}"
-
-    def _lines(self, reading: Reading, is_ascii: bool) -> Iterator[tuple[str, Text]]:
-        """Yield a label and what stands behind it, line by line."""
+    def _lines(self, is_ascii: bool) -> Iterator[tuple[str, Text]]:
+        """Yield the label and the text of each line."""
+        reading = self._last
         yield "pool in use", _bar(reading.usage, is_ascii)
         if reading.rose_usage is not None:
             yield "Rose counts", _bar(reading.rose_usage, is_ascii)
         if len(self._usages) > 1:
             yield "", _history(self._usages, f"highest {max(self._usages):.1%}", is_ascii)
         yield "blocks", Text(_blocks(reading))
-        yield "requests", Text(_requests(reading))
+        yield "requests", _say("{:,.0f} running, {:,.0f} waiting", reading.running, reading.waiting)
         yield "prefix hits", Text(_hits_since_start(reading))
         hits, queries = self._change("hit_tokens"), self._change("query_tokens")
         if hits is not None and queries is not None:
-            yield "", Text(f"{_share(hits, queries)} in the last {self._interval}")
-        yield "tokens", Text(self._tokens(reading))
-        if len(self._rates) > 1:
-            yield "", _history(self._rates, f"highest {max(self._rates):,.0f} generated/s", is_ascii)
-        yield "preempted", Text(self._preemptions(reading))
-
-    def _tokens(self, reading: Reading) -> str:
-        prompts, generated = reading.prompt_tokens, reading.generation_tokens
-        if prompts is None or generated is None:
-            return _UNKNOWN
+            yield "", Text(f"{_share(hits, queries)} {self._in_the_last}")
         prompt_rate, generated_rate = self._rate("prompt_tokens"), self._rate("generation_tokens")
         if prompt_rate is None or generated_rate is None:
-            return f"{prompts:,.0f} of prompts, {generated:,.0f} generated since start"
-        return f"{prompt_rate:,.0f}/s of prompts, {generated_rate:,.0f}/s generated"
-
-    def _preemptions(self, reading: Reading) -> str:
-        if reading.preemptions is None:
-            return _UNKNOWN
-        text = f"{reading.preemptions:,.0f} since start"
-        change = self._change("preemptions")
-        return text if change is None else f"{text}, {change:,.0f} in the last {self._interval}"
+            total = "{:,.0f} of prompts, {:,.0f} generated since start"
+            yield "tokens", _say(total, reading.prompt_tokens, reading.generation_tokens)
+        else:
+            yield "tokens", Text(f"{prompt_rate:,.0f}/s of prompts, {generated_rate:,.0f}/s generated")
+        if len(self._rates) > 1:
+            yield "", _history(self._rates, f"highest {max(self._rates):,.0f} generated/s", is_ascii)
+        preempted, change = _say("{:,.0f} since start", reading.preemptions), self._change("preemptions")
+        yield "preempted", preempted if change is None else preempted + f", {change:,.0f} {self._in_the_last}"
 
     @property
-    def _interval(self) -> str:
-        assert self._before is not None and self._last is not None
-        return f"{self._last.time_s - self._before.time_s:.1f} s"
+    def _in_the_last(self) -> str:
+        return f"in the last {self._change('time_s'):.1f} s"
 
     def _change(self, name: str) -> float | None:
-        if self._before is None or self._last is None:
-            return None
-        new, old = getattr(self._last, name), getattr(self._before, name)
+        new, old = getattr(self._last, name, None), getattr(self._before, name, None)
         return None if new is None or old is None else float(new - old)
 
     def _rate(self, name: str) -> float | None:
-        change = self._change(name)
-        if change is None or self._before is None or self._last is None:
-            return None
-        return change / max(self._last.time_s - self._before.time_s, 1e-9)
+        change, seconds = self._change(name), self._change("time_s")
+        return None if change is None or seconds is None else change / max(seconds, 1e-9)
 
 
 def _restarted(before: Reading, now: Reading) -> bool:
     """Whether a counter went back: then another process answers, and differences mean nothing."""
-    for name in ("query_tokens", "hit_tokens", "preemptions", "prompt_tokens", "generation_tokens"):
-        if (getattr(now, name) or 0) < (getattr(before, name) or 0):
-            return True
-    return False
+    names = ("query_tokens", "hit_tokens", "preemptions", "prompt_tokens", "generation_tokens")
+    return any((getattr(now, name) or 0) < (getattr(before, name) or 0) for name in names)
 
 
 def _bar(share: float, is_ascii: bool) -> Text:
@@ -183,10 +154,8 @@ def _blocks(reading: Reading) -> str:
     return f"{round(reading.usage * reading.num_blocks):,} of {reading.num_blocks:,}{size}"
 
 
-def _requests(reading: Reading) -> str:
-    if reading.running is None or reading.waiting is None:
-        return _UNKNOWN
-    return f"{reading.running:,.0f} running, {reading.waiting:,.0f} waiting"
+def _say(text: str, *values: float | None) -> Text:
+    return Text(_UNKNOWN if None in values else text.format(*values))
 
 
 def _hits_since_start(reading: Reading) -> str:

@@ -7,7 +7,7 @@ import math
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -21,8 +21,6 @@ TIMEOUT_S = 5.0
 _MAX_BYTES = 32 << 20
 _USAGE = "vllm:kv_cache_usage_perc"
 _ROSE_USAGE = "rose:kv_cache_usage_perc"
-# A server's own prefix: Rose inside vLLM, or `rose serve`.
-_PREFIXES = ("vllm:", "rose:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +87,10 @@ def read_metrics(url: str) -> Reading:
         raise MetricsError(
             f"{url}: answered {error.code} {error.reason}; is this an engine's address?"
         ) from error
-    except urllib.error.URLError as error:
-        raise MetricsError(f"{url}: no answer ({_reason(error.reason)})") from error
     except (OSError, http.client.HTTPException) as error:
-        raise MetricsError(f"{url}: no answer ({_reason(error)})") from error
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        text = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+        raise MetricsError(f"{url}: no answer ({' '.join(str(text).split())})") from error
     return parse_metrics(body.decode("utf-8", errors="replace"), url, time.monotonic())
 
 
@@ -113,71 +111,54 @@ def parse_metrics(text: str, url: str, time_s: float) -> Reading:
         raise MetricsError(
             "url: needs prometheus_client, which is not installed; pip install 'rose-backend[serve]'"
         ) from error
+    samples: dict[str, list[Sample]] = {}
     try:
-        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if math.isfinite(sample.value):
+                    samples.setdefault(sample.name, []).append(sample)
     except ValueError as error:
         raise MetricsError(f"{url}: answered, but not with Prometheus metrics") from error
-    return _Answer(samples).reading(url, time_s)
+    return _read_samples(samples, url, time_s)
 
 
-class _Answer:
-    """The samples of one answer, by name."""
+def _read_samples(samples: Mapping[str, Sequence[Sample]], url: str, time_s: float) -> Reading:
+    def find(name: str) -> Sequence[Sample]:
+        return samples.get(f"vllm:{name}") or samples.get(f"rose:{name}") or ()
 
-    def __init__(self, samples: Iterable[Sample]) -> None:
-        self._samples: dict[str, list[Sample]] = {}
-        for sample in samples:
-            if math.isfinite(sample.value):
-                self._samples.setdefault(sample.name, []).append(sample)
+    def total(name: str) -> float | None:
+        found = find(name)
+        return sum(sample.value for sample in found) if found else None
 
-    def reading(self, url: str, time_s: float) -> Reading:
-        usages = self._samples.get(_USAGE) or self._samples.get(_ROSE_USAGE)
-        if usages is None:
-            raise MetricsError(
-                f"{url}: answered with metrics, but not with {_USAGE}; is this an engine's address?"
-            )
-        models = sorted({sample.labels.get("model_name", "") for sample in usages} - {""})
-        return Reading(
-            time_s=time_s,
-            usage=sum(sample.value for sample in usages) / len(usages),
-            rose_usage=self._mean(_ROSE_USAGE) if _USAGE in self._samples else None,
-            num_engines=len(usages),
-            model=", ".join(models),
-            num_blocks=self._num_blocks(),
-            block_size=self._block_size(),
-            running=self._total("num_requests_running"),
-            waiting=self._total("num_requests_waiting"),
-            query_tokens=self._total("prefix_cache_queries_total"),
-            hit_tokens=self._total("prefix_cache_hits_total"),
-            preemptions=self._total("num_preemptions_total"),
-            prompt_tokens=self._total("prompt_tokens_total"),
-            generation_tokens=self._total("generation_tokens_total"),
-        )
-
-    def _total(self, name: str) -> float | None:
-        samples = self._find(name)
-        return sum(sample.value for sample in samples) if samples else None
-
-    def _find(self, name: str) -> list[Sample]:
-        return next((found for prefix in _PREFIXES if (found := self._samples.get(prefix + name))), [])
-
-    def _mean(self, name: str) -> float | None:
-        samples = self._samples.get(name)
-        return sum(sample.value for sample in samples) / len(samples) if samples else None
-
-    def _config(self, label: str) -> list[int]:
+    def config(label: str) -> list[int]:
         # A label that is not known yet reads "None".
-        texts = [sample.labels.get(label, "") for sample in self._find("cache_config_info")]
+        texts = [sample.labels.get(label, "") for sample in find("cache_config_info")]
         return [int(text) for text in texts if text.isdecimal()]
 
-    def _num_blocks(self) -> int | None:
-        counts = self._config("num_gpu_blocks")
-        return sum(count - 1 for count in counts) if counts else None
+    usages = samples.get(_USAGE) or samples.get(_ROSE_USAGE)
+    if usages is None:
+        raise MetricsError(
+            f"{url}: answered with metrics, but not with {_USAGE}; is this an engine's address?"
+        )
+    rose_usages = samples.get(_ROSE_USAGE) if _USAGE in samples else None
+    block_counts, block_sizes = config("num_gpu_blocks"), set(config("block_size"))
+    return Reading(
+        time_s=time_s,
+        usage=_mean(usages),
+        rose_usage=_mean(rose_usages) if rose_usages else None,
+        num_engines=len(usages),
+        model=", ".join(sorted({sample.labels.get("model_name", "") for sample in usages} - {""})),
+        num_blocks=sum(count - 1 for count in block_counts) if block_counts else None,
+        block_size=block_sizes.pop() if len(block_sizes) == 1 else None,
+        running=total("num_requests_running"),
+        waiting=total("num_requests_waiting"),
+        query_tokens=total("prefix_cache_queries_total"),
+        hit_tokens=total("prefix_cache_hits_total"),
+        preemptions=total("num_preemptions_total"),
+        prompt_tokens=total("prompt_tokens_total"),
+        generation_tokens=total("generation_tokens_total"),
+    )
 
-    def _block_size(self) -> int | None:
-        sizes = set(self._config("block_size"))
-        return sizes.pop() if len(sizes) == 1 else None
 
-
-def _reason(error: object) -> str:
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return " ".join(str(text).split())
+def _mean(samples: Sequence[Sample]) -> float:
+    return float(sum(sample.value for sample in samples) / len(samples))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from html import escape
+from pathlib import Path
 
-from rose_backend.block_view.page_style import STYLE
 from rose_backend.block_view.strips import (
     Strip,
     counts_line,
@@ -14,7 +14,7 @@ from rose_backend.block_view.strips import (
     references_note,
     strips_of,
 )
-from rose_backend.block_view.view_model import MARKS, BlockState, BlockView, CellView, Frame, SlotKind, Story
+from rose_backend.block_view.view_model import MARKS, BlockState, CellView, Frame, SlotKind, Story
 
 # The policy makes the browser refuse whatever is not in the file.
 _HEAD = """<!doctype html>
@@ -27,6 +27,7 @@ _HEAD = """<!doctype html>
 <style>{style}</style>
 </head>
 """
+_STYLE_SHEET = Path(__file__).parent / "page.css"
 _STATE_MEANINGS = {
     BlockState.SHARED: "several sequences read it",
     BlockState.HELD: "one sequence reads it",
@@ -49,7 +50,7 @@ def render_page(story: Story) -> str:
     size = story.block_size
     return "\n".join(
         (
-            _HEAD.format(style=STYLE) + "<body>\n<header>",
+            _HEAD.format(style=_STYLE_SHEET.read_text(encoding="utf-8")) + "<body>\n<header>",
             "<h1>Copy-on-write of KV blocks, in <span>" + f"{len(story.frames)} steps</span></h1>",
             "<p>Every number and every block below was read from a real block manager, step by step. "
             f"A block holds {size} tokens; the prompt is <q>{prompt}</q>.</p>",
@@ -121,7 +122,7 @@ def _strip(strip: Strip, block_size: int) -> str:
     notes = "".join(f"<span>{escape(note)}</span> " for note in strip.notes)
     cards = "\n".join(_card(cell, block_size) if cell is not None else "<div></div>" for cell in strip.cells)
     return (
-        f'<div class="strip {strip.kind.value}">\n'
+        f'<div class="strip {strip.kind}">\n'
         f'<div class="label"><b>{escape(strip.name)}</b> {notes}</div>\n{cards}\n</div>'
     )
 
@@ -148,22 +149,19 @@ def _slot(word: str, kind: SlotKind, tag: str) -> str:
 
 def _links(upper: Strip, lower: Strip, frame: Frame) -> str:
     links = "".join(
-        f'<div class="link {link.kind.name.lower()}">{escape(link.text)}</div>' if link else "<div></div>"
+        f'<div class="link {link.kind}">{escape(link.text)}</div>' if link else "<div></div>"
         for link in links_between(upper, lower, frame)
     )
     return f'<div class="links"><div class="label"></div>{links}</div>'
 
 
 def _pool(frame: Frame) -> str:
-    items = "".join(_pool_item(block) for block in frame.pool.blocks)
-    return f'<ul class="pool" aria-label="All blocks of the pool">{items}</ul>'
-
-
-def _pool_item(block: BlockView) -> str:
-    return (
+    items = (
         f'<li class="{_css(block.state)}" title="{block.state.value}">{_mark(block.state)} #{block.block_id}'
         f'<span class="sr"> {block.state.value}</span></li>'
+        for block in frame.pool.blocks
     )
+    return f'<ul class="pool" aria-label="All blocks of the pool">{"".join(items)}</ul>'
 
 
 def _mark(state: BlockState) -> str:

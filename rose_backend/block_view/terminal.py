@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -12,9 +11,7 @@ from rich.text import Text
 
 from rose_backend.block_view.strips import (
     Link,
-    LinkKind,
     Strip,
-    StripKind,
     counts_line,
     fill_note,
     history_line,
@@ -41,60 +38,14 @@ _MAX_WORD_WIDTH = 15
 _MAX_TEXT_WIDTH = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Glyphs:
-    """The signs of a picture."""
-
-    marks: Mapping[BlockState, str]
-    corners: str
-    horizontal: str
-    vertical: str
-    empty: str
-    findable: str
-    same: str
-    copy: str
-    ellipsis: str
-    space: str
-
-
-UNICODE = Glyphs(
-    marks=MARKS,
-    corners="╭╮╰╯",
-    horizontal="─",
-    vertical="│",
-    empty="·",
-    findable="✓",
-    same="║",
-    copy="⇓",
-    ellipsis="…",
-    space="␣",
-)
-ASCII = Glyphs(
-    marks={
-        BlockState.SHARED: "&",
-        BlockState.HELD: "*",
-        BlockState.CLONE_SOURCE: ">",
-        BlockState.CACHED: "o",
-        BlockState.FREE: ".",
-        BlockState.NULL: "0",
-    },
-    corners="++++",
-    horizontal="-",
-    vertical="|",
-    empty="-",
-    findable="f",
-    same="|",
-    copy="v",
-    ellipsis="~",
-    space="_",
-)
+# The signs of a picture, for terminals without Unicode.
+_ASCII = str.maketrans("◆●▲○□∅╭╮╰╯─│·✓║⇓…␣", "&*>o.0++++-|-f|v~_")
 
 
 def print_story(story: Story, console: Console, *, only: int | None = None) -> None:
     """Print all frames of a story.
 
     Args:
-        story: what to draw.
         console: its width and encoding decide the layout and the signs.
         only: number of the one frame to print, from 1.
     """
@@ -109,12 +60,12 @@ def print_story(story: Story, console: Console, *, only: int | None = None) -> N
 
 
 class _Drawing:
-    """The measures of one story on one console, and its lines."""
+    """Lays out one story for one console."""
 
     def __init__(self, story: Story, console: Console) -> None:
         self._console = console
         self._block_size = story.block_size
-        self._glyphs = ASCII if console.options.ascii_only else UNICODE
+        self._signs = _ASCII if console.options.ascii_only else {}
         self._width = console.width
         self._reserved = "_" * min(3, max(1, *map(cell_len, story.prompt)))
         space = max(self._width - _LABEL_WIDTH, _MIN_CARD_WIDTH)
@@ -131,7 +82,8 @@ class _Drawing:
         self._num_columns = max((space + 1) // (self._card_width + 1), 1)
 
     def frame_lines(self, frame: Frame) -> Iterable[Text]:
-        yield from self._wrap(Text(frame.text))
+        for line in Text(frame.text).wrap(self._console, min(self._width - 2, _MAX_TEXT_WIDTH)):
+            yield Text(" ").append_text(line)
         yield Text(" " + "   ".join(frame.calls), style="bold cyan")
         yield from self._strip_lines(frame)
         yield Text()
@@ -140,14 +92,13 @@ class _Drawing:
         yield from self._pack(self._legend(), gap=2)
         yield Text()
 
-    def _wrap(self, text: Text) -> Iterable[Text]:
-        for line in text.wrap(self._console, min(self._width - 2, _MAX_TEXT_WIDTH)):
-            yield Text(" ").append_text(line)
+    def _sign(self, text: str) -> str:
+        return text.translate(self._signs)
 
     def _strip_lines(self, frame: Frame) -> Iterable[Text]:
         """Yield all strips; too long ones are broken, those of equal positions all at the same column."""
         strips = strips_of(frame, self._block_size)
-        aligned = [strip for strip in strips if strip.kind is not StripKind.CACHED]
+        aligned = [strip for strip in strips if strip.kind != "cached"]
         for group in (aligned, strips[len(aligned) :]):
             for first in range(0, max((len(strip.cells) for strip in group), default=0), self._num_columns):
                 yield Text()
@@ -163,42 +114,40 @@ class _Drawing:
             yield from self._cards(strip, strip.cells[columns], with_notes=with_notes)
 
     def _cards(self, strip: Strip, cells: Sequence[CellView | None], *, with_notes: bool) -> Iterable[Text]:
-        name = Text(f" {strip.name}", style="bold" if strip.kind is StripKind.SEQUENCE else "")
+        name = Text(f" {strip.name}", style="bold" if strip.kind == "sequence" else "")
         label = [name, *(Text(f" {note}") for note in strip.notes if with_notes)]
-        cards = [self._card(cell) if cell is not None else [] for cell in cells]
-        height = max(len(card) for card in cards)
-        for line in range(max(height, len(label))):
+        words = [self._words(cell) if cell is not None else [] for cell in cells]
+        height = max(map(len, words))
+        cards = [self._card(*pair, height) for pair in zip(cells, words, strict=True)]
+        for line, parts in enumerate(zip(*cards, strict=True)):
             start = self._fit(label[line] if line < len(label) else Text(), _LABEL_WIDTH)
-            parts = (self._card_line(*pair, line, height) for pair in zip(cells, cards, strict=True))
             yield Text.assemble(start, Text(" ").join(parts))
 
-    def _card(self, cell: CellView) -> list[Text]:
-        """Return the lines inside a card, without its edges at the sides."""
-        words = [self._slot(word, kind) for word, kind in cell.slots]
-        inner = [Text()]
-        for word in words:
-            if cell_len(inner[-1].plain) + 1 + cell_len(word.plain) > self._card_width - 4 and inner[-1]:
-                inner.append(Text())
-            inner[-1] = Text(" ").join([inner[-1], word]) if inner[-1] else word
-        return [Text(), *inner, Text()]
+    def _words(self, cell: CellView) -> list[Text]:
+        lines = [Text()]
+        for word in (self._slot(*slot) for slot in cell.slots):
+            if cell_len(lines[-1].plain) + 1 + cell_len(word.plain) > self._card_width - 4 and lines[-1]:
+                lines.append(Text())
+            lines[-1] = Text(" ").join([lines[-1], word]) if lines[-1] else word
+        return lines
 
-    def _card_line(self, cell: CellView | None, card: list[Text], line: int, height: int) -> Text:
+    def _card(self, cell: CellView | None, words: list[Text], height: int) -> list[Text]:
+        """Return the lines of a card with ``height`` lines of words, or of an empty column."""
         if cell is None:
-            return Text(" " * self._card_width)
-        block, glyphs = cell.block, self._glyphs
+            return [Text(" " * self._card_width)] * (height + 2)
+        block = cell.block
         style = STATE_STYLES[block.state]
-        if line == 0:
-            mark = f"{glyphs.marks[block.state]} #{block.block_id}"
-            return self._edge(glyphs.corners[:2], mark, references_note(block), style)
-        if line == height - 1:
-            found = glyphs.findable if block.is_findable else ""
-            return self._edge(glyphs.corners[2:], fill_note(block, self._block_size), found, style)
-        side = Text(glyphs.vertical, style=style)
-        content = card[line] if line < len(card) - 1 else Text()
-        return Text.assemble(side, " ", self._fit(content, self._card_width - 4), " ", side)
+        side = Text(self._sign("│"), style=style)
+        lines = [*words, *[Text()] * (height - len(words))]
+        mark, found = f"{self._sign(MARKS[block.state])} #{block.block_id}", self._sign("✓")
+        return [
+            self._edge("╭╮", mark, references_note(block), style),
+            *(Text.assemble(side, " ", self._fit(line, self._card_width - 4), " ", side) for line in lines),
+            self._edge("╰╯", fill_note(block, self._block_size), found if block.is_findable else "", style),
+        ]
 
     def _edge(self, corners: str, left: str, right: str, style: str) -> Text:
-        bar = self._glyphs.horizontal
+        corners, bar = self._sign(corners), self._sign("─")
         end = f" {right} {bar}" if right else ""
         start = f"{corners[0]}{bar} {left} "
         fill = self._card_width - cell_len(start) - cell_len(end) - 1
@@ -208,11 +157,11 @@ class _Drawing:
         if kind is SlotKind.RESERVED:
             shown = self._reserved
         elif kind is SlotKind.EMPTY:
-            shown = self._glyphs.empty
+            shown = self._sign("·")
         else:
-            shown = self._glyphs.space if word == " " else word
+            shown = self._sign("␣") if word == " " else word
             if cell_len(shown) > _MAX_WORD_WIDTH:
-                shown = set_cell_size(shown, _MAX_WORD_WIDTH - 1).rstrip() + self._glyphs.ellipsis
+                shown = set_cell_size(shown, _MAX_WORD_WIDTH - 1).rstrip() + self._sign("…")
             if kind is SlotKind.FOREIGN:
                 shown = f"({shown})"
         return Text(shown, style=_SLOT_STYLES.get(kind, ""))
@@ -222,8 +171,8 @@ class _Drawing:
         for link in links:
             shown = Text(" " * self._card_width)
             if link is not None:
-                is_copy = link.kind is LinkKind.COPY
-                sign = self._glyphs.copy if is_copy else self._glyphs.same
+                is_copy = link.kind == "copy"
+                sign = self._sign("⇓" if is_copy else "║")
                 style = STATE_STYLES[BlockState.CLONE_SOURCE if is_copy else BlockState.SHARED]
                 shown = Text(f"{sign} {link.text} {sign}".center(self._card_width), style=style)
             line += shown + Text(" ")
@@ -233,25 +182,24 @@ class _Drawing:
         cell = len(str(len(frame.pool.blocks))) + 3
         per_line = max((self._width - _LABEL_WIDTH) // cell, 1)
         for first in range(0, len(frame.pool.blocks), per_line):
-            part = frame.pool.blocks[first : first + per_line]
-            ids, marks = Text(" pool" if not first else ""), Text(" blocks" if not first else "")
-            ids, marks = self._fit(ids, _LABEL_WIDTH), self._fit(marks, _LABEL_WIDTH)
-            for block in part:
+            labels = ("", "") if first else (" pool", " blocks")
+            ids, marks = (self._fit(Text(label), _LABEL_WIDTH) for label in labels)
+            for block in frame.pool.blocks[first : first + per_line]:
                 style = STATE_STYLES[block.state]
                 ids += Text(f"#{block.block_id}".ljust(cell), style=style)
-                marks += Text(f"{self._glyphs.marks[block.state]}".ljust(cell), style=style)
+                marks += Text(self._sign(MARKS[block.state]).ljust(cell), style=style)
             yield ids
             yield marks
 
     def _legend(self) -> list[Text]:
         states = [
-            Text(f"{self._glyphs.marks[state]} {state.value}", style=STATE_STYLES[state])
+            Text(f"{self._sign(MARKS[state])} {state.value}", style=STATE_STYLES[state])
             for state in BlockState
         ]
         slots = [
             Text.assemble(self._slot("word", kind), (f" {kind.value}", "bright_black")) for kind in SlotKind
         ]
-        return [*states, *slots, Text(f"{self._glyphs.findable} findable", style="bright_black")]
+        return [*states, *slots, Text(f"{self._sign('✓')} findable", style="bright_black")]
 
     def _pack(self, items: Iterable[Text], *, gap: int) -> Iterable[Text]:
         """Put items behind each other into as few lines as fit."""

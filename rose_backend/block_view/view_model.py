@@ -1,4 +1,4 @@
-"""What a picture of a block manager shows, as plain values: taken once from its arrays, drawn by several renderers."""
+"""What a picture of a block manager shows, as plain values: read once from its arrays, drawn by several renderers."""
 
 from __future__ import annotations
 
@@ -65,6 +65,21 @@ class CellView:
     block: BlockView
     slots: tuple[tuple[str, SlotKind], ...]
 
+    @classmethod
+    def of(cls, block: BlockView, block_size: int, num_computed: int, name: str = "") -> CellView:
+        """Return a block as sequence ``name`` sees it, which has computed its first ``num_computed`` positions."""
+        slots = []
+        for offset in range(block_size):
+            word = block.words[offset] if offset < len(block.words) else ""
+            if offset < num_computed:
+                kind = SlotKind.COMPUTED
+            elif word:
+                kind = SlotKind.FOREIGN
+            else:
+                kind = SlotKind.RESERVED if block.writer == name else SlotKind.EMPTY
+            slots.append((word, kind))
+        return cls(block, tuple(slots))
+
 
 @dataclass(frozen=True, slots=True)
 class RowView:
@@ -83,8 +98,6 @@ class CopyView:
     source: int
     destination: int
     num_tokens: int
-    name: str
-    """Sequence that gets the copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +111,10 @@ class PoolView:
     num_cached: int
     num_held: int
 
-    @property
-    def num_usable(self) -> int:
-        """All blocks but the null block."""
-        return len(self.blocks) - 1
-
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One step of a story about blocks."""
+    """One step of the demonstration."""
 
     title: str
     text: str
@@ -118,10 +126,6 @@ class Frame:
     counters: Mapping[str, int]
     """``BlockManager.stats`` at this moment."""
 
-    def block(self, block_id: int) -> BlockView:
-        """Return a block of the pool."""
-        return self.pool.blocks[block_id]
-
 
 @dataclass(frozen=True, slots=True)
 class Story:
@@ -132,27 +136,29 @@ class Story:
     frames: tuple[Frame, ...]
 
 
+@dataclass(frozen=True, slots=True)
 class Observer:
-    """Takes views of a block manager; changes nothing in it.
+    """Takes frames of a block manager; changes nothing in it."""
 
-    Args:
-        manager: with its prefix cache on.
-        names: row to the name of its sequence; the caller keeps it up to date.
-        word_of: text of a token id.
-    """
+    manager: BlockManager
+    """With its prefix cache on."""
+    names: Mapping[int, str]
+    """Row to the name of its sequence; the caller keeps it up to date."""
+    word_of: Callable[[int], str]
+    """Text of a token id."""
 
-    def __init__(
-        self, manager: BlockManager, names: Mapping[int, str], word_of: Callable[[int], str]
-    ) -> None:
-        self._manager = manager
-        self._names = names
-        self._word_of = word_of
+    def frame(self, title: str, text: str, calls: tuple[str, ...], plan: ClonePlan | None) -> Frame:
+        """Return the state of every block and sequence, and the copies of a plan that has not been carried out yet."""
+        pool = self._pool()
+        rows = tuple(self._row(row, pool) for row in sorted(self.names))
+        columns = () if plan is None else (plan.src_block_ids, plan.dst_block_ids, plan.num_tokens)
+        copies = tuple(CopyView(*copy) for copy in zip(*(ids.tolist() for ids in columns), strict=True))
+        return Frame(title, text, calls, rows, copies, pool, self.manager.stats.as_dict())
 
-    def pool(self) -> PoolView:
-        """Return every block and the counts."""
-        pool = self._manager.pool
+    def _pool(self) -> PoolView:
+        pool = self.manager.pool
         cached = pool.cached_blocks().tolist()
-        sources = frozenset(self._manager.clones.held_sources().tolist())
+        sources = frozenset(self.manager.clones.held_sources().tolist())
         return PoolView(
             blocks=tuple(self._block(block_id, cached, sources) for block_id in range(pool.num_blocks)),
             eviction_order=tuple(cached),
@@ -161,22 +167,8 @@ class Observer:
             num_held=int(np.count_nonzero(pool.ref_counts)),
         )
 
-    def rows(self, pool: PoolView) -> tuple[RowView, ...]:
-        """Return every sequence in use, in the order of its row."""
-        return tuple(self._row(row, pool) for row in sorted(self._names))
-
-    def copies(self, plan: ClonePlan | None) -> tuple[CopyView, ...]:
-        """Return the copies of a plan that has not been carried out yet."""
-        if plan is None:
-            return ()
-        columns = (plan.src_block_ids.tolist(), plan.dst_block_ids.tolist(), plan.num_tokens.tolist())
-        return tuple(
-            CopyView(source, destination, num_tokens, self._writer(destination) or "")
-            for source, destination, num_tokens in zip(*columns, strict=True)
-        )
-
     def _block(self, block_id: int, cached: list[int], sources: frozenset[int]) -> BlockView:
-        manager = self._manager
+        manager = self.manager
         assert manager.cache is not None, "the pictures read the tokens of a block from the prefix cache"
         ref_count = int(manager.pool.ref_counts[block_id])
         if block_id == NULL_BLOCK:
@@ -187,43 +179,21 @@ class Observer:
             state = BlockState.SHARED if ref_count > 1 else BlockState.HELD
         else:
             state = BlockState.CACHED if block_id in cached else BlockState.FREE
-        return BlockView(
-            block_id=block_id,
-            state=state,
-            ref_count=ref_count,
-            writer=self._writer(block_id),
-            words=tuple(self._word_of(token) for token in manager.cache.tokens_of(block_id).tolist()),
-            is_findable=bool(manager.pool.is_cached[block_id]),
-        )
+        words = tuple(map(self.word_of, manager.cache.tokens_of(block_id).tolist()))
+        is_findable = bool(manager.pool.is_cached[block_id])
+        return BlockView(block_id, state, ref_count, self._writer(block_id), words, is_findable)
 
     def _writer(self, block_id: int) -> str | None:
-        row = int(self._manager.pool.writers[block_id])
-        return None if row == NO_WRITER else self._names[row]
+        row = int(self.manager.pool.writers[block_id])
+        return None if row == NO_WRITER else self.names[row]
 
     def _row(self, row: int, pool: PoolView) -> RowView:
-        size = self._manager.block_size
-        block_ids = self._manager.block_table[row, : self._manager.num_row_blocks[row]].tolist()
-        num_computed = int(self._manager.num_computed_tokens[row])
+        manager, name = self.manager, self.names[row]
+        size, num_computed = manager.block_size, int(manager.num_computed_tokens[row])
+        block_ids = manager.block_table[row, : manager.num_row_blocks[row]].tolist()
         cells = tuple(
-            CellView(
-                pool.blocks[block_id],
-                self._slots(pool.blocks[block_id], self._names[row], num_computed - column * size),
-            )
+            CellView.of(pool.blocks[block_id], size, num_computed - column * size, name)
             for column, block_id in enumerate(block_ids)
         )
         num_reserved = sum(kind is SlotKind.RESERVED for cell in cells for _, kind in cell.slots)
-        return RowView(self._names[row], num_computed, num_reserved, cells)
-
-    def _slots(self, block: BlockView, name: str, num_computed: int) -> tuple[tuple[str, SlotKind], ...]:
-        """Return the slots of a block for a sequence that has computed its first ``num_computed`` positions."""
-        slots = []
-        for offset in range(self._manager.block_size):
-            word = block.words[offset] if offset < len(block.words) else ""
-            if offset < num_computed:
-                kind = SlotKind.COMPUTED
-            elif word:
-                kind = SlotKind.FOREIGN
-            else:
-                kind = SlotKind.RESERVED if block.writer == name else SlotKind.EMPTY
-            slots.append((word, kind))
-        return tuple(slots)
+        return RowView(name, num_computed, num_reserved, cells)

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineStats:
     """Counted since the engine started."""
 
-    steps: int
-    computed_tokens: int
+    steps: int = 0
+    computed_tokens: int = 0
     """Tokens that went through the model, of whatever kind."""
-    prompt_tokens_computed: int
+    prompt_tokens_computed: int = 0
     """Prompt tokens computed for the first time; a prompt with ``n`` completions counts once."""
-    recomputed_tokens: int
+    recomputed_tokens: int = 0
     """Tokens computed again after a preemption."""
-    generated_tokens: int
-    cached_tokens: int
+    generated_tokens: int = 0
+    cached_tokens: int = 0
     """Prompt tokens supplied by the prefix cache."""
-    prefix_cache_queries: int
+    prefix_cache_queries: int = 0
     """Tokens looked up in the prefix cache, by sequences that come back from a preemption too."""
-    prefix_cache_hits: int
+    prefix_cache_hits: int = 0
     """Tokens found there."""
-    reported_prefix_cache_hits: int
-    """The same, each lookup's rounded down to whole blocks of at least 16 tokens: for others than the operator."""
-    preemptions: int
-    clones: int
+    reported_prefix_cache_hits: int = 0
+    """The same, each lookup's rounded down to whole blocks of at least 16 tokens: what clients may see."""
+    preemptions: int = 0
+    clones: int = 0
     """Blocks copied because a sequence wrote behind a shared part-filled block."""
 
 
@@ -40,3 +41,10 @@ class EngineLoad:
     """Requests that have no row yet, preempted ones included."""
     kv_cache_usage: float
     """Share of the KV blocks that sequences hold, 0 to 1."""
+
+
+class Counters(NamedTuple):
+    """Both, for metrics."""
+
+    stats: EngineStats
+    load: EngineLoad

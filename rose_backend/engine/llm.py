@@ -5,25 +5,24 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
 from rose_backend.config import EngineConfig
 from rose_backend.engine.core import EngineCore, EngineStats
-from rose_backend.engine.interpreter import short_turns
+from rose_backend.engine.input_processor import ProcessedInput
 from rose_backend.engine.outputs import RequestOutput
+from rose_backend.engine.process_settings import short_switch_interval
 from rose_backend.engine.progress import GenerationProgress
 from rose_backend.engine.request import Prompt
-from rose_backend.engine.request_factory import CheckedPrompt
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import EngineDeadError, RequestError
 
 
 class LLM:
-    """A model with its KV pool, ready to generate.
-
-    ::
+    """A model with its KV pool, ready to generate::
 
         with LLM("models/tiny-gpt2") as llm:
             for output in llm.generate(["The rose", "Once upon a time"], SamplingParams(max_tokens=32)):
@@ -96,10 +95,12 @@ class LLM:
         """
         prompt_list = _as_prompt_list(prompts)
         outputs: list[RequestOutput | None] = [None] * len(prompt_list)
-        with GenerationProgress(len(prompt_list), enabled=progress) as bar:
+        # A bar that is not shown would take milliseconds of a large batch.
+        with GenerationProgress(len(prompt_list)) if progress else nullcontext() as bar:
             for index, output in self.generate_unordered(prompt_list, sampling_params):
                 outputs[index] = output
-                bar.advance(output)
+                if bar is not None:
+                    bar.advance(output)
         return [output for output in outputs if output is not None]
 
     def generate_unordered(
@@ -128,7 +129,7 @@ class LLM:
         return (output for _, output in self._run(checked, is_streaming=True))
 
     def close(self) -> None:
-        """Let go of the model and the KV pool. Harmless when called again."""
+        """Release the model and the KV pool. May be repeated."""
         if self._core is not None:
             self._core.close()
         self._core = None
@@ -150,7 +151,7 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[CheckedPrompt]:
+    ) -> list[ProcessedInput]:
         if sampling_params is None:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
@@ -162,22 +163,22 @@ class LLM:
                 f"sampling_params: got {len(params_list)} for {len(prompts)} prompts, allowed are one, or one for each",
                 parameter="sampling_params",
             )
-        return self.core.factory.check_all(prompts, params_list)
+        return self.core.input_processor.process_all(prompts, params_list)
 
     def _run(
-        self, checked: list[CheckedPrompt], *, is_streaming: bool
+        self, checked: list[ProcessedInput], *, is_streaming: bool
     ) -> Iterator[tuple[int, RequestOutput]]:
         core = self.core
         queue = deque(enumerate(checked))
         unfinished: dict[str, int] = {}
-        # The device has something to do as soon as the first step is full: the other requests are built meanwhile.
-        tokens_to_feed: float = core.config.token_budget
+        # The first step starts as soon as it is full; the other requests are built while it runs.
+        tokens_to_feed: float = core.token_budget
         try:
             while queue or unfinished:
                 # A long list does not count against the queue's limit: it is fed in as the queue drains.
                 while queue and tokens_to_feed > 0 and core.num_waiting < core.config.max_queue_size:
                     index, prompt = queue.popleft()
-                    request = core.factory.build(prompt, is_streaming=is_streaming)
+                    request = core.input_processor.build(prompt, is_streaming=is_streaming)
                     core.add(request)
                     unfinished[request.request_id] = index
                     tokens_to_feed -= len(prompt.token_ids)
@@ -194,13 +195,10 @@ class LLM:
                     core.abort(request_id)
 
     def _outputs_of(self, core: EngineCore, requests: Container[str]) -> list[RequestOutput]:
-        """Return the next outputs of ``requests``, if there are some after at most one step.
-
-        Several iterators may take turns with one engine: what a step has for others is kept for them.
-        """
+        """Return the next outputs of ``requests`` after at most one step; those of other iterators are kept."""
         if not any(output.request_id in requests for output in self._unclaimed):
-            # Steps do not wait for texts. While the caller looks at outputs, the interpreter is the caller's.
-            with short_turns():
+            # Only during the step: between steps, the caller keeps its own switch interval.
+            with short_switch_interval():
                 self._unclaimed += core.step()
         outputs = self._unclaimed
         self._unclaimed = [output for output in outputs if output.request_id not in requests]

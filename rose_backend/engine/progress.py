@@ -1,12 +1,12 @@
-"""Progress for people: over finished requests, and over what happens before the first one."""
+"""Progress bars: of finished requests, and of the phases of start-up."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,19 +16,6 @@ from rose_backend.engine.outputs import RequestOutput
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-
-class Track(Protocol):
-    """How long work tells about its progress: it takes its items from here."""
-
-    def __call__(self, what: str, items: Sequence[_T], /) -> Iterable[_T]:
-        """Yield ``items``, and count those that are done under the name ``what``."""
-        ...
-
-
-def no_progress(what: str, items: Sequence[_T], /) -> Iterable[_T]:
-    """Tell nobody."""
-    return items
 
 
 def show_progress(what: str, items: Sequence[_T], /) -> Iterator[_T]:
@@ -54,15 +41,11 @@ class GenerationProgress:
 
     Args:
         total: requests.
-        enabled: with False nothing is shown.
     """
 
-    def __init__(self, total: int, *, enabled: bool) -> None:
+    def __init__(self, total: int) -> None:
         self.num_tokens = 0
         self._start = time.perf_counter()
-        self._progress: Progress | None = None
-        if not enabled:  # a bar that nobody sees would take milliseconds of a large batch
-            return
         self._progress = Progress(
             TextColumn("generating"),
             BarColumn(),
@@ -81,16 +64,13 @@ class GenerationProgress:
     def advance(self, output: RequestOutput) -> None:
         """Count one finished request."""
         self.num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-        if self._progress is not None:
-            self._progress.update(self._task, advance=1, speed=f"{self.tokens_per_s:,.0f} tokens/s")
+        self._progress.update(self._task, advance=1, speed=f"{self.tokens_per_s:,.0f} tokens/s")
 
     def __enter__(self) -> GenerationProgress:
-        if self._progress is not None:
-            self._progress.start()
+        self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        self._progress.stop()

@@ -1,18 +1,19 @@
-"""One request and its completions: what is known of them outside the step path."""
+"""One request and its completions: state outside the step path."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rose_backend.engine.detokenizer import Detokenizer
 from rose_backend.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from rose_backend.engine.sampling_params import SamplingParams
-from rose_backend.engine.text_stream import TextStream
+from rose_backend.errors import QueueFullError, RequestError
 
 
 class TextPrompt(TypedDict):
@@ -34,28 +35,28 @@ class TokensPrompt(TypedDict):
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
 _LISTS_PER_STEP = 2
-"""Lists of 512 tokens take as long as planning a step that is like the one before."""
+"""Two lists of 512 tokens take the host about as long as a steady-state decode step."""
 
 
 @dataclass(slots=True, eq=False)
 class CompletionText:
-    """What the caller sees of a completion. Belongs to the text thread, as long as the engine runs."""
+    """What the caller sees of a completion. Only the output thread touches it while the engine runs."""
 
-    stream: TextStream | None
+    stream: Detokenizer | None
     """None when the text is only needed at the end."""
     logprobs: list[dict[int, Logprob]] | None
     token_ids: list[int] = field(default_factory=list)
-    """Output so far of a followed completion; of any other, until the end, what was handed over early."""
+    """Output so far; without ``Completion.needs_each_token``, until the end, what was sent in portions."""
     num_decoded: int = 0
-    """Of these, how many ``stream`` has been given, or without one, ``early_bytes`` stand for."""
-    early_bytes: bytearray = field(default_factory=bytearray)
-    """Text of a completion that is not followed: what was handed over early, and at the end the rest."""
+    """Of these, how many ``stream`` has been given, or without one, ``decoded_bytes`` hold."""
+    decoded_bytes: bytearray = field(default_factory=bytearray)
+    """Text of a completion without ``stream``, in UTF-8."""
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     final: CompletionOutput | None = None
-    is_lazy: bool = field(init=False)
-    """Nobody looks at single tokens: text is made when an output is."""
+    is_decoded_lazily: bool = field(init=False)
+    """No stop string or logprob needs single tokens: they are decoded when an output is made."""
 
     @property
     def is_finished(self) -> bool:
@@ -64,15 +65,15 @@ class CompletionText:
 
     def __post_init__(self) -> None:
         has_stop_strings = self.stream is not None and self.stream.has_stop_strings
-        self.is_lazy = self.logprobs is None and not has_stop_strings
+        self.is_decoded_lazily = self.logprobs is None and not has_stop_strings
 
 
 @dataclass(slots=True, eq=False)
 class Completion:
     """One of a request's ``n`` completions: a sequence of tokens that holds one row while it runs.
 
-    While it runs its tokens stand in the row's buffers; ``token_ids`` is written when it leaves the row.
-    All but ``text`` belongs to the step loop.
+    While it runs its tokens are in the row's buffers; ``token_ids`` is written when it leaves the row.
+    Only the step loop touches it, but for ``text``.
     """
 
     request: Request
@@ -88,18 +89,18 @@ class Completion:
     """Tokens that were computed before a preemption took the row away."""
     has_ended: bool = False
     """No further step computes anything for it."""
-    num_handed_over: int = 0
-    """Tokens that the text thread was given, counted where there are stop strings."""
+    num_sent_tokens: int = 0
+    """Tokens sent to the output thread, counted where there are stop strings."""
 
     @property
-    def is_followed(self) -> bool:
-        """Whether each of its tokens goes to the text thread as it comes: streams, stop strings, logprobs."""
+    def needs_each_token(self) -> bool:
+        """Whether each token goes to the output thread in its own step: streams, stop strings, logprobs."""
         return self.text.stream is not None or self.text.logprobs is not None
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A checked request. Built by ``RequestFactory``."""
+    """A checked request. Built by ``InputProcessor``."""
 
     request_id: str
     prompt: str | None
@@ -108,30 +109,30 @@ class Request:
     max_tokens: int
     is_streaming: bool
     namespace: bytes = b""
-    """Of the prefix cache: only requests of the same one find each other's tokens."""
+    """Of the prefix cache: only requests with the same one share cached tokens."""
     completions: list[Completion] = field(default_factory=list)
     num_cached_tokens: int | None = None
     """None until it first got a row."""
     is_aborted: bool = False
     has_output: bool = False
-    """Its caller has been given something. For the text thread."""
+    """Its caller has been given an output. For the output thread."""
     _prompt_list: list[int] | None = None
 
     @property
     def is_finished(self) -> bool:
-        """Whether its last output can be made. For the text thread."""
+        """Whether its last output can be made. For the output thread."""
         if self.is_aborted:
             return True
         if len(self.completions) != self.params.n:
             return False
-        # Asked for every piece of every stream: a generator would take most of the time.
+        # Called for every output of every stream: a generator would take most of the time.
         for completion in self.completions:  # noqa: SIM110
             if completion.text.finish_reason is None:
                 return False
         return True
 
     def prompt_list(self) -> list[int]:
-        """Return the prompt's tokens as outputs have them; made once, by whichever thread asks first."""
+        """Return the prompt's tokens as outputs have them; made at the first call, in any thread."""
         if self._prompt_list is None:
             self._prompt_list = self.prompt_token_ids.tolist()
         return self._prompt_list
@@ -152,8 +153,23 @@ class Request:
         )
 
 
+def check_queue(num_waiting: int, max_queue_size: int) -> None:
+    """Raise QueueFullError if the queue is full (max_queue_size)."""
+    if num_waiting >= max_queue_size:
+        raise QueueFullError(
+            f"queue: got a request while {num_waiting} wait, allowed are {max_queue_size} (max_queue_size)"
+        )
+
+
+def check_request_id(request_id: str, unfinished: Container[str]) -> None:
+    """Raise RequestError if an unfinished request has the same id."""
+    if request_id in unfinished:
+        message = f"request_id: got {request_id!r}, which an unfinished request has"
+        raise RequestError(message, parameter="request_id")
+
+
 class PromptLists:
-    """Makes the lists of prompt tokens that outputs have while the device is busy: many requests may end at once."""
+    """Makes outputs' prompt token lists in advance, while the device is busy: many requests may end at once."""
 
     def __init__(self) -> None:
         self._unlisted: deque[Request] = deque()
@@ -164,6 +180,6 @@ class PromptLists:
             self._unlisted.append(request)
 
     def make_some(self) -> None:
-        """Make few enough to be done before the device is."""
+        """Make few enough to be done before the device's step is."""
         for _ in range(min(_LISTS_PER_STEP, len(self._unlisted))):
             self._unlisted.popleft().prompt_list()

@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen and when it wants to stop. Names and meaning are vLLM's."""
+"""Sampling parameters and stop conditions of one request. Names and meaning are vLLM's."""
 
 from __future__ import annotations
 

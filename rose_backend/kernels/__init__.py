@@ -1,47 +1,70 @@
 """Every operation that touches activations or the KV cache.
 
-Each module here holds launchers: they validate and then pick an implementation. ``reference/`` holds the same functions
-in plain torch: the CPU path, and what every faster implementation is compared with.
+Each module here holds launchers: they validate and then pick an implementation. ``gpu/`` holds those in Triton.
+``reference/`` holds those in plain torch that take more than a few lines: the CPU path, and what every faster
+implementation is compared with.
 
 Letters that shapes are written in, everywhere in this package:
 
 ======  =======================================================
+``L``   layers
 ``T``   tokens in the step
 ``R``   requests in the step
+``MR``  most requests that a buffer has room for
+``C``   requests or tokens that are worked on together
+``Q``   queries of a request
+``S``   key positions that queries see
+``H``   heads, of queries or of keys
 ``HQ``  query heads
 ``HKV`` key/value heads; ``HQ`` is a multiple of it
 ``D``   head size
 ``NB``  KV blocks in the cache
 ``BS``  tokens per KV block
 ``MB``  width of the block table
-``N``   pairs of a clone plan
+``W``   block columns that a request uses
+``N``   entries of a list: pairs of a clone plan, stored tokens
 ``V``   vocabulary
 ``E``   width of the model
 ``I``   width of the MLP
 ``O``   outputs of a linear layer
 ``K``   alternatives reported per token
 ``M``   tokens with a bias per request
+``P``   parts of a sum; rows of the position embedding
 ======  =======================================================
 """
 
 from __future__ import annotations
 
-from rose_backend.kernels.block_clone import block_clone
-from rose_backend.kernels.fused_mlp import bias_gelu, bias_residual
-from rose_backend.kernels.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from rose_backend.kernels.attention_options import AttentionOptions
+from rose_backend.kernels.elementwise import (
+    add_layer_norm,
+    add_rms_norm,
+    bias_gelu,
+    bias_residual,
+    embed_tokens,
+    layer_norm,
+    rms_norm,
+)
+from rose_backend.kernels.kv_cache import block_clone, write_kv
 from rose_backend.kernels.lm_head import lm_head_sample
-from rose_backend.kernels.paged_decode import DecodePlan, paged_decode, plan_paged_decode
-from rose_backend.kernels.paged_prefill import PrefillPlan, paged_prefill, plan_paged_prefill
-from rose_backend.kernels.sampler import SampleOutput, SamplingTensors, sample, sample_unfused
+from rose_backend.kernels.paged_attention import (
+    paged_decode,
+    paged_prefill,
+    plan_paged_decode,
+    plan_paged_prefill,
+)
+from rose_backend.kernels.reference.paged_decode import DecodePlan
+from rose_backend.kernels.reference.paged_prefill import PrefillPlan
+from rose_backend.kernels.sampler import SampleOutput, SamplingTensors, advance_rows, sample, sample_unfused
 from rose_backend.kernels.small_batch_linear import (
     PackedLinear,
     pack_linear,
     small_batch_linear,
     small_batch_linear_and_moments,
 )
-from rose_backend.kernels.write_kv import write_kv
 
 __all__ = [
+    "AttentionOptions",
     "DecodePlan",
     "PackedLinear",
     "PrefillPlan",
@@ -49,9 +72,11 @@ __all__ = [
     "SamplingTensors",
     "add_layer_norm",
     "add_rms_norm",
+    "advance_rows",
     "bias_gelu",
     "bias_residual",
     "block_clone",
+    "embed_tokens",
     "layer_norm",
     "lm_head_sample",
     "pack_linear",

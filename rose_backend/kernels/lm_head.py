@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.reference import lm_head as reference
+from rose_backend.kernels.reference.sampler import sample
+from rose_backend.kernels.sampling_tensors import SamplingTensors
 from rose_backend.kernels.tensor_checks import check_same_dtype, check_tensors
 
 
@@ -52,4 +53,17 @@ def lm_head_sample(
         from rose_backend.kernels.gpu.lm_head import lm_head_sample as launch
 
         return launch(hidden, lm_head, temperature, seed, position)
-    return reference.lm_head_sample(hidden, lm_head, temperature, seed, position)
+    logits = torch.nn.functional.linear(hidden, lm_head).float()
+    zeros, ones = torch.zeros_like(temperature), torch.ones_like(temperature)
+    params = SamplingTensors(
+        temperature=temperature,
+        top_k=zeros.int(),
+        top_p=ones,
+        min_p=zeros,
+        seed=seed,
+        position=position,
+        presence_penalty=zeros,
+        frequency_penalty=zeros,
+        repetition_penalty=ones,
+    )
+    return sample(logits, params).token_ids

@@ -1,4 +1,4 @@
-"""Choosing the next token of every row: two launches on a GPU, plain torch elsewhere."""
+"""Choosing the next token of every row, and making it the row's next input. Plain torch where there is no GPU."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rose_backend.kernels.reference import sampler as reference
 from rose_backend.kernels.sampling_tensors import SampleOutput, SamplingTensors
 from rose_backend.kernels.tensor_checks import check_tensors
 
-__all__ = ["SampleOutput", "SamplingTensors", "sample", "sample_unfused"]
+__all__ = ["SampleOutput", "SamplingTensors", "advance_rows", "sample", "sample_unfused"]
 
 
 def sample(
     logits: torch.Tensor,  # [R, V] float32
     params: SamplingTensors,
 ) -> SampleOutput:
-    """Choose the next token of every row; work that no row asks for is skipped.
+    """Choose the next token of every row, in two launches on a GPU; work that no row asks for is skipped.
 
     In this order, as vLLM: bias, penalties, temperature, min-p, top-k, top-p, draw. Top-k keeps every token that ties
     with the k-th most likely one. Top-p keeps tokens, most likely first (of equal ones the lower id), until they hold
@@ -50,6 +50,51 @@ def sample_unfused(
     """
     _check(logits, params)
     return reference.sample_unfused(logits, params)
+
+
+def advance_rows(
+    token_ids: torch.Tensor,  # [R] int64
+    input_ids: torch.Tensor,  # [R] int64  written
+    num_computed_tokens: torch.Tensor,  # [R] int32  written
+    positions: torch.Tensor,  # [R] int64  written
+    draw_positions: torch.Tensor,  # [R] int64  written
+    history: torch.Tensor,  # [N, MR] int64  written
+    step_index: torch.Tensor,  # [1] int64  written
+) -> None:
+    """Make ``token_ids`` the next input and count every length up by one, but for padding rows.
+
+    Also writes the tokens into row ``step_index % N`` of ``history``, which may be pinned host memory, and counts
+    ``step_index`` up. Nothing here depends on a number that only the host knows: one captured launch serves every step.
+
+    Args:
+        num_computed_tokens: a negative value marks a padding row, whose lengths stay as they are.
+        history: ``MR`` is at least ``R``; entries past ``R`` stay as they are.
+
+    Raises:
+        ShapeError: shapes or dtypes disagree.
+    """
+    check_tensors(
+        token_ids=(token_ids, "R", torch.int64),
+        input_ids=(input_ids, "R", torch.int64),
+        num_computed_tokens=(num_computed_tokens, "R", torch.int32),
+        positions=(positions, "R", torch.int64),
+        draw_positions=(draw_positions, "R", torch.int64),
+        history=(history, "N MR", torch.int64),
+        step_index=(step_index, "1", torch.int64),
+    )
+    if token_ids.is_cuda:
+        from rose_backend.kernels.gpu import advance_rows as gpu
+
+        gpu.advance_rows(
+            token_ids, input_ids, num_computed_tokens, positions, draw_positions, history, step_index
+        )
+        return
+    is_row = num_computed_tokens >= 0
+    input_ids.copy_(token_ids)
+    for lengths in (num_computed_tokens, positions, draw_positions):
+        lengths += is_row
+    history[int(step_index) % len(history), : len(token_ids)] = token_ids
+    step_index += 1
 
 
 def _implementation(logits: torch.Tensor) -> ModuleType:

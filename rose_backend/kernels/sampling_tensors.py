@@ -30,7 +30,7 @@ class SamplingTensors:
     """[R] float32, subtracted for each time a token was generated before; 0 is off."""
     repetition_penalty: torch.Tensor
     """[R] float32; logits of tokens in prompt or output are divided by it if positive, else multiplied; 1 is off, and
-    what is not between 1e-20 and 1e20 counts as the nearer of the two."""
+    what is not between 1e-20 and 1e20 is clamped to them."""
     prompt_mask: torch.Tensor | None = None
     """[R, V] bool: the token is in the row's prompt. None: no row's penalty asks for it."""
     output_counts: torch.Tensor | None = None

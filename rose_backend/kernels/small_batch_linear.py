@@ -1,14 +1,13 @@
-"""Products of a few rows with a weight matrix, with what stands in front of and behind them in a transformer layer."""
+"""Products of a few rows with a weight matrix, fused with the norm before and GELU or residual add after them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.reference import small_batch_linear as reference
 from rose_backend.kernels.tensor_checks import check_same_dtype, check_tensors
 
 MAX_ROWS = 256
@@ -112,7 +111,7 @@ def _compute(
         check_tensors(out=(out, "T O"), residual=(residual, "T O"))
         check_same_dtype(x=x, residual=residual)
     if x_moments is not None:
-        check_tensors(x=(x, "T E"), x_moments=(x_moments, "T S P", torch.float32))
+        check_tensors(x=(x, "T E"), x_moments=(x_moments, "T 2 P", torch.float32))
         _, kinds, parts = x_moments.shape
         if kinds != 2 or parts & (parts - 1) or not x_moments.is_contiguous():
             raise ShapeError(
@@ -123,19 +122,27 @@ def _compute(
     if x.is_cuda:
         from rose_backend.kernels.gpu import small_batch_linear as gpu
 
-        compute: Callable[..., torch.Tensor | None] = gpu.small_batch_linear
-    else:
-        compute = reference.small_batch_linear
-    moments = compute(
-        x,
-        layer.weight,
-        layer.bias,
-        layer.column_sums,
-        residual,
-        out,
-        eps=layer.eps,
-        gelu=gelu,
-        x_moments=x_moments,
-        with_moments=with_moments,
-    )
+        moments = gpu.small_batch_linear(
+            x,
+            layer.weight,
+            layer.bias,
+            layer.column_sums,
+            residual,
+            out,
+            eps=layer.eps,
+            gelu=gelu,
+            x_moments=x_moments,
+            with_moments=with_moments,
+        )
+        return out, moments
+    wide = x.float()
+    if layer.column_sums is not None:
+        wide = F.layer_norm(wide, x.shape[-1:], eps=layer.eps)
+    result = F.linear(wide, layer.weight.float(), layer.bias)
+    if gelu:
+        result = F.gelu(result, approximate="tanh")
+    if residual is not None:
+        result = result + residual.float()
+    wide = out.copy_(result).float()
+    moments = torch.stack([wide.sum(1), wide.square().sum(1)], 1).unsqueeze(2) if with_moments else None
     return out, moments

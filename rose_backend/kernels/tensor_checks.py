@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.reference.float8 import CACHE_DTYPE
+from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE
 
 FLOAT8_CAPABILITY = (8, 9)
 """Compute capability from which on a GPU converts to and from 8-bit types."""

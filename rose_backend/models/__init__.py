@@ -1,1 +1,1 @@
-"""Models as plain functions over ``rose_backend.kernels``, and loading of Hugging Face checkpoints."""
+"""Model families on top of ``rose_backend.layers``, one file each, and loading of Hugging Face checkpoints."""

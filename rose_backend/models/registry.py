@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 from rose_backend.config import Switches
 from rose_backend.errors import ModelError
-from rose_backend.models.gpt2 import GPT2
-from rose_backend.models.weight_loading import CONFIG_FILE, read_json, resolve_model_path
+from rose_backend.models.base import CausalLM
+from rose_backend.models.weights import Checkpoint
 
-MODEL_CLASSES: dict[str, type[GPT2]] = {"GPT2LMHeadModel": GPT2}
+MODEL_CLASSES = {"GPT2LMHeadModel": "rose_backend.models.gpt2:GPT2"}
+"""Architecture as in config.json, and ``module:class`` of its ``CausalLM``, which is imported when it is used."""
 
 
 def load_model(
@@ -18,7 +20,7 @@ def load_model(
     dtype: str = "auto",
     device: str = "cpu",
     switches: Switches | None = None,
-) -> GPT2:
+) -> CausalLM:
     """Load the model that a checkpoint's config.json asks for.
 
     Args:
@@ -30,13 +32,13 @@ def load_model(
     Raises:
         ModelError: the checkpoint is missing, damaged, or of an architecture that is not supported.
     """
-    directory = resolve_model_path(path)
-    architectures = read_json(directory / CONFIG_FILE).get("architectures") or []
+    checkpoint = Checkpoint(path)
+    architectures = checkpoint.config.get("architectures") or []
     for name in architectures:
         if name in MODEL_CLASSES:
-            return MODEL_CLASSES[name].load(
-                directory, dtype=dtype, device=device, switches=switches or Switches()
-            )
+            module, _, class_name = MODEL_CLASSES[name].partition(":")
+            model_class: type[CausalLM] = getattr(importlib.import_module(module), class_name)
+            return model_class.load(checkpoint, dtype=dtype, device=device, switches=switches or Switches())
     raise ModelError(
         f"model: {str(path)!r} is of architecture {', '.join(map(str, architectures)) or 'unknown'},"
         f" supported are {', '.join(MODEL_CLASSES)}"

@@ -1,4 +1,4 @@
-"""What answers look like, for /openapi.json. The server itself never builds these: see ``answers``."""
+"""Models of all answers, for /openapi.json. The server does not build these: see ``answers``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Exact(BaseModel):
 
 
 class ErrorDetail(Exact):
-    """What went wrong."""
+    """OpenAI's error object."""
 
     message: str
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
@@ -29,7 +29,7 @@ class ErrorAnswer(Exact):
 
 
 class PromptTokensDetails(Exact):
-    """Where prompt tokens came from."""
+    """How many prompt tokens were cached."""
 
     cached_tokens: int
 
@@ -43,6 +43,23 @@ class Usage(Exact):
     prompt_tokens_details: PromptTokensDetails
 
 
+class Choice(Exact):
+    """One completion of one prompt."""
+
+    index: int
+    finish_reason: Literal["stop", "length", "abort"]
+    stop_reason: int | str | None
+
+
+class Answer(Exact):
+    """Fields of every answer with completions."""
+
+    id: str
+    created: int
+    model: str
+    usage: Usage
+
+
 class CompletionLogprobs(Exact):
     """Log-probabilities, one entry per token in each list."""
 
@@ -52,25 +69,18 @@ class CompletionLogprobs(Exact):
     top_logprobs: list[dict[str, float]]
 
 
-class CompletionChoice(Exact):
+class CompletionChoice(Choice):
     """One completion of one prompt."""
 
-    index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length", "abort"]
-    stop_reason: int | str | None
 
 
-class CompletionAnswerModel(Exact):
+class CompletionAnswerModel(Answer):
     """Answer of ``POST /v1/completions``."""
 
     object: Literal["text_completion"]
-    id: str
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: Usage
 
 
 class TopLogprob(Exact):
@@ -94,31 +104,24 @@ class ChatLogprobs(Exact):
 
 
 class AnswerMessage(Exact):
-    """What the model says."""
+    """The model's answer."""
 
     role: Literal["assistant"]
     content: str
 
 
-class ChatChoice(Exact):
+class ChatChoice(Choice):
     """One answer."""
 
-    index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "abort"]
-    stop_reason: int | str | None
 
 
-class ChatAnswerModel(Exact):
+class ChatAnswerModel(Answer):
     """Answer of ``POST /v1/chat/completions``."""
 
     object: Literal["chat.completion"]
-    id: str
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
 
 
 class ModelCard(Exact):

@@ -1,7 +1,6 @@
 """Engine outputs as OpenAI's answers: whole, or as server-sent events.
 
-Events are put together from text made once per stream and the few values that are new: building a dictionary or a model
-for each token would cost more than the rest of the server together.
+Events are formatted as text: a dictionary or pydantic model per token would cost more than the rest of the server.
 """
 
 from __future__ import annotations
@@ -16,56 +15,56 @@ from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
 
 DONE_EVENT = b"data: [DONE]\n\n"
 
-# Made once: making an encoder takes longer than a small value does.
+# Made once: making an encoder takes longer than encoding a small value.
 _compact = json.JSONEncoder(separators=(",", ":")).encode
 
 Positions = list[dict[int, Logprob]]
 _MIN_LOGPROB = -9999.0
-"""JSON has no infinity; this is what vLLM writes for it."""
+"""Written for minus infinity, which JSON lacks; vLLM writes the same."""
 
 
-class AnswerHead(NamedTuple):
-    """What every part of an answer repeats."""
+class AnswerOptions(NamedTuple):
+    """What an answer takes over from its request and its server."""
 
     id: str
     created: int
     """Unix time in seconds."""
     model: str
+    n: int = 1
+    """Completions of each prompt."""
+    include_usage: bool = False
+    """End a stream with token counts."""
+    hit_unit: int = 1
+    """The number of cached tokens of each prompt is rounded down to multiples of this."""
 
 
 class Answer(ABC):
-    """Collects the outputs of one HTTP request, whose prompts each have ``n`` completions.
-
-    Args:
-        include_usage: end a stream with token counts.
-        hit_unit: cached tokens are told in multiples of so many, for each prompt.
-    """
+    """Collects the outputs of one HTTP request, and formats them."""
 
     object_name: str
     event_object_name: str
 
-    def __init__(self, head: AnswerHead, *, n: int, include_usage: bool = False, hit_unit: int = 1) -> None:
-        self._head = head
-        self._n = n
-        self._include_usage = include_usage
-        self._hit_unit = hit_unit
+    def __init__(self, options: AnswerOptions) -> None:
+        self._head = {"id": options.id, "created": options.created, "model": options.model}
+        self._n = options.n
+        self._include_usage = options.include_usage
+        self._hit_unit = options.hit_unit
         self._latest: dict[int, RequestOutput] = {}
         self._num_sent_tokens: dict[int, int] = {}
         self._finished: set[int] = set()
-        head_json = _compact({"object": self.event_object_name, **head._asdict()})
+        head_json = _compact({"object": self.event_object_name, **self._head})
         self._event_start = f"data: {head_json[:-1]}"
         self._prefix = self._event_start + ',"choices":[{"index":'
-        self._suffix = '}],"usage":null}\n\n' if include_usage else "}]}\n\n"
+        self._suffix = '}],"usage":null}\n\n' if options.include_usage else "}]}\n\n"
 
     def keep(self, prompt_index: int, output: RequestOutput) -> None:
         """Note a prompt's latest output."""
         self._latest[prompt_index] = output
 
     def events(self, prompt_index: int, output: RequestOutput) -> bytes:
-        """Return an event for each completion that has news; empty when none has.
+        """Return an event for each completion that has changed; empty when none has.
 
-        Tokens without text are news, as they are for vLLM: half a character, or what may become a stop string. Whoever
-        waits sees that there is progress.
+        As in vLLM, tokens whose text is held back (part of a character or of a stop string) still make an event.
         """
         self._latest[prompt_index] = output
         parts = []
@@ -74,7 +73,7 @@ class Answer(ABC):
             if index in self._finished:
                 continue
             start = self._num_sent_tokens.get(index, 0)
-            if completion.finished:
+            if completion.finish_reason is not None:
                 self._finished.add(index)
             elif len(completion.token_ids) == start:
                 continue
@@ -84,7 +83,7 @@ class Answer(ABC):
         return "".join(parts).encode()
 
     def end_events(self) -> bytes:
-        """Return what closes a complete stream."""
+        """Return the last events of a complete stream."""
         if not self._include_usage:
             return DONE_EVENT
         return (
@@ -94,17 +93,17 @@ class Answer(ABC):
     def body(self) -> bytes:
         """Return the whole answer as JSON."""
         choices = [
-            self._choice(prompt_index * self._n + completion.index, completion)
+            {
+                "index": prompt_index * self._n + completion.index,
+                **self._content(prompt_index, completion),
+                "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
+            }
             for prompt_index, output in sorted(self._latest.items())
             for completion in output.outputs
         ]
-        answer = {
-            "object": self.object_name,
-            **self._head._asdict(),
-            "choices": choices,
-            "usage": self.usage(),
-        }
-        return json.dumps(answer).encode()
+        head = {"object": self.object_name, **self._head}
+        return json.dumps({**head, "choices": choices, "usage": self.usage()}).encode()
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts so far; a prompt with several completions counts once."""
@@ -127,11 +126,11 @@ class Answer(ABC):
         """Return the event for what is new in one completion."""
 
     @abstractmethod
-    def _choice(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
-        """Return one finished completion."""
+    def _content(self, prompt_index: int, completion: CompletionOutput) -> dict[str, Any]:
+        """Return text and log-probabilities of one finished completion."""
 
     def _event_end(self, completion: CompletionOutput) -> str:
-        if not completion.finished:
+        if completion.finish_reason is None:
             return f',"finish_reason":null{self._suffix}'
         stop_reason = "null" if completion.stop_reason is None else json.dumps(completion.stop_reason)
         return f',"finish_reason":"{completion.finish_reason}","stop_reason":{stop_reason}{self._suffix}'
@@ -141,21 +140,13 @@ class CompletionAnswer(Answer):
     """Answer of ``/v1/completions``.
 
     Args:
-        echo: gives the text to repeat in front of a prompt's completions; asked once the prompt has been accepted.
+        echo: returns the text to repeat in front of a prompt's completions; called once the prompt is accepted.
     """
 
     object_name = event_object_name = "text_completion"
 
-    def __init__(
-        self,
-        head: AnswerHead,
-        *,
-        n: int,
-        include_usage: bool = False,
-        hit_unit: int = 1,
-        echo: Callable[[int], str] | None = None,
-    ) -> None:
-        super().__init__(head, n=n, include_usage=include_usage, hit_unit=hit_unit)
+    def __init__(self, options: AnswerOptions, *, echo: Callable[[int], str] | None = None) -> None:
+        super().__init__(options)
         self._echo = echo
         self._text_lengths: dict[int, int] = {}
 
@@ -174,15 +165,12 @@ class CompletionAnswer(Answer):
             self._text_lengths[index] = start + _num_characters(logprobs)
         return f'{self._prefix}{index},"text":{_quoted(text)},"logprobs":{shown}{self._event_end(completion)}'
 
-    def _choice(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
-        echo = "" if self._echo is None else self._echo(index // self._n)
+    def _content(self, prompt_index: int, completion: CompletionOutput) -> dict[str, Any]:
+        echo = "" if self._echo is None else self._echo(prompt_index)
         logprobs = completion.logprobs
         return {
-            "index": index,
             "text": echo + completion.text,
             "logprobs": None if logprobs is None else _completion_logprobs(logprobs, 0),
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
         }
 
 
@@ -195,16 +183,8 @@ class ChatAnswer(Answer):
 
     object_name, event_object_name = "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self,
-        head: AnswerHead,
-        *,
-        n: int,
-        include_usage: bool = False,
-        hit_unit: int = 1,
-        num_top_logprobs: int = 0,
-    ) -> None:
-        super().__init__(head, n=n, include_usage=include_usage, hit_unit=hit_unit)
+    def __init__(self, options: AnswerOptions, *, num_top_logprobs: int = 0) -> None:
+        super().__init__(options)
         self._num_top_logprobs = num_top_logprobs
         self._started: set[int] = set()
 
@@ -223,14 +203,11 @@ class ChatAnswer(Answer):
         delta = f'{{"content":{content}}}'
         return f'{first}{self._prefix}{index},"delta":{delta},"logprobs":{shown}{self._event_end(completion)}'
 
-    def _choice(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
+    def _content(self, prompt_index: int, completion: CompletionOutput) -> dict[str, Any]:
         logprobs = completion.logprobs
         return {
-            "index": index,
             "message": {"role": "assistant", "content": completion.text},
             "logprobs": None if logprobs is None else _chat_logprobs(logprobs, self._num_top_logprobs),
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
         }
 
 

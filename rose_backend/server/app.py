@@ -1,4 +1,4 @@
-"""The ASGI application: all routes behind the gate."""
+"""The ASGI application: all routes behind the middleware."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rose_backend.server import generation_routes, operation_routes
 from rose_backend.server.answer_models import ErrorAnswer
 from rose_backend.server.direct_routes import DirectRoutes
 from rose_backend.server.error_answers import add_error_handlers
-from rose_backend.server.gate import Gate
+from rose_backend.server.middleware import Middleware
 from rose_backend.server.service import Service
 
 
 def build_app(service: Service) -> ASGIApp:
-    """Return the application. Whoever runs it shuts the service's engine down."""
-    # FastAPI itself, but for /docs, which takes its scripts from here and not from the network.
+    """Return the application. The caller shuts the service's engine down."""
+    # FastAPI, except that /docs takes its scripts from this package and not from the network.
     app = FastAPIOffline(
         title="rose_backend",
         version=__version__,
@@ -28,4 +28,4 @@ def build_app(service: Service) -> ASGIApp:
     app.include_router(generation_routes.router)
     app.include_router(operation_routes.router)
     direct_routes = generation_routes.DIRECT_ROUTES | operation_routes.DIRECT_ROUTES
-    return Gate(DirectRoutes(app, direct_routes), service)
+    return Middleware(DirectRoutes(app, direct_routes), service)

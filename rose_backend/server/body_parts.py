@@ -1,7 +1,7 @@
-"""What a large body consists of, counted before it is parsed.
+"""Counts of values, fields and lists in a large body, checked before it is parsed.
 
-Parsing is one call that keeps the interpreter's lock: 16 MiB of short values take up to seconds, and no stream
-gets a piece of text meanwhile. What cannot be allowed for its number alone is refused without that.
+Parsing holds the interpreter lock, for up to seconds with 16 MiB of short values, in which no stream sends anything.
+A body with more values than any request may have is refused without parsing.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from rose_backend.errors import RequestError
 from rose_backend.server.settings import MAX_BODY_FIELDS, MAX_BODY_LISTS
 
 COUNTED_BODY_BYTES = 1 << 17
-"""Smaller bodies are parsed in some milliseconds, whatever is in them."""
+"""Smaller bodies are parsed in a few milliseconds, whatever they contain."""
 _CHUNK_BYTES = 1 << 18
-"""Counted between two moments in which other threads may have the interpreter's lock."""
+"""Bytes counted at once; between two chunks other threads may take the interpreter lock."""
 
 
 class BodyParts(NamedTuple):
-    """How many characters there are outside of strings that tell how many parts a body has."""
+    """Numbers of structural characters outside of strings."""
 
     commas: int
     colons: int
     brackets: int
-    """Those that open lists and objects."""
+    """Opening ones, of lists and objects."""
 
 
 def check_body_parts(content: bytes, max_prompts: int, max_model_len: int) -> None:
-    """Refuse a body that has more parts than any request may have. May run in any thread.
+    """Refuse a body that has more values than any request may have. May run in any thread.
 
     Args:
         content: JSON, or whatever else was sent.
@@ -54,12 +54,12 @@ def check_body_parts(content: bytes, max_prompts: int, max_model_len: int) -> No
 
 
 def count_body_parts(content: bytes) -> BodyParts:
-    """Count without parsing: 16 MiB take about as long as hashing them."""
+    """Count without parsing, about as fast as hashing."""
     totals = np.zeros(3, np.int64)
     is_inside, rest = False, b""
     for first in range(0, len(content), _CHUNK_BYTES):
         chunk = rest + content[first : first + _CHUNK_BYTES]
-        # What a backslash stands before must come in the same chunk.
+        # A backslash and the character it escapes must be in the same chunk.
         rest = b"\\" if (len(chunk) - len(chunk.rstrip(b"\\"))) % 2 else b""
         chunk = chunk[: len(chunk) - len(rest)].replace(b"\\\\", b"").replace(b'\\"', b"")
         data = np.frombuffer(chunk, np.uint8)
@@ -77,10 +77,7 @@ def count_body_parts(content: bytes) -> BodyParts:
 
 
 def as_utf8(content: bytes) -> bytes:
-    """Return JSON that came in one of the other encodings in UTF-8, as ``json.loads`` reads it.
-
-    What cannot be read is returned as it is.
-    """
+    """Return JSON in UTF-8 from any encoding that ``json.loads`` reads; other content is returned as it is."""
     encoding = json.detect_encoding(content)
     if encoding in ("utf-8", "utf-8-sig"):
         return content

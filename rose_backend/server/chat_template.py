@@ -8,10 +8,10 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from rose_backend.errors import ConfigError, ModelError, RequestError
-from rose_backend.models.weight_loading import read_json, resolve_model_path
+from rose_backend.models.weights import read_json, resolve_model_path
 from rose_backend.server.request_models import ChatMessage
 
-# Templates refuse with an error of Jinja's, or trip over what they did not expect.
+# Templates refuse with an error of Jinja's, or fail on an unexpected conversation.
 _REFUSALS = (TemplateError, TypeError, ValueError, KeyError)
 
 
@@ -33,7 +33,7 @@ class ChatTemplate:
         directory = resolve_model_path(model)
         if template is None and not _has_template(directory):
             return
-        # Imported here: it takes seconds, and models without a template do without it.
+        # Imported here: it takes seconds, and is not needed without a template.
         from transformers import AutoTokenizer
 
         try:
@@ -47,7 +47,7 @@ class ChatTemplate:
         self._check_syntax()
 
     def check_available(self) -> None:
-        """Refuse conversations where they cannot be served.
+        """Refuse conversations if the model has no template.
 
         Raises:
             RequestError: the model has no template.
@@ -85,7 +85,7 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise ConfigError(f"chat_template: line {error.lineno}: {error.message}") from error
         except _REFUSALS:
-            # It wants a longer conversation; that is between it and the clients.
+            # It does not accept so short a conversation; requests report that.
             pass
 
 

@@ -1,42 +1,127 @@
-"""One HTTP connection, with the limits that hold before anybody has shown a key: bytes, time, number."""
+"""One HTTP connection, with limits that uvicorn lacks: bytes and time of a header, connections, unread answers."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import logging
 import secrets
+import sys
+import termios
 from typing import Any
 
+import uvicorn
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from rose_backend.server.error_answers import ApiError
-from rose_backend.server.request_record import RequestRecord
-from rose_backend.server.service import Service
+from rose_backend.server.service import RequestRecord, Service
 from rose_backend.server.settings import RETRY_AFTER_S
-from rose_backend.server.unread_answers import ReadConnection, ServiceConfig
+
+logger = logging.getLogger(__name__)
 
 _LINGER_S = 2.0
-"""How long a refused client may go on sending. Closed at once, it would be cut off before it reads the answer."""
+"""How long a refused client may still send; a connection closed at once is reset before the answer is read."""
 MAX_LINGERING = 64
-"""Connections that do so, beyond those that are allowed. More are closed at once."""
+"""Refused connections that may do so, beyond ``max_connections``. More are closed at once."""
 MAX_PIPELINED = 16
-"""Requests that may wait on one connection for the answer to an earlier one. uvicorn keeps any number."""
+"""Requests of one connection that may wait for the answer to an earlier one. uvicorn keeps any number."""
 
 
-class ConnectionConfig(ServiceConfig):
+class ConnectionConfig(uvicorn.Config):
     """uvicorn's configuration for these connections."""
 
     def __init__(self, app: Any, service: Service, **options: Any) -> None:
-        super().__init__(app, service, http=Connection, **options)
+        super().__init__(app, http=Connection, **options)
+        self.service = service
         self.lingering: set[Connection] = set()
 
 
-class Connection(ReadConnection):
-    """uvicorn's protocol, which takes headers of any size and waits for them without end.
+class SendTimeoutProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with a limit on the time that a client may take to read.
 
-    What is counted and timed here is only what comes before a request is complete: answers pass without a step more.
-    At any moment an answer is under way, or a timer runs at whose end the connection is closed.
+    A connection is aborted when the client has read nothing for ``send_timeout_s`` while data is buffered in this
+    process; the application sees a disconnect and aborts the request. Only connections with buffered data have a timer.
+    """
+
+    config: ConnectionConfig
+    _progress_timer: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        """Called by the transport when much is buffered."""
+        super().pause_writing()
+        self._watch_progress()
+
+    def resume_writing(self) -> None:
+        """Called by the transport when little is buffered."""
+        super().resume_writing()
+        self._stop_watching()
+        # The application has finished, so nothing else would notice a client that does not read the rest.
+        if self.cycle is not None and self.cycle.response_complete and self.transport.get_write_buffer_size():
+            self._watch_progress()
+
+    def on_response_complete(self) -> None:
+        """Watch what is left of an answer that the application has finished."""
+        super().on_response_complete()
+        if self.transport.get_write_buffer_size():
+            self._watch_progress()
+
+    def on_message_begin(self) -> None:
+        """Stop watching an earlier answer: the next one adds to the buffer."""
+        if not self.flow.write_paused:
+            self._stop_watching()
+        super().on_message_begin()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the transport at the end."""
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    def _watch_progress(self) -> None:
+        self._stop_watching()
+        timeout_s = self.config.service.settings.send_timeout_s
+        if timeout_s:
+            self._progress_timer = self.loop.call_later(
+                timeout_s, self._check_progress, self._num_unread_bytes()
+            )
+
+    def _stop_watching(self) -> None:
+        if self._progress_timer is not None:
+            self._progress_timer.cancel()
+            self._progress_timer = None
+
+    def _num_unread_bytes(self) -> int:
+        """Return the bytes buffered here and in the kernel, which takes more only when a third of its own are read."""
+        num_bytes = self.transport.get_write_buffer_size()
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None and sock.fileno() >= 0:
+            unsent = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+            num_bytes += int.from_bytes(unsent, sys.byteorder)
+        return num_bytes
+
+    def _check_progress(self, num_bytes_before: int) -> None:
+        """Abort the connection unless less is buffered than before; nothing has been added meanwhile."""
+        self._progress_timer = None
+        num_bytes = self.transport.get_write_buffer_size()
+        if num_bytes and self._num_unread_bytes() < num_bytes_before:
+            self._watch_progress()
+        elif num_bytes:
+            timeout_s = self.config.service.settings.send_timeout_s
+            logger.warning(
+                "a client has read nothing for %g s while %d bytes wait for it; cutting it off",
+                timeout_s,
+                num_bytes,
+            )
+            # close() would wait until the client has read the rest.
+            self.transport.abort()
+
+
+class Connection(SendTimeoutProtocol):
+    """uvicorn's protocol with limits on headers, idle time and the number of connections.
+
+    Only the bytes of a request are counted and timed: answers pass without an extra step. At any time an answer is
+    being sent, or a timer runs that closes the connection.
     """
 
     def __init__(
@@ -55,11 +140,11 @@ class Connection(ReadConnection):
         self._refusal: ApiError | None = None
         self._awaits_header = True
         self._num_headers = 0
-        # Since the last end of a header, piece of a body, or end of a request. One header that begins right behind such
-        # an end is counted from the next piece that comes, so it may have up to twice what is allowed.
+        # Since the last end of a header, chunk of a body, or end of a request. A header that begins in the same read as
+        # such an end is counted from the next read on, so it may have up to twice the limit.
         self._num_pending_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
-        # The one that is being answered; uvicorn keeps the newest.
+        # The request that is being answered; uvicorn's own ``cycle`` is the newest.
         self._running: RequestResponseCycle | None = None
 
     # What asyncio calls.
@@ -68,7 +153,7 @@ class Connection(ReadConnection):
         super().connection_made(transport)
         limit = self._settings.max_connections
         if len(self.connections) > limit:
-            # Rather than leave it unaccepted: a client, or whatever balances loads, learns that it must go elsewhere.
+            # Refused rather than left unaccepted: a client or load balancer can try another server.
             self._refuse(
                 ApiError(
                     503,
@@ -91,7 +176,7 @@ class Connection(ReadConnection):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        # The parser keeps an unfinished header to itself, so bytes are counted before it gets them.
+        # The parser buffers an unfinished header, so bytes are counted before it gets them.
         while data and not self._is_refused and not self.transport.is_closing():
             room = self._settings.max_header_bytes - self._num_pending_bytes
             if room <= 0:
@@ -110,7 +195,7 @@ class Connection(ReadConnection):
             elif self._num_pending_bytes:
                 self._start_timer(self._settings.header_timeout_s)
             elif self._is_idle and not self.transport.is_closing():
-                # The rest of a body that was answered before it had come. uvicorn has stopped waiting for its end.
+                # The rest of a body that was answered before it was complete: uvicorn has stopped its keep-alive timer.
                 self._unset_keepalive_if_required()
                 self.timeout_keep_alive_task = self.loop.call_later(
                     self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -123,25 +208,25 @@ class Connection(ReadConnection):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Those behind a chunked body, too.
+        # Trailers behind a chunked body, too.
         self._num_headers += 1
         limit = self._settings.max_headers
         if self._num_headers > limit:
             self._refusal = _header_too_large(f"more than {limit} headers", "max_headers")
-            # Ends the parser, which has the connection answered by send_400_response.
+            # Stops the parser, which makes uvicorn call send_400_response.
             raise self._refusal
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
-            # Ends the parser, and with it the connection: nothing can be said in the middle of another answer.
+            # Stops the parser and closes the connection: no refusal can be sent in the middle of another answer.
             raise _header_too_large(f"more than {MAX_PIPELINED} requests in advance", "pipelined requests")
         self._awaits_header = False
         self._num_pending_bytes = 0
         self._stop_timer()
         super().on_headers_complete()
         if self.pipeline:
-            # uvicorn stops reading, and would not see the client leave while it answers the request before.
+            # uvicorn stops reading, and would miss a disconnect while it answers the request before.
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
@@ -179,14 +264,14 @@ class Connection(ReadConnection):
     def _note_timeout(self, timeout_s: float) -> None:
         self._timer = None
         if not self._is_idle:
-            # The gate times a body that is read; a header in advance of an answer can wait for its end.
+            # The middleware times a body that is read; a pipelined header can wait for the end of the answer.
             self._start_timer(timeout_s)
         elif self._awaits_header:
             self._refuse(
                 ApiError(408, f"header: not complete after {timeout_s:g} seconds", code="header_timeout")
             )
         else:
-            # Answered without its body, which never ends.
+            # Answered before its body was complete, and the rest does not come.
             self._close()
 
     @property
@@ -202,7 +287,7 @@ class Connection(ReadConnection):
         self._is_refused = True
         self._stop_timer()
         self._unset_keepalive_if_required()
-        # It does not count among the others any longer, and nobody waits for it.
+        # It no longer counts as a connection, and shutdown does not wait for it.
         self.connections.discard(self)
         if not self._take_over():
             self._close()
@@ -211,7 +296,7 @@ class Connection(ReadConnection):
             secrets.token_hex(16), "other", status=refusal.status_code, error=refusal.detail
         )
         self.transport.write(self._as_bytes(refusal, record.request_id))
-        self._service.metrics.count_response(record.route, record.status)
+        self._service.metrics.responses.labels(record.route, str(record.status)).inc()
         if self._settings.log_requests:
             record.log()
         if len(self._lingering) < MAX_LINGERING and self.transport.can_write_eof():
@@ -222,12 +307,12 @@ class Connection(ReadConnection):
             self._close()
 
     def _close(self) -> None:
-        """Close, soon also against a client that does not read what is left for it."""
+        """Close; after a while also if the client does not read what is buffered."""
         self.transport.close()
         self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)
 
     def _take_over(self) -> bool:
-        """Keep the application from answering a request that has not come as a whole. False: it does already."""
+        """Keep the application from answering an incomplete request. False: it has begun to."""
         if self._is_idle:
             return True
         if self.pipeline or self.cycle.response_started or not self.cycle.more_body:

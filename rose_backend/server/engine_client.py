@@ -1,7 +1,4 @@
-"""The API process' end of the engine process: starts it, sends requests there, and gives its outputs to their callers.
-
-Whatever a request gets wrong is found here, so that the engine process hears only of requests that it can run.
-"""
+"""The API process' side of the engine process: starts it, sends it checked requests, and distributes its outputs."""
 
 from __future__ import annotations
 
@@ -19,28 +16,28 @@ from pathlib import Path
 
 import rose_backend
 from rose_backend.config import EngineConfig
-from rose_backend.engine.interpreter import begin_serving, end_serving
+from rose_backend.engine.engine_stats import Counters
+from rose_backend.engine.input_processor import InputProcessor, ProcessedInput
 from rose_backend.engine.outputs import RequestOutput
-from rose_backend.engine.request import Prompt
-from rose_backend.engine.request_factory import RequestFactory
-from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.engine.process_settings import begin_serving, end_serving
+from rose_backend.engine.request import check_request_id
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import EngineDeadError, RequestError
-from rose_backend.models.weight_loading import resolve_model_path
+from rose_backend.models.weights import resolve_model_path
 from rose_backend.server import engine_messages as messages
-from rose_backend.server.engine_messages import HEADER, Counters, decode, encode, read_message
+from rose_backend.server.engine_messages import HEADER, decode, encode, read_message
 from rose_backend.server.remote_stream import RemoteStream
 
 logger = logging.getLogger(__name__)
 
 _PACKAGE_ROOT = Path(rose_backend.__file__).resolve().parent.parent
 _SOCKET_BUFFER_BYTES = 4 << 20
-"""Room for the outputs of some rounds, so that the engine's text thread does not wait for this process."""
+"""Room for some batches of outputs, so that the engine's output thread does not wait for this process."""
 _ENGINE_PROGRAM = (
     "import sys; sys.path.append(sys.argv[2]); "
     "from rose_backend.server.engine_process import main; sys.exit(main())"
 )
-"""Behind all else on the path is where this process has the package from, should it not be installed."""
+"""The end of the path is where this process imported the package from, which may not be installed."""
 _END_TIMEOUT_S = 10.0
 """How long an engine process that was told to stop may take until it is killed."""
 
@@ -57,34 +54,30 @@ class EngineClient:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        # Before the process is started: a mistaken path should not cost that wait.
+        # Before the process is started, so that a wrong path is reported at once.
         directory = resolve_model_path(config.model)
         self._process, self._socket = _start_process(config)
         self._end_process = weakref.finalize(self, _kill, self._process)
         try:
-            self.tokenizer = Tokenizer(directory)
+            tokenizer = Tokenizer(directory)
             ready = self._wait_until_ready()
         except BaseException:
             self._end_process()
             raise
         self.config = ready.config
-        self.max_model_len = ready.max_model_len
-        self.vocab_size = ready.vocab_size
         self.num_blocks = ready.num_blocks
-        self.parts = ready.parts
-        self._factory = RequestFactory(
-            self.tokenizer,
+        self.input_processor = InputProcessor(
+            tokenizer,
             vocab_size=ready.vocab_size,
             max_model_len=ready.max_model_len,
             max_num_seqs=ready.config.max_num_seqs,
             seed=ready.config.seed,
         )
-        # By number, until the engine has sent the last output, even if nobody waits for it any longer.
+        # By number, until the engine has sent the last output, also of requests whose client has disconnected.
         self._streams: dict[int, RemoteStream] = {}
         self._numbers: dict[str, int] = {}
-        self._num_requests = 0
         self._counters = ready.counters
-        self._askers: list[asyncio.Future[None]] = []
+        self._counter_waiters: list[asyncio.Future[None]] = []
         self._is_stopping = False
         self._death: EngineDeadError | None = None
         self._unsent: list[bytes] = []
@@ -97,35 +90,19 @@ class EngineClient:
         return self._death is None and not self._is_stopping
 
     async def start(self) -> None:
-        """Serve the callers on the running event loop."""
+        """Serve requests of the running event loop."""
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=_SOCKET_BUFFER_BYTES)
         self._reading = asyncio.create_task(self._read(reader))
         begin_serving()
 
-    async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
-    ) -> AsyncIterator[RequestOutput]:
-        """Do what ``AsyncEngine.generate`` does.
-
-        Raises:
-            QueueFullError: as many requests wait as may. No other request notices.
-            RequestError: the request is not allowed, or its id is in use. No other request notices.
-            EngineDeadError: the engine failed or was shut down.
-        """
+    async def generate(self, prompt: ProcessedInput, *, request_id: str) -> AsyncIterator[RequestOutput]:
+        """Do what ``AsyncEngine.generate`` does, with an answer of ``input_processor`` that is used once."""
         self._check_running()
-        request = self._factory.make(prompt, sampling_params, request_id=request_id)
-        if request_id in self._numbers:
-            raise RequestError(
-                f"request_id: got {request_id!r}, which an unfinished request has", parameter="request_id"
-            )
-        self._num_requests += 1
-        number = self._num_requests
-        stream = RemoteStream(
-            request_id, request.prompt, request.prompt_token_ids.tolist(), asyncio.get_running_loop()
-        )
+        check_request_id(request_id, self._numbers)
+        number, text, ids, params, namespace = prompt
+        stream = RemoteStream(request_id, text, ids.tolist(), asyncio.get_running_loop())
         self._streams[number], self._numbers[request_id] = stream, number
-        ids = request.prompt_token_ids.tobytes()
-        self._send(messages.Add(number, request_id, ids, sampling_params, request.namespace))
+        self._send(messages.Add(number, request_id, ids.tobytes(), params, namespace))
         is_over = False
         try:
             while not is_over:
@@ -140,27 +117,23 @@ class EngineClient:
                 self._send(messages.Abort(number))
 
     async def abort(self, request_id: str) -> bool:
-        """End a request; its ``generate`` yields a last output with ``finish_reason`` "abort".
-
-        Returns:
-            False for an id that no unfinished request has; then nothing has changed.
-        """
+        """Do what ``AsyncEngine.abort`` does."""
         number = self._numbers.get(request_id)
         if number is not None:
             self._send(messages.Abort(number))
         return number is not None
 
     async def counters(self) -> Counters:
-        """Return what the engine has done and what it has in use; of an engine that has died, what it said last."""
+        """Return counters and present load; of an engine that has died, the last ones known."""
         if self.is_running:
-            asker = asyncio.get_running_loop().create_future()
-            self._askers.append(asker)
-            self._send(messages.AskCounters())
-            await asyncio.wait([asker])
+            waiter = asyncio.get_running_loop().create_future()
+            self._counter_waiters.append(waiter)
+            self._send(messages.GetCounters())
+            await asyncio.wait([waiter])
         return self._counters
 
     async def shutdown(self) -> None:
-        """Stop after the present step. Unfinished requests end with ``EngineDeadError``. May be repeated."""
+        """Do what ``AsyncEngine.shutdown`` does."""
         if self.is_running:
             self._is_stopping = True
             self._send(messages.Stop())
@@ -179,8 +152,8 @@ class EngineClient:
             raise EngineDeadError("the engine was shut down")
 
     def _send(self, command: object) -> None:
-        """Send a command together with all others of this turn of the event loop: each message wakes a thread that
-        takes the interpreter lock from the step loop."""
+        """Send all commands of one turn of the event loop at once: each read in the engine process takes the
+        interpreter lock from the step loop."""
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent.append(encode(command))
@@ -192,32 +165,32 @@ class EngineClient:
         self._unsent.clear()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Take in what the engine process says until it ends."""
+        """Handle messages of the engine process until it ends."""
         try:
             while True:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-                self._take(decode(await reader.readexactly(length)))
+                self._handle(decode(await reader.readexactly(length)))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # it has ended
         except Exception:
-            logger.exception("the engine process says what this one does not understand")
+            logger.exception("the engine process sent a message that cannot be handled")
             self._process.kill()
         status = await asyncio.to_thread(self._process.wait)
         if self.is_running:
             self._note_death(f"the engine process ended with {_describe_status(status)}")
 
-    def _take(self, message: object) -> None:
-        if isinstance(message, messages.Round):
+    def _handle(self, message: object) -> None:
+        if isinstance(message, messages.OutputBatch):
             for update in message.updates:
                 self._hand_over(update)
-            # Behind the callers' tasks, which have just become ready to run.
-            asyncio.get_running_loop().call_soon(self._send, messages.Seen())
+            # Behind the tasks of these requests, which have just become ready to run.
+            asyncio.get_running_loop().call_soon(self._send, messages.Ack())
         elif isinstance(message, messages.Refused):
             self._forget(message.number).fail(message.error)
         elif isinstance(message, Counters):
             self._counters = message
-            self._askers.pop(0).set_result(None)
-        elif isinstance(message, messages.Dead):
+            self._counter_waiters.pop(0).set_result(None)
+        elif isinstance(message, messages.EngineDied):
             self._note_death(message.message)
 
     def _hand_over(self, update: messages.Update) -> None:
@@ -239,11 +212,11 @@ class EngineClient:
 
     def _fail_all(self, error: EngineDeadError) -> None:
         for stream in self._streams.values():
-            # An exception of each caller's own: tracebacks must not pile up in one object.
+            # One exception per request: tracebacks must not accumulate in one object.
             stream.fail(EngineDeadError(str(error)))
-        for asker in self._askers:
-            asker.cancel()
-        self._askers.clear()
+        for waiter in self._counter_waiters:
+            waiter.cancel()
+        self._counter_waiters.clear()
 
     def _wait_until_ready(self) -> messages.Ready:
         with self._socket.makefile("rb") as stream:
@@ -264,7 +237,7 @@ def _start_process(config: EngineConfig) -> tuple[subprocess.Popen[bytes], socke
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
         process = subprocess.Popen(
             [sys.executable, "-c", _ENGINE_PROGRAM, str(its.fileno()), str(_PACKAGE_ROOT)],
-            # Whatever lies in the current directory is no module of ours, nor of a process that the engine starts.
+            # No module is imported from the current directory, here or in processes that the engine starts.
             env={**os.environ, "PYTHONSAFEPATH": "1"},
             stdin=subprocess.DEVNULL,
             pass_fds=[its.fileno()],
@@ -272,7 +245,7 @@ def _start_process(config: EngineConfig) -> tuple[subprocess.Popen[bytes], socke
             process_group=0,
         )
     start_up = messages.StartUp(config, logging.getLogger("rose_backend").getEffectiveLevel())
-    # If it has ended already, whoever reads its first message finds out.
+    # If it has ended already, reading its first message reports that.
     with contextlib.suppress(ConnectionError):
         ours.sendall(encode(start_up))
     return process, ours

@@ -1,6 +1,6 @@
-"""What the API process and the engine process tell each other, and how it travels: pickled behind its length.
+"""Messages between the API process and the engine process: pickled named tuples, each behind its length.
 
-The socket is a pair made by the API process and known to no one else, so what comes out of it may be unpickled.
+The socket pair is made by the API process and inherited by the engine process alone, so unpickling is safe.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import struct
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 from rose_backend.config import EngineConfig
-from rose_backend.engine.engine_stats import EngineLoad, EngineStats
+from rose_backend.engine.engine_stats import Counters
 from rose_backend.engine.outputs import FinishReason, Logprob
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.errors import RequestError, RoseError
 
 HEADER = struct.Struct("=I")
-"""Stands before each message: the number of bytes that follow."""
+"""In front of each message: the number of bytes that follow."""
 
 
 def encode(message: object) -> bytes:
@@ -31,7 +31,7 @@ def decode(content: bytes) -> Any:
 
 
 def read_message(stream: BinaryIO) -> object | None:
-    """Return the next message, or None when the other end has closed or gone."""
+    """Return the next message, or None at the end of the connection."""
     try:
         header = stream.read(HEADER.size)
         if len(header) < HEADER.size:
@@ -47,19 +47,19 @@ def read_message(stream: BinaryIO) -> object | None:
 
 
 class StartUp(NamedTuple):
-    """What to load, and what to log meanwhile."""
+    """Options of the engine, and the log level."""
 
     config: EngineConfig
     log_level: int
 
 
 class Add(NamedTuple):
-    """Start a request, which has been checked."""
+    """Start a request: ``ProcessedInput`` as it travels."""
 
     number: int
-    """Its name in all later messages."""
+    """Names the request in all later messages."""
     request_id: str
-    prompt_token_ids: bytes
+    token_ids: bytes
     """int32."""
     params: SamplingParams
     namespace: bytes
@@ -72,37 +72,30 @@ class Abort(NamedTuple):
     number: int
 
 
-class Seen(NamedTuple):
-    """The streams have had their turn with a round of outputs."""
+class Ack(NamedTuple):
+    """An ``OutputBatch`` has been handed to the tasks that wait for it."""
 
 
-class AskCounters(NamedTuple):
-    """Send ``Counters``."""
+class GetCounters(NamedTuple):
+    """Asks for ``Counters``."""
 
 
 class Stop(NamedTuple):
-    """End after the present step."""
+    """Stop after the present step."""
 
 
-# From the engine process: first ``Ready`` or ``Failed``, then the rest, and ``Dead`` last if a step fails.
-
-
-class Counters(NamedTuple):
-    """Answers ``AskCounters``."""
-
-    stats: EngineStats
-    load: EngineLoad
+# From the engine process: first ``Ready`` or ``Failed``, then the others (``Counters`` answers ``GetCounters``), and
+# ``EngineDied`` last if a step fails.
 
 
 class Ready(NamedTuple):
     """The model is loaded."""
 
     config: EngineConfig
-    """With a choice made for each option that was left open."""
+    """With a value for each option that was left open."""
     vocab_size: int
     max_model_len: int
     num_blocks: int
-    parts: dict[str, str]
     counters: Counters
 
 
@@ -112,8 +105,8 @@ class Failed(NamedTuple):
     error: RoseError
 
 
-class Piece(NamedTuple):
-    """What is new in one completion. Travels as a plain tuple, which is cheaper."""
+class CompletionDelta(NamedTuple):
+    """What is new in one completion. Sent as a plain tuple, which is cheaper."""
 
     completion: int
     """Its index."""
@@ -127,12 +120,12 @@ class Piece(NamedTuple):
 
 
 Update: TypeAlias = tuple[int, int, bool, list[tuple[Any, ...]]]
-"""A request's number, its cached prompt tokens, whether this is its last update, and fields of ``Piece`` for each
-completion that has news."""
+"""Number of the request, its cached prompt tokens, whether this is its last update, and the fields of a
+``CompletionDelta`` for each completion that has changed."""
 
 
-class Round(NamedTuple):
-    """Everything that is new in all requests."""
+class OutputBatch(NamedTuple):
+    """What is new in all requests."""
 
     updates: list[Update]
 
@@ -144,7 +137,7 @@ class Refused(NamedTuple):
     error: RequestError
 
 
-class Dead(NamedTuple):
-    """The engine stopped after a failure; the process ends."""
+class EngineDied(NamedTuple):
+    """The engine stopped after a failure; its process ends."""
 
     message: str

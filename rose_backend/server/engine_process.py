@@ -1,7 +1,6 @@
-"""The process that runs the engine, so that HTTP and JSON never take the interpreter lock from its step loop.
+"""The process that runs the engine, so that HTTP and JSON never hold the interpreter lock that its step loop needs.
 
-Started by ``EngineClient``. The main thread runs the steps, one thread reads commands, and the engine's text thread
-sends what is new in all streams as one message.
+The main thread runs the steps, one thread reads commands, and the output thread sends new outputs.
 """
 
 from __future__ import annotations
@@ -18,51 +17,50 @@ from typing import BinaryIO
 import numpy as np
 
 from rose_backend.config import EngineConfig
-from rose_backend.engine.core import EngineCore
-from rose_backend.engine.interpreter import begin_serving
+from rose_backend.engine.core import Command, EngineCore
+from rose_backend.engine.engine_stats import Counters
+from rose_backend.engine.input_processor import ProcessedInput
+from rose_backend.engine.output.output_thread import OutputHandler, StreamConsumers
 from rose_backend.engine.outputs import CompletionOutput, RequestOutput
-from rose_backend.engine.step_loop import Command, carry_out, step_and_hold
-from rose_backend.engine.text_worker import OutputSink, Readers
-from rose_backend.errors import EngineDeadError, RequestError, RoseError
+from rose_backend.engine.process_settings import begin_serving
+from rose_backend.errors import EngineDeadError, RoseError
 from rose_backend.server import engine_messages as messages
-from rose_backend.server.engine_messages import Counters, Round, Update, encode, read_message
+from rose_backend.server.engine_messages import OutputBatch, Update, encode, read_message
 from rose_backend.server.settings import LOG_FORMAT
 
 logger = logging.getLogger(__name__)
 
 EXIT_DEAD = 1
-_MAX_UNSEEN_ROUNDS = 2
-"""One that the API process works on, one on its way. Texts that are made meanwhile wait and come in one piece."""
+_MAX_UNACKED_BATCHES = 2
+"""One that the API process handles, one on its way. Outputs made meanwhile are merged per request."""
 
 
-class Outgoing:
-    """What the API process has been told about one request."""
+class UpdateBuilder:
+    """Makes updates of one request: what its outputs have beyond those that were sent."""
 
-    __slots__ = ("_done", "_num_sent", "number")
+    __slots__ = ("_finished", "_num_sent", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self._num_sent: dict[int, int] = {}
-        self._done: set[int] = set()
+        self._finished: set[int] = set()
 
     def update(self, output: RequestOutput) -> Update:
-        """Return what ``output`` says beyond earlier ones."""
-        pieces = [self._piece(completion) for completion in output.outputs if self._has_news(completion)]
-        return self.number, output.num_cached_tokens, output.finished, pieces
+        """Return what is new in ``output``."""
+        deltas = [delta for each in output.outputs if (delta := self._delta(each)) is not None]
+        return self.number, output.num_cached_tokens, output.finished, deltas
 
-    def _has_news(self, completion: CompletionOutput) -> bool:
-        if completion.index in self._done:
-            return False
-        has_more = len(completion.token_ids) > self._num_sent.get(completion.index, 0)
-        return has_more or completion.finish_reason is not None
-
-    def _piece(self, completion: CompletionOutput) -> tuple[object, ...]:
-        index = completion.index
-        start = self._num_sent.get(index, 0)
-        self._num_sent[index] = len(completion.token_ids)
+    def _delta(self, completion: CompletionOutput) -> tuple[object, ...] | None:
+        """Return what is new in a completion; None for nothing."""
+        index, start = completion.index, self._num_sent.get(completion.index, 0)
+        if index in self._finished:
+            return None
         if completion.finish_reason is not None:
-            self._done.add(index)
-        # In the order of messages.Piece.
+            self._finished.add(index)
+        elif len(completion.token_ids) <= start:
+            return None
+        self._num_sent[index] = len(completion.token_ids)
+        # In the order of messages.CompletionDelta.
         return (
             index,
             completion.delta_text,
@@ -79,7 +77,7 @@ class EngineProcess:
 
     Args:
         connection: to the API process.
-        commands: what it sends, behind its first message. When that ends, so does this process, at any time.
+        commands: messages from there, behind the first one. At their end this process exits at once.
 
     Raises:
         ConfigError: the options do not fit the model or the machine.
@@ -93,115 +91,111 @@ class EngineProcess:
         # Both guarded by the condition above.
         self._inbox: deque[Command] = deque()
         self._is_stopping = False
-        # Each is changed by one thread alone: the text thread, the reader.
-        self._num_rounds = 0
-        self._num_seen = 0
-        self._outgoing: dict[str, Outgoing] = {}
+        # Each is changed by one thread alone: the output thread, the reader.
+        self._num_batches = 0
+        self._num_acks = 0
+        self._builders: dict[str, UpdateBuilder] = {}
         self._request_ids: dict[int, str] = {}
-        readers = Readers(self._is_ready, lambda: None)
-        sink = OutputSink(self._deliver, readers, self._changed)
+        consumers = StreamConsumers(self._is_ready, lambda: None)
+        handler = OutputHandler(self._deliver, consumers, self._changed)
         threading.Thread(target=self._read, args=(commands,), name="rose-commands", daemon=True).start()
-        self._core = EngineCore(config, is_online=True, sink=sink)
+        self._core = EngineCore(config, is_online=True, output_handler=handler)
 
     def run(self) -> None:
-        """Serve until told to stop.
+        """Serve until ``Stop`` comes.
 
         Raises:
-            EngineDeadError: a step failed; the API process has been told.
+            EngineDeadError: a step failed; the API process has been sent ``EngineDied``.
         """
         core = self._core
         begin_serving()
         self._send(
             messages.Ready(
                 config=core.config,
-                vocab_size=core.factory.vocab_size,
+                vocab_size=core.input_processor.vocab_size,
                 max_model_len=core.max_model_len,
                 num_blocks=core.num_blocks,
-                parts=core.parts,
                 counters=Counters(core.stats, core.load),
             )
         )
         try:
             while self._take_commands():
-                step_and_hold(core)
+                core.step()
         except EngineDeadError as death:
-            self._send(messages.Dead(str(death)))
+            self._send(messages.EngineDied(str(death)))
             raise
         finally:
             core.close()
 
     def _take_commands(self) -> bool:
-        """Carry out what was asked for, waiting while there is nothing to do. False: stop."""
+        """Process queued commands, waiting while the engine is idle. False: stop."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopping or self._inbox or self._core.can_step)
             commands, self._inbox = self._inbox, deque()
-        for request_id, error in carry_out(self._core, commands):
-            self._refuse(request_id, error)
+        for request_id, error in self._core.carry_out(commands):
+            number = self._builders.pop(request_id).number
+            self._request_ids.pop(number, None)
+            self._send(messages.Refused(number, error))
         return not self._is_stopping
-
-    def _refuse(self, request_id: str, error: RequestError) -> None:
-        number = self._outgoing.pop(request_id).number
-        self._request_ids.pop(number, None)
-        self._send(messages.Refused(number, error))
 
     def _send(self, message: object) -> None:
         content = encode(message)
         with self._send_lock:
             self._connection.sendall(content)
 
-    # In the text thread.
+    # In the output thread.
 
     def _is_ready(self, request_id: str) -> bool:
-        return self._num_rounds - self._num_seen < _MAX_UNSEEN_ROUNDS
+        return self._num_batches - self._num_acks < _MAX_UNACKED_BATCHES
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         if not outputs:
             return
         updates = []
         for output in outputs:
-            outgoing = self._outgoing[output.request_id]
-            updates.append(outgoing.update(output))
+            builder = self._builders[output.request_id]
+            updates.append(builder.update(output))
             if output.finished:
-                del self._outgoing[output.request_id]
-                self._request_ids.pop(outgoing.number, None)
-        self._num_rounds += 1
-        self._send(Round(updates))
+                del self._builders[output.request_id]
+                self._request_ids.pop(builder.number, None)
+        self._num_batches += 1
+        self._send(OutputBatch(updates))
 
     # In the reader's thread.
 
     def _read(self, commands: BinaryIO) -> None:
         try:
             while (command := read_message(commands)) is not None:
-                self._obey(command)
+                self._handle(command)
         except BaseException:
             logger.exception("the engine process cannot read its commands")
-        # The API process has gone, however it did, or would wait for ever. Nothing here is worth a tidy end.
+        # The API process has ended, or sent what cannot be read and would wait forever. No state is worth saving.
         os._exit(EXIT_DEAD)
 
-    def _obey(self, command: object) -> None:
-        if isinstance(command, messages.Seen):
-            self._num_seen += 1
+    def _handle(self, command: object) -> None:
+        if isinstance(command, messages.Ack):
+            self._num_acks += 1
         elif isinstance(command, messages.Add):
-            self._outgoing[command.request_id] = Outgoing(command.number)
+            self._builders[command.request_id] = UpdateBuilder(command.number)
             self._request_ids[command.number] = command.request_id
-            ids = np.frombuffer(command.prompt_token_ids, np.int32).tolist()
-            request = self._core.factory.make(
-                ids, command.params, request_id=command.request_id, is_streaming=True
+            number, request_id, token_ids, params, namespace = command
+            ids = np.frombuffer(bytearray(token_ids), np.int32)
+            processed = ProcessedInput(number, None, ids, params, namespace)
+            self._enqueue(
+                self._core.input_processor.build(processed, request_id=request_id, is_streaming=True)
             )
-            request.namespace = command.namespace
-            self._tell(request)
         elif isinstance(command, messages.Abort):
-            # It may have ended meanwhile.
-            if (request_id := self._request_ids.get(command.number)) is not None:
-                self._tell(request_id)
-        elif isinstance(command, messages.AskCounters):
+            # None: it has ended meanwhile.
+            if (ended := self._request_ids.get(command.number)) is not None:
+                self._enqueue(ended)
+        elif isinstance(command, messages.GetCounters):
             self._send(Counters(self._core.stats, self._core.load))
         elif isinstance(command, messages.Stop):
             with self._changed:
                 self._is_stopping = True
                 self._changed.notify()
 
-    def _tell(self, command: Command) -> None:
+    def _enqueue(self, command: Command) -> None:
         with self._changed:
             self._inbox.append(command)
             self._changed.notify()
@@ -209,7 +203,7 @@ class EngineProcess:
 
 def main() -> int:
     """Run the engine on the socket whose number is the first argument; return the exit code."""
-    # Whoever stops a server may signal all of its processes; the engine ends with the API process.
+    # A service manager may signal all processes of a server; this one ends with the API process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     commands = connection.makefile("rb")

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients know them: ``{"error": {"message", "type", "param", "code"}}`` with a fitting status."""
+"""Errors in OpenAI's format: ``{"error": {"message", "type", "param", "code"}}``, and their HTTP status."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from rose_backend.errors import EngineDeadError, QueueFullError, RequestError
 from rose_backend.server.settings import RETRY_AFTER_S
 
 CLIENT_LEFT = 499
-"""Status in logs and metrics of a request whose client did not wait for the answer; it is never sent."""
+"""Status in logs and metrics of a request whose client disconnected before the answer; it is never sent."""
 
 EXPECTED_ERRORS = (HTTPException, RequestError, EngineDeadError, ClientDisconnect)
-"""Any other one is the server's own mistake, and is logged."""
+"""Any other error is a fault of the server, and is logged with its traceback."""
 
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 _TYPE_OF_STATUS = {429: "rate_limit_error"}
 _CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed", 500: "internal_error"}
-# What FastAPI says of a body that is no text; the reason is the cause.
+# FastAPI's error for a body that is not text; the reason is its ``__cause__``.
 _FASTAPI_UNREADABLE = "There was an error parsing the body"
-# pydantic names the branch of a union in an error's place; these are no fields.
+# pydantic puts the branches of a union into an error's path; these are not fields.
 _BRANCHES = frozenset({"str", "int", "float", "bool", "none"})
 
 
 class ApiError(HTTPException):
-    """An answer other than success, with all that OpenAI's error object says."""
+    """An error response, with the fields of OpenAI's error object."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str
@@ -48,7 +48,7 @@ class ApiError(HTTPException):
         return Response(self._json(), self.status_code, self.headers, media_type="application/json")
 
     def event(self) -> bytes:
-        """Return the event that tells the reader of a stream; OpenAI's clients raise when they see it."""
+        """Return the event that ends a stream; OpenAI's clients raise when they get it."""
         return b"data: " + self._json() + b"\n\n"
 
     def _json(self) -> bytes:
@@ -88,10 +88,10 @@ def as_api_error(error: Exception, what: str = "request") -> ApiError:
 
 
 def describe_unreadable_body(reason: BaseException) -> ApiError:
-    """Say why a body could not even be read as JSON.
+    """Describe why a body could not be read as JSON.
 
     Args:
-        reason: what ``json.loads`` raised other than a syntax error, or that the client left.
+        reason: what ``json.loads`` raised other than a syntax error, or ``ClientDisconnect``.
     """
     if isinstance(reason, UnicodeDecodeError):
         what = f"not valid {reason.encoding.upper()} at byte {reason.start} ({reason.reason}), allowed is JSON in UTF-8"
@@ -100,7 +100,7 @@ def describe_unreadable_body(reason: BaseException) -> ApiError:
     elif isinstance(reason, ClientDisconnect):
         what = "the connection was closed before it was complete"
     elif isinstance(reason, ValueError):
-        # Python reads no longer ones, since that takes more than linear time.
+        # Python refuses longer ones, since converting them takes more than linear time.
         what = f"got an integer of more digits than are allowed ({sys.get_int_max_str_digits()})"
     else:
         what = "cannot be read"
@@ -108,10 +108,10 @@ def describe_unreadable_body(reason: BaseException) -> ApiError:
 
 
 def describe_validation_errors(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Say which field of the body is wrong, what was got and what is allowed.
+    """Name the field of the body that is wrong, what was got and what is allowed.
 
     Args:
-        errors: as pydantic reports them, the body's own path before each field's.
+        errors: pydantic's, with paths that begin with ``body``.
     """
     first = errors[0]
     if first["type"] == "json_invalid":
@@ -119,7 +119,7 @@ def describe_validation_errors(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"body: not valid JSON ({reason})", param="body")
     field = first["loc"][1:2]
     ours = [error for error in errors if error["loc"][1:2] == field]
-    # Of the branches of a union the one that came furthest is the one that was meant.
+    # Of the branches of a union, the one with the deepest error was probably meant.
     deepest = max(ours, key=lambda error: len(error["loc"]))
     path = _field_path(deepest)
     if deepest["type"] == "missing":
@@ -131,7 +131,7 @@ def describe_validation_errors(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every error in OpenAI's shape."""
+    """Answer every error in OpenAI's format."""
 
     async def handle(request: Request, error: Exception) -> Response:
         return answer_error(request, error)
@@ -141,7 +141,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def answer_error(request: Request, error: Exception) -> Response:
-    """Return the answer to a request that failed, and note why it did."""
+    """Return the answer to a request that failed, and put the reason into its record."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_LEFT)
     answer = as_api_error(error, f"{request.method} {request.url.path}")
@@ -150,9 +150,8 @@ def answer_error(request: Request, error: Exception) -> Response:
 
 
 def _field_path(error: Mapping[str, Any]) -> str:
-    parts = [str(part) for part in error["loc"][1:] if _is_field(part)]
-    return ".".join(parts) or "body"
-
-
-def _is_field(part: object) -> bool:
-    return isinstance(part, int) or (isinstance(part, str) and part.isidentifier() and part not in _BRANCHES)
+    path = error["loc"][1:]
+    fields = [
+        each for each in path if isinstance(each, int) or (each.isidentifier() and each not in _BRANCHES)
+    ]
+    return ".".join(map(str, fields)) or "body"

@@ -1,73 +1,69 @@
-"""The prompts of one HTTP request on their way through the engine."""
+"""The prompts of one HTTP request in the engine, and the answer that ends when the client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from types import TracebackType
 from typing import TypeAlias
 
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from rose_backend.engine.input_processor import ProcessedInput
 from rose_backend.engine.outputs import RequestOutput
-from rose_backend.engine.request import TokensPrompt
-from rose_backend.engine.sampling_params import SamplingParams
-from rose_backend.server.request_record import RequestRecord
-from rose_backend.server.service import Service
+from rose_backend.server.error_answers import CLIENT_LEFT
+from rose_backend.server.service import RequestRecord, Service
 
 PromptOutput: TypeAlias = tuple[int, RequestOutput]
 """Index of the prompt, and its output."""
 
 _numbers = itertools.count()
+_HEADERS = [
+    (b"cache-control", b"no-cache"),
+    # Proxies like nginx would buffer events.
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+]
 
 
 class Generation:
-    """Submits all prompts and merges what comes back.
+    """Submits all prompts and merges their outputs.
 
     Args:
         record: gets token counts, times and finish reasons.
-        prompts: token ids of each prompt.
-        cache_salt: the engine's, see ``CacheNamespaces``.
+        inputs: one for each prompt.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        record: RequestRecord,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        cache_salt: str | None = None,
-    ) -> None:
+    def __init__(self, service: Service, record: RequestRecord, inputs: list[ProcessedInput]) -> None:
         self._service = service
         self._record = record
-        self._prompts = prompts
-        self._params = params
-        self._cache_salt = cache_salt
-        # The client's id may come twice, the engine's must not.
+        self._inputs = inputs
+        # Clients may repeat an id, the engine's must be unique.
         self._name = f"{record.request_id}-{next(_numbers)}"
-        self._num_tokens = [0] * len(prompts)
-        self._first_s = [0.0] * len(prompts)
-        self._last_s = [0.0] * len(prompts)
+        self._num_tokens = [0] * len(inputs)
+        self._first_s = [0.0] * len(inputs)
+        self._last_s = [0.0] * len(inputs)
 
     def outputs(self) -> AsyncGenerator[PromptOutput, None]:
         """Yield every output of every prompt. Closing the iterator aborts what is unfinished.
 
         Raises:
-            RequestError: a prompt is not allowed, or the queue is full; then none of them runs on.
+            RequestError: the queue is full; then none of them runs on.
             EngineDeadError: the engine failed or was shut down.
         """
-        # Each generator on the way costs every piece of every text.
-        return self._one(0) if len(self._prompts) == 1 else self._all()
+        # Each further generator would cost time for every event of every stream.
+        return self._one(0) if len(self._inputs) == 1 else self._all()
 
     async def _one(self, index: int) -> AsyncGenerator[PromptOutput, None]:
         request_id = f"{self._name}-{index}"
         running = self._service.engine_request_ids
         running.add(request_id)
-        prompt: TokensPrompt = {
-            "prompt_token_ids": self._prompts[index],
-            "cache_salt": self._cache_salt,
-        }
-        stream = self._service.engine.generate(prompt, self._params, request_id)
+        stream = self._service.engine.generate(self._inputs[index], request_id=request_id)
         is_over = False
         try:
             async with aclosing(stream):  # type: ignore[type-var]
@@ -76,26 +72,25 @@ class Generation:
                     is_over = output.finished
                     yield index, output
         except (asyncio.CancelledError, GeneratorExit):
-            # Nobody waits any longer.
+            # The client has disconnected.
             if not is_over:
-                self._count_ends("abort", self._params.n)
+                self._count_ends("abort", self._inputs[index].params.n)
             raise
         finally:
             running.discard(request_id)
 
     async def _all(self) -> AsyncGenerator[PromptOutput, None]:
-        # Each output holds everything so far. When the client does not read, what comes meanwhile waits in front of
-        # this queue, where it becomes one output for each prompt.
-        queue: asyncio.Queue[PromptOutput | Exception] = asyncio.Queue(len(self._prompts))
+        # Each output is the whole state so far: while the client does not read, they are merged in front of this queue.
+        queue: asyncio.Queue[PromptOutput | Exception] = asyncio.Queue(len(self._inputs))
 
         async def pump(index: int) -> None:
             try:
                 async for output in self._one(index):
                     await queue.put(output)
-            except Exception as error:  # raised again below, in the caller's task
+            except Exception as error:  # raised again below, in the consumer's task
                 await queue.put(error)
 
-        tasks = [asyncio.create_task(pump(index)) for index in range(len(self._prompts))]
+        tasks = [asyncio.create_task(pump(index)) for index in range(len(self._inputs))]
         num_unfinished = len(tasks)
         try:
             while num_unfinished:
@@ -113,7 +108,7 @@ class Generation:
         """Count an output's new tokens."""
         now, record, metrics = time.monotonic(), self._record, self._service.metrics
         num_tokens = 0
-        # For every piece of every stream: a generator would take as long as all the rest.
+        # Runs for every event of every stream: a generator would take as long as all the rest.
         for completion in output.outputs:
             num_tokens += len(completion.token_ids)
         if self._num_tokens[index] == 0 and num_tokens:
@@ -145,3 +140,100 @@ class Generation:
     def _count_ends(self, reason: str, num_completions: int) -> None:
         self._record.finish_reasons.add(reason)
         self._service.metrics.request_success[reason].inc(num_completions)
+
+
+class ClientWatch:
+    """Cancels the code in its ``async with`` block when the client disconnects, and raises ``ClientDisconnect`` there.
+
+    One task serves any number of such blocks in sequence: a task per block would cost more than a stream's first event.
+
+    Args:
+        receive: of a request whose body has been read.
+
+    Raises:
+        ClientDisconnect: from a block, if the client has disconnected before its end.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._worker: asyncio.Task[object] | None = None
+        self._num_cancellations = 0
+        self._has_left = False
+        self._watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
+        self._watcher.add_done_callback(self._note_disconnect)
+
+    async def __aenter__(self) -> None:
+        if self._has_left:
+            raise ClientDisconnect
+        self._worker = asyncio.current_task()
+        assert self._worker is not None, "a coroutine runs in a task"
+        self._num_cancellations = self._worker.cancelling()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        worker, self._worker = self._worker, None
+        is_ours = self._has_left and worker is not None and worker.uncancel() <= self._num_cancellations
+        # Any other cancellation of the task is passed on.
+        if is_ours and kind is asyncio.CancelledError:
+            raise ClientDisconnect from error
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._watcher.remove_done_callback(self._note_disconnect)
+        self._watcher.cancel()
+
+    def _note_disconnect(self, watcher: asyncio.Future[None]) -> None:
+        if watcher.cancelled():
+            return
+        watcher.exception()  # retrieved: with any error, the client is gone
+        self._has_left = True
+        if self._worker is not None:
+            self._worker.cancel()
+
+
+class EventStream(Response):
+    """Sends server-sent events as they come.
+
+    Args:
+        outputs: what the events are made from; closed at the end.
+        send_events: sends all events, given ASGI's ``send``. Cancelled when the client disconnects.
+        watch: of the client; closed at the end.
+        record: gets the status of a disconnect.
+    """
+
+    def __init__(
+        self,
+        outputs: AsyncGenerator[object, None],
+        send_events: Callable[[Send], Awaitable[None]],
+        watch: ClientWatch,
+        record: RequestRecord,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.media_type = "text/event-stream"
+        self.raw_headers = _HEADERS
+        self._outputs = outputs
+        self._send_events = send_events
+        self._watch = watch
+        self._record = record
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything, or stop when the client has disconnected."""
+        try:
+            async with aclosing(self._outputs), self._watch:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await self._send_events(send)
+        except ClientDisconnect:
+            self._record.status = CLIENT_LEFT
+        finally:
+            self._watch.close()
+
+
+def events_message(events: bytes, *, is_last: bool = False) -> Message:
+    """Return the ASGI message of encoded events."""
+    return {"type": "http.response.body", "body": events, "more_body": not is_last}
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

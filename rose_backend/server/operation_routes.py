@@ -1,15 +1,18 @@
-"""Everything but generation: models, tokens, health, version, metrics."""
+"""All routes except generation: models, tokens, health, version, metrics."""
 
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
+from typing import Any
 
 from fastapi import APIRouter, Request
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import Response
 
 from rose_backend import __version__
+from rose_backend.errors import RequestError
 from rose_backend.server.answer_models import (
     DetokenizeAnswer,
     HealthAnswer,
@@ -19,15 +22,14 @@ from rose_backend.server.answer_models import (
 )
 from rose_backend.server.direct_routes import DirectRoute
 from rose_backend.server.error_answers import ApiError
-from rose_backend.server.generation_routes import check_body
-from rose_backend.server.prompts import encode_prompts, read_token_ids, run_by_length
+from rose_backend.server.generation_routes import check_body, check_number, check_text_length, run_by_length
 from rose_backend.server.request_models import DetokenizeRequest, TokenizeRequest
 from rose_backend.server.service import Service
 
 router = APIRouter()
 
 _IDS_AT_ONCE = 4096
-"""Written as JSON in less than a millisecond."""
+"""Token ids that are written as JSON in less than a millisecond."""
 
 
 @router.get("/v1/models", responses={200: {"model": ModelList}}, tags=["models"])
@@ -41,7 +43,7 @@ async def list_models(request: Request) -> Response:
             "created": service.start_time_s,
             "owned_by": "rose_backend",
             "root": service.engine.config.model,
-            "max_model_len": service.engine.max_model_len,
+            "max_model_len": service.engine.input_processor.max_model_len,
         }
         for name in service.settings.served_model_names
     ]
@@ -52,9 +54,10 @@ async def list_models(request: Request) -> Response:
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Return the token ids of a prompt."""
     service = check_body(request, body)
-    max_model_len = service.engine.max_model_len
-    token_ids = (await encode_prompts([body.prompt], service.engine.tokenizer, max_model_len))[0]
-    answer = {"count": len(token_ids), "max_model_len": max_model_len}
+    processor = service.engine.input_processor
+    check_text_length("prompt", len(body.prompt), processor)
+    token_ids = await run_by_length(len(body.prompt), lambda: processor.tokenizer.encode(body.prompt))
+    answer = {"count": len(token_ids), "max_model_len": processor.max_model_len}
     return await run_by_length(len(token_ids), lambda: _json_with_ids(answer, "tokens", token_ids))
 
 
@@ -63,11 +66,11 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Return the text of token ids, at most as many as the model's window holds; ids of the model's vocabulary that no
     token has are left out."""
     service = check_body(request, body)
-    engine = service.engine
-    token_ids = read_token_ids("tokens", body.tokens, engine.max_model_len, engine.vocab_size)
+    processor = service.engine.input_processor
+    token_ids = read_token_ids("tokens", body.tokens, processor.max_model_len, processor.vocab_size)
     return await run_by_length(
         len(token_ids),
-        lambda: _json({"prompt": engine.tokenizer.decode(token_ids, skip_special_tokens=False)}),
+        lambda: _json({"prompt": processor.tokenizer.decode(token_ids, skip_special_tokens=False)}),
     )
 
 
@@ -79,7 +82,7 @@ DIRECT_ROUTES: dict[str, DirectRoute] = {
 
 @router.get("/health", responses={200: {"model": HealthAnswer}}, tags=["operations"])
 async def health(request: Request) -> Response:
-    """Say whether requests are served: 503 after a failure of the engine, and while shutting down."""
+    """Report whether requests are served: 503 after a failure of the engine, and while shutting down."""
     service: Service = request.app.state.service
     if service.is_draining:
         raise ApiError(503, "the server is shutting down", code="draining")
@@ -107,7 +110,7 @@ async def metrics(request: Request) -> Response:
 
 
 def _json_with_ids(answer: Mapping[str, object], name: str, token_ids: list[int]) -> Response:
-    """Return ``answer`` with a list that may be long: made at once, it would keep the interpreter's lock meanwhile."""
+    """Return ``answer`` with a list that may be long: encoded in one call, it would hold the interpreter lock."""
     parts = [
         json.dumps(token_ids[first : first + _IDS_AT_ONCE])[1:-1]
         for first in range(0, len(token_ids), _IDS_AT_ONCE)
@@ -118,3 +121,25 @@ def _json_with_ids(answer: Mapping[str, object], name: str, token_ids: list[int]
 
 def _json(answer: object) -> Response:
     return Response(json.dumps(answer).encode(), media_type="application/json")
+
+
+def read_token_ids(field: str, value: Any, max_number: int, vocab_size: int) -> list[int]:
+    """Return a list of token ids, whose length has been checked before its elements.
+
+    Raises:
+        RequestError: it is no list of ids of the vocabulary, or too long.
+    """
+    if not isinstance(value, list):
+        raise RequestError(
+            f"{field}: got {reprlib.repr(value)}, allowed is a list of token ids", parameter=field
+        )
+    check_number(field, len(value), "token ids", max_number)
+    if set(map(type, value)) <= {int} and min(value, default=0) >= 0 and max(value, default=0) < vocab_size:
+        return value
+    for index, token_id in enumerate(value):
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"{field}.{index}: got {reprlib.repr(token_id)}, allowed are integers from 0 to {vocab_size - 1}",
+                parameter=f"{field}.{index}",
+            )
+    return value

@@ -1,4 +1,4 @@
-"""One request's outputs in the API process, put together from what the engine process says is new."""
+"""Outputs of one request in the API process, assembled from the updates that the engine process sends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rose_backend.server.engine_messages import Update
 
 
 class RemoteStream:
-    """A queue for one reader, in which everything that it has not taken becomes one output.
+    """A queue for one reader: updates that it has not taken yet are merged into one output.
 
     Args:
         prompt_token_ids: shared by all outputs.
@@ -19,7 +19,7 @@ class RemoteStream:
     __slots__ = (
         "_completions",
         "_failure",
-        "_has_news",
+        "_has_update",
         "_is_finished",
         "_loop",
         "_num_cached_tokens",
@@ -44,45 +44,16 @@ class RemoteStream:
         self._is_finished = False
         # In order of index: the first one splits off the others in that order.
         self._completions: dict[int, CompletionOutput] = {}
-        self._has_news = False
+        self._has_update = False
         self._failure: RequestError | EngineDeadError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, update: Update) -> None:
         """Add what is new."""
-        # At once: updates that nobody reads are many times as large as what they say.
-        self._take(update)
-        self._has_news = True
-        self._wake()
-
-    def fail(self, error: RequestError | EngineDeadError) -> None:
-        """Let ``get`` raise behind what has been put so far."""
-        self._failure = error
-        self._wake()
-
-    async def get(self) -> RequestOutput:
-        """Wait for something new and return the request's state.
-
-        Raises:
-            RequestError: it was refused.
-            EngineDeadError: the engine failed or was shut down.
-        """
-        while not self._has_news:
-            if self._failure is not None:
-                raise self._failure
-            self._waiter = self._loop.create_future()
-            await self._waiter
-        self._has_news = False
-        return self._snapshot()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _take(self, update: Update) -> None:
-        _, self._num_cached_tokens, self._is_finished, pieces = update
-        # In the order of messages.Piece. Not by its names: making one would cost as much as all that is done with it.
-        for index, text, token_ids, logprobs, cumulative_logprob, finish_reason, stop_reason in pieces:
+        # Merged at once: updates in a queue would take many times the memory.
+        _, self._num_cached_tokens, self._is_finished, deltas = update
+        # In the order of messages.CompletionDelta: making one would cost as much as all that is done with it here.
+        for index, text, token_ids, logprobs, cumulative_logprob, finish_reason, stop_reason in deltas:
             completion = self._completions.get(index)
             if completion is None:
                 completion = CompletionOutput(index, "", [], None if logprobs is None else [])
@@ -95,9 +66,35 @@ class RemoteStream:
             completion.cumulative_logprob = cumulative_logprob
             completion.finish_reason = finish_reason
             completion.stop_reason = stop_reason
+        self._has_update = True
+        self._wake()
+
+    def fail(self, error: RequestError | EngineDeadError) -> None:
+        """Let ``get`` raise after what has been put so far."""
+        self._failure = error
+        self._wake()
+
+    async def get(self) -> RequestOutput:
+        """Wait for something new and return the request's state.
+
+        Raises:
+            RequestError: it was refused.
+            EngineDeadError: the engine failed or was shut down.
+        """
+        while not self._has_update:
+            if self._failure is not None:
+                raise self._failure
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        self._has_update = False
+        return self._snapshot()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _snapshot(self) -> RequestOutput:
-        # Copies: the caller may look at this output when later ones have been taken. Text that is new is so once.
+        # Copies: the caller may keep an output after later ones have been made. Delta text is given out once.
         outputs = [
             CompletionOutput(
                 each.index,

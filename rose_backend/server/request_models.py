@@ -1,11 +1,20 @@
-"""Bodies of requests, as pydantic models: they check types and ranges, and describe the API in /openapi.json.
+"""Bodies of requests as pydantic models, which check types and ranges and describe the API in /openapi.json.
 
-``null`` means the same as leaving a field out, but for ``max_tokens``, where it fills the model's window. Ranges are
-those of ``SamplingParams``, which checks once more what no single field can tell.
+``null`` means the same as leaving a field out, except for ``max_tokens``, where it fills the model's window. Ranges are
+those of ``SamplingParams``, which also checks fields against each other.
+
+Fields that are not in a model: one that would change the answer and is not supported is refused by name, unless its
+value is neutral. One that changes no answer is ignored. Any other is ignored with a debug line, unless its name is so
+close to a known one that it is probably misspelt: then it is refused.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import logging
+import reprlib
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
@@ -23,14 +32,82 @@ from rose_backend.config import (
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
 )
-from rose_backend.server.settings import MAX_MESSAGES, MAX_PARTS
+from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.errors import RequestError
+from rose_backend.server.settings import MAX_MESSAGES, MAX_PARTS, MAX_UNKNOWN_FIELDS
+
+logger = logging.getLogger(__name__)
 
 _MAX_INT32 = 2**31 - 1
+_SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+_OFF: tuple[object, ...] = (None, False)
+_EMPTY: tuple[object, ...] = (None, [], {}, "")
+# Field -> its neutral values. OpenAI's first, then vLLM's.
+NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "best_of": (None, 1),
+    "logit_bias": _EMPTY,
+    "suffix": _EMPTY,
+    "response_format": (None, {"type": "text"}),
+    "tools": _EMPTY,
+    "tool_choice": (None, "none", "auto"),
+    "functions": _EMPTY,
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, [], ["text"]),
+    "audio": _EMPTY,
+    "prediction": _EMPTY,
+    "reasoning_effort": (None, "none"),
+    "web_search_options": _EMPTY,
+    "echo": _OFF,
+    "add_special_tokens": (None, True),
+    "use_beam_search": _OFF,
+    "length_penalty": (None, 1.0),
+    "early_stopping": _OFF,
+    "truncate_prompt_tokens": (None,),
+    "prompt_logprobs": (None,),
+    "prompt_embeds": _EMPTY,
+    "allowed_token_ids": _EMPTY,
+    "bad_words": _EMPTY,
+    "logits_processors": _EMPTY,
+    "logprob_token_ids": _EMPTY,
+    "structured_outputs": _EMPTY,
+    "guided_json": _EMPTY,
+    "guided_regex": _EMPTY,
+    "guided_choice": _EMPTY,
+    "guided_grammar": _EMPTY,
+    "chat_template": _EMPTY,
+    "chat_template_kwargs": _EMPTY,
+    "continue_final_message": _OFF,
+    "documents": _EMPTY,
+    "mm_processor_kwargs": _EMPTY,
+    "spaces_between_special_tokens": (None, True),
+    "return_token_ids": _OFF,
+    "return_tokens_as_token_ids": _OFF,
+    "return_token_strs": _OFF,
+    "kv_transfer_params": _EMPTY,
+    "vllm_xargs": _EMPTY,
+}
+IGNORED = frozenset(
+    {
+        "user",
+        "store",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "parallel_tool_calls",
+        "priority",
+        "request_id",
+        "session_id",
+    }
+)
+_MAX_NAME_LENGTH = 64
+_LIKENESS = 0.8
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LENGTH)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32)]
-# A union over long lists would collect an error per element and branch; ``read_prompts`` looks at it instead.
+# A union over long lists would collect an error per element and branch; ``read_prompts`` checks it instead.
 Prompts = Annotated[
     Any,
     WithJsonSchema(
@@ -49,7 +126,7 @@ Prompts = Annotated[
 
 
 class Body(BaseModel):
-    """What all bodies share: no conversions, and unknown fields are kept for ``check_other_fields``."""
+    """Base of all bodies: no type conversions, and unknown fields are kept for ``check_other_fields``."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -91,6 +168,27 @@ class GenerationRequest(Body):
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LENGTH)
     """Only requests with the same salt, and the same API key, share cached prefixes."""
 
+    def sampling_params(self) -> SamplingParams:
+        """Return the parameters of the request; a field that is missing or null takes its default.
+
+        Raises:
+            RequestError: values that are valid each but not together.
+        """
+        fields = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_NAMES}
+        given = {name: value for name, value in fields.items() if value is not None}
+        if "max_tokens" in fields:
+            given["max_tokens"] = fields["max_tokens"]
+        if self.stream_options is not None and not self.stream:
+            raise RequestError(
+                "stream_options: got options without stream, allowed with stream set to true only",
+                parameter="stream_options",
+            )
+        return SamplingParams(**(given | self._route_params()))
+
+    def _route_params(self) -> dict[str, Any]:
+        """Check and return what only one route's body expresses."""
+        return {}
+
 
 class CompletionRequest(GenerationRequest):
     """Body of ``POST /v1/completions``."""
@@ -98,6 +196,14 @@ class CompletionRequest(GenerationRequest):
     prompt: Prompts
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    def _route_params(self) -> dict[str, Any]:
+        if self.echo and self.logprobs is not None:
+            raise RequestError(
+                "echo: got true together with logprobs, which is not supported; allowed is one of the two",
+                parameter="echo",
+            )
+        return {}
 
 
 class TextPart(BaseModel):
@@ -131,6 +237,24 @@ class ChatCompletionRequest(GenerationRequest):
     add_special_tokens: Literal[False] | None = None
     """The chat template writes all special tokens."""
 
+    def _route_params(self) -> dict[str, Any]:
+        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
+        if len(limits) > 1:
+            raise RequestError(
+                f"max_tokens: got {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}, allowed is "
+                "one of the two",
+                parameter="max_tokens",
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(
+                f"top_logprobs: got {self.top_logprobs} without logprobs, allowed with logprobs set to true only",
+                parameter="top_logprobs",
+            )
+        return {
+            "max_tokens": limits.pop() if limits else None,
+            "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+        }
+
 
 class TokenizeRequest(Body):
     """Body of ``POST /tokenize``."""
@@ -142,4 +266,55 @@ class DetokenizeRequest(Body):
     """Body of ``POST /detokenize``."""
 
     tokens: Annotated[Any, WithJsonSchema({"title": "Tokens", **_TOKEN_IDS, "minItems": 0})]
-    """``read_token_ids`` looks at it: how many there may be depends on the model."""
+    """Checked by ``read_token_ids``: the limit depends on the model."""
+
+
+def check_other_fields(body: Body) -> None:
+    """Check the fields that ``body``'s model does not have.
+
+    Raises:
+        RequestError: one is not supported, or probably misspelt; or too many are unknown.
+    """
+    if not body.model_extra:
+        return
+    known = type(body).model_fields.keys() | NOT_SUPPORTED.keys() | IGNORED
+    unknown = []
+    for name, value in body.model_extra.items():
+        if name in NOT_SUPPORTED:
+            _check_neutral(name, value)
+        elif name not in IGNORED:
+            unknown.append(name)
+    _check_number(len(unknown))
+    for name in unknown:
+        close = difflib.get_close_matches(name[:_MAX_NAME_LENGTH], known, n=1, cutoff=_LIKENESS)
+        if close:
+            raise RequestError(
+                f"{reprlib.repr(name)}: unknown field; did you mean {close[0]!r}?", parameter=name
+            )
+    if unknown:
+        logger.debug("ignored unknown fields %s", reprlib.repr(unknown))
+
+
+def check_number_of_fields(model: type[Body], fields: Mapping[str, Any]) -> None:
+    """Raise RequestError if more than ``MAX_UNKNOWN_FIELDS`` are unknown, before each of them is looked at."""
+    num_known = len(model.model_fields) + len(NOT_SUPPORTED) + len(IGNORED)
+    if len(fields) > num_known + MAX_UNKNOWN_FIELDS:
+        known = model.model_fields.keys() | NOT_SUPPORTED.keys() | IGNORED
+        _check_number(len(fields.keys() - known))
+
+
+def _check_number(num_unknown: int) -> None:
+    if num_unknown > MAX_UNKNOWN_FIELDS:
+        raise RequestError(
+            f"body: got {num_unknown} unknown fields, allowed are at most {MAX_UNKNOWN_FIELDS}",
+            parameter="body",
+        )
+
+
+def _check_neutral(name: str, value: Any) -> None:
+    if value in NOT_SUPPORTED[name]:
+        return
+    neutral = " or ".join("null" if item is None else repr(item) for item in NOT_SUPPORTED[name])
+    raise RequestError(
+        f"{name}: got {reprlib.repr(value)}, which is not supported; allowed is {neutral}", parameter=name
+    )

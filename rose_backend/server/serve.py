@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -25,16 +26,19 @@ from rose_backend.server.app import build_app
 from rose_backend.server.chat_template import ChatTemplate
 from rose_backend.server.connection import MAX_LINGERING, ConnectionConfig
 from rose_backend.server.engine_client import EngineClient
-from rose_backend.server.service import Engine, Service
+from rose_backend.server.service import Service
 from rose_backend.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from rose_backend.engine.async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
 
 EXIT_ENGINE_DEAD = 1
 _NUM_OTHER_FILES = 128 + MAX_LINGERING
-"""Files and sockets that are no clients' connections."""
+"""Files and sockets that are not client connections."""
 _ABORT_TIMEOUT_S = 5.0
-"""How long aborted requests may take to send what they have."""
+"""How long aborted requests may take to send their last output."""
 
 
 def serve(config: EngineConfig, settings: ServerSettings) -> int:
@@ -48,7 +52,7 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
         ModelError: the model cannot be loaded.
         EngineDeadError: the engine's process ended while it was loading.
     """
-    # Both before the model is loaded: a mistake should not cost that wait. Nobody can connect before it is over.
+    # Both before the model is loaded, so that a mistake is reported at once. No client can connect before that is done.
     _allow_open_files(settings.max_connections)
     with _bound(settings) as listener:
         chat_template = ChatTemplate(config.model, settings.chat_template)
@@ -58,15 +62,15 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
     return EXIT_ENGINE_DEAD if server.engine_has_died else 0
 
 
-def make_engine(config: EngineConfig, settings: ServerSettings) -> Engine:
-    """Load the model, here or in a process of its own; errors are those of ``serve``."""
+def make_engine(config: EngineConfig, settings: ServerSettings) -> AsyncEngine | EngineClient:
+    """Load the model, in this process or in one of its own; errors are those of ``serve``."""
     if settings.frontend_multiprocessing:
         return EngineClient(config)
-    # Imported here: the process that only serves HTTP needs nothing of the engine itself.
-    from rose_backend.server.inproc_engine import InprocEngine
+    # Imported here: a process that only serves HTTP does without torch.
+    from rose_backend.engine.async_engine import AsyncEngine
 
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return InprocEngine(options.pop("model"), **options)
+    return AsyncEngine(options.pop("model"), **options)
 
 
 def make_server(service: Service) -> DrainingServer:
@@ -85,68 +89,74 @@ def make_server(service: Service) -> DrainingServer:
 
 
 class DrainingServer(uvicorn.Server):
-    """Answers the first SIGTERM or Ctrl-C by refusing new requests while running ones finish; the second stops at once.
+    """On the first SIGTERM or Ctrl-C refuses new requests and lets running ones finish; the second stops at once.
 
-    Running requests that are not done after ``drain_timeout_s`` are aborted: they are answered with what they have.
+    Requests still running after ``drain_timeout_s`` are aborted: they are answered with the tokens they have.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
-        self._drain_start_s = 0.0
-        self._has_aborted = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task[None] | None = None
         self.engine_has_died = False
-        """Known when the server has ended."""
+        """Set when the server has ended."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening and say so."""
-        await self._service.engine.start()
+        """Listen, and log the addresses."""
+        if isinstance(self._service.engine, EngineClient):
+            await self._service.engine.start()
         await super().startup(sockets)
         for listener in sockets or ():
             logger.info("serving %s on %s", self._service.model_name, _describe(listener))
+        self._loop = asyncio.get_running_loop()
+        if self._service.is_draining:
+            self._begin_drain()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close all connections, then the engine."""
+        if self._drain is not None:
+            self._drain.cancel()
         await super().shutdown(sockets)
         self.engine_has_died = not self._service.engine.is_running
         await self._service.engine.shutdown()
-        # After a second signal: streams still get to say why they end.
-        for _ in range(100):
-            if not self._service.num_active_requests:
-                break
-            await asyncio.sleep(0.01)
+        # After a second signal: lets streams send the error that ends them.
+        await self._wait_until_idle(1.0)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Note a signal; ``on_tick`` does the rest."""
+        """Handle a signal, between any two instructions of this thread."""
         if self._service.is_draining:
             self.should_exit = self.force_exit = True
-        else:
-            self._service.is_draining = True
-
-    async def on_tick(self, counter: int) -> bool:
-        """Look after a drain, ten times a second. True ends the server."""
-        if self._service.is_draining and not self.should_exit:
-            await self._advance_drain()
-        return await super().on_tick(counter)
-
-    async def _advance_drain(self) -> None:
-        service, now = self._service, time.monotonic()
-        if not self._drain_start_s:
-            self._drain_start_s = now
-            logger.info("shutting down; %d requests are running", service.num_active_requests)
-        if not service.num_active_requests:
-            self.should_exit = True
             return
-        over_s = now - self._drain_start_s - service.settings.drain_timeout_s
-        if over_s >= 0.0 and not self._has_aborted:
-            self._has_aborted = True
-            logger.warning("time is up; aborting %d requests", service.num_active_requests)
-            await service.abort_all()
-        self.should_exit = over_s >= _ABORT_TIMEOUT_S
+        self._service.is_draining = True
+        if self._loop is not None:  # else it begins at the end of ``startup``
+            self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        if self._drain is None:
+            self._drain = asyncio.create_task(self._finish_requests())
+
+    async def _finish_requests(self) -> None:
+        service = self._service
+        logger.info("shutting down; %d requests are running", service.num_active_requests)
+        try:
+            if not await self._wait_until_idle(service.settings.drain_timeout_s):
+                logger.warning("time is up; aborting %d requests", service.num_active_requests)
+                await service.abort_all()
+                await self._wait_until_idle(_ABORT_TIMEOUT_S)
+        finally:
+            self.should_exit = True
+
+    async def _wait_until_idle(self, timeout_s: float) -> bool:
+        """Return whether all requests have ended in time."""
+        deadline = time.monotonic() + timeout_s
+        while self._service.num_active_requests and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        return not self._service.num_active_requests
 
 
 def _allow_open_files(num_connections: int) -> None:
-    """Let this process have as many connections as clients may make.
+    """Raise the limit of open files to what the allowed connections need.
 
     Raises:
         ConfigError: the system does not allow that many.
@@ -165,7 +175,7 @@ def _allow_open_files(num_connections: int) -> None:
 
 @contextlib.contextmanager
 def _bound(settings: ServerSettings) -> Iterator[socket.socket]:
-    """Hold the address; of a Unix socket nothing stays behind."""
+    """Hold the address; the file of a Unix socket is removed at the end."""
     listener = bind(settings)
     file = None if settings.uds is None else os.stat(settings.uds)
     try:
@@ -173,14 +183,14 @@ def _bound(settings: ServerSettings) -> Iterator[socket.socket]:
     finally:
         listener.close()
         if settings.uds is not None and file is not None:
-            # Somebody may have put something else there.
+            # Another program may have put something else there.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.stat(settings.uds), file):
                     os.unlink(settings.uds)
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """Take the address. Nobody can connect yet; with a Unix socket one can, and waits.
+    """Take the address. Clients are refused until the server listens; on a Unix socket they wait.
 
     Raises:
         ConfigError: it is in use, or not this machine's.
@@ -192,7 +202,7 @@ def bind(settings: ServerSettings) -> socket.socket:
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-        # A port whose last owner has just ended is free.
+        # A port whose last server has just ended is free.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
@@ -211,7 +221,7 @@ def _bind_unix_socket(path: str) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(path)
-            # A socket that nobody listens on looks left over, and loading the model takes a while.
+            # Without a listener it would look left over while the model is loading.
             listener.listen()
         except BaseException:
             listener.close()
@@ -225,7 +235,7 @@ def _remove_left_over(path: str) -> None:
     """Remove the socket of a server that has ended.
 
     Raises:
-        ConfigError: it is no socket, or somebody listens there.
+        ConfigError: it is no socket, or a server listens there.
     """
     try:
         mode = os.lstat(path).st_mode
@@ -234,7 +244,7 @@ def _remove_left_over(path: str) -> None:
     if not stat.S_ISSOCK(mode):
         raise ConfigError(f"uds: got {path}, which exists and is no socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        # One with a full queue is alive, too.
+        # A full queue also means that a server is alive.
         probe.setblocking(False)
         result = probe.connect_ex(path)
     if result != errno.ECONNREFUSED:

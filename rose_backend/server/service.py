@@ -1,94 +1,125 @@
-"""What the parts of a running server share."""
+"""What all routes of a running server share: engine, prefix-cache namespaces, settings, metrics, log line."""
 
 from __future__ import annotations
 
+import logging
+import secrets
 import time
-from collections.abc import AsyncIterator
-from typing import Protocol
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers
 
 from rose_backend.block_manager import reporting_unit
-from rose_backend.config import EngineConfig
-from rose_backend.engine.outputs import RequestOutput
-from rose_backend.engine.request import Prompt
-from rose_backend.engine.sampling_params import SamplingParams
-from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.engine.input_processor import check_cache_salt
 from rose_backend.server.chat_template import ChatTemplate
-from rose_backend.server.engine_messages import Counters
 from rose_backend.server.metrics import ServerMetrics
-from rose_backend.server.namespaces import CacheNamespaces
 from rose_backend.server.settings import ServerSettings
 
+if TYPE_CHECKING:  # a process that only serves HTTP does without torch
+    from rose_backend.engine.async_engine import AsyncEngine
+    from rose_backend.server.engine_client import EngineClient
 
-class Engine(Protocol):
-    """What a server needs of an engine, wherever that runs: see ``AsyncEngine`` for what is not said here."""
+request_logger = logging.getLogger("rose_backend.server.requests")
+_MAX_ERROR_CHARACTERS = 300
 
-    config: EngineConfig
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's."""
+@dataclass(slots=True)
+class RequestRecord:
+    """One HTTP request, as its log line and the metrics describe it. Filled in while the server handles it."""
 
-    @property
-    def max_model_len(self) -> int:
-        """Prompt plus output, in tokens."""
+    request_id: str
+    route: str
+    start_s: float = field(default_factory=time.monotonic)
+    status: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    first_token_s: float | None = None
+    """``time.monotonic`` when the first token came back from the engine."""
+    finish_reasons: set[str] = field(default_factory=set)
+    error: str | None = None
+    """Why the request was refused, or could not be completed."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Token ids of the model are below it."""
+    def log(self) -> None:
+        """Write the line: ``name=value`` pairs, tokens and times only of requests that reached the engine."""
+        parts = [f"id={self.request_id}", f"route={self.route}", f"status={self.status}"]
+        if self.num_prompt_tokens:
+            parts += [
+                f"prompt_tokens={self.num_prompt_tokens}",
+                f"cached_tokens={self.num_cached_tokens}",
+                f"output_tokens={self.num_output_tokens}",
+            ]
+        if self.first_token_s is not None:
+            parts.append(f"ttft_ms={(self.first_token_s - self.start_s) * 1e3:.1f}")
+        parts.append(f"latency_ms={(time.monotonic() - self.start_s) * 1e3:.1f}")
+        if self.finish_reasons:
+            parts.append(f"finish={','.join(sorted(self.finish_reasons))}")
+        if self.error is not None:
+            parts.append(f"error={self.error[:_MAX_ERROR_CHARACTERS]!r}")
+        request_logger.info(" ".join(parts))
 
-    @property
-    def num_blocks(self) -> int:
-        """KV blocks, the null block included."""
 
-    @property
-    def is_running(self) -> bool:
-        """False after a failure or ``shutdown``."""
+class CacheNamespaces:
+    """Gives each API key a prefix cache that no other key can read, whatever ``cache_salt`` it sends.
 
-    async def start(self) -> None:
-        """Serve the callers on the running event loop. Comes before all that follow."""
+    A namespace is a digest under a secret of this process: neither key nor salt can be derived from it.
+    """
 
-    def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
-    ) -> AsyncIterator[RequestOutput]:
-        """Generate for one prompt; ``outputs[i].delta_text`` is the text that is new."""
+    def __init__(self, settings: ServerSettings) -> None:
+        self._is_per_key = bool(settings.api_keys) and not settings.share_prefix_cache
+        self._secret = secrets.token_bytes(blake2b.MAX_KEY_SIZE)
 
-    async def abort(self, request_id: str) -> bool:
-        """End a request; it still gets a last output."""
+    def namespace(self, headers: Headers, cache_salt: str | None) -> bytes:
+        """Return the prefix cache of a request; empty for the one that all requests without a salt share.
 
-    async def counters(self) -> Counters:
-        """Return what the engine has done, and what it has in use."""
+        Args:
+            headers: of a request that has been authorized.
+            cache_salt: the request's own; with the same key, only requests with the same salt share prefixes.
 
-    async def shutdown(self) -> None:
-        """Stop after the present step."""
+        Raises:
+            RequestError: see ``check_cache_salt``.
+        """
+        check_cache_salt(cache_salt)
+        key = headers.get("authorization", "").partition(" ")[2].encode() if self._is_per_key else b""
+        if not key and cache_salt is None:
+            return b""
+        salt = b"" if cache_salt is None else cache_salt.encode("utf-8", "surrogatepass")
+        # With its length in front, no key and salt read like another key and salt. A salt is never empty.
+        message = len(key).to_bytes(8, "little") + key + salt
+        return blake2b(message, key=self._secret, digest_size=32).digest()
 
 
 class Service:
-    """An engine, how it is served, and who is being served. Belongs to the event loop's thread."""
+    """An engine with the server's settings, metrics and unfinished requests. Belongs to the event loop's thread."""
 
-    def __init__(self, engine: Engine, settings: ServerSettings, chat_template: ChatTemplate) -> None:
+    def __init__(
+        self, engine: AsyncEngine | EngineClient, settings: ServerSettings, chat_template: ChatTemplate
+    ) -> None:
         self.engine = engine
         self.settings = settings
         self.chat_template = chat_template
+        self.model_name = settings.served_model_names[0]
+        """The name that responses carry."""
         self.metrics = ServerMetrics(
-            engine, self.model_name, exact_cached_tokens=settings.exact_cached_tokens
+            self.model_name,
+            block_size=engine.config.block_size,
+            num_blocks=engine.num_blocks,
+            exact_cached_tokens=settings.exact_cached_tokens,
         )
         self.namespaces = CacheNamespaces(settings)
         self.hit_unit = 1 if settings.exact_cached_tokens else reporting_unit(engine.config.block_size)
-        """Cached tokens are told in multiples of so many."""
+        """Numbers of cached tokens are reported in multiples of this."""
         self.start_time_s = int(time.time())
         self.is_draining = False
-        """Set once the server has been told to stop: running requests go on, new ones are refused."""
+        """Set by the first signal to stop: running requests continue, new ones are refused."""
         self.num_active_requests = 0
         """HTTP requests to routes that generate."""
         self.engine_request_ids: set[str] = set()
         """Unfinished requests inside the engine."""
 
-    @property
-    def model_name(self) -> str:
-        """The name that answers carry."""
-        return self.settings.served_model_names[0]
-
     async def abort_all(self) -> None:
-        """End every request; each still gets an answer with what it has."""
+        """Abort every request; each is still answered with the tokens it has."""
         for request_id in tuple(self.engine_request_ids):
             await self.engine.abort(request_id)

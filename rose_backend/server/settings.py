@@ -10,7 +10,7 @@ from rose_backend.errors import ConfigError
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 RETRY_AFTER_S = 1
-"""What refused clients are told to wait."""
+"""Value of the Retry-After header of refusals."""
 MAX_MESSAGES = 1024
 """Messages of one chat request."""
 MAX_PARTS = 256
@@ -20,7 +20,7 @@ MAX_BODY_FIELDS = 131_072
 MAX_BODY_LISTS = 65_536
 """Lists and objects in one body, beside one list for each prompt."""
 MAX_UNKNOWN_FIELDS = 16
-"""Fields of one request that nobody knows; each is compared with all known names."""
+"""Unknown fields of one request; each is compared with all known names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +58,13 @@ class ServerSettings:
     max_prompts: int = 1024
     """Prompts of one request."""
     drain_timeout_s: float = 30.0
-    """How long running requests may go on after SIGTERM before they are aborted."""
+    """How long running requests may continue after SIGTERM before they are aborted."""
     send_timeout_s: float = 60.0
-    """A client that reads nothing of its answer for that long is cut off, and what runs for it aborted; 0 waits for
-    ever."""
+    """A client that reads nothing of its answer for that long is disconnected and its requests aborted; 0: no limit."""
     share_prefix_cache: bool = False
-    """Let the requests of one API key find what others have computed; off: each key has a prefix cache of its own."""
+    """Share one prefix cache among all API keys; off: each key has a prefix cache of its own."""
     exact_cached_tokens: bool = False
-    """Tell clients and metrics every cached token; off: whole multiples of the block size, and of no less than 16."""
+    """Report every cached token; off: whole multiples of the block size, and of at least 16."""
     log_requests: bool = True
     """Write one line per request."""
     frontend_multiprocessing: bool = True

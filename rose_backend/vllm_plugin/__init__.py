@@ -1,12 +1,14 @@
 """Rose inside a vLLM server: ``vllm serve MODEL --attention-backend rose``.
 
 vLLM calls ``register`` in every process through the entry point group ``vllm.general_plugins``, for every model and
-backend. It adds the name ROSE and hooks that do nothing unless ROSE is selected.
+backend. It adds the backend name ROSE and hooks that do nothing unless ROSE is selected. See ``README.md`` in this
+folder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 _UNSUPPORTED_VERSIONS_LOGGED: set[str] = set()
 
@@ -14,8 +16,8 @@ _UNSUPPORTED_VERSIONS_LOGGED: set[str] = set()
 def register() -> None:
     """Add ROSE to this process's vLLM. Cheap, and harmless however often and in whatever order it is called.
 
-    With a vLLM outside the supported range nothing is touched: one line is logged, vLLM goes on, and it refuses
-    ``--attention-backend rose`` by name as unknown.
+    With a vLLM outside the supported range nothing is changed but one line logged, and vLLM refuses
+    ``--attention-backend rose`` as unknown.
     """
     from rose_backend.vllm_plugin.plugin_logger import logger
     from rose_backend.vllm_plugin.version_gate import SUPPORTED_VERSIONS, installed_vllm_version, is_supported
@@ -32,17 +34,23 @@ def register() -> None:
             )
         return
 
-    # Without these two ROSE cannot run right, so without them there is no ROSE.
-    if not (_succeeds(_register_config_hook) and _succeeds(_register_cpu_platform)):
+    from rose_backend.vllm_plugin.patch_ledger import apply_patch
+
+    # ROSE does not run correctly without these two, so the name is not registered without them.
+    if not (
+        _succeeds("config_hook", partial(apply_patch, "finish_config"))
+        and _succeeds("cpu_platform", _register_cpu_platform)
+    ):
         return
     from rose_backend.vllm_plugin.backend_name import ensure_backend_name
 
     if ensure_backend_name() is not None:
-        for register_part in (_register_models, _register_sampler_v1, _register_sampler_v2):
-            _succeeds(register_part)
+        _succeeds("models", _register_models)
+        for name in ("sampler_v1", "sampler_v2"):
+            _succeeds(name, partial(apply_patch, name))
 
 
-def _succeeds(register_part: Callable[[], None]) -> bool:
+def _succeeds(part: str, register_part: Callable[[], None]) -> bool:
     # vLLM does not catch what a plugin raises, and this one is loaded for every model: one broken part must not
     # take down a server that may not even use it.
     from rose_backend.vllm_plugin.plugin_logger import logger
@@ -50,16 +58,9 @@ def _succeeds(register_part: Callable[[], None]) -> bool:
     try:
         register_part()
     except Exception:
-        part = register_part.__name__.removeprefix("_register_")
         logger.exception("rose_backend could not register its %s with this vLLM; that part is off", part)
         return False
     return True
-
-
-def _register_config_hook() -> None:
-    from rose_backend.vllm_plugin.patch_ledger import apply_patch
-
-    apply_patch("finish_config")
 
 
 def _register_cpu_platform() -> None:
@@ -74,20 +75,8 @@ def _register_cpu_platform() -> None:
 def _register_models() -> None:
     from vllm.model_executor.models.registry import ModelRegistry
 
-    from rose_backend.vllm_plugin.model_choice import MODEL_CLASSES
+    from rose_backend.vllm_plugin.models.model_choice import MODEL_CLASSES
 
     for architecture, class_path in MODEL_CLASSES.items():
         if architecture not in ModelRegistry.models:
             ModelRegistry.register_model(architecture, class_path)
-
-
-def _register_sampler_v1() -> None:
-    from rose_backend.vllm_plugin.patch_ledger import apply_patch
-
-    apply_patch("sampler_v1")
-
-
-def _register_sampler_v2() -> None:
-    from rose_backend.vllm_plugin.patch_ledger import apply_patch
-
-    apply_patch("sampler_v2")

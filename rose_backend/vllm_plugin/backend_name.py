@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 BACKEND_NAME = "ROSE"
-BACKEND_CLASS_PATH = "rose_backend.vllm_plugin.attention_backend.RoseAttentionBackend"
+BACKEND_CLASS_PATH = "rose_backend.vllm_plugin.attention.backend.RoseAttentionBackend"
 
 
 def ensure_backend_name() -> AttentionBackendEnum | None:
@@ -33,8 +33,8 @@ def ensure_backend_name() -> AttentionBackendEnum | None:
         )
         return None
     # Spawned processes unpickle the configuration before they load plugins, and enum members unpickle by value: without
-    # a reducer of its own, a member that was added at run time is unknown there. This is our member, not a patch.
-    member.__reduce_ex__ = _reduce_member  # type: ignore[method-assign]
+    # a reducer of its own, a member that was added at run time is unknown there. This changes Rose's member only.
+    member.__reduce_ex__ = lambda protocol: (restore_backend_name, ())  # type: ignore[method-assign]
     return member
 
 
@@ -49,12 +49,6 @@ def restore_backend_name() -> AttentionBackendEnum:
 
 
 def is_rose(backend: object) -> bool:
-    """Whether ``backend`` is our enum member."""
-    return (
-        getattr(backend, "name", None) == BACKEND_NAME
-        and getattr(backend, "value", None) == BACKEND_CLASS_PATH
-    )
-
-
-def _reduce_member(protocol: object) -> tuple[object, tuple[()]]:
-    return restore_backend_name, ()
+    """Whether ``backend`` is Rose's enum member."""
+    name, value = getattr(backend, "name", None), getattr(backend, "value", None)
+    return (name, value) == (BACKEND_NAME, BACKEND_CLASS_PATH)

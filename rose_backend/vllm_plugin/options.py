@@ -1,4 +1,4 @@
-"""What a vLLM configuration says about Rose."""
+"""Rose's settings in a vLLM configuration, and what follows from them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 OPTIONS_KEY = "rose"
 HAND_BACK_OPTION = '--additional-config \'{"rose": {"block_manager": false}}\''
-"""Gives block management back to vLLM."""
+"""Makes vLLM's own block manager the one in use."""
 
 NEEDS_MANAGER = "only with Rose's block manager"
-"""Why a part is not in force beside vLLM's own block manager."""
+"""Reason why a part is inactive under vLLM's own block manager."""
 
 FLOAT8_DTYPES = ("fp8", "fp8_e4m3")
 """vLLM's names of caches in ``torch.float8_e4m3fn``."""
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16", *FLOAT8_DTYPES)
-"""Values of ``--kv-cache-dtype`` that attention serves."""
+"""Values of ``--kv-cache-dtype`` that ROSE supports."""
 
 BLOCK_SIZE_UNIT = 16
-"""Blocks hold a multiple of so many tokens."""
+"""Block sizes are multiples of this number of tokens."""
 
-SCHEDULER_CLASS = "rose_backend.vllm_plugin.scheduler.RoseScheduler"
-ASYNC_SCHEDULER_CLASS = "rose_backend.vllm_plugin.scheduler.RoseAsyncScheduler"
+SCHEDULER_CLASS = "rose_backend.vllm_plugin.scheduler.scheduler.RoseScheduler"
+ASYNC_SCHEDULER_CLASS = "rose_backend.vllm_plugin.scheduler.scheduler.RoseAsyncScheduler"
 
 
 def is_rose_selected(vllm_config: VllmConfig | None) -> bool:
@@ -76,14 +76,14 @@ def why_kv_is_written_first(vllm_config: VllmConfig) -> str | None:
 
 
 def batches_decode_steps(vllm_config: VllmConfig) -> bool:
-    """Whether requests that only decode are scheduled at once, and their tokens taken over at once."""
+    """Whether decoding requests are scheduled all at once, and their tokens processed all at once."""
     return rose_options(vllm_config).batched_scheduling and why_decodes_go_one_by_one(vllm_config) is None
 
 
 def why_decodes_go_one_by_one(vllm_config: VllmConfig) -> str | None:
-    """Return why requests that only decode cannot be scheduled at once; None if they can.
+    """Return why decoding requests cannot be scheduled all at once; None if they can.
 
-    Drafts, pipeline stages and per-request masks make every request a case of its own.
+    Drafts, pipeline stages and per-request masks need a decision per request.
     """
     model_config, parallel_config = vllm_config.model_config, vllm_config.parallel_config
     reasons = {
@@ -102,11 +102,11 @@ def why_decodes_go_one_by_one(vllm_config: VllmConfig) -> str | None:
 
 
 def splits_steps(vllm_config: VllmConfig) -> bool:
-    """Whether a step may be scheduled in two parts: requests that decode at once, and the rest behind them by vLLM.
+    """Whether a step may be scheduled in two parts: decoding requests at once, and the rest behind them by vLLM.
 
-    Not where vLLM looks at all running requests together to decide about one: to preempt by priority, to hold blocks
-    back while others run, to count adapters, or to cut prompts shorter when there are several requests. And the one
-    limit on tokens that the first part is taken off must be the one that binds.
+    Not where vLLM needs all running requests to decide about one: to preempt by priority, to keep a watermark of free
+    blocks, to count adapters, or to limit long prefills. And ``max_num_scheduled_tokens``, which is reduced by the
+    first part, must be the binding limit.
     """
     scheduler_config = vllm_config.scheduler_config
     return (
@@ -116,3 +116,16 @@ def splits_steps(vllm_config: VllmConfig) -> bool:
         and scheduler_config.long_prefill_token_threshold == 0
         and vllm_config.lora_config is None
     )
+
+
+def check_retention_interval(interval: int | None) -> None:
+    """Refuse an interval that has no effect, as vLLM's own manager does: full attention keeps every block anyway.
+
+    Raises:
+        ConfigError: names what is allowed.
+    """
+    if interval:
+        raise ConfigError(
+            f"prefix_cache_retention_interval: got {interval}, which is for sliding-window and Mamba layers; "
+            "allowed with full attention alone are 0 and none"
+        )

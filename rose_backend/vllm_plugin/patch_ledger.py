@@ -34,7 +34,7 @@ class Patch:
     only_while: str = "always"
     """When the replacement is in place."""
     versions: str = SUPPORTED_VERSIONS
-    """vLLM releases whose target was read and tried."""
+    """vLLM releases this entry was checked against."""
 
 
 _PLUGIN = "rose_backend.vllm_plugin"
@@ -45,13 +45,13 @@ LEDGER: dict[str, Patch] = {
         reason="with ROSE selected: read the rose options, refuse unsupported features before anything is loaded, "
         "choose Rose's scheduler and model classes. Plugins get no call with the configuration.",
         remove_when="vLLM offers general plugins a hook on the finished configuration",
-        build=f"{_PLUGIN}.config_hook:wrap_post_init",
+        build=f"{_PLUGIN}.hooks.config_hook:wrap_post_init",
     ),
     "cpu_backend_choice": Patch(
         target="vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls",
         reason="the CPU platform returns CPU_ATTN whatever backend was selected",
         remove_when="CpuPlatform honours a selected out-of-tree backend as CudaPlatform does",
-        build=f"{_PLUGIN}.platform_choice:wrap_get_attn_backend_cls",
+        build=f"{_PLUGIN}.hooks.config_hook:wrap_get_attn_backend_cls",
     ),
     "block_manager_class": Patch(
         target="vllm.v1.core.sched.scheduler:KVCacheManager",
@@ -72,35 +72,35 @@ LEDGER: dict[str, Patch] = {
         target="vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.__init__",
         reason="model runner V1 builds its sampler directly; with ROSE selected its forward becomes Rose's, or counts",
         remove_when="the sampler can be chosen by configuration or registered",
-        build=f"{_PLUGIN}.sampler:wrap_sampler_v1_init",
+        build=f"{_PLUGIN}.sampler.sampler_v1:wrap_sampler_v1_init",
     ),
     "sampler_v2": Patch(
         target="vllm.v1.worker.gpu.sample.sampler:Sampler.__init__",
-        reason="model runner V2 builds its sampler directly; with ROSE selected that object's draw becomes Rose's, "
-        "steps that only filter and draw are replayed from CUDA graphs, drafts are counted, and it copies sampling "
+        reason="model runner V2 builds its sampler directly; with ROSE selected it samples with Rose's kernel, "
+        "steps that only filter and sample are replayed from CUDA graphs, drafts are counted, and it copies sampling "
         "parameters to the device only when there are new ones",
         remove_when="custom_sampler is offered for every model, not only through the model class",
-        build=f"{_PLUGIN}.sampler_v2:wrap_sampler_v2_init",
+        build=f"{_PLUGIN}.sampler.sampler_v2:wrap_sampler_v2_init",
     ),
     "decode_graphs": Patch(
         target="vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
         reason="cudagraph_mode FULL captures one graph per size for any step; steps that only decode would run prefill "
         "attention for nothing, and there is no mode of full graphs for both, each with its own",
         remove_when="CUDAGraphMode has full graphs of mixed steps beside full graphs of decodes",
-        build=f"{_PLUGIN}.mixed_graphs:wrap_init_candidates",
+        build=f"{_PLUGIN}.attention.mixed_graphs:wrap_init_candidates",
     ),
-    "joined_outputs": Patch(
+    "merged_outputs": Patch(
         target="vllm.v1.engine.core_client:AsyncMPClient.get_output_async",
-        reason="the API server handles outputs step by step, however many steps wait; with ROSE selected, what "
-        "waits is joined per request first",
-        remove_when="vLLM's front end joins the outputs that wait for it",
-        build=f"{_PLUGIN}.joined_outputs:wrap_get_output_async",
+        reason="the API server handles outputs step by step, however many steps are queued; with ROSE selected, queued "
+        "outputs are merged per request first",
+        remove_when="vLLM's front end merges its queued outputs",
+        build=f"{_PLUGIN}.scheduler.merged_outputs:wrap_get_output_async",
     ),
 }
 
 
 def apply_patch(name: str) -> None:
-    """Replace one target for good, unless that was done before.
+    """Replace one target permanently; does nothing if it is replaced already.
 
     Raises:
         KeyError: no such entry.
@@ -119,19 +119,19 @@ def apply_patch(name: str) -> None:
 
 
 def is_applied(name: str) -> bool:
-    """Whether the target is replaced for good in this process."""
+    """Whether the target is permanently replaced in this process."""
     owner, attribute = resolve_owner(LEDGER[name].target)
     current = inspect.getattr_static(owner, attribute)
     return getattr(getattr(current, "__func__", current), _MARK, None) == name
 
 
 class _PerThread:
-    """Stands in for a callable of vLLM: what a thread has asked for in that thread, the original in all others."""
+    """Dispatches calls of a vLLM callable: to a thread's replacement in that thread, to the original in all others."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
         self.num_users = 0
-        """Blocks of ``swapped`` that run; changed under the lock only."""
+        """``swapped`` contexts that are open; changed under the lock only."""
         self.in_this_thread = threading.local()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,9 +143,9 @@ _swap_lock = threading.Lock()
 
 @contextmanager
 def swapped(name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace one target, which is called, while the block runs and for the calling thread alone.
+    """Replace one callable target inside the ``with`` block, for the calling thread only.
 
-    Another engine may be built in another thread meanwhile, with Rose or without.
+    Other threads may build engines at the same time, with Rose or without.
     """
     owner, attribute = resolve_owner(LEDGER[name].target)
     with _swap_lock:

@@ -1,4 +1,4 @@
-"""Which vLLM releases this plugin was tried with. Every seam it uses is internal to vLLM, so others are refused."""
+"""The vLLM releases this plugin was tested with. It uses vLLM internals, so other releases are refused."""
 
 from __future__ import annotations
 

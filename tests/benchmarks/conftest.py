@@ -8,14 +8,14 @@ from importlib.util import find_spec
 
 import pytest
 
-# One compares with vLLM's own manager, one talks HTTP, the others use a module that reads a server's counters.
+# One compares with vLLM's own manager, the others talk HTTP or read a server's counters.
 NEEDS = {
     "test_block_manager_benchmark.py": "vllm",
     "test_online_compare.py": "aiohttp",
-    "test_vllm_serving.py": "prometheus_client",
-    "test_serving_turns.py": "prometheus_client",
+    "test_poisson.py": "prometheus_client",
+    "test_resume.py": "aiohttp",
     "test_paused_servers.py": "prometheus_client",
-    "test_checkpoint.py": "prometheus_client",
+    "test_checkpoint.py": "aiohttp",
 }
 collect_ignore_glob = [file for file, module in NEEDS.items() if not find_spec(module)]
 

@@ -8,8 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from typing import Any
 
 from aiohttp import web
+
+FAKES = {"rose-in-vllm": ("1", "20"), "vllm": ("16", "60")}
+"""Backend -> size of blocks in which prefixes are found, and milliseconds to the first token."""
 
 METRICS = """# TYPE vllm:prompt_tokens_total counter
 vllm:prompt_tokens_total{{engine="0"}} {prompt}
@@ -61,6 +65,11 @@ class FakeServer:
     async def health(self, request: web.Request) -> web.Response:
         """Answer /health."""
         return web.Response()
+
+
+def fake_command(backend: str, options: Any, port: int) -> list[str]:
+    """Stand in for ``servers.server_command``."""
+    return [sys.executable, "-m", "tests.benchmarks.fake_vllm_server", str(port), *FAKES[backend]]
 
 
 def main(port: str, block_size: str, delay_ms: str) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import offline_compare, vllm_serving
+from benchmarks import offline_compare, online_compare
 from benchmarks.support.checkpoint import (
     GPT2_124M,
     LLAMA_1B,
     VOCAB_SIZE,
-    _llama_sizes,
     checkpoint,
+    llama_config,
     model_facts,
 )
 
@@ -38,16 +38,15 @@ def test_a_small_llama_is_a_model_that_transformers_reads() -> None:
 
 
 def test_the_llama_shape_is_that_of_1b() -> None:
-    from types import SimpleNamespace
+    from transformers import AutoModelForCausalLM
 
-    config = SimpleNamespace(
-        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
-        num_attention_heads=32, num_key_value_heads=8, head_dim=64,
-    )  # fmt: skip
-    sizes = _llama_sizes(config)  # type: ignore[arg-type]
+    config = llama_config()
+    config.vocab_size = 128_256
+    with torch.device("meta"):
+        weights = dict(AutoModelForCausalLM.from_config(config).named_parameters())
     # Llama 3.2 1B, its own vocabulary: 1,235,814,400 weights in 146 tensors.
-    assert sum(torch.Size(size).numel() for size in sizes.values()) == 1_235_814_400
-    assert len(sizes) == 146
+    assert sum(weight.numel() for weight in weights.values()) == 1_235_814_400
+    assert len(weights) == 146
 
 
 def test_a_model_that_is_given_is_taken_as_it_is() -> None:
@@ -63,7 +62,7 @@ def test_shapes_choose_their_backends() -> None:
     options = offline_compare.parse_options([])
     assert (options.shape, options.backends) == (GPT2_124M, list(offline_compare.BACKENDS))
     assert options.model_name == "random weights, GPT-2 124M's shapes"
-    assert vllm_serving.parse_options(["--shape", LLAMA_1B]).backends == ["rose-in-vllm", "vllm"]
+    assert online_compare.parse_options(["poisson", "--shape", LLAMA_1B]).backends == ["rose-in-vllm", "vllm"]
 
 
 def test_a_quick_run_of_a_shape_takes_a_small_one() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from benchmarks.support.checkpoint import ModelFacts
-from benchmarks.support.compare_options import (
+from benchmarks.support.cli import (
     add_engine_options,
     engine_options,
     environment,
-    set_defaults,
+    new_parser,
+    set_engine_defaults,
 )
 
 BACKENDS = ("rose", "rose-in-vllm", "vllm", "sglang")
@@ -20,10 +21,10 @@ FACTS = ModelFacts(vocab_size=512, max_model_len=64, kv_elements_per_token=128)
 
 
 def options_of(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = new_parser("")
     add_engine_options(parser, BACKENDS)
     options = parser.parse_args(arguments)
-    set_defaults(options)
+    set_engine_defaults(options)
     return options
 
 
@@ -51,12 +52,11 @@ def test_what_the_user_says_of_an_engine_comes_last() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_only_quick_runs_of_vllm_are_bound_to_no_core(backend: str) -> None:
+def test_only_quick_runs_of_vllm_are_bound_to_no_core(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "VLLM_CPU_OMP_THREADS_BIND"
-    unbound = {name: "nobind"} if backend.endswith("vllm") else {}
-    assert environment(options_of("--quick"), backend)["environment"] == unbound
-    assert environment(options_of(), backend)["environment"] == {}
-    said = ("--quick", "--env", f"vllm={name}=1")
-    assert environment(options_of(*said), backend)["environment"] == (
-        {name: "1"} if backend == "vllm" else unbound
-    )
+    monkeypatch.delenv(name, raising=False)
+    unbound = "nobind" if backend.endswith("vllm") else None
+    assert environment(options_of("--quick"), backend).get(name) == unbound
+    assert environment(options_of(), backend).get(name) is None
+    said = environment(options_of("--quick", "--env", f"vllm={name}=1"), backend).get(name)
+    assert said == ("1" if backend == "vllm" else unbound)

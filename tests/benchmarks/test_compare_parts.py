@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import offline_compare
-from benchmarks.support.compare_parts import (
+from benchmarks.reports.engines import (
     HOST,
     ONLY_ATTENTION,
     ONLY_MANAGER,

@@ -17,7 +17,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     # The import replaces it for good; other tests in this process want a model.
     monkeypatch.setattr(CPUWorker, "execute_model", CPUWorker.execute_model)
-    from benchmarks.support.host_only_server import ConstantDevice
+    from benchmarks.online.host_only_server import ConstantDevice
 
     return ConstantDevice(0.02)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.kernel_cases import FAMILIES, decode, sampler, small
+from benchmarks.kernel_cases import FAMILIES, kv_cache, sampler, small
 from benchmarks.kernel_cases.case import ROSE, KernelCase
-from benchmarks.kernel_cases.paged_step import make_steps
+from benchmarks.kernel_cases.kv_cache import make_steps
 from benchmarks.kernel_cases.small import HEADS
 
 
@@ -52,7 +52,7 @@ def test_a_forbidden_token_is_found_out(name: str) -> None:
 
 
 def test_a_peer_that_stores_nothing_is_found_out() -> None:
-    contest = decode.decode_case(HEADS, 3, 40).make(2)
+    contest = kv_cache.decode_case(HEADS, 3, 40).make(2)
     out = contest.sides[ROSE][0]().clone()
     contest.sides["forgetful"] = [lambda: out]
     assert "differs from Rose by nan" in (contest.disagreement("forgetful") or "")

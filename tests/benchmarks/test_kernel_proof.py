@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,21 +40,19 @@ def test_two_halves_make_a_whole(
     assert proof.unproved_because([TESTS], tmp_path, machine) is None
 
 
-def test_each_process_of_a_parallel_run_writes_what_it_ran(tmp_path: Path, machine: dict[str, str]) -> None:
-    pytest.importorskip("xdist", reason="pytest-xdist is not installed")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "benchmarks.support.proof",
-        "-p",
-        "no:cacheprovider",
-    ]
-    subprocess.run([*command, "--proofs", str(tmp_path), "-n", "2", TESTS], cwd=proof.ROOT, check=True)
-    assert len(list(tmp_path.glob("*.json"))) == 2
-    assert proof.unproved_because([TESTS], tmp_path, machine) is None
+def test_of_a_parallel_run_only_processes_that_run_tests_write_records(tmp_path: Path) -> None:
+    registered: list[str] = []
+    options = {"numprocesses": 2, "--proofs": tmp_path}
+    config: Any = SimpleNamespace(
+        getoption=lambda name, default=None: options.get(name, default),
+        args=[],
+        pluginmanager=SimpleNamespace(register=lambda plugin, name: registered.append(name)),
+    )
+    proof.pytest_configure(config)
+    assert registered == []
+    config.workerinput = {}
+    proof.pytest_configure(config)
+    assert registered == ["kernel-proofs"]
 
 
 def write_record(folder: Path, machine: dict[str, str], **outcomes: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import kv_append
-from benchmarks.support.append_variants import (
+from benchmarks.kv_append import (
     PARTS,
     AppendCase,
     InKernelAppend,
@@ -19,7 +19,7 @@ from benchmarks.support.append_variants import (
     ReservedAppend,
     check_variants,
 )
-from benchmarks.support.variant_tables import losses
+from benchmarks.reports.parts import OURS, variant_losses
 
 CASE = AppendCase(3, context=7, max_steps=4, block_size=4, num_layers=2, num_heads=2, head_size=16)
 SMALL = ["--layers", "2", "--heads", "2", "--head-size", "16", "--context", "20"]
@@ -41,8 +41,8 @@ def test_a_quick_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.Capt
         for figures in row["variants"].values():
             assert list(figures) == [*PARTS, "total"]
             assert all(figure["samples"] == 3 and figure["min"] >= 0 for figure in figures.values())
-    assert report["losses"] == losses(report["rows"], kv_append.OURS)
-    assert "reserve_fused" in capsys.readouterr().out
+    assert report["losses"] == variant_losses(report["rows"], OURS["kv_append"])
+    assert "stored by attention" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", list(kv_append.VARIANTS))
@@ -77,19 +77,3 @@ class _Stingy(LoopedAppend):
 def test_a_wrong_variant_is_caught(broken: Any) -> None:
     with pytest.raises(AssertionError, match=r"this one, step [01]: attention is off by"):
         check(broken)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--repeats", "2"], "--repeats: got 2, at least 3"),
-        (["--context", "0"], "--context: got 0, at least 1"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        kv_append.main(arguments)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err

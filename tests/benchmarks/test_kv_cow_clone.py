@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from benchmarks import kv_cow_clone
-from benchmarks.support.clone_variants import PARTS, BatchedClone, CloneCase, LoopedClone, check_variant
-from benchmarks.support.variant_tables import losses
+from benchmarks.kv_cow_clone import PARTS, BatchedClone, CloneCase, LoopedClone, check_variant
+from benchmarks.reports.parts import OURS, variant_losses
 
 SMALL = ["--layers", "2", "--heads", "2", "--head-size", "8"]
 CASE = CloneCase(3, old_len=5, block_size=8, num_layers=2, num_heads=2, head_size=4)
@@ -27,20 +27,25 @@ def test_a_quick_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.Capt
     assert {"cpu", "cores", "device", "torch_threads"} <= report["machine"].keys()
     assert {"python", "torch", "numpy"} <= report["versions"].keys()
     assert report["classic"] == {
-        "batch": 16, "old_len": 1, "block_size": 64, "num_layers": 12, "num_heads": 12, "head_size": 64,
-    }  # fmt: skip
+        "batch": 16,
+        "old_len": 1,
+        "block_size": 64,
+        "num_layers": 12,
+        "num_heads": 12,
+        "head_size": 64,
+    }
     assert [row["batch"] for row in report["rows"]] == [1, 16]
     for row in report["rows"]:
         # Whole blocks of 64 tokens, 2 layers, K and V, 2 heads of 8, float32.
         assert row["bytes_copied"] == row["batch"] * 64 * 2 * 2 * 2 * 8 * 4
-        assert list(row["variants"]) == ["loop", "loop_filled", "batched_torch", "batched"]
+        assert list(row["variants"]) == ["loop", "batched_torch", "batched"]
         for figures in row["variants"].values():
             assert list(figures) == [*PARTS, "total"]
             for figure in figures.values():
                 assert figure["samples"] == 3
                 assert 0 < figure["min"] <= figure["p10"] <= figure["median"] <= figure["p90"]
-    assert report["losses"] == losses(report["rows"], kv_cow_clone.OURS)
-    assert "batched" in capsys.readouterr().out
+    assert report["losses"] == variant_losses(report["rows"], OURS["kv_cow_clone"])
+    assert "one plan, one launch" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("old_len", [1, 5, 13])
@@ -51,7 +56,7 @@ def test_each_variant_is_right_and_leaves_its_books_as_they_were(name: str, old_
     variant = kv_cow_clone.VARIANTS[name](case, cache)
     # More runs than there are blocks to lose.
     for _ in range(5):
-        check_variant(case, lambda cache: variant, cache)
+        check_variant(case, lambda case, cache: variant, cache)
 
 
 class _Forgetful(BatchedClone):
@@ -85,4 +90,4 @@ class _Stingy(LoopedClone):
 def test_a_wrong_variant_is_caught(broken: Any, message: str) -> None:
     cache = CASE.make_cache(torch.float32, torch.device("cpu"))
     with pytest.raises(AssertionError, match=message):
-        check_variant(CASE, lambda cache: broken(CASE, cache), cache)
+        check_variant(CASE, broken, cache)

@@ -1,4 +1,4 @@
-"""benchmarks/online_compare.py end to end against ``rose serve``, and its client against a server that misbehaves."""
+"""benchmarks/online_compare.py end to end, and its client against a server that misbehaves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +13,49 @@ import pytest
 from aiohttp import web
 
 from benchmarks import online_compare
-from benchmarks.report import figure_files
-from benchmarks.support import online_figure, servers
-from benchmarks.support.engines import EngineOptions
-from benchmarks.support.http_client import Client, Load, Replay, client_session, note_answer
-from benchmarks.support.online_report import losses
-from benchmarks.support.servers import as_flags, server_command
-from benchmarks.support.streaming import METRICS, PERCENTILES, Timeline
-from benchmarks.support.workload import MODES
+from benchmarks.online import servers, workloads
+from benchmarks.online.http_client import Client, Load, Replay, client_session, note_answer
+from benchmarks.online.servers import server_command
+from benchmarks.online.timeline import METRICS, PERCENTILES, Timeline
+from benchmarks.reports import figures
+from benchmarks.reports.serving import trace_losses
+from benchmarks.support.checkpoint import ModelFacts
+from benchmarks.support.engines import EngineOptions, as_flags
+from benchmarks.support.turns import EngineError
+from benchmarks.support.worker_pool import worker_environment
+from benchmarks.support.workload import Requests
 from rose_backend import __version__
-from tests.benchmarks.sleepers import is_stopped, sleepers
+from tests.benchmarks.fake_vllm_server import fake_command
 
 OPTIONS = EngineOptions("some model", "float16", "cuda", 4, kv_cache_tokens=64, kv_cache_bytes=4096)
+NOTHING = Requests([], [], [])
 
 
 def test_a_quick_run_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "online.json"
-    arguments = ["--quick", "--backends", "rose", "--scales", "0.05", "0.02", "--repeats", "1",
-                 "--clients", "2", "--json", str(path)]  # fmt: skip
+    arguments = [
+        "--quick",
+        "--backends",
+        "rose",
+        "--scales",
+        "0.05",
+        "0.02",
+        "--modes",
+        "greedy",
+        "--repeats",
+        "1",
+        "--json",
+        str(path),
+    ]
     assert online_compare.main(arguments) == 0
     report = json.loads(path.read_text())
+    assert report["benchmark"] == "online_compare"
     assert report["missing"] == report["failed"] == {} and report["losses"] == []
     assert report["backends"] == {"rose": {"version": __version__}}
     assert report["trace"]["num_requests"] == 8
     assert report["settings"]["pause"] is True
     sides = [(row["backend"], row["mode"], row["scale"]) for row in report["rows"]]
-    assert sides == [("rose", mode, scale) for scale in (0.02, 0.05) for mode in MODES]
+    assert sides == [("rose", "greedy", scale) for scale in (0.02, 0.05)]
     for row in report["rows"]:
         assert (row["completed"], row["failed"]) == (8, 0)
         assert row["duration"] >= report["trace"]["seconds"] * row["scale"]
@@ -47,10 +63,78 @@ def test_a_quick_run_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert 8 <= row["pieces"] <= row["total_output_tokens"]
         assert 0 < row["client_busy"] < 1.5
     assert "0.05" in capsys.readouterr().out
-    assert online_figure.curve(report, "greedy", "rose", "p99_ttft_ms")[0] == [0.02, 0.05]
-    files = online_figure.draw(report, tmp_path / "figures")
-    assert [file.name for file in files] == figure_files(report)
+    assert figures.latency_curve(report, "greedy", "rose", "p99_ttft_ms")[0] == [0.02, 0.05]
+    files = figures.draw(report, tmp_path / "figures")
+    assert [file.name for file in files] == figures.file_names(report)
     assert all(file.stat().st_size > 5000 for file in files)
+
+
+def test_streams_in_process_at_a_rate_and_at_their_own_capacity(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new folder" / "arrivals.json"
+    arguments = ["in-process", "--quick", "--backends", "rose", "--repeats", "2", "--rate", "40"]
+    assert online_compare.main([*arguments, "--share", "0.25", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["benchmark"] == "arrivals"
+    assert report["missing"] == report["failed"] == {} and report["turns_left_out"] == 0
+    rows = {row["scene"]: row for row in report["rows"]}
+    assert list(rows) == ["capacity", "same load", "own load"]
+    assert rows["same load"]["request_rate"] == 40
+    capacity = rows["capacity"]["request_throughput"]
+    assert rows["own load"]["request_rate"] == pytest.approx(capacity / 4)
+    for row in rows.values():
+        assert row["backend"] == "rose" and len(row["turns"]) == 2 and row["completed"] == 12
+        assert 0 < row["p50_ttft_ms"] <= row["p90_ttft_ms"] <= row["p99_ttft_ms"] < row["p99_e2el_ms"]
+    assert rows["own load"]["turns"] != rows["same load"]["turns"]
+    assert [goal["name"] for goal in report["bars"]] == ["ITL p99 over its median, own load"]
+    assert "own load" in capsys.readouterr().out
+
+
+class Recorder:
+    """Stands in for an engine: notes rates, and completes so many requests a second."""
+
+    def __init__(self, throughput: float) -> None:
+        self.rates: list[float | None] = []
+        self._figures = {"request_throughput": throughput, "failed": 0}
+
+    def ask(self, op: str, *, workload: Any, rate: float | None) -> dict[str, float]:
+        self.rates.append(rate)
+        return dict(self._figures)
+
+
+def played(options: Any, rows: list[dict[str, Any]], engines: dict[str, Any]) -> dict[tuple[str, str], Any]:
+    """Let engines take their turns in process; return the rates by scene and backend."""
+    workload = workloads.InProcess(options, ModelFacts(512, 64, 1))
+    for turn in workload.turns(rows):
+        taken = [
+            {"backend": name, **turn.columns, **workload.take(engine, name, turn)}  # type: ignore[arg-type]
+            for name, engine in engines.items()
+        ]
+        rows += taken
+    return {(row["scene"], row["backend"]): row["request_rate"] for row in rows}
+
+
+def test_loads_follow_from_capacities_and_no_load_is_played_twice() -> None:
+    options = online_compare.parse_options(["in-process", "--quick", "--repeats", "2"])
+    engines = {"rose": Recorder(80.0), "vllm": Recorder(20.0)}
+    rows: list[dict[str, Any]] = []
+    assert played(options, rows, engines) == {
+        ("capacity", "rose"): None,
+        ("capacity", "vllm"): None,
+        ("same load", "rose"): 10.0,
+        ("same load", "vllm"): 10.0,
+        ("own load", "rose"): 40.0,
+        ("own load", "vllm"): 10.0,
+    }
+    assert engines["rose"].rates == [None, None, 10.0, 40.0, 10.0, 40.0]
+    # Its own load is the same load: those turns count for both.
+    assert engines["vllm"].rates == [None, None, 10.0, 10.0]
+    # An earlier run's turns are kept, and its rates.
+    kept = [row for row in rows[:8] if row["scene"] != "own load"]
+    resumed = {"rose": Recorder(800.0), "vllm": Recorder(200.0)}
+    played(options, kept, resumed)
+    assert resumed["rose"].rates == [40.0, 10.0, 40.0] and resumed["vllm"].rates == [10.0]
 
 
 def test_an_interrupt_while_servers_end_costs_no_figures(
@@ -59,11 +143,14 @@ def test_an_interrupt_while_servers_end_costs_no_figures(
     path = tmp_path / "online.json"
     ending: list[servers.Server] = []
 
-    def stop(server: servers.Server) -> None:
+    def wait_for_end(server: servers.Server) -> None:
         ending.append(server)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(servers.Server, "stop", stop)
+    monkeypatch.setattr(servers.Server, "wait_for_end", wait_for_end)
+    monkeypatch.setattr(
+        servers, "server_command", lambda _, options, port: fake_command("vllm", options, port)
+    )
     arguments = ["--quick", "--backends", "rose", "--scales", "0.02", "--repeats", "1"]
     assert online_compare.main([*arguments, "--modes", "greedy", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
@@ -96,7 +183,7 @@ def answer(*events: Any, status: int = 200) -> Timeline:
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         timeline = Timeline(2)
         async with client_session() as session:
-            load = Load(f"http://127.0.0.1:{port}", "some model", {"temperature": 0.0}, [], [], [])
+            load = Load(f"http://127.0.0.1:{port}", "some model", {"temperature": 0.0}, NOTHING)
             client = Client(session, load)
             await client.send([5, 6], 3, timeline)
             client.note_answers()
@@ -134,7 +221,7 @@ def test_a_busy_port_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         busy.bind(("127.0.0.1", 0))
         port = busy.getsockname()[1]
         monkeypatch.setattr(servers, "_PORTS", range(port, port + 1))
-        with pytest.raises(servers.ServerError, match=f"no port is free between {port} and {port}"):
+        with pytest.raises(EngineError, match=f"no port is free between {port} and {port}"):
             servers.free_port()
     assert servers.free_port() == port
 
@@ -148,8 +235,13 @@ def test_a_server_that_does_not_say_its_version_is_no_reason_to_stop() -> None:
 def test_options_become_flags() -> None:
     options = {"max_num_seqs": 8, "fused_mlp": False, "cuda_graph": True, "seed": None, "extra": {"a": 1}}
     assert as_flags(options) == [
-        "--max-num-seqs", "8", "--no-fused-mlp", "--cuda-graph", "--extra", '{"a": 1}',
-    ]  # fmt: skip
+        "--max-num-seqs",
+        "8",
+        "--no-fused-mlp",
+        "--cuda-graph",
+        "--extra",
+        '{"a": 1}',
+    ]
 
 
 @pytest.mark.parametrize(
@@ -166,25 +258,6 @@ def test_servers_are_started_with_the_same_limits(backend: str, parts: list[str]
     assert all(part in command for part in [*parts, "--host 127.0.0.1", "--dtype float16"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--requests", "0"], "--requests: got 0, at least 1"),
-        (["--scales", "1", "0"], "--scales: got [1.0, 0.0], each has to be above 0"),
-        (["--length-scale", "0"], "--length-scale: got 0.0, has to be above 0"),
-        (["--clients", "0"], "--clients: got 0, at least 1"),
-        (["--timed-trace-sec-multiplier", "0"], "--timed-trace-sec-multiplier: got 0.0, has to be above 0"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        online_compare.parse_options(arguments)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def turn(backend: str, scale: float, value: float, **changes: float) -> dict[str, Any]:
     figures = {f"p{share}_{metric}_ms": value for metric in METRICS for share in PERCENTILES}
     others = {"output_throughput": 1.0, "request_throughput": 1.0, "client_busy": 0.1, "failed": 0}
@@ -199,7 +272,7 @@ def test_every_figure_behind_a_peer_is_a_loss() -> None:
         turn("sglang", 0.1, 4.0, p50_ttft_ms=1.5),
         turn("rose-in-vllm", 0.2, 1.0),
     ]
-    found = [(loss["peer"], loss["figure"], loss["rose"], loss["peers"]) for loss in losses(rows)]
+    found = [(loss["peer"], loss["figure"], loss["rose"], loss["peers"]) for loss in trace_losses(rows)]
     assert found == [
         ("vllm", "p99_itl_ms", 5.0, 3.0),
         ("sglang", "p50_ttft_ms", 2.0, 1.5),
@@ -215,8 +288,8 @@ def test_an_event_came_when_its_end_came() -> None:
 
 
 def test_requests_are_dealt_out_to_all_processes() -> None:
-    load = Load("url", "model", {}, [[1], [2], [3], [4], [5]], [1, 2, 3, 4, 5], [0.1, 0.2, 0.3, 0.4, 0.5])
-    parts = [load.share(index, 2) for index in range(2)]
+    requests = Requests([[1], [2], [3], [4], [5]], [1, 2, 3, 4, 5], [0.1, 0.2, 0.3, 0.4, 0.5])
+    parts = [requests.share(index, 2) for index in range(2)]
     assert [part.prompts for part in parts] == [[[1], [3], [5]], [[2], [4]]]
     assert [part.output_lens for part in parts] == [[1, 3, 5], [2, 4]]
     assert [part.due for part in parts] == [[0.1, 0.3, 0.5], [0.2, 0.4]]
@@ -227,92 +300,45 @@ class Postbox:
 
     def __init__(self, count: int) -> None:
         self.loads: list[Load] = []
-        self.pids: dict[str, int] = {}
-        self.stopped: list[list[str]] = []
 
     def send(self, load: Load) -> Replay:
         self.loads.append(load)
-        self.stopped.append([name for name, pid in self.pids.items() if is_stopped(pid)])
-        timelines = [
-            Timeline(len(p), [0.1, 0.3], n) for p, n in zip(load.prompts, load.output_lens, strict=True)
-        ]
-        return Replay(timelines, 0.3, 0.1, 0.0)
-
-
-@pytest.fixture
-def contest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[online_compare.Contest]:
-    monkeypatch.setattr(online_compare, "ClientProcesses", Postbox)
-    options = online_compare.parse_options(
-        ["--quick", "--scales", "0.5", "0.1", "--repeats", "2", "--modes", "greedy"]
-    )
-    both = servers.Servers(tmp_path)
-    trace, _ = online_compare.read_requests(options, 1024)
-    with sleepers("rose", "vllm") as running:
-        for name, server in running.items():
-            server.url, server.model = name, "m"
-        both.running = running  # type: ignore[assignment]
-        yield online_compare.Contest(both, trace, 100, options)
+        asked = zip(load.requests.prompts, load.requests.output_lens, strict=True)
+        return Replay([Timeline(len(p), [0.1, 0.3], n) for p, n in asked], 0.3, 0.1, 0.0)
 
 
 def test_a_server_that_is_not_installed_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[str] = []
-    monkeypatch.setattr(servers, "Server", lambda backend, *_, **__: started.append(backend))
     (tmp_path / "installed" / "sglang").mkdir(parents=True)
     found = servers.Servers(tmp_path)
-    found.add("rose", OPTIONS)
-    found.add("sglang", OPTIONS, python_path=str(tmp_path))
-    assert found.missing == {"sglang": "no module named sglang"} and found.running.keys() == {"rose"}
-    found.add("sglang", OPTIONS, python_path=str(tmp_path / "installed"))
-    assert started == ["rose", "sglang"]
+    without = worker_environment("sglang", str(tmp_path))
+    found.add("rose", "rose", OPTIONS, worker_environment("rose"))
+    found.add("sglang", "sglang", OPTIONS, without)
+    assert found.missing == {"sglang": "no module named sglang"}
+    found.add("sglang", "sglang", OPTIONS, worker_environment("sglang", str(tmp_path / "installed")))
+    assert list(found._wanted) == ["rose", "sglang"]
     # A Python that does not even start is no answer.
     monkeypatch.setattr(servers.sys, "executable", "false")
-    assert servers.missing_module("sglang", str(tmp_path), {}) is None
+    assert servers.missing_module("sglang", without) is None
 
 
-def test_servers_take_turns_with_the_same_prompts(contest: online_compare.Contest) -> None:
-    contest.run(float("inf"))
-    loads = contest._clients.loads  # type: ignore[attr-defined]
-    assert [load.url for load in loads] == ["rose", "vllm", "vllm", "rose"] * 2
-    assert [row["backend"] for row in contest.rows] == [load.url for load in loads]
-    assert [(row["scale"], row["repeat"]) for row in contest.rows[::2]] == [
-        (0.1, 0),
-        (0.5, 0),
-        (0.1, 1),
-        (0.5, 1),
+def test_turns_of_a_trace_have_their_own_prompts_and_due_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workloads, "ClientProcesses", Postbox)
+    arguments = ["--quick", "--scales", "0.5", "0.1", "--repeats", "2", "--modes", "greedy"]
+    trace = workloads.Trace(online_compare.parse_options(arguments), ModelFacts(100, 1024, 1))
+    turns = trace.turns([])
+    assert [(turn.columns["scale"], turn.columns["repeat"], turn.first) for turn in turns] == [
+        (0.1, 0, 0),
+        (0.5, 0, 1),
+        (0.1, 1, 1),
+        (0.5, 1, 2),
     ]
-    for first, second in zip(loads[::2], loads[1::2], strict=True):
-        assert first.prompts == second.prompts and first.due == second.due
-    assert len({tuple(load.prompts[0]) for load in loads[::2]}) == 4
-    assert loads[2].due == pytest.approx([at * 5 for at in loads[0].due])
-    assert contest.turns_left_out == 0
-
-
-@pytest.mark.parametrize("pause", [True, False])
-def test_whose_turn_it_is_not_is_stopped(contest: online_compare.Contest, pause: bool) -> None:
-    postbox: Any = contest._clients
-    postbox.pids = {name: server.pid for name, server in contest._servers.items()}
-    contest._options.pause = pause
-    contest.run(float("inf"))
-    assert postbox.stopped == ([["vllm"], ["rose"], ["rose"], ["vllm"]] * 2 if pause else [[]] * 8)
-    assert not any(is_stopped(pid) for pid in postbox.pids.values())
-
-
-def test_turns_without_time_are_counted(contest: online_compare.Contest) -> None:
-    contest.run(0.0)
-    assert (contest.rows, contest.turns_left_out) == ([], 4)
-
-
-def test_an_interrupt_keeps_the_turns_that_were_whole(
-    contest: online_compare.Contest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    postbox = contest._clients
-
-    def send(load: Load) -> Replay:
-        if len(postbox.loads) == 3:  # type: ignore[attr-defined]
-            raise KeyboardInterrupt
-        return Postbox.send(postbox, load)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(postbox, "send", send)
-    contest.run(float("inf"))
-    assert [(row["backend"], row["scale"]) for row in contest.rows] == [("rose", 0.1), ("vllm", 0.1)]
-    assert contest.turns_left_out == 3
+    server: Any = Recorder(1.0)
+    server.url, server.model = "url", "m"
+    for turn in turns:
+        figures = trace.take(server, "rose", turn)
+        assert (figures["completed"], figures["pieces"]) == (8, 16)
+    loads = trace._clients.loads  # type: ignore[attr-defined]
+    assert len({tuple(load.requests.prompts[0]) for load in loads}) == 4
+    assert loads[1].requests.due == pytest.approx([at * 5 for at in loads[0].requests.due])
+    rows = [{"repeat": 0, "mode": "greedy", "scale": scale} for scale in (0.1, 0.5)]
+    assert trace.turns(rows) == turns[2:]

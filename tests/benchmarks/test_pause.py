@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.pause import family, only, paused, resume
+from benchmarks.support.turns import family, only, paused, resume
 from benchmarks.support.worker_pool import ROOT
 from tests.benchmarks.sleepers import Sleeper, is_stopped, sleepers, wait_until_asleep
 from tests.support.patience import HANG_S
@@ -118,7 +118,7 @@ def test_the_end_of_the_benchmark_leaves_nothing_stopped(
 ) -> None:
     root, counts = tree
     script = (
-        "import signal, time; from benchmarks.support.pause import paused\n"
+        "import signal, time; from benchmarks.support.turns import paused\n"
         # Where tests run in the background, an interrupt is ignored unless one asks for it.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"with paused([{root}]): print(flush=True); time.sleep(3600)"

@@ -6,13 +6,16 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from benchmarks.support import servers
-from benchmarks.support.pause import paused
-from benchmarks.support.server_metrics import server_counts
-from tests.benchmarks.test_vllm_serving import fake_command
+from benchmarks.online import servers
+from benchmarks.online.servers import server_counts
+from benchmarks.support import worker_pool
+from benchmarks.support.turns import paused
+from benchmarks.support.worker_pool import worker_environment
+from tests.benchmarks.fake_vllm_server import fake_command
 from tests.support.patience import HANG_S
 
 
@@ -20,13 +23,8 @@ from tests.support.patience import HANG_S
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[servers.Server]:
     """Yield a server that only seems to be vLLM's."""
     monkeypatch.setattr(servers, "server_command", fake_command)
-    server = servers.Server(
-        "vllm",
-        SimpleNamespace(model="m", step_ms=None),
-        python_path=None,
-        environment={},
-        log=tmp_path / "log",
-    )  # type: ignore[arg-type]
+    options: Any = SimpleNamespace(model="m", step_ms=None)
+    server = servers.Server("vllm", options, worker_environment("vllm"), tmp_path / "log")
     try:
         server.wait_until_ready()
         yield server
@@ -46,7 +44,7 @@ def test_a_server_is_woken_by_a_token(server: servers.Server) -> None:
 def test_a_paused_server_ends_at_once_and_in_order(
     server: servers.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "MAX_STOP_S", HANG_S)
+    monkeypatch.setattr(worker_pool, "MAX_STOP_S", HANG_S)
     with paused([server.pid]):
         server.stop()
     assert server._process.returncode != -signal.SIGKILL

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import kv_append, kv_cow_clone
-from benchmarks.support.readme_blocks import (
+from benchmarks.reports.parts import (
+    OURS,
     block_manager_table,
     kv_append_table,
     kv_cow_clone_table,
-    streaming_table,
+    variant_losses,
 )
-from benchmarks.support.variant_tables import losses
 
 SETTINGS = {"dtype": "float16", "num_layers": 12, "block_size": 64, "context": 512}
 
@@ -33,7 +32,7 @@ def figures(total: float, graph: float | None = None) -> dict[str, Any]:
 def test_all_ways_to_clone_are_shown() -> None:
     ways = {"loop": 900.0, "loop_filled": 80.0, "batched_torch": 85.0, "batched": 90.0}
     rows = [{"batch": batch, "variants": {way: figures(us) for way, us in ways.items()}} for batch in (1, 2)]
-    text = kv_cow_clone_table(result(rows, losses=losses(rows[:1], kv_cow_clone.OURS)))
+    text = kv_cow_clone_table(result(rows, losses=variant_losses(rows[:1], OURS["kv_cow_clone"])))
     assert (
         "| requests | one by one, layer by layer | one plan, torch copies | one plan, one launch |  |" in text
     )
@@ -50,10 +49,16 @@ def test_all_ways_to_clone_are_shown() -> None:
 
 def test_all_ways_to_append_and_their_losses_are_shown() -> None:
     rows = [
-        {"batch": 32, "variants": {"append": figures(5000.0), "reserve_write": figures(400.0, 120.0),
-                                   "reserve_fused": figures(500.0, 100.0)}}
-    ]  # fmt: skip
-    text = kv_append_table(result(rows, losses=losses(rows, kv_append.OURS)))
+        {
+            "batch": 32,
+            "variants": {
+                "append": figures(5000.0),
+                "reserve_write": figures(400.0, 120.0),
+                "reserve_fused": figures(500.0, 100.0),
+            },
+        }
+    ]
+    text = kv_append_table(result(rows, losses=variant_losses(rows, OURS["kv_append"])))
     assert "| 32 | 5,000 µs | 400 µs | 500 µs | 10.0x | 120 µs | 100 µs |" in text
     assert text.endswith(
         "Losses: 32 sequences, stored by attention: 500 µs against 400 µs (one write a layer)."
@@ -62,9 +67,17 @@ def test_all_ways_to_append_and_their_losses_are_shown() -> None:
 
 
 def test_one_write_a_layer_may_lose_to_appending() -> None:
-    rows = [{"batch": 1, "variants": {"append": figures(300.0), "reserve_write": figures(400.0, 90.0),
-                                      "reserve_fused": figures(200.0, 95.0)}}]  # fmt: skip
-    text = kv_append_table(result(rows, losses=losses(rows, kv_append.OURS)))
+    rows = [
+        {
+            "batch": 1,
+            "variants": {
+                "append": figures(300.0),
+                "reserve_write": figures(400.0, 90.0),
+                "reserve_fused": figures(200.0, 95.0),
+            },
+        }
+    ]
+    text = kv_append_table(result(rows, losses=variant_losses(rows, OURS["kv_append"])))
     assert text.endswith(
         "Losses: 1 sequence, one write a layer: 400 µs against 300 µs (append one by one); "
         "1 sequence in a graph, stored by attention: 95 µs against 90 µs (one write a layer)."
@@ -87,17 +100,18 @@ def test_losses_of_the_block_manager_are_shown() -> None:
     assert block_manager_table(result([], losses=[], **facts)).endswith("Losses: none.")
 
 
-def test_scenes_are_shown_before_and_after() -> None:
-    figures = {
-        f"p{share}_{metric}_ms": share / 2 for metric in ("ttft", "itl", "latency") for share in (50, 95, 99)
-    }
-    before = {"scene": "rollover", "side": "one by one", **figures, "output_throughput": 12346.6}
-    after = {**before, "side": "at once", "p95_itl_ms": 1.234, "output_throughput": 12345.6}
-    rows = [before, {**after, "p99_ttft_ms": 49.6}]
-    settings = {"repeat_runs": 3, "num_requests": 256, "model": "some model", "dtype": "float16"}
-    text = streaming_table({**result(rows), "device": "some GPU", "settings": settings})
-    assert "| rollover | at once | 25 / 47.5 / 49.6 | 25 / 1.23 / 49.5 | 25 / 47.5 / 49.5 | 12,346 |" in text
-    assert text.endswith(
-        "Losses: rollover, TTFT p99 49.6 against 49.5; rollover, tokens/s 12,346 against 12,347."
-    )
-    assert "Medians of 3 runs, 256 requests at once, some GPU, some model, float16; " in text
+def test_a_loss_is_every_variant_of_rose_that_one_before_it_beats() -> None:
+    variants = {"loop": figures(3.0), "slower": figures(7.0), "write": figures(4.0, 2.0)}
+    rows: list[dict[str, Any]] = [
+        {"batch": 1, "variants": {**variants, "fused": figures(5.0, 1.0)}},
+        {"batch": 2, "variants": {**variants, "fused": figures(2.0, 2.5)}},
+    ]
+    found = variant_losses(rows, ("write", "fused"))
+    assert [(loss["batch"], loss["figure"], loss["variant"], loss["faster"]) for loss in found] == [
+        (1, "total", "write", "loop"),
+        (1, "total", "fused", "loop"),
+        (1, "total", "fused", "write"),
+        (2, "total", "write", "loop"),
+        (2, "graph", "fused", "write"),
+    ]
+    assert (found[0]["us"], found[0]["faster_us"]) == (4.0, 3.0)

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.support.compare_report import losses
-from benchmarks.support.readme_compare import arrivals_table, offline_table, switches_table
+from benchmarks.report import engine_problems
+from benchmarks.reports.engines import losses, offline_table, switches_table
+from benchmarks.reports.serving import in_process_table
+from benchmarks.support.run_facts import bar
 
 
 def row(case: str, backend: str, value: float) -> dict[str, Any]:
@@ -85,26 +87,32 @@ def test_latencies_and_missed_goals_are_shown() -> None:
             "p50_itl_ms": 0.12345,
         },
     ]
-    bars = [
-        {"name": "good", "value": 1.0, "limit": 2.0, "met": True},
-        {"name": "bad", "value": 3.456, "limit": 3.0, "met": False},
-    ]
-    text = arrivals_table(report(rows, bars=bars, losses=[]))
+    bars = [bar("good", 1.0, 2.0, "x"), bar("bad", 3.456, 3.0, "x")]
+    text = in_process_table(report(rows, bars=bars, losses=[]))
     latencies = "50 / 90 / 99 | 50 / 90 / 99 | 0.123 / 90 / 99 | 50 / 90 / 99"
     assert f"| same load, 1,234 requests/s | Rose | {latencies} |" in text
     assert "capacity" not in text
     assert "Medians of 4 turns, some GPU" in text
-    assert "Goals missed: bad (3.46, at most 3.00), of 2." in text
+    assert "Goals missed: bad (3.46 x, at most 3), of 2." in text
     assert text.endswith("Losses at the same load, in ms: none.")
     vllm = {"scene": "same load", "backend": "vllm", "request_rate": 1.0, "turns": [1] * 4, **figures}
     vllm |= {"p99_ttft_ms": 98.0, "p50_itl_ms": 0.1, "p90_itl_ms": 91.0}
     own = {**vllm, "scene": "own load", "backend": "rose", "p90_ttft_ms": 1000.0}
-    text = arrivals_table(report([*rows, vllm, own], bars=bars, losses=[]))
+    text = in_process_table(report([*rows, vllm, own], bars=bars, losses=[]))
     lost = "Rose behind vLLM, TTFT p99 99 against 98; Rose behind vLLM, ITL p50 0.123 against 0.1."
     assert text.endswith(f"Losses at the same load, in ms: {lost}")
 
 
 @pytest.mark.parametrize("label", ["missing", "failed"])
 def test_a_comparison_that_lacks_an_engine_is_not_published(label: str) -> None:
-    with pytest.raises(SystemExit, match=r"some.json: not every engine has run: sglang \(no module\)"):
-        offline_table(report(ROWS, **{label: {"sglang": "no module\nsecond line"}}))
+    assert engine_problems(report(ROWS)) == []
+    result = report(ROWS, **{label: {"sglang": "no module\nsecond line"}})
+    assert engine_problems(result) == ["not every engine has run: sglang (no module)"]
+
+
+def test_a_command_that_has_moved_says_which_sources_it_ran_with() -> None:
+    result = report(ROWS, command="python -m benchmarks.arrivals --share 1", sources_digest="0123")
+    today = "today `python -m benchmarks.online_compare in-process`)."
+    assert f"`python -m benchmarks.arrivals --share 1` (sources: 0123; {today}" in offline_table(result)
+    del result["sources_digest"]
+    assert "(sources: not recorded; today " in offline_table(result)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import block_manager, kv_append, kv_cow_clone, report
-from benchmarks.support import compare_report, online_report, variant_tables
+from benchmarks import block_manager, report
+from benchmarks.reports import engines, figures, parts, serving
 
 
 def test_readme_and_results_agree() -> None:
@@ -30,10 +30,10 @@ def recounted_losses(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the losses that the figures of a result show; from the scripts that write them."""
     count: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "block_manager": lambda: block_manager.losses(result["scenes"]),
-        "kv_append": lambda: variant_tables.losses(result["rows"], kv_append.OURS),
-        "kv_cow_clone": lambda: variant_tables.losses(result["rows"], kv_cow_clone.OURS),
-        "offline_compare": lambda: compare_report.losses(result["rows"]),
-        "online_compare": lambda: online_report.losses(result["rows"]),
+        "kv_append": lambda: parts.variant_losses(result["rows"], parts.OURS["kv_append"]),
+        "kv_cow_clone": lambda: parts.variant_losses(result["rows"], parts.OURS["kv_cow_clone"]),
+        "offline_compare": lambda: engines.losses(result["rows"]),
+        "online_compare": lambda: serving.trace_losses(result["rows"]),
     }
     return count[result["benchmark"]]()
 
@@ -66,7 +66,7 @@ def test_a_missing_table_is_named() -> None:
 @pytest.fixture
 def one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Let README be one table of a result file that the test writes; return the file."""
-    table = report.Table("cpu/some.json", lambda result: f"| {result['value']} |", "python -m some")
+    table = report.Table("cpu/some.json", lambda result: f"| {result['value']} |", report.no_problems)
     monkeypatch.setattr(report, "TABLES", {"some": table})
     monkeypatch.setattr(report, "DRAWN_RESULTS", ("cpu/some.json",))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
@@ -110,7 +110,7 @@ def test_readme_stays_as_it_is_where_a_picture_cannot_be_drawn(
     def draw(*_: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(report, "DRAW", {"block_manager": draw})
+    monkeypatch.setattr(figures, "DRAW", {"block_manager": draw})
     one_result.write_text(json.dumps(block_manager_result(1)))
     before = report.README.read_text()
     with pytest.raises(OSError, match="no space left"):
@@ -118,13 +118,12 @@ def test_readme_stays_as_it_is_where_a_picture_cannot_be_drawn(
     assert report.README.read_text() == before
 
 
-def test_without_a_result_the_table_says_how_to_get_one(one_result: Path) -> None:
-    assert report.main([]) == 0
-    assert "Not published yet: `python -m some` measures on a GPU." in report.README.read_text()
-    report.README.write_text("no table")
-    assert report.main(["--check"]) == 0
-    one_result.write_text(json.dumps(block_manager_result(1)))
-    with pytest.raises(SystemExit, match="table some: expected once, found 0 times"):
+def test_a_result_that_is_not_whole_is_not_published(one_result: Path) -> None:
+    whole = report.TABLES["some"]
+    report.TABLES["some"] = report.Table(whole.file, whole.make)
+    failed = {**block_manager_result(1), "rows": [], "failed": {"vllm": "it died\nat line 3"}}
+    one_result.write_text(json.dumps(failed))
+    with pytest.raises(SystemExit, match=r"cpu/some.json: not every engine has run: vllm \(it died\)"):
         report.main(["--check"])
 
 

@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import arrivals, offline_compare, online_compare
-from benchmarks.support import resume
-from benchmarks.support.readme_compare import source
-from benchmarks.support.report import run_facts
+from benchmarks import offline_compare
+from benchmarks.reports.engines import source
+from benchmarks.support import run_facts as resume
+from benchmarks.support.run_facts import run_facts
 from benchmarks.support.worker_pool import WorkerPool
+from tests.benchmarks.fake_engine import write_fake_sglang
 
 Report = dict[str, Any]
 
 
-def run(main: Callable[[list[str]], int], arguments: list[str], path: Path) -> Report:
-    """Return what a quick comparison of Rose alone writes to ``path``."""
-    assert main(["--quick", "--backends", "rose", *arguments, "--json", str(path)]) == 0
-    report: Report = json.loads(path.read_text())
+def run(arguments: list[str], folder: Path, name: str) -> Report:
+    """Return what a quick comparison of an engine that answers at once writes."""
+    site = folder / "site"
+    path = str(site) if site.exists() else write_fake_sglang(site)
+    result = folder / name
+    engine = ["--quick", "--backends", "sglang", "--python-path", f"sglang={path}"]
+    assert offline_compare.main([*engine, *arguments, "--json", str(result)]) == 0
+    report: Report = json.loads(result.read_text())
     return report
 
 
 def cut_short(report: Report, path: Path) -> Report:
     """Write ``report`` as if there had been time for the first of two turns only."""
     report = json.loads(json.dumps(report))
-    rows = report["rows"]
-    if "repeat" in rows[0]:
-        report["rows"] = [row for row in rows if row["repeat"] == 0]
-    else:
-        for row in rows:
-            row["turns"] = row["turns"][:1]
+    for row in report["rows"]:
+        row["turns"] = row["turns"][:1]
     path.write_text(json.dumps(report))
     return report
 
@@ -41,8 +41,8 @@ def cut_short(report: Report, path: Path) -> Report:
 def test_offline_turns_that_are_there_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--scenes", "offline", "decode", "--batches", "2", "--repeats", "2"]
-    first = run(offline_compare.main, arguments, tmp_path / "first.json")
+    arguments = ["--scenes", "offline", "decode", "--batches", "2", "--repeats", "2", "--cases", "greedy"]
+    first = run(arguments, tmp_path, "first.json")
     assert "runs" not in first and source(first).startswith("Medians of 2 turns, ")
     short = cut_short(first, tmp_path / "short.json")
     seeds: list[int] = []
@@ -54,8 +54,8 @@ def test_offline_turns_that_are_there_are_kept(
 
     monkeypatch.setattr(offline_compare.Case, "run", taking)
     arguments += ["--resume", str(tmp_path / "short.json")]
-    second = run(offline_compare.main, arguments, tmp_path / "second.json")
-    assert len(seeds) == len(short["rows"]) == 4
+    second = run(arguments, tmp_path, "second.json")
+    assert len(seeds) == len(short["rows"]) == 2
     assert [row["case"] for row in second["rows"]] == [row["case"] for row in first["rows"]]
     for old, new in zip(short["rows"], second["rows"], strict=True):
         assert new["turns"][0] == old["turns"][0] and len(new["turns"]) == 2
@@ -65,34 +65,6 @@ def test_offline_turns_that_are_there_are_kept(
     assert source(second).startswith("Medians of 2 turns in 2 runs, ")
     third = resume.with_runs({**second, "date": "later"}, second)
     assert [part["date"] for part in third["runs"]] == [first["date"], second["date"], "later"]
-
-
-def test_online_turns_that_are_there_are_kept(tmp_path: Path) -> None:
-    arguments = ["--scales", "0.02", "--modes", "greedy", "--repeats", "2"]
-    first = run(online_compare.main, arguments, tmp_path / "first.json")
-    short = cut_short(first, tmp_path / "short.json")
-    arguments += ["--resume", str(tmp_path / "short.json")]
-    second = run(online_compare.main, arguments, tmp_path / "second.json")
-    assert [row["repeat"] for row in second["rows"]] == [0, 1]
-    assert second["rows"][0] == short["rows"][0]
-    assert second["rows"][1]["duration"] != first["rows"][1]["duration"]
-    assert second["turns_left_out"] == 0 and len(second["runs"]) == 2
-
-
-def test_arrivals_go_on_at_the_same_rates(tmp_path: Path) -> None:
-    arguments = ["--repeats", "2", "--rate", "60"]
-    first = run(arrivals.main, arguments, tmp_path / "first.json")
-    short = cut_short(first, tmp_path / "short.json")
-    second = run(
-        arrivals.main, [*arguments, "--resume", str(tmp_path / "short.json")], tmp_path / "second.json"
-    )
-    assert [row["scene"] for row in second["rows"]] == ["capacity", "same load", "own load"]
-    for begun, old, new in zip(first["rows"], short["rows"], second["rows"], strict=True):
-        assert new["request_rate"] == begun["request_rate"]
-        assert len(new["turns"]) == 2 and new["turns"][0] == old["turns"][0]
-        assert new["turns"][1]["duration"] != begun["turns"][1]["duration"]
-        # Its prompts are new ones.
-        assert new["turns"][1]["total_input_tokens"] != old["turns"][0]["total_input_tokens"]
 
 
 FACTS = {
@@ -157,12 +129,12 @@ def test_a_refusal_comes_before_engines_start(tmp_path: Path, monkeypatch: pytes
 def test_a_case_that_is_not_run_is_refused() -> None:
     row = {"case": "step, 3 requests, greedy", "backend": "rose", "turns": []}
     with pytest.raises(SystemExit, match="--resume: case: the file has 'step, 3 requests, greedy'"):
-        offline_compare.samples_of({"rows": [row]}, [])
+        offline_compare.earlier_rows({"rows": [row]}, [])
 
 
 def test_every_report_says_which_sources_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = [run_facts()["sources_digest"]]
-    monkeypatch.setattr("benchmarks.support.report.PACKAGE", tmp_path)
+    monkeypatch.setattr("benchmarks.support.run_facts.PACKAGE", tmp_path)
     for text in ("a = 1\n", "a = 2\n", "a = 2\n"):
         (tmp_path / "a.py").write_text(text)
         digests.append(run_facts()["sources_digest"])

@@ -27,9 +27,19 @@ def test_a_script_starts_from_the_root() -> None:
 
 
 SCRIPTS = (
-    "block_manager", "kv_cow_clone", "kv_append", "offline_compare", "online_compare", "arrivals", "scheduler",
-    "streaming", "kernels", "suite", "report", "waiting",
-)  # fmt: skip
+    "block_manager",
+    "kv_cow_clone",
+    "kv_append",
+    "offline_compare",
+    "online_compare",
+    "scheduler",
+    "step_profile",
+    "kernels",
+    "suite",
+    "report",
+    "waiting",
+    "vllm_scheduler",
+)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -48,14 +58,73 @@ def test_help_names_the_script_and_its_options(script: str, capsys: pytest.Captu
     ("script", "arguments", "message"),
     [
         ("block_manager", ["--repeats", "2"], "--repeats: got 2, at least 3"),
-        ("block_manager", ["--rows", "0"], "--rows must be at least 1"),
+        ("block_manager", ["--rows", "0"], "--rows: got 0, at least 1"),
         ("kv_cow_clone", ["--repeats", "1"], "--repeats: got 1, at least 3"),
         ("kv_cow_clone", ["--old-len", "64"], "--old-len: got 64, its last block of 64 must be part-filled"),
+        ("kernels", ["--repeats", "2"], "--repeats: got 2, at least 3"),
+        ("kernels", ["--samples", "0"], "--samples: got 0, at least 1"),
+        ("kernels", ["--families", "none"], "invalid choice: 'none'"),
+        ("kv_append", ["--repeats", "2"], "--repeats: got 2, at least 3"),
+        ("kv_append", ["--context", "0"], "--context: got 0, at least 1"),
+        ("offline_compare", ["--repeats", "0"], "--repeats: got 0, at least 1"),
+        ("offline_compare", ["--mixed-requests", "0"], "--mixed-requests: got 0, at least 1"),
+        ("offline_compare", ["--batches", "1", "0"], "--batches: got [1, 0], each has to be at least 1"),
+        (
+            "offline_compare",
+            ["--python-path", "nobody=/"],
+            "got 'nobody=/', needed is BACKEND=..., BACKEND one of rose, ",
+        ),
+        ("offline_compare", ["--env", "vllm"], "got 'vllm', needed is BACKEND=..."),
+        ("online_compare", ["--requests", "0"], "--requests: got 0, at least 1"),
+        ("online_compare", ["--scales", "1", "0"], "--scales: got [1.0, 0.0], each has to be above 0"),
+        ("online_compare", ["--length-scale", "0"], "--length-scale: got 0.0, has to be above 0"),
+        ("online_compare", ["--clients", "0"], "--clients: got 0, at least 1"),
+        ("online_compare", ["--repeats", "0"], "--repeats: got 0, at least 1"),
+        (
+            "online_compare",
+            ["in-process", "--share", "0"],
+            "--share: got 0.0, allowed is more than 0 and at most 1",
+        ),
+        ("online_compare", ["in-process", "--rate", "0"], "--rate: got 0.0, has to be above 0"),
+        ("online_compare", ["in-process", "--requests", "1"], "--requests: got 1, at least 2"),
+        ("online_compare", ["poisson", "--requests", "0"], "--requests: got 0, has to be above 0"),
+        ("online_compare", ["poisson", "--max-seconds", "0"], "--max-seconds: got 0.0, has to be above 0"),
+        ("online_compare", ["poisson", "--seconds", "-1"], "--seconds: got -1.0, has to be above 0"),
+        (
+            "online_compare",
+            ["poisson", "--loads", "0.5", "0"],
+            "--loads: got [0.5, 0.0], each has to be above 0",
+        ),
+        ("online_compare", ["poisson", "--rates", "-3"], "--rates: got [-3.0], each has to be above 0"),
+        (
+            "online_compare",
+            ["poisson", "--loads", "1", "--rates", "3"],
+            "--loads and --rates exclude each other",
+        ),
+        ("online_compare", ["poisson", "--sets", "both"], "invalid choice: 'both'"),
+        (
+            "online_compare",
+            ["poisson", "--step-ms", "-1", "--device", "cpu"],
+            "--step-ms: got -1.0 on cpu, needed are 0 or more on --device cpu",
+        ),
+        ("online_compare", ["poisson", "--step-ms", "1", "--device", "cuda"], "--step-ms: got 1.0 on cuda, "),
+        ("scheduler", ["--num-requests", "0"], "--num-requests: got 0, at least 1"),
+        ("scheduler", ["--warmup-runs", "-1"], "--warmup-runs: got -1, at least 0"),
+        ("scheduler", ["--submit-interval-ms", "-1"], "--submit-interval-ms: got -1.0, at least 0"),
+        ("scheduler", ["--prefill-max-batch-size", "0"], "--prefill-max-batch-size: got 0, at least 1"),
+        ("waiting", ["--sharing", "1"], "--sharing: got [1], each has to be at least 2"),
+        ("waiting", ["--shared", "0"], "--shared: got [0], each has to be at least 1"),
+        ("waiting", ["--repeats", "-1"], "--repeats: got -1, at least 1"),
+        ("waiting", ["--sharing", "64"], "--sharing: got 64, at most 60"),
+        ("step_profile", ["--batches", "4", "0"], "--batches: got [4, 0], "),
+        ("vllm_scheduler", ["--batches", "0"], "--batches: got [0], each has to be at least 1"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(
     script: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if script == "online_compare":
+        pytest.importorskip("aiohttp", reason="it talks HTTP (the bench or dev extra)")
     with pytest.raises(SystemExit) as stopped:
         importlib.import_module(f"benchmarks.{script}").main(arguments)
     assert stopped.value.code == 2

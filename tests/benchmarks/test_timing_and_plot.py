@@ -9,14 +9,19 @@ from typing import Any
 
 import pytest
 
-from benchmarks.support import block_manager_figure, report, timing
-from benchmarks.support.figure_files import is_drawn_from
+from benchmarks.reports import figures
+from benchmarks.reports.figures import is_drawn_from
+from benchmarks.support import run_facts, timing
 
 
 def test_a_spread_is_of_the_samples() -> None:
     assert timing.spread([3.0, 1.0, 2.0, 5.0, 4.0]) == {
-        "median": 3.0, "p10": pytest.approx(1.4), "p90": pytest.approx(4.6), "min": 1.0, "samples": 5,
-    }  # fmt: skip
+        "median": 3.0,
+        "p10": pytest.approx(1.4),
+        "p90": pytest.approx(4.6),
+        "min": 1.0,
+        "samples": 5,
+    }
 
 
 def test_sides_take_turns() -> None:
@@ -40,14 +45,14 @@ def test_garbage_waits_and_the_process_stays_on_one_core() -> None:
     assert gc.isenabled()
     core = timing.pin_to_one_core()
     assert os.sched_getaffinity(0) == {core}
-    assert report.run_facts(core)["machine"]["pinned_to_core"] == core
+    assert run_facts.run_facts(core)["machine"]["pinned_to_core"] == core
 
 
 @pytest.mark.parametrize(
     ("value", "at_least", "met"), [(40, False, True), (41, False, False), (40, True, True), (39, True, False)]
 )
 def test_a_goal_is_met_at_its_limit(value: float, at_least: bool, met: bool) -> None:
-    assert report.bar("a", value, 40, "us", at_least=at_least)["met"] is met
+    assert run_facts.bar("a", value, 40, "us", at_least=at_least)["met"] is met
 
 
 @pytest.mark.parametrize(
@@ -60,7 +65,7 @@ def test_a_goal_is_met_at_its_limit(value: float, at_least: bool, met: bool) -> 
     ],
 )
 def test_the_command_can_be_repeated_anywhere(arguments: list[str], expected: str) -> None:
-    assert report.repeatable_command(arguments) == f"python -m benchmarks.a {expected}".strip()
+    assert run_facts.repeatable_command(arguments) == f"python -m benchmarks.a {expected}".strip()
 
 
 def a_report() -> dict[str, Any]:
@@ -70,6 +75,7 @@ def a_report() -> dict[str, Any]:
 
     skipped = {"num_blocks": 10_000, "side": "stock", "skipped": "needs more memory"}
     return {
+        "benchmark": "block_manager",
         "machine": {"cpu": "a processor"},
         "settings": {"rows": 256, "block_size": 16},
         "scenes": {
@@ -85,17 +91,18 @@ def a_report() -> dict[str, Any]:
 
 
 def test_curves_are_sorted_and_leave_out_what_was_skipped() -> None:
-    stock, core = block_manager_figure.curves(a_report(), "pool_size")
-    assert (stock.side, stock.x, stock.median) == ("stock", [1000], [9.0])
-    assert (core.side, core.x, core.median) == ("rose_core", [1000, 10_000], [2.0, 3.0])
-    assert (core.low, core.high) == ([1.0, 2.0], [3.0, 4.0])
-    (in_vllm,) = block_manager_figure.curves(a_report(), "sequence_length")
-    assert (in_vllm.side, in_vllm.x) == ("rose_in_vllm", [16])
+    stock = figures.cost_curve(a_report(), "pool_size", "stock")
+    assert (stock["x"], stock["median"]) == ([1000], [9.0])
+    core = figures.cost_curve(a_report(), "pool_size", "rose_core")
+    assert (core["x"], core["median"]) == ([1000, 10_000], [2.0, 3.0])
+    assert (core["p10"], core["p90"]) == ([1.0, 2.0], [3.0, 4.0])
+    in_vllm = figures.cost_curve(a_report(), "sequence_length", "rose_in_vllm")
+    assert in_vllm["x"] == [16]
 
 
 def test_both_pictures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib (the bench or dev extra)")
-    png, svg = block_manager_figure.draw(a_report(), tmp_path / "figures")
+    png, svg = figures.draw(a_report(), tmp_path / "figures")
     assert png.read_bytes().startswith(b"\x89PNG")
     text = svg.read_text()
     assert "</svg>" in text and png.stem == svg.stem == "block_manager_cost"

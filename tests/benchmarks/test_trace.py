@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.trace import TraceRequest, fitted, read_trace, statistics, synthetic_trace
+from benchmarks.online.trace import TraceRequest, fitted, read_trace, statistics_of, synthetic_trace
 
 
 def test_the_made_up_trace_is_like_the_published_one() -> None:
-    facts = statistics(synthetic_trace(20_000))
+    facts = statistics_of(synthetic_trace(20_000))
     assert facts["input_length"]["p50"] == pytest.approx(1046, rel=0.15)
     assert facts["input_length"]["mean"] == pytest.approx(2331, rel=0.15)
     assert facts["input_length"]["p99"] == pytest.approx(14_359, rel=0.15)
@@ -54,8 +54,8 @@ def test_lengths_are_scaled_and_what_does_not_fit_is_counted() -> None:
 def test_an_endless_cache_supplies_what_came_before() -> None:
     trace = [TraceRequest(0.0, 48, 1, (1, 2, 3)), TraceRequest(1.0, 64, 1, (1, 2, 9, 3))]
     # Block 3 stands somewhere else in the second prompt, behind another text.
-    assert statistics(trace)["best_prefix_hit_ratio"] == 2 / 7
-    assert statistics(trace)["input_length"]["mean"] == 56
+    assert statistics_of(trace)["best_prefix_hit_ratio"] == 2 / 7
+    assert statistics_of(trace)["input_length"]["mean"] == 56
 
 
 def test_a_file_is_read_as_published(tmp_path: Path) -> None:
@@ -66,15 +66,3 @@ def test_a_file_is_read_as_published(tmp_path: Path) -> None:
     path.write_text(line + '{"timestamp": 1}\n')
     with pytest.raises(ValueError, match=r"trace.jsonl, line 2: KeyError: 'input_length'"):
         list(read_trace(path))
-
-
-def test_other_units_and_missing_ids_of_timed_traces(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    lines = ('{"timestamp": 3000, "input_length": 600, "output_length": 3, "hash_ids": [7, 8]}',
-             '{"timestamp": 6000, "input_length": 600, "output_length": 3}')  # fmt: skip
-    path.write_text("\n".join(lines * 2))
-    trace = list(read_trace(path, hashed_tokens=512, sec_multiplier=0.001))
-    assert [request.timestamp for request in trace] == [3.0, 6.0, 3.0, 6.0]
-    prompts = [tuple(request.prompt(100, salt=0)) for request in trace]
-    assert {len(prompt) for prompt in prompts} == {600}
-    assert prompts[0] == prompts[2] and len(set(prompts)) == 3

@@ -41,8 +41,3 @@ def test_goals_are_missed_where_rose_is_slower() -> None:
     assert [entry["met"] for entry in vllm_scheduler.judge(scenes)] == [False, False]
     scenes["steady"]["256"]["rose"] = side(400.0)
     assert [entry["met"] for entry in vllm_scheduler.judge(scenes)] == [True, True]
-
-
-def test_bad_options_are_refused() -> None:
-    with pytest.raises(SystemExit):
-        vllm_scheduler.parse_options(["--batches", "0"])

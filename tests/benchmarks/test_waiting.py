@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import waiting
-from rose_backend.block_manager import prefixes_under_way
+from rose_backend.block_manager import scheduling_policies
 
 NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -24,9 +24,9 @@ def test_a_quick_run_writes_what_it_promises(
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setattr(torch, "set_num_threads", torch.set_num_threads)
     path = tmp_path / "waiting.json"
-    threshold = prefixes_under_way.MIN_TOKENS_WORTH_WAITING
+    threshold = scheduling_policies.MIN_TOKENS_WORTH_WAITING
     assert waiting.main(["--quick", "--host", host, "--json", str(path)]) == 0
-    assert threshold == prefixes_under_way.MIN_TOKENS_WORTH_WAITING
+    assert threshold == scheduling_policies.MIN_TOKENS_WORTH_WAITING
     report = json.loads(path.read_text())
     assert report["benchmark"] == "waiting" and report["settings"]["threshold_in_force"] == threshold
     assert list(report["backends"]) == [host] and report["device"] == "cpu" and report["sources_digest"]
@@ -53,21 +53,3 @@ def test_a_threshold_chooses_a_side_for_each_burst() -> None:
     assert (small["threshold"], large["threshold"]) == (16, 64)
     assert small["total_ms"] == pytest.approx(1.0)  # four times in one, a quarter in the other
     assert large["total_ms"] == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (["--sharing", "1"], "--sharing: got 1, at least 2"),
-        (["--shared", "0"], "--shared: got 0, at least 1"),
-        (["--repeats", "-1"], "--repeats: got -1, at least 1"),
-        (["--sharing", "64"], "--sharing and --others: got 64 + 4, at most 64"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(
-    option: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        waiting.parse_options(option)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err

@@ -6,9 +6,9 @@ import json
 
 import numpy as np
 
-from benchmarks.support.workload import Workload
+from benchmarks.support.workload import RandomRequests
 
-MIXED = Workload(200, (16, 64), (1, 8), "greedy", seed=5)
+MIXED = RandomRequests(200, (16, 64), (1, 8), "greedy", seed=5)
 
 
 def test_lengths_and_tokens_are_in_their_ranges() -> None:
@@ -21,7 +21,7 @@ def test_lengths_and_tokens_are_in_their_ranges() -> None:
 
 
 def test_another_process_makes_the_same_requests() -> None:
-    other = Workload.from_json(json.loads(json.dumps(MIXED.as_json())))
+    other = RandomRequests.from_json(json.loads(json.dumps(MIXED.as_json())))
     assert other == MIXED
     assert other.prompts(50) == MIXED.prompts(50)
     assert other.arrivals(7.0) == MIXED.arrivals(7.0)
@@ -29,13 +29,13 @@ def test_another_process_makes_the_same_requests() -> None:
 
 def test_no_prompt_of_another_seed_has_a_known_beginning() -> None:
     known = {tuple(prompt[:8]) for prompt in MIXED.prompts(50_257)}
-    later = Workload(200, (16, 64), (1, 8), "greedy", seed=6).prompts(50_257)
+    later = RandomRequests(200, (16, 64), (1, 8), "greedy", seed=6).prompts(50_257)
     assert not known & {tuple(prompt[:8]) for prompt in later}
     assert len(known) == 200
 
 
 def test_arrivals_are_poisson() -> None:
-    many = Workload(20_000, (1, 1), (1, 1), "greedy", seed=0)
+    many = RandomRequests(20_000, (1, 1), (1, 1), "greedy", seed=0)
     gaps = np.diff([0.0, *many.arrivals(40.0)])
     assert abs(gaps.mean() * 40 - 1) < 0.03
     assert abs(gaps.std() * 40 - 1) < 0.03  # as large as the mean: exponential
@@ -45,4 +45,4 @@ def test_arrivals_are_poisson() -> None:
 def test_warming_up_takes_fewer_and_shorter_requests() -> None:
     short = MIXED.shortened(10, 4)
     assert (short.num_requests, short.input_len, short.output_len) == (10, (16, 64), (1, 4))
-    assert Workload(2, (1, 1), (9, 9), "greedy", 0).shortened(10, 4).output_lens() == [4, 4]
+    assert RandomRequests(2, (1, 1), (9, 9), "greedy", 0).shortened(10, 4).output_lens() == [4, 4]

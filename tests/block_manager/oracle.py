@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rose_backend.block_manager import Admission, ClonePlan, PrefixMatch, Reservation
+from rose_backend.block_manager import AddedSequence, ClonePlan, PrefixMatch, Reservation
 from tests.block_manager.oracle_books import Block, Books, Disagreement, Row, agree
 from tests.block_manager.oracle_reserve import ReserveOracle
 
@@ -110,7 +110,7 @@ class Oracle:
         prompt: list[int],
         namespace: bytes,
         given: PrefixMatch | None,
-        answer: Admission | None,
+        answer: AddedSequence | None,
         table: list[int],
     ) -> None:
         """``table``: blocks of the new row."""
@@ -148,7 +148,7 @@ class Oracle:
         for child in answer or []:
             self.books.new_row(child, Row(parent.namespace, list(parent.tokens), list(shared)))
         self.books.stats["forks"] += num_children
-        self.books.paths["fork of a part-filled tail"] += len(parent.tokens) % self.block_size != 0
+        self.books.paths["fork of a partial tail"] += len(parent.tokens) % self.block_size != 0
 
     def _check_free_rows(self, rows: list[int], num_expected: int) -> None:
         free = set(range(self.books.max_num_seqs)) - set(self.books.rows)
@@ -174,7 +174,7 @@ class Oracle:
         self.books.paths["free of several rows"] += len(rows) > 1
 
     def _forget_redundant_tail(self, row: int) -> None:
-        """Of part-filled blocks that begin alike, one that nobody else holds goes if another has all its tokens."""
+        """A partial block without another holder is dropped if another block starts with all its tokens."""
         state = self.books.rows[row]
         if not state.tokens:
             return

@@ -22,7 +22,7 @@ Prefix = tuple[bytes, tuple[int, ...]]
 
 @dataclass
 class Block:
-    """A block that somebody holds or a lookup can find."""
+    """A block that a row holds or a lookup can find."""
 
     tokens: list[int] = field(default_factory=list)
     """Tokens whose K/V is there once all work queued so far has run."""

@@ -30,7 +30,7 @@ class Sequence:
     """K/V of ``tokens``."""
     num_prompt_tokens: int = 0
     num_written: int = 0
-    """Tokens behind the computed ones whose K/V a step has written and nobody has committed yet."""
+    """Tokens behind the computed ones whose K/V a step has written and that are not committed yet."""
 
     def __post_init__(self) -> None:
         self.values = kv_values(self.namespace, self.tokens, [])

@@ -46,7 +46,7 @@ def test_append_within_a_private_tail_takes_no_block() -> None:
     assert manager.num_free_blocks == free
 
 
-def test_rollover_takes_one_block_for_each_full_row_in_one_call() -> None:
+def test_one_call_allocates_one_block_for_each_full_row() -> None:
     manager = make()
     rows = np.array(
         [admit(manager, [symbol, 2, 3, 4])[0] for symbol in range(3)] + [admit(manager, [9, 9])[0]]
@@ -88,7 +88,7 @@ def test_two_rows_sharing_a_full_block_each_get_a_new_block_and_no_clone() -> No
     assert left[0] == right[0] and left[1] != right[1]
 
 
-def test_part_filled_block_shared_by_cache_and_two_rows() -> None:
+def test_a_partial_block_shared_by_the_cache_and_two_rows() -> None:
     manager = make()
     finished, _ = admit(manager, [1, 2, 3, 4, 5, 6])
     tail = table(manager, finished)[1]
@@ -99,13 +99,13 @@ def test_part_filled_block_shared_by_cache_and_two_rows() -> None:
     assert left.num_cached_tokens == right.num_cached_tokens == 6
     assert manager.reserve(np.array([left.row, right.row]), 1).ok
     plan = manager.take_clone_plan()
-    # Nobody has written behind token 6: one row goes on in place, the other gets a twin.
+    # No row has written behind token 6: one row continues in place, the other gets a copy.
     assert plan is not None and plan.src_block_ids.tolist() == [tail]
     assert {table(manager, left.row)[1], table(manager, right.row)[1]} == {tail, int(plan.dst_block_ids[0])}
     manager.check_integrity()
 
 
-def test_fork_of_a_part_filled_tail_gives_each_child_a_private_twin() -> None:
+def test_fork_of_a_partial_tail_gives_each_child_a_private_copy() -> None:
     manager = make()
     parent, _ = admit(manager, [1, 2, 3, 4, 5])
     children = manager.fork(parent, 3)

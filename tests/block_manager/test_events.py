@@ -20,7 +20,7 @@ def test_a_full_block_is_announced_with_its_parent_and_tokens() -> None:
     assert manager.take_events() == []
 
 
-def test_a_part_filled_block_is_announced_when_it_is_full() -> None:
+def test_a_partial_block_is_announced_when_it_is_full() -> None:
     manager = make(record_events=True)
     row, _ = admit(manager, [1, 2, 3])
     assert manager.take_events() == []

@@ -114,7 +114,7 @@ def cost_of_a_step(num_blocks: int, max_model_len: int, num_tokens: int) -> dict
         assert manager.reserve(rows, 1).ok
         manager.commit(rows, 1, token_ids)
 
-    def roll_over() -> None:
+    def fill_blocks() -> None:
         assert manager.reserve(rows, 40).ok
         manager.roll_back(rows)
 
@@ -123,7 +123,7 @@ def cost_of_a_step(num_blocks: int, max_model_len: int, num_tokens: int) -> dict
         assert manager.reserve(children, 1).ok
         manager.finish_clone_plan(manager.take_clone_plan())
 
-    costs = {"decode": fastest(decode, 13), "roll over": fastest(roll_over)}
+    costs = {"decode": fastest(decode, 13), "fill blocks": fastest(fill_blocks)}
     costs["changed rows"] = fastest(manager.take_changed_rows)
     costs["usage"] = fastest(lambda: manager.usage)
     costs["copy on write"] = fastest(copy_on_write, 20)

@@ -1,4 +1,4 @@
-"""What a lookup finds, and what it costs, with few siblings and with many."""
+"""What a lookup finds, and what it costs, with few children of a parent and with many."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def longest_common_run(prompt: list[int], known: list[list[int]]) -> int:
 
 
 @pytest.mark.parametrize("num_symbols", [2, 5, 40])
-def test_longest_run_is_exact_among_many_growing_and_finished_siblings(num_symbols: int) -> None:
-    """All blocks are first blocks, so all are siblings; rows grow, end, go on with a tail, and are evicted."""
+def test_the_longest_prefix_is_found_among_many_growing_and_closed_children(num_symbols: int) -> None:
+    """All blocks are first blocks, so they have one parent; rows grow, end, continue a tail, and are evicted."""
     rng = np.random.default_rng(num_symbols)
     size = 6
     manager = BlockManager(num_blocks=120, block_size=size, max_num_seqs=40, max_model_len=size)
@@ -116,12 +116,12 @@ def test_longest_run_is_exact_among_many_growing_and_finished_siblings(num_symbo
     assert largest > 30 and (num_evictions > 40 or num_symbols == 2)
 
 
-def test_few_of_many_siblings_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_siblings = 5000
+def test_few_of_many_children_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_children = 5000
     manager = BlockManager(num_blocks=6000, block_size=8, max_num_seqs=1000, max_model_len=8)
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 1000, (num_siblings, 8)).astype(np.int32)
-    for start in range(0, num_siblings, 1000):
+    tokens = rng.integers(0, 1000, (num_children, 8)).astype(np.int32)
+    for start in range(0, num_children, 1000):
         chunk = tokens[start : start + 1000]
         rows = np.array([manager.add(prompt[:1]).row for prompt in chunk])
         assert manager.reserve(rows, 8).ok
@@ -138,8 +138,8 @@ def test_few_of_many_siblings_are_compared(monkeypatch: pytest.MonkeyPatch) -> N
             compared.append(len(indices))
             return take(self, indices, *args, **kwargs)
 
-    siblings = manager.cache._siblings
-    monkeypatch.setattr(siblings, "_block_tokens", siblings._block_tokens.view(Counting))
+    children = manager.cache._children
+    monkeypatch.setattr(children, "_block_tokens", children._block_tokens.view(Counting))
     for wanted in tokens[::490]:
         match = manager.match(np.append(wanted[:5], [2000, 2000]).astype(np.int32))
         assert match.num_tokens == 5
@@ -152,8 +152,8 @@ def test_a_published_block_that_only_grows_touches_no_index(monkeypatch: pytest.
     assert manager.reserve(rows, 12).ok and manager.cache is not None
     for name in ("publish", "reopen", "forget"):
         monkeypatch.setattr(manager.cache, name, None)
-    monkeypatch.setattr(manager.cache, "_siblings", None)
-    monkeypatch.setattr(manager._committer, "_publish", None)
+    monkeypatch.setattr(manager.cache, "_children", None)
+    monkeypatch.setattr(manager._reservations, "_publish", None)
     for token in range(12):
         manager.commit(rows, 1, np.full(3, token, np.int32))
     monkeypatch.undo()
@@ -218,7 +218,7 @@ def test_a_match_takes_its_blocks_out_of_the_middle_of_the_eviction_order() -> N
     manager.check_integrity()
 
 
-def test_full_blocks_only_keeps_no_part_filled_block() -> None:
+def test_full_blocks_only_indexes_no_partial_block() -> None:
     manager = make(full_blocks_only=True)
     row, _ = admit(manager, [1, 2, 3, 4, 5, 6])
     assert manager.cache.cached_blocks().tolist() == table(manager, row)[:1]

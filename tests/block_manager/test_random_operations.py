@@ -96,7 +96,7 @@ REQUIRED_PATHS = {
     "full block known already": 450,
     "redundant tail dropped": 150,
     "roll-back that cuts": 350,
-    "fork of a part-filled tail": 400,
+    "fork of a partial tail": 400,
     "preemption": 400,
     "reset": 100,
     "reset refused": 120,

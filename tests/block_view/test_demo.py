@@ -64,21 +64,21 @@ def test_the_default_story_teaches_copy_on_write() -> None:
         "A": "1: In a garden grows, 2: one rose _ _",
         "B": "1: In a garden grows, 2: one rose . .",
     }
-    assert {fork.block(1).state, fork.block(2).state} == {BlockState.SHARED}
+    assert {fork.pool.blocks[1].state, fork.pool.blocks[2].state} == {BlockState.SHARED}
     assert fork.counters["clones"] == 0
     assert cells(first_write) == {
         "A": "1: In a garden grows, 2: one rose _ _",
         "B": "1: In a garden grows, 3: one rose _ _",
     }
     (copy,) = first_write.copies
-    assert (copy.source, copy.destination, copy.num_tokens, copy.name) == (2, 3, 2, "B")
-    assert first_write.block(2).state is BlockState.CLONE_SOURCE
-    assert not first_write.block(3).is_findable
+    assert (copy.source, copy.destination, copy.num_tokens) == (2, 3, 2)
+    assert first_write.pool.blocks[2].state is BlockState.CLONE_SOURCE
+    assert not first_write.pool.blocks[3].is_findable
     assert cells(written) == {
         "A": "1: In a garden grows, 2: one rose and _",
         "B": "1: In a garden grows, 3: one rose but _",
     }
-    assert written.block(3).is_findable and written.copies == ()
+    assert written.pool.blocks[3].is_findable and written.copies == ()
     assert (ended.rows, ended.pool.num_held, ended.pool.eviction_order) == ((), 0, (2, 3, 1))
     assert cells(hit) == {"C": "1: In a garden grows, 2: one rose (and) ."}
     assert (hit.counters["hit_tokens"], hit.counters["partial_hits"]) == (6, 1)

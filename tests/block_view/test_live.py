@@ -46,8 +46,8 @@ def test_roses_own_count_is_shown_beside_vllms_or_alone() -> None:
 
 
 def render(*readings: metrics.Reading) -> str:
-    monitor = live.Monitor("http://e")
-    for reading in readings:
+    monitor = live.Monitor("http://e", readings[0])
+    for reading in readings[1:]:
         monitor.add(reading)
     console = Console(file=io.StringIO(), width=80)
     console.print(monitor.render(console))

@@ -1,8 +1,9 @@
-"""vLLM engines inside the test process: real scheduler, worker and model, a few seconds each."""
+"""vLLM engines inside the test process: real scheduler, worker and model, about two seconds each."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,9 +25,15 @@ GPU_MEMORY: dict[str, Any] = {"gpu_memory_utilization": 0.05, "kv_cache_memory_b
 def make_engine(tiny_model_path: Path) -> Iterator[MakeEngine]:
     """Return a context manager that runs a ``vllm.LLM`` with ROSE in this process."""
     import torch
+    from vllm import LLM
+    from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+    from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.model_executor.models import registry
 
     set_num_threads = torch.set_num_threads
+    # An engine's start and end collect garbage nine times, each half a second if all imported modules are looked at.
+    gc.collect()
+    gc.freeze()
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # Thread binding would stay behind in the test process.
@@ -37,10 +44,6 @@ def make_engine(tiny_model_path: Path) -> Iterator[MakeEngine]:
 
         @contextlib.contextmanager
         def engine(*, num_threads: int = 1, **options: Any) -> Iterator[Any]:
-            from vllm import LLM
-            from vllm.compilation.monitor import set_cudagraph_capturing_enabled
-            from vllm.distributed import cleanup_dist_env_and_memory
-
             # Tests look at single tokens, unless told otherwise.
             rose = {
                 "exact_cached_tokens": True,
@@ -55,27 +58,36 @@ def make_engine(tiny_model_path: Path) -> Iterator[MakeEngine]:
                 "enforce_eager": True,
                 "block_size": 16,
                 "max_num_seqs": 64,
+                # 26,000 tokens of the embedded model; a whole GiB takes more than a second to fill with zeros.
+                "kv_cache_memory_bytes": 128 << 20,
             }
             # A small model's operations take less time than waking a second thread on a busy machine.
             threads_before = torch.get_num_threads()
             torch.set_num_threads(num_threads)
-            # The engine before was held by its test until now; vLLM measures free memory while it starts.
-            cleanup_dist_env_and_memory()
-            # Model runner V1 forbids captures for the rest of the process; V2 does not allow them again.
-            set_cudagraph_capturing_enabled(True)
-            llm = LLM(**{**defaults, **options})
-            try:
-                yield llm
-            finally:
-                # vLLM's worker puts a function that does nothing in its place, and its n-gram drafter's numba sets two
-                # threads for all of OpenMP: small models of later tests would take ten times as long.
-                torch.set_num_threads = set_num_threads
-                torch.set_num_threads(threads_before)
-                llm.llm_engine.engine_core.shutdown()
-                del llm
+            with pytest.MonkeyPatch.context() as patch:
+                # It takes precedence over the option above.
+                patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+                # vLLM would freeze an engine's own objects, too, and unfreeze everything wherever it cleans up.
+                patch.setattr(gc, "freeze", lambda: None)
+                patch.setattr(gc, "unfreeze", lambda: None)
+                # The engine before was held by its test until now; vLLM measures free memory while it starts.
                 cleanup_dist_env_and_memory()
+                # Model runner V1 forbids captures for the rest of the process; V2 does not allow them again.
+                set_cudagraph_capturing_enabled(True)
+                llm = LLM(**{**defaults, **options})
+                try:
+                    yield llm
+                finally:
+                    # vLLM's worker puts a function that does nothing in its place, and its n-gram drafter's numba sets
+                    # two threads for all of OpenMP: small models of later tests would take ten times as long.
+                    torch.set_num_threads = set_num_threads
+                    torch.set_num_threads(threads_before)
+                    llm.llm_engine.engine_core.shutdown()
+                    del llm
+                    cleanup_dist_env_and_memory()
 
         yield engine
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +99,7 @@ def gpt2_124m_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def steps_in_python(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the metadata of every call of ROSE's attention that is made now, rather than replayed from a graph."""
-    from rose_backend.vllm_plugin.attention_backend import RoseAttentionImpl
+    from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl
 
     calls: list[Any] = []
     forward = RoseAttentionImpl.forward

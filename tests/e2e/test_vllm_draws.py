@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from rose_backend.vllm_plugin.draw_counts import DRAWS
+from rose_backend.vllm_plugin.sampler.sample_counts import SAMPLES
 from tests.e2e.conftest import MakeEngine
 from tests.e2e.test_vllm_features import inputs_of
 from tests.support.stepped_engine import tokens_of
@@ -35,10 +35,10 @@ def test_processed_logprobs_are_those_of_the_tokens_that_could_be_drawn(
     for params in plain:
         params.logprobs = None
     with make_engine(logprobs_mode="processed_logprobs", **engine_options) as llm:
-        by_vllm, before = dict(DRAWS.vllm), DRAWS.rose
+        by_vllm, before = dict(SAMPLES.vllm), SAMPLES.rose
         expected = llm.generate(inputs_of(prompts), plain, use_tqdm=False)
         outputs = llm.generate(inputs_of(prompts), asked, use_tqdm=False)
-        assert DRAWS.rose - before >= 2 * 6 * 12 and DRAWS.vllm == by_vllm
+        assert SAMPLES.rose - before >= 2 * 6 * 12 and SAMPLES.vllm == by_vllm
     assert list(map(tokens_of, outputs)) == list(map(tokens_of, expected))
     for options, output in zip(filters, outputs, strict=True):
         for token, logprobs in zip(tokens_of(output), output.outputs[0].logprobs, strict=True):

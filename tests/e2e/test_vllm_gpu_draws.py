@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from rose_backend.vllm_plugin.draw_counts import DRAWS
+from rose_backend.vllm_plugin.sampler.sample_counts import SAMPLES
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.e2e.test_vllm_draws import *  # noqa: F403 - its tests, with the options below
 from tests.e2e.test_vllm_features import inputs_of
@@ -34,12 +34,15 @@ def test_watermarks_are_vllms(make_engine: MakeEngine) -> None:
         with make_engine(
             watermark_config={"key": 11}, enable_prefix_caching=False, **switches, **GPU_MEMORY
         ) as llm:
-            drawn_before, marked_before = DRAWS.rose, DRAWS.vllm.get("watermarks", 0)
+            drawn_before, marked_before = SAMPLES.rose, SAMPLES.vllm.get("watermarks", 0)
             answers[is_fused] = list(map(tokens_of, llm.generate(inputs_of(prompts), marked, use_tqdm=False)))
-            num_marked, num_drawn = DRAWS.vllm.get("watermarks", 0) - marked_before, DRAWS.rose - drawn_before
+            num_marked, num_drawn = (
+                SAMPLES.vllm.get("watermarks", 0) - marked_before,
+                SAMPLES.rose - drawn_before,
+            )
             assert num_drawn == 0 and (num_marked >= 8 * 24) == is_fused, (num_drawn, num_marked)
             unmarked = list(map(tokens_of, llm.generate(inputs_of(prompts), plain, use_tqdm=False)))
             assert unmarked != answers[is_fused]
-            assert (DRAWS.rose - drawn_before >= 8 * 24) == is_fused
+            assert (SAMPLES.rose - drawn_before >= 8 * 24) == is_fused
     # The watermark's key and the tokens before decide, so they can be compared.
     assert answers[True] == answers[False]

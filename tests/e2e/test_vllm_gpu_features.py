@@ -10,8 +10,8 @@ import torch
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 
-from benchmarks.support.servers import as_flags
-from rose_backend.vllm_plugin.draw_counts import DRAWS
+from benchmarks.support.engines import as_flags
+from rose_backend.vllm_plugin.sampler.sample_counts import SAMPLES
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.e2e.test_vllm_features import (
     GREEDY,
@@ -82,7 +82,7 @@ def test_random_draws_with_speculation_follow_the_seed(
     choose_runner(monkeypatch, runner)
     prompts = tuple(prompt for prompt in case[0] if len(prompt) < 100)[:8]
     with make_engine(speculative_config=NGRAM, **GPU_MEMORY) as llm:
-        draws, drawn_by_rose, drawn_by_vllm = [], DRAWS.rose, sum(DRAWS.vllm.values())
+        draws, drawn_by_rose, drawn_by_vllm = [], SAMPLES.rose, sum(SAMPLES.vllm.values())
         # A prompt that is found but for its last token starts with another number of drafts, so with other draws, than
         # one that is not: that is how vLLM speculates. The first run fills the cache.
         for seed in (0, 1, 1, 2):
@@ -93,11 +93,13 @@ def test_random_draws_with_speculation_follow_the_seed(
             draws.append([output.outputs[0].token_ids for output in outputs])
         # vLLM's sampler draws from seeds, in steps with drafts and without; Rose's draws in V2's steps without either:
         # those of prompts alone that are not in the cache.
-        assert DRAWS.rose == drawn_by_rose and sum(DRAWS.vllm.values()) - drawn_by_vllm >= 4 * len(prompts)
+        assert SAMPLES.rose == drawn_by_rose and sum(SAMPLES.vllm.values()) - drawn_by_vllm >= 4 * len(
+            prompts
+        )
         assert llm.reset_prefix_cache()
         params = SamplingParams(temperature=0.8, top_p=0.9, top_k=30, max_tokens=24, ignore_eos=True)
         llm.generate(inputs_of(prompts), params, use_tqdm=False)
-        assert (DRAWS.rose - drawn_by_rose >= len(prompts)) == (runner == "V2"), str(DRAWS)
+        assert (SAMPLES.rose - drawn_by_rose >= len(prompts)) == (runner == "V2"), str(SAMPLES)
     assert draws[1] == draws[2] != draws[3]
 
 

@@ -8,7 +8,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 
-from rose_backend.vllm_plugin.attention_metadata import RoseAttentionMetadata
+from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.e2e.test_vllm_features import VOCAB_SIZE, inputs_of, scheduler_of
 from tests.support.reference_generation import NUM_NEW_TOKENS, tie_free_case

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from vllm.model_executor.models import registry
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from rose_backend.vllm_plugin import joined_outputs
+from rose_backend.vllm_plugin.scheduler import merged_outputs
 from tests.support.reference_generation import greedy_differences
 
 NUM_STREAMS, NUM_TOKENS = 12, 60
@@ -43,7 +43,7 @@ def test_streams_of_a_busy_front_end(tiny_model_path: Path, monkeypatch: pytest.
         engine = AsyncLLM.from_engine_args(arguments)
         try:
             joined = await stream_all(engine)
-            monkeypatch.setitem(joined_outputs._JOINS, engine.engine_core, False)
+            monkeypatch.setitem(merged_outputs._MERGES_OUTPUTS, engine.engine_core, False)
             return [joined, await stream_all(engine)]
         finally:
             engine.shutdown()
@@ -56,17 +56,29 @@ def test_streams_of_a_busy_front_end(tiny_model_path: Path, monkeypatch: pytest.
 
 
 async def stream_all(engine: AsyncLLM) -> tuple[list[list[int]], int]:
-    """Return the tokens of every stream, and how many outputs vLLM made texts of; it pauses now and then."""
+    """Return the tokens of every stream, and how many outputs vLLM made texts of.
+
+    The front end asks for outputs late, twice: not before several messages of the engine are there.
+    """
     process, counts = engine.output_processor.process_outputs, list[int]()
+    client = engine.engine_core
+    get_output, late = client.get_output_async, {5, 10}
 
     def count(outputs: list[Any], *rest: Any, **options: Any) -> Any:
         counts.append(len(outputs))
-        if len(counts) % 10 == 5:
-            time.sleep(0.3)  # the engine goes on meanwhile
         return process(outputs, *rest, **options)
+
+    async def get_output_late() -> Any:
+        if len(counts) in late:
+            late.remove(len(counts))
+            # The engine has more than 40 steps to go, so these messages are sure to come.
+            while client.outputs_queue.qsize() < 4 and not client.resources.engine_dead:
+                await asyncio.sleep(0)
+        return await get_output()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.output_processor, "process_outputs", count)
+        patch.setattr(client, "get_output_async", get_output_late)
         tokens = await asyncio.gather(*(stream(engine, index) for index in range(NUM_STREAMS)))
     return tokens, sum(counts)
 
@@ -74,6 +86,6 @@ async def stream_all(engine: AsyncLLM) -> tuple[list[list[int]], int]:
 async def stream(engine: AsyncLLM, index: int) -> list[int]:
     prompt: Any = {"prompt_token_ids": list(PROMPTS[index])}
     tokens: list[int] = []
-    async for output in engine.generate(prompt, PARAMS, request_id=f"{index} at {time.monotonic()}"):
+    async for output in engine.generate(prompt, PARAMS, request_id=f"{index} of {uuid.uuid4()}"):
         tokens += output.outputs[0].token_ids
     return tokens

@@ -14,7 +14,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from rose_backend.vllm_plugin.draw_counts import DRAWS
+from rose_backend.vllm_plugin.sampler.sample_counts import SAMPLES
 from tests.e2e.conftest import MakeEngine
 from tests.support.reference_generation import reference_logits, tie_free_answer
 from tests.support.stepped_engine import SteppedEngine, overlap_steps_on_cpu, tokens_of
@@ -245,20 +245,20 @@ DRAWN_KINDS: dict[str, dict[str, Any]] = {
 def test_rose_draws_for_every_kind_of_request_the_same_in_any_batch(engine: SteppedEngine) -> None:
     params = {kind: SamplingParams(**{**DRAWN, **options}) for kind, options in DRAWN_KINDS.items()}
     prompts = [random_tokens(30, seed=20 + index) for index in range(len(params))]
-    by_vllm, before = dict(DRAWS.vllm), DRAWS.rose
+    by_vllm, before = dict(SAMPLES.vllm), SAMPLES.rose
     together = dict(zip(params, engine.generate(prompts, list(params.values())), strict=True))
     num_drawn = sum(len(tokens_of(output)) for kind, output in together.items() if kind != "greedy")
     # A prompt that is cut in pieces draws for each, a grammar's end is seen a step late, and the greedy one is counted
     # where others draw.
-    assert 0 <= DRAWS.rose - before - num_drawn <= 3 * len(params) + len(tokens_of(together["greedy"]))
+    assert 0 <= SAMPLES.rose - before - num_drawn <= 3 * len(params) + len(tokens_of(together["greedy"]))
     for kind, prompt in zip(params, prompts, strict=True):
-        before = DRAWS.rose
+        before = SAMPLES.rose
         (alone,) = engine.generate([prompt], params[kind])
         if kind != "nobody's seed":
             assert tokens_of(alone) == tokens_of(together[kind]), kind
         num_drawn = 0 if kind == "greedy" else len(tokens_of(alone))
-        assert 0 <= DRAWS.rose - before - num_drawn <= (3 if num_drawn else 0), kind
-    assert DRAWS.vllm == by_vllm
+        assert 0 <= SAMPLES.rose - before - num_drawn <= (3 if num_drawn else 0), kind
+    assert SAMPLES.vllm == by_vllm
     assert set(tokens_of(together["bias"])) == {17}
     assert set(tokens_of(together["allowed tokens"])) <= {5, 6, 7}
     assert re.fullmatch("[0-9]{3}-[a-f]{4}", together["grammar"].outputs[0].text)

@@ -46,7 +46,7 @@ def cached_tokens(completion: dict[str, Any]) -> int:
     return int(completion["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_the_log_names_the_parts_in_force_once(server: VllmServer) -> None:
+def test_the_log_names_the_feature_status_once(server: VllmServer) -> None:
     lines = [line for line in server.log.splitlines() if "Rose is active" in line]
     assert len(lines) == 1, lines
     for part in (
@@ -128,21 +128,27 @@ def test_metrics_follow_the_pool_and_the_prefix_cache(server: VllmServer) -> Non
     usage, queries, hits = state()
     assert usage == 0.0
     prompt = [11 * index % 2000 + 1 for index in range(300)]
-    body = {"model": MODEL_NAME, "prompt": prompt, "temperature": 0, "max_tokens": 600, "ignore_eos": True}
-    # Of its own, so that no earlier prompt has a token in common.
-    body["cache_salt"] = "metrics"
-    for num_hits in (0, 299):
-        usages = []
-        with server.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-            for number, line in enumerate(response.iter_lines()):
-                # Twice only: asking takes the time of many tokens, and the server does not wait for who reads slowly.
-                if number in (0, 200):
-                    assert line.startswith("data: ")
-                    usages.append(metric(server, "vllm:kv_cache_usage_perc"))
-        # 300 tokens in blocks of 128 to begin with, 900 in the end.
-        assert 0 < usages[0] < usages[-1] < 1, usages
-        usage, queries, hits = 0.0, queries + len(prompt), hits + num_hits
-        assert state() == (usage, queries, hits)
+    # A salt of its own, so that no earlier prompt has a token in common.
+    body = {
+        "model": MODEL_NAME,
+        "prompt": prompt,
+        "temperature": 0,
+        "ignore_eos": True,
+        "cache_salt": "metrics",
+    }
+    usages = []
+    streamed = {**body, "max_tokens": 600, "stream": True}
+    with server.client.stream("POST", "/v1/completions", json=streamed) as response:
+        for number, line in enumerate(response.iter_lines()):
+            # Twice only: asking takes the time of many tokens, and the server does not wait for who reads slowly.
+            if number in (0, 200):
+                assert line.startswith("data: ")
+                usages.append(metric(server, "vllm:kv_cache_usage_perc"))
+    # 300 tokens in blocks of 128 to begin with, 900 in the end.
+    assert 0 < usages[0] < usages[-1] < 1, usages
+    assert state() == (0.0, queries + 300, hits)
+    assert server.post("/v1/completions", **body, max_tokens=8).status_code == 200
+    assert state() == (0.0, queries + 600, hits + 299)
 
 
 def test_several_completions_with_a_seed(server: VllmServer) -> None:

@@ -1,4 +1,4 @@
-"""Who comes in from the queue when blocks are short."""
+"""Which requests are admitted from the queue when blocks are short."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from rose_backend import SamplingParams
-from rose_backend.block_manager import BlockManager, prefixes_under_way
+from rose_backend.block_manager import BlockManager, scheduling_policies
 from rose_backend.config import EngineConfig
-from rose_backend.engine.admission import Admission
-from rose_backend.engine.late_commits import LateCommits
-from rose_backend.engine.request_factory import RequestFactory
-from rose_backend.engine.row_state import RowState
+from rose_backend.engine.input_processor import InputProcessor
+from rose_backend.engine.scheduling.admission import Admission
+from rose_backend.engine.scheduling.deferred_commit import DeferredCommits
+from rose_backend.engine.sequence_state import SequenceState
 
 STEM = [1, 2, 3, 4, 5, 6]  # a block and half of one
 
 
 def make(
     num_blocks: int, max_num_seqs: int = 8, **options: Any
-) -> tuple[Admission, BlockManager, RequestFactory]:
+) -> tuple[Admission, BlockManager, InputProcessor]:
     """Return an empty engine's queue over blocks of four tokens."""
     manager = BlockManager(
         num_blocks=num_blocks,
@@ -30,15 +30,15 @@ def make(
         prefix_cache=True,
         bytes_per_block=1,
     )
-    factory = RequestFactory(None, vocab_size=100, max_model_len=40, max_num_seqs=8, seed=0)  # type: ignore[arg-type]
+    processor = InputProcessor(None, vocab_size=100, max_model_len=40, max_num_seqs=8, seed=0)  # type: ignore[arg-type]
     config = EngineConfig(model="m", max_num_seqs=max_num_seqs, max_num_batched_tokens=64, **options)
-    state = RowState(max_num_seqs, 40, ())
-    return Admission(config, manager, state, LateCommits(manager, state)), manager, factory
+    state = SequenceState(max_num_seqs, 40, ())
+    return Admission(config, manager, state, DeferredCommits(manager, state)), manager, processor
 
 
-def queue(admission: Admission, factory: RequestFactory, *prompts: list[int], n: int = 1) -> None:
+def queue(admission: Admission, processor: InputProcessor, *prompts: list[int], n: int = 1) -> None:
     for prompt in prompts:
-        request = factory.make(prompt, SamplingParams(max_tokens=4, n=n))
+        request = processor.make(prompt, SamplingParams(max_tokens=4, n=n))
         admission.waiting.append(request.completions[0])
 
 
@@ -54,42 +54,42 @@ def remember(manager: BlockManager, tokens: list[int]) -> None:
 @pytest.mark.parametrize(("num_blocks", "num_admitted"), [(11, 2), (10, 1)])
 def test_two_that_want_the_same_half_filled_block(num_blocks: int, num_admitted: int) -> None:
     # Each may take it over, so each seems to need no copy; but only one can. With 9 blocks the copy does not fit.
-    admission, manager, factory = make(num_blocks)
+    admission, manager, processor = make(num_blocks)
     remember(manager, STEM)
-    queue(admission, factory, STEM + list(range(50, 64)), STEM + list(range(70, 86)), n=2)
+    queue(admission, processor, STEM + list(range(50, 64)), STEM + list(range(70, 86)), n=2)
     rows, counts, num_cached = admission.admit(64, 0)
     assert (len(rows), counts.tolist(), num_cached) == (
         num_admitted,
         [14, 16][:num_admitted],
         6 * num_admitted,
     )
-    assert len(admission.waiting) == 2 - num_admitted and admission.num_promised_rows == num_admitted
+    assert len(admission.waiting) == 2 - num_admitted and admission.num_reserved_rows == num_admitted
     assert manager.num_free_rows == 8 - num_admitted
     manager.check_integrity()
     # Nothing has been freed: it is not looked up again.
     assert not admission.may_admit(num_admitted)
     if num_admitted == 1:
         manager.free(rows)
-        admission.num_promised_rows -= 1
+        admission.num_reserved_rows -= 1
         rows, counts, num_cached = admission.admit(64, 0)
         assert (counts.tolist(), num_cached) == ([16], 6)
         manager.check_integrity()
 
 
-def test_who_cannot_be_served_keeps_its_place() -> None:
-    admission, manager, factory = make(5)
+def test_requests_without_blocks_keep_their_place_in_the_queue() -> None:
+    admission, manager, processor = make(5)
     remember(manager, STEM)
     # Nobody needs a further block, but all except the first need a copy of the half-filled one, and two are free.
-    queue(admission, factory, *([*STEM, 10 + index, 9] for index in range(5)))
+    queue(admission, processor, *([*STEM, 10 + index, 9] for index in range(5)))
     last = [admission.waiting[3], admission.waiting[4]]
     _, counts, _ = admission.admit(64, 0)
     assert counts.tolist() == [2, 2, 2] and list(admission.waiting) == last
     manager.check_integrity()
 
 
-def test_whole_sequences_are_counted_for_all_who_come_in_at_once() -> None:
-    admission, manager, factory = make(13)
-    queue(admission, factory, *([first] * 20 for first in (7, 8, 9)))
+def test_whole_sequences_are_counted_for_all_requests_admitted_together() -> None:
+    admission, manager, processor = make(13)
+    queue(admission, processor, *([first] * 20 for first in (7, 8, 9)))
     rows, counts, _ = admission.admit(45, 0)
     # Of 12 blocks the first two need 10. The 5 tokens left for the third would fit, but not all of it.
     assert counts.tolist() == [20, 20]
@@ -101,8 +101,8 @@ def test_whole_sequences_are_counted_for_all_who_come_in_at_once() -> None:
 
 
 def test_tokens_of_a_step_are_handed_out_in_order() -> None:
-    admission, manager, factory = make(60)
-    queue(admission, factory, [7] * 10, [8] * 10, [9] * 10)
+    admission, manager, processor = make(60)
+    queue(admission, processor, [7] * 10, [8] * 10, [9] * 10)
     rows, counts, num_cached = admission.admit(25, 0)
     assert (counts.tolist(), num_cached, rows.tolist()) == ([10, 10, 5], 0, [0, 1, 2])
     assert not admission.waiting
@@ -110,7 +110,7 @@ def test_tokens_of_a_step_are_handed_out_in_order() -> None:
 
 
 def test_a_long_queue_moves_several_at_a_time() -> None:
-    admission, manager, factory = make(2000, max_num_seqs=96)  # three at a time
+    admission, manager, processor = make(2000, max_num_seqs=96)  # three at a time
 
     def num_admitted(num_running: int) -> int:
         may_admit = admission.may_admit(num_running)
@@ -118,7 +118,7 @@ def test_a_long_queue_moves_several_at_a_time() -> None:
         assert may_admit == (len(rows) > 0)
         return len(rows)
 
-    queue(admission, factory, *([1 + index % 90] for index in range(105)))
+    queue(admission, processor, *([1 + index % 90] for index in range(105)))
     assert [num_admitted(0), num_admitted(64)] == [64, 32]
     for freed, expected in (([0], 0), ([1], 0), ([2], 3), ([3], 0)):
         manager.free(np.array(freed))
@@ -132,13 +132,13 @@ def test_a_long_queue_moves_several_at_a_time() -> None:
 
 @pytest.fixture
 def few_are_worth_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes_under_way, "MIN_TOKENS_WORTH_WAITING", len(STEM))
+    monkeypatch.setattr(scheduling_policies, "MIN_TOKENS_WORTH_WAITING", len(STEM))
 
 
 @pytest.mark.usefixtures("few_are_worth_waiting")
 def test_prompts_behind_one_that_waits_for_a_prefix_come_in() -> None:
-    admission, manager, factory = make(60)
-    queue(admission, factory, [*STEM, 50], [*STEM, 60, 61], [7] * 10, [*STEM, 70], [8] * 5)
+    admission, manager, processor = make(60)
+    queue(admission, processor, [*STEM, 50], [*STEM, 60, 61], [7] * 10, [*STEM, 70], [8] * 5)
     waiting = [admission.waiting[1], admission.waiting[3]]
     rows, counts, _ = admission.admit(64, 0)
     assert counts.tolist() == [7, 10, 5] and list(admission.waiting) == waiting
@@ -154,11 +154,11 @@ def test_prompts_behind_one_that_waits_for_a_prefix_come_in() -> None:
     [(60, 2, 1), (60, 3, 2), (7, 8, 2), (6, 8, 1)],
     ids=["no row to spare", "a row to spare", "blocks to spare", "no blocks to spare"],
 )
-def test_nobody_takes_what_a_waiting_prompt_will_need(
+def test_rows_and_blocks_of_a_deferred_prompt_are_kept(
     num_blocks: int, max_num_seqs: int, num_admitted: int
 ) -> None:
-    admission, manager, factory = make(num_blocks, max_num_seqs)
-    queue(admission, factory, [*STEM, 50], [*STEM, 60], [7] * 8)
+    admission, manager, processor = make(num_blocks, max_num_seqs)
+    queue(admission, processor, [*STEM, 50], [*STEM, 60], [7] * 8)
     first_waiting = admission.waiting[1]
     rows, counts, _ = admission.admit(64, 0)
     assert counts.tolist() == [7, 8][:num_admitted] and admission.waiting[0] is first_waiting
@@ -169,9 +169,9 @@ def test_nobody_takes_what_a_waiting_prompt_will_need(
 
 
 @pytest.mark.usefixtures("few_are_worth_waiting")
-def test_nobody_goes_ahead_of_one_that_waits_with_half_a_prompt() -> None:
-    admission, manager, factory = make(60)
-    queue(admission, factory, [*STEM, 50], [*STEM, 60], [7] * 30)
+def test_no_half_prompt_overtakes_a_deferred_one() -> None:
+    admission, manager, processor = make(60)
+    queue(admission, processor, [*STEM, 50], [*STEM, 60], [7] * 30)
     waiting = list(admission.waiting)[1:]
     rows, counts, _ = admission.admit(20, 0)
     assert counts.tolist() == [7] and list(admission.waiting) == waiting

@@ -1,4 +1,4 @@
-"""A request that comes while texts are running: its prompt starts behind one step at most, and no text waits for it."""
+"""A request that comes while others run: its prompt starts after one step at most, no running request is delayed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from rose_backend import LLM, AsyncEngine
 from rose_backend.engine.core import EngineCore
 from rose_backend.engine.request import Completion
-from rose_backend.engine.scheduler import Step
-from rose_backend.engine.start_up import _DEFAULT_RUN_AHEAD
+from rose_backend.engine.scheduling.scheduler import Step
+from rose_backend.engine.startup.load import _DEFAULT_RUN_AHEAD
 from tests.engine.conftest import GREEDY
 from tests.support.patience import HANG_S
 
@@ -36,7 +36,7 @@ def test_a_prompt_starts_behind_one_step_at_most_and_no_text_waits(
     options = {"run_ahead": RUN_AHEAD, "max_num_seqs": 24, "max_num_batched_tokens": budget}
     core = make_llm(prefix_cache=False, **options).core
     core._scheduler._prompts_first = False  # as in a server
-    requests = [core.factory.make([index + 1] * 10, LONG) for index in range(NUM_TEXTS)]
+    requests = [core.input_processor.make([index + 1] * 10, LONG) for index in range(NUM_TEXTS)]
     for request in requests:
         core.add(request)
     for _ in range(6):
@@ -50,12 +50,12 @@ def test_a_prompt_starts_behind_one_step_at_most_and_no_text_waits(
         return forward(step)
 
     monkeypatch.setattr(core._runner, "forward", spy)
-    # At other places in blocks, in runs of steps that are alike, and between commits each time.
+    # At other places in blocks, in runs of steady-state decode steps, and between commits each time.
     for index, gap in enumerate((0, 1, 2, 3, 5, 8, 13, 21)):
         for _ in range(gap):
             core.step()
         started.clear()
-        newcomer = core.factory.make([50 + index] * 60, replace(GREEDY, max_tokens=1))
+        newcomer = core.input_processor.make([50 + index] * 60, replace(GREEDY, max_tokens=1))
         core.add(newcomer)
         known, num_steps = tokens_read(core, texts), 0
         # Until the step loop knows its end: when its text is made is up to another thread.

@@ -1,4 +1,4 @@
-"""AsyncEngine: concurrent callers, aborts, failures; nobody waits for ever."""
+"""AsyncEngine: concurrent callers, aborts, failures; no caller waits for ever."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pytest
 
 from rose_backend import LLM, AsyncEngine, RequestOutput, SamplingParams
-from rose_backend.engine import interpreter
+from rose_backend.engine import process_settings
 from rose_backend.engine.request import Completion
 from rose_backend.errors import ConfigError, EngineDeadError, RequestError
 from tests.engine.conftest import GREEDY
@@ -47,13 +47,19 @@ def started(path: Path, **options: Any) -> Iterator[AsyncEngine]:
     assert not engine._thread.is_alive()
 
 
-@pytest.fixture
-def engine(tiny_model_path: Path) -> Iterator[AsyncEngine]:
-    """Return a running engine; fails the test that leaves a request or a block behind."""
+@pytest.fixture(scope="module")
+def shared_engine(tiny_model_path: Path) -> Iterator[AsyncEngine]:
     with started(tiny_model_path, max_num_seqs=8) as engine:
         yield engine
-        run(lambda: wait_until_idle(engine))
-        engine._core.check_integrity()
+
+
+@pytest.fixture
+def engine(shared_engine: AsyncEngine) -> Iterator[AsyncEngine]:
+    """Return a running engine without requests; fails the test that leaves a request or a block behind."""
+    assert shared_engine._core.manager.reset_prefix_cache()
+    yield shared_engine
+    run(lambda: wait_until_idle(shared_engine))
+    shared_engine._core.check_integrity()
 
 
 async def wait_until_idle(engine: AsyncEngine) -> None:
@@ -90,8 +96,9 @@ def test_leaving_the_loop_aborts(engine: AsyncEngine) -> None:
         await stream.aclose()  # type: ignore[attr-defined]
         await wait_until_idle(engine)
 
+    before = engine.stats.generated_tokens
     run(body)
-    assert engine.stats.generated_tokens < 1000
+    assert engine.stats.generated_tokens - before < 1000
 
 
 def test_cancelling_the_task_aborts(engine: AsyncEngine) -> None:
@@ -110,9 +117,10 @@ def test_cancelling_the_task_aborts(engine: AsyncEngine) -> None:
 def test_abort_by_id(engine: AsyncEngine) -> None:
     async def body() -> tuple[list[RequestOutput], list[RequestOutput]]:
         assert not await engine.abort("victim")
+        num_steps = engine.stats.steps
         victim = asyncio.create_task(collect(engine, PROMPT, LONG, "victim"))
         other = asyncio.create_task(collect(engine, PROMPT, GREEDY, "other"))
-        while engine.stats.steps < 4:
+        while engine.stats.steps < num_steps + 4:
             await asyncio.sleep(0.005)
         assert await engine.abort("victim")
         outputs = await victim, await other
@@ -126,7 +134,7 @@ def test_abort_by_id(engine: AsyncEngine) -> None:
     assert len(other[-1].outputs[0].token_ids) == 16
 
 
-def test_refused_requests_touch_nobody(engine: AsyncEngine) -> None:
+def test_refused_requests_affect_no_other_request(engine: AsyncEngine) -> None:
     async def body() -> list[RequestOutput]:
         good = asyncio.create_task(collect(engine, PROMPT, LONG, "good"))
         while not engine._core.num_unfinished:
@@ -147,7 +155,8 @@ def test_refused_requests_touch_nobody(engine: AsyncEngine) -> None:
 
 def test_full_queue(tiny_model_path: Path) -> None:
     async def body(engine: AsyncEngine) -> None:
-        tasks = [asyncio.create_task(collect(engine, PROMPT, LONG, str(index))) for index in range(40)]
+        params = replace(GREEDY, max_tokens=60)
+        tasks = [asyncio.create_task(collect(engine, PROMPT, params, str(index))) for index in range(40)]
         results = await asyncio.gather(*tasks, return_exceptions=True)
         refused = [result for result in results if isinstance(result, RequestError)]
         finished = [result for result in results if isinstance(result, list)]
@@ -182,7 +191,7 @@ def test_failure_reaches_every_waiter(tiny_model_path: Path, monkeypatch: pytest
             assert isinstance(result.__cause__, ZeroDivisionError)
 
 
-def test_failure_of_the_text_thread_reaches_every_waiter(
+def test_failure_of_the_output_thread_reaches_every_waiter(
     tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with started(tiny_model_path) as engine:
@@ -194,7 +203,7 @@ def test_failure_of_the_text_thread_reaches_every_waiter(
             tasks = [asyncio.create_task(collect(engine, PROMPT, LONG)) for _ in range(3)]
             while engine.stats.steps < 3:
                 await asyncio.sleep(0.005)
-            monkeypatch.setattr(engine._core._texts._processor, "process", fail)
+            monkeypatch.setattr(engine._core._output_thread._processor, "process", fail)
             return await asyncio.gather(*tasks, return_exceptions=True)
 
         for result in run(body):
@@ -223,13 +232,13 @@ def test_a_slow_reader_gets_everything_in_fewer_pieces(engine: AsyncEngine) -> N
 
 def test_only_first_tokens_are_urgent(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     posts: list[tuple[list[Completion], bool]] = []
-    post = engine._core._texts.post
+    post = engine._core._output_thread.post
 
     def spy(message: Any, *, is_urgent: bool = False) -> None:
         posts.append((message.completions, is_urgent))
         post(message, is_urgent=is_urgent)
 
-    monkeypatch.setattr(engine._core._texts, "post", spy)
+    monkeypatch.setattr(engine._core._output_thread, "post", spy)
 
     async def body() -> None:
         tasks = []
@@ -256,8 +265,10 @@ def test_an_id_is_free_once_its_last_output_is_there(engine: AsyncEngine) -> Non
     run(body)
 
 
-def test_abort_and_stop_strings_while_texts_lag(engine: AsyncEngine) -> None:
-    process = engine._core._texts._processor.process
+def test_abort_and_stop_strings_with_a_slow_output_thread(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = engine._core._output_thread._processor.process
 
     def slow(message: Any) -> Any:
         time.sleep(0.005)
@@ -265,11 +276,12 @@ def test_abort_and_stop_strings_while_texts_lag(engine: AsyncEngine) -> None:
 
     async def body() -> tuple[list[RequestOutput], list[RequestOutput]]:
         (whole,) = (await collect(engine, PROMPT, replace(LONG, max_tokens=30)))[-1].outputs
-        engine._core._texts._processor.process = slow  # type: ignore[method-assign]
+        monkeypatch.setattr(engine._core._output_thread._processor, "process", slow)
         params = replace(LONG, stop=whole.text[10:20])
+        num_tokens = engine.stats.generated_tokens
         stopping = asyncio.create_task(collect(engine, PROMPT, params, "stopping"))
         victim = asyncio.create_task(collect(engine, PROMPT, replace(LONG, max_tokens=1000), "victim"))
-        while engine.stats.generated_tokens < 40:
+        while engine.stats.generated_tokens < num_tokens + 40:
             await asyncio.sleep(0.001)
         assert await engine.abort("victim")
         assert (await stopping)[-1].outputs[0].text == whole.text[: whole.text.index(whole.text[10:20])]
@@ -301,7 +313,7 @@ def test_the_interpreter_is_as_before_when_the_last_engine_has_ended(
     tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Other test modules may keep a server running in this process.
-    monkeypatch.setattr(interpreter, "_num_servers", 0)
+    monkeypatch.setattr(process_settings, "_num_servers", 0)
     gc.unfreeze()
     before = sys.getswitchinterval(), gc.get_freeze_count()
     with started(tiny_model_path):

@@ -91,22 +91,22 @@ def test_a_bad_prompt_among_many_is_refused_as_it_is_alone(llm: LLM, index: int,
 
 
 def test_prompts_are_taken_as_they_are_in_any_company(llm: LLM) -> None:
-    factory = llm.core.factory
+    processor = llm.core.input_processor
     prompts: list[Any] = [[5, 0, 1, 9], [0], [1, 1], *([index + 2] * 7 for index in range(100))]
     params = [replace(GREEDY, max_tokens=index + 1) for index in range(len(prompts))]
-    lists = factory.check_all(prompts, [GREEDY] * len(prompts))
-    mixed = factory.check_all([*prompts, np.array([4, 5]), (6, 7), "text"], [GREEDY] * (len(prompts) + 3))
+    lists = processor.process_all(prompts, [GREEDY] * len(prompts))
+    mixed = processor.process_all([*prompts, np.array([4, 5]), (6, 7), "text"], [GREEDY] * (len(prompts) + 3))
     for prompt, one, other in zip([*prompts, [4, 5], [6, 7]], [*lists, None, None], mixed, strict=False):
         for checked in (one, other):
             assert checked is None or checked.token_ids.tolist() == prompt
             assert checked is None or (checked.prompt is None and checked.token_ids.dtype == np.int32)
-    assert [each.params for each in factory.check_all(prompts, params)] == params
+    assert [each.params for each in processor.process_all(prompts, params)] == params
     assert mixed[-1].prompt == "text" and len({checked.number for checked in (*lists, *mixed)}) == 209
 
 
 def test_full_queue(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(max_queue_size=2, max_num_seqs=1)
-    make, add = llm.core.factory.make, llm.core.add
+    make, add = llm.core.input_processor.make, llm.core.add
     for name in ("a", "b"):
         add(make("text", GREEDY, request_id=name))
     with pytest.raises(RequestError, match=r"^queue: got a request while 2 wait, allowed are 2"):
@@ -123,16 +123,16 @@ def test_full_queue(make_llm: Callable[..., LLM]) -> None:
 def test_an_unknown_id_is_not_aborted(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm()
     with keeps_serving(llm):
-        assert llm.core.abort("nobody") is None
+        assert llm.core.abort("unknown") is None
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefilling", "decoding"])
-def test_abort_touches_nobody_else(make_llm: Callable[..., LLM], when: str) -> None:
+def test_abort_affects_no_other_request(make_llm: Callable[..., LLM], when: str) -> None:
     llm = make_llm(max_num_batched_tokens=32, max_num_seqs=4)
     core = llm.core
     expected = llm.generate("Once upon a time", GREEDY)[0].outputs[0].token_ids
-    victim = core.factory.make([7] * 100, replace(GREEDY, n=3), request_id="victim")
-    core.add(core.factory.make("Once upon a time", GREEDY, request_id="other"))
+    victim = core.input_processor.make([7] * 100, replace(GREEDY, n=3), request_id="victim")
+    core.add(core.input_processor.make("Once upon a time", GREEDY, request_id="other"))
     core.add(victim)
     for _ in range({"waiting": 0, "prefilling": 2, "decoding": 6}[when]):
         core.step()
@@ -151,6 +151,7 @@ def test_abort_touches_nobody_else(make_llm: Callable[..., LLM], when: str) -> N
     ("options", "message"),
     [
         ({"block_sise": 16}, "LLM: unknown option 'block_sise'; did you mean 'block_size'"),
+        ({"pacing": True}, "pacing: removed in release 0.2.0 "),
         (
             {"num_blocks": 64},
             "num_blocks: a pool of 64 blocks of 16 tokens can never hold .* needs num_blocks 65 ",

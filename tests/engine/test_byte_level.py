@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
-from rose_backend.engine.byte_level import ByteLevelDecoder, is_byte_level, special_tokens, text_of
-from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.engine.tokenizer import ByteLevelDecoder, Tokenizer, is_byte_level, special_tokens, text_of
 
 ALPHABET = [*map(chr, range(0x21, 0x7F)), *map(chr, range(0xA1, 0xAD)), *map(chr, range(0xAE, 0x144))]
 """What single bytes are called: token ``i`` is one of the 256 bytes."""

@@ -1,4 +1,4 @@
-"""Prompts with different salts: neither finds what the other has computed, nor waits for it."""
+"""Prompts with different salts neither find each other's cached prefixes nor wait for them."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_texts_in_dictionaries_are_texts(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(("salts", "num_first"), [(("a", "a"), 1), (("a", "b"), 2), ((None, "b"), 2)])
-def test_nobody_waits_for_a_prefix_that_it_will_not_find(
+def test_no_request_waits_for_a_prefix_that_it_will_not_find(
     make_llm: Callable[..., LLM], salts: tuple[str | None, str | None], num_first: int
 ) -> None:
     stem = random_prompt(140, seed=31)
     core = make_llm(max_num_seqs=4, max_num_batched_tokens=1000, run_ahead=0).core
     for number, salt in enumerate(salts):
-        core.add(core.factory.make(salted([*stem, number], salt), GREEDY))
+        core.add(core.input_processor.make(salted([*stem, number], salt), GREEDY))
     core.step()
     assert core.stats.prompt_tokens_computed == num_first * 141
     while core.num_unfinished:
@@ -54,14 +54,14 @@ def test_nobody_waits_for_a_prefix_that_it_will_not_find(
     assert core.stats.prompt_tokens_computed == (141 + 1 if num_first == 1 else 2 * 141)
 
 
-def test_a_preempted_text_comes_back_to_its_own(make_llm: Callable[..., LLM]) -> None:
+def test_a_preempted_request_finds_its_own_prefix_again(make_llm: Callable[..., LLM]) -> None:
     prompts = [salted(random_prompt(60, seed=seed), f"tenant {seed}") for seed in range(4)]
     params = replace(GREEDY, max_tokens=100)
     tight, roomy = make_llm(max_model_len=200, num_blocks=24), make_llm()
     outputs, expected = tight.generate(prompts, params), roomy.generate(prompts, params)
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
     assert tight.stats.preemptions > 0
-    # Each finds what it had computed before; nothing of it has come to those who send no salt.
+    # Each finds what it had computed before; requests without a salt find none of it.
     assert tight.stats.prefix_cache_hits > 0
     assert tight.generate(prompts[0]["prompt_token_ids"], params)[0].num_cached_tokens == 0
 

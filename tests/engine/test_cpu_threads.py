@@ -13,8 +13,8 @@ import torch
 from rose_backend import LLM
 from rose_backend.cli import main
 from rose_backend.config import EngineConfig
-from rose_backend.engine import cpu_threads
-from rose_backend.engine.cpu_threads import (
+from rose_backend.engine import process_settings as cpu_threads
+from rose_backend.engine.process_settings import (
     SMALL_MODEL,
     CpuThreads,
     check_num_threads,
@@ -102,11 +102,11 @@ def test_steps_run_with_them_and_nothing_else_does(
         counts: list[int] = []
         advance = llm.core._pipeline.advance
 
-        def spy(num_undecided: int) -> Any:
+        def spy(num_unchecked: int) -> Any:
             counts.append(torch.get_num_threads())
             # Not what this is about, and too many for the machine perhaps.
             torch.set_num_threads(1)
-            return advance(num_undecided)
+            return advance(num_unchecked)
 
         monkeypatch.setattr(llm.core._pipeline, "advance", spy)
         for _ in llm.stream("The rose", GREEDY):

@@ -61,7 +61,7 @@ def test_greedy_tokens_while_requests_come_and_go_in_every_step(tiny_model_path:
     with LLM(str(tiny_model_path), **{**OPTIONS, "num_blocks": 8000, "max_num_seqs": 320}) as llm:
         core = llm.core
         requests = [
-            core.factory.make(
+            core.input_processor.make(
                 list(prompts[index]), SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
             )
             for index, max_tokens in order
@@ -138,7 +138,7 @@ def test_same_text_alone(default_llm: LLM) -> None:
         assert alone == together[index], f"request {index}: {params[index]}"
 
 
-def test_special_rows_beside_others(default_llm: LLM) -> None:
+def test_rows_with_sampling_extras_beside_others(default_llm: LLM) -> None:
     prompts, params = crowd(30, seed=5)
     plain = tokens_of(default_llm, prompts, params)
     penalised = [

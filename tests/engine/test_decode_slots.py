@@ -1,4 +1,4 @@
-"""Slots of the decode buffers: who stands where, what moves, and what the device must be told."""
+"""Slots of the decode buffers: which row is in which slot, what moves, and what is sent to the device."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from rose_backend.engine.decode_runner import graph_widths
-from rose_backend.engine.decode_slots import NO_SLOT, DecodeSlots
-from rose_backend.engine.row_state import RowState
+from rose_backend.engine.execution.decode_runner import graph_widths
+from rose_backend.engine.execution.decode_slots import NO_SLOT, DecodeSlots
+from rose_backend.engine.sequence_state import SequenceState
 
 NUM_ROWS = 12
 
 
 @pytest.fixture
-def state() -> RowState:
-    return RowState(NUM_ROWS, 4)
+def state() -> SequenceState:
+    return SequenceState(NUM_ROWS, 4)
 
 
 def rows(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int32)
 
 
-def test_everybody_stays_while_nobody_comes_or_goes(state: RowState) -> None:
+def test_rows_keep_their_slots_while_none_joins_or_leaves(state: SequenceState) -> None:
     slots = DecodeSlots(state)
     first, change = slots.assign(rows(5, 2, 9), 4)
     assert first.tolist() == [0, 1, 2]
@@ -37,7 +37,7 @@ def test_everybody_stays_while_nobody_comes_or_goes(state: RowState) -> None:
     assert again.tolist() == [2, 0, 1] and change is None
 
 
-def test_one_leaves_and_one_takes_the_hole(state: RowState) -> None:
+def test_one_leaves_and_one_takes_the_hole(state: SequenceState) -> None:
     slots = DecodeSlots(state)
     slots.assign(rows(5, 2, 9), 4)
     left, change = slots.assign(rows(5, 9), 4)
@@ -51,7 +51,7 @@ def test_one_leaves_and_one_takes_the_hole(state: RowState) -> None:
     assert not len(change.emptied)
 
 
-def test_rows_move_only_out_of_slots_behind_the_width(state: RowState) -> None:
+def test_rows_move_only_out_of_slots_behind_the_width(state: SequenceState) -> None:
     slots = DecodeSlots(state)
     slots.assign(rows(0, 1, 2, 3, 4, 5), 8)
     moved, change = slots.assign(rows(1, 4, 5), 4)
@@ -60,7 +60,7 @@ def test_rows_move_only_out_of_slots_behind_the_width(state: RowState) -> None:
     assert change.emptied.tolist() == [3, 4, 5]
 
 
-def test_a_row_with_another_holder_is_another_row(state: RowState) -> None:
+def test_a_row_with_another_holder_is_another_row(state: SequenceState) -> None:
     slots = DecodeSlots(state)
     slots.assign(rows(3, 4), 4)
     state.generation[3] += 1
@@ -71,7 +71,7 @@ def test_a_row_with_another_holder_is_another_row(state: RowState) -> None:
     assert change is not None and change.old_slots.tolist() == [NO_SLOT] and change.rows.tolist() == [3]
 
 
-def test_random_comings_and_goings(state: RowState) -> None:
+def test_random_comings_and_goings(state: SequenceState) -> None:
     rng = np.random.default_rng(0)
     slots = DecodeSlots(state)
     device: dict[int, int] = {}

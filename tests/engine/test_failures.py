@@ -1,4 +1,4 @@
-"""Trouble while others are being served: clear answers, one report of a device that fails, nobody waits for ever."""
+"""Trouble while others are being served: clear answers, one report of a device that fails, no caller waits for ever."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def break_device(core: EngineCore, where: str) -> None:
     owners: dict[str, Any] = {
         "forward": core._runner,
         "sample": core._runner,
-        "_run": core._runner.decoder,
+        "run": core._runner.decoder._graphs,
         "_wait": core._pipeline,
     }
     setattr(owners[where], where, fail)
 
 
-@pytest.mark.parametrize("where", ["forward", "sample", "_run", "_wait"])
+@pytest.mark.parametrize("where", ["forward", "sample", "run", "_wait"])
 def test_a_failed_device_call_is_reported_once_with_step_and_requests(
     make_llm: Callable[..., LLM], where: str
 ) -> None:
     core = make_llm(run_ahead=1).core
     for name in ("a", "b", "c", "d"):
-        core.add(core.factory.make([len(name), 7, 8], LONG, request_id=name))
+        core.add(core.input_processor.make([len(name), 7, 8], LONG, request_id=name))
     for _ in range(5):
         core.step()
     break_device(core, where)
     if where in ("forward", "sample"):  # steps that are like the one before call neither
-        core.add(core.factory.make([9] * 20, LONG, request_id="e"))
+        core.add(core.input_processor.make([9] * 20, LONG, request_id="e"))
     with pytest.raises(EngineDeadError) as caught:
         core.step()
     num_rows, newest = (5, "c, d, e") if where in ("forward", "sample") else (4, "b, c, d")
@@ -59,11 +59,11 @@ def test_a_failed_device_call_is_reported_once_with_step_and_requests(
     assert core.stats.steps == 6
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert not core.is_alive
-    for action in (core.step, lambda: core.add(core.factory.make([1], LONG))):
+    for action in (core.step, lambda: core.add(core.input_processor.make([1], LONG))):
         with pytest.raises(EngineDeadError, match=f"^the engine stopped earlier: RuntimeError: {CUDA_ERROR}"):
             action()
     core.close()
-    assert not core._texts._thread.is_alive()
+    assert not core._output_thread._thread.is_alive()
 
 
 async def collect(engine: AsyncEngine, *args: Any) -> list[RequestOutput]:
@@ -84,7 +84,7 @@ def serve(path: Path, body: Callable[[AsyncEngine], Awaitable[None]], **options:
     asyncio.run(limited())
 
 
-@pytest.mark.parametrize("where", ["_run", "_wait"])
+@pytest.mark.parametrize("where", ["run", "_wait"])
 def test_a_failed_device_call_ends_streams_that_run_and_that_wait(tiny_model_path: Path, where: str) -> None:
     async def body(engine: AsyncEngine) -> None:
         core = engine._core

@@ -103,7 +103,7 @@ def test_forced_preemption(make_llm: Callable[..., LLM], case: Case, prefix_cach
 def test_each_switch_off_alone(make_llm: Callable[..., LLM], small_case: Case, name: str) -> None:
     prompts, reference = small_case
     llm = make_llm(**{name: False})
-    assert llm.core.parts[name] == "off"
+    assert llm.core.feature_status[name] == "off"
     assert_equal(generate(llm, prompts), reference)
 
 

@@ -8,21 +8,21 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from rose_backend import LLM, SamplingParams
-from rose_backend.engine import interpreter
-from rose_backend.engine.interpreter import begin_serving, end_serving, short_turns
+from rose_backend.engine import process_settings
+from rose_backend.engine.process_settings import begin_serving, end_serving, short_switch_interval
 
 
 @pytest.fixture(autouse=True)
 def nobody_else(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Start as a process does that serves nobody: other tests' servers may live in this one."""
     interval = sys.getswitchinterval()
-    monkeypatch.setattr(interpreter, "_num_hurried", 0)
+    monkeypatch.setattr(process_settings, "_num_short_intervals", 0)
     sys.setswitchinterval(5e-3)
     yield
     sys.setswitchinterval(interval)
 
 
-def test_steps_of_generate_do_not_wait_for_texts(
+def test_the_switch_interval_is_short_during_steps_of_generate_only(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = make_llm()
@@ -32,15 +32,15 @@ def test_steps_of_generate_do_not_wait_for_texts(
     for _ in llm.stream("The rose", SamplingParams(max_tokens=4)):
         assert sys.getswitchinterval() == before
     assert during and max(during) < 1e-3 < before
-    with pytest.raises(ZeroDivisionError), short_turns():
+    with pytest.raises(ZeroDivisionError), short_switch_interval():
         raise ZeroDivisionError
     assert sys.getswitchinterval() == before
 
 
-def test_whoever_ends_last_takes_it_back() -> None:
+def test_the_last_user_restores_the_switch_interval() -> None:
     before = sys.getswitchinterval()
     begin_serving()
-    with short_turns():
+    with short_switch_interval():
         end_serving()
         assert sys.getswitchinterval() < 1e-3
     assert sys.getswitchinterval() == pytest.approx(before)

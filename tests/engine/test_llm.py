@@ -35,7 +35,7 @@ def test_the_first_step_starts_before_all_requests_are_built(
     assert known[0] == 12
 
 
-def test_iterators_that_take_turns_get_their_own_outputs(llm: LLM) -> None:
+def test_alternating_iterators_get_their_own_outputs(llm: LLM) -> None:
     prompts = ["Once upon a time", "The rose"]
     expected = [[output.outputs[0].text for output in llm.stream(prompt, LONG)] for prompt in prompts]
     streams = [llm.stream(prompt, LONG) for prompt in prompts]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rose_backend import LLM, SamplingParams
-from rose_backend.block_manager.prefixes_under_way import MIN_TOKENS_WORTH_WAITING
+from rose_backend.block_manager.scheduling_policies import MIN_TOKENS_WORTH_WAITING
 from tests.engine.conftest import GREEDY
 
 RANDOM = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True)
@@ -57,7 +57,7 @@ def test_second_request_does_not_disturb_the_first_while_it_runs(make_llm: Calla
     stream = llm.stream(first, long)
     next(stream)
     # The first request holds the block that the second copies from, and goes on writing into it.
-    core, other = llm.core, llm.core.factory.make(second, long, request_id="second")
+    core, other = llm.core, llm.core.input_processor.make(second, long, request_id="second")
     core.add(other)
     finished = {output.request_id: output for output in stream if output.finished}
     while core.num_unfinished:
@@ -142,7 +142,7 @@ def test_a_burst_computes_each_long_prefix_once(make_llm: Callable[..., LLM], ru
     assert llm.stats.prompt_tokens_computed - before == 8 * MIN_TOKENS_WORTH_WAITING
 
 
-def test_a_prompt_whose_forerunner_is_chunked_waits_for_a_chunk_only(make_llm: Callable[..., LLM]) -> None:
+def test_a_prompt_waits_for_one_chunk_of_a_chunked_prefix_only(make_llm: Callable[..., LLM]) -> None:
     stem = random_prompt(300, seed=7)
     llm = make_llm(max_num_seqs=4, max_num_batched_tokens=160)
     outputs = llm.generate([[*stem, 1], [*stem, 2]], replace(GREEDY, max_tokens=3))

@@ -83,7 +83,7 @@ def test_random_arrivals_and_aborts(make_llm: Callable[..., LLM], case: Pressure
                 if rng.random() < 0.15:
                     params = replace(params, temperature=1.0, n=rng.choice((1, 2, 4)), seed=index)
                     sampled[name] = params
-                core.add(core.factory.make(case.prompts[index], params, request_id=name))
+                core.add(core.input_processor.make(case.prompts[index], params, request_id=name))
                 live.append(name)
         if live and rng.random() < 0.15:
             name = live.pop(rng.randrange(len(live)))
@@ -115,7 +115,7 @@ def random_tokens(length: int, seed: int) -> list[int]:
 
 
 def add(core: EngineCore, name: str, prompt: list[int], max_tokens: int = 24) -> None:
-    core.add(core.factory.make(prompt, greedy(max_tokens), request_id=name))
+    core.add(core.input_processor.make(prompt, greedy(max_tokens), request_id=name))
 
 
 def run(core: EngineCore) -> dict[str, RequestOutput]:

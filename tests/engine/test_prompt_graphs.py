@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from rose_backend.engine import prompt_graphs
-from rose_backend.engine.prompt_graphs import MAX_CAPTURED_TOKENS, PassShape, PromptGraphs, pass_shapes
-from rose_backend.models.attention_metadata import AttentionMetadata
+from rose_backend.engine.execution.prompt_graphs import (
+    MAX_CAPTURED_TOKENS,
+    PassShape,
+    PromptGraphs,
+    pass_shapes,
+)
+from rose_backend.kernels import captured_graphs
+from rose_backend.layers.attention import AttentionMetadata
 
-MAX_TOKENS, WIDTH = 300, 5
+MAX_TOKENS = 300
 
 
 def test_shapes_waste_little() -> None:
@@ -38,25 +43,12 @@ def test_few_rows_are_tuned_for_long_chunks() -> None:
     ]
 
 
-class EagerGraph:
-    """Stands in for a captured graph: runs what would have been captured."""
-
-    def __init__(self, graphs: PromptGraphs, shape: PassShape) -> None:
-        self.shape = shape
-        self.compute = lambda: graphs._compute(shape)
-        self.num_replays = 0
-
-    def replay(self) -> None:
-        self.num_replays += 1
-        self.compute()
-
-
 Seen = list[tuple[torch.Tensor, ...]]
 
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> tuple[PromptGraphs, Seen]:
-    """Return passes over up to 300 tokens on a CPU, and the inputs of each replay."""
+    """Return passes over up to 300 tokens on a CPU, and the inputs of each pass."""
     seen: Seen = []
     empty = torch.empty
 
@@ -65,34 +57,25 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> tuple[PromptGraphs, Seen]:
         values = (metadata.query_start_loc, metadata.num_computed_tokens, metadata.block_table)
         assert metadata.mean_query_len in (128, 32) and metadata.last_tokens_only
         seen.append(tuple(tensor.clone() for tensor in (ids, positions, *values)))
-        return ids
+        # Of the last token of each row, its id and its row.
+        rows = torch.arange(len(metadata.num_computed_tokens))
+        return torch.stack([ids[metadata.query_start_loc[1:].long() - 1], rows], dim=1)
 
     graphs = PromptGraphs(forward, MAX_TOKENS, table_width=6, device=torch.device("cpu"))
-    # There is no pinned memory without a GPU. What it held before is unknown.
+    # What host memory held before is unknown.
     monkeypatch.setattr(
-        prompt_graphs.torch, "empty", lambda *size, pin_memory, **options: empty(*size, **options).fill_(77)
+        captured_graphs.torch, "empty", lambda *size, **options: empty(*size, **options).fill_(77)
     )
-    graphs._hidden = torch.arange(MAX_TOKENS * WIDTH).view(MAX_TOKENS, WIDTH)
-    for shape in graphs._shapes:
-        graphs._graphs[shape] = EagerGraph(graphs, shape)  # type: ignore[assignment]
     return graphs, seen
 
 
-def replay(graphs: PromptGraphs, counts: list[int]) -> tuple[PassShape, torch.Tensor] | None:
-    """Return the shape of the pass that was replayed and its hidden states."""
+def compute(graphs: PromptGraphs, counts: list[int]) -> torch.Tensor | None:
+    """Return the hidden states of a pass over rows of so many tokens."""
     num_tokens = sum(counts)
     starts = np.cumsum([0, *counts]).astype(np.int32)
     computed = np.arange(len(counts), dtype=np.int32)
     tables = np.full((len(counts), 3), 5, np.int32)
-    for graph in graphs._graphs.values():
-        graph.num_replays = 0  # type: ignore[attr-defined]
-    hidden = graphs.run(np.arange(num_tokens) + 1, np.arange(num_tokens) + 9, starts, computed, tables)
-    replayed = [shape for shape, graph in graphs._graphs.items() if graph.num_replays]  # type: ignore[attr-defined]
-    if hidden is None:
-        assert not replayed
-        return None
-    (shape,) = replayed
-    return shape, hidden
+    return graphs.run(np.arange(num_tokens) + 1, np.arange(num_tokens) + 9, starts, computed, tables)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +94,14 @@ def test_inputs_of_the_narrowest_pass_that_fits(
     passes: tuple[PromptGraphs, Seen], counts: list[int], shape: tuple[int, int]
 ) -> None:
     graphs, seen = passes
-    replay(graphs, [200, 30])  # leaves its traces
-    replayed = replay(graphs, counts)
-    assert replayed is not None and replayed[0][:2] == shape
+    compute(graphs, [200, 30])  # leaves its traces
+    hidden = compute(graphs, counts)
+    assert len(seen) == 2
     ids, positions, starts, computed, tables = seen[-1]
     num_tokens, num_rows = sum(counts), len(counts)
-    assert torch.equal(replayed[1], graphs._hidden[:num_rows])
+    assert hidden is not None and hidden.tolist() == [
+        [last, row] for row, last in enumerate(np.cumsum(counts))
+    ]
     assert (len(ids), len(computed), len(tables)) == (shape[0], shape[1], shape[1])
     assert ids.tolist() == [*range(1, num_tokens + 1), *[0] * (shape[0] - num_tokens)]
     assert positions.tolist() == [*range(9, num_tokens + 9), *[0] * (shape[0] - num_tokens)]
@@ -129,6 +114,6 @@ def test_inputs_of_the_narrowest_pass_that_fits(
 
 def test_what_fits_no_pass_runs_without(passes: tuple[PromptGraphs, Seen]) -> None:
     graphs, seen = passes
-    assert replay(graphs, [301]) is None
-    assert replay(graphs, [2] * 19) is None
+    assert compute(graphs, [301]) is None
+    assert compute(graphs, [2] * 19) is None
     assert not seen

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rose_backend import LLM, SamplingParams
-from rose_backend.engine.decode_buffers import sampling_of_rows
-from rose_backend.engine.model_runner import ModelRunner
-from rose_backend.engine.row_state import SAMPLING_FIELDS
-from rose_backend.engine.sized_graphs import Inputs, SizedGraphs
+from rose_backend.engine.execution.decode_slots import sampling_of_rows
+from rose_backend.engine.execution.model_runner import ModelRunner
+from rose_backend.engine.sequence_state import SAMPLING_FIELDS
+from rose_backend.kernels.captured_graphs import Inputs, SizedGraphs
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 6, 9])
@@ -54,7 +54,7 @@ class EagerPrompts:
     def __init__(self, runner: ModelRunner) -> None:
         self.chunks: Any = None
         self._runner = runner
-        self.hidden = torch.zeros(512, int(runner._model.config.n_embd))
+        self.hidden = torch.zeros(512, int(runner._model.config.hidden_size))
 
     def run(self, *inputs: np.ndarray) -> torch.Tensor:
         prompts, self._runner.prompts = self._runner.prompts, None

@@ -11,19 +11,22 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from triton import next_power_of_2
 
 from rose_backend import LLM
 from rose_backend.config import EngineConfig
-from rose_backend.engine import progress, start_up_report
-from rose_backend.engine.start_up import storage_bytes
-from rose_backend.engine.start_up_report import MemoryUse, StartUpReport, show_start_up
-from rose_backend.engine.token_budget import default_token_budget
+from rose_backend.engine import progress
+from rose_backend.engine.scheduling.token_budget import default_token_budget
+from rose_backend.engine.startup import report as start_up_report
+from rose_backend.engine.startup.load import storage_bytes
+from rose_backend.engine.startup.report import MemoryUse, StartUpReport, show_start_up
+from rose_backend.engine.startup.warm_up import decode_tunings, padding_passes
 from rose_backend.engine.tokenizer import Tokenizer
-from rose_backend.engine.warm_up import padding_passes
 from rose_backend.errors import ConfigError
 from rose_backend.kernels.gpu.decode_tuning import decode_tuning
 from rose_backend.kernels.gpu.prefill_tuning import TUNED_QUERY_LENS, prefill_tuning, rows_tile
+from rose_backend.models.config import ModelConfig
 
 GIB = 1 << 30
 ON_GPU = StartUpReport(
@@ -46,16 +49,10 @@ def test_report_of_an_engine_on_a_cpu(tiny_model_path: Path, caplog: pytest.LogC
         report, core = llm.core.start_up, llm.core
         model = core._runner._model
     assert report.memory.kv_pool == core._runner._kv_cache.nbytes
-    assert report.memory.weights == sum(
-        tensor.nbytes
-        for tensor in (
-            model.weights.padded_lm_head,  # type: ignore[attr-defined]
-            model.weights.position_embedding,  # type: ignore[attr-defined]
-            model.weights.final_norm_weight,  # type: ignore[attr-defined]
-            model.weights.final_norm_bias,  # type: ignore[attr-defined]
-            *(getattr(layer, name) for layer in model.weights.layers for name in layer.__slots__),  # type: ignore[attr-defined]
-        )
-    )
+    stored = load_file(tiny_model_path / "model.safetensors")
+    # The embedding has rows of padding behind it, and is the head.
+    padding = (model.weights.padded_lm_head.shape[0] - model.config.vocab_size) * model.config.hidden_size
+    assert report.memory.weights == 4 * (sum(tensor.numel() for tensor in stored.values()) + padding)
     assert (report.memory.packed_copies, report.memory.total, report.num_kernels) == (0, None, 0)
     assert (report.num_blocks, report.max_concurrency, report.num_kv_tokens) == (3 * 64 + 1, 3.0, 3 * 1024)
     assert report.max_num_batched_tokens == core.config.max_num_batched_tokens == 2048
@@ -148,6 +145,26 @@ def test_padding_passes_reach_every_kernel_of_decode_steps(max_num_seqs: int) ->
     decodes = [each.num_decodes for each in passes if not each.num_prefills]
     assert {kernel(count) for count in decodes} == {kernel(count) for count in range(1, max_num_seqs + 1)}
     assert max(decodes) <= max_num_seqs and len(decodes) < 30
+
+
+def test_kernels_are_prepared_for_grouped_heads() -> None:
+    fields = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_size": 4096,
+        "vocab_size": 512,
+        "max_position_embeddings": 1024,
+    }
+    model = ModelConfig.from_hf(fields, names={"norm_eps": "rms_norm_eps"}, dtype=torch.float16, device="cpu")
+    kind = decode_tunings(model, 132)
+    kinds = [kind(num_rows) for num_rows in range(1, 257)]
+    # One program attends the four query heads that share a K/V head.
+    assert kinds == [
+        decode_tuning(128, torch.float16, 132, num_rows=num_rows, num_queries=4, num_kv_heads=8)
+        for num_rows in range(1, 257)
+    ]
+    assert len(set(kinds)) > 1
 
 
 @pytest.mark.parametrize("head_size", [64, 128])

@@ -14,7 +14,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from rose_backend import LLM, SamplingParams
-from rose_backend.engine import warm_up
+from rose_backend.engine.startup import warm_up
 from rose_backend.kernels.compilations import watch_compilations
 from tests.support.crowd import crowd
 from tests.support.tiny_checkpoint import write_random_gpt2_124m

@@ -12,7 +12,7 @@ import torch
 
 from rose_backend import LLM
 from rose_backend.engine.request import Request
-from rose_backend.engine.scheduler import Step
+from rose_backend.engine.scheduling.scheduler import Step
 from tests.engine.conftest import GREEDY
 
 
@@ -74,7 +74,7 @@ def test_decodes_lead_and_prompts_fill_the_budget(
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 2, 4])
-def test_decodes_sit_out_steps_full_of_prompts_where_nobody_waits_for_tokens(
+def test_offline_decodes_are_left_out_of_steps_full_of_prompts(
     make_llm: Callable[..., LLM], steps: Callable[[LLM], list[Step]], run_ahead: int
 ) -> None:
     prompts, params = [[9] * 3, [9] * 100, [8] * 50, [7] * 19], replace(GREEDY, max_tokens=8)
@@ -108,10 +108,10 @@ def test_a_step_of_decodes_and_prompts_never_exceeds_the_budget(
     params = [replace(GREEDY, max_tokens=12)] * 14 + [replace(GREEDY, max_tokens=3)]
     core = llm.core
     for prompt, each in zip(prompts[:14], params[:14], strict=True):
-        core.add(core.factory.make(prompt, each))
-    while core._scheduler.num_decoding < 14:
+        core.add(core.input_processor.make(prompt, each))
+    while core.stats.generated_tokens < 14:
         core.step()
-    core.add(core.factory.make(prompts[14], params[14]))
+    core.add(core.input_processor.make(prompts[14], params[14]))
     while core.num_unfinished:
         core.step()
     assert all(step.num_new_tokens.sum() <= 20 for step in recorded)
@@ -142,7 +142,7 @@ def test_pure_decode_step_looks_at_no_completion(make_llm: Callable[..., LLM]) -
     llm = make_llm()
     core = llm.core
     for index in range(6):
-        core.add(core.factory.make([index + 1] * 10, replace(GREEDY, temperature=0.7, max_tokens=30)))
+        core.add(core.input_processor.make([index + 1] * 10, replace(GREEDY, temperature=0.7, max_tokens=30)))
     for _ in range(3):
         core.step()
     rows = core._rows
@@ -164,7 +164,7 @@ def test_newest_is_preempted_and_the_oldest_finishes_first(make_llm: Callable[..
     llm = make_llm(num_blocks=12, max_model_len=160, max_num_seqs=3, prefix_cache=False)
     core = llm.core
     for name in ("old", "middle", "new", "last"):
-        core.add(core.factory.make([len(name)] * 40, replace(GREEDY, max_tokens=60), request_id=name))
+        core.add(core.input_processor.make([len(name)] * 40, replace(GREEDY, max_tokens=60), request_id=name))
     finished = []
     while core.num_unfinished:
         finished.extend(output.request_id for output in core.step())
@@ -179,8 +179,8 @@ def test_requests_that_do_not_fit_wait_without_lookups(
 ) -> None:
     llm = make_llm(num_blocks=12, max_model_len=160)
     core = llm.core
-    core.add(core.factory.make([1] * 100, replace(GREEDY, max_tokens=12)))
-    core.add(core.factory.make([2] * 100, replace(GREEDY, max_tokens=12)))
+    core.add(core.input_processor.make([1] * 100, replace(GREEDY, max_tokens=12)))
+    core.add(core.input_processor.make([2] * 100, replace(GREEDY, max_tokens=12)))
     num_lookups = 0
     match = core.manager.match
 

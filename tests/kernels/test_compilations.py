@@ -1,4 +1,4 @@
-"""What Triton compiles is seen, and others who listen still hear it."""
+"""Compilations by Triton are counted, and other listeners are still called."""
 
 from __future__ import annotations
 

@@ -165,10 +165,8 @@ def run_again(step: GpuStep, max_query_len: int | None) -> tuple[Any, torch.Tens
             step.value_cache,
             step.block_table,
             lengths,
-            scale=step.scale,
+            options=step.options(),
             out=out,
-            key_scale=step.key_scale,
-            value_scale=step.value_scale,
             **options,
         )
 
@@ -226,7 +224,10 @@ def test_a_thousand_runs_give_the_same_bits(heads: tuple[int, int, int], max_que
 
 def test_no_plan_is_made() -> None:
     step = make_step([40])
-    assert plan_paged_decode(step.block_table, step.num_computed_tokens, step.key_cache) is None
+    assert (
+        plan_paged_decode(step.block_table, step.num_computed_tokens, step.key_cache, options=step.options())
+        is None
+    )
 
 
 def test_what_the_kernel_cannot_do_is_named() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rose_backend.kernels import PackedLinear, pack_linear, paged_decode, small_batch_linear
+from rose_backend.kernels import AttentionOptions, PackedLinear, pack_linear, paged_decode, small_batch_linear
 from tests.support.gpu_steps import Shape, as_bits, make_step
 from tests.support.paged_inputs import same_bits
 
@@ -81,7 +81,7 @@ class _Layers:
                 value_cache,
                 self._step.block_table,
                 self._counted,
-                scale=self._step.scale,
+                options=AttentionOptions(self._step.scale),
                 out=self._attended,
                 overlap=self._overlap,
             )

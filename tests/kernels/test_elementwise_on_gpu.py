@@ -17,7 +17,7 @@ from rose_backend.kernels import (
     layer_norm,
     rms_norm,
 )
-from rose_backend.kernels.reference import block_clone as twin
+from rose_backend.kernels.reference import kv_cache as twin
 from tests.support.error_budget import assert_within_budget
 
 pytestmark = pytest.mark.gpu

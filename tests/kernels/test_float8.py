@@ -12,21 +12,21 @@ import triton.language as tl
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.gpu import float8 as gpu
 from rose_backend.kernels.reference.attend import attend
-from rose_backend.kernels.reference.float8 import CACHE_DTYPE, from_cache, to_cache
+from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE, from_cache, to_cache
 from rose_backend.kernels.tensor_checks import check_cache_dtype, check_float8_capability, check_sinks
 from tests.support.interpreter import run_interpreted
 
 
 @triton.jit
-def _to_cache_kernel(out_ptr, values_ptr, scale_ptr, SIZE: tl.constexpr, HAS_SCALE: tl.constexpr):
+def _to_cache_kernel(out_ptr, values_ptr, scale_ptr, SIZE: tl.constexpr):
     lanes = tl.arange(0, SIZE)
-    scale = gpu.load_scale(scale_ptr, HAS_SCALE)
+    scale = gpu.load_scale(scale_ptr)
     stored = gpu.to_cache(tl.load(values_ptr + lanes), scale, out_ptr.dtype.element_ty)
     tl.store(out_ptr + lanes, stored)
 
 
 def launch(out: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None) -> None:
-    _to_cache_kernel[(1,)](out, values, values if scale is None else scale, len(values), scale is not None)
+    _to_cache_kernel[(1,)](out, values, scale, len(values))
 
 
 def edge_values() -> torch.Tensor:

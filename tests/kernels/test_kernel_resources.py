@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,15 @@ from triton.runtime.jit import JITFunction
 from rose_backend.kernels import gpu
 from tests.conftest import ROOT
 from tests.support import aot, resource_report
-from tests.support.aot import COMPILED, Launch, Resources, compile_launch, record_launches
+from tests.support.aot import (
+    COMPILED,
+    COMPILING_TESTS,
+    Launch,
+    Resources,
+    compile_launch,
+    compiles,
+    record_launches,
+)
 from tests.support.resource_table import resource_rows, resource_table
 
 MODULES = [module.name for module in pkgutil.iter_modules(gpu.__path__)]
@@ -28,15 +37,35 @@ KERNELS = sorted(
 )
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_every_kernel_is_compiled_ahead_of_time_for_every_capability(kernel: str) -> None:
-    tests = [
-        path
-        for path in (ROOT / "tests" / "kernels").glob("test_*.py")
-        if path.name != "test_kernel_resources.py"
-    ]
-    wanted = (f'"{kernel}"', "record_launches(", "CAPABILITIES", ".spill_bytes == 0")
-    assert any(all(words in path.read_text() for words in wanted) for path in tests)
+def test_every_kernel_has_a_test_that_compiles_it_for_every_capability() -> None:
+    for path in (ROOT / "tests" / "kernels").glob("test_*.py"):
+        importlib.import_module(f"tests.kernels.{path.stem}")
+    assert sorted(COMPILING_TESTS) == KERNELS
+
+
+def test_a_kernel_that_was_not_compiled_or_spills_fails_its_test() -> None:
+    launch = norm_launch(16_384)
+    spilling = replace(launch, options={**launch.options, "maxnreg": 32})
+
+    def run(kernel: str, launches: list[Launch]) -> None:
+        @compiles(kernel)
+        def compile_all(capability: int) -> None:
+            for each in launches:
+                compile_launch(each, capability)
+
+        compile_all(capability=90)
+
+    known = dict(COMPILING_TESTS)
+    try:
+        with pytest.raises(AssertionError, match="not compiled"):
+            run("_bias_kernel", [launch])
+        with pytest.raises(AssertionError, match=r"_norm_kernel: .* bytes spilled"):
+            run("_norm_kernel", [launch, spilling])
+    finally:
+        COMPILING_TESTS.clear()
+        COMPILING_TESTS.update(known)
+        # Not for the table of this run.
+        del COMPILED[-3:]
 
 
 def norm_launch(width: int) -> Launch:

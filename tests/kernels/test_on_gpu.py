@@ -10,6 +10,7 @@ from rose_backend import kernels
 pytestmark = pytest.mark.gpu
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS, HEAD_SIZE = 16, 40, 2, 64
+OPTIONS = kernels.AttentionOptions(HEAD_SIZE**-0.5)
 
 
 def caches(device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +38,17 @@ def test_decode_with_padding_rows() -> None:
         lengths = torch.tensor([0, 15, 16, 100, -1], dtype=torch.int32, device=device)
         key, value = caches(device)
         out = torch.full_like(query, 7.0)
-        kernels.paged_decode(query, new_key, new_value, key, value, table, lengths, scale=0.125, out=out)
+        kernels.paged_decode(
+            query,
+            new_key,
+            new_value,
+            key,
+            value,
+            table,
+            lengths,
+            options=kernels.AttentionOptions(0.125),
+            out=out,
+        )
         return [out, key, value]
 
     assert_same(*on_both(run))
@@ -53,7 +64,16 @@ def test_prefill_in_chunks() -> None:
         key, value = caches(device)
         out = torch.empty_like(query)
         kernels.paged_prefill(
-            query, new_key, new_value, key, value, table, start, lengths, scale=0.125, out=out
+            query,
+            new_key,
+            new_value,
+            key,
+            value,
+            table,
+            start,
+            lengths,
+            options=kernels.AttentionOptions(0.125),
+            out=out,
         )
         return [out, key, value]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import paged_decode, plan_paged_decode, write_kv
+from rose_backend.kernels import AttentionOptions, paged_decode, plan_paged_decode, write_kv
 from rose_backend.kernels.reference import paged_decode as twin
 from tests.support.error_budget import assert_within_budget
 from tests.support.paged_inputs import (
@@ -16,6 +16,7 @@ from tests.support.paged_inputs import (
     PagedInputs,
     build_paged_inputs,
     expected_storage,
+    grouped,
     naive_attention,
     same_bits,
 )
@@ -37,9 +38,8 @@ def run(inputs: PagedInputs, *, stored_before: bool = False, **options: Any) -> 
         inputs.value_cache,
         inputs.block_table,
         inputs.num_computed_tokens,
-        scale=SCALE,
         out=out,
-        **options,
+        **grouped(scale=SCALE, **options),
     )
     assert returned is out
     return out
@@ -164,7 +164,11 @@ def test_many_chunks_give_the_same_as_one(window: int | None) -> None:
     one, many = build_paged_inputs(lengths), build_paged_inputs(lengths)
     expected = run(one, sliding_window=window)
     plan = plan_paged_decode(
-        many.block_table, many.num_computed_tokens, many.key_cache, sliding_window=window, chunk_bytes=4096
+        many.block_table,
+        many.num_computed_tokens,
+        many.key_cache,
+        options=AttentionOptions(SCALE, window),
+        chunk_bytes=4096,
     )
     assert len(plan.chunks) > 2
     actual = run(many, sliding_window=window, plan=plan)
@@ -178,7 +182,9 @@ def test_one_plan_serves_several_layers() -> None:
     moved = build_paged_inputs(LENGTHS, seed=1)
     for name in ("query", "new_key", "new_value"):
         setattr(moved, name, getattr(second, name))
-    plan = plan_paged_decode(first.block_table, first.num_computed_tokens, first.key_cache)
+    plan = plan_paged_decode(
+        first.block_table, first.num_computed_tokens, first.key_cache, options=AttentionOptions(SCALE)
+    )
     run(first, plan=plan)
     out = run(moved, plan=plan)
     assert torch.equal(slots, moved.slot_mapping)
@@ -228,7 +234,7 @@ def test_mismatches_are_named(change: dict[str, Any], message: str) -> None:
             inputs.value_cache,
             inputs.block_table,
             inputs.num_computed_tokens,
-            scale=SCALE,
+            options=AttentionOptions(SCALE),
             out=torch.zeros(2, 4, 16),
         )
 

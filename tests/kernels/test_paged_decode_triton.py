@@ -13,14 +13,15 @@ from rose_backend.errors import ShapeError
 from rose_backend.kernels.gpu import decode_tuning
 from rose_backend.kernels.gpu import paged_decode as gpu
 from rose_backend.kernels.gpu.decode_tuning import heads_per_program
-from rose_backend.kernels.paged_decode import check_gpu_tensors
-from rose_backend.kernels.reference.float8 import CACHE_DTYPE, from_cache, to_cache
+from rose_backend.kernels.paged_attention import check_gpu_tensors
+from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE, from_cache, to_cache
 from tests.support.error_budget import assert_within_budget
 from tests.support.interpreter import run_interpreted
 from tests.support.paged_inputs import (
     PagedInputs,
     build_paged_inputs,
     expected_storage,
+    grouped,
     naive_attention,
     same_bits,
 )
@@ -81,12 +82,9 @@ def launch(
             inputs.value_cache,
             inputs.block_table,
             inputs.num_computed_tokens,
-            scale=SCALE,
             out=out,
-            key_scale=inputs.key_scale,
-            value_scale=inputs.value_scale,
             tuning=tuning,
-            **options,
+            **grouped(scale=SCALE, key_scale=inputs.key_scale, value_scale=inputs.value_scale, **options),
         )
     finally:
         for name, module in modules.items():

@@ -9,14 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import paged_decode, plan_paged_decode
-from rose_backend.kernels.reference.float8 import CACHE_DTYPE, to_cache
+from rose_backend.kernels import AttentionOptions, paged_decode, plan_paged_decode
+from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE, to_cache
 from tests.support.error_budget import assert_within_budget
 from tests.support.paged_inputs import (
     CACHE_LAYOUTS,
     PagedInputs,
     build_paged_inputs,
     expected_storage,
+    grouped,
     naive_attention,
     same_bits,
 )
@@ -44,11 +45,8 @@ def run(
         inputs.value_cache,
         inputs.block_table,
         inputs.num_computed_tokens,
-        scale=SCALE,
         out=out,
-        key_scale=inputs.key_scale,
-        value_scale=inputs.value_scale,
-        **options,
+        **grouped(scale=SCALE, key_scale=inputs.key_scale, value_scale=inputs.value_scale, **options),
     )
     assert returned is out
     num_tokens = len(inputs.query)
@@ -146,8 +144,8 @@ def test_many_chunks_give_the_same_as_one() -> None:
         many.num_computed_tokens,
         many.key_cache,
         query_start_loc=many.query_start_loc,
+        options=AttentionOptions(SCALE, 11),
         max_query_len=4,
-        sliding_window=11,
         chunk_bytes=4096,
     )
     assert plan is not None and len(plan.chunks) > 2

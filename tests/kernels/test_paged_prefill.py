@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import paged_decode, paged_prefill, plan_paged_prefill, write_kv
+from rose_backend.kernels import AttentionOptions, paged_decode, paged_prefill, plan_paged_prefill, write_kv
 from rose_backend.kernels.reference import paged_prefill as twin
-from rose_backend.kernels.reference.float8 import CACHE_DTYPE
+from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE
 from tests.support.error_budget import assert_within_budget
 from tests.support.paged_inputs import (
     CACHE_LAYOUTS,
     PagedInputs,
     build_paged_inputs,
     expected_storage,
+    grouped,
     naive_attention,
     same_bits,
 )
@@ -49,11 +50,8 @@ def run(inputs: PagedInputs, *, stored_before: bool = False, **options: Any) -> 
         inputs.block_table,
         inputs.query_start_loc,
         inputs.num_computed_tokens,
-        scale=SCALE,
         out=out,
-        key_scale=inputs.key_scale,
-        value_scale=inputs.value_scale,
-        **options,
+        **grouped(scale=SCALE, key_scale=inputs.key_scale, value_scale=inputs.value_scale, **options),
     )
     assert returned is out
     return out
@@ -157,7 +155,7 @@ def test_single_tokens_equal_decode() -> None:
         decode.value_cache,
         decode.block_table,
         decode.num_computed_tokens,
-        scale=SCALE,
+        options=AttentionOptions(SCALE),
         out=torch.empty_like(decode.query),
     )
     torch.testing.assert_close(run(prefill), expected, rtol=0, atol=1e-6)
@@ -197,6 +195,7 @@ def test_one_plan_serves_several_calls() -> None:
         inputs.query_start_loc,
         inputs.num_computed_tokens,
         inputs.key_cache,
+        options=AttentionOptions(SCALE),
         num_step_tokens=inputs.query.shape[0],
     )
     assert same_bits(run(inputs, plan=plan), run(again, plan=plan))

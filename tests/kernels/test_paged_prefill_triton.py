@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from rose_backend.kernels import AttentionOptions
 from rose_backend.kernels.gpu import paged_prefill as gpu
 from rose_backend.kernels.gpu import store_chunk
-from rose_backend.kernels.reference.float8 import CACHE_DTYPE
-from tests.support.aot import CAPABILITIES, Launch, compile_launch, record_launches
+from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE
+from tests.support.aot import Launch, compile_launch, compiles, record_launches
 from tests.support.error_budget import assert_within_budget
 from tests.support.interpreter import run_interpreted
 from tests.support.paged_inputs import (
     PagedInputs,
     build_paged_inputs,
     expected_storage,
+    grouped,
     naive_attention,
     same_bits,
 )
@@ -38,10 +40,7 @@ def launch(inputs: PagedInputs, stored_before: bool, loops: str, options: dict[s
         inputs.block_table,
         inputs.query_start_loc,
         inputs.num_computed_tokens,
-        scale=options.pop("scale", SCALE),
         out=out,
-        key_scale=inputs.key_scale,
-        value_scale=inputs.value_scale,
         tuning=gpu.PrefillTuning(
             query_tile=4 if loops == "wide tiles" else 8,
             tile=8 if loops == "wide tiles" else 4,
@@ -50,7 +49,7 @@ def launch(inputs: PagedInputs, stored_before: bool, loops: str, options: dict[s
             by_descriptor=loops == "descriptors",
             split=loops not in ("one loop", "wide tiles"),
         ),
-        **options,
+        **grouped(**{"scale": SCALE, **options}, key_scale=inputs.key_scale, value_scale=inputs.value_scale),
     )
     assert returned is out
     return out
@@ -208,10 +207,9 @@ def record(
             ints[:4],
             ints[0, :5],
             ints[0, :4],
-            scale=1.0,
             out=torch.empty(query.shape, dtype=dtype),
             tuning=tuning,
-            **options,
+            **grouped(scale=1.0, **options),
         )
     return launches + attending
 
@@ -237,14 +235,14 @@ def test_tiles_suit_the_length_that_is_stated(
             rows,
             lengths,
             lengths[:64],
-            scale=1.0,
+            options=AttentionOptions(1.0),
             out=torch.empty(query.shape, dtype=FLOAT16),
             mean_query_len=mean_query_len,
         )
-    assert launches[0].arguments["DESCRIBED"] == by_descriptor
+    assert (launches[0].arguments["new_key_rows"] is not None) == by_descriptor
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@compiles("_paged_prefill_kernel")
 @pytest.mark.parametrize(
     ("heads", "head_size", "dtype"), [((12, 12), 64, FLOAT16), ((32, 8), 128, BFLOAT16)], ids=str
 )
@@ -253,8 +251,6 @@ def test_compiles_without_spills(
 ) -> None:
     (launch,) = record(heads, head_size, dtype, capability)
     resources = compile_launch(launch, capability)
-    print(f"sm_{capability} {heads} {head_size}: {resources.summary()}")
-    assert resources.spill_bytes == 0
     assert {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}[capability] in resources.ptx
     assert ("cp.async.bulk.tensor" in resources.ptx) == (capability >= 90)
 
@@ -263,11 +259,10 @@ def test_compiles_without_spills(
 def test_short_chunks_compile_without_spills(query_len: int) -> None:
     (launch,) = record((12, 12), 64, FLOAT16, 90, query_len=query_len)
     resources = compile_launch(launch, 90)
-    print(f"sm_90 {query_len} tokens: {resources.summary()}")
     assert resources.spill_bytes == 0
 
 
-@pytest.mark.parametrize("capability", [90, 100])
+@compiles("_paged_prefill_kernel", "_store_chunk_kernel", capabilities=(90, 100))
 def test_float8_compiles_without_spills(capability: int) -> None:
     scale = torch.ones(1)
     launches = record(
@@ -275,6 +270,4 @@ def test_float8_compiles_without_spills(capability: int) -> None:
     )
     assert len(launches) == 2
     for launch in launches:
-        resources = compile_launch(launch, capability)
-        assert resources.spill_bytes == 0
-        assert "e4m3x2" in resources.ptx
+        assert "e4m3x2" in compile_launch(launch, capability).ptx

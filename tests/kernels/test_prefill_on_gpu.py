@@ -194,10 +194,8 @@ def test_runs_give_the_same_bits(shape: Shape, cache: dict[str, Any]) -> None:
             step.block_table,
             step.query_start_loc,
             lengths,
-            scale=step.scale,
+            options=step.options(),
             out=out,
-            key_scale=step.key_scale,
-            value_scale=step.value_scale,
         )
         differences += (out.view(torch.int16) != first.view(torch.int16)).sum()
     assert int(differences) == 0
@@ -246,7 +244,12 @@ def test_write_kv(cache: dict[str, Any]) -> None:
 def test_no_plan_is_made() -> None:
     step = make_step([40])
     plan = plan_paged_prefill(
-        step.block_table, step.query_start_loc, step.num_computed_tokens, step.key_cache, num_step_tokens=1
+        step.block_table,
+        step.query_start_loc,
+        step.num_computed_tokens,
+        step.key_cache,
+        options=step.options(),
+        num_step_tokens=1,
     )
     assert plan is None
 

@@ -212,7 +212,7 @@ def test_unfiltered_rows_draw_the_same_across_tiles(monkeypatch: pytest.MonkeyPa
     logits = torch.randn(50, 101, generator=torch.Generator().manual_seed(0))
     params = make_params(50)
     expected = sample(logits, params).token_ids
-    monkeypatch.setattr(twin, "RACE_TILE", 300)
+    monkeypatch.setattr(twin, "NOISE_TILE", 300)
     assert torch.equal(sample(logits, params).token_ids, expected)
 
 

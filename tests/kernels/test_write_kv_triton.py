@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rose_backend.kernels.gpu import write_kv as gpu
-from rose_backend.kernels.reference.float8 import CACHE_DTYPE
-from tests.support.aot import CAPABILITIES, compile_launch, record_launches
+from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE
+from tests.support.aot import compile_launch, compiles, record_launches
 from tests.support.interpreter import run_interpreted
 from tests.support.paged_inputs import (
     CACHE_LAYOUTS,
@@ -61,25 +61,14 @@ def test_nothing_to_do(lengths: list[int]) -> None:
     assert same_bits(inputs.storage, before)
 
 
-@pytest.mark.parametrize(
-    ("capability", "cache_dtype"), [*((c, torch.float16) for c in CAPABILITIES), (90, CACHE_DTYPE)], ids=str
-)
-def test_compiles_without_spills(capability: int, cache_dtype: torch.dtype) -> None:
-    new = torch.empty(64, 12, 64, dtype=torch.float16)
-    cache = torch.empty(4, 16, 12, 64, dtype=cache_dtype)
-    scale = None if cache_dtype == torch.float16 else torch.ones(1)
-    with record_launches(gpu, "_write_kv_kernel") as launches:
-        gpu.write_kv(
-            new,
-            new,
-            cache,
-            cache,
-            torch.empty(64, dtype=torch.int64),
-            key_scale=scale,
-            value_scale=scale,
-        )
-    resources = compile_launch(launches[0], capability)
-    print(f"sm_{capability}: {resources.summary()}")
-    assert resources.spill_bytes == 0
-    wide = "st.global.v4" if cache_dtype == torch.float16 else "st.global.v2"
-    assert wide in resources.ptx, "the stores are not 8 elements wide"
+@compiles("_write_kv_kernel")
+def test_compiles_without_spills(capability: int) -> None:
+    new, slots = torch.empty(64, 12, 64, dtype=torch.float16), torch.empty(64, dtype=torch.int64)
+    caches = [(torch.empty(4, 16, 12, 64, dtype=torch.float16), None, "st.global.v4")]
+    if capability >= 90:
+        caches.append((torch.empty(4, 16, 12, 64, dtype=CACHE_DTYPE), torch.ones(1), "st.global.v2"))
+    for cache, scale, wide_store in caches:
+        with record_launches(gpu, "_write_kv_kernel") as launches:
+            gpu.write_kv(new, new, cache, cache, slots, key_scale=scale, value_scale=scale)
+        resources = compile_launch(launches[0], capability)
+        assert wide_store in resources.ptx, "the stores are not 8 elements wide"

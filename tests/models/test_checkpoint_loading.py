@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rose_backend.errors import ModelError
-from rose_backend.models import gpt2_checkpoint
-from rose_backend.models.gpt2 import GPT2
+from rose_backend.models.base import CausalLM
+from rose_backend.models.config import choose_dtype
 from rose_backend.models.registry import load_model
-from rose_backend.models.weight_loading import resolve_model_path
+from rose_backend.models.weights import resolve_model_path
 from tests.support.tiny_checkpoint import write_random_gpt2
 
 
@@ -50,28 +50,30 @@ def error_of(checkpoint: Path | str) -> str:
     return message
 
 
-def same_weights(left: GPT2, right: GPT2) -> bool:
+def same_weights(left: CausalLM, right: CausalLM) -> bool:
     pairs = [
         (left.weights.token_embedding, right.weights.token_embedding),
-        (left.weights.lm_head, right.weights.lm_head),
-        (left.weights.layers[0].qkv_weight, right.weights.layers[0].qkv_weight),
-        (left.weights.final_norm_bias, right.weights.final_norm_bias),
+        (left.weights.padded_lm_head, right.weights.padded_lm_head),
+        (left.weights.layers[0].qkv.weight, right.weights.layers[0].qkv.weight),
+        (left.weights.final_norm.bias, right.weights.final_norm.bias),
     ]
     return all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_sizes_and_types(checkpoint: Path) -> None:
     config = load_model(checkpoint).config
-    assert (config.vocab_size, config.n_layer, config.n_head, config.head_size) == (300, 1, 2, 16)
-    assert (config.n_embd, config.n_inner, config.n_positions, config.eos_token_id) == (32, 128, 32, 0)
+    assert (config.vocab_size, config.num_layers, config.head_size) == (300, 1, 16)
+    assert (config.num_attention_heads, config.num_kv_heads) == (2, 2)
+    assert (config.hidden_size, config.intermediate_size, config.max_position_embeddings) == (32, 128, 32)
+    assert (config.eos_token_ids, config.norm_eps, config.activation_width) == ((0,), 1e-5, 11 * 32)
     assert (config.dtype, config.device.type) == (torch.float32, "cpu")
 
 
 def test_auto_dtype_on_cpu_is_float32(checkpoint: Path) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     save_file({name: tensor.half() for name, tensor in tensors.items()}, checkpoint / "model.safetensors")
-    assert load_model(checkpoint).weights.layers[0].fc_weight.dtype == torch.float32
-    assert load_model(checkpoint, dtype="float16").weights.layers[0].fc_weight.dtype == torch.float16
+    assert load_model(checkpoint).weights.layers[0].mlp_in.weight.dtype == torch.float32
+    assert load_model(checkpoint, dtype="float16").weights.layers[0].mlp_in.weight.dtype == torch.float16
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_auto_dtype_on_a_gpu_is_that_of_vllm(
     monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, capability: tuple[int, int], expected: torch.dtype
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert gpt2_checkpoint._choose_dtype("auto", "cuda", stored) is expected
+    assert choose_dtype("auto", "cuda", stored) is expected
 
 
 def test_names_without_prefix(checkpoint: Path) -> None:
@@ -116,11 +118,11 @@ def test_several_files_with_an_index(checkpoint: Path) -> None:
 
 def test_tied_head_is_the_embedding(checkpoint: Path) -> None:
     weights = load_model(checkpoint).weights
-    assert weights.lm_head.data_ptr() == weights.token_embedding.data_ptr()
+    assert weights.padded_lm_head.data_ptr() == weights.token_embedding.data_ptr()
     embedding = load_file(checkpoint / "model.safetensors")["transformer.wte.weight"]
     change_tensors(checkpoint, {"lm_head.weight": embedding.clone()})
     weights = load_model(checkpoint).weights
-    assert weights.lm_head.data_ptr() == weights.token_embedding.data_ptr()
+    assert weights.padded_lm_head.data_ptr() == weights.token_embedding.data_ptr()
     change_tensors(checkpoint, {"lm_head.weight": embedding + 1})
     assert "lm_head.weight differs from wte.weight" in error_of(checkpoint)
 
@@ -130,10 +132,18 @@ def test_untied_head(tmp_path: Path) -> None:
     checkpoint = write_random_gpt2(tmp_path / "untied", tie_word_embeddings=False, **sizes)
     stored = load_file(checkpoint / "model.safetensors")
     weights = load_model(checkpoint).weights
-    assert torch.equal(weights.lm_head, stored["lm_head.weight"])
-    assert not torch.equal(weights.lm_head, weights.token_embedding)
+    assert weights.padded_lm_head.shape == (320, 32) and not weights.padded_lm_head[300:].any()
+    assert torch.equal(weights.padded_lm_head[:300], stored["lm_head.weight"])
+    assert not torch.equal(weights.padded_lm_head[:300], weights.token_embedding)
     change_tensors(checkpoint, {"lm_head.weight": None})
     assert "tensor 'lm_head.weight' is missing" in error_of(checkpoint)
+
+
+def test_several_end_tokens(checkpoint: Path) -> None:
+    change_config(checkpoint, eos_token_id=[7, 9])
+    assert load_model(checkpoint).config.eos_token_ids == (7, 9)
+    change_config(checkpoint, eos_token_id=None)
+    assert load_model(checkpoint).config.eos_token_ids == ()
 
 
 @pytest.mark.parametrize(
@@ -154,7 +164,7 @@ def test_untied_head(tmp_path: Path) -> None:
         ({"n_layer": 0}, "n_layer must be a positive integer, got 0"),
         ({"n_layer": 2}, "tensor 'transformer.h.1.ln_1.weight' is missing"),
         ({"vocab_size": 301}, "tensor 'transformer.wte.weight' has shape [300, 32], expected [301, 32]"),
-        ({"eos_token_id": "end"}, "eos_token_id must be one integer, got 'end'"),
+        ({"eos_token_id": "end"}, "eos_token_id must be one integer, or a list of them, got 'end'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -234,7 +244,7 @@ def test_hub_id_is_found_in_the_cache(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     _go_offline(monkeypatch)
     assert resolve_model_path("someone/tiny").resolve() == snapshot.resolve()
-    assert load_model("someone/tiny").config.n_embd == 32
+    assert load_model("someone/tiny").config.hidden_size == 32
 
 
 def _go_offline(monkeypatch: pytest.MonkeyPatch) -> None:

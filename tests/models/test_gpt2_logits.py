@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rose_backend.config import Switches
-from rose_backend.engine.start_up import storage_bytes
-from rose_backend.models.attention_metadata import AttentionMetadata
+from rose_backend.engine.startup.load import storage_bytes
+from rose_backend.layers.attention import AttentionMetadata
 from rose_backend.models.gpt2 import GPT2
 from rose_backend.models.registry import load_model
 from tests.support.tiny_checkpoint import write_random_gpt2
@@ -46,10 +46,10 @@ class Sequences:
         self.token_ids = token_ids
         self.num_computed = [0] * len(token_ids)
         config = model.config
-        width = -(-config.n_positions // BLOCK_SIZE)
+        width = -(-config.max_position_embeddings // BLOCK_SIZE)
         num_blocks = width * len(token_ids) + 1
         self.kv_cache = torch.full(
-            (config.n_layer, 2, num_blocks, BLOCK_SIZE, config.n_head, config.head_size), float("nan")
+            (config.num_layers, 2, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_size), float("nan")
         )
         blocks = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1
         self.block_table = blocks.view(len(token_ids), width).to(torch.int32)
@@ -115,10 +115,11 @@ def test_logits_of_chunks_and_decodes(switched_model: GPT2, reference: torch.nn.
 def test_the_way_for_few_decodes_agrees(checkpoint: Path, reference: torch.nn.Module) -> None:
     # Taken by itself on a GPU only.
     model = load_model(checkpoint)
+    assert isinstance(model, GPT2)
     num_bytes = storage_bytes(model.weights)
     model.pack_for_small_batches()
     # No matrix is there twice; a packed layer has vectors of its own.
-    assert storage_bytes(vars(model)) < 1.02 * num_bytes
+    assert storage_bytes(model.weights) < 1.02 * num_bytes
     tokens = [random_tokens(30, seed=1), random_tokens(21, seed=2), random_tokens(17, seed=3)]
     sequences = Sequences(model, tokens)
     sequences.step([20, 16, 1])
@@ -171,7 +172,7 @@ def test_last_tokens_alone(switched_model: GPT2) -> None:
     actual = model.forward(
         input_ids, torch.cat(spans), lean.kv_cache, replace(metadata, last_tokens_only=True)
     )
-    assert actual.shape == (5, model.config.n_embd)
+    assert actual.shape == (5, model.config.hidden_size)
     torch.testing.assert_close(actual[:3], expected[[19, 20, 53]], rtol=0, atol=1e-5)
     torch.testing.assert_close(lean.kv_cache, plain.kv_cache, rtol=0, atol=0, equal_nan=True)
     nothing = replace(metadata, query_start_loc=torch.zeros(3, dtype=torch.int32), last_tokens_only=True)
@@ -179,7 +180,7 @@ def test_last_tokens_alone(switched_model: GPT2) -> None:
     hidden = model.forward(
         input_ids, torch.cat(spans), lean.kv_cache, replace(nothing, block_table=lean.block_table[:2])
     )
-    assert hidden.shape == (2, model.config.n_embd)
+    assert hidden.shape == (2, model.config.hidden_size)
 
 
 def test_padding_rows_change_nothing(model: GPT2) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from rose_backend import kernels
-from rose_backend.kernels.advance_rows import advance_rows
-from rose_backend.kernels.embed_tokens import embed_tokens
+from rose_backend.kernels import advance_rows, embed_tokens
 from rose_backend.kernels.sampling_tensors import SamplingTensors
 from tests.kernels.test_sample import make_params, random_case
 from tests.support.paged_inputs import PagedInputs, build_paged_inputs
@@ -56,21 +55,26 @@ def attention(
             "value_cache": inputs.value_cache,
             "block_table": inputs.block_table,
             "num_computed_tokens": inputs.num_computed_tokens,
-            "scale": inputs.query.shape[-1] ** -0.5,
             "out": out,
-            "key_scale": inputs.key_scale,
-            "value_scale": inputs.value_scale,
         }
+        options = kernels.AttentionOptions(
+            inputs.query.shape[-1] ** -0.5, key_scale=inputs.key_scale, value_scale=inputs.value_scale
+        )
         if masked:
             per_head = torch.linspace(-1, 1, inputs.query.shape[1]).to(device)
-            arguments |= {"sinks": per_head, "alibi_slopes": per_head.abs() / 8}
-            arguments |= {"sliding_window": 133, "logits_soft_cap": 2.0}
+            options = replace(
+                options,
+                sinks=per_head,
+                alibi_slopes=per_head.abs() / 8,
+                sliding_window=133,
+                logits_soft_cap=2.0,
+            )
         if query_lens is not None:
             arguments["query_start_loc"] = inputs.query_start_loc
         if prefill:
-            kernels.paged_prefill(**arguments)
+            kernels.paged_prefill(**arguments, options=options)
         else:
-            kernels.paged_decode(**arguments, max_query_len=max(query_lens or [1]))
+            kernels.paged_decode(**arguments, options=options, max_query_len=max(query_lens or [1]))
         return [out, inputs.storage]
 
     return run
@@ -98,7 +102,7 @@ def overlapped_decode(lengths: list[int]) -> Case:
             inputs.value_cache,
             inputs.block_table,
             inputs.num_computed_tokens,
-            scale=0.125,
+            options=kernels.AttentionOptions(0.125),
             out=out,
             overlap=True,
         )

@@ -1,8 +1,10 @@
-"""One server for most tests, and the engine whose answers it must give."""
+"""Two servers for most tests, with the engine in this process and in its own, and the engine to compare them with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,21 +37,33 @@ def chat_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session", params=[False, True], ids=["one-process", "two-processes"])
-def shared_server(
-    request: pytest.FixtureRequest, tiny_model_path: Path, chat_template: Path
+@pytest.fixture(scope="session")
+def shared_servers(tiny_model_path: Path, chat_template: Path) -> Iterator[Callable[[bool], LiveServer]]:
+    """Return a function that starts a server with a chat template, once with its engine in this process and once not.
+
+    Not a parametrized fixture, which would be closed and started again whenever the parameter changes.
+    """
+    with ExitStack() as stack:
+
+        @cache
+        def start(frontend_multiprocessing: bool) -> LiveServer:
+            settings = {
+                "chat_template": str(chat_template),
+                "frontend_multiprocessing": frontend_multiprocessing,
+            }
+            return stack.enter_context(running_server(tiny_model_path, settings))
+
+        yield start
+
+
+@pytest.fixture(params=[False, True], ids=["one-process", "two-processes"])
+def server(
+    request: pytest.FixtureRequest, shared_servers: Callable[[bool], LiveServer]
 ) -> Iterator[LiveServer]:
-    """Return a server with a chat template, its engine in this process or in its own."""
-    settings = {"chat_template": str(chat_template), "frontend_multiprocessing": request.param}
-    with running_server(tiny_model_path, settings) as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared_server: LiveServer) -> Iterator[LiveServer]:
-    """Return the shared server; fails the test that leaves anything behind in it."""
-    yield shared_server
-    shared_server.wait_until_idle()
+    """Return the shared server of each kind; fails the test that leaves anything behind in it."""
+    server = shared_servers(request.param)
+    yield server
+    server.wait_until_idle()
 
 
 @pytest.fixture(scope="session")

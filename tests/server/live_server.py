@@ -17,12 +17,11 @@ import openai
 import uvloop
 
 from rose_backend import EngineConfig
+from rose_backend.engine.async_engine import AsyncEngine
 from rose_backend.engine.core import EngineCore
-from rose_backend.engine.engine_stats import EngineLoad
+from rose_backend.engine.engine_stats import Counters, EngineLoad
 from rose_backend.server.chat_template import ChatTemplate
 from rose_backend.server.engine_client import EngineClient
-from rose_backend.server.engine_messages import Counters
-from rose_backend.server.inproc_engine import InprocEngine
 from rose_backend.server.serve import bind, make_engine, make_server
 from rose_backend.server.service import Service
 from rose_backend.server.settings import ServerSettings
@@ -83,7 +82,7 @@ class LiveServer:
     @property
     def core(self) -> EngineCore:
         """The engine itself, where it runs in this process."""
-        assert isinstance(self.engine, InprocEngine)
+        assert isinstance(self.engine, AsyncEngine)
         return self.engine._core
 
     def counters(self) -> Counters:
@@ -94,7 +93,7 @@ class LiveServer:
         """Return when no request is left, and check that none has left anything behind."""
         wait_until(lambda: not self.service.num_active_requests and not self._num_unfinished())
         assert not self.service.engine_request_ids
-        if isinstance(self.engine, InprocEngine):
+        if isinstance(self.engine, AsyncEngine):
             self.core.check_integrity()
         else:
             # The engine hears of a stop string when the answer is on its way.
@@ -107,7 +106,9 @@ class LiveServer:
     def _num_unfinished(self) -> int:
         if isinstance(self.engine, EngineClient):
             return len(self.engine._streams)
-        return self.core.num_unfinished
+        assert isinstance(self.engine, AsyncEngine)
+        with self.engine._lock:  # a request is either in the inbox or in the core
+            return len(self.engine._inbox) + self.core.num_unfinished
 
     def signal(self) -> None:
         """Do what the handler of SIGTERM does."""

@@ -1,4 +1,4 @@
-"""Parts of a body are counted, and numbers that are too large refused, before anything is done with the parts."""
+"""Values of a body are counted, and too many of them refused, before any of them is processed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from rose_backend.errors import RequestError
 from rose_backend.server import body_parts, direct_routes
 from rose_backend.server.body_parts import BodyParts, as_utf8, check_body_parts, count_body_parts
-from rose_backend.server.prompts import read_prompts, read_token_ids
+from rose_backend.server.generation_routes import read_prompts
+from rose_backend.server.operation_routes import read_token_ids
 from rose_backend.server.settings import MAX_BODY_FIELDS, MAX_BODY_LISTS
 from tests.server.live_server import LiveServer, error_of
 
@@ -70,7 +71,7 @@ def test_too_many_parts_are_refused_before_they_are_parsed(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, content: bytes, what: str
 ) -> None:
     def parse(*_: object) -> None:
-        raise AssertionError("it takes as long as parsing does")
+        raise AssertionError("the body is parsed")
 
     monkeypatch.setattr(direct_routes, "parse_body", parse)
     for path in direct_routes_of(server):
@@ -107,10 +108,10 @@ def test_unknown_fields_are_counted_before_they_are_checked(
 
 
 class Untouchable(list[Any]):
-    """Says how long it is, and lets nobody look at more than its first element."""
+    """A list that gives its length and first element, and fails when it is iterated over."""
 
     def __iter__(self) -> Any:
-        raise AssertionError("each of the elements is looked at")
+        raise AssertionError("the elements are iterated over")
 
 
 def test_lengths_come_before_elements(server: LiveServer) -> None:

@@ -79,7 +79,7 @@ def test_both_names_of_the_limit(server: LiveServer, name: str) -> None:
 def test_no_limit_fills_the_window(server: LiveServer) -> None:
     message = {"role": "user", "content": "rose " * 300}
     answer = post(server, messages=[message], temperature=0, ignore_eos=True).json()
-    assert answer["usage"]["total_tokens"] == server.engine.max_model_len
+    assert answer["usage"]["total_tokens"] == server.engine.input_processor.max_model_len
 
 
 def test_logprobs_are_the_engines(server: LiveServer, llm: LLM) -> None:

@@ -13,10 +13,10 @@ from starlette.types import Message
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.engine.outputs import CompletionOutput, FinishReason, RequestOutput
-from rose_backend.server.answers import AnswerHead, CompletionAnswer
+from rose_backend.server.answers import AnswerOptions, CompletionAnswer
 from rose_backend.server.generation import PromptOutput
 from rose_backend.server.generation_routes import _send_events
-from rose_backend.server.request_record import RequestRecord
+from rose_backend.server.service import RequestRecord
 from tests.server.live_server import MODEL, LiveServer
 
 PROMPT = "Once upon a time"
@@ -187,7 +187,7 @@ def test_many_streams_at_once(server: LiveServer, llm: LLM) -> None:
 
 
 def test_tokens_without_text_are_events() -> None:
-    answer = CompletionAnswer(AnswerHead("cmpl-1", 0, "m"), n=1)
+    answer = CompletionAnswer(AnswerOptions("cmpl-1", 0, "m"))
 
     def events(token_ids: list[int], new_text: str) -> list[bytes]:
         output = RequestOutput(
@@ -216,7 +216,7 @@ def test_the_last_events_and_the_end_are_one_message() -> None:
         yield output(2)
         yield output(3)
 
-    answer = CompletionAnswer(AnswerHead("cmpl-1", 0, "m"), n=1, include_usage=True)
+    answer = CompletionAnswer(AnswerOptions("cmpl-1", 0, "m", include_usage=True))
     asyncio.run(_send_events(output(1), outputs(), answer, RequestRecord("r", "/v1/completions"), 1, send))
     assert [message["more_body"] for message in sent] == [True, True, False]
     *_, last, usage, done, rest = sent[-1]["body"].split(b"\n\n")

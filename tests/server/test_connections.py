@@ -1,4 +1,4 @@
-"""What a connection may send before anybody has looked at a key: bytes, headers, time, other connections."""
+"""Limits that hold before the API key is checked: bytes, headers, time, number of connections."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_number_of_connections(limited: LiveServer, monkeypatch: pytest.MonkeyPa
     wait_until(lambda: len(state.connections) == 3)
     for max_lingering in (connection_module.MAX_LINGERING, 0):
         monkeypatch.setattr(connection_module, "MAX_LINGERING", max_lingering)
-        # More than once: those that are refused take nobody's place.
+        # More than once: refused connections do not count.
         for _ in range(2):
             with connect(limited) as connection:
                 answer = read_all(connection)
@@ -360,13 +360,13 @@ def test_a_request_in_advance_has_a_small_body() -> None:
     asyncio.run(play())
 
 
-def test_whoever_is_answered_learns_that_the_client_has_left() -> None:
+def test_the_request_that_is_being_answered_sees_the_disconnect() -> None:
     async def play() -> None:
         scene = Scene()
         scene.connection.data_received((GET + b"\r\n") * 2)
         first, second = scene.connection._running, scene.connection.cycle
         assert first is not None and first is not second
-        assert not scene.connection.flow.read_paused, "or nobody would see it leave"
+        assert not scene.connection.flow.read_paused, "a disconnect would not be seen"
         scene.connection.connection_lost(None)
         assert first.disconnected and await first.receive() == {"type": "http.disconnect"}
         assert not scene.connection.pipeline
@@ -376,7 +376,7 @@ def test_whoever_is_answered_learns_that_the_client_has_left() -> None:
     asyncio.run(play())
 
 
-def test_nobody_is_told_to_go_on_behind_a_refusal() -> None:
+def test_no_100_continue_is_sent_after_a_refusal() -> None:
     async def play() -> None:
         scene = Scene()
         head = b"Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -1,4 +1,4 @@
-"""Routes that pass FastAPI by answer what it would."""
+"""Routes that bypass FastAPI give its answers, and admit a few new requests per turn of the event loop."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from starlette.types import Message
 
 from rose_backend.server import generation_routes, operation_routes
 from rose_backend.server.app import build_app
-from rose_backend.server.direct_routes import DirectRoutes
-from rose_backend.server.turnstile import Turnstile
+from rose_backend.server.direct_routes import MAX_PER_TURN, DirectRoutes, RequestThrottle
 from tests.server.live_server import LiveServer
+from tests.support.patience import HANG_S
+
+NUM_REQUESTS = 5 * MAX_PER_TURN + 1
 
 BODIES = [
     b"",
@@ -104,16 +106,16 @@ def test_a_body_that_breaks_off_is_not_answered(server: LiveServer, path: str) -
     assert b"body: the connection was closed before it was complete" in sent[1]["body"]
 
 
-def test_requests_pass_the_turnstile(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_pass_the_request_throttle(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     num_passed = 0
-    pass_through = Turnstile.pass_through
+    pass_through = RequestThrottle.pass_through
 
-    async def count(self: Turnstile) -> None:
+    async def count(self: RequestThrottle) -> None:
         nonlocal num_passed
         num_passed += 1
         await pass_through(self)
 
-    monkeypatch.setattr(Turnstile, "pass_through", count)
+    monkeypatch.setattr(RequestThrottle, "pass_through", count)
     for stream in (False, True):
         assert server.complete(prompt="a", max_tokens=2, stream=stream).status_code == 200
     assert num_passed == 2
@@ -124,3 +126,44 @@ def test_other_methods_and_the_schema_are_fastapis(server: LiveServer) -> None:
         answer = server.http.get(path)
         assert answer.status_code == 405 and answer.headers["allow"] == "POST"
         assert "requestBody" in server.http.get("/openapi.json").json()["paths"][path]["post"]
+
+
+def test_a_burst_is_spread_over_turns() -> None:
+    async def play() -> None:
+        request_throttle = RequestThrottle()
+        passed: list[tuple[int, int]] = []
+        turn = 0
+
+        async def request(number: int) -> None:
+            await request_throttle.pass_through()
+            passed.append((turn, number))
+
+        # Twice: it becomes idle in between, and starts again.
+        for _ in range(2):
+            passed.clear()
+            tasks = [asyncio.create_task(request(number)) for number in range(NUM_REQUESTS)]
+            while not all(task.done() for task in tasks):
+                await asyncio.sleep(0)
+                turn += 1
+            turns = [at for at, _ in passed]
+            assert [number for _, number in passed] == list(range(NUM_REQUESTS))
+            assert max(map(turns.count, turns)) <= MAX_PER_TURN
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert not request_throttle._is_turning, "an idle server does nothing"
+
+    asyncio.run(play())
+
+
+def test_a_cancelled_request_does_not_hold_up_others() -> None:
+    async def play() -> None:
+        request_throttle = RequestThrottle()
+        tasks = [asyncio.create_task(request_throttle.pass_through()) for _ in range(NUM_REQUESTS)]
+        await asyncio.sleep(0)
+        given_up = tasks[MAX_PER_TURN : 3 * MAX_PER_TURN]
+        for task in given_up:
+            task.cancel()
+        ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), HANG_S)
+        assert sum(isinstance(end, asyncio.CancelledError) for end in ends) == len(given_up)
+
+    asyncio.run(play())

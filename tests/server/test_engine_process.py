@@ -1,4 +1,4 @@
-"""The engine in a process of its own: whichever of the two ends, however it does, nobody hangs and nothing stays."""
+"""The engine in a process of its own: whichever process ends, and however, no request hangs and no process is left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -25,22 +24,14 @@ from rose_backend.server import engine_client, engine_process, serve
 from rose_backend.server import engine_messages as messages
 from rose_backend.server.engine_client import EngineClient
 from rose_backend.server.engine_messages import HEADER, decode, encode, read_message
-from rose_backend.server.engine_process import EngineProcess, Outgoing
+from rose_backend.server.engine_process import EngineProcess, UpdateBuilder
 from rose_backend.server.remote_stream import RemoteStream
 from tests.server.live_server import LONG, LiveServer, error_of, running_server, sent, wait_until
 from tests.server.test_lifecycle import long_stream
-from tests.server.test_serve_command import serving
+from tests.server.test_serve_command import is_alive
 from tests.support.patience import HANG_S
 
 TWO = {"frontend_multiprocessing": True}
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs; one that nobody has waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def engine_process_of(server: LiveServer) -> int:
@@ -93,22 +84,6 @@ def test_draining_aborts_and_kills_what_takes_too_long(
         assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
         server.join()
         assert not server.server.engine_has_died and not is_alive(pid)
-
-
-def test_the_engine_ends_with_the_process_that_serves(tiny_model_path: Path, tmp_path: Path) -> None:
-    address = tmp_path / "socket"
-    options = ("--uds", str(address), "--num-blocks", "100")
-    with serving(tmp_path / "log", str(tiny_model_path), *options) as process:
-        (child,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
-        # What stops a service may signal all its processes: the engine goes on for as long as it is needed.
-        os.kill(child, signal.SIGTERM)
-        transport = httpx.HTTPTransport(uds=str(address))
-        with httpx.Client(transport=transport, base_url="http://rose", timeout=HANG_S) as client:
-            answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 20})
-        assert answer.status_code == 200
-        process.kill()
-        process.wait()
-        wait_until(lambda: not is_alive(child))
 
 
 @pytest.mark.parametrize(
@@ -165,12 +140,12 @@ def test_a_step_that_fails(engine_in_a_thread: tuple[EngineProcess, socket.socke
         engine.run()
     with ours.makefile("rb") as stream:
         seen = [read_message(stream)]
-        while not isinstance(seen[-1], messages.Dead):
+        while not isinstance(seen[-1], messages.EngineDied):
             seen.append(read_message(stream))
     assert isinstance(seen[0], messages.Ready) and "fell off the bus" in seen[-1].message
 
 
-def test_an_unseen_round_holds_the_next_ones_back(
+def test_batches_without_ack_hold_later_ones_back(
     engine_in_a_thread: tuple[EngineProcess, socket.socket],
 ) -> None:
     engine, ours = engine_in_a_thread
@@ -185,15 +160,15 @@ def test_an_unseen_round_holds_the_next_ones_back(
             received.append(read_message(stream))
         ours.sendall(encode(messages.Stop()))
     stepper.join()
-    rounds = [message for message in received if isinstance(message, messages.Round)]
-    # Two that nobody has said to have seen, and the last output, which never waits.
-    assert len(rounds) == 3
-    assert sum(len(piece[2]) for each in rounds for update in each.updates for piece in update[3]) == 200
+    batches = [message for message in received if isinstance(message, messages.OutputBatch)]
+    # Two that were not acknowledged, and the last output, which never waits.
+    assert len(batches) == 3
+    assert sum(len(piece[2]) for each in batches for update in each.updates for piece in update[3]) == 200
 
 
 def is_last(message: object) -> bool:
     """Return whether a message ends a request."""
-    return isinstance(message, messages.Round) and any(update[2] for update in message.updates)
+    return isinstance(message, messages.OutputBatch) and any(update[2] for update in message.updates)
 
 
 def make_outputs(rng: np.random.Generator) -> list[RequestOutput]:
@@ -230,8 +205,8 @@ def make_outputs(rng: np.random.Generator) -> list[RequestOutput]:
 def test_streams_are_put_together_again(seed: int) -> None:
     rng = np.random.default_rng(seed)
     outputs = make_outputs(rng)
-    updates = [decode(encode(update)[HEADER.size :]) for update in map(Outgoing(5).update, outputs)]
-    pieces = [messages.Piece(*fields) for update in updates for fields in update[3]]
+    updates = [decode(encode(update)[HEADER.size :]) for update in map(UpdateBuilder(5).update, outputs)]
+    pieces = [messages.CompletionDelta(*fields) for update in updates for fields in update[3]]
     ended = [piece.completion for piece in pieces if piece.finish_reason is not None]
     assert sorted(ended) == list(range(len(outputs[-1].outputs))), "each ends once"
 
@@ -245,7 +220,7 @@ def test_streams_are_put_together_again(seed: int) -> None:
             if not output.finished and rng.random() < 0.5:
                 continue
             got.append((await stream.get(), output))
-        # Looked at when all have been taken: none may change behind its caller's back.
+        # Compared when all have been taken: no output may change after it was returned.
         for mine, output in got:
             for completion in mine.outputs:
                 texts[completion.index] += completion.delta_text

@@ -10,11 +10,11 @@ import schemathesis
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 
-from rose_backend.server.gate import GENERATING_ROUTES
+from rose_backend.server.middleware import GENERATING_ROUTES
 from tests.server.live_server import running_server
 from tests.support.patience import HANG_S
 
-NUM_EXAMPLES = 20
+NUM_EXAMPLES = 12
 # What the server answers must be as it says. Whether a request is allowed cannot be told from the schema alone.
 CHECK_NAMES = (
     "not_a_server_error",

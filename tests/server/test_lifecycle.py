@@ -1,4 +1,4 @@
-"""Clients that leave, queues that fill up, engines that die, and the end: nobody hangs, nothing is left behind."""
+"""Disconnects, full queues, failed engines and shutdown: no request hangs, and nothing is left behind."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 
 from rose_backend import __version__
 from rose_backend.block_view.metrics import parse_metrics
-from rose_backend.server import operation_routes, prompts
+from rose_backend.server import generation_routes, operation_routes
 from tests.server.live_server import (
     MODEL,
     LiveServer,
@@ -77,7 +77,7 @@ def test_the_pages_of_the_documentation_come_from_here(server: LiveServer) -> No
 def test_tokens_there_and_back(server: LiveServer) -> None:
     text = "Once upon a time, 薔薇"
     answer = server.http.post("/tokenize", json={"prompt": text}).json()
-    assert answer["tokens"] == server.engine.tokenizer.encode(text)
+    assert answer["tokens"] == server.engine.input_processor.tokenizer.encode(text)
     assert answer["count"] == len(answer["tokens"]) and answer["max_model_len"] == 1024
     assert server.http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
 
@@ -103,13 +103,13 @@ def test_bad_tokens(server: LiveServer, path: str, body: dict[str, object], para
 
 
 def test_ids_without_a_token_leave_nothing_behind(server: LiveServer) -> None:
-    decoder = server.engine.tokenizer.byte_level(skip_special_tokens=False)
+    decoder = server.engine.input_processor.tokenizer.byte_level(skip_special_tokens=False)
     assert decoder is not None
     decoder.prepare()
     num_known = len(decoder._bytes_of)
     for first in range(0, 100_000, 1000):
         answer = server.http.post("/detokenize", json={"tokens": list(range(first, first + 1000))})
-        assert (answer.status_code == 200) == (first + 1000 <= server.engine.vocab_size)
+        assert (answer.status_code == 200) == (first + 1000 <= server.engine.input_processor.vocab_size)
     assert "tokens.0: got 99000, allowed are integers from 0 to 2559" in error_of(answer)["message"]
     answer = server.http.post("/detokenize", json={"tokens": [1] * 1024})
     assert answer.status_code == 200 and answer.json()["prompt"]
@@ -131,9 +131,9 @@ def test_long_work_leaves_the_event_loop(
             names.add(threading.current_thread().name)
             return [70] * 30 if path == "/tokenize" else "text"
 
-        monkeypatch.setattr(prompts, "_MAX_INLINE_LENGTH", limit)
-        monkeypatch.setattr(server.engine.tokenizer, "encode", note)
-        monkeypatch.setattr(server.engine.tokenizer, "decode", note)
+        monkeypatch.setattr(generation_routes, "_MAX_INLINE_LENGTH", limit)
+        monkeypatch.setattr(server.engine.input_processor.tokenizer, "encode", note)
+        monkeypatch.setattr(server.engine.input_processor.tokenizer, "decode", note)
         assert server.http.post(path, json=body).status_code == 200
         return names
 

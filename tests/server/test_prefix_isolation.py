@@ -13,13 +13,13 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
-from rose_backend.server.namespaces import CacheNamespaces
+from rose_backend.server.service import CacheNamespaces
 from rose_backend.server.settings import ServerSettings
 from tests.server.live_server import LiveServer, running_server
 
 VICTIM, ATTACKER = "key-of-the-victim", "key-of-the-attacker"
 KEYS = {"api_keys": (VICTIM, ATTACKER)}
-# Tokens of a text that everybody knows, with a number in it that one client alone knows.
+# Tokens of a text that both clients know, with a number in it that only the victim knows.
 KNOWN = list(range(100, 119))
 DIGITS = list(range(500, 510))
 SECRET = [DIGITS[digit] for digit in (4, 0, 9)]
@@ -89,8 +89,8 @@ def what_stands_out(readings: dict[int, Reading], see: Callable[[Reading], Any])
 
 def stolen(server: LiveServer, key: str | None, salt: str | None = None) -> list[list[int | None]]:
     """Return the digits found by cached tokens, by metrics and by computed tokens."""
-    rounds = list(guesses(server, key, salt))
-    return [[what_stands_out(readings, itemgetter(way)) for readings in rounds] for way in range(3)]
+    guessed = list(guesses(server, key, salt))
+    return [[what_stands_out(readings, itemgetter(way)) for readings in guessed] for way in range(3)]
 
 
 NOTHING: list[int | None] = [None] * len(SECRET)
@@ -104,11 +104,7 @@ def attacked(model: Path, settings: dict[str, Any], **options: Any) -> Iterator[
         yield server
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"exact_cached_tokens": True}, {"frontend_multiprocessing": True}],
-    ids=["default", "exact counts", "two processes"],
-)
+@pytest.mark.parametrize("settings", [{}, {"exact_cached_tokens": True}], ids=["default", "exact counts"])
 def test_a_key_finds_nothing_of_another_keys_prompt(tiny_model_path: Path, settings: dict[str, Any]) -> None:
     with attacked(tiny_model_path, settings) as server:
         assert stolen(server, ATTACKER) == [NOTHING, NOTHING, NOTHING]
@@ -125,7 +121,7 @@ def test_one_cache_for_all_keys_gives_everything_away(tiny_model_path: Path) -> 
         assert stolen(server, ATTACKER) == [SECRET, SECRET, SECRET]
 
 
-def test_rounded_counts_hide_single_tokens_from_whoever_sees_counts_only(tiny_model_path: Path) -> None:
+def test_rounded_counts_hide_single_tokens_where_only_counts_are_visible(tiny_model_path: Path) -> None:
     with attacked(tiny_model_path, {"share_prefix_cache": True}) as server:
         assert stolen(server, ATTACKER) == [NOTHING, NOTHING, SECRET]
 
@@ -153,7 +149,7 @@ def test_without_keys_all_share_but_for_salts(tiny_model_path: Path) -> None:
     with running_server(tiny_model_path, settings) as server:
         send(server, SECRET_PROMPT, None, "salt of one tenant")
         assert stolen(server, None) == stolen(server, None, "another salt") == [NOTHING] * 3
-        # A key that nobody asks for makes no difference.
+        # A key makes no difference on a server without keys.
         assert send(server, SECRET_PROMPT, "whatever", "salt of one tenant") == len(SECRET_PROMPT) - 1
         assert send(server, [*KNOWN, DIGITS[1], ANYTHING], "whatever") == len(KNOWN) + 2 - 1
 
@@ -176,49 +172,45 @@ def test_a_salt_divides_a_keys_cache_and_opens_no_others(tiny_model_path: Path) 
         assert cached == [0, num_all, 0, num_all, 0, 0, num_all]
 
 
-def test_salts_of_chats_and_streams(tiny_model_path: Path, chat_template: Path) -> None:
-    settings = {"chat_template": str(chat_template)}
+def test_salts_of_chats_and_streams(server: LiveServer) -> None:
     messages = [{"role": "user", "content": "A text that is long enough for a block or two: " + "rose " * 30}]
 
     def usage_of(answer: httpx.Response) -> int:
         assert answer.status_code == 200, answer.text
         return int(re.findall(r'"cached_tokens": ?(\d+)', answer.text)[-1])
 
-    with running_server(tiny_model_path, settings) as server:
-        for route, content in (
-            ("/v1/chat/completions", {"messages": messages}),
-            ("/v1/completions", {"prompt": "Another text: " + "thorn " * 30}),
-        ):
-            body = {**content, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
-            cached = [
-                usage_of(server.http.post(route, json={**body, "cache_salt": salt}))
-                for salt in ("one", "one", "two", None)
-            ]
-            assert cached[1] >= 16 and cached[1] % 16 == 0 and cached[::2] == [0, 0] and cached[3] == 0
+    for route, content in (
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/v1/completions", {"prompt": "Another text: " + "thorn " * 30}),
+    ):
+        body = {**content, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
+        cached = [
+            usage_of(server.http.post(route, json={**body, "cache_salt": salt}))
+            for salt in ("one", "one", "two", None)
+        ]
+        assert cached[1] >= 16 and cached[1] % 16 == 0 and cached[::2] == [0, 0] and cached[3] == 0
 
 
-def salt_under(namespaces: CacheNamespaces, key: str, salt: str | None) -> str | None:
-    return namespaces.engine_salt(Headers(headers_of(key)), salt)
+def namespace_of(namespaces: CacheNamespaces, key: str, salt: str | None) -> bytes:
+    return namespaces.namespace(Headers(headers_of(key)), salt)
 
 
 def test_the_engine_hears_of_neither_key_nor_salt() -> None:
     settings = ServerSettings(served_model_names=("m",), api_keys=("ab", "a"))
     namespaces = CacheNamespaces(settings)
     pairs = [("ab", None), ("a", None), ("ab", "c"), ("a", "bc"), ("a", "b"), ("ab", "b"), ("ab", "\ud800")]
-    salts = [salt_under(namespaces, *pair) for pair in pairs]
-    assert len(set(salts)) == len(pairs) and all(
-        salt and re.fullmatch("[0-9a-f]{64}", salt) for salt in salts
-    )
-    assert salts == [salt_under(namespaces, *pair) for pair in pairs]
-    # Nobody else can make them: another server, with the same keys, makes others.
-    assert not set(salts) & {salt_under(CacheNamespaces(settings), *pair) for pair in pairs}
+    salts = [namespace_of(namespaces, *pair) for pair in pairs]
+    assert len(set(salts)) == len(pairs) and {len(salt) for salt in salts} == {32}
+    assert salts == [namespace_of(namespaces, *pair) for pair in pairs]
+    # Another server with the same keys makes different ones.
+    assert not set(salts) & {namespace_of(CacheNamespaces(settings), *pair) for pair in pairs}
 
 
-def test_one_namespace_for_all_who_are_not_told_apart() -> None:
+def test_one_namespace_for_requests_that_are_not_told_apart() -> None:
     for settings in (
         ServerSettings(served_model_names=("m",)),
         ServerSettings(served_model_names=("m",), api_keys=("a", "b"), share_prefix_cache=True),
     ):
         namespaces = CacheNamespaces(settings)
-        assert salt_under(namespaces, "a", None) is None
-        assert salt_under(namespaces, "a", "s") == salt_under(namespaces, "b", "s") is not None
+        assert namespace_of(namespaces, "a", None) == b""
+        assert namespace_of(namespaces, "a", "s") == namespace_of(namespaces, "b", "s") != b""

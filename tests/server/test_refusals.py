@@ -181,7 +181,7 @@ def test_only_plain_bodies_are_read(server: LiveServer, encoding: str) -> None:
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_only_json_is_read(server: LiveServer, kind: str) -> None:
-    # A web page of anybody's can post these to a server on the reader's machine.
+    # Any web page can post these to a server on the reader's machine.
     answer = server.http.post(
         "/v1/completions", content=json.dumps(BODY).encode(), headers={"Content-Type": kind}
     )

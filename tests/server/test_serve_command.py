@@ -49,6 +49,14 @@ def serving(log: Path, *argv: str, **environment: str) -> Iterator[subprocess.Po
         process.wait()
 
 
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; one that no parent has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_a_process_from_start_to_end(tiny_model_path: Path, tmp_path: Path) -> None:
     log, path = tmp_path / "log", tmp_path / "socket"
     options = ("--uds", str(path), "--served-model-name", "tiny", "--num-blocks", "100", "--no-fused-mlp")
@@ -73,21 +81,33 @@ def test_a_process_from_start_to_end(tiny_model_path: Path, tmp_path: Path) -> N
     assert "Traceback" not in text and "secret" not in text
 
 
-def test_nothing_is_imported_from_the_current_directory(
+def test_imports_and_the_end_of_the_engine_process(
     tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, chosen = tmp_path / "here", tmp_path / "chosen"
+    """Nothing is imported from the current directory, and the engine process ends with the process that serves."""
+    here, chosen, address = tmp_path / "here", tmp_path / "chosen", tmp_path / "socket"
     mark = f"open({str(tmp_path)!r} + '/' + __name__, 'w').close()\n"
     for directory in (here, chosen):
         directory.mkdir()
     (here / "safetensors.py").write_text(mark + "raise ImportError('planted')")
-    # What the user puts on the path goes on being found, and shows that marks are left.
+    # Modules in PYTHONPATH are still found, which shows that marks are left.
     (chosen / "sitecustomize.py").write_text(mark)
     root = str(Path(rose_backend.__file__).resolve().parent.parent)
     monkeypatch.chdir(here)
-    options = (str(tiny_model_path), "--port", "0", "--num-blocks", "100")
-    with serving(tmp_path / "log", *options, PYTHONPATH=os.pathsep.join([str(chosen), root])):
+    options = (str(tiny_model_path), "--uds", str(address), "--num-blocks", "100")
+    path = os.pathsep.join([str(chosen), root])
+    with serving(tmp_path / "log", *options, PYTHONPATH=path) as process:
         assert (tmp_path / "sitecustomize").exists()
+        (child,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+        # A service manager may signal all processes: the engine goes on for as long as it is needed.
+        os.kill(child, signal.SIGTERM)
+        transport = httpx.HTTPTransport(uds=str(address))
+        with httpx.Client(transport=transport, base_url="http://rose", timeout=HANG_S) as client:
+            answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 20})
+        assert answer.status_code == 200
+        process.kill()
+        process.wait()
+        wait_until(lambda: not is_alive(child))
     assert not (tmp_path / "safetensors").exists()
 
 

@@ -8,14 +8,16 @@ resources = compile_launch(launches[0], capability=90)
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -27,6 +29,9 @@ CAPABILITIES = (80, 90, 100)
 
 COMPILED: list[tuple[Launch, int, Resources]] = []
 """What ``compile_launch`` has compiled in this process: launch, capability, resources."""
+
+COMPILING_TESTS: dict[str, str] = {}
+"""Names of kernels, and of the test that compiles each for all capabilities that can run it."""
 
 _LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl", "enable_fp_fusion")
 _POINTER_TYPES = {
@@ -122,7 +127,8 @@ def compile_launch(launch: Launch, capability: int) -> Resources:
 
     def specialise(value: Any, param: Any, path: tuple[int, ...]) -> Any:
         if isinstance(value, tuple) and not param.is_constexpr:
-            return tuple(specialise(item, param, (*path, index)) for index, item in enumerate(value))
+            kinds = [specialise(item, param, (*path, index)) for index, item in enumerate(value)]
+            return type(value)(*kinds) if hasattr(value, "_fields") else tuple(kinds)
         kind = "constexpr" if param.is_constexpr or value is None else _argument_type(value, param)
         if kind == "constexpr":
             constexprs[path] = value
@@ -146,6 +152,34 @@ def compile_launch(launch: Launch, capability: int) -> Resources:
     resources = _read_report(log.getvalue(), compiled)
     COMPILED.append((launch, capability, resources))
     return resources
+
+
+def compiles(
+    *kernel_names: str, capabilities: tuple[int, ...] = CAPABILITIES
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test for each of ``capabilities``, its argument ``capability``, as the one that compiles these kernels.
+
+    It fails unless all of them were compiled for that capability, and if anything that it compiles spills registers.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        COMPILING_TESTS.update(dict.fromkeys(kernel_names, test.__name__))
+
+        @pytest.mark.parametrize("capability", capabilities)
+        @functools.wraps(test)
+        def run(**arguments: Any) -> None:
+            start = len(COMPILED)
+            test(**arguments)
+            names = set()
+            for launch, capability, resources in COMPILED[start:]:
+                names.add(launch.kernel.__name__)
+                assert capability == arguments["capability"]
+                assert resources.spill_bytes == 0, f"{launch.kernel.__name__}: {resources.summary()}"
+            assert names >= set(kernel_names), f"not compiled: {set(kernel_names) - names}"
+
+        return run
+
+    return decorate
 
 
 def _argument_type(value: Any, param: Any) -> str:

@@ -18,7 +18,10 @@ def main() -> None:
     import vllm.entrypoints.cli.serve
     import vllm.entrypoints.openai.api_server
     import vllm.v1.engine.async_llm
+    from vllm.model_executor.models import registry
 
+    # By default vLLM inspects the model's class in a process of its own, which imports all of vLLM once more.
+    registry._run_in_subprocess = lambda look: look()
     statuses = {}
     for log_path, arguments in json.loads(sys.argv[1]).items():
         process_id = os.fork()

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from rose_backend.kernels import paged_decode, paged_prefill
-from rose_backend.kernels.reference.float8 import CACHE_DTYPE, to_cache
+from rose_backend.kernels import AttentionOptions, paged_decode, paged_prefill
+from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE, to_cache
 from tests.support.error_budget import assert_within_budget
-from tests.support.paged_inputs import GARBAGE_BLOCK_ID
+from tests.support.paged_inputs import GARBAGE_BLOCK_ID, grouped
 
 Shape = tuple[int, int, int, int]
 """Query heads, KV heads, head size, block size."""
@@ -74,6 +74,10 @@ class GpuStep:
         """Factor on query-key products."""
         return self.query.shape[-1] ** -0.5
 
+    def options(self) -> AttentionOptions:
+        """Return scale and float8 scales of this step."""
+        return AttentionOptions(self.scale, key_scale=self.key_scale, value_scale=self.value_scale)
+
     def decode(
         self, *, max_query_len: int | None = None, stored_before: bool = False, **options: Any
     ) -> torch.Tensor:
@@ -92,11 +96,8 @@ class GpuStep:
             self.value_cache,
             self.block_table,
             self.num_computed_tokens,
-            scale=self.scale,
             out=torch.full_like(self.query, float("nan")),
-            key_scale=self.key_scale,
-            value_scale=self.value_scale,
-            **options,
+            **grouped(scale=self.scale, key_scale=self.key_scale, value_scale=self.value_scale, **options),
         )
 
     def prefill(self, *, stored_before: bool = False, **options: Any) -> torch.Tensor:
@@ -110,11 +111,8 @@ class GpuStep:
             self.block_table,
             self.query_start_loc,
             self.num_computed_tokens,
-            scale=self.scale,
             out=torch.full_like(self.query, float("nan")),
-            key_scale=self.key_scale,
-            value_scale=self.value_scale,
-            **options,
+            **grouped(scale=self.scale, key_scale=self.key_scale, value_scale=self.value_scale, **options),
         )
 
     def slots(self) -> tuple[torch.Tensor, torch.Tensor]:

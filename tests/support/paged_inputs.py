@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
-from rose_backend.kernels.reference.float8 import to_cache
+from rose_backend.kernels import AttentionOptions
+from rose_backend.kernels.reference.kv_cache import to_cache
 
 CACHE_LAYOUTS = ("contiguous", "vllm", "layer_of_stack")
 GARBAGE_BLOCK_ID = 1_000_000
@@ -53,6 +55,12 @@ class PagedInputs:
         """As ``row_keys``."""
         new = to_cache(self.new_value[self.row_tokens(row)], self.value_cache.dtype, self.value_scale)
         return _scaled(torch.cat((self.history_values[row], new)), self.value_scale, dtype)
+
+
+def grouped(**arguments: Any) -> dict[str, Any]:
+    """Return arguments of an attention function, those that are fields of ``AttentionOptions`` as ``options``."""
+    names = {field.name for field in fields(AttentionOptions)} & arguments.keys()
+    return {"options": AttentionOptions(**{name: arguments.pop(name) for name in names}), **arguments}
 
 
 def _scaled(cached: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -59,7 +59,11 @@ def configuration(launch: Launch) -> dict[str, Any]:
     for param in launch.kernel.params:
         if param.is_constexpr:
             value = launch.arguments.get(param.name, param.default)
-            settings[param.name] = value if isinstance(value, bool | int | float | None) else str(value)
+            named = value._asdict() if hasattr(value, "_asdict") else {param.name: value}
+            settings |= {
+                name: each if isinstance(each, bool | int | float | None) else str(each)
+                for name, each in named.items()
+            }
     return {**settings, **launch.options}
 
 

@@ -30,7 +30,7 @@ def soak(
     while arrivals or core.num_unfinished:
         for _ in range(min(rng.choice((0, 0, 1, 4, 8)), len(arrivals))):
             index = arrivals.pop()
-            core.add(core.factory.make(prompts[index], params[index], request_id=str(index)))
+            core.add(core.input_processor.make(prompts[index], params[index], request_id=str(index)))
             live[str(index)] = None
         if live and rng.random() < 0.1:
             name = rng.choice(list(live))

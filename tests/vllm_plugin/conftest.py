@@ -50,7 +50,7 @@ def rose_log(make_config: MakeConfig) -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    from rose_backend.vllm_plugin.config_hook import _log_once
+    from rose_backend.vllm_plugin.hooks.config_hook import _log_once
 
     # The same line is logged once per process; each test wants to see its own.
     _log_once.cache_clear()
@@ -63,9 +63,9 @@ def rose_log(make_config: MakeConfig) -> Iterator[list[str]]:
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return counters that start with this test."""
-    from rose_backend.vllm_plugin.draw_counts import DrawCounts
+    from rose_backend.vllm_plugin.sampler.sample_counts import SampleCounts
 
-    fresh = DrawCounts()
-    for module in ("sampler", "sampler_v2"):
-        monkeypatch.setattr(f"rose_backend.vllm_plugin.{module}.DRAWS", fresh)
+    fresh = SampleCounts()
+    for module in ("sampler_v1", "sampler_v2"):
+        monkeypatch.setattr(f"rose_backend.vllm_plugin.sampler.{module}.SAMPLES", fresh)
     return fresh

@@ -140,7 +140,7 @@ class FakeWorker:
             new_ids = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
                 sequence.table = list(new_ids[0])
-                # Tokens whose delivery was still under way when the request was preempted count from now on.
+                # Tokens whose delivery was outstanding when the request was preempted count from now on.
                 sequence.tokens, sequence.states = [], []
                 sequence.extend(list(requests[request_id].all_token_ids))
             elif new_ids is not None:

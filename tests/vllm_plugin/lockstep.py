@@ -36,7 +36,7 @@ class Pair:
     def _count_what_is_batched(self) -> None:
         scheduler = self.batched.scheduler
         schedule_all, schedule_rest = scheduler._schedule_all, scheduler._schedule_rest
-        plain_rows_of = scheduler._plain_rows_of
+        fast_outputs_of = scheduler._fast_outputs_of
 
         def counting_all(*args: Any) -> Any:
             self.num_batched_steps += 1
@@ -47,7 +47,9 @@ class Pair:
             return schedule_rest(*args)
 
         scheduler._schedule_all, scheduler._schedule_rest = counting_all, counting_rest
-        scheduler._plain_rows_of = lambda output: (rows := plain_rows_of(output)) and CountedRows(rows, self)
+        scheduler._fast_outputs_of = lambda output: (
+            (outputs := fast_outputs_of(output)) and CountedOutputs(outputs, self)
+        )
 
     def step(self) -> None:
         """Schedule on both sides; take over the oldest result once enough steps are in flight."""
@@ -86,14 +88,14 @@ class Pair:
         return bool(self.stock.scheduler.has_unfinished_requests() or self.stock.in_flight)
 
 
-class CountedRows:
-    """Rows that say how many tokens they took."""
+class CountedOutputs:
+    """Fast outputs that count their tokens."""
 
-    def __init__(self, rows: Any, pair: Pair) -> None:
-        self._rows, self._pair = rows, pair
+    def __init__(self, fast_outputs: Any, pair: Pair) -> None:
+        self._fast_outputs, self._pair = fast_outputs, pair
 
-    def take_outputs(self, *args: Any) -> Any:
-        request_ids, outputs = self._rows.take_outputs(*args)
+    def append_tokens(self, *args: Any) -> Any:
+        request_ids, outputs = self._fast_outputs.append_tokens(*args)
         self._pair.num_batched_tokens += len(request_ids)
         return request_ids, outputs
 

@@ -15,8 +15,8 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from rose_backend.vllm_plugin.kv_cache_spec import as_rose_spec
-from rose_backend.vllm_plugin.scheduler import RoseAsyncScheduler, RoseScheduler
+from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
+from rose_backend.vllm_plugin.scheduler.scheduler import RoseAsyncScheduler, RoseScheduler
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.fake_worker import VOCAB_SIZE, FakeWorker, expected_output
 
@@ -124,7 +124,7 @@ def run_random_traffic(
     """Add, abort and preempt requests that share prefixes, follow up on each other and differ in salt; check them all.
 
     Raises:
-        AssertionError: a wrong read or write in the worker, a wrong output, or a block that somebody still holds.
+        AssertionError: a wrong read or write in the worker, a wrong output, or a block that is still held.
     """
     rng = random.Random(7)
     scheduler = simulation.scheduler
@@ -159,5 +159,5 @@ def run_random_traffic(
     for request_id, tokens in expected.items():
         got = simulation.outputs.get(request_id, [])
         assert got == (tokens[: len(got)] if request_id in aborted else tokens), request_id
-    # One more schedule tells the worker what has finished; nobody may hold a block any more.
+    # One more schedule tells the worker what has finished; no block may be held any more.
     assert simulation.manager.usage == 0.0

@@ -14,9 +14,9 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from rose_backend.errors import ConfigError
-from rose_backend.vllm_plugin.attention_backend import RoseAttentionBackend, RoseAttentionImpl
-from rose_backend.vllm_plugin.attention_metadata import RoseAttentionMetadataBuilder
-from rose_backend.vllm_plugin.kv_cache_spec import RoseAttentionSpec, as_rose_spec
+from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend, RoseAttentionImpl
+from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
+from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec, as_rose_spec
 from tests.vllm_plugin.conftest import MakeConfig
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 16, 24, 4, 2, 64
@@ -235,7 +235,8 @@ def test_reloaded_sinks_keep_their_address(configs: dict[bool, Any]) -> None:
     for value in (1.5, -2.0):
         loaded.fill_(value)
         impl.process_weights_after_loading(torch.bfloat16)
-        sinks = impl._scoring(torch.device("cpu"))["sinks"]
+        sinks = impl._options(None, torch.device("cpu")).sinks
+        assert sinks is not None
         assert sinks.dtype == torch.float32 and sinks.tolist() == [value] * NUM_HEADS
         addresses.add(sinks.data_ptr())
     assert len(addresses) == 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from rose_backend.vllm_plugin.attention_metadata import RoseAttentionMetadataBuilder
+from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.test_attention_backend import STEPS, Step
 
@@ -61,7 +61,7 @@ def test_what_is_declared_about_graphs_and_drafts(
     config = make_config(speculative_config=n_grams(num_drafts) if num_drafts else None)
     builder = make_builder(config)
     assert builder.reorder_batch_threshold == threshold
-    # The torch twins cannot be captured.
+    # The torch reference kernels cannot be captured.
     assert builder.get_cudagraph_support(config, None) is AttentionCGSupport.NEVER
     monkeypatch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
     assert builder.get_cudagraph_support(config, None) is AttentionCGSupport[support]

@@ -47,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "events": {"num_blocks": 40, "block_size": 16, "max_num_seqs": 8, "kv_events_config": EVENTS},
     "priority": {"num_blocks": 22, "block_size": 16, "max_num_seqs": 6, "scheduling_policy": "priority"},
     "watermark": {"num_blocks": 30, "block_size": 16, "max_num_seqs": 6, "watermark": 0.2},
-    # Far more requests than rows, or than blocks: somebody waits in nearly every step.
+    # Far more requests than rows, or than blocks: a request waits in nearly every step.
     "crowd": {"num_blocks": 120, "block_size": 16, "max_num_seqs": 10, "max_num_batched_tokens": 300},
     "crowd without room": {"num_blocks": 30, "block_size": 16, "max_num_seqs": 40},
 }
@@ -60,7 +60,6 @@ CASES = [
     *(("roomy", depth) for depth in DEPTHS),
     *((options, depth) for options in ("tight", "events", "priority") for depth in ("sync", "async")),
     *((options, "async") for options in ("watermark", "wide blocks", "no cache")),
-    *(("roomy", variant) for variant in VARIANTS),
     *(("tight", "async, runner V2"), ("priority", "async, no stats")),
     *(("crowd", depth) for depth in ("sync", "async, runner V2")),
     ("crowd without room", "async"),
@@ -74,10 +73,14 @@ def test_every_step_and_output_is_vllms(make_config: MakeConfig, options: str, d
     for side in pair.sides:
         for name, value in VARIANTS.get(depth, {}).items():
             setattr(side.scheduler, name, value)
+    is_crowd = options.startswith("crowd")
     run_random_traffic(
-        pair, is_priority=options == "priority", arrival_rate=1.0 if options.startswith("crowd") else 0.12
+        pair,
+        is_priority=options == "priority",
+        num_requests=80 if is_crowd else 45,
+        arrival_rate=1.0 if is_crowd else 0.12,
     )
-    if options.startswith("crowd"):
+    if is_crowd:
         assert pair.num_steps_with_waiting > 150
     if options == "crowd":
         assert pair.num_batched_with_waiting > 0.8 * pair.num_steps_with_waiting
@@ -88,13 +91,11 @@ def test_every_step_and_output_is_vllms(make_config: MakeConfig, options: str, d
     # Without placeholders a request waits for its token before it can be scheduled again.
     assert depth == "pipelined" or pair.num_batched_steps > 30
     may_split = depth != "pipelined" and options not in ("priority", "watermark")
-    assert (pair.num_split_steps > 30) == may_split
+    assert (pair.num_split_steps > 15) == may_split
     assert pair.num_batched_tokens > pair.num_tokens // 3
 
 
-def run_random_traffic(
-    pair: Pair, *, is_priority: bool = False, num_requests: int = 80, arrival_rate: float = 0.12
-) -> None:
+def run_random_traffic(pair: Pair, *, is_priority: bool, num_requests: int, arrival_rate: float) -> None:
     rng = random.Random(11)
     prompts: list[list[int]] = []
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(100)] for _ in range(3)]
@@ -187,7 +188,7 @@ def test_more_requests_than_a_step_has_tokens_take_turns_as_in_vllm(make_config:
 def test_requests_wait_for_their_tokens_where_nothing_stands_for_them(make_config: MakeConfig) -> None:
     pair = Pair(make_config, depth=2, is_async=False, **OPTIONS["roomy"])
     for side in pair.sides:
-        # With runner V1 whoever has sat out a step is left to vLLM.
+        # With runner V1 a request that was not in the step before is left to vLLM.
         side.scheduler.use_v2_model_runner = True
     pair.add(*(lambda i=i: make_request(f"r{i}", [i] * 20, 30) for i in range(3)))
     while pair.is_busy():
@@ -224,18 +225,20 @@ def test_a_steady_step_asks_nothing_request_by_request(
     assert [len(simulation.outputs[f"r{index}"]) for index in range(6)] == [47] * 4 + [43] * 2
 
 
-def test_rows_are_kept_until_the_output_of_their_step_or_of_a_later_one(make_config: MakeConfig) -> None:
+def test_the_fast_path_of_a_step_is_kept_until_its_output_or_a_later_one(make_config: MakeConfig) -> None:
     scheduler = make_simulation(make_config, num_blocks=60, block_size=16, max_num_seqs=8, depth=2).scheduler
     scheduler.add_request(make_request("a", [1] * 20, 60))
     steps = [scheduler.schedule() for _ in range(4)]
-    assert scheduler._plain_rows_of(SchedulerOutput.make_empty()) is None
-    assert scheduler._plain_rows_of(steps[2]) is not None
-    assert scheduler._plain_rows_of(steps[1]) is None
-    assert scheduler._plain_rows_of(steps[3]) is not None
+    assert scheduler._fast_outputs_of(SchedulerOutput.make_empty()) is None
+    assert scheduler._fast_outputs_of(steps[2]) is not None
+    assert scheduler._fast_outputs_of(steps[1]) is None
+    assert scheduler._fast_outputs_of(steps[3]) is not None
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_the_switch_says_who_schedules(make_config: MakeConfig, rose_log: list[str], is_on: bool) -> None:
+def test_the_switch_turns_batched_scheduling_off(
+    make_config: MakeConfig, rose_log: list[str], is_on: bool
+) -> None:
     config = make_config(additional_config=batching(is_on))
     assert batches_decode_steps(config) is is_on
     (line,) = rose_log

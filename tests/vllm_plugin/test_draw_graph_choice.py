@@ -10,9 +10,9 @@ import pytest
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
-from rose_backend.vllm_plugin import sampler_v2
-from rose_backend.vllm_plugin.draw_graphs import MAX_LOGITS_BYTES, captures_draws, draw_graph_sizes
-from rose_backend.vllm_plugin.sampler_v2 import ReplayedSampling
+from rose_backend.vllm_plugin.sampler import sampler_v2
+from rose_backend.vllm_plugin.sampler.draw_graphs import MAX_LOGITS_BYTES, captures_draws, draw_graph_sizes
+from rose_backend.vllm_plugin.sampler.sampler_v2 import ReplayedSampling
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.test_sampler import NGRAM
 

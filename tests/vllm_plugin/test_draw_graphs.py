@@ -13,11 +13,15 @@ from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample import gumbel, min_p, states
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from rose_backend.vllm_plugin.draw_counts import DrawCounts
-from rose_backend.vllm_plugin.draw_graphs import (
+from rose_backend.vllm_plugin.sampler.draw_graphs import (
     DrawGraphs,
 )
-from rose_backend.vllm_plugin.sampler_v2 import ReplayedSampling, RoseDraws, copy_parameters_when_they_change
+from rose_backend.vllm_plugin.sampler.sample_counts import SampleCounts
+from rose_backend.vllm_plugin.sampler.sampler_v2 import (
+    ReplayedSampling,
+    RoseDraws,
+    copy_parameters_when_they_change,
+)
 
 VOCAB, SLOTS = 512, 24
 LOGITS_DTYPE = torch.float16
@@ -153,14 +157,14 @@ def draw_both(
     return first, second, logits
 
 
-def test_the_same_tokens_as_step_by_step(samplers: Pair, counts: DrawCounts) -> None:
+def test_the_same_tokens_as_step_by_step(samplers: Pair, counts: SampleCounts) -> None:
     generator = np.random.default_rng(3)
     for slot in range(SLOTS):
         add_to_both(samplers, slot, KINDS[slot % len(KINDS)](slot))
     earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
     for step in range(60):
         if step % 5 == 4:
-            # Somebody leaves, somebody else gets the slot.
+            # A request finishes, another one gets its slot.
             slot = int(generator.integers(SLOTS))
             add_to_both(samplers, slot, KINDS[int(generator.integers(len(KINDS)))](step))
         num_rows = int(generator.integers(1, SLOTS + 1))
@@ -173,7 +177,7 @@ def test_the_same_tokens_as_step_by_step(samplers: Pair, counts: DrawCounts) -> 
     assert counts.vllm == {}
 
 
-def test_rows_that_fill_a_graph_up_are_nobodys(samplers: Pair) -> None:
+def test_padding_rows_of_a_graph_belong_to_no_request(samplers: Pair) -> None:
     """Drawn again and again, the rows of a larger step before would be scaled until they are infinite."""
     generator = np.random.default_rng(5)
     for slot in range(8):
@@ -187,7 +191,7 @@ def test_rows_that_fill_a_graph_up_are_nobodys(samplers: Pair) -> None:
 
 
 def test_only_steps_that_filter_and_draw_are_replayed(
-    samplers: Pair, counts: DrawCounts, monkeypatch: pytest.MonkeyPatch
+    samplers: Pair, counts: SampleCounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = np.random.default_rng(4)
     replayed: list[int] = []

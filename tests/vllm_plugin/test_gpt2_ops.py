@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rose_backend.vllm_plugin import gpt2_ops
+from rose_backend.vllm_plugin.models import gpt2_ops
 
 
 def inputs(*shapes: tuple[int, ...]) -> list[torch.Tensor]:

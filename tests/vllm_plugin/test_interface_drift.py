@@ -6,7 +6,9 @@ Run it against any installed vLLM: each failure names the member that moved.
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from vllm.config import CompilationConfig, ModelConfig, SpeculativeConfig, VllmConfig
@@ -32,17 +34,17 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from rose_backend.vllm_plugin.attention_backend import (
+from rose_backend.vllm_plugin.attention.backend import (
     RoseAttentionBackend,
     RoseAttentionImpl,
     RoseAttentionMetadataBuilder,
 )
-from rose_backend.vllm_plugin.draw_graphs import PARAMETERS
-from rose_backend.vllm_plugin.joined_outputs import is_plain
-from rose_backend.vllm_plugin.kv_cache_blocks import RoseBlocks
-from rose_backend.vllm_plugin.kv_cache_manager import RoseKVCacheManager
-from rose_backend.vllm_plugin.sampler import RoseTopKTopP
-from rose_backend.vllm_plugin.sampler_v2 import ReplayedSampling, RoseDraws
+from rose_backend.vllm_plugin.kv_cache.blocks import RoseBlocks
+from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
+from rose_backend.vllm_plugin.sampler.draw_graphs import PARAMETERS
+from rose_backend.vllm_plugin.sampler.sampler_v1 import RoseTopKTopP
+from rose_backend.vllm_plugin.sampler.sampler_v2 import ReplayedSampling, RoseDraws
+from rose_backend.vllm_plugin.scheduler.merged_outputs import has_tokens_only
 
 NOT_CALLED_ON_BLOCKS = {
     "get_unhashed_block_ids",  # KV connectors only, which are refused at start-up
@@ -178,13 +180,40 @@ def test_graphs_of_decodes_are_captured_and_chosen_by_what_rose_says_of_them() -
     fields = BatchExecutionDescriptor.__dataclass_fields__
     for name in ("num_tokens", "num_reqs", "uniform_token_count"):
         assert name in fields, f"BatchExecutionDescriptor has no {name}"
-    # At capture a step of decodes is known by its longest query; otherwise any query length is possible.
-    assert "max_query_len=desc.max_query_len or desc.uniform_token_count" in inspect.getsource(
-        cudagraph_utils.ModelCudaGraphManager.capture
-    )
-    assert "max_query_len = num_tokens" in inspect.getsource(cudagraph_utils.prepare_inputs_to_capture)
     for name in ("cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size"):
         assert name in CompilationConfig.__dataclass_fields__, f"CompilationConfig has no {name}"
+
+
+def test_a_graph_of_decodes_is_captured_with_queries_of_one_token_and_a_mixed_one_with_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the longest query at capture, ``RoseAttentionMetadataBuilder`` tells decode graphs from mixed ones."""
+    mode = cudagraph_utils.CUDAGraphMode.FULL
+    mixed = BatchExecutionDescriptor(cg_mode=mode, num_tokens=8, num_reqs=8)
+    longest_queries = []
+
+    class CapturedError(Exception):
+        pass
+
+    def make_dummy(*args: Any, max_query_len: int | None = None, **kwargs: Any) -> None:
+        longest_queries.append(max_query_len)
+        raise CapturedError
+
+    def capture(self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> None:
+        for desc in (mixed, replace(mixed, uniform_token_count=1)):
+            with pytest.raises(CapturedError):
+                create_forward_fn(desc, True)
+
+    monkeypatch.setattr(cudagraph_utils.InputBatch, "make_dummy", make_dummy)
+    monkeypatch.setattr(cudagraph_utils.CudaGraphManager, "capture", capture)
+    manager = object.__new__(cudagraph_utils.ModelCudaGraphManager)
+    manager.cudagraph_mode, manager.use_breakable_cg = mode, False
+    manager.is_first_pp_rank, manager.max_num_reqs, manager.vllm_config = True, 8, MagicMock()
+    model_state = MagicMock()
+    model_state.prepare_dummy_inputs.return_value = {}
+    manager.vllm_config.parallel_config.data_parallel_size = 1
+    manager.capture(MagicMock(), model_state, MagicMock(), None, MagicMock(), [], MagicMock())
+    assert longest_queries == [8, 1]
 
 
 def test_samplers_call_what_rose_puts_in_its_place_with_the_same_arguments() -> None:
@@ -230,12 +259,12 @@ def test_every_kind_of_request_is_known() -> None:
     assert not new, f"SamplingParams has new fields: {sorted(new)}"
 
 
-def test_outputs_of_the_engine_have_what_is_joined() -> None:
+def test_outputs_of_the_engine_have_the_fields_that_are_merged() -> None:
     assert {"outputs", "weight_version"} <= set(EngineCoreOutputs.__struct_fields__)
     # As it comes out of the socket; a field that is never its default would keep everything apart.
     message = EngineCoreOutputs(outputs=[EngineCoreOutput("a", [1])])
     (output,) = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(message)).outputs
-    assert is_plain(output)
+    assert has_tokens_only(output)
     assert "self.outputs_queue = asyncio.Queue" in inspect.getsource(AsyncMPClient.__init__)
     assert "self.vllm_config = " in inspect.getsource(MPClient.__init__)
 

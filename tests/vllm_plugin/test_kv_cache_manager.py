@@ -18,8 +18,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request, RequestStatus
 
 from rose_backend.errors import ConfigError, IntegrityError
-from rose_backend.vllm_plugin.kv_cache_manager import RoseKVCacheManager
-from rose_backend.vllm_plugin.kv_cache_spec import as_rose_spec
+from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
+from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
 from rose_backend.vllm_plugin.options import HAND_BACK_OPTION
 
 BLOCK_SIZE = 16
@@ -134,7 +134,7 @@ def test_a_refusal_changes_nothing(tail: int, num_chunk: int, options: dict[str,
 def test_a_reservation_that_fails_after_all_gives_the_row_back(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = make_manager()
     before = state_of(manager)
-    monkeypatch.setattr(manager._rows, "reserve", lambda rows, target: False)
+    monkeypatch.setattr(manager.running, "reserve", lambda rows, target: False)
     assert admit(manager, make_request("a", list(range(20)))) is None
     assert state_of(manager) == before
 
@@ -214,7 +214,7 @@ def test_statistics_are_read_once(is_exact: bool, num_hits: int) -> None:
     assert make_manager(log_stats=False).make_prefix_cache_stats() is None
 
 
-def test_the_cache_is_reset_only_while_nobody_holds_blocks() -> None:
+def test_the_cache_is_reset_only_while_no_request_holds_blocks() -> None:
     manager = make_manager()
     request = make_request("a", list(range(40)))
     admit(manager, request)
@@ -282,17 +282,17 @@ def test_published_tokens_are_those_of_earlier_steps_only() -> None:
     request = make_request("a", list(range(40)))
     manager.new_step_starts()
     assert manager.allocate_slots(request, 24) is not None
-    twin = make_request("twin", list(range(40)))
-    assert manager.get_computed_blocks(twin)[1] == 0
+    same = make_request("same", list(range(40)))
+    assert manager.get_computed_blocks(same)[1] == 0
     # The scheduler counts the chunk as computed at the end of the step; the next step may use it.
     request.num_computed_tokens = 24
-    assert manager.get_computed_blocks(twin)[1] == 0
+    assert manager.get_computed_blocks(same)[1] == 0
     manager.new_step_starts()
-    assert manager.get_computed_blocks(twin)[1] == 24
+    assert manager.get_computed_blocks(same)[1] == 24
     assert manager.manager.num_computed_tokens[np.array([0])].tolist() == [24]
 
 
-def test_a_retention_interval_is_refused_whoever_builds_the_manager() -> None:
+def test_the_manager_refuses_a_retention_interval_itself() -> None:
     for interval in (0, None):
         make_manager(retention_interval=interval)
     with pytest.raises(ConfigError, match="prefix_cache_retention_interval: got 64"):

@@ -1,4 +1,4 @@
-"""KV cache events: whoever follows them knows exactly the full blocks that lookups find, under vLLM's own hashes."""
+"""KV cache events: a subscriber knows exactly the full blocks that lookups find, under vLLM's own hashes."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_running_request_announces_each_block_when_it_is_full(
     assert counts == [2] * 8 + [3] * 3
 
 
-def test_reuse_is_reported_to_those_who_ask(make_config: MakeConfig, block_hasher: Any) -> None:
+def test_reuse_is_reported_for_requests_that_ask_for_it(make_config: MakeConfig, block_hasher: Any) -> None:
     simulation = make_simulation(
         make_config, num_blocks=24, block_size=BLOCK_SIZE, max_num_seqs=8, kv_events_config=EVENTS_ON
     )
@@ -186,7 +186,9 @@ def test_nothing_is_recorded_unless_events_are_on(make_config: MakeConfig) -> No
     assert simulation.scheduler.kv_cache_manager.take_events() == []
 
 
-def test_a_block_that_nobody_committed_is_a_bug(make_config: MakeConfig, block_hasher: Any) -> None:
+def test_an_event_of_a_block_without_a_committed_row_is_a_bug(
+    make_config: MakeConfig, block_hasher: Any
+) -> None:
     simulation = make_simulation(
         make_config, num_blocks=24, block_size=BLOCK_SIZE, max_num_seqs=8, kv_events_config=EVENTS_ON
     )

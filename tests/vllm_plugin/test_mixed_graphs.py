@@ -13,9 +13,9 @@ from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from rose_backend.vllm_plugin.attention_backend import RoseAttentionImpl
-from rose_backend.vllm_plugin.attention_metadata import RoseAttentionMetadataBuilder
-from rose_backend.vllm_plugin.mixed_graphs import (
+from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl
+from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
+from rose_backend.vllm_plugin.attention.mixed_graphs import (
     choose_mixed_graphs,
     graph_sizes,
     leaves_graphs_to_vllm,
@@ -118,7 +118,7 @@ def test_what_the_user_says_of_graphs_stays(
 ) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(
-        "rose_backend.vllm_plugin.config_hook.choose_mixed_graphs", lambda config: asked.append(True)
+        "rose_backend.vllm_plugin.hooks.config_hook.choose_mixed_graphs", lambda config: asked.append(True)
     )
     make_config()
     assert asked
@@ -127,7 +127,7 @@ def test_what_the_user_says_of_graphs_stays(
     assert not asked
 
 
-def test_a_finished_configuration_is_one_that_somebody_has_decided(make_config: MakeConfig) -> None:
+def test_a_finished_configuration_counts_as_set_by_the_user(make_config: MakeConfig) -> None:
     assert not leaves_graphs_to_vllm(make_config())
 
 
@@ -178,7 +178,7 @@ def test_graphs_are_patched_where_rose_attends_to_mixed_steps_only(
 ) -> None:
     drafting, config = make_config(speculative_config=N_GRAM), on_gpu()
     with pytest.MonkeyPatch.context() as patch:
-        # As in a process in which nobody has asked for it yet.
+        # As in a process in which it is not applied yet.
         method = CudaGraphManager._init_candidates
         patch.setattr(CudaGraphManager, "_init_candidates", getattr(method, "__wrapped__", method))
         RoseAttentionMetadataBuilder(None, ["layer"], drafting, torch.device("cpu"))

@@ -12,7 +12,7 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
 from rose_backend.block_manager import PrefixCache
-from rose_backend.vllm_plugin.prompt_hashes import namespace_of
+from rose_backend.vllm_plugin.kv_cache.prompt_hashes import namespace_of
 from tests.vllm_plugin.test_kv_cache_manager import BLOCK_SIZE, admit, make_manager, make_request
 
 PROMPT = list(range(40))

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from rose_backend.vllm_plugin.kv_cache_manager import RoseKVCacheManager
+from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from tests.vllm_plugin import simulation as simulated
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.fake_worker import FakeWorker, expected_output
@@ -66,7 +66,7 @@ def test_chunks_of_a_prompt_are_found_to_its_last_token() -> None:
         assert look_up(manager, prompt) == num_found
 
 
-def test_a_step_in_which_nobody_fills_a_block_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_in_which_no_row_fills_a_block_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = make_manager()
     requests = [make_request(f"r{index}", [100 * index + n for n in range(4 + index)]) for index in range(3)]
     for request in requests:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -39,10 +38,79 @@ def run_script(script: str, *arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def unpickle_name(data: bytes, queue: Any) -> None:
-    """Run in a spawned process that has not loaded the plugin."""
-    member = pickle.loads(data)
-    queue.put((member.name, member.get_path(), is_rose(member)))
+# Importing vLLM takes most of the time of a fresh process, so one imports it and forks for each of these functions.
+IN_FRESH_PROCESSES = """
+import json, os, pickle, sys
+import vllm
+import vllm.engine.arg_utils
+import vllm.v1.sample.ops.topk_topp_sampler, vllm.v1.worker.gpu.sample.sampler
+from vllm.engine.arg_utils import EngineArgs
+model, member = sys.argv[1], bytes.fromhex(sys.argv[2])
+
+
+def unpickle_the_name():
+    member_here = pickle.loads(member)
+    from rose_backend.vllm_plugin.backend_name import is_rose
+    return [member_here.name, member_here.get_path(), is_rose(member_here)]
+
+
+def snapshot(modules):
+    seen = {}
+    for name in modules:
+        module = sys.modules[name]
+        for attribute, value in list(vars(module).items()):
+            seen[name, attribute] = id(value)
+            if isinstance(value, type) and value.__module__ == name:
+                for inner, member_of_class in list(vars(value).items()):
+                    seen[name, f"{attribute}.{inner}"] = id(member_of_class)
+    return seen
+
+
+def register():
+    from rose_backend.vllm_plugin import register
+    modules = [name for name in sys.modules if name.split(".")[0] == "vllm"]
+    before = snapshot(modules)
+    known = set(sys.modules)
+    register()
+    after = snapshot(modules)
+    changed = sorted(f"{m}:{a}" for (m, a), value in after.items() if before.get((m, a)) != value)
+    heavy = sorted({"torch.cuda.graphs", "flashinfer", "vllm.v1.core.sched.scheduler"} & (set(sys.modules) - known))
+    from vllm.platforms import current_platform
+    return {"changed": changed, "heavy": heavy, "is_cpu": current_platform.is_cpu()}
+
+
+def start_with_an_unsupported_version():
+    vllm.__version__ = "0.34.0"
+    EngineArgs(model=model).create_engine_config()
+    try:
+        EngineArgs(model=model, attention_backend="rose").create_engine_config()
+    except ValueError as error:
+        return str(error)
+
+
+results = {}
+for function in (unpickle_the_name, register, start_with_an_unsupported_version):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writer, json.dumps(function()).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as answer:
+        results[function.__name__] = json.load(answer)
+    os.waitpid(child, 0)
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh(tiny_model_path: Path) -> dict[str, Any]:
+    """Answers of the functions above, each from a process that has imported vLLM and not loaded the plugin."""
+    vllm_plugin.register()
+    answers: dict[str, Any] = run_script(
+        IN_FRESH_PROCESSES, str(tiny_model_path), pickle.dumps(AttentionBackendEnum["ROSE"]).hex()
+    )
+    return answers
 
 
 def test_registering_again_changes_nothing() -> None:
@@ -68,18 +136,9 @@ def test_the_name_is_a_real_member_with_our_class() -> None:
     assert is_rose(member) and not is_rose(AttentionBackendEnum.CPU_ATTN) and not is_rose(None)
 
 
-def test_the_member_reaches_a_spawned_process_that_has_not_loaded_the_plugin() -> None:
-    vllm_plugin.register()
-    data = pickle.dumps(AttentionBackendEnum["ROSE"])
-    assert pickle.loads(data) is AttentionBackendEnum["ROSE"]
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=unpickle_name, args=(data, queue))
-    process.start()
-    try:
-        assert queue.get(timeout=HANG_S) == ("ROSE", BACKEND_CLASS_PATH, True)
-    finally:
-        process.join(HANG_S)
+def test_the_member_reaches_a_process_that_has_not_loaded_the_plugin(fresh: dict[str, Any]) -> None:
+    assert pickle.loads(pickle.dumps(AttentionBackendEnum["ROSE"])) is AttentionBackendEnum["ROSE"]
+    assert fresh["unpickle_the_name"] == ["ROSE", BACKEND_CLASS_PATH, True]
 
 
 def test_a_name_that_another_plugin_has_taken_is_reported(
@@ -117,41 +176,13 @@ def test_importing_the_plugin_is_cheap() -> None:
     assert heavy == []
 
 
-def test_register_touches_only_what_the_ledger_names() -> None:
-    result = run_script(
-        """
-        import json, sys
-        import vllm.engine.arg_utils
-        import vllm.v1.sample.ops.topk_topp_sampler, vllm.v1.worker.gpu.sample.sampler
-        from rose_backend.vllm_plugin import register
-
-        def snapshot(modules):
-            seen = {}
-            for name in modules:
-                module = sys.modules[name]
-                for attribute, value in list(vars(module).items()):
-                    seen[name, attribute] = id(value)
-                    if isinstance(value, type) and value.__module__ == name:
-                        for inner, member in list(vars(value).items()):
-                            seen[name, f"{attribute}.{inner}"] = id(member)
-            return seen
-
-        modules = [name for name in sys.modules if name.split(".")[0] == "vllm"]
-        before = snapshot(modules)
-        known = set(sys.modules)
-        register()
-        after = snapshot(modules)
-        changed = sorted(f"{m}:{a}" for (m, a), value in after.items() if before.get((m, a)) != value)
-        heavy = sorted({"torch.cuda.graphs", "flashinfer", "vllm.v1.core.sched.scheduler"} & (set(sys.modules) - known))
-        from vllm.platforms import current_platform
-        print(json.dumps({"changed": changed, "heavy": heavy, "is_cpu": current_platform.is_cpu()}))
-        """
-    )
+def test_register_touches_only_what_the_ledger_names(fresh: dict[str, Any]) -> None:
+    result = fresh["register"]
     always = {patch.target for patch in LEDGER.values() if patch.only_while == "always"}
     if not result["is_cpu"]:
         always.remove(LEDGER["cpu_backend_choice"].target)
     # Only where ROSE is selected.
-    always -= {LEDGER[name].target for name in ("decode_graphs", "joined_outputs")}
+    always -= {LEDGER[name].target for name in ("decode_graphs", "merged_outputs")}
     enum = {name for name in result["changed"] if "AttentionBackendEnum" in name}
     assert set(result["changed"]) - enum == always
     assert enum == {"vllm.v1.attention.backends.registry:AttentionBackendEnum.ROSE"}
@@ -191,19 +222,6 @@ def test_with_another_backend_vllm_logs_what_it_logs_without_the_plugin(
     assert lines == []
 
 
-def test_with_an_unsupported_version_vllm_refuses_the_name_itself(tiny_model_path: Path) -> None:
-    message = run_script(
-        """
-        import json, sys
-        import vllm
-        vllm.__version__ = "0.34.0"
-        from vllm.engine.arg_utils import EngineArgs
-        EngineArgs(model=sys.argv[1]).create_engine_config()
-        try:
-            EngineArgs(model=sys.argv[1], attention_backend="rose").create_engine_config()
-        except ValueError as error:
-            print(json.dumps(str(error)))
-        """,
-        str(tiny_model_path),
-    )
+def test_with_an_unsupported_version_vllm_refuses_the_name_itself(fresh: dict[str, Any]) -> None:
+    message = fresh["start_with_an_unsupported_version"]
     assert message.startswith("Unknown attention backend: 'ROSE'. Valid options are: ")

@@ -14,10 +14,10 @@ import pytest
 import torch
 from vllm.config.watermarking import WatermarkConfig
 
-from rose_backend.vllm_plugin.draw_counts import DrawCounts
+from rose_backend.vllm_plugin.hooks.start_up_log import describe_parts
 from rose_backend.vllm_plugin.options import rose_options
-from rose_backend.vllm_plugin.sampler_v2 import RoseDraws, wrap_sampler_v2_init
-from rose_backend.vllm_plugin.start_up_log import describe_parts
+from rose_backend.vllm_plugin.sampler.sample_counts import SampleCounts
+from rose_backend.vllm_plugin.sampler.sampler_v2 import RoseDraws, wrap_sampler_v2_init
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.test_sampler import NGRAM, logits_of
 
@@ -77,7 +77,7 @@ def draw_v2(
     return draws(rows, mapping.to(rows.device), mapping.numpy(), positions, top_k, None, False)
 
 
-def test_v2_draws_by_seed_and_position_and_leaves_greedy_rows_greedy(counts: DrawCounts) -> None:
+def test_v2_draws_by_seed_and_position_and_leaves_greedy_rows_greedy(counts: SampleCounts) -> None:
     # Slots 0 to 3 hold request state; the rows of a step point into them in any order.
     draws = draws_of(FakeV2Sampler([1.0, 0.0, 0.7, 1.0], [5, 6, 7, 5]))
     rows = logits_of(1).expand(4, -1)
@@ -92,7 +92,7 @@ def test_v2_draws_by_seed_and_position_and_leaves_greedy_rows_greedy(counts: Dra
     assert (counts.rose, counts.vllm) == (5, {})
 
 
-def test_v2_takes_the_first_of_the_most_likely_tokens_where_nobody_draws(counts: DrawCounts) -> None:
+def test_v2_takes_the_first_of_the_most_likely_tokens_in_greedy_steps(counts: SampleCounts) -> None:
     draws = draws_of(FakeV2Sampler([1.0, 0.0, 0.0], [5, 6, 7]), use_fp64_gumbel=True)
     rows = logits_of(2).to(torch.bfloat16)
     rows[1, [40, 20]] = rows.max() + 1
@@ -103,7 +103,7 @@ def test_v2_takes_the_first_of_the_most_likely_tokens_where_nobody_draws(counts:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_v2_takes_no_token_whose_logit_a_penalty_made_nan(counts: DrawCounts, temperature: float) -> None:
+def test_v2_takes_no_token_whose_logit_a_penalty_made_nan(counts: SampleCounts, temperature: float) -> None:
     # vLLM allows a repetition penalty of 1e-46, which is 0 in float32: 0 times minus infinity, for a forbidden token.
     sampler = FakeV2Sampler([0.0, temperature], [5, 6])
     rows = logits_of(2)
@@ -119,7 +119,7 @@ def test_v2_takes_no_token_whose_logit_a_penalty_made_nan(counts: DrawCounts, te
     ("option", "reason"), [("use_fp64_gumbel", "float64 noise"), ("return_sampling_mask", "sampling masks")]
 )
 def test_v2_leaves_engines_to_vllm_whose_every_draw_needs_it(
-    counts: DrawCounts, option: str, reason: str
+    counts: SampleCounts, option: str, reason: str
 ) -> None:
     sampler = FakeV2Sampler([1.0, 0.0], [5, 6])
     draws = draws_of(sampler, **{option: True})
@@ -130,7 +130,7 @@ def test_v2_leaves_engines_to_vllm_whose_every_draw_needs_it(
     assert (counts.rose, counts.vllm) == (0, {reason: 6})
 
 
-def test_v2_leaves_steps_with_a_watermark_to_vllm(counts: DrawCounts) -> None:
+def test_v2_leaves_steps_with_a_watermark_to_vllm(counts: SampleCounts) -> None:
     sampler = FakeV2Sampler([1.0, 1.0, 0.0], [5, 6, 7], watermarks=(True, False, True))
     draws = draws_of(sampler, watermark_config="some")
     for slots, is_vllms in (([0, 1], True), ([1], False), ([1, 2], False), ([2, 0], True)):
@@ -140,7 +140,7 @@ def test_v2_leaves_steps_with_a_watermark_to_vllm(counts: DrawCounts) -> None:
     assert (counts.rose, counts.vllm) == (3, {"watermarks": 4})
 
 
-def test_v2_leaves_seeds_to_vllm_where_it_draws_from_them_in_steps_with_drafts(counts: DrawCounts) -> None:
+def test_v2_leaves_seeds_to_vllm_where_it_draws_from_them_in_steps_with_drafts(counts: SampleCounts) -> None:
     sampler = FakeV2Sampler([1.0, 1.0], [5, 6], has_seed=(True, False))
     draws = draws_of(sampler, speculative_config="some")
     plain = draws_of(FakeV2Sampler([1.0, 1.0], [5, 6]))
@@ -153,7 +153,7 @@ def test_v2_leaves_seeds_to_vllm_where_it_draws_from_them_in_steps_with_drafts(c
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits"])
-def test_v2_draws_from_the_distribution_that_it_reports(counts: DrawCounts, mode: str) -> None:
+def test_v2_draws_from_the_distribution_that_it_reports(counts: SampleCounts, mode: str) -> None:
     # vLLM filters with a kernel of its own where there is a device, whatever tensors it gets.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sampler = FakeV2Sampler([1.0, 1.0], [5, 6], logprobs=(True, False), device=device)
@@ -161,7 +161,7 @@ def test_v2_draws_from_the_distribution_that_it_reports(counts: DrawCounts, mode
     rows, top_k = logits_of(2).to(device), torch.tensor([4, 2], device=device)
     best = rows.topk(4).indices
     _, unfiltered = draw_v2(draws, rows[1:].clone(), [1], top_k[1:])
-    assert torch.equal(unfiltered, rows[1:]), "nobody asks"
+    assert torch.equal(unfiltered, rows[1:]), "no request asks for it"
     drawn, filtered = draw_v2(draws, rows.clone(), [0, 1], top_k)
     assert [set(row.isfinite().nonzero()[:, 0].tolist()) for row in filtered] == [
         set(best[0].tolist()),
@@ -212,7 +212,7 @@ def test_v2_sampler_object_is_replaced_only_where_asked(
 
 
 def test_v2_counts_the_drafts_that_vllm_checks(
-    make_config: MakeConfig, v2_sampler: type[V2Sampler], counts: DrawCounts
+    make_config: MakeConfig, v2_sampler: type[V2Sampler], counts: SampleCounts
 ) -> None:
     sampler: Any = v2_sampler(make_config(speculative_config=NGRAM))
     for slots in ([0, 1], [1, 2], [2, 0, 1]):

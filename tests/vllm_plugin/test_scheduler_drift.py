@@ -17,7 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from rose_backend.vllm_plugin.scheduler import BatchedScheduling
+from rose_backend.vllm_plugin.scheduler.scheduler import BatchedScheduling
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.simulation import make_simulation
 

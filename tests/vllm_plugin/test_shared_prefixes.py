@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rose_backend.block_manager import prefixes_under_way
-from rose_backend.block_manager.prefixes_under_way import MIN_TOKENS_WORTH_WAITING
-from rose_backend.vllm_plugin.kv_cache_manager import RoseKVCacheManager
+from rose_backend.block_manager import scheduling_policies
+from rose_backend.block_manager.scheduling_policies import MIN_TOKENS_WORTH_WAITING
+from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from tests.vllm_plugin import simulation as simulated
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.simulation import make_simulation
@@ -69,7 +69,7 @@ def test_what_was_found_before_does_not_count(num_more: int, waits: bool) -> Non
     ],
     ids=["too short", "another tenant"],
 )
-def test_who_would_find_little_does_not_wait(other: list[int], options: dict[str, Any]) -> None:
+def test_a_prompt_that_would_find_few_tokens_does_not_wait(other: list[int], options: dict[str, Any]) -> None:
     manager = a_manager()
     assert begin(manager, make_request("first", [*STEM, 500])) == 0
     request = make_request("second", other)
@@ -83,14 +83,16 @@ def test_a_short_chunk_is_not_waited_for() -> None:
     assert begin(manager, make_request("second", [*STEM, 600])) == 0
 
 
-def test_without_a_cache_nobody_waits() -> None:
+def test_without_a_prefix_cache_no_prompt_waits() -> None:
     manager = a_manager(enable_caching=False)
     for name in ("first", "second"):
         assert begin(manager, make_request(name, STEM)) == 0
 
 
-def test_whoever_shares_few_tokens_waits_if_few_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes_under_way, "MIN_TOKENS_WORTH_WAITING", 10)
+def test_a_prompt_that_shares_few_tokens_waits_if_the_threshold_is_low(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduling_policies, "MIN_TOKENS_WORTH_WAITING", 10)
     manager = a_manager()
     assert begin(manager, make_request("first", [*STEM[:13], 500])) == 0
     assert begin(manager, make_request("other", [*STEM[:9], 600, 601])) == 0
@@ -129,7 +131,7 @@ def test_prompts_behind_one_that_waits_do_not_wait(make_config: MakeConfig, dept
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_nobody_goes_ahead_of_one_that_waits_with_half_a_prompt(make_config: MakeConfig, depth: int) -> None:
+def test_no_half_prompt_overtakes_a_deferred_one(make_config: MakeConfig, depth: int) -> None:
     budget = len(STEM) + 50
     simulation = make_simulation(
         make_config, num_blocks=100, block_size=16, max_num_seqs=8, depth=depth, max_num_batched_tokens=budget
@@ -144,7 +146,7 @@ def test_nobody_goes_ahead_of_one_that_waits_with_half_a_prompt(make_config: Mak
     [({"max_num_seqs": 2}, {"r0"}), ({"max_num_seqs": 3}, {"r0", "r2"}), ({"num_blocks": 12}, {"r0"})],
     ids=["no row to spare", "a row to spare", "no blocks to spare"],
 )
-def test_nobody_takes_what_a_waiting_prompt_will_need(
+def test_rows_and_blocks_of_a_deferred_prompt_are_kept(
     make_config: MakeConfig, limits: dict[str, int], first_step: set[str]
 ) -> None:
     options = {"num_blocks": 100, "max_num_seqs": 8, **limits}

@@ -14,8 +14,13 @@ from vllm.config.offload import PrefetchOffloadConfig, UVAOffloadConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from rose_backend.errors import ConfigError
-from rose_backend.vllm_plugin.options import HAND_BACK_OPTION, rose_options, uses_rose_manager
-from rose_backend.vllm_plugin.refusals import check_retention_interval, check_supported
+from rose_backend.vllm_plugin.hooks.refusals import check_supported
+from rose_backend.vllm_plugin.options import (
+    HAND_BACK_OPTION,
+    check_retention_interval,
+    rose_options,
+    uses_rose_manager,
+)
 from rose_backend.vllm_plugin.version_gate import installed_vllm_version
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.vllm_engine_arguments import ENGINE_ARGUMENTS
@@ -255,7 +260,7 @@ OFFLOADED = [
 def test_offloaded_weights_that_arrive_with_whole_blocks_need_vllms_layers(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, offload: Any, case: dict[str, Any]
 ) -> None:
-    from rose_backend.vllm_plugin.model_choice import choose_model_class
+    from rose_backend.vllm_plugin.models.model_choice import choose_model_class
 
     plain = {"fused_mlp": False, "fused_add_layernorm": False}
     monkeypatch.setattr("vllm.utils.platform_utils.is_uva_available", lambda: case.get("is_uva", True))

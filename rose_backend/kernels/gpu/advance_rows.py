@@ -50,7 +50,7 @@ def advance_rows(
     num_computed_tokens: torch.Tensor,  # [R] int32  written
     positions: torch.Tensor,  # [R] int64  written
     draw_positions: torch.Tensor,  # [R] int64  written
-    history: torch.Tensor,  # [N, S] int64  written
+    history: torch.Tensor,  # [N, MR] int64  written
     step_index: torch.Tensor,  # [1] int64  written
 ) -> None:
     """Twin of ``rose_backend.kernels.advance_rows``."""

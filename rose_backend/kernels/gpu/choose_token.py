@@ -11,15 +11,15 @@ import triton
 import triton.language as tl
 
 from rose_backend.kernels.gpu.few_candidates import choose_among_few, gather_few
-from rose_backend.kernels.gpu.race import (
+from rose_backend.kernels.gpu.gumbel_max import (
     MINUS_INFINITY,
     NO_TOKEN,
     bits_of,
-    exact_arrival,
+    gumbel_max,
     keep_top_p,
     kth_largest_key,
     ordered_key,
-    race,
+    perturbed_score,
     tile_bits,
     value_of_key,
 )
@@ -37,13 +37,13 @@ def choose_first_maximum(group_keys, row_max, source, vocab_size, GROUP: tl.cons
 
 @triton.jit
 def choose_winner(source, draws, winners_ptr, vocab_size, num_slices, SLICE_TILE: tl.constexpr):
-    """Return the winner of all slices' winners; NO_TOKEN if there is none."""
+    """Return which of the slices' winners has the largest perturbed score; NO_TOKEN if there is none."""
     seed, position = draws
     slices = tl.arange(0, SLICE_TILE)
     tokens = tl.load(winners_ptr + slices, mask=slices < num_slices, other=NO_TOKEN)
     mask = tokens < vocab_size
-    arrivals = exact_arrival(load_scores(source, tokens, mask, vocab_size), tokens, seed, position)
-    return tl.min(tl.where(mask & (arrivals == tl.max(arrivals)), tokens, NO_TOKEN))
+    perturbed = perturbed_score(load_scores(source, tokens, mask, vocab_size), tokens, seed, position)
+    return tl.min(tl.where(mask & (perturbed == tl.max(perturbed)), tokens, NO_TOKEN))
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def choose_filtered(
     Nothing that is kept has a lower key than ``bound``. The fewer tokens reach it, the faster is the draw.
 
     Args:
-        token: winner of all tokens, where there is neither top-k nor min-p and slices have raced. Else NO_TOKEN.
+        token: draw from all tokens, where there is neither top-k nor min-p and slices have winners. Else NO_TOKEN.
         total: weight of all tokens, that of the largest score is 1. Without ``token`` 0.
         FEW: candidates that are compared with each other.
         TILE: tokens that are read at once.
@@ -83,7 +83,7 @@ def choose_filtered(
     lowest = tl.maximum(lowest, ordered_key(threshold) + is_rounded_down.to(tl.int32))
     bound, num_candidates = lowest, tl.full([], FEW + 1, tl.int32)
     if token < vocab_size:
-        # If top-p keeps the winner, nobody else can be drawn; if not, nothing behind it is kept.
+        # If top-p keeps that token, no other can be drawn; if not, nothing behind it is kept.
         bound = _key_of(source, token, vocab_size)
     elif top_k > 0:
         # The k groups with the largest maxima hold at least one score each that reaches the k-th of those. A few groups
@@ -168,7 +168,7 @@ def _gather_candidates(
     is_chosen = group_keys >= bound
     num_groups = tl.sum(is_chosen.to(tl.int32))
     group_places = tl.cumsum(is_chosen.to(tl.int32)) - 1
-    # Everybody has read what an earlier round left.
+    # All threads have read what an earlier round left.
     tl.debug_barrier()
     tl.store(groups_ptr + group_places, tl.arange(0, group_keys.shape[0]), mask=is_chosen)
     tl.debug_barrier()
@@ -218,9 +218,8 @@ def _choose_among_candidates(
     kept = keys >= lowest
     if top_p < 1:
         kept = keep_top_p(scores, keys, tokens, kept, row_max, lowest, top_p, total, vocab_size)
-    arrival, token = tl.full([], MINUS_INFINITY, tl.float64), tl.full([], NO_TOKEN, tl.int32)
     bits = bits_of(tokens, seed, position)
-    arrival, token = race(scores, tokens, bits, kept, arrival, token, seed, position, False)
+    token = gumbel_max(scores, tokens, bits, kept, seed, position)
     return token
 
 
@@ -241,15 +240,14 @@ def _choose_by_rejection(
     TILE: tl.constexpr,
     SLICE_TILE: tl.constexpr,
 ):
-    """Draw from any number of tokens that reach ``lowest`` and come before an end, see ``_race_before``.
+    """Draw from any number of tokens that reach ``lowest`` and come before an end, see ``_draw_before``.
 
-    Top-p is asked about one winner after the other: it keeps a token if less than enough weight comes before it (higher
-    keys, then lower tokens), and if not, nothing behind that token is kept.
+    Top-p keeps a drawn token if less than enough weight comes before it (higher keys, then lower tokens).
     """
     token = tl.full([], NO_TOKEN, tl.int32)
     is_searching = row_max == row_max
     while is_searching:
-        _race_before(
+        _draw_before(
             source, draws, end_key, end_token, winners_ptr, vocab_size, num_slices, GROUP, COLUMNS, SLICE_TILE
         )
         token = choose_winner(source, draws, winners_ptr, vocab_size, num_slices, SLICE_TILE)
@@ -294,7 +292,7 @@ def _weights(source, row_max, lowest, key, token, vocab_size, TILE: tl.constexpr
 
 
 @triton.jit
-def _race_before(
+def _draw_before(
     source,
     draws,
     key,
@@ -308,29 +306,28 @@ def _race_before(
 ):
     """Write each slice's winner among higher keys than ``key``, and of equal ones lower tokens than ``token``.
 
-    With NO_TOKEN no slice has raced before. Else all have, with a later end, and only those race again whose winner is
-    not before this one.
+    With NO_TOKEN no slice has a winner yet. Else all have, with a later end, and only those slices are drawn from again
+    whose winner is not before this one.
     """
     seed, position = draws
     slices = tl.arange(0, SLICE_TILE)
-    must_race = slices < num_slices
+    must_draw = slices < num_slices
     if token < vocab_size:
-        winners = tl.load(winners_ptr + slices, mask=must_race, other=NO_TOKEN)
+        winners = tl.load(winners_ptr + slices, mask=must_draw, other=NO_TOKEN)
         winner_keys = ordered_key(load_scores(source, winners, winners < vocab_size, vocab_size))
         is_behind = (winner_keys < key) | ((winner_keys == key) & (winners >= token))
-        must_race = (winners < vocab_size) & is_behind
-        # Everybody has read the old ones.
+        must_draw = (winners < vocab_size) & is_behind
+        # All threads have read the old ones.
         tl.debug_barrier()
-    slice_index = tl.min(tl.where(must_race, slices, NO_TOKEN))
+    slice_index = tl.min(tl.where(must_draw, slices, NO_TOKEN))
     while slice_index < num_slices:
         tokens, scores = load_tile(source, slice_index, vocab_size, GROUP, COLUMNS)
         keys = ordered_key(scores)
-        running = (keys > key) | ((keys == key) & (tokens < token))
+        kept = (keys > key) | ((keys == key) & (tokens < token))
         bits = tile_bits(slice_index * (GROUP * COLUMNS), seed, position, GROUP // 4, COLUMNS)
-        arrival, winner = tl.full([], MINUS_INFINITY, tl.float64), tl.full([], NO_TOKEN, tl.int32)
-        arrival, winner = race(scores, tokens, bits, running, arrival, winner, seed, position, False)
+        winner = gumbel_max(scores, tokens, bits, kept, seed, position)
         tl.store(winners_ptr + slice_index, winner)
-        slice_index = tl.min(tl.where(must_race & (slices > slice_index), slices, NO_TOKEN))
+        slice_index = tl.min(tl.where(must_draw & (slices > slice_index), slices, NO_TOKEN))
     tl.debug_barrier()
 
 

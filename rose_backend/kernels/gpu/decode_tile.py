@@ -83,26 +83,24 @@ def load_tile(cache, columns, block_ids, positions, end, BLOCK_SIZE: tl.constexp
 
 
 @triton.jit
-def load_new_tokens(keys, values, tokens, heads, mask):
-    """Return keys and values of ``tokens``; ``keys`` and ``values`` are (pointer, strides of tokens and heads)."""
+def load_new_tokens(key_ptr, value_ptr, strides, tokens, heads, mask):
+    """Return the new keys and values of ``tokens``, of each the head ``heads``."""
     dims = tl.arange(0, mask.shape[1])[None, :]
-    key_rows = keys[0] + tokens * keys[1] + heads * keys[2]
-    value_rows = values[0] + tokens * values[1] + heads * values[2]
+    key_rows = key_ptr + tokens * strides.new_key[0] + heads * strides.new_key[1]
+    value_rows = value_ptr + tokens * strides.new_value[0] + heads * strides.new_value[1]
     key = tl.load(key_rows[:, None] + dims, mask=mask, other=0.0)
     value = tl.load(value_rows[:, None] + dims, mask=mask, other=0.0)
     return key, value
 
 
 @triton.jit
-def store_tokens(
-    cache, key, value, block_ids, positions, head_strides, heads, mask, BLOCK_SIZE: tl.constexpr
-):
+def store_tokens(cache, key, value, block_ids, positions, strides, heads, mask, BLOCK_SIZE: tl.constexpr):
     """Store a key and a value at each of ``positions``, of the head ``heads`` further, where ``mask`` is set."""
     dims = tl.arange(0, key.shape[1])[None, :]
     key_rows = cache[0] + cached_offsets(block_ids, positions, cache[3], cache[4], BLOCK_SIZE)
     value_rows = cache[1] + cached_offsets(block_ids, positions, cache[5], cache[6], BLOCK_SIZE)
-    tl.store((key_rows + heads * head_strides[0])[:, None] + dims, key, mask=mask)
-    tl.store((value_rows + heads * head_strides[1])[:, None] + dims, value, mask=mask)
+    tl.store((key_rows + heads * strides.key[2])[:, None] + dims, key, mask=mask)
+    tl.store((value_rows + heads * strides.value[2])[:, None] + dims, value, mask=mask)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rose_backend.kernels.gpu.race import MINUS_INFINITY, NO_TOKEN, bits_of, ordered_key, race
+from rose_backend.kernels.gpu.gumbel_max import MINUS_INFINITY, NO_TOKEN, bits_of, gumbel_max, ordered_key
 from rose_backend.kernels.gpu.vocab_tiles import group_tokens, load_scores
 
 _CHUNK = tl.constexpr(32)
@@ -87,9 +87,8 @@ def choose_among_few(num_candidates, row_max, top_k, top_p, draws, scratch, FEW:
     if top_p < 1:
         needed = top_p.to(tl.float64) * tl.sum(tl.where(kept, weights, 0)).to(tl.float64)
         kept = kept & ((sums >> 8).to(tl.float64) < needed)
-    arrival, token = tl.full([], MINUS_INFINITY, tl.float64), tl.full([], NO_TOKEN, tl.int32)
     bits = bits_of(tokens, seed, position)
-    arrival, token = race(scores, tokens, bits, kept, arrival, token, seed, position, False)
+    token = gumbel_max(scores, tokens, bits, kept, seed, position)
     return token
 
 

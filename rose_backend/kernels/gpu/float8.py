@@ -9,18 +9,18 @@ _LARGEST = tl.constexpr(448.0)
 
 
 @triton.jit
-def load_scale(scale_ptr, HAS_SCALE: tl.constexpr):
-    """Return the scale of a cache, 1 without one."""
-    if HAS_SCALE:
-        scale = tl.load(scale_ptr).to(tl.float32)
-    else:
+def load_scale(scale_ptr):
+    """Return the scale of a cache; ``scale_ptr`` is None where it is 1."""
+    if scale_ptr is None:
         scale = 1.0
+    else:
+        scale = tl.load(scale_ptr).to(tl.float32)
     return scale
 
 
 @triton.jit
 def to_cache(values, scale, CACHE_DTYPE: tl.constexpr):
-    """Return ``values`` as a cache of ``CACHE_DTYPE`` holds them, as ``reference.float8.to_cache`` bit for bit."""
+    """Return ``values`` as a cache of ``CACHE_DTYPE`` holds them, as ``reference.kv_cache.to_cache`` bit for bit."""
     if tl.float8e4nv == CACHE_DTYPE:
         # Rounded as torch's division is; a plain ``/`` may be off by two units in the last place.
         scaled = tl.div_rn(values.to(tl.float32), scale)

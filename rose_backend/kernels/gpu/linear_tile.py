@@ -1,4 +1,4 @@
-"""Parts of the small-batch products: tiles and what is summed up over them, in registers, warps and programs."""
+"""Parts of the small-batch products: tiles and reductions, in registers, warps and programs."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class LinearConfig:
     use_tma: bool = False
     """Tiles are copied by the tensor memory accelerator; ``block_k`` divides each program's depth."""
     is_early: bool = True
-    """The kernel behind may start at once, not when ``x`` is asked for: its weights come earlier, but its programs take
+    """The next kernel may start at once, not when ``x`` is loaded: its weights come earlier, but its programs take
     up processors for longer."""
 
 

@@ -1,9 +1,9 @@
 """Head and sampler in two launches without logits in memory.
 
-1. One program per tile of tokens and block of rows multiplies, and lets the tile's tokens race (see ``race.py``) for
-   each of its rows in float32. Per row and tile it writes the two that come first with their scores: two, because the
+1. One program per tile of tokens and block of rows multiplies, and adds Gumbel noise (see ``gumbel_max.py``) for each
+   of its rows in float32. Per row and tile it writes the two largest tokens with their scores: two, because the
    second may be so close that float32 cannot tell. Greedy rows have no noise and need but one.
-2. One program per row lets those of all tiles race in float64; of equal arrivals the lowest token wins.
+2. One program per row compares those of all tiles in float64; of equal ones it takes the lowest token.
 
 Few rows are the right factor, for which tensor cores have narrower tiles; many are the left one, so that a row's tokens
 lie in few threads. Each logit is summed up in the same order either way: a row's token does not depend on its batch.
@@ -15,12 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
-from rose_backend.kernels.gpu.race import (
+from rose_backend.kernels.gpu.gumbel_max import (
     GREEDY_TEMPERATURE,
     MINUS_INFINITY,
     NO_TOKEN,
-    exact_arrival,
     gumbel,
+    perturbed_score,
 )
 
 _MIN_BLOCK_R = 16
@@ -35,7 +35,7 @@ _TILE_OF_ROWS = {
 
 
 @triton.jit(do_not_specialize=["num_rows", "vocab_size", "num_tiles", "num_row_blocks"])
-def _race_tiles_kernel(
+def _draw_from_tiles_kernel(
     hidden_ptr,  # [R, E]
     hidden_stride,
     weight_ptr,  # [V, E]
@@ -56,7 +56,7 @@ def _race_tiles_kernel(
     TOKEN_AXIS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    # Programs that share weights are neighbours: the weights travel once.
+    # Programs that share weights have adjacent ids, so weights are read from memory once.
     tile = tl.program_id(0) // num_row_blocks
     rows = tl.program_id(0) % num_row_blocks * BLOCK_R + tl.arange(0, BLOCK_R)
     is_row = rows < num_rows
@@ -71,22 +71,22 @@ def _race_tiles_kernel(
     position = tl.load(position_ptr + rows).to(tl.int32)
     is_drawn = temperature >= GREEDY_TEMPERATURE
     scores = tl.where(_across_rows(tokens < vocab_size, TOKEN_AXIS), logits, MINUS_INFINITY)
-    arrivals = scores
+    perturbed = scores
     has_draws = tl.max(is_drawn.to(tl.int32)) > 0
     if has_draws:
         divisor = _across_tokens(tl.where(is_drawn, temperature, 1.0), TOKEN_AXIS)
         scores = tl.div_rn(scores, tl.zeros_like(scores) + divisor)
         bits = _tile_bits(tile * BLOCK_V, seed, position, BLOCK_V, BLOCK_R, TOKEN_AXIS)
-        arrivals = tl.where(_across_tokens(is_drawn, TOKEN_AXIS), scores + gumbel(bits), scores)
+        perturbed = tl.where(_across_tokens(is_drawn, TOKEN_AXIS), scores + gumbel(bits), scores)
     entries = rows * (2 * num_tiles) + tile
     is_first = _store_first(
-        arrivals, scores, tokens, tokens_ptr + entries, scores_ptr + entries, is_row, vocab_size, TOKEN_AXIS
+        perturbed, scores, tokens, tokens_ptr + entries, scores_ptr + entries, is_row, vocab_size, TOKEN_AXIS
     )
     if has_draws:
-        arrivals = tl.where(is_first, MINUS_INFINITY, arrivals)
+        perturbed = tl.where(is_first, MINUS_INFINITY, perturbed)
         entries += num_tiles
         _store_first(
-            arrivals,
+            perturbed,
             scores,
             tokens,
             tokens_ptr + entries,
@@ -111,10 +111,10 @@ def _across_tokens(values, TOKEN_AXIS: tl.constexpr):
 
 @triton.jit
 def _store_first(
-    arrivals, scores, tokens, token_ptrs, score_ptrs, is_row, vocab_size, TOKEN_AXIS: tl.constexpr
+    perturbed, scores, tokens, token_ptrs, score_ptrs, is_row, vocab_size, TOKEN_AXIS: tl.constexpr
 ):
-    """Write token and score of each row's first arrival, of equal ones the lowest; return where they are."""
-    place = tl.argmax(arrivals, axis=TOKEN_AXIS)
+    """Write token and score of each row's largest perturbed score, of equal ones the lowest; return where they are."""
+    place = tl.argmax(perturbed, axis=TOKEN_AXIS)
     token = tl.min(tokens) + place
     is_first = _across_rows(tokens, TOKEN_AXIS) == _across_tokens(token, TOKEN_AXIS)
     # Where logits are NaN the place may be one beyond the vocabulary.
@@ -170,7 +170,7 @@ def _tile_bits(
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
-def _race_winners_kernel(
+def _draw_from_all_kernel(
     temperature_ptr,  # [R]
     seed_ptr,  # [R]
     position_ptr,  # [R]
@@ -183,16 +183,16 @@ def _race_winners_kernel(
     row = tl.program_id(0).to(tl.int64)
     is_drawn = tl.load(temperature_ptr + row) >= GREEDY_TEMPERATURE
     entries = tl.arange(0, TILES)
-    # There may be no second ones beside greedy rows.
+    # Tiles of greedy rows only store no second token.
     mask = entries < tl.where(is_drawn, 2 * num_tiles, num_tiles)
     tokens = tl.load(tokens_ptr + row * (2 * num_tiles) + entries, mask=mask, other=NO_TOKEN)
     scores = tl.load(scores_ptr + row * (2 * num_tiles) + entries, mask=mask, other=MINUS_INFINITY)
-    arrivals = scores.to(tl.float64)
+    perturbed = scores.to(tl.float64)
     if is_drawn:
         position = tl.load(position_ptr + row).to(tl.int32)
-        arrivals = exact_arrival(scores, tokens, tl.load(seed_ptr + row), position)
-    token = tl.min(tl.where(arrivals == tl.max(arrivals), tokens, NO_TOKEN))
-    # Only logits that are NaN can leave nobody.
+        perturbed = perturbed_score(scores, tokens, tl.load(seed_ptr + row), position)
+    token = tl.min(tl.where(perturbed == tl.max(perturbed), tokens, NO_TOKEN))
+    # Only logits that are NaN can leave no token.
     tl.store(token_ids_ptr + row, tl.where(token == NO_TOKEN, 0, token).to(tl.int64))
 
 
@@ -216,7 +216,7 @@ def lm_head_sample(
     tokens = torch.empty(num_rows, 2 * num_tiles, dtype=torch.int32, device=hidden.device)
     scores = torch.empty(num_rows, 2 * num_tiles, dtype=torch.float32, device=hidden.device)
     exact = hidden.dtype == torch.float32
-    _race_tiles_kernel[(num_tiles * num_row_blocks,)](
+    _draw_from_tiles_kernel[(num_tiles * num_row_blocks,)](
         hidden,
         hidden.stride(0),
         lm_head,
@@ -239,7 +239,7 @@ def lm_head_sample(
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    _race_winners_kernel[(num_rows,)](
+    _draw_from_all_kernel[(num_rows,)](
         temperature,
         seed,
         position,

@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rose_backend.kernels.attention_options import AttentionOptions
 from rose_backend.kernels.gpu.float8 import load_scale
 from rose_backend.kernels.gpu.prefill_tile import attend_range, find_tile, load_rows, store_tile
 from rose_backend.kernels.gpu.prefill_tuning import PrefillTuning, prefill_tuning, rows_tile
-from rose_backend.kernels.gpu.softmax import LOG2_E, NO_LOGIT, logit_factors
+from rose_backend.kernels.gpu.softmax import LOG2_E, NO_LOGIT, attention_strides, logit_factors
 from rose_backend.kernels.gpu.store_chunk import store_chunk
 from rose_backend.kernels.tensor_checks import device_capability
 
@@ -39,38 +40,24 @@ _REST_TILE = 32
 def _paged_prefill_kernel(
     out_ptr,
     query_ptr,
-    new_key_ptr,
+    new_key_ptr,  # None where the chunk was stored before
     new_value_ptr,
-    new_key_rows,  # tensor descriptors, or None
+    new_key_rows,  # tensor descriptors of new keys and values, or None
     new_value_rows,
     key_cache_ptr,
     value_cache_ptr,
     block_table_ptr,
     query_start_ptr,
     num_computed_ptr,
-    slopes_ptr,
+    slopes_ptr,  # each None where the option is off
     sinks_ptr,
     key_scale_ptr,
     value_scale_ptr,
     num_rows,
     num_pieces,
     window,
-    product_factor,
-    logit_factor,
-    out_token_stride,
-    out_head_stride,
-    query_token_stride,
-    query_head_stride,
-    new_key_token_stride,
-    new_key_head_stride,
-    new_value_token_stride,
-    new_value_head_stride,
-    key_block_stride,
-    key_token_stride,
-    key_head_stride,
-    value_block_stride,
-    value_token_stride,
-    value_head_stride,
+    factors,
+    strides,  # AttentionStrides
     table_stride,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -84,18 +71,15 @@ def _paged_prefill_kernel(
     SLICE: tl.constexpr,
     SPLIT: tl.constexpr,
     PLAIN: tl.constexpr,
-    HAS_NEW: tl.constexpr,
-    DESCRIBED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_KEY_SCALE: tl.constexpr,
-    HAS_VALUE_SCALE: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     STAGES: tl.constexpr,
     REST_STAGES: tl.constexpr,
 ):
+    HAS_NEW: tl.constexpr = new_key_ptr is not None
+    DESCRIBED: tl.constexpr = new_key_rows is not None
+    HAS_ALIBI: tl.constexpr = slopes_ptr is not None
     head = tl.program_id(0) % NUM_HEADS
     # From the last tile on: a row's later tiles take longer.
     work = num_pieces - 1 - tl.program_id(0) // NUM_HEADS
@@ -107,30 +91,30 @@ def _paged_prefill_kernel(
     computed = tl.load(num_computed_ptr + row)
     kv_head = (head // GROUP).to(tl.int64)
     table_ptr = block_table_ptr + row.to(tl.int64) * table_stride
-    key_cache = (key_cache_ptr + kv_head * key_head_stride, key_block_stride, key_token_stride)
-    value_cache = (value_cache_ptr + kv_head * value_head_stride, value_block_stride, value_token_stride)
+    key_cache = (key_cache_ptr + kv_head * strides.key[2], strides.key[0], strides.key[1])
+    value_cache = (value_cache_ptr + kv_head * strides.value[2], strides.value[0], strides.value[1])
 
     first_query = tile * QUERY_TILE
     tokens = first_query + tl.arange(0, QUERY_TILE)
     if HAS_NEW:
-        new_key_ptr += first_token * new_key_token_stride + kv_head * new_key_head_stride
-        new_value_ptr += first_token * new_value_token_stride + kv_head * new_value_head_stride
+        new_key_ptr += first_token * strides.new_key[0] + kv_head * strides.new_key[1]
+        new_value_ptr += first_token * strides.new_value[0] + kv_head * strides.new_value[1]
 
     dims = tl.arange(0, HEAD_TILE)[None, :]
     is_query = tokens < num_tokens
     head64 = head.to(tl.int64)
     rows = tl.arange(0, QUERY_TILE).to(tl.int64)[:, None]
-    query_ptr += (first_token + first_query) * query_token_stride + head64 * query_head_stride
-    query_rows = query_ptr + rows * query_token_stride
+    query_ptr += (first_token + first_query) * strides.query[0] + head64 * strides.query[1]
+    query_rows = query_ptr + rows * strides.query[0]
     query = load_rows(query_rows, is_query, dims, HEAD_SIZE, True)
     query_positions = computed + tokens
     slope = 0.0
     if HAS_ALIBI:
         slope = tl.load(slopes_ptr + head).to(tl.float32)
-    factors = (product_factor * load_scale(key_scale_ptr, HAS_KEY_SCALE), logit_factor)
+    factors = (factors[0] * load_scale(key_scale_ptr), factors[1])
     top = tl.full([QUERY_TILE], NO_LOGIT, tl.float32)
     total = tl.zeros([QUERY_TILE], tl.float32)
-    if HAS_SINKS:
+    if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head) * LOG2_E
         top = tl.maximum(top, sink)
         total = tl.exp2(sink - top)
@@ -158,17 +142,17 @@ def _paged_prefill_kernel(
         )  # fmt: skip
     if HAS_NEW:
         past = computed.to(tl.int64)
-        chunk_key = (new_key_ptr - past * new_key_token_stride, 0, new_key_token_stride)
-        chunk_value = (new_value_ptr - past * new_value_token_stride, 0, new_value_token_stride)
+        chunk_key = (new_key_ptr - past * strides.new_key[0], 0, strides.new_key[0])
+        chunk_value = (new_value_ptr - past * strides.new_value[0], 0, strides.new_value[0])
         begin = tl.maximum(begin, computed)
         if SPLIT:
             # From the chunk: whole tiles before the queries, whole tiles among them, then the rest. The rest is always
-            # loaded by pointers: what a descriptor brings from behind the end is another request's.
+            # loaded by pointers: rows behind the end belong to another request.
             whole_key, whole_value = chunk_key, chunk_value
             if DESCRIBED:
                 first_row = first_token.to(tl.int32) - computed
-                whole_key = (new_key_rows, first_row, (kv_head * new_key_head_stride).to(tl.int32))
-                whole_value = (new_value_rows, first_row, (kv_head * new_value_head_stride).to(tl.int32))
+                whole_key = (new_key_rows, first_row, (kv_head * strides.new_key[1]).to(tl.int32))
+                whole_value = (new_value_rows, first_row, (kv_head * strides.new_value[1]).to(tl.int32))
             whole = begin + tl.maximum(diagonal - begin, 0) // TILE * TILE
             if begin < whole:
                 state = attend_range(
@@ -197,18 +181,18 @@ def _paged_prefill_kernel(
             )  # fmt: skip
         if head % GROUP == 0:
             store_tile(
-                new_key_ptr, new_key_token_stride, key_cache, 1.0, table_ptr, tokens, num_tokens, computed,
+                new_key_ptr, strides.new_key[0], key_cache, 1.0, table_ptr, tokens, num_tokens, computed,
                 BLOCK_SIZE, HEAD_SIZE, HEAD_TILE,
             )  # fmt: skip
             store_tile(
-                new_value_ptr, new_value_token_stride, value_cache, 1.0, table_ptr, tokens, num_tokens, computed,
+                new_value_ptr, strides.new_value[0], value_cache, 1.0, table_ptr, tokens, num_tokens, computed,
                 BLOCK_SIZE, HEAD_SIZE, HEAD_TILE,
             )  # fmt: skip
     _, total, attended = state
-    attended *= (load_scale(value_scale_ptr, HAS_VALUE_SCALE) / total)[:, None]
-    out_ptr += (first_token + first_query) * out_token_stride + head64 * out_head_stride
+    attended *= (load_scale(value_scale_ptr) / total)[:, None]
+    out_ptr += (first_token + first_query) * strides.out[0] + head64 * strides.out[1]
     tl.store(
-        out_ptr + rows * out_token_stride + dims,
+        out_ptr + rows * strides.out[0] + dims,
         attended.to(out_ptr.dtype.element_ty),
         mask=is_query[:, None] & (dims < HEAD_SIZE),
     )
@@ -224,14 +208,8 @@ def paged_prefill(
     query_start_loc: torch.Tensor,  # [R + 1] int32
     num_computed_tokens: torch.Tensor,  # [R] int32
     *,
-    scale: float,
+    options: AttentionOptions,
     out: torch.Tensor,  # [T, HQ, D]  written
-    sliding_window: int | None = None,
-    alibi_slopes: torch.Tensor | None = None,  # [HQ]
-    logits_soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,  # [HQ]
-    key_scale: torch.Tensor | None = None,
-    value_scale: torch.Tensor | None = None,
     mean_query_len: float | None = None,
     tuning: PrefillTuning | None = None,
 ) -> torch.Tensor:
@@ -250,8 +228,8 @@ def paged_prefill(
             block_table,
             query_start_loc,
             num_computed_tokens,
-            key_scale,
-            value_scale,
+            options.key_scale,
+            options.value_scale,
         )
         new_key = new_value = None
     if tuning is None:
@@ -263,37 +241,35 @@ def paged_prefill(
             is_describable=_is_describable(new_key) and _is_describable(new_value),
         )
     head_tile = max(triton.next_power_of_2(head_size), 16)
-    is_plain = scale > 0 and key_scale is None and alibi_slopes is None and logits_soft_cap is None
-    stored_key = query if new_key is None else new_key
-    stored_value = query if new_value is None else new_value
+    is_plain = (
+        options.scale > 0
+        and options.key_scale is None
+        and options.alibi_slopes is None
+        and options.logits_soft_cap is None
+    )
     # Each row wastes at most part of one tile.
     num_pieces = num_tokens // tuning.query_tile + num_rows
     _paged_prefill_kernel[(num_pieces * num_query_heads,)](
         out,
         query,
-        stored_key,
-        stored_value,
-        _describe(stored_key, tuning.tile) if tuning.by_descriptor else None,
-        _describe(stored_value, tuning.tile) if tuning.by_descriptor else None,
+        new_key,
+        new_value,
+        _describe(new_key, tuning),
+        _describe(new_value, tuning),
         key_cache,
         value_cache,
         block_table,
         query_start_loc,
         num_computed_tokens,
-        query if alibi_slopes is None else alibi_slopes,
-        query if sinks is None else sinks,
-        query if key_scale is None else key_scale,
-        query if value_scale is None else value_scale,
+        options.alibi_slopes,
+        options.sinks,
+        options.key_scale,
+        options.value_scale,
         num_rows,
         num_pieces,
-        sliding_window or 0,
-        *logit_factors(scale, logits_soft_cap),
-        *out.stride()[:2],
-        *query.stride()[:2],
-        *stored_key.stride()[:2],
-        *stored_value.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
+        options.sliding_window or 0,
+        logit_factors(options.scale, options.logits_soft_cap),
+        attention_strides(out, query, new_key, new_value, key_cache, value_cache),
         block_table.stride(0),
         NUM_HEADS=num_query_heads,
         GROUP=num_query_heads // num_kv_heads,
@@ -307,14 +283,8 @@ def paged_prefill(
         SLICE=min(_FLOAT32_SLICE, head_tile) if query.dtype == torch.float32 else 0,
         SPLIT=tuning.split,
         PLAIN=is_plain,
-        HAS_NEW=new_key is not None,
-        DESCRIBED=tuning.by_descriptor,
-        HAS_WINDOW=sliding_window is not None,
-        HAS_CAP=logits_soft_cap is not None,
-        HAS_ALIBI=alibi_slopes is not None,
-        HAS_SINKS=sinks is not None,
-        HAS_KEY_SCALE=key_scale is not None,
-        HAS_VALUE_SCALE=value_scale is not None,
+        HAS_WINDOW=options.sliding_window is not None,
+        HAS_CAP=options.logits_soft_cap is not None,
         SAME_STRIDES=key_cache.stride() == value_cache.stride(),
         STAGES=tuning.num_stages,
         REST_STAGES=1 if tuning.by_descriptor else tuning.num_stages,
@@ -325,7 +295,7 @@ def paged_prefill(
 
 
 def _is_describable(rows: torch.Tensor | None) -> bool:
-    """Return whether the copy engine can load tiles of ``rows`` [T, H, D].
+    """Return whether the copy engine can load tiles of ``rows`` [T, HKV, D].
 
     It takes steps of 16 bytes and 32-bit columns, and a tile must not be padded: that would read the next head.
     """
@@ -338,8 +308,10 @@ def _is_describable(rows: torch.Tensor | None) -> bool:
     )
 
 
-def _describe(rows: torch.Tensor, tile: int) -> TensorDescriptor:
-    """Describe ``rows`` [T, H, D] as one matrix of ``T`` rows, of which a tile is one head's part of some tokens."""
+def _describe(rows: torch.Tensor | None, tuning: PrefillTuning) -> TensorDescriptor | None:
+    """Describe ``rows`` [T, HKV, D] as one matrix of ``T`` rows, of which a tile is one head's part of some tokens."""
+    if rows is None or not tuning.by_descriptor:
+        return None
     num_tokens, num_heads, head_size = rows.shape
     width = (num_heads - 1) * rows.stride(1) + head_size
-    return TensorDescriptor(rows, [num_tokens, width], [rows.stride(0), 1], [tile, head_size])
+    return TensorDescriptor(rows, [num_tokens, width], [rows.stride(0), 1], [tuning.tile, head_size])

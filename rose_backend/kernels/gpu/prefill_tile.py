@@ -43,7 +43,7 @@ def load_rows(row_ptrs, is_row, dims, HEAD_SIZE: tl.constexpr, MASK: tl.constexp
 
 @triton.jit
 def _float32_dot(left, right):
-    """Return a product that stays one of its own.
+    """Return the product, not merged into a following addition.
 
     Without a bound on inexact additions the compiler turns ``total + product`` into one long chain of additions that
     starts from ``total``; short chains round less.

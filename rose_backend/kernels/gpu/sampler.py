@@ -3,13 +3,13 @@
 The vocabulary is cut into slices, and slices into groups of ``GROUP`` tokens (see ``choose_token.py``).
 
 1. One program per row and slice reads the logits once. It writes the largest score of each group; for rows without
-   top-k and min-p the winner of the slice's race (see ``race.py``), and if they have top-p the slice's weight.
-2. One program per row. Without filters the winner of all slices is it. Else a lowest score is known: the ``k`` largest
-   scores reach the ``k``-th largest maximum of a group; min-p is one; top-p alone keeps the winner of all tokens, or
-   nothing behind it. Groups whose maximum reaches that are read once more. A few tokens that reach it for a top-k are
-   compared with each other (see ``few_candidates.py``), no more than ``MAX_CANDIDATES`` are searched in registers. Else
-   top-p is asked whether it keeps the winner, and if not those race again that come before it: each round rejects the
-   loser and everything behind it. With top-p 0.9 nine of ten rows need no second round.
+   top-k and min-p the slice's winner, a Gumbel-max draw (see ``gumbel_max.py``), and if they have top-p its weight.
+2. One program per row. Without filters the best of the slices' winners is the token. Else a lowest score is known: the
+   ``k`` largest scores reach the ``k``-th largest maximum of a group; min-p is one; top-p alone keeps the best of the
+   winners, or nothing behind it. Groups whose maximum reaches that are read once more. A few tokens that reach it for a
+   top-k are compared with each other (see ``few_candidates.py``), no more than ``MAX_CANDIDATES`` are searched in
+   registers. Else top-p is asked whether it keeps the drawn token, and if not one before it is drawn: each round
+   rejects a token and everything behind it. With top-p 0.9 nine of ten rows need no second round.
 
 Slices, tiles and the order of every sum depend on the vocabulary only, so a row's token does not depend on its batch.
 """
@@ -26,13 +26,13 @@ from rose_backend.kernels.gpu.choose_token import (
     choose_winner,
     report_top_logits,
 )
-from rose_backend.kernels.gpu.race import (
+from rose_backend.kernels.gpu.gumbel_max import (
     GREEDY_TEMPERATURE,
     LARGEST_FACTOR,
     MINUS_INFINITY,
     NO_TOKEN,
+    gumbel_max,
     ordered_key,
-    race,
     scores_of,
     tile_bits,
 )
@@ -96,10 +96,7 @@ def _scan_kernel(
             _store_mass(scores, masses_ptr + masses, num_slices)
         seed, position = tl.load(draws[0] + row), tl.load(draws[1] + row).to(tl.int32)
         bits = tile_bits(slice_index * (GROUP * COLUMNS), seed, position, GROUP // 4, COLUMNS)
-        arrival, winner = tl.full([], MINUS_INFINITY, tl.float64), tl.full([], NO_TOKEN, tl.int32)
-        arrival, winner = race(
-            scores, tokens, bits, scores > MINUS_INFINITY, arrival, winner, seed, position, False
-        )
+        winner = gumbel_max(scores, tokens, bits, scores > MINUS_INFINITY, seed, position)
         tl.store(winners_ptr + row * num_slices + slice_index, winner)
 
 

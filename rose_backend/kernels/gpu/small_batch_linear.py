@@ -11,7 +11,7 @@ At few rows such a product is as long as its weights take to arrive, so everythi
   The sums of ``x`` and of its squares, which this needs, are left by the product that made ``x``, one part per tile of
   columns, or are summed up here while ``x`` passes by.
 - Where programs would have long dot products to do, their depth is split over warps, or over programs: the last of them
-  to arrive adds the parts in their order, so that the result does not depend on who was last.
+  to arrive adds the parts in their order, so that the result does not depend on which was last.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def small_batch_linear_kernel(
     begin = part * DEPTH
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    # What is constant is asked for before the wait.
+    # What is constant is loaded before the wait.
     WHOLE: tl.constexpr = DEPTH == BLOCK_K
     if WHOLE and TMA:
         weight = weight_desc.load([tile * BLOCK_N, begin])

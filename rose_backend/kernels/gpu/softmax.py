@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NO_LOGIT = tl.constexpr(-1e30)
-"""Maximum of nothing: finite, so that the difference of two of them is not NaN."""
+"""Initial maximum: finite, so that the difference of two of them is not NaN."""
 HIDDEN = tl.constexpr(-2e30)
-"""Logit of what may not be seen: weighs nothing, also beside a maximum of nothing."""
+"""Logit of what may not be seen: has weight 0 even where all keys are masked."""
+
+
+class AttentionStrides(NamedTuple):
+    """Strides of rows and heads; of the caches those of blocks, tokens and heads."""
+
+    out: tuple[int, ...]
+    query: tuple[int, ...]
+    new_key: tuple[int, ...]
+    new_value: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+
+
+def attention_strides(
+    out: torch.Tensor,  # [T, HQ, D]
+    query: torch.Tensor,  # [T, HQ, D]
+    new_key: torch.Tensor | None,  # [T, HKV, D]
+    new_value: torch.Tensor | None,  # [T, HKV, D]
+    key_cache: torch.Tensor,  # [NB, BS, HKV, D]
+    value_cache: torch.Tensor,  # [NB, BS, HKV, D]
+) -> AttentionStrides:
+    """Return the strides that kernels need; zeros for what is not there."""
+    return AttentionStrides(
+        out.stride()[:2],
+        query.stride()[:2],
+        (0, 0) if new_key is None else new_key.stride()[:2],
+        (0, 0) if new_value is None else new_value.stride()[:2],
+        key_cache.stride()[:3],
+        value_cache.stride()[:3],
+    )
 
 
 def logit_factors(scale: float, logits_soft_cap: float | None) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Split every row's context over programs, as many as its length asks for, and combine what they found.
+"""Split every row's context over programs, in proportion to its length, and combine the results.
 
 The split follows from all rows' lengths, which only the device reads: one captured launch serves any lengths. A row of
 ``n`` tokens out of ``N`` gets at most ``ceil(n / chunk)`` splits where ``chunk = N / EXTRA``. So there are at most
@@ -9,12 +9,39 @@ slots of scratch memory are enough for any batch.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from rose_backend.kernels.gpu.softmax import NO_LOGIT
+
+
+class SplitSizes(NamedTuple):
+    """How contexts are split."""
+
+    ROWS_TILE: int
+    """Rows, rounded up to a power of two."""
+    EXTRA: int
+    MAX_WHOLE: int
+    """Tokens up to which a row is never split."""
+    MIN_SPLIT: int
+    """Tokens below which a row is not split further."""
+    TILE: int
+
+
+class CombineSizes(NamedTuple):
+    """How the splits' records are added up."""
+
+    RECORD: int
+    """float32 numbers of one record."""
+    FAN_IN: int
+    """Neighbouring records that are added up first."""
+    QUERY_TILE: int
+    """Queries that are added up at once."""
+    RECORD_TILE: int
+    """Records that are loaded at once."""
 
 
 @triton.jit
@@ -25,7 +52,6 @@ def _find_rows(
     num_rows,
     window,
     MAX_QUERY_LEN: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
     HAS_NEW: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
@@ -35,7 +61,7 @@ def _find_rows(
     """
     is_row = rows < num_rows
     lengths = tl.load(num_computed_ptr + rows, mask=is_row, other=-1)
-    if HAS_STARTS:
+    if query_start_ptr is not None:
         first_tokens = tl.load(query_start_ptr + rows, mask=is_row, other=0)
         stops = tl.load(query_start_ptr + rows + 1, mask=is_row, other=0)
         query_lens = tl.minimum(stops - first_tokens, MAX_QUERY_LEN)
@@ -63,13 +89,8 @@ def find_split(
     num_rows,
     window,
     work,
-    ROWS_TILE: tl.constexpr,
-    EXTRA: tl.constexpr,
-    MAX_WHOLE: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,  # SplitSizes
     MAX_QUERY_LEN: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
     HAS_NEW: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
@@ -79,19 +100,22 @@ def find_split(
     The row is ``num_rows`` or more, or its length negative, if there is no such piece. Positions ``begin .. end - 1``
     are read from the cache.
     """
+    ROWS_TILE: tl.constexpr = SPLITS.ROWS_TILE
+    MAX_WHOLE: tl.constexpr = SPLITS.MAX_WHOLE
+    TILE: tl.constexpr = SPLITS.TILE
     # The first pieces are the rows' first splits, so that a short row looks at nothing but its own length.
     row = work
     split, num_splits, first_slot, size = work * 0, work * 0 + 1, work * 0, work * 0
     length, first_token, query_len, begin, end = _find_rows(
-        num_computed_ptr, query_start_ptr, row, num_rows, window, MAX_QUERY_LEN, HAS_STARTS, HAS_NEW, HAS_WINDOW
+        num_computed_ptr, query_start_ptr, row, num_rows, window, MAX_QUERY_LEN, HAS_NEW, HAS_WINDOW
     )  # fmt: skip
     if MAX_WHOLE == 0 or (work >= num_rows) | (end - begin > MAX_WHOLE):
         rows = tl.arange(0, ROWS_TILE)
         _, _, _, begins, ends = _find_rows(
-            num_computed_ptr, query_start_ptr, rows, num_rows, window, MAX_QUERY_LEN, HAS_STARTS, HAS_NEW, HAS_WINDOW
+            num_computed_ptr, query_start_ptr, rows, num_rows, window, MAX_QUERY_LEN, HAS_NEW, HAS_WINDOW
         )  # fmt: skip
         num_tokens = ends - begins
-        chunk = tl.maximum(tl.cdiv(tl.sum(num_tokens), EXTRA), MIN_SPLIT)
+        chunk = tl.maximum(tl.cdiv(tl.sum(num_tokens), SPLITS.EXTRA), SPLITS.MIN_SPLIT)
         if work >= num_rows:
             row = num_rows
             if tl.max(num_tokens) > MAX_WHOLE:
@@ -103,7 +127,7 @@ def find_split(
                 num_splits = tl.sum(tl.where(rows == row, splits, 0))
             length, first_token, query_len, begin, end = _find_rows(
                 num_computed_ptr, query_start_ptr, row, num_rows, window,
-                MAX_QUERY_LEN, HAS_STARTS, HAS_NEW, HAS_WINDOW,
+                MAX_QUERY_LEN, HAS_NEW, HAS_WINDOW,
             )  # fmt: skip
         else:
             # Nothing is reduced over all rows that only this one asks for.
@@ -118,12 +142,12 @@ def find_split(
 
 
 @triton.jit
-def query_offsets(queries, row_stride, head_stride, GROUP: tl.constexpr, TOKENS: tl.constexpr):
+def query_offsets(queries, strides, GROUP: tl.constexpr, TOKENS: tl.constexpr):
     """Return where a program's ``queries`` lie, which are ``GROUP`` heads of the first token, then of the next."""
     if TOKENS == 1:
-        offsets = queries.to(tl.int64) * head_stride
+        offsets = queries.to(tl.int64) * strides[1]
     else:
-        offsets = (queries // GROUP).to(tl.int64) * row_stride + queries % GROUP * head_stride
+        offsets = (queries // GROUP).to(tl.int64) * strides[0] + queries % GROUP * strides[1]
     return offsets
 
 
@@ -195,8 +219,7 @@ def _add_records(
 @triton.jit
 def combine_splits(
     out_ptr,
-    out_row_stride,
-    out_head_stride,
+    out_strides,
     records_ptr,
     arrived_ptr,
     split,
@@ -207,16 +230,17 @@ def combine_splits(
     TOKENS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
-    RECORD: tl.constexpr,
-    FAN_IN: tl.constexpr,
-    QUERY_TILE: tl.constexpr,
-    COMBINE_TILE: tl.constexpr,
+    COMBINE: tl.constexpr,  # CombineSizes
 ):
-    """Count in the program that has stored record ``split``; who comes last adds up and stores the row's output.
+    """Count in the program that has stored record ``split``; the last one adds up and stores the row's output.
 
-    Whoever it is, records are added up in the same order: first those of ``FAN_IN`` neighbouring splits by the last of
-    them, then these sums by the last of all. ``QUERY_TILE`` queries are added up at once.
+    Whichever is last, records are added up in the same order: first those of ``FAN_IN`` neighbouring splits by the last
+    of them, then these sums by the last of all.
     """
+    RECORD: tl.constexpr = COMBINE.RECORD
+    FAN_IN: tl.constexpr = COMBINE.FAN_IN
+    QUERY_TILE: tl.constexpr = COMBINE.QUERY_TILE
+    COMBINE_TILE: tl.constexpr = COMBINE.RECORD_TILE
     # Every thread's part of the record comes before the one thread that counts the program in.
     tl.debug_barrier()
     first = split // FAN_IN * FAN_IN
@@ -262,16 +286,14 @@ def combine_splits(
                     records_ptr, step, count, queries, mask, QUERIES, HEAD_SIZE, HEAD_TILE, COMBINE_TILE
                 )
                 store_output(
-                    out_ptr, out_row_stride, out_head_stride, total, attended, value_scale, queries, mask[1],
-                    GROUP, TOKENS,
+                    out_ptr, out_strides, total, attended, value_scale, queries, mask[1], GROUP, TOKENS
                 )  # fmt: skip
 
 
 @triton.jit
 def store_output(
     out_ptr,
-    row_stride,
-    head_stride,
+    strides,
     total,
     attended,
     value_scale,
@@ -282,7 +304,7 @@ def store_output(
 ):
     """Store what ``queries`` attended, of which ``total`` are the sums of weights."""
     dims = tl.arange(0, attended.shape[1])[None, :]
-    rows = out_ptr + query_offsets(queries, row_stride, head_stride, GROUP, TOKENS)
+    rows = out_ptr + query_offsets(queries, strides, GROUP, TOKENS)
     attended *= (value_scale / total)[:, None]
     tl.store(rows[:, None] + dims, attended.to(out_ptr.dtype.element_ty), mask=mask)
 

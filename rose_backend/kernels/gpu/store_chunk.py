@@ -51,8 +51,6 @@ def _store_chunk_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS_TILE: tl.constexpr,
     TOKEN_TILE: tl.constexpr,
-    HAS_KEY_SCALE: tl.constexpr,
-    HAS_VALUE_SCALE: tl.constexpr,
 ):
     """Store a chunk in caches of another dtype: a program stores one tile of a row's tokens for one KV head."""
     head = (tl.program_id(0) % NUM_HEADS).to(tl.int64)
@@ -70,11 +68,11 @@ def _store_chunk_kernel(
     key_cache = (key_cache_ptr + head * key_head_stride, key_block_stride, key_token_stride)
     value_cache = (value_cache_ptr + head * value_head_stride, value_block_stride, value_token_stride)
     store_tile(
-        new_key_ptr, new_key_token_stride, key_cache, load_scale(key_scale_ptr, HAS_KEY_SCALE),
+        new_key_ptr, new_key_token_stride, key_cache, load_scale(key_scale_ptr),
         table_ptr, tokens, num_tokens, computed, BLOCK_SIZE, HEAD_SIZE, HEAD_TILE,
     )  # fmt: skip
     store_tile(
-        new_value_ptr, new_value_token_stride, value_cache, load_scale(value_scale_ptr, HAS_VALUE_SCALE),
+        new_value_ptr, new_value_token_stride, value_cache, load_scale(value_scale_ptr),
         table_ptr, tokens, num_tokens, computed, BLOCK_SIZE, HEAD_SIZE, HEAD_TILE,
     )  # fmt: skip
 
@@ -101,8 +99,8 @@ def store_chunk(
         block_table,
         query_start_loc,
         num_computed_tokens,
-        block_table if key_scale is None else key_scale,
-        block_table if value_scale is None else value_scale,
+        key_scale,
+        value_scale,
         num_rows,
         *new_key.stride()[:2],
         *new_value.stride()[:2],
@@ -115,6 +113,4 @@ def store_chunk(
         BLOCK_SIZE=key_cache.shape[1],
         ROWS_TILE=rows_tile(num_rows),
         TOKEN_TILE=_TOKEN_TILE,
-        HAS_KEY_SCALE=key_scale is not None,
-        HAS_VALUE_SCALE=value_scale is not None,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rose_backend.kernels.gpu.race import MINUS_INFINITY, scores_of
+from rose_backend.kernels.gpu.gumbel_max import MINUS_INFINITY, scores_of
 
 
 @triton.jit

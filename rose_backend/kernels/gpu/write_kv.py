@@ -43,8 +43,6 @@ def _write_kv_kernel(
     HEAD_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TOKEN_TILE: tl.constexpr,
-    HAS_KEY_SCALE: tl.constexpr,
-    HAS_VALUE_SCALE: tl.constexpr,
 ):
     head = (tl.program_id(0) % NUM_KV_HEADS).to(tl.int64)
     tokens = tl.program_id(0) // NUM_KV_HEADS * TOKEN_TILE + tl.arange(0, TOKEN_TILE)
@@ -65,8 +63,8 @@ def _write_kv_kernel(
         + dims * new_value_dim_stride,
         mask,
     )
-    key = to_cache(key, load_scale(key_scale_ptr, HAS_KEY_SCALE), key_cache_ptr.dtype.element_ty)
-    value = to_cache(value, load_scale(value_scale_ptr, HAS_VALUE_SCALE), value_cache_ptr.dtype.element_ty)
+    key = to_cache(key, load_scale(key_scale_ptr), key_cache_ptr.dtype.element_ty)
+    value = to_cache(value, load_scale(value_scale_ptr), value_cache_ptr.dtype.element_ty)
     key_slots = block_ids * key_block_stride + offsets * key_token_stride
     value_slots = block_ids * value_block_stride + offsets * value_token_stride
     tl.store(key_cache_ptr + key_slots + head * key_head_stride + dims * key_dim_stride, key, mask)
@@ -93,8 +91,8 @@ def write_kv(
         key_cache,
         value_cache,
         slot_mapping,
-        slot_mapping if key_scale is None else key_scale,
-        slot_mapping if value_scale is None else value_scale,
+        key_scale,
+        value_scale,
         num_tokens,
         *new_key.stride(),
         *new_value.stride(),
@@ -105,6 +103,4 @@ def write_kv(
         HEAD_TILE=triton.next_power_of_2(head_size),
         BLOCK_SIZE=key_cache.shape[1],
         TOKEN_TILE=_TOKEN_TILE,
-        HAS_KEY_SCALE=key_scale is not None,
-        HAS_VALUE_SCALE=value_scale is not None,
     )

@@ -1,1 +1,1 @@
-"""Plain torch twins of the launchers in ``rose_backend.kernels``, under the same names."""
+"""Plain torch twins of launchers in ``rose_backend.kernels``; short ones stand beside their launcher."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from rose_backend.kernels.attention_options import AttentionOptions
+
 
 def attend(
     query: torch.Tensor,  # [R, H, Q, D]
@@ -53,27 +55,26 @@ def position_bias(
     *,
     dtype: torch.dtype,
     num_kv_heads: int,
-    sliding_window: int | None,
-    alibi_slopes: torch.Tensor | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
-    """Return what position alone adds to the products: minus infinity for hidden keys, and ALiBi where asked for.
+    """Return the mask and the ALiBi bias: minus infinity for hidden keys, and ALiBi where asked for.
 
-    A key is hidden when it lies after the query, or ``sliding_window`` or more positions before it.
+    A key is hidden when it lies after the query, or ``options.sliding_window`` or more positions before it.
 
     Args:
         dtype: of the result without slopes. With slopes it is float32: half types would round far distances.
-        num_kv_heads: ``alibi_slopes`` [HQ] is read as [HKV, HQ / HKV].
+        num_kv_heads: ``options.alibi_slopes`` [HQ] is read as [HKV, HQ / HKV].
 
     Returns:
         [..., 1, 1, Q, S] without slopes, [..., HKV, HQ / HKV, Q, S] with them.
     """
     distance = (key_positions.unsqueeze(-2) - query_positions.unsqueeze(-1)).unsqueeze(-3).unsqueeze(-3)
     hidden = distance > 0
-    if sliding_window is not None:
-        hidden = hidden | (distance <= -sliding_window)
-    if alibi_slopes is None:
+    if options.sliding_window is not None:
+        hidden = hidden | (distance <= -options.sliding_window)
+    if options.alibi_slopes is None:
         bias = torch.zeros(distance.shape, dtype=dtype, device=distance.device)
     else:
-        slopes = alibi_slopes.to(torch.float32).view(num_kv_heads, -1, 1, 1)
+        slopes = options.alibi_slopes.to(torch.float32).view(num_kv_heads, -1, 1, 1)
         bias = slopes * distance
     return bias.masked_fill_(hidden, float("-inf"))

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from rose_backend.errors import ShapeError
+from rose_backend.kernels.attention_options import AttentionOptions
 from rose_backend.kernels.reference.attend import attend, position_bias
-from rose_backend.kernels.reference.float8 import CACHE_DTYPE, from_cache, to_cache
-from rose_backend.kernels.reference.write_kv import write_at
+from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE, from_cache, to_cache, write_at
 
 # Gathered keys of one chunk, at most, unless a single request is longer. A few MiB stay in cache between the gather and
 # the product that reads them.
@@ -73,10 +73,9 @@ def plan_paged_decode(
     num_computed_tokens: torch.Tensor,  # [R] int32
     key_cache: torch.Tensor,  # [NB, BS, HKV, D]  only shape, dtype and device are used
     *,
+    options: AttentionOptions,
     query_start_loc: torch.Tensor | None = None,  # [R + 1] int32
     max_query_len: int = 1,
-    sliding_window: int | None = None,
-    alibi_slopes: torch.Tensor | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> DecodePlan:
     """Work out one step's gathers and masks. Reads the lengths on the host: on CUDA this waits for the device."""
@@ -85,7 +84,7 @@ def plan_paged_decode(
     in_order = rows is None and query_start_loc is None
     if rows is not None:
         block_table = block_table[rows]
-    first_columns = _first_columns(positions, block_size, sliding_window)
+    first_columns = _first_columns(positions, block_size, options.sliding_window)
     widths = (positions[:, -1] // block_size - first_columns + 1).tolist()
     token_bytes = num_kv_heads * head_size * key_cache.element_size()
     chunks = []
@@ -99,8 +98,7 @@ def plan_paged_decode(
                 width,
                 block_table[chosen],
                 key_cache,
-                sliding_window=sliding_window,
-                alibi_slopes=alibi_slopes,
+                options,
             )
         )
     num_scratch_blocks = max((chunk.block_ids.numel() for chunk in chunks), default=0)
@@ -178,10 +176,9 @@ def _plan_chunk(
     width: int,
     block_table: torch.Tensor,  # [C, MB]
     key_cache: torch.Tensor,
-    *,
-    sliding_window: int | None,
-    alibi_slopes: torch.Tensor | None,
+    options: AttentionOptions,
 ) -> DecodeChunk:
+    sliding_window = options.sliding_window
     block_size, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
     device = positions.device
     num_rows, num_queries = positions.shape
@@ -198,14 +195,13 @@ def _plan_chunk(
     hidden_rows, hidden_positions = hidden.nonzero(as_tuple=True)
     num_slots = width * block_size
     bias = None
-    if hidden_rows.numel() or alibi_slopes is not None or num_queries > 1:
+    if hidden_rows.numel() or options.alibi_slopes is not None or num_queries > 1:
         bias = position_bias(
             positions,
             key_positions,
             dtype=torch.float32 if key_cache.dtype == CACHE_DTYPE else key_cache.dtype,
             num_kv_heads=num_kv_heads,
-            sliding_window=sliding_window,
-            alibi_slopes=alibi_slopes,
+            options=options,
         )
     row_starts = torch.arange(num_rows, device=device).unsqueeze(1) * num_slots
     return DecodeChunk(
@@ -229,16 +225,10 @@ def paged_decode(
     block_table: torch.Tensor,  # [R, MB] int32
     num_computed_tokens: torch.Tensor,  # [R] int32
     *,
-    scale: float,
+    options: AttentionOptions,
     out: torch.Tensor,  # [T, HQ, D]  written
     query_start_loc: torch.Tensor | None = None,  # [R + 1] int32
     max_query_len: int = 1,
-    sliding_window: int | None = None,
-    alibi_slopes: torch.Tensor | None = None,  # [HQ]
-    logits_soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,  # [HQ]
-    key_scale: torch.Tensor | None = None,
-    value_scale: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
 ) -> torch.Tensor:
     """Twin of ``rose_backend.kernels.paged_decode``."""
@@ -247,14 +237,13 @@ def paged_decode(
             block_table,
             num_computed_tokens,
             key_cache,
+            options=options,
             query_start_loc=query_start_loc,
             max_query_len=max_query_len,
-            sliding_window=sliding_window,
-            alibi_slopes=alibi_slopes,
         )
     if new_key is not None and new_value is not None:
-        new_key = to_cache(new_key, key_cache.dtype, key_scale)
-        new_value = to_cache(new_value, value_cache.dtype, value_scale)
+        new_key = to_cache(new_key, key_cache.dtype, options.key_scale)
+        new_value = to_cache(new_value, value_cache.dtype, options.value_scale)
         stored_key, stored_value = new_key, new_value
         if plan.stored_tokens is not None:
             stored_key, stored_value = new_key[plan.stored_tokens], new_value[plan.stored_tokens]
@@ -264,14 +253,14 @@ def paged_decode(
         tokens = chunk.new_tokens()
         attended = _attend_chunk(
             query.unsqueeze(1).to(dtype) if chunk.queries is None else query[chunk.queries].to(dtype),
-            from_cache(_gather(key_cache, new_key, chunk, tokens, plan.key_scratch), dtype, key_scale),
             from_cache(
-                _gather(value_cache, new_value, chunk, tokens, plan.value_scratch), dtype, value_scale
+                _gather(key_cache, new_key, chunk, tokens, plan.key_scratch), dtype, options.key_scale
+            ),
+            from_cache(
+                _gather(value_cache, new_value, chunk, tokens, plan.value_scratch), dtype, options.value_scale
             ),
             chunk.bias,
-            scale=scale,
-            logits_soft_cap=logits_soft_cap,
-            sinks=sinks,
+            options,
         )
         if chunk.real_queries is not None:
             attended = attended[chunk.real_queries]
@@ -287,10 +276,7 @@ def _attend_chunk(
     key: torch.Tensor,  # [C, HKV, S, D]
     value: torch.Tensor,  # [C, HKV, S, D]
     bias: torch.Tensor | None,  # [C, HKV or 1, HQ / HKV or 1, Q, S]
-    *,
-    scale: float,
-    logits_soft_cap: float | None,
-    sinks: torch.Tensor | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Return [C * Q, HQ, D]."""
     num_rows, num_queries, num_heads, head_size = query.shape
@@ -300,10 +286,17 @@ def _attend_chunk(
     grouped = query.unflatten(2, (num_kv_heads, num_groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     if bias is not None:
         bias = bias.expand(-1, -1, num_groups, -1, -1).flatten(2, 3) if num_queries > 1 else bias.squeeze(-2)
+    sinks = options.sinks
     if sinks is not None:
         sinks = sinks.view(num_kv_heads, num_groups).repeat_interleave(num_queries, dim=1)
     attended = attend(
-        grouped, key, value, bias, scale=scale, logits_soft_cap=logits_soft_cap, sinks=sinks
+        grouped,
+        key,
+        value,
+        bias,
+        scale=options.scale,
+        logits_soft_cap=options.logits_soft_cap,
+        sinks=sinks,
     ).unflatten(2, (num_groups, num_queries))
     return attended.permute(0, 3, 1, 2, 4).reshape(num_rows * num_queries, num_heads, head_size)
 

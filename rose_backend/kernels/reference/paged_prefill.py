@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from rose_backend.kernels.attention_options import AttentionOptions
 from rose_backend.kernels.reference.attend import attend, position_bias
-from rose_backend.kernels.reference.float8 import from_cache, to_cache
-from rose_backend.kernels.reference.write_kv import write_at
+from rose_backend.kernels.reference.kv_cache import from_cache, to_cache, write_at
 
 # Queries attended at once where a mask is needed: bounds the mask to this many rows of float per visible token.
 MASKED_QUERY_TILE = 256
@@ -49,8 +49,8 @@ def plan_paged_prefill(
     num_computed_tokens: torch.Tensor,  # [R] int32
     key_cache: torch.Tensor,  # [NB, BS, HKV, D]  only shape and device are used
     *,
+    options: AttentionOptions,
     num_step_tokens: int,
-    sliding_window: int | None = None,
 ) -> PrefillPlan:
     """Work out one step's gathers and stores. Reads the lengths on the host: on CUDA this waits for the device.
 
@@ -69,8 +69,8 @@ def plan_paged_prefill(
         if num_tokens <= 0 or computed < 0:
             continue
         first_column = 0
-        if sliding_window is not None:
-            first_column = max(computed - sliding_window + 1, 0) // block_size
+        if options.sliding_window is not None:
+            first_column = max(computed - options.sliding_window + 1, 0) // block_size
         end_column = -(-(computed + num_tokens) // block_size)
         used = block_table[row, :end_column].to(torch.int64)
         rows.append(
@@ -109,14 +109,8 @@ def paged_prefill(
     query_start_loc: torch.Tensor,  # [R + 1] int32
     num_computed_tokens: torch.Tensor,  # [R] int32
     *,
-    scale: float,
+    options: AttentionOptions,
     out: torch.Tensor,  # [T, HQ, D]  written
-    sliding_window: int | None = None,
-    alibi_slopes: torch.Tensor | None = None,  # [HQ]
-    logits_soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,  # [HQ]
-    key_scale: torch.Tensor | None = None,
-    value_scale: torch.Tensor | None = None,
     plan: PrefillPlan | None = None,
 ) -> torch.Tensor:
     """Twin of ``rose_backend.kernels.paged_prefill``."""
@@ -126,24 +120,20 @@ def paged_prefill(
             query_start_loc,
             num_computed_tokens,
             key_cache,
+            options=options,
             num_step_tokens=query.shape[0],
-            sliding_window=sliding_window,
         )
-    stored_key = None if new_key is None else to_cache(new_key, key_cache.dtype, key_scale)
-    stored_value = None if new_value is None else to_cache(new_value, value_cache.dtype, value_scale)
+    stored_key = None if new_key is None else to_cache(new_key, key_cache.dtype, options.key_scale)
+    stored_value = None if new_value is None else to_cache(new_value, value_cache.dtype, options.value_scale)
     for row in plan.rows:
         tokens = slice(row.start, row.start + row.num_tokens)
         _attend_row(
             row,
             query[tokens],
-            _row_tokens(key_cache, stored_key, row, query.dtype, key_scale),
-            _row_tokens(value_cache, stored_value, row, query.dtype, value_scale),
+            _row_tokens(key_cache, stored_key, row, query.dtype, options.key_scale),
+            _row_tokens(value_cache, stored_value, row, query.dtype, options.value_scale),
             out[tokens],
-            scale=scale,
-            sliding_window=sliding_window,
-            alibi_slopes=alibi_slopes,
-            logits_soft_cap=logits_soft_cap,
-            sinks=sinks,
+            options,
         )
     if stored_key is not None and stored_value is not None and plan.rows:
         if plan.token_indices is not None:
@@ -177,12 +167,7 @@ def _attend_row(
     key: torch.Tensor,  # [S, HKV, D]
     value: torch.Tensor,  # [S, HKV, D]
     out: torch.Tensor,  # [Q, HQ, D]  written
-    *,
-    scale: float,
-    sliding_window: int | None,
-    alibi_slopes: torch.Tensor | None,
-    logits_soft_cap: float | None,
-    sinks: torch.Tensor | None,
+    options: AttentionOptions,
 ) -> None:
     num_kv_heads = key.shape[1]
     num_groups = query.shape[1] // num_kv_heads
@@ -192,17 +177,18 @@ def _attend_row(
     heads_query = query.transpose(0, 1).unsqueeze(0)
     heads_key, heads_value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (key, value))
     num_visible = key.shape[0]
-    head_sinks = None if sinks is None else sinks.unsqueeze(-1)
-    plain = alibi_slopes is None and (sliding_window is None or num_visible <= sliding_window)
+    head_sinks = None if options.sinks is None else options.sinks.unsqueeze(-1)
+    window = options.sliding_window
+    plain = options.alibi_slopes is None and (window is None or num_visible <= window)
     if plain and (row.num_tokens == 1 or row.num_tokens == num_visible):
         attended = attend(
             heads_query,
             heads_key,
             heads_value,
             None,
-            scale=scale,
+            scale=options.scale,
             is_causal=row.num_tokens > 1,
-            logits_soft_cap=logits_soft_cap,
+            logits_soft_cap=options.logits_soft_cap,
             sinks=head_sinks,
         )
         out.copy_(attended[0].transpose(0, 1))
@@ -217,16 +203,15 @@ def _attend_row(
             key_positions[:visible],
             dtype=query.dtype,
             num_kv_heads=num_kv_heads,
-            sliding_window=sliding_window,
-            alibi_slopes=alibi_slopes,
+            options=options,
         ).flatten(0, 1)
         attended = attend(
             heads_query[:, :, start:end],
             heads_key[:, :, :visible],
             heads_value[:, :, :visible],
             bias.unsqueeze(0),
-            scale=scale,
-            logits_soft_cap=logits_soft_cap,
+            scale=options.scale,
+            logits_soft_cap=options.logits_soft_cap,
             sinks=head_sinks,
         )
         out[start:end].copy_(attended[0].transpose(0, 1))

@@ -52,7 +52,7 @@ def _run_rounds(counter: Words, keys: list[Key]) -> Words:
             product_0, product_1 = word_0.mul_(_MULTIPLIERS[0]), word_2.mul_(_MULTIPLIERS[1])
             word_0 = _mix(product_1, word_1, key_0)
             word_2 = _mix(product_0, word_3, key_1)
-        # A product's lower half is the next word; its upper half stays in place until somebody masks it.
+        # A product's lower half is the next word; its upper half stays in place until it is masked.
         word_1, word_3 = product_1, product_0
     return word_0, word_1, word_2, word_3
 
@@ -107,7 +107,7 @@ def _token_words(
 def exponential_noise(bits: torch.Tensor) -> torch.Tensor:
     """Map 32 random bits to a standard exponential number, float64, never 0 and never infinite.
 
-    ``-log((bits + 0.5) / 2**32)``: the argument lies strictly between 0 and 1. Float64, because the race is decided by
+    ``-log((bits + 0.5) / 2**32)``: the argument lies strictly between 0 and 1. Float64, because a draw is decided by
     the smallest numbers, whose arguments lie so close to 1 that float32 would round them to it.
     """
     return bits.double().add_(0.5).mul_(2.0**-32).log_().neg_()

@@ -1,8 +1,8 @@
 """Choosing the next token of every row, in plain torch.
 
-A token is drawn by a race: token ``i`` arrives at time ``E_i / p_i``, where ``E_i`` is exponential noise made from
-(seed, position, i), and the first to arrive wins. That is an exact draw from ``p``, needs no sum over the vocabulary,
-and lets ``sample`` make noise for those tokens only that its filters keep. ``sample_unfused`` is the textbook sequence
+A token is drawn by the Gumbel-max trick: the one with the largest ``log(p_i) - log(E_i)``, where ``E_i`` is exponential
+noise made from (seed, position, i). That is an exact draw from ``p``, needs no sum over the vocabulary, and lets
+``sample`` make noise for those tokens only that its filters keep. ``sample_unfused`` is the textbook sequence
 of operations over the whole vocabulary; both choose the same tokens.
 """
 
@@ -19,16 +19,16 @@ GREEDY_TEMPERATURE = 1e-5
 """Below this a row is greedy; vLLM draws the same line."""
 
 MIN_CANDIDATES = 256
-"""Most likely tokens that the filters look at first. Nearly always enough; rows for which it is not sort everything."""
+"""Most likely tokens that the filters look at first. Nearly always enough; other rows sort the whole vocabulary."""
 
 LARGEST_FACTOR = 1e20
-"""Higher temperatures, repetition penalties and inverses of those count as this: with what is infinite in float32,
+"""Higher temperatures, repetition penalties and inverses of those are clamped to this: infinities in float32,
 tokens would tie or become NaN."""
 
 LEAST_TOP_P = 1e-30
 """Lower ones count as this, which keeps one token; 0, which a float64 may be in float32, would keep none."""
 
-RACE_TILE = 1 << 15
+NOISE_TILE = 1 << 15
 """Noise is made for about this many tokens at once, so that its intermediate words stay in cache."""
 
 _MINUS_INFINITY = float("-inf")
@@ -128,13 +128,13 @@ def _draw(
     is_filtered = (_active_top_k(params, scaled.shape[1]) > 0) | (params.top_p < 1) | (params.min_p > 0)
     num_filtered = int(is_filtered.sum())
     if num_filtered == 0:
-        return _race_over_vocabulary(scaled, params)
+        return _draw_from_vocabulary(scaled, params)
     if num_filtered == scaled.shape[0]:
         return _draw_filtered(scaled, params)
     token_ids = torch.empty(scaled.shape[0], dtype=torch.int64, device=scaled.device)
     filtered_rows, other_rows = is_filtered.nonzero().squeeze(1), (~is_filtered).nonzero().squeeze(1)
     token_ids[filtered_rows] = _draw_filtered(scaled[filtered_rows], params.select(filtered_rows))
-    token_ids[other_rows] = _race_over_vocabulary(scaled[other_rows], params.select(other_rows))
+    token_ids[other_rows] = _draw_from_vocabulary(scaled[other_rows], params.select(other_rows))
     return token_ids
 
 
@@ -168,7 +168,7 @@ def _draw_filtered(
     last_value = values[:, -1]
     incomplete = kept[:, -1] | (last_value >= lowest_kept)
     incomplete |= (top_k > 0) & (last_value >= _kth_value(values, top_k))
-    chosen = _race(values.masked_fill_(~kept, _MINUS_INFINITY), token_ids, params)
+    chosen = _draw_from(values.masked_fill_(~kept, _MINUS_INFINITY), token_ids, params)
     if bool(incomplete.any()):
         rows = incomplete.nonzero().squeeze(1)
         chosen[rows] = _draw_by_full_sort(scaled[rows], total[rows], params.select(rows))
@@ -182,10 +182,10 @@ def _draw_by_full_sort(
 ) -> torch.Tensor:
     values, token_ids = scaled.sort(dim=-1, descending=True, stable=True)
     kept = _keep(values, _active_top_k(params, scaled.shape[1]), total, params)
-    # Only columns that some row keeps take part in the race.
+    # Only columns that some row keeps take part in the draw.
     width = max(int(kept.sum(dim=-1).max()), 1)
     values = values[:, :width].masked_fill(~kept[:, :width], _MINUS_INFINITY)
-    return _race(values, token_ids[:, :width], params)
+    return _draw_from(values, token_ids[:, :width], params)
 
 
 def _rank_candidates(
@@ -248,17 +248,17 @@ def _kth_value(
     return values.gather(1, last.unsqueeze(1)).squeeze(1)
 
 
-def _race(
+def _draw_from(
     values: torch.Tensor,  # [R, C]
     token_ids: torch.Tensor,  # [R, C]
     params: SamplingTensors,
 ) -> torch.Tensor:
-    """Return the token that arrives first, [R]; ``exp(values)`` are the rates."""
-    winner = _first_to_arrive(values, token_bits(token_ids, params.seed, params.position))
-    return token_ids.gather(1, winner.unsqueeze(1)).squeeze(1)
+    """Return a draw from ``softmax(values)``, [R]."""
+    column = _gumbel_argmax(values, token_bits(token_ids, params.seed, params.position))
+    return token_ids.gather(1, column.unsqueeze(1)).squeeze(1)
 
 
-def _race_over_vocabulary(
+def _draw_from_vocabulary(
     scaled: torch.Tensor,  # [R, V]
     params: SamplingTensors,
 ) -> torch.Tensor:
@@ -266,20 +266,20 @@ def _race_over_vocabulary(
     chosen = torch.empty(scaled.shape[0], dtype=torch.int64, device=scaled.device)
     for rows in _row_tiles(*scaled.shape):
         bits = vocabulary_bits(vocab_size, params.seed[rows], params.position[rows])
-        chosen[rows] = _first_to_arrive(scaled[rows], bits)
+        chosen[rows] = _gumbel_argmax(scaled[rows], bits)
     return chosen
 
 
-def _first_to_arrive(
+def _gumbel_argmax(
     values: torch.Tensor,  # [R, C]
     bits: torch.Tensor,  # [R, C]
 ) -> torch.Tensor:
-    """Return the column that wins the race, [R]."""
+    """Return the column whose value plus Gumbel noise is largest, [R]."""
     return (values.double() - exponential_noise(bits).log_()).argmax(dim=-1)
 
 
 def _row_tiles(num_rows: int, vocab_size: int) -> list[slice]:
-    rows_per_tile = max(RACE_TILE // vocab_size, 1)
+    rows_per_tile = max(NOISE_TILE // vocab_size, 1)
     return [slice(start, start + rows_per_tile) for start in range(0, num_rows, rows_per_tile)]
 
 
@@ -319,7 +319,7 @@ def _choose_unfused(
             scaled = _mask_min_p(scaled, params)
         if bool(((params.top_k > 0) | (params.top_p < 1)).any()):
             scaled = _mask_top_k_top_p(scaled, params)
-        drawn = _first_to_arrive(scaled, vocabulary_bits(scaled.shape[1], params.seed, params.position))
+        drawn = _gumbel_argmax(scaled, vocabulary_bits(scaled.shape[1], params.seed, params.position))
         token_ids = torch.where(is_greedy, token_ids, drawn)
     return token_ids
 

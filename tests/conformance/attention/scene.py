@@ -58,7 +58,7 @@ class Scene:
         return torch.randn(shape, generator=self._generator, device=self.device).to(self.case.dtype)
 
     def _hand_out_blocks(self) -> list[torch.Tensor]:
-        """Return each row's block ids; block 0 is nobody's."""
+        """Return each row's block ids; block 0 belongs to no row."""
         counts = [-(-row.seq_len // self.block_size) for row in self.rows]
         order = torch.randperm(self.cache.shape[0] - 1, generator=self._generator, device=self.device) + 1
         assert sum(counts) <= len(order), f"the cache has {len(order)} blocks, {sum(counts)} are needed"

@@ -107,7 +107,7 @@ def drive(host: Host, traffic: Sequence[Arrival], *, token_budget: int, max_num_
 def _schedule_running(
     host: Host, running: list[Request], waiting: deque[Request], budget: int, record: Record
 ) -> int | None:
-    """Return the tokens left for newcomers; None after a preemption, when nobody is admitted."""
+    """Return the tokens left for newcomers; None after a preemption, when no request is admitted."""
     preempted = False
     for request in list(running):
         if request not in running:

@@ -86,7 +86,7 @@ class Host:
         self.manager.new_step_starts()
 
     def hits(self, request: Request) -> int:
-        """Return what ``lookup`` does, in a new step if none is under way."""
+        """Return what ``lookup`` does, in a new step if none has started."""
         if not self._planned:
             self.start_step()
         return self.lookup(request)
@@ -184,7 +184,7 @@ class Host:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that somebody holds, from the manager's usage figure."""
+        """Blocks that requests hold, from the manager's usage figure."""
         return round(self.manager.usage * self.num_usable_blocks)
 
     def block_ids(self, request: Request) -> list[int]:

@@ -11,8 +11,8 @@ import torch
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from rose_backend.vllm_plugin.kv_cache_manager import RoseKVCacheManager
-from rose_backend.vllm_plugin.kv_cache_spec import as_rose_spec
+from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
+from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
 
 BLOCK_SIZE = 16
 

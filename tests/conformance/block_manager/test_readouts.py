@@ -21,8 +21,8 @@ def test_tables_are_one_list_per_group(host: Any) -> None:
     assert [block.block_id for block in blocks.blocks[0]] == table
     assert not any(block.is_null for block in blocks.blocks[0])
     assert all(block.ref_cnt == 1 for block in blocks.blocks[0])
-    assert host.manager.get_block_ids("nobody") == ([],)
-    assert host.manager.get_blocks("nobody") is host.manager.empty_kv_cache_blocks
+    assert host.manager.get_block_ids("unknown") == ([],)
+    assert host.manager.get_blocks("unknown") is host.manager.empty_kv_cache_blocks
     assert host.manager.empty_kv_cache_blocks.get_block_ids(allow_none=True) is None
 
 

@@ -10,7 +10,7 @@ from tests.conformance.block_manager.conftest import MakeHost
 
 
 def fill(host: Any, num_blocks: int) -> Any:
-    """Take ``num_blocks`` blocks for content that nobody has seen before."""
+    """Take ``num_blocks`` blocks for content that is not cached."""
     request = host.new_request(f"filler{num_blocks}", [12345] * (16 * num_blocks))
     assert host.run(request) is not None
     return request
@@ -87,7 +87,7 @@ def test_an_evicted_prefix_is_computed_again(host: Any) -> None:
     host.decode(again, steps=10)
 
 
-def test_a_reset_waits_until_nobody_holds_blocks(host: Any) -> None:
+def test_a_reset_is_refused_while_requests_hold_blocks(host: Any) -> None:
     prompt = list(range(48))
     request, probe = host.new_request("a", prompt), host.new_request("probe", [*prompt, 1])
     host.run(request)
@@ -122,7 +122,7 @@ def test_popped_blocks_stay_held_until_they_are_handed_back(host: Any) -> None:
     assert host.hits(host.new_request("probe", [*prompt, 1])) == 48
 
 
-def test_freeing_who_holds_nothing_changes_nothing(host: Any) -> None:
+def test_freeing_a_request_without_blocks_changes_nothing(host: Any) -> None:
     stranger = host.new_request("stranger", [1, 2, 3])
     before = host.snapshot()
     host.manager.free(stranger)

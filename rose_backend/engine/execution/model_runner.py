@@ -1,0 +1,253 @@
+"""One step on the device: inputs from the row buffers, forward passes, next tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rose_backend import kernels
+from rose_backend.block_manager import BlockManager
+from rose_backend.config import EngineConfig
+from rose_backend.engine.execution.decode_runner import DecodeRunner, graph_widths
+from rose_backend.engine.execution.decode_slots import DecodeBuffers, sampling_of_rows
+from rose_backend.engine.execution.prompt_graphs import PromptGraphs
+from rose_backend.engine.execution.sampling_extras import SamplingExtras
+from rose_backend.engine.output.logprobs import LogprobWords, pack_logprobs
+from rose_backend.engine.scheduling.scheduler import Step
+from rose_backend.engine.sequence_state import SAMPLING_FIELDS, Int32Array, SequenceState
+from rose_backend.kernels.captured_graphs import Fields, Inputs, SizedGraphs, download, upload
+from rose_backend.layers.attention import AttentionMetadata
+from rose_backend.models.base import CausalLM
+
+_DRAW_SIZES = (4, 16, 64)
+"""Prompts that may end in one pass whose first tokens are drawn by a graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """Outcome of a step's forward passes. ``T`` and ``R`` count what is not in the decode part."""
+
+    decode_rows: Int32Array  # [D], have drawn already
+    decode_step: int
+    decode_slots: NDArray[np.int64]  # [D]
+    rows: Int32Array  # [R]
+    num_new_tokens: Int32Array  # [R]
+    hidden: torch.Tensor | None  # [R, E], of each row's last token
+    is_captured: bool
+    """The hidden states are in ``PromptGraphs.hidden``."""
+    token_ids: Int32Array  # [T], what was computed, row after row
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens that ``ModelRunner.sample`` draws; they may not be there yet."""
+
+    token_ids: torch.Tensor  # [S] int64, in host memory
+    report: torch.Tensor | None
+    """See ``LogprobWords``, in host memory; None when no row asked for more than a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One new token for each of ``S`` rows."""
+
+    token_ids: NDArray[np.int64]  # [S]
+    logprobs: LogprobWords | None
+    """None when no row asked for any."""
+
+
+class ModelRunner:
+    """Runs steps of one model over one KV pool. Nothing here waits for the device.
+
+    Args:
+        kv_cache: ``[L, 2, NB, BS, HKV, D]``.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        config: EngineConfig,
+        manager: BlockManager,
+        state: SequenceState,
+        kv_cache: torch.Tensor,
+    ) -> None:
+        self._model = model
+        self._manager = manager
+        self._state = state
+        self._kv_cache = kv_cache
+        self._device = kv_cache.device
+        self._block_size = config.block_size
+        self._sample_tokens = kernels.sample if config.fused_sampler else kernels.sample_unfused
+        self._writes_apart = not config.fused_kv_append
+        vocab_size = int(model.config.vocab_size)
+        self._extras = SamplingExtras(state, self._sample_tokens, vocab_size, self._device)
+        widths = () if self._device.type == "cpu" else graph_widths(config.max_num_seqs)
+        self.decoder = DecodeRunner(self._decode, self._extras, manager, state, self._device, widths)
+        self.prompts: PromptGraphs | None = None
+        self.first_draws: SizedGraphs | None = None
+        self._max_num_batched_tokens = config.token_budget
+
+    @torch.inference_mode()
+    def warm_up_draws(self) -> None:
+        """Draw in each way that ``sample`` can, for a row without a completion: kernels are compiled there."""
+        rows = np.zeros(1, np.int32)
+        params = self._sampling_tensors(rows)
+        logits = self._model.compute_logits(self._kv_cache.new_zeros((1, self._model.config.hidden_size)))
+        self._sample_tokens(logits, params)
+        self._extras.draw(logits, params, rows)
+
+    def capture_prompts(self) -> None:
+        """Capture forward passes over prompts in CUDA graphs."""
+        if self._writes_apart:
+            return
+        self.prompts = PromptGraphs(
+            lambda ids, positions, metadata: self._model.forward(ids, positions, self._kv_cache, metadata),
+            self._max_num_batched_tokens,
+            self._manager.block_table.shape[1],
+            self._device,
+        )
+        self.prompts.capture()
+        self.first_draws = self.make_first_draws()
+        self.first_draws.capture()
+
+    def make_first_draws(self) -> SizedGraphs:
+        """Return what draws first tokens after a captured pass, where no request needs sampling extras."""
+        fields: Fields = {
+            "indices": (np.int64, ()),
+            "seed": (np.int64, ()),
+            "position": (np.int64, ()),
+            "words": (np.int32, (len(SAMPLING_FIELDS),)),
+        }
+        sizes = tuple(size for size in _DRAW_SIZES if size <= self.decoder.num_slots)
+        return SizedGraphs(self._draw_first, fields, sizes, self._device)
+
+    @torch.inference_mode()
+    def forward(self, step: Step) -> Forwarded:
+        """Run the step's clones and its forward passes, which write the K/V of every token in it.
+
+        The decode part goes through fixed buffers and draws its tokens itself; all else is one pass of its own.
+        """
+        plan = step.clone_plan
+        if plan is not None:
+            src, dst = upload(self._device, plan.src_block_ids, plan.dst_block_ids)
+            kernels.block_clone(self._kv_cache, src, dst, block_dim=2)
+            self._manager.finish_clone_plan(plan)
+        split, decode_step, decode_slots = 0, 0, np.empty(0, np.int64)
+        if step.num_decodes:
+            split = step.num_decodes
+            decode_step, decode_slots = self.decoder.enqueue(step.rows[:split])
+        rows, counts = step.rows[split:], step.num_new_tokens[split:]
+        hidden, token_ids, is_captured = None, np.empty(0, np.int32), False
+        if len(rows):
+            hidden, token_ids, is_captured = self._forward_chunks(rows, counts)
+        decode_rows = step.rows[:split]
+        return Forwarded(decode_rows, decode_step, decode_slots, rows, counts, hidden, is_captured, token_ids)
+
+    @torch.inference_mode()
+    def sample(
+        self, forwarded: Forwarded, due: NDArray[np.intp], rows: Int32Array, sources: NDArray[np.intp]
+    ) -> Drawn:
+        """Draw the next token of ``rows``.
+
+        Args:
+            due: ``[D]`` indices of the rows of ``forwarded`` that have computed all their tokens.
+            rows: ``[S]`` rows to draw for; several may share one distribution.
+            sources: ``[S]`` for each the index in ``due`` whose distribution it draws from.
+        """
+        assert forwarded.hidden is not None, "no row is due"
+        state, first_tokens = self._state, self.decoder.take_first_tokens(rows)
+        needs_sampling_extras = bool(np.count_nonzero(state.needs_sampling_extras[rows]))
+        draws = self.first_draws if forwarded.is_captured and not needs_sampling_extras else None
+        if draws is not None and draws.run(indices=due[sources], **self._sampling_inputs(rows)):
+            return Drawn(download(first_tokens), None)
+        logits = self._model.compute_logits(forwarded.hidden[upload(self._device, due)[0]])
+        if len(rows) != len(due):
+            logits = logits[upload(self._device, sources)[0]]
+        params = self._sampling_tensors(rows)
+        drawn = (
+            self._extras.draw(logits, params, rows)
+            if needs_sampling_extras
+            else self._sample_tokens(logits, params)
+        )
+        first_tokens.copy_(drawn.token_ids)
+        report = download(pack_logprobs(logits, drawn)) if needs_sampling_extras else None
+        return Drawn(download(drawn.token_ids), report)
+
+    def _decode(self, buffers: DecodeBuffers, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        num_computed = buffers.num_computed_tokens[:width]
+        block_table = buffers.block_table[:width]
+        slot_mapping = None
+        if self._writes_apart:
+            positions = buffers.positions[:width]
+            blocks = block_table.gather(1, (positions // self._block_size)[:, None])[:, 0].long()
+            slot_mapping = blocks * self._block_size + positions % self._block_size
+            slot_mapping = torch.where(num_computed < 0, -1, slot_mapping)
+        metadata = AttentionMetadata(
+            query_start_loc=None,
+            num_computed_tokens=num_computed,
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+            num_decodes=width,
+        )
+        hidden = self._model.forward(
+            buffers.input_ids[:width], buffers.positions[:width], self._kv_cache, metadata
+        )
+        logits = self._model.compute_logits(hidden)
+        return self._sample_tokens(logits, buffers.sampling(width)).token_ids, logits
+
+    def _draw_first(self, inputs: Inputs) -> None:
+        assert self.prompts is not None, "prompts are computed without graphs"
+        logits = self._model.compute_logits(self.prompts.hidden[inputs["indices"]])
+        drawn = self._sample_tokens(logits, _sampling_tensors(inputs))
+        self.decoder.buffers.first_tokens[: len(logits)].copy_(drawn.token_ids)
+
+    def _forward_chunks(self, rows: Int32Array, counts: Int32Array) -> tuple[torch.Tensor, Int32Array, bool]:
+        """Compute ``counts[i]`` tokens of ``rows[i]``. Single ones are chunks, too: captured or not, one kernel.
+
+        Returns:
+            Hidden states of each row's last token, ``[R, E]``; the tokens, ``[T]``; whether the pass was captured.
+        """
+        start = self._manager.num_computed_tokens[rows]
+        ends = np.cumsum(counts, dtype=np.int64)
+        row_of_token = np.repeat(rows, counts)
+        positions = np.arange(ends[-1]) + np.repeat(start - (ends - counts), counts)
+        token_ids = self._state.token_ids[row_of_token, positions]
+        width = -(-int((start + counts).max()) // self._block_size)
+        inputs = (
+            token_ids.astype(np.int64),
+            positions,
+            np.concatenate([[0], ends]).astype(np.int32),
+            start,
+            self._manager.block_table[rows, :width],
+        )
+        if self.prompts is not None and (hidden := self.prompts.run(*inputs)) is not None:
+            return hidden, token_ids, True
+        blocks = self._manager.block_table[row_of_token, positions // self._block_size].astype(np.int64)
+        ids, where, query_start_loc, num_computed, block_table, slot_mapping = upload(
+            self._device, *inputs, blocks * self._block_size + positions % self._block_size
+        )
+        metadata = AttentionMetadata(
+            query_start_loc, num_computed, block_table, slot_mapping, num_decodes=0, last_tokens_only=True
+        )
+        return self._model.forward(ids, where, self._kv_cache, metadata), token_ids, False
+
+    def _sampling_tensors(self, rows: Int32Array) -> kernels.SamplingTensors:
+        inputs = self._sampling_inputs(rows)
+        return _sampling_tensors(dict(zip(inputs, upload(self._device, *inputs.values()), strict=True)))
+
+    def _sampling_inputs(self, rows: Int32Array) -> dict[str, NDArray[Any]]:
+        state = self._state
+        position = state.num_tokens[rows].astype(np.int64)
+        return {"seed": state.seed[rows], "position": position, "words": state.sampling_words[rows]}
+
+
+def _sampling_tensors(inputs: Inputs) -> kernels.SamplingTensors:
+    """Return the parameters of draws from seed, position and ``SAMPLING_FIELDS`` of each, ``[R, ...]``."""
+    by_name = sampling_of_rows(inputs["words"])
+    return kernels.SamplingTensors(
+        seed=inputs["seed"], position=inputs["position"], num_logprobs=-1, **by_name
+    )

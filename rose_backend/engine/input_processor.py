@@ -1,0 +1,265 @@
+"""From a prompt and its sampling parameters to a ``Request``: ``process`` tokenizes and checks, ``build`` follows.
+
+With the engine in a process of its own, ``process`` runs in the API process and ``build`` beside the engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import reprlib
+import struct
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rose_backend.config import MAX_CACHE_SALT_LENGTH
+from rose_backend.engine.detokenizer import Detokenizer
+from rose_backend.engine.request import Completion, CompletionText, Prompt, Request
+from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.errors import RequestError
+
+_SEED_MASK = (1 << 63) - 1
+_PROMPTS_PER_PASS = 64
+"""Checked together: looking at each alone would cost more than its tokens, and more would not fit the caches."""
+_FORBIDDEN_IN_SALTS = frozenset("@/\\\0")
+"""As in vLLM, so that the same salts are valid in both."""
+
+
+class ProcessedInput(NamedTuple):
+    """A tokenized prompt and its parameters, both checked."""
+
+    number: int
+    """Consecutive per processor; the seed of a request without one is derived from it."""
+    prompt: str | None
+    """The text, unless the prompt came as token ids."""
+    token_ids: NDArray[np.int32]
+    params: SamplingParams
+    namespace: bytes
+    """Of the prefix cache."""
+
+
+class InputProcessor:
+    """Turns prompts into requests, or refuses them before anything is allocated. Any thread may call it.
+
+    Args:
+        max_model_len: prompt plus output, in tokens.
+        max_num_seqs: completions that may run at once.
+        seed: of the engine; requests without a seed derive theirs from it and their number.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int, max_num_seqs: int, seed: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self._max_num_seqs = max_num_seqs
+        self._seed = seed
+        self._numbers = itertools.count()
+
+    def make(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        is_streaming: bool = False,
+    ) -> Request:
+        """Do both stages for one request; errors are those of ``process``."""
+        return self.build(self.process(prompt, params), request_id=request_id, is_streaming=is_streaming)
+
+    def process(self, prompt: Prompt, params: SamplingParams) -> ProcessedInput:
+        """Tokenize and check one prompt with its parameters.
+
+        Raises:
+            RequestError: see ``SamplingParams.check_against_model`` and ``check_cache_salt``; or the prompt is empty,
+                too long, or holds an id outside the vocabulary.
+        """
+        return self.process_all([prompt], [params])[0]
+
+    def process_all(
+        self, prompts: Sequence[Prompt], params_list: Sequence[SamplingParams], namespace: bytes | None = None
+    ) -> list[ProcessedInput]:
+        """Tokenize and check prompts, each with its own parameters; errors are those of ``process``.
+
+        Args:
+            namespace: prefix cache of all of them; None takes each prompt's ``cache_salt``.
+        """
+        processed: list[ProcessedInput] = []
+        for first in range(0, len(prompts), _PROMPTS_PER_PASS):
+            part = slice(first, first + _PROMPTS_PER_PASS)
+            some, salts = _without_salts(prompts[part])
+            ids_list = self._packed_ids(some) or map(self._checked_prompt, some)
+            for prompt, ids, params, salt in zip(some, ids_list, params_list[part], salts, strict=True):
+                self._check_params(params, len(ids))
+                text = prompt if isinstance(prompt, str) else None
+                own = salt if namespace is None else namespace
+                processed.append(ProcessedInput(next(self._numbers), text, ids, params, own))
+        return processed
+
+    def build(
+        self, processed: ProcessedInput, *, request_id: str | None = None, is_streaming: bool = False
+    ) -> Request:
+        """Build a request of what ``process`` has returned."""
+        number, prompt, ids, params, namespace = processed
+        room = self.max_model_len - len(ids)
+        request = Request(
+            request_id=request_id if request_id is not None else f"request-{number}",
+            prompt=prompt,
+            prompt_token_ids=ids,
+            params=params,
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            is_streaming=is_streaming,
+            namespace=namespace,
+        )
+        seed = derive_seed(self._seed, number) if params.seed is None else params.seed
+        first = self.make_completion(request, 0, seed)
+        first.num_siblings_to_fork = params.n - 1
+        request.completions.append(first)
+        return request
+
+    def make_completion(self, request: Request, index: int, base_seed: int) -> Completion:
+        """Make completion ``index``, which draws with ``base_seed + index``."""
+        params = request.params
+        stream = None
+        if request.is_streaming or params.stop_strings:
+            stream = Detokenizer(
+                self.tokenizer,
+                stop_strings=params.stop_strings,
+                keep_stop_string=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+        return Completion(
+            request=request,
+            index=index,
+            seed=(base_seed + index) & _SEED_MASK,
+            token_ids=request.prompt_token_ids,
+            text=CompletionText(stream, None if params.logprobs is None else []),
+        )
+
+    def _check_params(self, params: SamplingParams, prompt_length: int) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params: got {type(params).__name__}, allowed is SamplingParams")
+        params.check_against_model(
+            prompt_length=prompt_length,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self._max_num_seqs,
+        )
+
+    def _packed_ids(self, prompts: Sequence[str | Sequence[int]]) -> list[NDArray[np.int32]] | None:
+        """Return the tokens of each prompt if all of them are lists of allowed token ids, else None.
+
+        Takes no Python step per token.
+        """
+        most = self.max_model_len - 1
+        if not all(type(prompt) is list and 1 <= len(prompt) <= most for prompt in prompts):
+            return None
+        try:
+            packed = b"".join([struct.pack(f"{len(prompt)}i", *prompt) for prompt in prompts])
+        except struct.error:
+            return None
+        ids = np.frombuffer(bytearray(packed), np.int32)
+        # Seen as unsigned numbers, negative ones are the largest.
+        if ids.view(np.uint32).max() >= self.vocab_size:
+            return None
+        ends = list(itertools.accumulate(map(len, prompts)))
+        starts = [0, *ends[:-1]]
+        # Only integers can be packed, and truth values, which become 0 and 1.
+        for place in np.flatnonzero(ids <= 1).tolist():
+            index = bisect_right(ends, place)
+            if isinstance(prompts[index][place - starts[index]], bool):
+                return None
+        return [ids[start:end] for start, end in zip(starts, ends, strict=True)]
+
+    def _checked_prompt(self, prompt: str | Sequence[int]) -> NDArray[np.int32]:
+        if not isinstance(prompt, str):
+            return self._checked_ids(prompt)
+        ids = self.tokenizer.encode(prompt)
+        self._check_length(len(ids))
+        return np.array(ids, np.int32)
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens == 0:
+            raise RequestError("prompt: got no tokens, allowed is at least one", parameter="prompt")
+        if num_tokens > self.max_model_len - 1:
+            raise RequestError(
+                f"prompt: got {num_tokens} tokens, allowed are at most {self.max_model_len - 1} "
+                f"(a window of {self.max_model_len} less one token to generate)",
+                parameter="prompt",
+            )
+
+    def _checked_ids(self, prompt: Sequence[int]) -> NDArray[np.int32]:
+        is_array = isinstance(prompt, np.ndarray) and prompt.ndim == 1
+        if is_array or isinstance(prompt, (list, tuple)):
+            # Before its elements: a list of millions is refused at once.
+            self._check_length(len(prompt))
+        if isinstance(prompt, np.ndarray) and is_array:
+            prompt = prompt.tolist()
+        if not isinstance(prompt, (list, tuple)):
+            raise RequestError(
+                f"prompt: got {type(prompt).__name__}, allowed are a string and a list of token ids, alone or in a "
+                "dictionary",
+                parameter="prompt",
+            )
+        for token_id in prompt:
+            is_id = isinstance(token_id, (int, np.integer)) and not isinstance(token_id, bool)
+            if not is_id or not 0 <= token_id < self.vocab_size:
+                shown = str(token_id) if is_id and abs(int(token_id)) < 2**63 else type(token_id).__name__
+                raise RequestError(
+                    f"prompt: got token id {shown}, allowed are integers from 0 to {self.vocab_size - 1}",
+                    parameter="prompt",
+                )
+        return np.array(prompt, np.int32)
+
+
+def check_cache_salt(salt: object) -> None:
+    """Check the salt of a prompt; None means no salt.
+
+    Raises:
+        RequestError: it is empty, too long, no string, or has characters that vLLM does not take.
+    """
+    if salt is None:
+        return
+    is_text = isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT_LENGTH
+    if not is_text or not _FORBIDDEN_IN_SALTS.isdisjoint(str(salt)):
+        raise RequestError(
+            f"cache_salt: got {reprlib.repr(salt)}, allowed is a string of 1 to {MAX_CACHE_SALT_LENGTH} characters, "
+            "none of them @, /, \\ or NUL",
+            parameter="cache_salt",
+        )
+
+
+def _without_salts(prompts: Sequence[Prompt]) -> tuple[Sequence[Any], list[bytes]]:
+    """Return the texts or token ids of prompts, and the namespace of each."""
+    if not any(issubclass(kind, dict) for kind in set(map(type, prompts))):
+        return prompts, [b""] * len(prompts)
+    pairs = [_without_salt(prompt) if isinstance(prompt, dict) else (prompt, b"") for prompt in prompts]
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+def _without_salt(prompt: Mapping[str, Any]) -> tuple[Any, bytes]:
+    salt = prompt.get("cache_salt")
+    check_cache_salt(salt)
+    contents = [name for name in prompt if name != "cache_salt"]
+    if contents not in (["prompt"], ["prompt_token_ids"]):
+        raise RequestError(
+            f"prompt: got dict with {reprlib.repr(list(prompt))}, allowed are prompt or prompt_token_ids, and "
+            "cache_salt",
+            parameter="prompt",
+        )
+    return prompt[contents[0]], b"" if salt is None else salt.encode("utf-8", "surrogatepass")
+
+
+def derive_seed(engine_seed: int, request_number: int) -> int:
+    """Return a 63-bit seed; different for neighbouring requests and engine seeds (SplitMix64's finaliser)."""
+    mask = (1 << 64) - 1
+    value = (engine_seed * 0xD1342543DE82EF95 + (request_number + 1) * 0x9E3779B97F4A7C15) & mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return (value ^ (value >> 31)) & _SEED_MASK

@@ -1,0 +1,1 @@
+"""From token ids to outputs: the output thread, stop strings, log-probabilities."""

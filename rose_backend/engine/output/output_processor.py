@@ -1,0 +1,281 @@
+"""Turns tokens into texts, log-probabilities and outputs, and finds stop strings. Runs in the output thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rose_backend.block_manager.sequence_table import concatenate_ranges
+from rose_backend.engine.detokenizer import Detokenizer
+from rose_backend.engine.output.logprobs import LogprobWords, logprobs_entry
+from rose_backend.engine.outputs import CompletionOutput, FinishReason, RequestOutput
+from rose_backend.engine.request import Completion, CompletionText, Request
+from rose_backend.engine.tokenizer import ByteLevelDecoder, Tokenizer, text_of
+
+
+class Ending(NamedTuple):
+    """How the step loop ended a completion. A stop string in its last token takes precedence."""
+
+    reason: FinishReason
+    stop_token: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """One step's tokens of ``F`` completions with ``needs_each_token``, and which completions ended in it."""
+
+    completions: list[Completion]  # [F]
+    token_ids: list[int]  # [F]
+    indices: NDArray[np.intp]  # [F], of each in logprobs
+    logprobs: LogprobWords | None
+    endings: dict[Completion, Ending]
+    """Of any completion. One without ``needs_each_token`` has left its row: its ``token_ids`` are complete."""
+    has_first_tokens: bool
+    """Some of the tokens are the first ones of their completion."""
+
+
+@dataclass(frozen=True, slots=True)
+class IncrementalTokens:
+    """Some tokens of ``N`` completions without ``needs_each_token``, detokenized before these end.
+
+    Many may end in one step: detokenizing all of their tokens then would leave the device idle.
+    """
+
+    completions: list[Completion]  # [N]
+    starts: list[int]  # [N], where in prompt and output the first token of each stands
+    counts: list[int]  # [N]
+    token_ids: NDArray[np.int32]  # [sum(counts)]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End what has not finished of a request; no step computes anything for it any more."""
+
+    request: Request
+
+
+class StopCheck(NamedTuple):
+    """How far the output thread has checked a completion with stop strings."""
+
+    num_tokens: int
+    """Output tokens that were checked; the last of them ended the text if ``is_stopped``."""
+    is_stopped: bool
+
+
+class OutputProcessor:
+    """Keeps the text side of completions (``Completion.text``) up to date."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def process(
+        self, message: NewTokens | IncrementalTokens | Abort
+    ) -> tuple[list[Request], dict[Completion, StopCheck]]:
+        """Update completions.
+
+        Returns:
+            Requests with something new for their caller, and the stop checks of completions with stop strings.
+        """
+        if isinstance(message, Abort):
+            return self._abort(message.request), {}
+        if isinstance(message, IncrementalTokens):
+            self._take_incremental(message)
+            return [], {}
+        stop_checks: dict[Completion, StopCheck] = {}
+        touched: dict[Request, None] = {}
+        for index, completion in enumerate(message.completions):
+            text = completion.text
+            # The step loop may have drawn tokens behind a stop string before it learned of it.
+            if text.finish_reason is not None:
+                continue
+            touched[completion.request] = None
+            if text.is_decoded_lazily and completion not in message.endings:
+                text.token_ids.append(message.token_ids[index])
+                continue
+            self._see_token(completion, index, message)
+            if text.stream is not None and text.stream.has_stop_strings:
+                stop_checks[completion] = StopCheck(len(text.token_ids), text.is_finished)
+        plain = [completion for completion in message.endings if not completion.needs_each_token]
+        if plain:
+            self._finish_batch(plain, message.endings)
+            touched.update((completion.request, None) for completion in plain)
+        updated = [request for request in touched if request.is_streaming or request.is_finished]
+        return updated, stop_checks
+
+    def request_output(self, request: Request) -> RequestOutput:
+        """Describe the request as it is now, and note that the caller has seen this much of its text."""
+        return request.make_output(self._snapshot)
+
+    def _abort(self, request: Request) -> list[Request]:
+        if request.is_finished:
+            return []
+        request.is_aborted = True
+        for completion in request.completions:
+            text = completion.text
+            if text.is_finished:
+                continue
+            text.finish_reason = "abort"
+            if text.stream is not None:
+                _catch_up(text, len(text.token_ids))
+                text.stream.close()
+            if not completion.needs_each_token:
+                _take_remaining([completion], None)
+            text.final = self._describe(completion)
+        return [request]
+
+    def _see_token(self, completion: Completion, index: int, message: NewTokens) -> None:
+        text, token_id = completion.text, message.token_ids[index]
+        num_logprobs = completion.request.params.logprobs
+        text.token_ids.append(token_id)
+        if text.logprobs is not None and num_logprobs is not None and message.logprobs is not None:
+            words = message.logprobs[message.indices[index]]
+            entry = logprobs_entry(words, token_id, num_logprobs, self._tokenizer)
+            text.logprobs.append(entry)
+            text.cumulative_logprob += entry[token_id].logprob
+        ending = message.endings.get(completion)
+        if ending is not None:
+            text.finish_reason, text.stop_reason = ending.reason, ending.stop_token
+        if text.stream is not None:
+            self._extend_text(completion, text.stream)
+        if text.is_finished:
+            text.final = self._describe(completion)
+
+    def _extend_text(self, completion: Completion, stream: Detokenizer) -> None:
+        text = completion.text
+        stop_string = _catch_up(text, len(_shown_token_ids(completion)))
+        if text.is_finished and stop_string is None:
+            stop_string = stream.close()
+        if stop_string is not None:
+            text.finish_reason, text.stop_reason = "stop", stop_string
+
+    def _finish_batch(self, completions: list[Completion], endings: dict[Completion, Ending]) -> None:
+        """Finish completions without ``needs_each_token``. Many may end in one step: they are detokenized together."""
+        for completion in completions:
+            completion.text.finish_reason, completion.text.stop_reason = endings[completion]
+        for skips_special in (True, False):
+            batch = [each for each in completions if each.request.params.skip_special_tokens is skips_special]
+            if not batch:
+                continue
+            decoder = self._tokenizer.byte_level(skip_special_tokens=skips_special)
+            _take_remaining(batch, decoder)
+            if decoder is not None:
+                texts = [_whole_text(completion, decoder) for completion in batch]
+            else:
+                shown = [_shown_token_ids(completion) for completion in batch]
+                texts = self._tokenizer.decode_batch(shown, skip_special_tokens=skips_special)
+            for completion, decoded in zip(batch, texts, strict=True):
+                completion.text.final = self._describe(completion, decoded)
+
+    def _take_incremental(self, message: IncrementalTokens) -> None:
+        taken: dict[bool, list[tuple[CompletionText, int, int]]] = {True: [], False: []}
+        end = 0
+        for completion, first, count in zip(message.completions, message.starts, message.counts, strict=True):
+            start, end = end, end + count
+            text, request = completion.text, completion.request
+            # The first may be the prompt's, or known from before a preemption. Behind a gap, all wait for the end.
+            num_known = len(request.prompt_token_ids) + len(text.token_ids) - first
+            if not text.is_finished and 0 <= num_known < count:
+                taken[request.params.skip_special_tokens].append((text, start + num_known, end))
+        for skips_special, spans in taken.items():
+            if spans:
+                decoder = self._tokenizer.byte_level(skip_special_tokens=skips_special)
+                _extend(spans, message.token_ids, decoder)
+
+    def _describe(self, completion: Completion, decoded: str | None = None) -> CompletionOutput:
+        """Args: decoded: text of a completion without a stream, where it is known already."""
+        text, stream = completion.text, completion.text.stream
+        if stream is not None:
+            if not text.is_finished:
+                _catch_up(text, len(text.token_ids))
+            shown, delta = stream.visible_text, stream.take_delta()
+        else:
+            if decoded is None:
+                skips_special = completion.request.params.skip_special_tokens
+                decoded = self._tokenizer.decode(
+                    _shown_token_ids(completion), skip_special_tokens=skips_special
+                )
+            shown = delta = decoded
+        return CompletionOutput(
+            index=completion.index,
+            text=shown,
+            token_ids=text.token_ids if text.is_finished else list(text.token_ids),
+            logprobs=None if text.logprobs is None else list(text.logprobs),
+            cumulative_logprob=None if text.logprobs is None else text.cumulative_logprob,
+            finish_reason=text.finish_reason,
+            stop_reason=text.stop_reason,
+            delta_text=delta,
+        )
+
+    def _snapshot(self, completion: Completion) -> CompletionOutput:
+        final = completion.text.final
+        if final is None:
+            return self._describe(completion)
+        if final.delta_text and completion.request.params.n > 1:
+            # The request has further outputs while siblings run: reported text is not new again.
+            completion.text.final = replace(final, delta_text="")
+        return final
+
+
+def _catch_up(text: CompletionText, num_tokens: int) -> str | None:
+    """Add the first ``num_tokens`` tokens to the stream, unless it has them; returns the stop string it found."""
+    new = text.token_ids[text.num_decoded : num_tokens]
+    if not new or text.stream is None:
+        return None
+    text.num_decoded = num_tokens
+    return text.stream.extend(new)
+
+
+def _take_remaining(completions: list[Completion], decoder: ByteLevelDecoder | None) -> None:
+    """Add the tokens that were not sent in portions, of completions that have left their rows."""
+    rests, spans, hidden, end = [], [], [], 0
+    for completion in completions:
+        text = completion.text
+        rest = completion.token_ids[len(completion.request.prompt_token_ids) + len(text.token_ids) :]
+        start, end = end, end + len(rest)
+        rests.append(rest)
+        # A stop token that is not shown has no text.
+        is_hidden = start < end and not _shows_last_token(completion)
+        spans.append((text, start, end - is_hidden))
+        if is_hidden:
+            hidden.append((text, int(rest[-1])))
+    _extend(spans, np.concatenate(rests), decoder)
+    for text, token_id in hidden:
+        text.token_ids.append(token_id)
+
+
+def _extend(
+    spans: list[tuple[CompletionText, int, int]],
+    token_ids: NDArray[np.int32],
+    decoder: ByteLevelDecoder | None,
+) -> None:
+    """Add to each text its tokens in ``token_ids``, ``[start, end)``; all are decoded at once if there is a decoder."""
+    starts, ends = (np.array([span[place] for span in spans]) for place in (1, 2))
+    token_ids = token_ids[concatenate_ranges(starts, ends - starts)]
+    pieces = None if decoder is None else decoder.pieces_of(token_ids, ends - starts)
+    listed, position = token_ids.tolist(), 0
+    for index, (text, start, end) in enumerate(spans):
+        text.token_ids += listed[position : position + end - start]
+        position += end - start
+        if pieces is not None:
+            text.decoded_bytes += pieces[index]
+            text.num_decoded += end - start
+
+
+def _whole_text(completion: Completion, decoder: ByteLevelDecoder) -> str:
+    """Return the text of a completion whose tokens were decoded as they were added."""
+    text, shown = completion.text, _shown_token_ids(completion)
+    # Otherwise the last token was decoded before it was known to be a stop token that is not shown.
+    return text_of(text.decoded_bytes) if text.num_decoded == len(shown) else decoder.decode(shown)
+
+
+def _shows_last_token(completion: Completion) -> bool:
+    """Whether the newest token belongs to the text; a stop token does so only when that was asked for."""
+    return completion.text.finish_reason != "stop" or completion.request.params.include_stop_str_in_output
+
+
+def _shown_token_ids(completion: Completion) -> list[int]:
+    token_ids = completion.text.token_ids
+    return token_ids if _shows_last_token(completion) else token_ids[:-1]

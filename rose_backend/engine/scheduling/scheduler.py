@@ -1,0 +1,272 @@
+"""Decides what the next step computes: which rows, how many tokens of each, and which requests are admitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rose_backend.block_manager import BlockManager, ClonePlan
+from rose_backend.block_manager.scheduling_policies import TOP_UP_STEPS, reserve_ahead, top_up
+from rose_backend.config import EngineConfig
+from rose_backend.engine.engine_stats import EngineStats
+from rose_backend.engine.input_processor import InputProcessor
+from rose_backend.engine.request import Completion
+from rose_backend.engine.scheduling.admission import Admission
+from rose_backend.engine.scheduling.deferred_commit import DeferredCommits
+from rose_backend.engine.sequence_state import Int32Array, SequenceState
+from rose_backend.errors import IntegrityError
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The work of one step. Decode rows come first."""
+
+    rows: Int32Array  # [R]
+    num_new_tokens: Int32Array  # [R]
+    num_decodes: int
+    """The first so many rows compute their newest token and draw the next."""
+    clone_plan: ClonePlan | None
+
+
+class Scheduler:
+    """Continuous batching: decodes first, then prompts in order of arrival, under one token budget.
+
+    Running rows are kept in the order of their admission. When the pool runs short, the newest row is preempted: it
+    goes back to the front of the queue and is computed again later. The oldest therefore always finishes: no deadlock.
+
+    With ``prompts_first``, for offline use, decodes are left out of steps that are full of prompts: rows that begin
+    together also end together, so fewer steps are part-filled.
+
+    A request with ``n`` completions is admitted when ``n`` rows are free for it: the first computes the prompt, the
+    others get their rows then (``fork_siblings``).
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        manager: BlockManager,
+        rows: SequenceState,
+        commits: DeferredCommits,
+        input_processor: InputProcessor,
+        *,
+        prompts_first: bool = False,
+        min_tokens_worth_waiting: int | None = None,
+    ) -> None:
+        self.counters = EngineStats()
+        """What the scheduler and the step pipeline count."""
+        self._admission = Admission(config, manager, rows, commits, min_tokens_worth_waiting)
+        self.waiting = self._admission.waiting
+        self._manager = manager
+        self._rows = rows
+        self._commits = commits
+        self._input_processor = input_processor
+        self._prompts_first = prompts_first
+        self._token_budget = config.token_budget
+        self.running_rows: Int32Array = np.empty(0, np.int32)
+        """Rows in use, oldest first."""
+        # How many more steps can repeat the last one: no row joins or leaves, and all have room in their blocks.
+        self._num_repeats = 0
+        self._may_be_short = True  # some row may lack blocks after the last repeat
+
+    def repeat(self) -> bool:
+        """Whether the next step repeats the last one (steady-state decode): the same rows, all of them decodes."""
+        if self._num_repeats <= 0 or self._admission.may_admit(len(self.running_rows)):
+            self._num_repeats = 0
+            return False
+        self._num_repeats -= 1
+        return True
+
+    def top_up(self) -> None:
+        """Take some blocks that running rows will soon need. Call it in every step, right before the host waits."""
+        if self._may_be_short and 0 < self._num_repeats <= TOP_UP_STEPS:
+            rows, state = self.running_rows, self._rows
+            num_tokens = state.num_planned_tokens(rows) + (self._num_repeats + 1)
+            self._may_be_short = top_up(self._manager, rows, num_tokens, state.max_num_tokens)
+
+    def schedule(self, num_in_flight: int = 0) -> Step | None:
+        """Reserve the next step's blocks and return its work. What was read is committed.
+
+        Args:
+            num_in_flight: steps whose outcome has not been read, and completions whose stop check is open. What
+                those steps compute counts as computed.
+
+        Returns:
+            None when there is nothing to do, or nothing until a step in flight has been read.
+        """
+        picked = self._reserve_running(may_preempt=not num_in_flight)
+        if picked is None:
+            return None
+        rows, counts, was_short = picked
+        if not was_short and self.waiting:
+            rows, counts = self._admit(rows, counts)
+        if not len(rows):
+            if (len(self.running_rows) or self.waiting) and not num_in_flight:
+                raise IntegrityError("the scheduler has requests but can neither run nor admit one")
+            return None
+        if self._prompts_first:
+            rows, counts = self._defer_decodes(rows, counts)
+        step = self._make_step(rows, counts)
+        self._num_repeats = self._count_repeats(step)
+        self._may_be_short = True
+        return step
+
+    def fork_siblings(self, rows: Int32Array) -> tuple[Int32Array, NDArray[np.intp]]:
+        """Split off the siblings of those rows that have just computed their prompt.
+
+        Args:
+            rows: ``[S]`` rows whose next token is due.
+
+        Returns:
+            ``[S']`` the rows, followed by the new ones, and ``[S']`` for each the index in ``rows`` it descends from.
+        """
+        sources = np.arange(len(rows))
+        parents = np.flatnonzero(self._rows.num_siblings_to_fork[rows])
+        for parent in parents.tolist():
+            children = self._fork(int(rows[parent]))
+            rows = np.concatenate([rows, children])
+            sources = np.concatenate([sources, np.full(len(children), parent)])
+        return rows, sources
+
+    def suspend(self, rows: Int32Array) -> None:
+        """Take rows out of further steps. They keep their blocks until ``release``; tokens in flight are dropped."""
+        self._num_repeats = 0
+        self.running_rows = self.running_rows[~np.isin(self.running_rows, rows)]
+        self._rows.generation[rows] += 1
+        self._rows.num_cleared += len(rows)
+
+    def release(self, rows: Int32Array) -> list[Completion]:
+        """Free rows; returns their completions, each with the tokens it has so far."""
+        self._num_repeats = 0
+        self._commits.flush(rows)
+        self._manager.free(rows)
+        self.running_rows = self.running_rows[~np.isin(self.running_rows, rows)]
+        self._admission.num_reserved_rows -= int(self._rows.num_siblings_to_fork[rows].sum())
+        self._rows.num_siblings_to_fork[rows] = 0
+        return self._rows.clear(rows)
+
+    def _defer_decodes(self, rows: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """Leave decodes out of a step if at least half of its tokens are prompt tokens."""
+        is_decode = self._is_decode(rows, counts)
+        if 2 * int(counts[~is_decode].sum()) < self._token_budget:
+            return rows, counts
+        return rows[~is_decode], counts[~is_decode]
+
+    def _is_decode(self, rows: Int32Array, counts: Int32Array) -> NDArray[np.bool_]:
+        """Return which of ``rows`` decode: they have generated a token before."""
+        has_begun = self._rows.num_planned_tokens(rows) > self._rows.num_prompt_tokens[rows]
+        return (counts == 1) & has_begun
+
+    def _budget_left(self, rows: Int32Array, counts: Int32Array) -> int:
+        """Return how many more prompt tokens fit into a step of these.
+
+        Decodes that may be left out take no room: prompts fill half of the step, or there is room for both.
+        """
+        budget = self._token_budget - int(counts.sum())
+        if self._prompts_first:
+            num_decodes = int(np.count_nonzero(self._is_decode(rows, counts)))
+            budget += num_decodes if 2 * num_decodes <= self._token_budget else 0
+        return budget
+
+    def _make_step(self, rows: Int32Array, counts: Int32Array) -> Step:
+        is_decode = (counts == 1) & (self._num_remaining(rows) == 1)
+        # Siblings draw from the same distribution, which a decode step does not keep.
+        is_decode &= self._rows.num_siblings_to_fork[rows] == 0
+        num_decodes = int(np.count_nonzero(is_decode))
+        if num_decodes < len(rows):
+            order = np.argsort((counts > 1) * 2 + ~is_decode, kind="stable")
+            rows, counts = rows[order], counts[order]
+        return Step(rows, counts, num_decodes, self._manager.take_clone_plan())
+
+    def _count_repeats(self, step: Step) -> int:
+        """Return how many more steps repeat this one if no row joins or leaves."""
+        rows = step.rows
+        if step.num_decodes < len(self.running_rows):
+            return 0
+        planned = self._rows.num_planned_tokens(rows)
+        room = np.minimum(self._rows.max_num_tokens[rows], self._manager.table.capacity[rows] + 1) - planned
+        return int(room.min()) - 1
+
+    def _num_remaining(self, rows: Int32Array) -> Int32Array:
+        """Return how many tokens of each row are still to be computed when every step in flight is over."""
+        state = self._rows
+        num_computed = self._manager.num_computed_tokens[rows] + state.num_uncommitted_tokens[rows]
+        remaining: Int32Array = state.num_planned_tokens(rows) - num_computed
+        return remaining
+
+    def _reserve_running(self, *, may_preempt: bool) -> tuple[Int32Array, Int32Array, bool] | None:
+        was_short = False
+        while True:
+            rows, counts = self._pick_running()
+            ahead = counts + self._rows.num_uncommitted_tokens[rows]
+            if not len(rows) or reserve_ahead(self._manager, rows, ahead, self._rows.max_num_tokens):
+                return rows, counts, was_short
+            if not may_preempt:
+                # A step in flight may end a sequence, and a preempted row would lose the tokens it draws.
+                return None
+            if len(self.running_rows) == 1:
+                raise IntegrityError("the block pool cannot serve its only sequence")
+            self._preempt_newest()
+            was_short = True
+
+    def _pick_running(self) -> tuple[Int32Array, Int32Array]:
+        running, remaining = self._runnable()
+        budget = self._token_budget
+        is_single = remaining == 1
+        if is_single.all():
+            return running[:budget], remaining[:budget]
+        singles = running[is_single][:budget]
+        ones = np.ones(len(singles), np.int32)
+        budget = self._budget_left(singles, ones)
+        chunked, remaining = running[~is_single], remaining[~is_single]
+        counts = np.clip(budget - (np.cumsum(remaining) - remaining), 0, remaining).astype(np.int32)
+        fits = counts > 0
+        counts = np.concatenate([ones, counts[fits]])
+        return np.concatenate([singles, chunked[fits]]), counts
+
+    def _runnable(self) -> tuple[Int32Array, Int32Array]:
+        """Return the running rows that need not wait until a step in flight is read, and what remains of each."""
+        state, running = self._rows, self.running_rows
+        is_unread = state.num_unread_tokens[running] > 0
+        remaining = self._num_remaining(running)
+        if not np.count_nonzero(is_unread):
+            return running, remaining
+        # Either the row's last token is in flight, or its newest one is not where a decode step finds it.
+        waits = is_unread & ~state.is_on_device[running]
+        waits |= state.num_planned_tokens(running) >= state.max_num_tokens[running]
+        if not np.count_nonzero(waits):
+            return running, remaining
+        return running[~waits], remaining[~waits]
+
+    def _preempt_newest(self) -> None:
+        row = self.running_rows[-1:]
+        num_computed = int(self._manager.num_computed_tokens[row[0]])
+        completion = self.release(row)[0]
+        completion.num_computed_before = max(completion.num_computed_before, num_computed)
+        self.waiting.appendleft(completion)
+        self.counters.preemptions += 1
+
+    def _admit(self, rows: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
+        budget = self._budget_left(rows, counts)
+        new_rows, new_counts, num_cached = self._admission.admit(budget, len(self.running_rows))
+        self.counters.cached_tokens += num_cached
+        self.running_rows = np.concatenate([self.running_rows, new_rows])
+        return np.concatenate([rows, new_rows]), np.concatenate([counts, new_counts])
+
+    def _fork(self, parent_row: int) -> Int32Array:
+        self._num_repeats = 0
+        parent = self._rows.completion(parent_row)
+        num_children = int(self._rows.num_siblings_to_fork[parent_row])
+        children = self._manager.fork(parent_row, num_children)
+        if children is None:
+            raise IntegrityError(f"{num_children} rows were set aside for a request but are not free")
+        self._rows.num_siblings_to_fork[parent_row] = 0
+        parent.num_siblings_to_fork = 0
+        self._admission.num_reserved_rows -= num_children
+        for index, row in enumerate(children.tolist(), start=1):
+            sibling = self._input_processor.make_completion(parent.request, index, parent.seed)
+            parent.request.completions.append(sibling)
+            self._rows.fill(row, sibling)
+        self.running_rows = np.concatenate([self.running_rows, children])
+        return children

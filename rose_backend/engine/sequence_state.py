@@ -1,0 +1,204 @@
+"""Everything a step needs to know about the running completions, as arrays indexed by row."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rose_backend.block_manager.block_pool import IntArray
+from rose_backend.block_manager.sequence_table import concatenate_ranges
+from rose_backend.config import MAX_STOP_TOKEN_IDS
+from rose_backend.engine.request import Completion
+from rose_backend.engine.sampling_params import SamplingParams
+
+Int32Array = NDArray[np.int32]
+
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+"""Arrays of ``SequenceState``, and fields of ``SamplingTensors``, of four bytes a row."""
+
+
+_ROW_PADDING = 16
+"""Tokens between rows: with a stride of a power of two, all rows would share a few lines of the processor's cache."""
+
+
+class SequenceState:
+    """Persistent per-row buffers; a completion's entries are written when it gets its row and stay until it leaves.
+
+    Rows are the block manager's. Entries of rows without a completion mean nothing.
+
+    Args:
+        max_num_seqs: rows.
+        max_model_len: tokens per row.
+        eos_token_ids: tokens that end a completion unless it ignores them.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, eos_token_ids: tuple[int, ...] = ()) -> None:
+        self._eos_token_ids = eos_token_ids
+        # np.empty touches no memory, so a window of a million tokens costs nothing until it is used.
+        self._stride = max_model_len + _ROW_PADDING
+        padded: Int32Array = np.empty((max_num_seqs, self._stride), np.int32)
+        self.token_ids: Int32Array = padded[:, :max_model_len]
+        """Prompt and output."""
+        # One index is cheaper than two.
+        self._flat_token_ids = padded.reshape(-1)
+        # What ``append`` needs of the rows of its latest call; in steady-state decode they stay the same.
+        self._appended_rows: NDArray[np.int64] | None = None
+        self._appended_places: NDArray[np.int64] = np.empty(0, np.int64)
+        self._appended_lengths: Int32Array = np.empty(0, np.int32)
+        self._appended_limits: Int32Array = np.empty(0, np.int32)
+        self.num_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """Known tokens; the last of them may not be computed yet."""
+        self.num_prompt_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
+        self.max_num_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """A row with this many tokens has reached its length."""
+        self.min_num_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """No stop token is drawn while the row has fewer."""
+        self.num_unread_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """Tokens drawn, or to be drawn, by steps whose outcome the host has not read."""
+        self.num_uncommitted_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """Tokens computed, or to be computed, by decode steps whose outcome the host has not read."""
+        self.num_held_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """Tokens whose computing step was read, held back until no stop string was found in front of them."""
+        self.is_on_device = np.zeros(max_num_seqs, np.bool_)
+        """The newest token is in the decode step's device buffers, read by the host or not."""
+        self.num_computed_before: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """Tokens that were computed before the last preemption."""
+        self.num_known_before: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """Tokens of the prompt, or ``num_computed_before`` if that is more."""
+        self.num_siblings_to_fork: Int32Array = np.zeros(max_num_seqs, np.int32)
+
+        self.sampling_words: Int32Array = np.zeros((max_num_seqs, len(SAMPLING_FIELDS)), np.int32)
+        """``SAMPLING_FIELDS`` of each row side by side, as they travel to the device."""
+        columns = dict(zip(SAMPLING_FIELDS, self.sampling_words.view(np.float32).T, strict=True))
+        self.temperature, self.top_p, self.min_p = (
+            columns[name] for name in ("temperature", "top_p", "min_p")
+        )
+        self.top_k = columns["top_k"].view(np.int32)
+        self.repetition_penalty = columns["repetition_penalty"]
+        self.presence_penalty = columns["presence_penalty"]
+        self.frequency_penalty = columns["frequency_penalty"]
+        self.seed = np.zeros(max_num_seqs, np.int64)
+        self.uses_penalties = np.zeros(max_num_seqs, np.bool_)
+        self.banned_token_ids = np.full((max_num_seqs, MAX_STOP_TOKEN_IDS + len(eos_token_ids)), -1, np.int32)
+        """Tokens that may not be drawn while the row has fewer than ``min_num_tokens``; behind the last one, -1."""
+        self.needs_sampling_extras = np.zeros(max_num_seqs, np.bool_)
+        """Rows with penalties, logprobs or ``min_tokens``: see ``SamplingExtras``."""
+
+        self.stops_at_eos = np.zeros(max_num_seqs, np.bool_)
+        self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
+        self.needs_each_token = np.zeros(max_num_seqs, np.bool_)
+        """Rows whose tokens go to the output thread step by step: streams, stop strings, logprobs."""
+        self.has_stop_tokens = np.zeros(max_num_seqs, np.bool_)
+        self.needs_token_check = np.zeros(max_num_seqs, np.bool_)
+        """Rows with ``needs_each_token`` or stop tokens."""
+        self.has_stop_strings = np.zeros(max_num_seqs, np.bool_)
+        """Rows whose drawn tokens are committed when the output thread has found no stop string in them."""
+        self.completions: list[Completion | None] = [None] * max_num_seqs
+        self.generation = np.zeros(max_num_seqs, np.int64)
+        """Grows whenever a row is filled or cleared: what was made for an earlier holder is recognized."""
+        self.num_cleared = 0
+        """Rows cleared so far; while it is unchanged, only rows that were filled have a new generation."""
+
+    def fill(self, row: int, completion: Completion) -> None:
+        """Write everything known about ``completion`` into ``row``."""
+        request, params = completion.request, completion.request.params
+        num_tokens, num_prompt_tokens = len(completion.token_ids), len(request.prompt_token_ids)
+        self.token_ids[row, :num_tokens] = completion.token_ids
+        self.num_tokens[row] = num_tokens
+        self.num_prompt_tokens[row] = num_prompt_tokens
+        self.max_num_tokens[row] = num_prompt_tokens + request.max_tokens
+        self.min_num_tokens[row] = num_prompt_tokens + params.min_tokens
+        self.num_computed_before[row] = completion.num_computed_before
+        self.num_known_before[row] = max(num_prompt_tokens, completion.num_computed_before)
+        self.num_siblings_to_fork[row] = completion.num_siblings_to_fork
+        self.temperature[row] = 0.0 if params.is_greedy else params.temperature
+        self.top_k[row] = max(params.top_k, 0)
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = completion.seed
+        self.repetition_penalty[row] = params.repetition_penalty
+        self.presence_penalty[row] = params.presence_penalty
+        self.frequency_penalty[row] = params.frequency_penalty
+        self.uses_penalties[row] = params.has_penalties
+        banned = self._banned(params) if params.min_tokens else []
+        self.banned_token_ids[row] = -1
+        self.banned_token_ids[row, : len(banned)] = banned
+        self.needs_sampling_extras[row] = params.has_penalties or params.logprobs is not None or bool(banned)
+        self.stops_at_eos[row] = not params.ignore_eos
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.needs_each_token[row] = completion.needs_each_token
+        self.has_stop_tokens[row] = bool(params.stop_token_ids)
+        self.needs_token_check[row] = self.needs_each_token[row] or self.has_stop_tokens[row]
+        self.has_stop_strings[row] = bool(params.stop_strings)
+        self.completions[row] = completion
+        completion.row = row
+        self.generation[row] += 1
+        self._appended_rows = None
+
+    def _banned(self, params: SamplingParams) -> list[int]:
+        return [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos_token_ids)]
+
+    def clear(self, rows: Int32Array) -> list[Completion]:
+        """Take the completions out of ``rows``, ``[N]``, each with the tokens it has so far. Many may end at once."""
+        cleared = []
+        for row, num_tokens in zip(rows.tolist(), self.num_tokens[rows].tolist(), strict=True):
+            completion = self.completion(row)
+            completion.token_ids = self.token_ids[row, :num_tokens].copy()
+            completion.row = -1
+            self.completions[row] = None
+            cleared.append(completion)
+        for counts in (self.num_unread_tokens, self.num_uncommitted_tokens, self.num_held_tokens):
+            counts[rows] = 0
+        self.is_on_device[rows] = False
+        self.generation[rows] += 1
+        self.num_cleared += len(rows)
+        return cleared
+
+    def append(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Put one token, ``token_ids[i]``, behind those of each of ``rows``.
+
+        Returns:
+            ``[N]``, which of the rows have reached their length.
+        """
+        if rows is not self._appended_rows:
+            self._appended_rows = rows
+            self._appended_lengths = lengths = self.num_tokens[rows]
+            self._appended_places = rows * self._stride + lengths
+            self._appended_limits = self.max_num_tokens[rows]
+        self._flat_token_ids[self._appended_places] = token_ids
+        # In steady-state decode the rows stay the same, and only these two lines change what is kept of them.
+        self._appended_places += 1
+        self._appended_lengths += 1
+        self.num_tokens[rows] = self._appended_lengths
+        is_full: NDArray[np.bool_] = self._appended_lengths >= self._appended_limits
+        return is_full
+
+    def tokens_at(self, rows: IntArray, starts: IntArray, counts: IntArray) -> Int32Array:
+        """Return ``counts[i]`` tokens of each of ``rows`` from position ``starts[i]`` on, ``[sum(counts)]``."""
+        first = rows.astype(np.int64) * self._stride + starts
+        tokens: Int32Array = self._flat_token_ids[concatenate_ranges(first, counts)]
+        return tokens
+
+    def completion(self, row: int) -> Completion:
+        """Return the completion that holds ``row``."""
+        completion = self.completions[row]
+        assert completion is not None, f"row {row} holds no completion"
+        return completion
+
+    def num_planned_tokens(self, rows: Int32Array) -> Int32Array:
+        """Return how many tokens ``rows`` have when every step in flight is over."""
+        planned: Int32Array = self.num_tokens[rows] + self.num_unread_tokens[rows]
+        return planned
+
+    def output_token_ids(self, row: int) -> list[int]:
+        """Return the tokens generated so far."""
+        ids: list[int] = self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]].tolist()
+        return ids

@@ -1,0 +1,164 @@
+"""From options to a loaded model with its KV pool; all checks of options against model and machine are here."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rose_backend.config import EngineConfig
+from rose_backend.engine.process_settings import CpuThreads, check_num_threads, choose_cpu_threads
+from rose_backend.engine.scheduling.token_budget import default_token_budget
+from rose_backend.engine.startup.feature_status import captures_graphs, feature_status
+from rose_backend.engine.startup.kv_pool import allocate_kv_cache, choose_num_blocks, gpu_reserve_bytes
+from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.errors import ConfigError
+from rose_backend.kernels import PackedLinear
+from rose_backend.models.base import CausalLM
+from rose_backend.models.registry import load_model
+from rose_backend.models.weights import resolve_model_path
+
+_DEFAULT_RUN_AHEAD = {"cpu": 0, "cuda": 1}
+"""On a CPU the host itself computes the step, so running ahead hides nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What an engine is built around."""
+
+    config: EngineConfig
+    """The options, with ``max_num_batched_tokens`` chosen where it was None."""
+    model: CausalLM
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_model_len: int
+    """Prompt plus output, in tokens."""
+    eos_token_ids: tuple[int, ...]
+    num_blocks: int
+    kv_cache: torch.Tensor  # [L, 2, NB, BS, HKV, D]
+    device: torch.device
+    captures_graphs: bool
+    run_ahead: int
+    """Steps that may be in flight behind the one that is read."""
+    cpu_threads: CpuThreads | None
+    """Threads of a step's operations; None on other devices."""
+    feature_status: dict[str, str]
+    """Every switch, and whether its part is in force."""
+    weight_bytes: int
+    packed_bytes: int
+    """Further copies of weights, laid out for small batches."""
+    reserve_bytes: int
+    """Device memory kept free for steps and captured graphs; 0 on a CPU."""
+    seconds: dict[str, float]
+    """How long each part of loading took."""
+
+
+def load(config: EngineConfig, *, is_online: bool = False) -> LoadedModel:
+    """Load the model and make its KV pool.
+
+    Args:
+        is_online: clients read tokens as they come; decides ``max_num_batched_tokens`` where that is None.
+
+    Raises:
+        ConfigError: the options do not fit the model or the machine.
+        ModelError: the model cannot be loaded.
+    """
+    start = time.perf_counter()
+    device = resolve_device(config.device)
+    check_num_threads(config, device)
+    if config.max_num_batched_tokens is None:
+        token_budget = default_token_budget(device, is_online=is_online)
+        config = dataclasses.replace(config, max_num_batched_tokens=token_budget)
+    directory = resolve_model_path(config.model)
+    model = load_model(directory, dtype=config.dtype, device=device.type, switches=config)
+    sizes = model.config
+    max_model_len = _resolve_max_model_len(config, sizes.max_position_embeddings)
+    weights_loaded = time.perf_counter()
+    num_blocks = choose_num_blocks(config, sizes, max_model_len=max_model_len, device=device)
+    kv_cache = allocate_kv_cache(num_blocks, config.block_size, sizes, device)
+    pool_made = time.perf_counter()
+    tokenizer = Tokenizer(directory)
+    if not is_online:
+        tokenizer.prepare()
+    weight_bytes = storage_bytes(model.weights, leave_out=PackedLinear)
+    return LoadedModel(
+        config=config,
+        model=model,
+        tokenizer=tokenizer,
+        vocab_size=sizes.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=sizes.eos_token_ids,
+        num_blocks=num_blocks,
+        kv_cache=kv_cache,
+        device=device,
+        captures_graphs=captures_graphs(config, device.type),
+        run_ahead=_DEFAULT_RUN_AHEAD[device.type] if config.run_ahead is None else config.run_ahead,
+        cpu_threads=choose_cpu_threads(config, device, weight_bytes // sizes.dtype.itemsize),
+        feature_status=feature_status(config, device.type),
+        weight_bytes=weight_bytes,
+        packed_bytes=storage_bytes(model.weights) - weight_bytes,
+        reserve_bytes=0 if device.type == "cpu" else gpu_reserve_bytes(config, sizes),
+        seconds={
+            "weights": weights_loaded - start,
+            "KV pool": pool_made - weights_loaded,
+            "tokenizer": time.perf_counter() - pool_made,
+        },
+    )
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device to run on; "auto" takes a GPU where there is one.
+
+    Raises:
+        ConfigError: "cuda" was asked for and there is none.
+    """
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ConfigError(
+            "device: got 'cuda', but this PyTorch sees no CUDA device; allowed here are auto and cpu"
+        )
+    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+
+
+def _resolve_max_model_len(config: EngineConfig, window: int) -> int:
+    max_model_len = window if config.max_model_len is None else config.max_model_len
+    if max_model_len > window:
+        raise ConfigError(
+            f"max_model_len: got {max_model_len}, allowed are at most {window}, the model's window"
+        )
+    if not config.chunked_prefill and config.token_budget < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens: got {config.token_budget}, with chunked_prefill off at least "
+            f"max_model_len, which is {max_model_len}, is needed"
+        )
+    return max_model_len
+
+
+def storage_bytes(holder: Any, *, leave_out: tuple[type, ...] | type = ()) -> int:
+    """Return the bytes of all tensors in dataclasses, mappings and sequences, each allocation counted once.
+
+    Args:
+        leave_out: types of dataclasses whose tensors do not count.
+    """
+    storages: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, leave_out):
+            return
+        elif dataclasses.is_dataclass(value):
+            for each in dataclasses.fields(value):
+                visit(getattr(value, each.name))
+        elif isinstance(value, dict):
+            for each in value.values():
+                visit(each)
+        elif isinstance(value, (list, tuple)):
+            for each in value:
+                visit(each)
+
+    visit(holder)
+    return sum(storages.values())

@@ -1,0 +1,28 @@
+"""What a layer's attention computes, apart from its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """Options of the softmax, and the scales of a float8 cache."""
+
+    scale: float
+    """Factor on query-key products, usually ``D ** -0.5``."""
+    sliding_window: int | None = None
+    """A query sees at most this many tokens, itself included."""
+    alibi_slopes: torch.Tensor | None = None
+    """[HQ]: per-head slope of a linear penalty on distance."""
+    logits_soft_cap: float | None = None
+    """Scaled products become ``cap * tanh(product / cap)``."""
+    sinks: torch.Tensor | None = None
+    """[HQ] float32: per-head logit, neither scaled nor capped, that takes part in the softmax and has no value."""
+    key_scale: torch.Tensor | None = None
+    """One float32, only with float8 caches; None is 1. A cached number times this is the key. What is stored is divided
+    by it, limited to +-448 and rounded to the nearest, ties to even; new tokens are attended as they are stored."""
+    value_scale: torch.Tensor | None = None
+    """As ``key_scale``, of the values."""

@@ -1,0 +1,207 @@
+"""Work on fixed buffers, captured as one CUDA graph per size and replayed: one launch instead of one per kernel.
+
+Also the copies between host and device that feed it, none of which waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Size = TypeVar("Size", bound=Hashable)
+_ALIGNMENT = 16
+
+
+class CapturedGraphs(Generic[Size]):
+    """Work that is replayed from CUDA graphs for the sizes that were captured, and computed directly for others.
+
+    Args:
+        parts: what a size computes, in order; each is a graph of its own, and the later ones may be left out. A part is
+            given the size and what the part before returned (None for the first). It reads and writes fixed tensors,
+            because graphs hold their addresses, and never waits for the device.
+        capture_error_mode: of ``torch.cuda.graph``; "thread_local" where other threads may use the device meanwhile.
+    """
+
+    def __init__(self, *parts: Callable[[Size, Any], Any], capture_error_mode: str = "global") -> None:
+        self._parts = parts
+        self._capture_error_mode = capture_error_mode
+        self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, ...]] = {}
+
+    @torch.inference_mode()
+    def capture(self, sizes: Iterable[Size]) -> None:
+        """Capture each of ``sizes``, which start with the largest: the others fit into its memory."""
+        pool = torch.cuda.graph_pool_handle()
+        for size in sizes:
+            # Outside of a graph first: kernels are compiled and their scratch memory is allocated there.
+            self._compute(size, len(self._parts))
+            torch.cuda.synchronize()
+            self._graphs[size] = self._capture(size, pool)
+        torch.cuda.synchronize()
+
+    def run(self, size: Size, num_parts: int = 1) -> None:
+        """Do the first ``num_parts`` parts of the work for ``size``."""
+        graphs = self._graphs.get(size)
+        if graphs is None:
+            self._compute(size, num_parts)
+            return
+        for graph in graphs[:num_parts]:
+            graph.replay()
+
+    @torch.inference_mode()
+    def _compute(self, size: Size, num_parts: int) -> None:
+        result = None
+        for part in self._parts[:num_parts]:
+            result = part(size, result)
+
+    def _capture(self, size: Size, pool: Any) -> tuple[torch.cuda.CUDAGraph, ...]:
+        graphs, result = [], None
+        for part in self._parts:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode=self._capture_error_mode):
+                result = part(size, result)
+            graphs.append(graph)
+        return tuple(graphs)
+
+
+def size_for(sizes: Sequence[int], number: int) -> int | None:
+    """Return the least of ``sizes``, rising, that is at least ``number``; None where all are smaller."""
+    for size in sizes:
+        if size >= number:
+            return size
+    return None
+
+
+Fields = Mapping[str, tuple[type[np.generic], tuple[int, ...]]]
+"""Name -> NumPy's type, and the shape of one entry."""
+Inputs = Mapping[str, torch.Tensor]
+
+
+class SizedGraphs:
+    """A function over fixed inputs, replayed from a CUDA graph where one was captured.
+
+    Its operations, launched one by one, would take the host ten times as long. Numbers of entries are rounded up to a
+    few sizes by repeating the last entry: ``compute`` must allow entries that are there twice.
+
+    Args:
+        compute: given one tensor for each of ``fields``, ``[size, ...]``; must not wait for the device.
+        fields: what an entry consists of.
+        sizes: numbers of entries that a call is rounded up to, rising.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Inputs], None],
+        fields: Fields,
+        sizes: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        self._sizes = sizes
+        self._inputs = {
+            size: FixedInputs(
+                {name: (kind, (size, *shape)) for name, (kind, shape) in fields.items()}, device
+            )
+            for size in sizes
+        }
+        self._graphs = CapturedGraphs[int](lambda size, _: compute(self._inputs[size].tensors))
+
+    def capture(self) -> None:
+        """Capture a call of each size."""
+        self._graphs.capture(reversed(self._sizes))
+
+    @torch.inference_mode()
+    def run(self, **values: NDArray[Any]) -> bool:
+        """Compute for these entries, ``[N, ...]`` each, N at least 1; returns False if there are too many."""
+        num_entries = len(next(iter(values.values())))
+        size = size_for(self._sizes, num_entries)
+        if size is None:
+            return False
+        inputs = self._inputs[size]
+        host_bytes, record = inputs.begin()
+        for name, entries in values.items():
+            field = record[name]
+            field[:num_entries] = entries
+            field[num_entries:] = field[num_entries - 1]
+        inputs.send(host_bytes)
+        self._graphs.run(size)
+        return True
+
+
+class FixedInputs:
+    """Tensors that stay where they are, in one buffer, so that one copy fills them all.
+
+    Args:
+        fields: name -> NumPy's type, and the shape of the tensor.
+    """
+
+    def __init__(self, fields: Fields, device: torch.device) -> None:
+        self._layout = np.dtype(
+            [(name, *kind_and_shape) for name, kind_and_shape in fields.items()], align=True
+        )
+        self._bytes = torch.zeros(self._layout.itemsize, dtype=torch.uint8, device=device)
+        self.tensors = {name: self._view(name) for name in fields}
+
+    def begin(self) -> tuple[torch.Tensor, np.void]:
+        """Return host memory for the next inputs, whose content is undefined, and the same memory by field."""
+        # torch keeps pinned memory until the copy has run.
+        is_pinned = self._bytes.device.type != "cpu"
+        host_bytes = torch.empty(self._layout.itemsize, dtype=torch.uint8, pin_memory=is_pinned)
+        return host_bytes, host_bytes.numpy().view(self._layout)[0]
+
+    def send(self, host_bytes: torch.Tensor) -> None:
+        """Copy what ``begin`` has returned to the device."""
+        self._bytes.copy_(host_bytes, non_blocking=True)
+
+    def _view(self, name: str) -> torch.Tensor:
+        assert self._layout.fields is not None
+        kind, start = self._layout.fields[name][:2]
+        return self._bytes[start : start + kind.itemsize].view(torch_dtype(kind.base)).view(kind.shape)
+
+
+def upload(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
+    """Return a tensor of each array on ``device``; on a GPU all of them travel in one asynchronous copy.
+
+    The copy starts from pinned memory, which torch keeps until the copy has run. A copy from ordinary memory could wait
+    for everything that was enqueued before.
+
+    Args:
+        arrays: contiguous. On a CPU the tensors share their memory, so they must not be persistent buffers.
+    """
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    starts = []
+    num_bytes = 0
+    for array in arrays:
+        starts.append(num_bytes)
+        num_bytes += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    raw = pinned.numpy()
+    for start, array in zip(starts, arrays, strict=True):
+        raw[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    arrived = pinned.to(device, non_blocking=True)
+    return [
+        arrived[start : start + array.nbytes].view(torch_dtype(array.dtype)).view(array.shape)
+        for start, array in zip(starts, arrays, strict=True)
+    ]
+
+
+def download(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory, which is complete when what was enqueued so far has run."""
+    if tensor.device.type == "cpu":
+        return tensor
+    arrived = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return arrived.copy_(tensor, non_blocking=True)
+
+
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """Return torch's name for one of the types that travel."""
+    return _TORCH_DTYPES[dtype.char]
+
+
+_TORCH_DTYPES = {
+    np.dtype(kind).char: torch.from_numpy(np.zeros(0, kind)).dtype
+    for kind in (np.bool_, np.int32, np.int64, np.float32)
+}

@@ -1,0 +1,137 @@
+"""Operations of a few reads and one write per number: embeddings, norms and the element-wise parts of GPT-2's MLP.
+
+One launch each on a GPU, plain torch elsewhere. All raise a ``ShapeError`` where shapes or dtypes disagree.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from rose_backend.kernels.tensor_checks import check_same_dtype, check_tensors
+
+
+def embed_tokens(
+    input_ids: torch.Tensor,  # [T] int64
+    positions: torch.Tensor,  # [T] int64
+    token_embedding: torch.Tensor,  # [V, E]
+    position_embedding: torch.Tensor,  # [P, E]
+) -> torch.Tensor:
+    """Return ``token_embedding[input_ids] + position_embedding[positions]``, [T, E], rounded once.
+
+    Args:
+        input_ids, positions: inside their tables; a GPU does not check that.
+    """
+    check_tensors(
+        input_ids=(input_ids, "T", torch.int64),
+        positions=(positions, "T", torch.int64),
+        token_embedding=(token_embedding, "V E"),
+        position_embedding=(position_embedding, "P E"),
+    )
+    check_same_dtype(token_embedding=token_embedding, position_embedding=position_embedding)
+    if input_ids.is_cuda:
+        from rose_backend.kernels.gpu import embed_tokens as gpu
+
+        return gpu.embed_tokens(input_ids, positions, token_embedding, position_embedding)
+    return F.embedding(input_ids, token_embedding) + F.embedding(positions, position_embedding)
+
+
+def layer_norm(
+    x: torch.Tensor,  # [T, E]
+    weight: torch.Tensor,  # [E]
+    bias: torch.Tensor,  # [E]
+    eps: float,
+) -> torch.Tensor:
+    """Return ``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension, [T, E]."""
+    check_tensors(x=(x, "T E"), weight=(weight, "E"), bias=(bias, "E"))
+    check_same_dtype(x=x, weight=weight, bias=bias)
+    if x.is_cuda:
+        from rose_backend.kernels.gpu import layer_norm as gpu
+
+        return gpu.layer_norm(x, weight, bias, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def add_layer_norm(
+    x: torch.Tensor,  # [T, E]
+    residual: torch.Tensor,  # [T, E]
+    weight: torch.Tensor,  # [E]
+    bias: torch.Tensor,  # [E]
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``(layer_norm(x + residual), x + residual)``, both [T, E] and new; the inputs stay as they are."""
+    check_tensors(x=(x, "T E"), residual=(residual, "T E"), weight=(weight, "E"), bias=(bias, "E"))
+    check_same_dtype(x=x, residual=residual, weight=weight, bias=bias)
+    if x.is_cuda:
+        from rose_backend.kernels.gpu import layer_norm as gpu
+
+        return gpu.add_layer_norm(x, residual, weight, bias, eps)
+    new_residual = x + residual
+    return F.layer_norm(new_residual, weight.shape, weight, bias, eps), new_residual
+
+
+def rms_norm(
+    x: torch.Tensor,  # [T, E]
+    weight: torch.Tensor,  # [E]
+    eps: float,
+) -> torch.Tensor:
+    """Return ``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension, [T, E]; rounded once, from float32."""
+    check_tensors(x=(x, "T E"), weight=(weight, "E"))
+    check_same_dtype(x=x, weight=weight)
+    if x.is_cuda:
+        from rose_backend.kernels.gpu import layer_norm as gpu
+
+        return gpu.rms_norm(x, weight, eps)
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor,  # [T, E]
+    residual: torch.Tensor,  # [T, E]
+    weight: torch.Tensor,  # [E]
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``(rms_norm(x + residual), x + residual)``, both [T, E] and new; the inputs stay as they are."""
+    check_tensors(x=(x, "T E"), residual=(residual, "T E"), weight=(weight, "E"))
+    check_same_dtype(x=x, residual=residual, weight=weight)
+    if x.is_cuda:
+        from rose_backend.kernels.gpu import layer_norm as gpu
+
+        return gpu.add_rms_norm(x, residual, weight, eps)
+    new_residual = x + residual
+    return rms_norm(new_residual, weight, eps), new_residual
+
+
+def bias_gelu(
+    x: torch.Tensor,  # [T, I]  written
+    bias: torch.Tensor,  # [I]
+) -> torch.Tensor:
+    """Replace ``x`` by ``gelu(x + bias)``, GELU in its tanh form, and return it. Rounded once, from float32."""
+    check_tensors(x=(x, "T I"), bias=(bias, "I"))
+    check_same_dtype(x=x, bias=bias)
+    if x.is_cuda:
+        from rose_backend.kernels.gpu import fused_mlp as gpu
+
+        return gpu.bias_gelu(x, bias)
+    if x.dtype == torch.float32:
+        return torch.ops.aten.gelu_(x.add_(bias), approximate="tanh")
+    return x.copy_(F.gelu(x.float() + bias.float(), approximate="tanh"))
+
+
+def bias_residual(
+    x: torch.Tensor,  # [T, E]  written
+    bias: torch.Tensor,  # [E]
+    residual: torch.Tensor,  # [T, E]
+) -> torch.Tensor:
+    """Replace ``x`` by ``x + bias + residual`` and return it. Rounded once, from float32."""
+    check_tensors(x=(x, "T E"), bias=(bias, "E"), residual=(residual, "T E"))
+    check_same_dtype(x=x, bias=bias, residual=residual)
+    if x.is_cuda:
+        from rose_backend.kernels.gpu import fused_mlp as gpu
+
+        return gpu.bias_residual(x, bias, residual)
+    if x.dtype == torch.float32:
+        return x.add_(bias).add_(residual)
+    return x.copy_(x.float() + bias.float() + residual.float())

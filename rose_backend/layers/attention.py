@@ -1,0 +1,231 @@
+"""Attention of one step over paged K/V: which rows take which kernel, and what all layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+
+from rose_backend.kernels import (
+    AttentionOptions,
+    DecodePlan,
+    PrefillPlan,
+    paged_decode,
+    paged_prefill,
+    plan_paged_decode,
+    plan_paged_prefill,
+    write_kv,
+)
+
+_Plan = TypeVar("_Plan")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Lengths and block tables of the requests of one step, decodes first. Shape letters: ``rose_backend.kernels``."""
+
+    query_start_loc: torch.Tensor | None
+    """[R + 1] int32: tokens of request ``r`` are ``query_start_loc[r] .. query_start_loc[r + 1] - 1`` of the step.
+    May be None where all requests take decode attention."""
+    num_computed_tokens: torch.Tensor
+    """[R] int32: tokens stored before this step. Negative marks a padding row among the decodes."""
+    block_table: torch.Tensor
+    """[R, MB] int32."""
+    slot_mapping: torch.Tensor | None
+    """[T] int64: block id * BS + offset of each token, -1 for padding. Read only with ``fused_kv_append`` off."""
+    num_decodes: int
+    """So many requests in front have one token each and take decode attention; the others take prefill attention."""
+    mean_query_len: float | None = None
+    """Tokens per request that prefill attention chooses its tiles for; None: tokens / rows, padding included."""
+    last_tokens_only: bool = False
+    """Return the hidden state of each request's last token only; for steps without decodes."""
+
+
+@dataclass(slots=True)
+class AttentionRows(Generic[_Plan]):
+    """Requests of a step that take the same kernel."""
+
+    tokens: slice
+    """Their tokens within the step."""
+    block_table: torch.Tensor  # [R, MB] int32
+    num_computed_tokens: torch.Tensor  # [R] int32
+    query_start_loc: torch.Tensor | None = None  # [R + 1] int32, counted from the first of ``tokens``
+    max_query_len: int = 1
+    """Of decodes; more than 1 needs ``query_start_loc``."""
+    plans: dict[int | None, _Plan | None] = field(default_factory=dict)
+    """By sliding window: made by the first layer that needs one, shared by the others."""
+
+
+@dataclass(slots=True)
+class AttentionStep:
+    """One step, as all its attention layers see it."""
+
+    decode: AttentionRows[DecodePlan] | None
+    prefill: AttentionRows[PrefillPlan] | None
+    slot_mapping: torch.Tensor | None
+    """[T] int64: where a separate write stores new keys and values before attention runs; None: attention does."""
+
+
+class PagedAttention:
+    """Attention of a model's layers in one step, over a KV cache ``[L, 2, NB, BS, HKV, D]``.
+
+    Attributes:
+        last_tokens: ``[R]`` int64, the tokens whose final hidden states are wanted; None: all.
+    """
+
+    __slots__ = ("_caches", "_mean_query_lens", "_options", "_out", "_step", "last_tokens")
+
+    def __init__(
+        self,
+        metadata: AttentionMetadata,
+        kv_cache: torch.Tensor,
+        options: AttentionOptions,
+        *,
+        num_tokens: int,
+        num_heads: int,
+        fused_kv_append: bool,
+    ) -> None:
+        split, tables, computed = metadata.num_decodes, metadata.block_table, metadata.num_computed_tokens
+        slots = None if fused_kv_append else metadata.slot_mapping
+        assert fused_kv_append or (slots is not None and slots.shape[0] == num_tokens), (
+            "slot_mapping is needed"
+        )
+        self._options = options
+        self._mean_query_lens = (metadata.mean_query_len,)
+        self._step = step = AttentionStep(None, None, slots)
+        self.last_tokens: torch.Tensor | None = None
+        if split:
+            step.decode = AttentionRows(slice(0, split), tables[:split], computed[:split])
+        if computed.shape[0] > split:
+            assert metadata.query_start_loc is not None, "prefill attention needs query_start_loc"
+            start_loc = metadata.query_start_loc[split:] - split
+            step.prefill = AttentionRows(
+                slice(split, num_tokens), tables[split:], computed[split:], start_loc
+            )
+            if metadata.last_tokens_only:
+                # -1 for padding in front of all requests: it picks some token, and the result is not read.
+                self.last_tokens = start_loc[1:].long() - 1
+        self._caches = kv_cache.unbind(0)
+        self._out = kv_cache.new_empty((num_tokens, num_heads, kv_cache.shape[-1]))
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [T, HQ, D]
+        key: torch.Tensor,  # [T, HKV, D]
+        value: torch.Tensor,  # [T, HKV, D]
+        *,
+        overlap: bool = False,
+    ) -> torch.Tensor:
+        """Store keys and values of a layer, attend, and return [T, HQ * D], valid until the next layer's call."""
+        key_cache, value_cache = self._caches[layer].unbind(0)
+        attend(
+            query,
+            key,
+            value,
+            key_cache,
+            value_cache,
+            self._step,
+            self._options,
+            self._out,
+            mean_query_lens=self._mean_query_lens,
+            overlap=overlap,
+        )
+        return self._out.flatten(1)
+
+
+def attend(
+    query: torch.Tensor,  # [T, HQ, D]
+    key: torch.Tensor | None,  # [T, HKV, D]
+    value: torch.Tensor | None,  # [T, HKV, D]
+    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
+    value_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
+    step: AttentionStep,
+    options: AttentionOptions,
+    out: torch.Tensor,  # [T, HQ, D]  written
+    *,
+    mean_query_lens: Sequence[float | None] = (None,),
+    overlap: bool = False,
+) -> torch.Tensor:
+    """Run one layer: store the step's keys and values and attend over each request's whole history.
+
+    Where the kernels store (``step.slot_mapping`` is None), no request may read blocks that another one writes in the
+    same step. Tokens of no request are padding: ``out`` stays as it is there.
+
+    Args:
+        key, value: None where they are stored already, as with layers that share a cache.
+        mean_query_lens: tokens per row that prefill attention chooses its tiles for, one call each.
+        overlap: decode attention may start before ``query``, ``key`` and ``value`` are complete; see ``paged_decode``.
+
+    Returns:
+        ``out``.
+    """
+    if key is not None and value is not None and (slots := step.slot_mapping) is not None:
+        write_kv(
+            key[: slots.shape[0]],
+            value[: slots.shape[0]],
+            key_cache,
+            value_cache,
+            slots,
+            key_scale=options.key_scale,
+            value_scale=options.value_scale,
+        )
+        key = value = None
+    window = options.sliding_window
+    if (decode := step.decode) is not None:
+        tokens = decode.tokens
+        if window not in decode.plans:
+            # ALiBi slopes differ between models, not between layers that share a step.
+            decode.plans[window] = plan_paged_decode(
+                decode.block_table,
+                decode.num_computed_tokens,
+                key_cache,
+                options=options,
+                query_start_loc=decode.query_start_loc,
+                max_query_len=decode.max_query_len,
+            )
+        paged_decode(
+            query[tokens],
+            None if key is None else key[tokens],
+            None if value is None else value[tokens],
+            key_cache,
+            value_cache,
+            decode.block_table,
+            decode.num_computed_tokens,
+            options=options,
+            out=out[tokens],
+            query_start_loc=decode.query_start_loc,
+            max_query_len=decode.max_query_len,
+            plan=decode.plans[window],
+            overlap=overlap,
+        )
+    if (prefill := step.prefill) is not None:
+        tokens, start_loc = prefill.tokens, prefill.query_start_loc
+        assert start_loc is not None, "prefill attention needs query_start_loc"
+        if window not in prefill.plans:
+            prefill.plans[window] = plan_paged_prefill(
+                prefill.block_table,
+                start_loc,
+                prefill.num_computed_tokens,
+                key_cache,
+                options=options,
+                num_step_tokens=tokens.stop - tokens.start,
+            )
+        for mean_query_len in mean_query_lens:
+            paged_prefill(
+                query[tokens],
+                None if key is None else key[tokens],
+                None if value is None else value[tokens],
+                key_cache,
+                value_cache,
+                prefill.block_table,
+                start_loc,
+                prefill.num_computed_tokens,
+                options=options,
+                out=out[tokens],
+                plan=prefill.plans[window],
+                mean_query_len=mean_query_len,
+            )
+    return out

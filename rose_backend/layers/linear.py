@@ -1,0 +1,184 @@
+"""Linear layers, with the norm in front of them and the residual add behind them, and the MLP made of two.
+
+One file, as kernels fuse them: small batches compute norm, product and residual add together, and a norm does the
+residual add in front of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from rose_backend.config import Switches
+from rose_backend.kernels import (
+    PackedLinear,
+    add_layer_norm,
+    add_rms_norm,
+    bias_gelu,
+    bias_residual,
+    layer_norm,
+    pack_linear,
+    rms_norm,
+    small_batch_linear,
+    small_batch_linear_and_moments,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """LayerNorm, or RMSNorm where there is no bias."""
+
+    weight: torch.Tensor  # [E]
+    bias: torch.Tensor | None  # [E]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """``x @ weight + bias``."""
+
+    weight: torch.Tensor
+    """[E, O], however it lies in memory: library products take any."""
+    bias: torch.Tensor | None  # [O]
+    packed: PackedLinear | None = None
+    """For small batches; ``weight`` is a view of its matrix then."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer's tensors: attention and MLP, each with a norm in front of it."""
+
+    attn_norm: Norm
+    qkv: Linear  # [E, (HQ + 2 * HKV) * D]: query, key and value side by side
+    attn_out: Linear  # [HQ * D, E]
+    mlp_norm: Norm
+    mlp_in: Linear  # [E, I], of a gated MLP [E, 2 * I]
+    mlp_out: Linear  # [I, E]
+
+
+def packs_layers(switches: Switches, device: torch.device) -> bool:
+    """Whether to use ``pack_layer``: packed products fuse everything at once, and are faster on a GPU only."""
+    is_fused = switches.fused_kv_append and switches.fused_mlp and switches.fused_add_layernorm
+    return device.type == "cuda" and is_fused
+
+
+def pack_layer(layer: DecoderLayer) -> DecoderLayer:
+    """Prepare a layer for small batches, once: both LayerNorms are folded into the matrices behind them.
+
+    For larger batches the norms neither scale nor shift any longer. Every matrix is in memory once.
+    """
+    attn_norm, qkv = _pack_with_norm(layer.attn_norm, layer.qkv)
+    mlp_norm, mlp_in = _pack_with_norm(layer.mlp_norm, layer.mlp_in)
+    return DecoderLayer(attn_norm, qkv, _pack(layer.attn_out), mlp_norm, mlp_in, _pack(layer.mlp_out))
+
+
+class ResidualStream:
+    """Hidden states of a step: layers read them through a norm and add to them.
+
+    Args:
+        hidden: ``[T, E]``; written where the batch is small.
+        switches: which operations are fused; results agree within rounding.
+        is_small_batch: every layer is packed and there are at most ``MAX_ROWS`` tokens (see ``small_batch_linear``).
+            A layer's norm and residual add are then parts of its products.
+    """
+
+    __slots__ = ("_delta", "_moments", "hidden", "is_small_batch", "switches")
+
+    def __init__(self, hidden: torch.Tensor, switches: Switches, *, is_small_batch: bool = False) -> None:
+        self.hidden = hidden
+        self.switches = switches
+        self.is_small_batch = is_small_batch
+        self._delta: torch.Tensor | None = None  # [T, E]: the next norm adds it to ``hidden``
+        self._moments: torch.Tensor | None = None  # of ``hidden``, for the next packed norm
+
+    def normed(self, norm: Norm) -> torch.Tensor:
+        """Return ``norm(hidden states)``, [T, E]."""
+        delta, self._delta = self._delta, None
+        weight, bias, eps = norm.weight, norm.bias, norm.eps
+        if delta is None:
+            if bias is None:
+                return rms_norm(self.hidden, weight, eps)
+            return layer_norm(self.hidden, weight, bias, eps)
+        if self.switches.fused_add_layernorm:
+            if bias is None:
+                normed, self.hidden = add_rms_norm(delta, self.hidden, weight, eps)
+            else:
+                normed, self.hidden = add_layer_norm(delta, self.hidden, weight, bias, eps)
+            return normed
+        self.hidden = delta + self.hidden
+        if bias is None:
+            return F.rms_norm(self.hidden, weight.shape, weight, eps)
+        return F.layer_norm(self.hidden, weight.shape, weight, bias, eps)
+
+    def project(self, norm: Norm, linear: Linear, *, gelu: bool = False) -> torch.Tensor:
+        """Return ``linear(norm(hidden states))``, [T, O], with GELU in its tanh form behind it if asked."""
+        if self.is_small_batch:
+            assert linear.packed is not None, "small batches need packed layers"
+            return small_batch_linear(self.hidden, linear.packed, gelu=gelu, x_moments=self._moments)
+        normed = self.normed(norm)
+        if gelu and self.switches.fused_mlp and normed.is_cuda and linear.bias is not None:
+            # The library's product carries bias and GELU itself: this saves a separate bias + GELU kernel.
+            return torch._addmm_activation(linear.bias, normed, linear.weight, use_gelu=True)
+        projected = _product(normed, linear)
+        return F.gelu(projected, approximate="tanh") if gelu else projected
+
+    def add(
+        self,
+        x: torch.Tensor,  # [T, I]
+        linear: Linear,
+    ) -> None:
+        """Add ``linear(x)`` to the hidden states."""
+        if self.is_small_batch:
+            assert linear.packed is not None, "small batches need packed layers"
+            _, self._moments = small_batch_linear_and_moments(
+                x, linear.packed, residual=self.hidden, out=self.hidden
+            )
+        else:
+            self._delta = _product(x, linear)
+
+    def keep(self, tokens: torch.Tensor) -> None:
+        """Drop all tokens but ``tokens``, [R] int64. Only right after ``project``, when no residual add is pending."""
+        self.hidden = self.hidden[tokens]
+
+    def gelu_mlp(self, norm: Norm, widen: Linear, narrow: Linear) -> None:
+        """Add ``narrow(gelu(widen(norm(hidden states))))``, GELU in its tanh form; both layers have a bias."""
+        if self.is_small_batch or self.hidden.is_cuda or not self.switches.fused_mlp:
+            return self.add(self.project(norm, widen, gelu=True), narrow)
+        assert widen.bias is not None and narrow.bias is not None, "a GELU MLP has biases"
+        widened = bias_gelu(self.normed(norm) @ widen.weight, widen.bias)
+        self.hidden = bias_residual(widened @ narrow.weight, narrow.bias, self.hidden)
+        return None
+
+
+def compute_logits(
+    hidden: torch.Tensor,  # [R, E]; rows may be further apart
+    padded_head: torch.Tensor,  # [V', E]
+    vocab_size: int,
+) -> torch.Tensor:
+    """Return float32 logits [R, V]. The head has rows of padding behind the vocabulary's, see ``HEAD_ALIGNMENT``."""
+    if hidden.is_cuda and hidden.dtype is not torch.float32:
+        logits = torch.mm(hidden, padded_head.t(), out_dtype=torch.float32)
+    else:
+        logits = F.linear(hidden, padded_head).float()
+    return logits[:, :vocab_size]
+
+
+def _product(x: torch.Tensor, linear: Linear) -> torch.Tensor:
+    return x @ linear.weight if linear.bias is None else torch.addmm(linear.bias, x, linear.weight)
+
+
+def _pack(linear: Linear) -> Linear:
+    assert linear.bias is not None, "packed layers have a bias"
+    packed = pack_linear(linear.weight.t(), linear.bias)
+    return Linear(packed.weight.t(), linear.bias, packed)
+
+
+def _pack_with_norm(norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
+    assert linear.bias is not None and norm.bias is not None, "packed layers and their norms have a bias"
+    packed = pack_linear(
+        linear.weight.t(), linear.bias, norm_weight=norm.weight, norm_bias=norm.bias, eps=norm.eps
+    )
+    plain = Norm(torch.ones_like(norm.weight), torch.zeros_like(norm.bias), norm.eps)
+    return plain, Linear(packed.weight.t(), packed.bias.to(linear.bias.dtype), packed)

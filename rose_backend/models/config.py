@@ -1,0 +1,152 @@
+"""Sizes and types of a model, in the words of Hugging Face's and vLLM's configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rose_backend.errors import ModelError
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What an engine has to know of a decoder-only model."""
+
+    vocab_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_size: int
+    hidden_size: int
+    intermediate_size: int
+    """Width of the MLP."""
+    max_position_embeddings: int
+    """Prompt plus output, in tokens, at most."""
+    norm_eps: float
+    eos_token_ids: tuple[int, ...]
+    tie_word_embeddings: bool
+    dtype: torch.dtype
+    device: torch.device
+    gated_mlp: bool = False
+    """The MLP multiplies two projections, both ``intermediate_size`` wide."""
+
+    @property
+    def activation_width(self) -> int:
+        """Numbers per token that a step holds at most: residual, normed, QKV, attention's output, MLP, one spare."""
+        attention = 2 * (self.num_attention_heads + self.num_kv_heads) * self.head_size
+        return 3 * self.hidden_size + attention + self.intermediate_size * (3 if self.gated_mlp else 1)
+
+    @classmethod
+    def from_hf(
+        cls,
+        fields: Mapping[str, Any],
+        *,
+        names: Mapping[str, str],
+        dtype: torch.dtype,
+        device: str,
+        gated_mlp: bool = False,
+        tie_word_embeddings: bool = True,
+    ) -> ModelConfig:
+        """Read config.json.
+
+        Args:
+            names: what a family calls fields that have other names elsewhere (transformers' ``attribute_map``), and the
+                name of ``norm_eps``.
+            tie_word_embeddings: where ``fields`` do not say.
+
+        Raises:
+            ModelError: a field is missing or not supported; the message names it.
+        """
+
+        def read(name: str, default: int | None = None) -> int:
+            name = names.get(name, name)
+            value = fields.get(name)
+            if value is None and default is not None:
+                return default
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ModelError(f"config.json: {name} must be a positive integer, got {value!r}")
+            return value
+
+        if fields.get("quantization_config") is not None:
+            raise ModelError(
+                "config.json: quantization_config is not supported, an unquantised checkpoint is needed"
+            )
+        hidden_size, num_heads = read("hidden_size"), read("num_attention_heads")
+        num_kv_heads = read("num_key_value_heads", num_heads)
+        multiples = [("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)]
+        if fields.get("head_dim") is None:
+            multiples.append(("hidden_size", hidden_size, "num_attention_heads", num_heads))
+        for name, value, of_name, of in multiples:
+            if value % of:
+                name, of_name = names.get(name, name), names.get(of_name, of_name)
+                raise ModelError(f"config.json: {name}={value} is not a multiple of {of_name}={of}")
+        return cls(
+            vocab_size=read("vocab_size"),
+            num_layers=read("num_hidden_layers"),
+            num_attention_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=read("head_dim", hidden_size // num_heads),
+            hidden_size=hidden_size,
+            intermediate_size=read("intermediate_size", 4 * hidden_size),
+            max_position_embeddings=read("max_position_embeddings"),
+            norm_eps=float(fields.get(names["norm_eps"], 1e-5)),
+            eos_token_ids=_read_eos_token_ids(fields),
+            tie_word_embeddings=bool(fields.get("tie_word_embeddings", tie_word_embeddings)),
+            dtype=dtype,
+            device=torch.device(device),
+            gated_mlp=gated_mlp,
+        )
+
+
+def check_supported(fields: Mapping[str, Any], supported: Mapping[str, bool | tuple[str, ...]]) -> None:
+    """Refuse values of config.json that a model family does not compute.
+
+    Args:
+        supported: of each field the only value, or the allowed ones, the first of which is the default.
+
+    Raises:
+        ModelError: names the field and what it has.
+    """
+    for name, allowed in supported.items():
+        if isinstance(allowed, bool):
+            if bool(fields.get(name, allowed)) is not allowed:
+                raise ModelError(f"config.json: {name}={fields[name]!r} is not supported")
+        elif (value := fields.get(name, allowed[0])) not in allowed:
+            raise ModelError(
+                f"config.json: {name}={value!r} is not supported, allowed are {', '.join(allowed)}"
+            )
+
+
+def choose_dtype(dtype: str, device: str, stored: torch.dtype) -> torch.dtype:
+    """Return the type to compute in.
+
+    Args:
+        dtype: ``auto`` is float32 on a CPU, ``stored`` elsewhere, and for float32 half of that, as in vLLM.
+        stored: of the checkpoint's tensors.
+
+    Raises:
+        ModelError: ``dtype`` is not supported.
+    """
+    if dtype != "auto":
+        if dtype not in _DTYPES:
+            raise ModelError(f"dtype: got {dtype!r}, allowed are auto, {', '.join(_DTYPES)}")
+        return _DTYPES[dtype]
+    if torch.device(device).type == "cpu":
+        return torch.float32
+    if stored in (torch.float16, torch.bfloat16):
+        return stored
+    has_bfloat16 = torch.cuda.get_device_capability(device)[0] >= 8
+    return torch.bfloat16 if has_bfloat16 else torch.float16
+
+
+def _read_eos_token_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    value = fields.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(each, bool) or not isinstance(each, int) for each in ids):
+        raise ModelError(f"config.json: eos_token_id must be one integer, or a list of them, got {value!r}")
+    return tuple(ids)

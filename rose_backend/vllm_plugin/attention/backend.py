@@ -1,0 +1,238 @@
+"""ROSE as a vLLM attention backend: paged attention from ``rose_backend.kernels`` over vLLM's KV cache views."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
+
+from rose_backend.errors import ConfigError
+from rose_backend.kernels import AttentionOptions, DecodePlan, PrefillPlan
+from rose_backend.layers.attention import AttentionRows, AttentionStep, attend
+from rose_backend.vllm_plugin.attention.metadata import (
+    RoseAttentionMetadata,
+    RoseAttentionMetadataBuilder,
+    prefill_lens_to_tune_for,
+)
+from rose_backend.vllm_plugin.backend_name import BACKEND_NAME
+from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
+from rose_backend.vllm_plugin.options import (
+    BLOCK_SIZE_UNIT,
+    CACHE_DTYPES,
+    FLOAT8_DTYPES,
+    appends_in_attention,
+    rose_options,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+MAX_HEAD_SIZE = 256
+
+
+class RoseAttentionBackend(AttentionBackend):
+    """What vLLM asks before it builds layers. Any layout of the KV cache will do: the kernels use its strides."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(CACHE_DTYPES)
+    forward_includes_kv_cache_update: bool = True
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the enum member's name; vLLM looks the backend up under it."""
+        return BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[RoseAttentionImpl]:
+        """Return the class that runs a layer."""
+        return RoseAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[RoseAttentionMetadataBuilder]:
+        """Return the class that prepares a step."""
+        return RoseAttentionMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
+        """Blocks are never split: any multiple of 16 tokens."""
+        return [MultipleOf(BLOCK_SIZE_UNIT)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Multiples of 8 up to ``MAX_HEAD_SIZE``."""
+        return head_size % 8 == 0 and 0 < head_size <= MAX_HEAD_SIZE
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """The kernels mask it; the block manager has to be vLLM's then."""
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """One logit per query head that takes part in the softmax and attends to nothing."""
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Causal attention over a KV cache only."""
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: Any,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """Refuse a cache of another 16-bit type than the model's, and float8 where the GPU cannot convert it."""
+        if kv_cache_dtype in ("float16", "bfloat16") and getattr(torch, kv_cache_dtype) != dtype:
+            return f"kv_cache_dtype {kv_cache_dtype} with a model in {str(dtype).removeprefix('torch.')} not supported"
+        if kv_cache_dtype in FLOAT8_DTYPES and device_capability is not None and device_capability < (8, 9):
+            return f"kv_cache_dtype {kv_cache_dtype} needs compute capability 8.9, this GPU has " + (
+                device_capability.as_version_str()
+            )
+        return None
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Mark full-attention layers as Rose's; the engine core reads it from the specification."""
+        return as_rose_spec(spec)
+
+
+class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
+    """One layer's attention.
+
+    New K/V of decodes is stored by decode attention, that of prefills by prefill attention. So a request may not read
+    blocks that another one writes in the same step; Rose's block manager guarantees that. Under vLLM's own manager all
+    new K/V is stored by a separate write before anything is read.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,  # [HQ]
+        **unsupported: Any,
+    ) -> None:
+        extra = sorted(name for name, value in unsupported.items() if value is not None)
+        if extra or attn_type != AttentionType.DECODER:
+            what = ", ".join(extra) or f"attention type {attn_type}"
+            raise ConfigError(
+                f"ROSE does not support this model's {what}; choose another --attention-backend"
+            )
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.sliding_window = sliding_window
+        self.sinks = sinks
+        self.kv_cache_dtype = kv_cache_dtype
+        self.has_float8_cache = kv_cache_dtype in FLOAT8_DTYPES
+        self.logits_soft_cap = logits_soft_cap or None
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self._sinks: torch.Tensor | None = None
+        vllm_config = get_current_vllm_config()
+        self.appends_in_attention = appends_in_attention(vllm_config, rose_options(vllm_config))
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Bring the loaded sinks into the kernels' type. A reload keeps their address, which graphs hold."""
+        if self.sinks is None:
+            return
+        if self._sinks is None:
+            self._sinks = self.sinks.detach().float()
+        self._sinks.copy_(self.sinks)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,  # [T, HQ, D]
+        key: torch.Tensor | None,  # [T, HKV, D]
+        value: torch.Tensor | None,  # [T, HKV, D]
+        kv_cache: torch.Tensor,  # [NB, HKV, BS, 2 * D], any strides  written
+        attn_metadata: RoseAttentionMetadata | None,
+        output: torch.Tensor,  # [T, HQ, D]  written
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store the step's K/V and attend. Tokens past ``num_actual_tokens`` are padding and stay as they are."""
+        if output_scale is not None or output_block_scale is not None:
+            raise ConfigError(
+                "ROSE does not quantize its output; switch the attention-quantization fusion pass off"
+            )
+        if attn_metadata is None:
+            # A profiling run: there is no cache yet.
+            return output.fill_(0)
+        if (step := attn_metadata.step) is None:
+            step = attn_metadata.step = _attention_step(attn_metadata, appends=self.appends_in_attention)
+        if self.kv_sharing_target_layer_name is not None:
+            key = value = None
+        return attend(
+            query,
+            key,
+            value,
+            *self._caches(kv_cache),
+            step,
+            self._options(layer, query.device),
+            output,
+            mean_query_lens=prefill_lens_to_tune_for(attn_metadata),
+        )
+
+    def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V as [NB, BS, HKV, D] views of vLLM's [NB, HKV, BS, 2 * D] view."""
+        # vLLM hands float8 numbers over as bytes.
+        by_token = (kv_cache.view(torch.float8_e4m3fn) if self.has_float8_cache else kv_cache).transpose(1, 2)
+        return by_token[..., : self.head_size], by_token[..., self.head_size :]
+
+    def _options(self, layer: Any, device: torch.device) -> AttentionOptions:
+        if self.alibi_slopes is not None and self.alibi_slopes.device != device:
+            self.alibi_slopes = self.alibi_slopes.to(device)
+        return AttentionOptions(
+            self.scale,
+            self.sliding_window,
+            self.alibi_slopes,
+            self.logits_soft_cap,
+            self.sinks if self._sinks is None else self._sinks,
+            layer._k_scale if self.has_float8_cache else None,
+            layer._v_scale if self.has_float8_cache else None,
+        )
+
+
+def _attention_step(metadata: RoseAttentionMetadata, *, appends: bool) -> AttentionStep:
+    decode, prefill = None, None
+    if metadata.num_decodes:
+        rows, is_single = slice(0, metadata.num_decodes), metadata.max_decode_query_len == 1
+        decode = AttentionRows[DecodePlan](
+            slice(0, metadata.num_decode_tokens),
+            metadata.block_table[rows],
+            metadata.decode_computed_tokens[rows],
+            None if is_single else metadata.query_start_loc[: metadata.num_decodes + 1],
+            metadata.max_decode_query_len,
+        )
+    if metadata.num_prefill_tokens:
+        rows = slice(metadata.first_prefill_row, None)
+        prefill = AttentionRows[PrefillPlan](
+            slice(metadata.num_actual_tokens - metadata.num_prefill_tokens, metadata.num_actual_tokens),
+            metadata.block_table[rows],
+            metadata.prefill_computed_tokens[rows],
+            metadata.prefill_start_loc,
+        )
+    return AttentionStep(
+        decode, prefill, None if appends else metadata.slot_mapping[: metadata.num_actual_tokens]
+    )

@@ -1,0 +1,188 @@
+"""Attention metadata of one step for ROSE's layers, built from vLLM's description of the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    max_decode_query_len,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from rose_backend.kernels.paged_attention import MAX_QUERY_LEN
+from rose_backend.layers.attention import AttentionStep
+from rose_backend.vllm_plugin.attention.mixed_graphs import captures_mixed_steps
+from rose_backend.vllm_plugin.patch_ledger import apply_patch
+
+_USUAL_PREFILL_LEN = 256
+"""Tokens of a chunk that prefill attention of mixed steps is tuned for when its graph is captured."""
+
+
+@dataclass(slots=True)
+class RoseAttentionMetadata:
+    """One step. Rows are requests, decodes first. A row with negative computed tokens is skipped: padding, or a row of
+    the other kind.
+
+    A graph captured with it is replayed for other steps, so tensors that kernels read keep their addresses. In a graph
+    of mixed steps decode and prefill attention both go through all rows, and each finds its own when the graph runs.
+    """
+
+    num_actual_tokens: int
+    num_decodes: int
+    """Rows with few query tokens, at most ``max_decode_query_len``, which are also the first tokens."""
+    num_decode_tokens: int
+    max_decode_query_len: int
+    """1: decode rows and decode tokens are the same."""
+    first_prefill_row: int
+    num_prefill_tokens: int
+    query_start_loc: torch.Tensor  # [R + 1] int32
+    decode_computed_tokens: torch.Tensor  # [R] int32
+    prefill_computed_tokens: torch.Tensor  # [R] int32
+    block_table: torch.Tensor  # [R, MB] int32
+    slot_mapping: torch.Tensor  # [T] int64
+    prefill_start_loc: torch.Tensor  # [R - first_prefill_row + 1] int32, counted from the first prefill token
+    mean_prefill_len: float | None = None
+    """Prompt tokens of a row to choose tiles for; None where the tokens of this very step say it."""
+    step: AttentionStep | None = None
+    """This step as ``layers.attention`` takes it; made by the first one, shared by the others."""
+
+
+def prefill_lens_to_tune_for(metadata: RoseAttentionMetadata) -> tuple[float | None, ...]:
+    """Return the mean prefill lengths that prefill attention runs with, None for that of the step itself.
+
+    vLLM runs a step once before it captures its graph. That run uses all tuned lengths, so that every kernel variant is
+    compiled before serving.
+    """
+    if metadata.mean_prefill_len is None or torch.cuda.is_current_stream_capturing():
+        return (metadata.mean_prefill_len,)
+    from rose_backend.kernels.gpu.prefill_tuning import TUNED_QUERY_LENS
+
+    return (*TUNED_QUERY_LENS, metadata.mean_prefill_len)
+
+
+class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadata]):
+    """Turns vLLM's description of a step into ``RoseAttentionMetadata`` without waiting for the device."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.reorder_batch_threshold: int = _decode_query_len(vllm_config)
+        # One buffer for all steps: captured graphs hold its address. Each step's kernels run before the next writes it.
+        self._computed_tokens = torch.full(  # of decodes, of prefills
+            (2, vllm_config.scheduler_config.max_num_seqs), -1, dtype=torch.int32, device=device
+        )
+        self._has_prefills = False
+        if captures_mixed_steps(vllm_config):
+            # Here because workers build this before they capture graphs, and only if ROSE is selected.
+            apply_patch("decode_graphs")
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Any step on CUDA; with drafts, decodes only, drafts included where decode attention takes them.
+
+        The torch reference kernels plan on the host, so no graph may contain them.
+        """
+        if not current_platform.is_cuda():
+            return AttentionCGSupport.NEVER
+        if max_decode_query_len(vllm_config) == 1 and vllm_config.use_v2_model_runner:
+            return AttentionCGSupport.ALWAYS
+        if _decode_query_len(vllm_config) < max_decode_query_len(vllm_config):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return AttentionCGSupport.UNIFORM_BATCH
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> RoseAttentionMetadata:
+        """Describe a step whose graph is replayed for others with as many rows and tokens.
+
+        With several tokens in a row allowed, that is any mix of decodes and prefills.
+        """
+        common = common_attn_metadata
+        metadata = self.build(0, common)
+        if common.max_query_len <= self.reorder_batch_threshold:
+            return metadata
+        num_rows, num_tokens = common.num_reqs, common.num_actual_tokens
+        return dataclasses.replace(
+            metadata,
+            num_decodes=num_rows,
+            num_decode_tokens=num_rows,
+            max_decode_query_len=1,
+            first_prefill_row=0,
+            num_prefill_tokens=num_tokens,
+            prefill_start_loc=common.query_start_loc,
+            mean_prefill_len=min(num_tokens, _USUAL_PREFILL_LEN),
+        )
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> RoseAttentionMetadata:
+        """Split the batch into decodes and prefills, and mark padding rows."""
+        common = common_attn_metadata
+        first_prefill_row, num_prefills, first_prefill_token, num_prefill_tokens = split_decodes_and_prefills(
+            common, decode_threshold=self.reorder_batch_threshold
+        )
+        max_query_len = 1 if common.max_query_len <= 1 else self.reorder_batch_threshold
+        # Rows without a token come last among the decodes: at most as many as there are tokens have one.
+        num_decodes = min(first_prefill_row, first_prefill_token)
+        start_loc = common.query_start_loc
+        prefill_start_loc = start_loc[first_prefill_row:]
+        if num_prefills:
+            prefill_start_loc = prefill_start_loc - first_prefill_token
+        decode_computed_tokens, prefill_computed_tokens = self._count_computed_tokens(
+            common, num_decodes, first_prefill_row
+        )
+        return RoseAttentionMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decodes if max_query_len == 1 else first_prefill_token,
+            max_decode_query_len=max_query_len,
+            first_prefill_row=first_prefill_row,
+            num_prefill_tokens=num_prefill_tokens,
+            query_start_loc=start_loc,
+            decode_computed_tokens=decode_computed_tokens,
+            prefill_computed_tokens=prefill_computed_tokens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            prefill_start_loc=prefill_start_loc,
+        )
+
+    def _count_computed_tokens(
+        self, common: CommonAttentionMetadata, num_decodes: int, first_prefill_row: int
+    ) -> torch.Tensor:
+        """Return [2, R], of decodes and of prefills, negative where a row is of the other kind.
+
+        vLLM pads rows with length 0; a kernel would take that for a request whose first token is due.
+        """
+        seq_lens = common.seq_lens
+        num_rows = seq_lens.shape[0]
+        computed_tokens = self._computed_tokens[:, :num_rows]
+        if common.max_query_len <= 1:
+            if self._has_prefills:
+                self._computed_tokens[1].fill_(-1)
+                self._has_prefills = False
+            # One operation instead of six: small batches wait for the host.
+            torch.sub(seq_lens, 1, out=computed_tokens[0])
+            return computed_tokens
+        self._has_prefills = True
+        query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
+        num_computed = seq_lens - query_lens
+        if self.reorder_batch_threshold > 1:
+            num_computed.masked_fill_(query_lens == 0, -1)
+        self._computed_tokens.fill_(-1)
+        computed_tokens[0, :num_decodes] = num_computed[:num_decodes]
+        computed_tokens[1, first_prefill_row:] = num_computed[first_prefill_row:]
+        return computed_tokens
+
+
+def _decode_query_len(vllm_config: Any) -> int:
+    """Return up to how many tokens a row may have to count as a decode: all drafts of a request, or 1."""
+    wanted = max_decode_query_len(vllm_config)
+    return int(wanted) if wanted <= MAX_QUERY_LEN else 1

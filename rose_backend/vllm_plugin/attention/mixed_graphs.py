@@ -1,0 +1,122 @@
+"""Full CUDA graphs of mixed steps (decodes and prefills together), attention included.
+
+vLLM replays such steps as piecewise graphs, with attention called from Python between the pieces, and only up to 512
+tokens. Steps of a busy server have more, so they are launched kernel by kernel, which takes most of the time of small
+models. Rose's attention decides on the device which rows decode, so one graph serves any mix.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rose_backend.vllm_plugin.options import is_rose_selected, rose_options
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+MAX_GRAPH_WORK = 10_000_000_000
+"""Tokens of the largest graph times the square of the model's hidden size, to which a layer's device time is about
+proportional: 16,954 tokens for a hidden size of 768, 2,384 for 2,048. In longer steps the device is busy while the host
+launches."""
+
+_SIZES_PER_DOUBLING = 8
+"""Graph sizes above vLLM's own, which end at 512 tokens. At most an eighth of a step is padding."""
+
+
+def captures_mixed_steps(vllm_config: VllmConfig) -> bool:
+    """Whether all layers use ROSE, and full graphs of mixed steps support every step of this configuration."""
+    from vllm.platforms import current_platform
+
+    model_config = vllm_config.model_config
+    return (
+        current_platform.is_cuda()
+        and model_config is not None
+        and not model_config.is_hybrid
+        and is_rose_selected(vllm_config)
+        and rose_options(vllm_config).cuda_graph
+        and not vllm_config.attention_config.backend_per_kind
+        and vllm_config.use_v2_model_runner
+        and vllm_config.speculative_config is None
+        and vllm_config.lora_config is None
+        and vllm_config.parallel_config.pipeline_parallel_size == 1
+    )
+
+
+def leaves_graphs_to_vllm(vllm_config: VllmConfig) -> bool:
+    """Whether the user has set no CUDA graph option. Call it before vLLM fills in its defaults."""
+    compilation = vllm_config.compilation_config
+    return (
+        compilation.cudagraph_mode is None
+        and compilation.cudagraph_capture_sizes is None
+        and compilation.max_cudagraph_capture_size is None
+    )
+
+
+def choose_mixed_graphs(vllm_config: VllmConfig) -> None:
+    """Replace FULL_AND_PIECEWISE by FULL graphs of more sizes for decodes and mixed steps."""
+    from vllm.config import CUDAGraphMode
+
+    compilation = vllm_config.compilation_config
+    if compilation.cudagraph_mode != CUDAGraphMode.FULL_AND_PIECEWISE or not captures_mixed_steps(
+        vllm_config
+    ):
+        return
+    sizes = graph_sizes(
+        compilation.cudagraph_capture_sizes,
+        vllm_config.scheduler_config.max_num_batched_tokens,
+        vllm_config.model_config.get_hidden_size(),
+    )
+    compilation.cudagraph_mode = CUDAGraphMode.FULL
+    compilation.cudagraph_capture_sizes = sizes
+    compilation.max_cudagraph_capture_size = sizes[-1]
+
+
+def graph_sizes(vllm_sizes: Sequence[int], max_num_batched_tokens: int, hidden_size: int) -> list[int]:
+    """Return ``vllm_sizes``, ascending, and larger ones up to the token budget or ``MAX_GRAPH_WORK``."""
+    sizes = list(vllm_sizes)
+    largest = min(max_num_batched_tokens, MAX_GRAPH_WORK // hidden_size**2)
+    while sizes[-1] < largest:
+        power_of_two = 1 << (sizes[-1].bit_length() - 1)
+        step = max(power_of_two // _SIZES_PER_DOUBLING, 16)
+        # The budget itself is a common size: steps are filled up with prompts.
+        sizes.append(min(sizes[-1] // step * step + step, largest))
+    return sizes
+
+
+def wrap_init_candidates(original: Callable[..., None]) -> Callable[..., None]:
+    """Build the replacement of ``CudaGraphManager._init_candidates``; see the patch ledger."""
+
+    @functools.wraps(original)
+    def _init_candidates(self: Any) -> None:
+        original(self)
+        from vllm.config import CUDAGraphMode
+
+        if self.cudagraph_mode == CUDAGraphMode.FULL and captures_mixed_steps(self.vllm_config):
+            add_decode_graphs(self)
+
+    return _init_candidates
+
+
+def add_decode_graphs(manager: Any) -> None:
+    """Capture graphs for decode-only steps, too, and prefer them: they need no prefill attention.
+
+    Args:
+        manager: vLLM's ``CudaGraphManager`` whose graphs are all full ones for mixed steps.
+    """
+    from vllm.config import CUDAGraphMode
+
+    mixed = manager._capture_descs.get(CUDAGraphMode.FULL, [])
+    decodes = [
+        replace(desc, num_reqs=desc.num_tokens, uniform_token_count=1)
+        for desc in mixed
+        if desc.num_tokens <= manager.max_num_reqs
+    ]
+    manager._capture_descs[CUDAGraphMode.FULL] = sorted(
+        [*mixed, *decodes], key=lambda desc: desc.num_tokens, reverse=True
+    )
+    by_size = {desc.num_tokens: desc for desc in decodes}
+    for candidates in manager._candidates.values():
+        candidates[:0] = [by_size[desc.num_tokens] for desc in candidates if desc.num_tokens in by_size]

@@ -1,0 +1,1 @@
+"""Hooks at vLLM's start-up: check and complete the configuration, write the start-up line."""

@@ -1,0 +1,129 @@
+"""Refuses, before anything is loaded, configurations that ROSE does not support, and names each feature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rose_backend.errors import ConfigError
+from rose_backend.vllm_plugin.options import (
+    ASYNC_SCHEDULER_CLASS,
+    BLOCK_SIZE_UNIT,
+    CACHE_DTYPES,
+    HAND_BACK_OPTION,
+    SCHEDULER_CLASS,
+    check_retention_interval,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig, VllmConfig
+
+    from rose_backend.config import PluginConfig
+
+Check = Callable[["VllmConfig"], bool]
+
+# Drafters without a KV cache, and drafters whose cache has the same positions as the target's.
+SPECULATIVE_METHODS = (
+    *("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"),
+    *("draft_model", "eagle", "eagle3", "mtp"),
+)
+
+
+def check_supported(vllm_config: VllmConfig, options: PluginConfig) -> None:
+    """Refuse a configuration that ROSE cannot run.
+
+    Raises:
+        ConfigError: names every unsupported feature found, and the option that helps where one does.
+    """
+    cache_config = vllm_config.cache_config
+    if cache_config.user_specified_block_size and cache_config.block_size % BLOCK_SIZE_UNIT:
+        raise ConfigError(
+            f"--block-size: got {cache_config.block_size}, ROSE needs a multiple of {BLOCK_SIZE_UNIT}"
+        )
+    found = [name for name, is_used in _ATTENTION_CHECKS if is_used(vllm_config)]
+    if found:
+        raise ConfigError(
+            f"ROSE does not support {' and '.join(found)}; choose another --attention-backend for this configuration"
+        )
+    if not options.block_manager:
+        return
+    found = [name for name, is_used in _MANAGER_CHECKS if is_used(vllm_config)]
+    if found:
+        raise ConfigError(
+            f"Rose's block manager does not support {' and '.join(found)}; "
+            f"{HAND_BACK_OPTION} gives block management back to vLLM"
+        )
+    check_retention_interval(cache_config.prefix_cache_retention_interval)
+
+
+def _model(attribute: str) -> Check:
+    return lambda c: c.model_config is not None and bool(getattr(c.model_config, attribute))
+
+
+def _speculation(holds: Callable[[SpeculativeConfig], bool]) -> Check:
+    return lambda c: c.speculative_config is not None and holds(c.speculative_config)
+
+
+def _has_events_of_lookahead_hashes(vllm_config: VllmConfig) -> bool:
+    # From vLLM 0.33 on such drafters make a block's published hash depend on tokens behind it, which may not be there
+    # when the block is full.
+    config = vllm_config.kv_events_config
+    has_events = config is not None and config.enable_kv_cache_events
+    return has_events and getattr(vllm_config, "num_hash_lookahead_tokens", 0) > 0
+
+
+def _has_foreign_scheduler(vllm_config: VllmConfig) -> bool:
+    known = (None, SCHEDULER_CLASS, ASYNC_SCHEDULER_CLASS)
+    # vLLM brings one for diffusion models, which are refused as such.
+    return vllm_config.diffusion_config is None and vllm_config.scheduler_config.scheduler_cls not in known
+
+
+_ATTENTION_CHECKS: tuple[tuple[str, Check], ...] = (
+    ("multi-head latent attention (MLA)", _model("use_mla")),
+    ("encoder-decoder models", _model("is_encoder_decoder")),
+    ("decode context parallelism", lambda c: c.parallel_config.decode_context_parallel_size > 1),
+    ("prefill context parallelism", lambda c: c.parallel_config.prefill_context_parallel_size > 1),
+    ("non-causal attention (use_non_causal)", lambda c: c.attention_config.use_non_causal),
+    (
+        "KV sharing's fast prefill (--kv-sharing-fast-prefill)",
+        lambda c: c.cache_config.kv_sharing_fast_prefill,
+    ),
+    ("chunked local attention", _model("attention_chunk_size")),
+    # vLLM's selector asks again for each layer, but says no more than "kv_cache_dtype not supported".
+    (
+        f"this K/V cache type (--kv-cache-dtype other than {', '.join(CACHE_DTYPES)})",
+        lambda c: c.cache_config.cache_dtype not in CACHE_DTYPES,
+    ),
+)
+_MANAGER_CHECKS: tuple[tuple[str, Check], ...] = (
+    ("hybrid and Mamba models", lambda c: _model("is_hybrid")(c) or _model("has_inner_state")(c)),
+    ("models without attention", _model("is_attention_free")),
+    (
+        "sliding-window models",
+        lambda c: c.model_config is not None and c.model_config.get_sliding_window() is not None,
+    ),
+    ("multimodal models", _model("is_multimodal_model")),
+    ("prompt embeddings (--enable-prompt-embeds)", _model("enable_prompt_embeds")),
+    ("diffusion models (--diffusion-config)", lambda c: c.diffusion_config is not None),
+    (
+        "KV connectors (--kv-transfer-config, --kv-offloading-size)",
+        lambda c: c.kv_transfer_config is not None and c.kv_transfer_config.kv_connector is not None,
+    ),
+    # vLLM stores the experts of full blocks, under its own hashes; a hit that ends inside a block has none.
+    ("routed experts (--enable-return-routed-experts)", lambda c: c.aux_output_config.enabled),
+    (
+        "KV cache residency metrics (--kv-cache-metrics)",
+        lambda c: c.observability_config.kv_cache_metrics,
+    ),
+    (
+        "this kind of speculative decoding (--speculative-config with a method other than "
+        f"{', '.join(SPECULATIVE_METHODS)})",
+        _speculation(lambda config: config.method not in SPECULATIVE_METHODS),
+    ),
+    (
+        "reuse of what a drafter read ahead for (disable_eagle_block_drop)",
+        _speculation(lambda config: config.disable_eagle_block_drop),
+    ),
+    ("KV cache events beside a drafter that reads ahead", _has_events_of_lookahead_hashes),
+    ("a scheduler of your own (--scheduler-cls)", _has_foreign_scheduler),
+)

@@ -1,0 +1,1 @@
+"""Rose's block manager behind the interface of vLLM's ``KVCacheManager``."""

@@ -1,0 +1,172 @@
+"""The part of vLLM's ``KVCacheManager`` interface that allocates nothing: readouts, statistics, unused methods."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.metrics.stats import PrefixCacheStats
+
+from rose_backend.block_manager import BlockManager, reporting_unit
+from rose_backend.errors import IntegrityError
+from rose_backend.vllm_plugin.kv_cache.blocks import HeldBlocks, RoseBlocks
+from rose_backend.vllm_plugin.plugin_logger import logger
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_LOG_INTERVAL_S = 10.0
+
+
+def _unreachable(method: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise IntegrityError(f"{method}: called although KV connectors were refused at start-up")
+
+    return refuse
+
+
+class KVCacheFacade:
+    """Base of ``RoseKVCacheManager``.
+
+    Args:
+        manager: keeps the blocks.
+        enable_caching: whether requests may use each other's blocks.
+        log_stats: whether vLLM will ask for prefix cache statistics.
+        exact_cached_tokens: report every cached token; otherwise multiples of ``reporting_unit``.
+    """
+
+    mamba_shared_prefix_checkpoint = False
+    num_kv_cache_groups = 1
+
+    def __init__(
+        self, manager: BlockManager, enable_caching: bool, log_stats: bool, exact_cached_tokens: bool
+    ) -> None:
+        self.manager = manager
+        self.block_size = manager.block_size
+        self.enable_caching = enable_caching
+        self.log_stats = log_stats
+        self._hit_unit = 1 if exact_cached_tokens else reporting_unit(manager.block_size)
+        self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
+        self.empty_kv_cache_blocks = KVCacheBlocks(((),))
+        self._row_of: dict[str, int] = {}
+        self._last_log = float("-inf")
+
+    # Read
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool in use, 0 to 1."""
+        return self.manager.usage
+
+    def get_blocks(self, request_id: str) -> Any:
+        """Return all blocks of a request."""
+        row = self._row_of.get(request_id)
+        if row is None:
+            return self.empty_kv_cache_blocks
+        return RoseBlocks(self.manager.block_table[row, : self.manager.num_row_blocks[row]].copy())
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Return the ids of all blocks of a request, as one group."""
+        ids: tuple[list[int], ...] = self.get_blocks(request_id).get_block_ids()
+        return ids
+
+    def get_block_ids_for_computed_tokens(
+        self, request_id: str, num_computed_tokens: int
+    ) -> tuple[list[int], ...]:
+        """Return the ids of the blocks that hold the first ``num_computed_tokens``."""
+        (block_ids,) = self.get_block_ids(request_id)
+        return (block_ids[: -(-num_computed_tokens // self.block_size)],)
+
+    def estimate_cached_tokens(self, request: Request) -> int:
+        """Return how many of a request's tokens later requests can reuse."""
+        return min(request.num_computed_tokens, request.num_tokens) if self.enable_caching else 0
+
+    def create_kv_cache_blocks(self, blocks: Any) -> Any:
+        """Return vLLM's own container for blocks, the shared empty one for none."""
+        return KVCacheBlocks(blocks) if any(blocks) else self.empty_kv_cache_blocks
+
+    # Prefix cache statistics
+
+    def prefix_cache_lookup_enabled(self, request: Request) -> bool:
+        """Whether this request may use cached blocks."""
+        return self.enable_caching and not request.skip_reading_prefix_cache
+
+    def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
+        """Count the lookup of an admitted request, and set how many cached tokens its client is told of."""
+        num_hits -= num_hits % self._hit_unit
+        stats = request.prefill_stats
+        # After a preemption the first counts stay; they are None once the client has got them.
+        if stats is not None and request.num_preemptions == 0:
+            stats.set(request.num_prompt_tokens, num_hits, stats.num_external_cached_tokens)
+        if self.prefix_cache_stats is not None and self.prefix_cache_lookup_enabled(request):
+            self.prefix_cache_stats.record(
+                num_tokens=request.num_tokens, num_hits=num_hits, preempted=request.num_preemptions > 0
+            )
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Return the counts since the last call."""
+        stats = self.prefix_cache_stats
+        if stats is not None:
+            self.prefix_cache_stats = PrefixCacheStats()
+        return stats
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content; False, and nothing is done, while requests hold blocks."""
+        if not self.manager.reset_prefix_cache():
+            return False
+        if self.prefix_cache_stats is not None:
+            self.prefix_cache_stats.reset = True
+        return True
+
+    # Copy-on-write
+
+    def take_kv_cache_block_copies(self) -> tuple[list[KVCacheBlockCopy], list[Any]]:
+        """Return the copies that must run before this step's forward pass, and what to free after them."""
+        plan = self.manager.take_clone_plan()
+        if plan is None:
+            return [], []
+        self._log_counters()
+        pairs = zip(plan.src_block_ids.tolist(), plan.dst_block_ids.tolist(), strict=True)
+        held = HeldBlocks(functools.partial(self.manager.finish_clone_plan, plan))
+        return [KVCacheBlockCopy(src, dst) for src, dst in pairs], [held]
+
+    def _log_counters(self) -> None:
+        now = time.monotonic()
+        if now - self._last_log >= _LOG_INTERVAL_S:
+            self._last_log = now
+            counters = ", ".join(f"{name} {count}" for name, count in self.manager.stats.as_dict().items())
+            logger.info("Rose block manager since start-up: %s", counters)
+
+    # Called every step, without effect for full attention: block zeroing, Mamba states, sliding windows
+
+    def take_new_block_ids(self) -> list[int]:
+        """Return no blocks to zero: full attention never reads what was not written."""
+        return []
+
+    def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Return no Mamba states."""
+        return {}
+
+    def finalize_partial_tail_offloads(self, request: Request) -> list[tuple[int, int, int]]:
+        """Return no Mamba states."""
+        return []
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """Return zeros, as vLLM itself does since cascade attention is gone."""
+        return [0]
+
+    def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: full attention needs every block to the end."""
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Do nothing: tokens are committed before the next lookup."""
+
+    # Called by KV connectors only, which are refused at start-up
+
+    truncate_computed_blocks = _unreachable("truncate_computed_blocks")
+    record_blocks_for_zeroing = _unreachable("record_blocks_for_zeroing")
+    evict_blocks = _unreachable("evict_blocks")

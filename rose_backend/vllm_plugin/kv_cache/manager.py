@@ -1,0 +1,326 @@
+"""Rose's block manager behind the interface of vLLM's ``KVCacheManager``.
+
+vLLM counts a token as computed when it schedules it; Rose commits it to the prefix cache as late as possible: before a
+lookup, for those running requests that have finished their prompt or filled a block since their last commit, and for a
+single request when it is freed. Between two lookups a decoding request costs one comparison per step.
+
+Tokens of steps in flight are committed, too, as vLLM's own ``allocate_slots`` does; otherwise a prompt that shares a
+prefix with one in flight would wait two steps where the next step is scheduled while one runs. That is safe:
+
+- Every worker, and every pipeline stage for its layers, runs steps and the block copies before them on one stream, in
+  the order in which they were scheduled. A request that finds a token belongs to a later step than the one writing it.
+- A step that was handed out runs. If its request is aborted, preempted or stopped meanwhile, only the sampled tokens
+  are dropped; the tokens it computes were known. If a step fails, vLLM's engine ends, and the cache with it.
+- Only tokens with an id are committed, so a rejected draft is never found. The only token with an id that is ever taken
+  back is the last one of a session's turn, and vLLM counts it as not computed in the same call that ends the turn.
+- A reset empties the cache and frees all rows. Everything committed later is written by later steps.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.v1.request import Request, RequestStatus
+
+from rose_backend.block_manager import BlockManager, InFlightPrefixes, PrefixMatch
+from rose_backend.errors import IntegrityError
+from rose_backend.vllm_plugin.kv_cache.blocks import (
+    BlockPoolShim,
+    CoordinatorShim,
+    GroupShim,
+    HeldBlocks,
+    RoseBlocks,
+)
+from rose_backend.vllm_plugin.kv_cache.events import KVEventLog
+from rose_backend.vllm_plugin.kv_cache.facade import KVCacheFacade
+from rose_backend.vllm_plugin.kv_cache.prompt_hashes import HashedPrompt, PromptHashes
+from rose_backend.vllm_plugin.kv_cache.running_requests import RunningRequests
+from rose_backend.vllm_plugin.kv_cache.spec import block_bytes, check_pool_size, the_rose_group
+from rose_backend.vllm_plugin.options import check_retention_interval
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class RoseKVCacheManager(KVCacheFacade):
+    """One row of the block manager per request that holds blocks.
+
+    Invariants: a request's table is only ever appended to between admission and ``free`` (vLLM's runners rely on it),
+    and ``allocate_slots`` that returns None has changed nothing.
+
+    Args:
+        max_num_seqs: requests that may hold blocks at once.
+        num_prefill_lookahead: following tokens that a drafter's cache entry at a position depends on.
+        enable_kv_cache_events: whether vLLM publishes KV cache events.
+        full_blocks_only: let prefix hits end at block boundaries only.
+        exact_cached_tokens, enable_caching, log_stats: see ``KVCacheFacade``.
+        kv_cache_config, max_model_len, watermark: as vLLM's scheduler passes them.
+        unused: arguments of features that are refused at start-up.
+
+    Raises:
+        ConfigError: the model has KV cache groups that are not plain ROSE attention, the pool is too small, or
+            prefix_cache_retention_interval is set.
+    """
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        max_model_len: int,
+        *,
+        max_num_seqs: int,
+        enable_caching: bool = True,
+        log_stats: bool = False,
+        watermark: float = 0.0,
+        num_prefill_lookahead: int = 0,
+        enable_kv_cache_events: bool = False,
+        full_blocks_only: bool = False,
+        exact_cached_tokens: bool = False,
+        **unused: Any,
+    ) -> None:
+        cache_group = the_rose_group(kv_cache_config)
+        check_retention_interval(kv_cache_config.prefix_cache_retention_interval)
+        spec = cache_group.kv_cache_spec
+        check_pool_size(kv_cache_config.num_blocks, spec.block_size, max_model_len)
+        manager = BlockManager(
+            num_blocks=kv_cache_config.num_blocks,
+            block_size=spec.block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            prefix_cache=enable_caching,
+            full_blocks_only=full_blocks_only,
+            bytes_per_block=block_bytes(cache_group),
+            record_events=enable_kv_cache_events,
+        )
+        super().__init__(manager, enable_caching, log_stats, exact_cached_tokens)
+        self.kv_cache_config = kv_cache_config
+        self.max_model_len = max_model_len
+        self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
+        self.block_pool = BlockPoolShim()
+        group = GroupShim(self.block_size, spec, self.block_pool)
+        self.coordinator = CoordinatorShim(group, self._num_row_blocks)
+        self.running = RunningRequests(manager, max_num_seqs)
+        self._is_flushed = False
+        self._prompts = PromptHashes(manager)
+        self._in_flight_prefixes = InFlightPrefixes(manager)
+        # Kept for requests that were deferred in this step.
+        self._num_deferred_rows = self._num_deferred_blocks = 0
+        self._last_lookup: tuple[str, PrefixMatch] | None = None
+        self._full_blocks_only = full_blocks_only
+        self._num_prefill_lookahead = num_prefill_lookahead
+        self._events = KVEventLog(manager, spec) if enable_kv_cache_events else None
+
+    # Lookup and admission
+
+    def new_step_starts(self) -> None:
+        """Note that everything scheduled so far belongs to earlier steps."""
+        self._is_flushed = False
+        self._in_flight_prefixes.new_step_starts()
+        self._num_deferred_rows = self._num_deferred_blocks = 0
+        self._last_lookup = None
+        self.running.new_step_starts()
+
+    def defers(self, request: Request) -> bool:
+        """Whether a waiting request is deferred to the next step while later ones may be admitted.
+
+        Another request of this step computes its prefix, which the next step finds in the cache. A row and blocks for
+        its whole prompt are kept for it meanwhile. If there are none, it is not deferred, and ``allocate_slots`` blocks
+        it and all requests behind it.
+        """
+        is_looked_up = self._in_flight_prefixes and self.prefix_cache_lookup_enabled(request)
+        if not is_looked_up or request.request_id in self._row_of:
+            return False
+        prompt, match = self._look_up(request, None)
+        self._last_lookup = (request.request_id, match)
+        num_blocks = self.manager.blocks_needed(match, min(request.num_tokens, self.max_model_len))
+        if (
+            self.manager.num_free_rows <= self._num_deferred_rows
+            or num_blocks > self.manager.num_free_blocks - self._num_deferred_blocks
+            or not self._in_flight_prefixes.cover(prompt.token_ids, match)
+        ):
+            return False
+        self._num_deferred_rows += 1
+        self._num_deferred_blocks += num_blocks
+        return True
+
+    def get_computed_blocks(
+        self, request: Request, max_cache_hit_length: int | None = None
+    ) -> tuple[Any, int, int]:
+        """Return the longest cached prefix: blocks, number of tokens, and 0 (no sparse groups)."""
+        if not self.prefix_cache_lookup_enabled(request):
+            return self.empty_kv_cache_blocks, 0, 0
+        _, match = self._look_up(request, max_cache_hit_length)
+        if match.num_tokens == 0:
+            return self.empty_kv_cache_blocks, 0, 0
+        if self._events is not None:
+            self._events.report_reuse(request, match.num_tokens // self.block_size)
+        return RoseBlocks(match.block_ids, match), match.num_tokens, 0
+
+    def _look_up(self, request: Request, max_tokens: int | None) -> tuple[HashedPrompt, PrefixMatch]:
+        prompt = self._prompts.get(request)
+        last = self._last_lookup
+        if max_tokens is None and last is not None and last[0] == request.request_id:
+            return prompt, last[1]
+        self._flush()
+        match = prompt.match(self.manager, max_tokens)
+        if self._num_prefill_lookahead:
+            # The drafter's cache entries at the last positions depend on tokens that did not match.
+            num_tokens = match.num_tokens - self._num_prefill_lookahead
+            if self._full_blocks_only:
+                num_tokens -= num_tokens % self.block_size
+            match = prompt.shorten(match, num_tokens, self.block_size)
+        return prompt, match
+
+    def get_computed_blocks_for_connector(
+        self, request: Request, max_cache_hit_length: int | None = None
+    ) -> tuple[Any, int, int, bool]:
+        """Return ``get_computed_blocks`` and False: with one group no hit differs between groups."""
+        return *self.get_computed_blocks(request, max_cache_hit_length), False
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: Any = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+        **unused: Any,
+    ) -> Any:
+        """Allocate blocks for a request's next tokens.
+
+        Returns:
+            The blocks that are new to vLLM (a running request's appended ones), or None when blocks are short or the
+            request is deferred to the next step; then nothing has changed.
+        """
+        row = self._row_of.get(request.request_id)
+        if row is not None:
+            target = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
+            if target <= self.running.capacity[row]:
+                return self.empty_kv_cache_blocks
+            return self.running.extend(row, target, reserved_blocks)
+        if num_external_computed_tokens or num_encoder_tokens:
+            raise IntegrityError("allocate_slots: a feature that is refused at start-up asks for blocks")
+        if self._num_deferred_rows and num_new_computed_tokens + num_new_tokens < request.num_tokens:
+            # A partial prompt may not overtake deferred requests: vLLM would compute the rest of it before theirs.
+            return None
+        prompt = self._prompts.get(request)
+        match = getattr(new_computed_blocks, "match", None)
+        if match is None or match.num_tokens != num_new_computed_tokens:
+            match = prompt.match(self.manager, num_new_computed_tokens)
+        num_tokens = min(num_new_computed_tokens + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        watermark = self.watermark_blocks if has_scheduled_reqs and is_waiting else 0
+        num_full = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else num_tokens
+        if not self._fits(match, num_tokens, num_full, watermark, reserved_blocks):
+            return None
+        if self.prefix_cache_lookup_enabled(request):
+            if self._in_flight_prefixes.cover(prompt.token_ids, match):
+                return None
+            self._in_flight_prefixes.add(prompt.token_ids, match, num_new_tokens)
+        return self._admit(request, prompt, match, num_tokens)
+
+    def _fits(
+        self, match: PrefixMatch, num_tokens: int, num_full_tokens: int, watermark: int, reserved_blocks: int
+    ) -> bool:
+        free = self.manager.num_free_blocks - self._num_deferred_blocks - watermark
+        if self.manager.num_free_rows <= self._num_deferred_rows:
+            return False
+        if self.manager.blocks_needed(match, num_tokens) > free - reserved_blocks:
+            return False
+        return num_full_tokens <= num_tokens or self.manager.blocks_needed(match, num_full_tokens) <= free
+
+    def _admit(self, request: Request, prompt: HashedPrompt, match: PrefixMatch, num_tokens: int) -> Any:
+        added = self.manager.add(prompt.token_ids, namespace=prompt.namespace, match=match)
+        if added is None:
+            return None
+        row = added.row
+        # If the cache has changed since the lookup, vLLM was told another length: try again in the next step.
+        if added.num_cached_tokens != match.num_tokens or not self.running.reserve([row], num_tokens):
+            self._free_row(row)
+            return None
+        self._row_of[request.request_id] = row
+        self.running.add(row, request, match.num_tokens)
+        self._prompts.drop(request.request_id)
+        return self.running.report(row)
+
+    def get_decode_rows(self, requests: Sequence[Request]) -> NDArray[Any]:
+        """Return the row of each running request, int64 ``[N]``, for ``running``."""
+        return np.array([self._row_of[request.request_id] for request in requests], np.int64)
+
+    # Committing and freeing
+
+    def _flush(self) -> None:
+        """Commit the tokens of earlier steps, once per step, of the rows in which lookups then find more."""
+        if not self._is_flushed:
+            self._is_flushed = True
+            if self.enable_caching:
+                self._commit(self.running.worth_publishing())
+
+    def _commit(self, rows: list[int]) -> None:
+        if not rows or not self.enable_caching:
+            return
+        row_array = np.array(rows)
+        starts = self.manager.num_computed_tokens[row_array]
+        requests = [self.running.requests[row] for row in rows]
+        # vLLM counts drafts and placeholders as computed, too, but only tokens with an id are certain.
+        ends = np.minimum(
+            [request.num_computed_tokens for request in requests],
+            [len(request._all_token_ids) for request in requests],
+        )
+        counts = np.maximum(ends - starts, 0)
+        spans = zip(requests, starts.tolist(), ends.tolist(), strict=True)
+        token_ids = chain.from_iterable([request._all_token_ids[start:end] for request, start, end in spans])
+        self.manager.commit(row_array, counts, np.fromiter(token_ids, np.int32, int(counts.sum())))
+        self.running.note_published(rows, (starts + counts).tolist())
+        if self._events is not None:
+            self._events.collect(list(zip(rows, requests, strict=True)), starts.tolist())
+
+    def take_events(self) -> list[Any]:
+        """Return the events of the prefix cache since the last call, as vLLM's."""
+        if self._events is None:
+            return []
+        # Without events commits can wait for the next lookup; with them, subscribers wait for the blocks.
+        computed, size, requests = (
+            self.manager.num_computed_tokens,
+            self.block_size,
+            self.running.requests.items(),
+        )
+        ends = {row: min(request.num_computed_tokens, request.num_tokens) for row, request in requests}
+        self._commit([row for row, end in ends.items() if end // size > computed[row] // size])
+        return self._events.take()
+
+    def free(self, request: Request) -> None:
+        """Release the blocks of a finished, aborted or preempted request; committed tokens stay in the prefix cache."""
+        row = self._detach(request)
+        if row is not None:
+            self._free_row(row)
+
+    def pop_blocks_for_free(self, request: Request) -> list[Any]:
+        """As ``free``, but the blocks are released only when ``block_pool.free_blocks`` gets the returned list."""
+        row = self._detach(request)
+        return [] if row is None else [HeldBlocks(functools.partial(self._free_row, row))]
+
+    def _detach(self, request: Request) -> int | None:
+        self._prompts.drop(request.request_id)
+        row = self._row_of.pop(request.request_id, None)
+        if row is not None:
+            self._commit([row])
+            self.running.remove(row)
+        return row
+
+    def _free_row(self, row: int) -> None:
+        self.manager.free(np.array([row]))
+
+    def _num_row_blocks(self, request_id: str) -> int:
+        return int(self.manager.num_row_blocks[self._row_of[request_id]]) if request_id in self._row_of else 0

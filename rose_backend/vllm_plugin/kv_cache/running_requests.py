@@ -1,0 +1,133 @@
+"""The requests that hold blocks: how many tokens fit into their rows, and which blocks vLLM already knows."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rose_backend.vllm_plugin.kv_cache.blocks import RoseBlocks
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from rose_backend.block_manager import BlockManager
+
+
+class RunningRequests:
+    """Requests between admission and ``free``, by row. Blocks are only ever appended to a row.
+
+    Args:
+        manager: keeps the blocks.
+        max_num_seqs: rows.
+    """
+
+    def __init__(self, manager: BlockManager, max_num_seqs: int) -> None:
+        self.requests: dict[int, Request] = {}
+        """The request of each row, in order of admission."""
+        self.capacity = [0] * max_num_seqs
+        """Tokens that fit into the blocks of each row. A list: a decode costs one lookup per request and step."""
+        self._manager = manager
+        # Blocks of each row that vLLM knows; a row has more between their allocation and vLLM's next request for it.
+        self._num_reported = [0] * max_num_seqs
+        self._has_extended_full_rows = False
+        # Number of computed tokens of each row from which a commit lets lookups find more of it.
+        self._publish_from = [0] * max_num_seqs
+
+    def new_step_starts(self) -> None:
+        """Let the next full row that asks for a block allocate for all full rows again."""
+        self._has_extended_full_rows = False
+
+    def add(self, row: int, request: Request, num_published: int) -> None:
+        """Note a request that was just admitted, of whose blocks vLLM knows none yet.
+
+        Args:
+            num_published: length of its cached prefix.
+        """
+        self.requests[row] = request
+        self._num_reported[row] = 0
+        self.note_published([row], [num_published])
+
+    def remove(self, row: int) -> None:
+        """Forget a request that finished or was preempted."""
+        del self.requests[row]
+        self.capacity[row] = 0
+
+    def worth_publishing(self) -> list[int]:
+        """Return the rows that have finished their prompt or filled a block since their last commit."""
+        publish_from = self._publish_from
+        return [
+            row for row, request in self.requests.items() if request.num_computed_tokens >= publish_from[row]
+        ]
+
+    def note_published(self, rows: list[int], num_tokens: list[int]) -> None:
+        """Note how many tokens of each row are committed."""
+        block_size = self._manager.block_size
+        for row, published in zip(rows, num_tokens, strict=True):
+            next_block = published - published % block_size + block_size
+            prompt_len = self.requests[row].num_prompt_tokens
+            self._publish_from[row] = min(next_block, prompt_len) if published < prompt_len else next_block
+
+    def extend(self, row: int, target: int, reserved_blocks: int) -> RoseBlocks | None:
+        """Make room for ``target`` tokens in one row.
+
+        Returns:
+            The blocks that are new to vLLM, or None when blocks are short; then nothing has changed.
+        """
+        target = min(target, self._manager.max_model_len)
+        needed = -(-target // self._manager.block_size) - int(self._manager.num_row_blocks[row])
+        if needed > 0:
+            num_spare = self._manager.num_free_blocks - reserved_blocks - needed
+            if num_spare < 0:
+                return None
+            others = [] if self._has_extended_full_rows else self._other_full_rows(row)
+            if not self.reserve([row, *others] if len(others) <= num_spare else [row], target):
+                return None
+        return self.report(row)
+
+    def allocate_next_blocks(self, rows: list[int]) -> list[RoseBlocks] | None:
+        """Allocate the next block of each of ``rows``, which are all full, as ``extend`` would one after the other.
+
+        Returns:
+            The blocks that are new to vLLM, row by row, or None when blocks are short; then nothing has changed.
+        """
+        num_row_blocks = self._manager.num_row_blocks
+        first = next((row for row in rows if self._num_reported[row] == num_row_blocks[row]), None)
+        if first is not None:
+            full_rows = [first, *self._other_full_rows(first)]
+            if not self.reserve(full_rows, self.capacity[first] + 1):
+                return None
+        return [self.report(row) for row in rows]
+
+    def _other_full_rows(self, row: int) -> list[int]:
+        """Return the other full rows, which need their next block in this step, too: one call serves all of them."""
+        self._has_extended_full_rows = True
+        num_row_blocks = self._manager.num_row_blocks
+        return [
+            other
+            for other, request in self.requests.items()
+            if request.num_computed_tokens >= self.capacity[other]
+            and self._num_reported[other] == num_row_blocks[other]
+            and other != row
+        ]
+
+    def reserve(self, rows: list[int], target: int) -> bool:
+        """Reserve ``target`` tokens for the first of ``rows``, and the next block for each other one."""
+        manager, row_array = self._manager, np.array(rows)
+        size = manager.block_size
+        targets = (manager.num_row_blocks[row_array] + 1) * size
+        # To the end of the last block: it takes the same blocks, and steps inside it need no further call.
+        targets[0] = -(-target // size) * size
+        targets = np.minimum(targets, manager.max_model_len)
+        return manager.reserve(row_array, targets - manager.num_computed_tokens[row_array]).ok
+
+    def report(self, row: int) -> RoseBlocks:
+        """Return the blocks of a row that vLLM does not know yet, and count them as known."""
+        manager = self._manager
+        old_count, new_count = self._num_reported[row], int(manager.num_row_blocks[row])
+        self._num_reported[row] = new_count
+        # Only look-ahead slots reach beyond max_model_len, and vLLM never writes to those.
+        capacity = new_count * manager.block_size
+        self.capacity[row] = capacity if capacity < manager.max_model_len else sys.maxsize
+        return RoseBlocks(manager.block_table[row, old_count:new_count].copy())

@@ -1,0 +1,1 @@
+"""Models of vLLM's registry with Rose's fused layers."""

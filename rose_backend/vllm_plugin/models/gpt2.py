@@ -1,0 +1,96 @@
+"""GPT-2 for vLLM with Rose's fused operations. Parameters, names and weight loading are vLLM's own.
+
+With ``fused_mlp`` bias + GELU and bias + residual are one operation each; with ``fused_add_layernorm`` every other
+residual add happens inside the LayerNorm that follows it.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import torch
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.model_executor.models.gpt2 import GPT2LMHeadModel, GPT2Model
+from vllm.sequence import IntermediateTensors
+
+from rose_backend.vllm_plugin.models.gpt2_ops import add_layer_norm, bias_gelu, bias_residual, layer_norm
+from rose_backend.vllm_plugin.options import rose_options
+from rose_backend.vllm_plugin.patch_ledger import swapped
+
+
+# The signature's annotations are strings here, so vLLM cannot infer which dimensions vary.
+@support_torch_compile(
+    dynamic_arg_dims={"input_ids": 0, "position_ids": 0, "intermediate_tensors": 0, "inputs_embeds": 0}
+)
+class RoseGPT2Model(GPT2Model):  # type: ignore[misc]
+    """The decoder. Blocks keep vLLM's modules; this class runs them in another order of additions."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        options = rose_options(vllm_config)
+        self.fused_mlp = options.fused_mlp
+        self.fused_add_layernorm = options.fused_add_layernorm
+        if self.fused_mlp:
+            for block in islice(self.h, self.start_layer, self.end_layer):
+                # Under tensor parallelism the bias then comes after the sum over ranks, on every rank alike.
+                block.mlp.c_fc.skip_bias_add = True
+                block.mlp.c_proj.skip_bias_add = True
+
+    # Not the inherited forward: vLLM's compile cache tells models apart by it.
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,  # [T] int64
+        position_ids: torch.Tensor,  # [T] int64
+        intermediate_tensors: IntermediateTensors | None,
+        inputs_embeds: torch.Tensor | None,  # [T, E]
+    ) -> torch.Tensor | IntermediateTensors:
+        """Run this rank's blocks; return [T, E] after the final LayerNorm, or what the next pipeline stage needs."""
+        if intermediate_tensors is not None:
+            residual = intermediate_tensors["hidden_states"]
+        else:
+            embedded = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+            residual = embedded + self.wpe(position_ids)
+        # Output of the last block that is not yet added to the residual.
+        delta: torch.Tensor | None = None
+        block: Any
+        for block in islice(self.h, self.start_layer, self.end_layer):
+            normed, residual = self._add_norm(delta, residual, block.ln_1)
+            normed, residual = self._add_norm(block.attn(normed), residual, block.ln_2)
+            delta, residual = self._mlp(block.mlp, normed, residual)
+        if get_pp_group().is_last_rank:
+            return self._add_norm(delta, residual, self.ln_f)[0]
+        return IntermediateTensors({"hidden_states": residual if delta is None else delta + residual})
+
+    def _mlp(
+        self, mlp: Any, normed: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Return what is still to be added to the residual, or None, and the residual, both [T, E]."""
+        if not self.fused_mlp:
+            return mlp(normed), residual
+        widened, bias = mlp.c_fc(normed)
+        bias_gelu(widened, bias)
+        narrowed, bias = mlp.c_proj(widened)
+        bias_residual(narrowed, bias, residual)
+        return None, narrowed
+
+    def _add_norm(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, norm: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``norm(delta + residual)`` and ``delta + residual``, both [T, E]."""
+        if delta is None:
+            return layer_norm(residual, norm.weight, norm.bias, norm.eps), residual
+        if self.fused_add_layernorm:
+            return add_layer_norm(delta, residual, norm.weight, norm.bias, norm.eps)
+        residual = delta + residual
+        return norm(residual), residual
+
+
+class RoseGPT2LMHeadModel(GPT2LMHeadModel):  # type: ignore[misc]
+    """``GPT2LMHeadModel`` around ``RoseGPT2Model``."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        with swapped("gpt2_inner_model", RoseGPT2Model):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)

@@ -1,0 +1,1 @@
+"""Rose's sampler in both of vLLM's model runners."""

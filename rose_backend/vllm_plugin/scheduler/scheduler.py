@@ -1,0 +1,240 @@
+"""vLLM's schedulers with Rose's block manager. All scheduling decisions stay vLLM's.
+
+Running requests that decode one token each need no decision, so they are scheduled all at once; and sampled tokens
+without side effects (no stop, no log-probabilities) are appended and sent all at once. Everything else takes vLLM's own
+code, which then sees the remaining requests only. Steps may switch between the two at any time: the state is vLLM's,
+and always complete.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+
+from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
+from rose_backend.vllm_plugin.options import batches_decode_steps, rose_options, splits_steps
+from rose_backend.vllm_plugin.patch_ledger import swapped
+from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeBatch, NewBlockIds
+from rose_backend.vllm_plugin.scheduler.output_fast_path import FastOutputs, KnownConstants
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+
+class BatchedScheduling(Scheduler):
+    """Base of both schedulers."""
+
+    running: list[Request]
+    finished_req_ids: set[str]
+    reset_preempted_req_ids: set[str]
+
+    _num_placeholders = 0
+    """``num_output_placeholders`` that a decode step adds to each request, for the token in flight."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        options = rose_options(vllm_config)
+        make_manager = functools.partial(
+            RoseKVCacheManager,
+            max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+            full_blocks_only=not options.token_granular_hits,
+            exact_cached_tokens=options.exact_cached_tokens,
+        )
+        with swapped("block_manager_class", make_manager):
+            super().__init__(vllm_config, *args, **kwargs)
+        self._batches_decode_steps = batches_decode_steps(vllm_config)
+        self._may_split = splits_steps(vllm_config)
+        self._known_constants = KnownConstants(self.max_model_len)
+        self._batch: DecodeBatch | None = None
+        # Steps whose outputs are outstanding, oldest first, and their requests on the fast path.
+        self._in_flight: deque[tuple[SchedulerOutput, FastOutputs]] = deque()
+
+    def add_request(self, request: Request) -> None:
+        """Take a request in."""
+        if self._batches_decode_steps and not self.enable_kv_cache_events:
+            # Rose's manager hashes prompts itself. vLLM's hashes are needed for KV cache events only.
+            request._block_hasher = None
+        super().add_request(request)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Schedule the next step."""
+        if not self._batches_decode_steps:
+            return super().schedule(throttle_prefills)
+        output = None
+        if self._pause_state == PauseState.UNPAUSED and not throttle_prefills:
+            output = self._schedule_batched()
+        if output is None:
+            self._batch = None
+            output = super().schedule(throttle_prefills)
+            decodes = [self.requests[id] for id, count in output.num_scheduled_tokens.items() if count == 1]
+            if decodes:
+                self._in_flight.append((output, FastOutputs(decodes, self._known_constants.of(decodes))))
+        return output
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """Whether a waiting request may be admitted in this step; vLLM continues with the next one if not."""
+        ready: bool = super()._handle_blocked_waiting_request(request)
+        return ready and not self.kv_cache_manager.defers(request)
+
+    def _schedule_batched(self) -> SchedulerOutput | None:
+        """Schedule decodes at once and the rest by vLLM's code; or return None having changed nothing."""
+        batch = self._next_batch()
+        if batch is None or len(batch.request_ids) > self.max_num_scheduled_tokens:
+            return None
+        is_all = len(batch.running) == len(self.running) and not self._may_admit()
+        if not is_all and not self._may_split:
+            return None
+        self.kv_cache_manager.new_step_starts()
+        new_block_ids = batch.allocate_slots()
+        if new_block_ids is None:
+            return None
+        self._batch = batch
+        schedule = self._schedule_all if is_all else self._schedule_rest
+        output = schedule(batch, new_block_ids)
+        self._in_flight.append((output, batch.fast_outputs))
+        return output
+
+    def _next_batch(self) -> DecodeBatch | None:
+        batch = self._batch
+        if batch is not None and batch.is_at_head_of(self.running):
+            return batch
+        batch = DecodeBatch.at_head_of(
+            self.running, self._known_constants, self.kv_cache_manager, self.max_model_len, batch
+        )
+        if batch is None:
+            return None
+        # Model runner V1 needs all tokens of a request that was not in the step before.
+        seen = self.prev_step_scheduled_req_ids
+        return batch if self.use_v2_model_runner or seen.issuperset(batch.request_ids) else None
+
+    def _may_admit(self) -> bool:
+        """Whether vLLM would try to admit a waiting request."""
+        num_running = len(self.running) + self.num_waiting_for_streaming_input
+        return bool(self.waiting or self.kv_holding_waiting) and num_running < self.max_num_active_reqs
+
+    def _schedule_all(self, batch: DecodeBatch, new_block_ids: NewBlockIds) -> SchedulerOutput:
+        """Schedule a step of the batch only."""
+        self.current_step += 1
+        self.prefill_capacity_bound = self.get_request_counts()[1] > len(self.deferred_waiting)
+        if len(self.prev_step_scheduled_req_ids) > len(batch.request_ids):
+            # It holds all of them already, and some that are not in this step.
+            self.prev_step_scheduled_req_ids.intersection_update(batch.request_ids)
+        copies, retained = self.kv_cache_manager.take_kv_cache_block_copies()
+        if copies:
+            self._free_cow_retained_blocks(retained, self.sched_step_seq + 1)
+        output = SchedulerOutput(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=CachedRequestData.make_empty(),
+            num_scheduled_tokens={},
+            total_num_scheduled_tokens=0,
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            preempted_req_ids=self.reset_preempted_req_ids,
+            finished_req_ids=self.finished_req_ids,
+            free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes(),
+            kv_cache_block_copies=copies or None,
+            ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
+        )
+        self.finished_req_ids = set()
+        self.reset_preempted_req_ids = set()
+        self._put_first(batch, new_block_ids, output)
+        return output
+
+    def _schedule_rest(self, batch: DecodeBatch, new_block_ids: NewBlockIds) -> SchedulerOutput:
+        """Let vLLM schedule the requests behind the batch, with each limit reduced by the batch's share."""
+        num_tokens, num_requests = len(batch.request_ids), len(batch.running)
+        self.running = self.running[num_requests:]
+        self.max_num_scheduled_tokens -= num_tokens
+        self.max_num_active_reqs -= num_requests
+        try:
+            output = super().schedule()
+        finally:
+            self.running = batch.running + self.running
+            self.max_num_scheduled_tokens += num_tokens
+            self.max_num_active_reqs += num_requests
+        if not self.use_v2_model_runner:
+            self.prev_step_scheduled_req_ids.update(batch.request_ids)
+        self._put_first(batch, new_block_ids, output)
+        return output
+
+    def _put_first(self, batch: DecodeBatch, new_block_ids: NewBlockIds, output: SchedulerOutput) -> None:
+        """Add the batch to a step, before its other requests, as in ``running``."""
+        output.has_structured_output_requests |= batch.has_grammar
+        output.pending_structured_output_tokens |= batch.lacks_grammar_tokens
+        first, rest = batch.advance(new_block_ids, self._num_placeholders), output.scheduled_cached_reqs
+        for name in ("req_ids", "new_token_ids", "new_block_ids", "num_computed_tokens", "num_output_tokens"):
+            getattr(first, name).extend(getattr(rest, name))
+        first.resumed_req_ids, first.all_token_ids = rest.resumed_req_ids, rest.all_token_ids
+        output.scheduled_cached_reqs = first
+        output.num_scheduled_tokens = dict.fromkeys(batch.request_ids, 1) | output.num_scheduled_tokens
+        output.total_num_scheduled_tokens += len(batch.request_ids)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Process the sampled tokens of a step; return the outputs by front end."""
+        fast_outputs = self._fast_outputs_of(scheduler_output)
+        if fast_outputs is None or _concerns_more_than_tokens(model_runner_output):
+            return super().update_from_output(scheduler_output, model_runner_output)
+        request_ids, outputs = fast_outputs.append_tokens(model_runner_output, self._num_placeholders)
+        # vLLM's code does the rest: requests off the fast path, and what is reported once per step.
+        rest = copy.copy(scheduler_output)
+        rest.num_scheduled_tokens = {}
+        if len(request_ids) < len(scheduler_output.num_scheduled_tokens):
+            taken = set(request_ids)
+            rest.num_scheduled_tokens = {
+                request_id: count
+                for request_id, count in scheduler_output.num_scheduled_tokens.items()
+                if request_id not in taken
+            }
+        results = super().update_from_output(rest, model_runner_output)
+        for client_index, client_outputs in outputs.items():
+            result = results.setdefault(client_index, EngineCoreOutputs())
+            result.outputs = client_outputs + result.outputs
+        _move_stats(results)
+        return results
+
+    def _fast_outputs_of(self, scheduler_output: SchedulerOutput) -> FastOutputs | None:
+        """Return the fast path of a step. Those of earlier steps are dropped: their outputs will not come."""
+        for position, (output, fast_outputs) in enumerate(self._in_flight):
+            if output is scheduler_output:
+                for _ in range(position + 1):
+                    self._in_flight.popleft()
+                return fast_outputs
+        return None
+
+
+class RoseScheduler(BatchedScheduling, Scheduler):
+    """Scheduler of engines that wait for each step."""
+
+
+class RoseAsyncScheduler(BatchedScheduling, AsyncScheduler):
+    """Scheduler of engines that schedule the next step while one is running."""
+
+    _num_placeholders = 1
+
+
+def _move_stats(results: dict[int, EngineCoreOutputs]) -> None:
+    """Move the step's statistics to a front end that gets tokens; vLLM adds an entry of statistics only."""
+    first = results.get(0)
+    if first is not None and not first.outputs and first.finished_requests is None and len(results) > 1:
+        del results[0]
+        next(iter(results.values())).scheduler_stats = first.scheduler_stats
+
+
+def _concerns_more_than_tokens(output: ModelRunnerOutput) -> bool:
+    """Whether a worker reports something that vLLM's own code handles request by request."""
+    return (
+        not output.sampled_token_ids
+        or bool(output.prompt_logprobs_dict or output.prompt_token_id_logprobs_dict or output.pooler_output)
+        or output.kv_connector_output is not None
+        or output.num_nans_in_logits is not None
+    )

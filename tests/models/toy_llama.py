@@ -1,0 +1,119 @@
+"""Llama in one file on top of rose_backend's layers, as a second family would be written. Rotation is plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from rose_backend.config import Switches
+from rose_backend.kernels import AttentionOptions
+from rose_backend.layers.attention import AttentionMetadata, PagedAttention
+from rose_backend.layers.linear import DecoderLayer, Linear, Norm, ResidualStream, compute_logits
+from rose_backend.models.config import ModelConfig, choose_dtype
+from rose_backend.models.weights import Checkpoint, WeightReader
+
+ROPE_THETA = 10_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaWeights:
+    """All tensors."""
+
+    embedding: torch.Tensor
+    layers: tuple[DecoderLayer, ...]
+    final_norm: Norm
+    padded_lm_head: torch.Tensor
+
+
+class ToyLlama:
+    """A ``CausalLM`` with RMSNorm, rotary positions, grouped K/V heads, a SwiGLU MLP, and no biases."""
+
+    def __init__(self, config: ModelConfig, weights: LlamaWeights, switches: Switches) -> None:
+        self.config, self.weights, self.switches = config, weights, switches
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, *, dtype: str, device: str, switches: Switches) -> ToyLlama:
+        """Read a checkpoint."""
+        chosen = choose_dtype(dtype, device, checkpoint.dtype_of("model.embed_tokens.weight"))
+        config = ModelConfig.from_hf(
+            checkpoint.config, names={"norm_eps": "rms_norm_eps"}, dtype=chosen, device=device, gated_mlp=True
+        )
+        return cls(config, _read_weights(checkpoint, config), switches)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Run all layers."""
+        config, weights, num_tokens = self.config, self.weights, len(input_ids)
+        heads, kv_heads = config.num_attention_heads, config.num_kv_heads
+        attention = PagedAttention(
+            metadata,
+            kv_cache,
+            AttentionOptions(scale=config.head_size**-0.5),
+            num_tokens=num_tokens,
+            num_heads=heads,
+            fused_kv_append=self.switches.fused_kv_append,
+        )
+        stream = ResidualStream(F.embedding(input_ids, weights.embedding), self.switches)
+        for index, layer in enumerate(weights.layers):
+            qkv = stream.project(layer.attn_norm, layer.qkv).view(num_tokens, -1, config.head_size)
+            query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
+            attended = attention(index, rotate(query, positions), rotate(key, positions), value)
+            if attention.last_tokens is not None and index + 1 == config.num_layers:
+                attended = attended[attention.last_tokens]
+                stream.keep(attention.last_tokens)
+            stream.add(attended, layer.attn_out)
+            gate, up = stream.project(layer.mlp_norm, layer.mlp_in).chunk(2, dim=-1)
+            stream.add(F.silu(gate) * up, layer.mlp_out)
+        return stream.normed(weights.final_norm)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [R, V]."""
+        return compute_logits(hidden, self.weights.padded_lm_head, self.config.vocab_size)
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` [T, H, D] with rotary positions, first and second half of a head paired as Hugging Face does."""
+    half = x.shape[-1] // 2
+    frequencies = ROPE_THETA ** (-torch.arange(half, device=x.device) / half)
+    angles = (positions[:, None] * frequencies)[:, None]
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def _read_weights(checkpoint: Checkpoint, config: ModelConfig) -> LlamaWeights:
+    width, inner = config.hidden_size, config.intermediate_size
+    query_width = config.num_attention_heads * config.head_size
+    kv_width = config.num_kv_heads * config.head_size
+
+    reader = WeightReader(checkpoint, config, "model.")
+
+    def norm(name: str) -> Norm:
+        return Norm(reader.tensor(f"{name}.weight", width), None, config.norm_eps)
+
+    def linear(fan_in: int, **parts: int) -> Linear:
+        matrices = [reader.tensor(f"{name}.weight", fan_out, fan_in) for name, fan_out in parts.items()]
+        return Linear(torch.cat(matrices).t(), None)
+
+    def layer(stem: str) -> DecoderLayer:
+        attention, mlp = f"{stem}.self_attn", f"{stem}.mlp"
+        projections = {"q_proj": query_width, "k_proj": kv_width, "v_proj": kv_width}
+        return DecoderLayer(
+            attn_norm=norm(f"{stem}.input_layernorm"),
+            qkv=linear(width, **{f"{attention}.{name}": size for name, size in projections.items()}),
+            attn_out=linear(query_width, **{f"{attention}.o_proj": width}),
+            mlp_norm=norm(f"{stem}.post_attention_layernorm"),
+            mlp_in=linear(width, **{f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}),
+            mlp_out=linear(inner, **{f"{mlp}.down_proj": width}),
+        )
+
+    layers = tuple(layer(f"layers.{index}") for index in range(config.num_layers))
+    embedding, head = reader.embedding_and_head("embed_tokens.weight")
+    return LlamaWeights(embedding, layers, norm("norm"), head)
