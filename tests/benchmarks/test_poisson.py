@@ -31,6 +31,9 @@ def test_a_quick_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(servers, "server_command", fake_command)
+    # What a machine's clock ticks count of so short a turn says nothing: each look finds a quarter of a second more.
+    looks = itertools.count()
+    monkeypatch.setattr(workloads, "processor_seconds", lambda pid: {"server": next(looks) / 4})
     path = tmp_path / "serving.json"
     arguments = ["--quick", "--requests", "24", "--seconds", "0.25", "--rates", "80", "--json", str(path)]
     assert online_compare.main(["poisson", *arguments, "--logs", str(tmp_path)]) == 0
@@ -50,8 +53,8 @@ def test_a_quick_run(
         assert (row["set"] == "shared-prefix") == (row["cached_tokens"] > BLOCK_SIZE)
         if row["rate"]:
             assert row["duration"] > 0.7 * row["completed"] / row["rate"]
-        assert 0 < row["client_busy"] < 1.5
-        assert 0 < sum(row["server_busy"].values()) < 1.5
+        assert row["client_busy"] > 0
+        assert row["server_busy"]["server"] * row["duration"] == pytest.approx(0.25)
 
     assert [(row["set"], row["rate"]) for row in report["comparison"]] == turns
     for row in report["comparison"]:
