@@ -129,8 +129,8 @@ class _Teller:
         order = ", ".join(f"#{block_id}" for block_id in manager.pool.cached_blocks().tolist())
         yield self._frame(
             "Both end: what stays findable",
-            "Nobody holds a block any more, so all of them can be handed out. Yet what was written stays findable "
-            f"until its room is needed: free blocks go first, then {order}; tails go before heads.",
+            "No sequence holds a block any more, so all of them can be allocated. Prefix lookups still find what was "
+            f"written until a block is reused: free blocks go first, then {order}; tails go before heads.",
             ("free([A, B])",),
         )
 

@@ -32,9 +32,9 @@ _STATE_MEANINGS = {
     BlockState.SHARED: "several sequences read it",
     BlockState.HELD: "one sequence reads it",
     BlockState.CLONE_SOURCE: "held until its copy has run",
-    BlockState.CACHED: "held by nobody, still findable",
+    BlockState.CACHED: "no sequence reads it, prefix lookups still find it",
     BlockState.FREE: "nothing in it",
-    BlockState.NULL: "fills unused table entries, never handed out",
+    BlockState.NULL: "fills unused table entries, never allocated",
 }
 _SLOT_MEANINGS = {
     SlotKind.COMPUTED: "its keys and values are there",

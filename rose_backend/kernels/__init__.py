@@ -6,14 +6,14 @@ implementation is compared with.
 
 Letters that shapes are written in, everywhere in this package:
 
-======  =======================================================
+======  ====================================================================
 ``L``   layers
 ``T``   tokens in the step
 ``R``   requests in the step
-``MR``  most requests that a buffer has room for
-``C``   requests or tokens that are worked on together
+``MR``  requests that a buffer has room for
+``C``   requests of a chunk, or candidate tokens of a request
 ``Q``   queries of a request
-``S``   key positions that queries see
+``S``   key positions that the queries of a call attend to
 ``H``   heads, of queries or of keys
 ``HQ``  query heads
 ``HKV`` key/value heads; ``HQ`` is a multiple of it
@@ -21,16 +21,16 @@ Letters that shapes are written in, everywhere in this package:
 ``NB``  KV blocks in the cache
 ``BS``  tokens per KV block
 ``MB``  width of the block table
-``W``   block columns that a request uses
-``N``   entries of a list: pairs of a clone plan, stored tokens
-``V``   vocabulary
+``W``   block-table columns that a request uses
+``N``   entries of a list: pairs of a clone plan, stored tokens, steps of a history
+``V``   vocabulary; ``V'`` with padding rows behind it
 ``E``   width of the model
 ``I``   width of the MLP
 ``O``   outputs of a linear layer
 ``K``   alternatives reported per token
 ``M``   tokens with a bias per request
 ``P``   parts of a sum; rows of the position embedding
-======  =======================================================
+======  ====================================================================
 """
 
 from __future__ import annotations

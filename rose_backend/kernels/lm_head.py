@@ -28,7 +28,7 @@ def lm_head_sample(
     A row's token does not depend on the other rows, nor on their number.
 
     On an H200, GPT-2's float16 head of 50,257 x 768 takes 25 us for one greedy row and 81 us for 256; at temperature 1
-    31 us and 135 us. A library's product over a head padded to aligned rows has not been timed beside it.
+    32 us and 135 us. cuBLAS over a head padded to aligned rows, and ``sample`` behind it: 29 and 106, 32 and 131 us.
 
     Args:
         hidden, lm_head: of one dtype, innermost stride 1.

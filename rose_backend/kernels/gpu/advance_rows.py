@@ -16,7 +16,7 @@ def _advance_rows_kernel(
     num_computed_ptr,  # [R]  written
     positions_ptr,  # [R]  written
     draw_positions_ptr,  # [R]  written
-    history_ptr,  # [HISTORY, S]  written
+    history_ptr,  # [N, MR]  written
     step_index_ptr,  # [1]  written
     num_rows,
     history_stride,

@@ -56,14 +56,14 @@ def _gelu_tanh(x):
 def small_batch_linear_kernel(
     x_desc,  # of x and weight, with TMA
     weight_desc,
-    x_ptr,  # [M, K]
-    weight_ptr,  # [N, K]
-    bias_ptr,  # [N] float32
-    column_sum_ptr,  # [N] float32, with NORM
-    x_moments_ptr,  # [M, 2, X_PARTS] float32, with NORM and X_PARTS
-    residual_ptr,  # [M, N], with RESIDUAL
-    out_ptr,  # [M, N]  written
-    out_moments_ptr,  # [M, 2, OUT_PARTS] float32, with OUT_PARTS  written
+    x_ptr,  # [T, E]
+    weight_ptr,  # [O, E]
+    bias_ptr,  # [O] float32
+    column_sum_ptr,  # [O] float32, with NORM
+    x_moments_ptr,  # [T, 2, X_PARTS] float32, with NORM and X_PARTS
+    residual_ptr,  # [T, O], with RESIDUAL
+    out_ptr,  # [T, O]  written
+    out_moments_ptr,  # [T, 2, OUT_PARTS] float32, with OUT_PARTS  written
     partial_ptr,  # [tiles, SPLIT_K, BLOCK_M, BLOCK_N] float32, scratch
     arrivals_ptr,  # [tiles] int32, zero before and after
     num_rows,
@@ -73,7 +73,7 @@ def small_batch_linear_kernel(
     residual_stride,
     out_stride,
     eps,
-    K: tl.constexpr,
+    K: tl.constexpr,  # E
     DEPTH: tl.constexpr,  # columns of x that a program takes: K / SPLIT_K, rounded up to BLOCK_K
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,

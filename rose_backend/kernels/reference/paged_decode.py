@@ -37,7 +37,7 @@ class DecodeChunk:
     new_token_slots: torch.Tensor
     """[N] int64: where the new tokens lie among the C * W * BS gathered positions."""
     hidden_slots: torch.Tensor
-    """[H] int64: gathered positions that no query may see (their content may be anything, NaN too)."""
+    """One dimension, int64: gathered positions that no query may see (they may hold anything, NaN too)."""
     num_rows: int
     """C"""
     num_positions: int
