@@ -89,7 +89,11 @@ def test_a_target_that_is_gone_is_named() -> None:
         resolve_owner("vllm.config.vllm:VllmConfig.no_such_attribute")
 
 
-@pytest.mark.parametrize("path", sorted(PLUGIN_FOLDER.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    sorted(PLUGIN_FOLDER.rglob("*.py")),
+    ids=lambda path: str(path.relative_to(PLUGIN_FOLDER)),
+)
 def test_no_other_code_assigns_to_what_vllm_owns(path: Path) -> None:
     if path.stem == "patch_ledger":
         return
