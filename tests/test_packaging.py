@@ -255,6 +255,13 @@ def test_paths_that_documents_name_exist(document: Path) -> None:
     assert missing_paths(document) == []
 
 
+@pytest.mark.parametrize("readme", ROOM_READMES, ids=lambda path: path.parent.name)
+def test_a_room_s_readme_names_every_file(readme: Path) -> None:
+    text = readme.read_text()
+    modules = [path.name for path in readme.parent.rglob("*.py") if path.name != "__init__.py"]
+    assert [name for name in modules if f"{name}`" not in text] == []
+
+
 def test_the_readme_names_no_package_index() -> None:
     """Rose is on none: whatever pip is told to install is a file, a folder or an address."""
     commands = re.findall(r"pip install (.+)", (ROOT / "README.md").read_text())

@@ -6,7 +6,7 @@ implementation is compared with.
 
 Letters that shapes are written in, everywhere in this package:
 
-======  ====================================================================
+======  =======================================================
 ``L``   layers
 ``T``   tokens in the step
 ``R``   requests in the step
@@ -30,7 +30,7 @@ Letters that shapes are written in, everywhere in this package:
 ``K``   alternatives reported per token
 ``M``   tokens with a bias per request
 ``P``   parts of a sum; rows of the position embedding
-======  ====================================================================
+======  =======================================================
 """
 
 from __future__ import annotations
