@@ -43,7 +43,7 @@ class Switches:
     """
 
     removed_options: ClassVar[Mapping[str, str]] = {}
-    """Options of earlier releases, and what an error says about each."""
+    """Options of earlier releases, and the error text for each."""
 
     fused_kv_append: bool = True
     """Attention stores the new K/V itself; off: a separate write runs before it."""

@@ -19,7 +19,7 @@ class ConfigError(RoseError, ValueError):
 
 
 class RequestError(RoseError, ValueError):
-    """One request asks for something that is not allowed. No other request is touched."""
+    """A request is not allowed. Other requests are not affected."""
 
     def __init__(self, message: str, *, parameter: str | None = None, value: object = None) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class RowError(RoseError, ValueError):
 
 
 class ShapeError(RoseError, ValueError):
-    """Tensors handed to a kernel disagree with each other or with what the kernel supports."""
+    """Tensors passed to a kernel disagree with each other or are not supported by it."""
 
 
 class IntegrityError(RoseError, RuntimeError):
@@ -48,7 +48,7 @@ class IntegrityError(RoseError, RuntimeError):
 
 
 class MetricsError(RoseError, RuntimeError):
-    """A server's metrics cannot be had, or say nothing about a KV cache."""
+    """A server's metrics cannot be read, or contain no KV cache metrics."""
 
 
 class EngineDeadError(RoseError, RuntimeError):
@@ -62,5 +62,5 @@ def nearest_name_hint(name: str, valid_names: Iterable[str]) -> str:
 
 
 def kind_and_text(error: BaseException) -> str:
-    """Return what an error is and says, for a report that quotes it."""
+    """Return type and text of an error, for a report that quotes it."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -247,7 +247,7 @@ class BlockManager:
             num_tokens: ``[N]`` or one number: tokens behind ``num_computed_tokens``.
 
         Raises:
-            RowError: a row is not in use, stands there twice, or would exceed ``max_model_len``.
+            RowError: a row is not in use, is listed twice, or would exceed ``max_model_len``.
         """
         rows, num_tokens = np.asarray(rows, np.int64), self.table.checked_counts("reserve", num_tokens)
         self.table.check_distinct(rows)

@@ -30,7 +30,7 @@ class ChildIndex:
     """Cached blocks by the digest of their parent. Memory: about 130 bytes per block.
 
     Args:
-        pool: its ``num_written_tokens`` and ``writers`` tell how much a block holds and whether it grows.
+        pool: its ``num_written_tokens`` and ``writers`` give how much a block holds and whether a row appends to it.
         block_tokens: int32 ``[num_blocks, block_size]``, the tokens of every block.
     """
 

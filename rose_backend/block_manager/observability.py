@@ -13,7 +13,7 @@ _MIN_REPORTING_UNIT = 16
 
 
 def reporting_unit(block_size: int) -> int:
-    """Return the number of tokens in whose multiples clients and monitoring are told of prefix hits.
+    """Return the unit, in tokens, in which prefix hits are reported to clients and metrics.
 
     A client that saw hits grow token by token could guess the prompts of other clients token by token.
     """

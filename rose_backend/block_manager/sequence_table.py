@@ -145,7 +145,7 @@ class SequenceTable:
         self._scratch_distinct = packed
 
     def checked_counts(self, name: str, num_tokens: IntArray | int) -> Int32Array | int:
-        """Return a number of tokens per row as something that, added to a row's length, cannot overflow.
+        """Return a number of tokens per row, checked and typed so that adding it to a row's length cannot overflow.
 
         Raises:
             RowError: one is negative or more than a row can hold; ``name`` is the caller.

@@ -1,4 +1,4 @@
-"""Reads what an engine's Prometheus endpoint says about its KV cache: vLLM's names, or the same of `rose serve`."""
+"""Reads the KV cache metrics of an engine's Prometheus endpoint: vLLM's names, or those of `rose serve`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def read_metrics(url: str) -> Reading:
         url: answer of ``metrics_url``.
 
     Raises:
-        MetricsError: no answer, or one that does not describe a KV cache; one line that says which.
+        MetricsError: no answer, or one without KV cache metrics; the message is one line.
     """
     request = urllib.request.Request(url, headers={"Accept": "text/plain"})
     try:

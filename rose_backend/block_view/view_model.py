@@ -13,7 +13,7 @@ from rose_backend.block_manager.block_pool import NO_WRITER
 
 
 class BlockState(enum.Enum):
-    """What the pool's map says about a block. The value is the legend's text."""
+    """State of a block in the picture of the pool. The value is the legend's text."""
 
     SHARED = "shared"
     HELD = "one holder"

@@ -233,7 +233,7 @@ def _for_one_caller(death: EngineDeadError) -> EngineDeadError:
 Delivery = RequestOutput | RequestError | EngineDeadError
 
 _MAX_LAG_S = 0.05
-"""A loop that is busy with something else for longer than that is not waited for."""
+"""Longest wait for an event loop that is busy with other work."""
 
 
 class Subscriber:

@@ -36,7 +36,7 @@ Command = Request | str
 class EngineCore:
     """One model, one KV pool, one queue. Not thread-safe: one thread calls it.
 
-    Detokenization happens in the output thread; ``step`` knows tokens only, and learns of stop strings later.
+    Detokenization happens in the output thread; ``step`` handles token ids only, and is sent stop checks later.
 
     Args:
         config: checked options; loading starts here.

@@ -12,7 +12,7 @@ class EngineStats:
 
     steps: int = 0
     computed_tokens: int = 0
-    """Tokens that went through the model, of whatever kind."""
+    """Tokens that went through the model: prompt, generated and recomputed ones."""
     prompt_tokens_computed: int = 0
     """Prompt tokens computed for the first time; a prompt with ``n`` completions counts once."""
     recomputed_tokens: int = 0

@@ -1,4 +1,4 @@
-"""One checker for the shapes and types of everything that is handed to a kernel.
+"""Checks the shapes and dtypes of the tensors that are passed to a kernel.
 
 A launcher writes down each tensor with its shape in symbols, ``check_tensors(query=(query, "R HQ D"), ...)``. A symbol
 takes the size of the first tensor that has it; every later tensor must agree. The letters are listed in

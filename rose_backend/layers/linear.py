@@ -40,7 +40,7 @@ class Linear:
     """``x @ weight + bias``."""
 
     weight: torch.Tensor
-    """[E, O], however it lies in memory: library products take any."""
+    """[E, O], any strides: library products take any."""
     bias: torch.Tensor | None  # [O]
     packed: PackedLinear | None = None
     """For small batches; ``weight`` is a view of its matrix then."""

@@ -15,7 +15,7 @@ from rose_backend.errors import RequestError
 from rose_backend.server.settings import MAX_BODY_FIELDS, MAX_BODY_LISTS
 
 COUNTED_BODY_BYTES = 1 << 17
-"""Smaller bodies are parsed in a few milliseconds, whatever they contain."""
+"""Smaller bodies are parsed in a few milliseconds with any content."""
 _CHUNK_BYTES = 1 << 18
 """Bytes counted at once; between two chunks other threads may take the interpreter lock."""
 
@@ -33,7 +33,7 @@ def check_body_parts(content: bytes, max_prompts: int, max_model_len: int) -> No
     """Refuse a body that has more values than any request may have. May run in any thread.
 
     Args:
-        content: JSON, or whatever else was sent.
+        content: the body, which may not be JSON.
 
     Raises:
         RequestError: there are too many fields, lists and objects, or values.

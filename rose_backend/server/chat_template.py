@@ -93,7 +93,7 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Return the messages as templates expect them, with one text each.
 
     Raises:
-        RequestError: a message holds something that is not supported.
+        RequestError: a message has a part that is not supported.
     """
     plain = []
     for index, message in enumerate(messages):

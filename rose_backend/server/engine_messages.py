@@ -73,7 +73,7 @@ class Abort(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """An ``OutputBatch`` has been handed to the tasks that wait for it."""
+    """An ``OutputBatch`` has been passed to the tasks that wait for it."""
 
 
 class GetCounters(NamedTuple):

@@ -75,7 +75,7 @@ class RemoteStream:
         self._wake()
 
     async def get(self) -> RequestOutput:
-        """Wait for something new and return the request's state.
+        """Wait for an update and return the request's state.
 
         Raises:
             RequestError: it was refused.

@@ -62,7 +62,7 @@ class RequestRecord:
 
 
 class CacheNamespaces:
-    """Gives each API key a prefix cache that no other key can read, whatever ``cache_salt`` it sends.
+    """Gives each API key a prefix cache that no other key can read, with any ``cache_salt``.
 
     A namespace is a digest under a secret of this process: neither key nor salt can be derived from it.
     """

@@ -14,7 +14,7 @@ _UNSUPPORTED_VERSIONS_LOGGED: set[str] = set()
 
 
 def register() -> None:
-    """Add ROSE to this process's vLLM. Cheap, and harmless however often and in whatever order it is called.
+    """Add ROSE to this process's vLLM. Cheap and idempotent, in any order of calls.
 
     With a vLLM outside the supported range nothing is changed but one line logged, and vLLM refuses
     ``--attention-backend rose`` as unknown.

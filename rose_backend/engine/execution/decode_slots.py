@@ -33,7 +33,7 @@ class DecodeSlots:
     A step runs over as many slots as a captured graph has: a row moves only when its slot is beyond a smaller graph's.
 
     Args:
-        state: says which completion a row has.
+        state: completion of each row.
     """
 
     def __init__(self, state: SequenceState) -> None:

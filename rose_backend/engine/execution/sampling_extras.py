@@ -141,7 +141,7 @@ class PenaltyTable:
     Memory: 5 bytes per row and token of the vocabulary, allocated at the start, because captured graphs refer to it.
 
     Args:
-        state: says which completion a row has, and its tokens.
+        state: completion and tokens of each row.
         vocab_size: columns (V).
     """
 

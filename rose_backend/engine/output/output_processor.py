@@ -77,7 +77,7 @@ class OutputProcessor:
         """Update completions.
 
         Returns:
-            Requests with something new for their caller, and the stop checks of completions with stop strings.
+            Requests with new output for their caller, and the stop checks of completions with stop strings.
         """
         if isinstance(message, Abort):
             return self._abort(message.request), {}

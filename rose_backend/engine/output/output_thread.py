@@ -28,7 +28,7 @@ _MAX_ROUND = 64
 _SHORT_ROUND_S = 500e-6
 """A round that took less, of up to about ten streams, delays no step: there is no back-off after it."""
 _MAX_BACK_OFF_S = 0.02
-"""Upper limit of a back-off, however long rounds took."""
+"""Upper limit of a back-off."""
 _NUM_REMEMBERED = 16
 """Rounds whose average duration is the length of a back-off."""
 
@@ -90,7 +90,7 @@ class OutputThread:
 
     @property
     def has_report(self) -> bool:
-        """Whether ``take`` has something to return."""
+        """Whether ``take`` would return a report or raise."""
         return bool(self._report.stop_checks or self._report.finished or self.failure)
 
     def post(self, message: Message, *, is_urgent: bool = False) -> None:

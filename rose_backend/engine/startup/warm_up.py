@@ -164,7 +164,7 @@ def _run_padding(loaded: LoadedModel, each: PaddingPass) -> None:
 
 
 def _memory_use(loaded: LoadedModel, taken: dict[str, int]) -> MemoryUse:
-    """Account for the device's memory; ``taken`` says what each part of the warm-up made the allocator reserve."""
+    """Account for the device's memory; ``taken``: bytes that the allocator reserved in each part of the warm-up."""
     decode_graphs, prompt_graphs = taken["decode graphs"], taken["prompt graphs"]
     known = MemoryUse(
         weights=loaded.weight_bytes,

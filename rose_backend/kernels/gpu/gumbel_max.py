@@ -169,7 +169,7 @@ def kth_largest_key(keys, k, most, low, high):
 
     Args:
         most: ``k``; or more, and any key that at least ``k`` and at most so many reach is as good.
-        low, high: int32; nothing is above ``high``, and something reaches ``low``.
+        low, high: int32; no key is above ``high``, and at least one reaches ``low``.
     """
     low = tl.min(tl.where(keys >= low, keys, high)).to(tl.int64)
     high = high.to(tl.int64) + 1

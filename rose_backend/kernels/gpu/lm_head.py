@@ -2,7 +2,7 @@
 
 1. One program per tile of tokens and block of rows multiplies, and adds Gumbel noise (see ``gumbel_max.py``) for each
    of its rows in float32. Per row and tile it writes the two largest tokens with their scores: two, because the
-   second may be so close that float32 cannot tell. Greedy rows have no noise and need but one.
+   second may be so close that float32 cannot tell. Greedy rows have no noise and need only one.
 2. One program per row compares those of all tiles in float64; of equal ones it takes the lowest token.
 
 Few rows are the right factor, for which tensor cores have narrower tiles; many are the left one, so that a row's tokens

@@ -49,7 +49,7 @@ class RoseAttentionMetadata:
     slot_mapping: torch.Tensor  # [T] int64
     prefill_start_loc: torch.Tensor  # [R - first_prefill_row + 1] int32, counted from the first prefill token
     mean_prefill_len: float | None = None
-    """Prompt tokens of a row to choose tiles for; None where the tokens of this very step say it."""
+    """Prompt tokens of a row to choose tiles for; None computes it from this step."""
     step: AttentionStep | None = None
     """This step as ``layers.attention`` takes it; made by the first one, shared by the others."""
 

@@ -1,6 +1,6 @@
 """The block manager's events as vLLM's KV cache events, for routers that track which prefixes a server holds.
 
-A block has the same hash here as under vLLM's own manager, so a subscriber cannot tell the two apart: digests of the
+A block has the same hash here as under vLLM's own manager, so subscribers see no difference: digests of the
 block manager are translated to the hashes that vLLM keeps with each request.
 """
 

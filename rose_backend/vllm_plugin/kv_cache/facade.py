@@ -96,7 +96,7 @@ class KVCacheFacade:
         return self.enable_caching and not request.skip_reading_prefix_cache
 
     def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
-        """Count the lookup of an admitted request, and set how many cached tokens its client is told of."""
+        """Count the lookup of an admitted request, and set how many cached tokens are reported to its client."""
         num_hits -= num_hits % self._hit_unit
         stats = request.prefill_stats
         # After a preemption the first counts stay; they are None once the client has got them.

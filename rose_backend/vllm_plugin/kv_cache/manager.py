@@ -9,7 +9,7 @@ prefix with one in flight would wait two steps where the next step is scheduled 
 
 - Every worker, and every pipeline stage for its layers, runs steps and the block copies before them on one stream, in
   the order in which they were scheduled. A request that finds a token belongs to a later step than the one writing it.
-- A step that was handed out runs. If its request is aborted, preempted or stopped meanwhile, only the sampled tokens
+- A step that the workers got runs. If its request is aborted, preempted or stopped meanwhile, only the sampled tokens
   are dropped; the tokens it computes were known. If a step fails, vLLM's engine ends, and the cache with it.
 - Only tokens with an id are committed, so a rejected draft is never found. The only token with an id that is ever taken
   back is the last one of a session's turn, and vLLM counts it as not computed in the same call that ends the turn.

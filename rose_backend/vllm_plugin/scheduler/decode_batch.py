@@ -155,7 +155,7 @@ class DecodeBatch:
             num_placeholders: that the step adds to a request: 1 when the next step is scheduled before its end, else 0.
 
         Returns:
-            What the workers are told.
+            The part of the scheduler output that the workers get.
         """
         data = CachedRequestData(
             req_ids=self.request_ids.copy(),

@@ -231,7 +231,7 @@ def _move_stats(results: dict[int, EngineCoreOutputs]) -> None:
 
 
 def _concerns_more_than_tokens(output: ModelRunnerOutput) -> bool:
-    """Whether a worker reports something that vLLM's own code handles request by request."""
+    """Whether a worker's output has parts that vLLM's own code handles request by request."""
     return (
         not output.sampled_token_ids
         or bool(output.prompt_logprobs_dict or output.prompt_token_id_logprobs_dict or output.pooler_output)
