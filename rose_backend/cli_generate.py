@@ -22,7 +22,7 @@ class LineOfPrompts(NamedTuple):
     """A prompt from a file."""
 
     line_index: int
-    """Number of the prompt from 0, ``index`` in the output."""
+    """From 0: what ``index`` in the output says."""
     prompt: Prompt
     params: SamplingParams
 
@@ -53,7 +53,7 @@ def generate_file(
 
     Args:
         prompts: text file, or .jsonl file whose lines may override ``defaults``.
-        defaults: ``SamplingParams`` fields for lines that do not set them.
+        defaults: ``SamplingParams`` fields of lines that say nothing else.
         imports_s: how long loading Python modules took, for the start-up table.
 
     Raises:

@@ -57,7 +57,7 @@ class ModelConfig:
         Args:
             names: what a family calls fields that have other names elsewhere (transformers' ``attribute_map``), and the
                 name of ``norm_eps``.
-            tie_word_embeddings: value if ``fields`` has none.
+            tie_word_embeddings: where ``fields`` do not say.
 
         Raises:
             ModelError: a field is missing or not supported; the message names it.
