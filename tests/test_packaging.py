@@ -205,18 +205,6 @@ def test_make_targets_that_documents_name_exist() -> None:
         assert named <= targets, document
 
 
-def test_examples_that_the_readme_names_exist() -> None:
-    named = set(re.findall(r"\bexamples/[\w/]+\.\w+", (ROOT / "README.md").read_text()))
-    assert "examples/prompts.txt" in named
-    assert [name for name in named if not (ROOT / name).is_file()] == []
-
-
-def test_the_readme_names_no_package_index() -> None:
-    """Rose is on none: whatever pip is told to install is a file, a folder or an address."""
-    commands = re.findall(r"pip install (.+)", (ROOT / "README.md").read_text())
-    assert [line for line in commands if re.match(r"'?rose[-_]backend(\[\w+\])?(?! @|\[)", line)] == []
-
-
 def test_every_target_is_listed_by_make_help() -> None:
     listing = subprocess.run(
         ["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True
