@@ -342,7 +342,9 @@ def test_figures_have_a_command_that_repeats_them(page: Path) -> None:
     text = FENCE.sub("", written_by_hand(page))
     for section in re.split(r"^#+ ", text, flags=re.MULTILINE):
         if found := MEASURED.findall(section):
-            has_source = re.search(r"benchmarks\.\w|benchmarks/results|make bench|rose_backend/\S+\.py", section)
+            has_source = re.search(
+                r"benchmarks\.\w|benchmarks/results|make bench|rose_backend/\S+\.py", section
+            )
             assert has_source, f"{section.splitlines()[0]}: {found} without a command, a result or a source"
 
 
