@@ -64,8 +64,9 @@ def module_constants() -> dict[str, str]:
     for path in SOURCES:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-                for target in node.targets:
-                    found.setdefault(ast.unparse(target), set()).add(str(node.value.value))
+                name = ast.unparse(node.targets[0])
+                if name.isupper():
+                    found.setdefault(name, set()).add(str(node.value.value))
     return {name: values.pop() for name, values in found.items() if len(values) == 1}
 
 
