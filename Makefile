@@ -9,7 +9,7 @@ PYTEST_WORKERS ?= auto
 
 VENV_PYTHON := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help set-up serve test lint format bench report clean
+.PHONY: help set-up serve test lint format bench report docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -42,6 +42,10 @@ bench: set-up ## time the block manager
 report: set-up ## README's tables and figures from benchmarks/results
 	$(VENV_PYTHON) -m benchmarks.report
 
+docs: set-up ## build the documentation into site/, its tables of options from the code
+	$(VENV_PYTHON) scripts/document_options.py
+	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
+
 clean: ## remove .venv and every cache
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis rose_backend.egg-info
+	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis rose_backend.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""rose_backend: a small, very fast LLM serving engine that is also a vLLM plugin.
+"""rose_backend: faster LLM serving from inside vLLM, and an engine of its own.
 
 Public names are resolved on first use, so that ``import rose_backend`` loads neither torch nor a model library.
 """

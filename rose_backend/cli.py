@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 2 for a mistake in options or input, 130 when interrupted.
     """
-    parser = _build_parser()
+    parser = build_parser()
     try:
         level = _log_level()
         args, unknown = parser.parse_known_args(argv)
@@ -64,8 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _EXIT_INTERRUPTED
 
 
-def _build_parser() -> RoseParser:
-    parser = RoseParser(prog="rose", description="rose_backend: a small, very fast LLM serving engine.")
+def build_parser() -> RoseParser:
+    """Return the parser of all commands; docs/options.md is made from it."""
+    parser = RoseParser(prog="rose", description="rose_backend: faster LLM serving, inside vLLM and without.")
     parser.add_argument("--version", action="version", version=f"rose {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     generate = commands.add_parser(

@@ -205,69 +205,6 @@ def test_make_targets_that_documents_name_exist() -> None:
         assert named <= targets, document
 
 
-def test_examples_that_the_readme_names_exist() -> None:
-    named = set(re.findall(r"\bexamples/[\w/]+\.\w+", (ROOT / "README.md").read_text()))
-    assert "examples/prompts.txt" in named
-    assert [name for name in named if not (ROOT / name).is_file()] == []
-
-
-TREES = (
-    "rose_backend",
-    "tests",
-    "benchmarks",
-    "docs",
-    "examples",
-    "models",
-    "scripts",
-    "requirements",
-    ".ci",
-)
-ROOM_READMES = sorted((ROOT / "rose_backend").rglob("README.md"))
-DOCUMENTS = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
-    *ROOM_READMES,
-]
-
-
-def missing_paths(document: Path) -> list[str]:
-    """Return the paths in code style that lead nowhere, from the root, the package or the document's folder.
-
-    A path has a slash, and begins with one of ``TREES`` or ends in ``.py``. In documents for contributors single names
-    of Python files and folders count, too: something in the tree has to be called that.
-    """
-    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
-    spans = set(re.findall(r"`([\w.*/-]+)`", text))
-    bases = (ROOT, ROOT / "rose_backend", document.parent)
-    pattern = rf"(?:{'|'.join(map(re.escape, TREES))})/.+|\w.*/.+\.py"
-    paths = [span for span in spans if re.fullmatch(pattern, span)]
-    missing = [path for path in paths if not any(any(base.glob(path.rstrip("/"))) for base in bases)]
-    if document in (ROOT / "CONTRIBUTING.md", *ROOM_READMES):
-        names = {path.name for tree in TREES for path in (ROOT / tree).rglob("*")}
-        single = [span for span in spans if re.fullmatch(r"\w+(\.py|/)", span)]
-        missing += [name for name in single if name.rstrip("/") not in names | set(TREES)]
-    return sorted(missing)
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_paths_that_documents_name_exist(document: Path) -> None:
-    assert missing_paths(document) == []
-
-
-@pytest.mark.parametrize("readme", ROOM_READMES, ids=lambda path: path.parent.name)
-def test_a_room_s_readme_names_every_file(readme: Path) -> None:
-    text = readme.read_text()
-    modules = [path.name for path in readme.parent.rglob("*.py") if path.name != "__init__.py"]
-    assert [name for name in modules if f"{name}`" not in text] == []
-
-
-def test_the_readme_names_no_package_index() -> None:
-    """Rose is on none: whatever pip is told to install is a file, a folder or an address."""
-    commands = re.findall(r"pip install (.+)", (ROOT / "README.md").read_text())
-    assert [line for line in commands if re.match(r"'?rose[-_]backend(\[\w+\])?(?! @|\[)", line)] == []
-
-
 def test_every_target_is_listed_by_make_help() -> None:
     listing = subprocess.run(
         ["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True

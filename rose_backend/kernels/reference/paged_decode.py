@@ -24,8 +24,7 @@ CHUNK_BYTES = 4 << 20
 @dataclass(frozen=True, slots=True)
 class DecodeChunk:
     """Requests that are gathered together: ``C`` requests, ``Q`` queries each, ``W`` block columns, ``S <= W * BS``
-    positions attended, ``N`` new tokens.
-    """
+    positions attended, ``N`` new tokens."""
 
     queries: torch.Tensor | None
     """[C, Q] int64: each request's tokens of the step, the last one repeated. None when the chunk is the whole step in
@@ -117,8 +116,7 @@ def _find_queries(
     num_computed_tokens: torch.Tensor, query_start_loc: torch.Tensor | None, max_query_len: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return tokens [C, Q] and positions [C, Q] of the rows that have tokens, the last one repeated, which of them are
-    no repetition, and the rows' indices [C], None when all rows have tokens.
-    """
+    no repetition, and the rows' indices [C], None when all rows have tokens."""
     computed = num_computed_tokens.to(torch.int64)
     if query_start_loc is None:
         starts = torch.arange(computed.numel(), device=computed.device)

@@ -1,0 +1,496 @@
+"""README.md and docs/: what they tell a reader to type exists, and the site can be built without a dead link.
+
+No command is run: options are parsed by the parsers that would parse them. Figures are checked by
+``tests/benchmarks/test_report.py``, which makes them from results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import document_options
+import pytest
+
+import rose_backend
+from rose_backend.cli import build_parser
+from rose_backend.cli_options import RoseParser
+from rose_backend.config import PluginConfig
+from rose_backend.server.request_models import (
+    IGNORED,
+    NOT_SUPPORTED,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from tests.conftest import ROOT
+from tests.support.patience import HANG_S
+from tests.vllm_plugin.vllm_engine_arguments import ENGINE_ARGUMENTS
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ROOM_READMES = sorted((ROOT / "rose_backend").rglob("README.md"))
+MAX_README_LINES = 220
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+GENERATED = re.compile(r"<!-- (?:table|options): .*?<!-- end of \w+ -->", re.DOTALL)
+PARTS = (
+    "benchmarks",
+    "docs",
+    "examples",
+    "models",
+    "requirements",
+    "rose_backend",
+    "scripts",
+    "tests",
+    ".ci",
+)
+PATH = re.compile(rf"(?<![\w/.-])(?:{'|'.join(map(re.escape, PARTS))})/[\w./*-]*[\w*/]")
+"""A path in the repository."""
+MEASURED = re.compile(r"\b\d[\d,.]*(?: ?(?:ms|µs|us|tok/s|tokens/s|TFLOP/s|TB/s)|x)(?![\w/])")
+"""A figure that somebody has measured."""
+
+WRAPPERS = {"sudo", "nice", "nohup", "time", "exec"}
+SHELL_WORDS = {"for", "do", "done", "while", "if", "then", "fi"}
+OTHER_PROGRAMS = {
+    *(
+        "cat",
+        "cd",
+        "cp",
+        "curl",
+        "docker",
+        "echo",
+        "export",
+        "git",
+        "grep",
+        "head",
+        "jq",
+        "kill",
+        "ls",
+        "mkdir",
+    ),
+    *(
+        "nvidia-smi",
+        "pip",
+        "python",
+        "python3",
+        "rm",
+        "sed",
+        "sleep",
+        "sort",
+        "source",
+        "tail",
+        "vllm",
+        "watch",
+    ),
+}
+"""Programs that a page may name, beside ``rose`` and ``make``."""
+VLLM_FRONT_END = {
+    "host",
+    "port",
+    "api_key",
+    "api_server_count",
+    "chat_template",
+    "enable_prompt_tokens_details",
+}
+"""Options of ``vllm serve`` that are not its engine's."""
+BODIES = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+def by_page(pages: list[Path]) -> Any:
+    return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def written_by_hand(page: Path) -> str:
+    """Return a page's text without the tables that are made by a program."""
+    return GENERATED.sub("", page.read_text(encoding="utf-8"))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for found, code in FENCE.findall(written_by_hand(page)) if found == language]
+
+
+def inline_code(page: Path) -> list[str]:
+    text = FENCE.sub("", written_by_hand(page))
+    return [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
+
+
+def shell_commands(block: str) -> Iterator[list[str]]:
+    """Yield the words of each simple command: pipes and lists are taken apart, redirections and comments left out.
+
+    Raises:
+        ValueError: a quotation has no end.
+    """
+    block = re.sub(r"<<'?(\w+)'?\n.*?^\1$", "", block, flags=re.DOTALL | re.MULTILINE).replace("\\\n", " ")
+    rest = ""
+    for line in block.splitlines():
+        rest += line + "\n"
+        lexer = shlex.shlex(rest, posix=True, punctuation_chars=";&|<>")
+        lexer.whitespace_split = True
+        try:
+            words = list(lexer)
+        except ValueError:
+            continue  # a quotation goes on in the next line
+        rest = ""
+        command: list[str] = []
+        is_file = False
+        for word in [*words, ";"]:
+            if set(word) <= set(";&|"):
+                if command:
+                    yield command
+                command = []
+            elif set(word) <= set("<>&"):
+                is_file = True
+            elif not is_file:
+                command.append(word)
+            else:
+                is_file = False
+    if rest:
+        raise ValueError(f"a quotation without an end: {rest}")
+
+
+class ParsedError(Exception):
+    """Ends a program behind its parser."""
+
+
+@pytest.fixture
+def stop_behind_parsers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``parse_args`` of benchmarks raise ParsedError where it would return."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(*args: Any, **options: Any) -> Any:
+        parse(*args, **options)
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+
+
+def check_rose(words: list[str]) -> None:
+    _, unknown = build_parser().parse_known_args(words)
+    assert unknown == []
+
+
+def check_module(words: list[str]) -> None:
+    """Check ``python -m MODULE OPTIONS``: a benchmark's options, of others that they exist."""
+    module, *arguments = words
+    if module.split(".")[0] not in ("benchmarks", "tests", "rose_backend"):
+        return
+    assert importlib.util.find_spec(module) is not None
+    if module.startswith("benchmarks."):
+        with pytest.raises(ParsedError):
+            importlib.import_module(module).main(arguments)
+
+
+def check_make(words: list[str], variables: dict[str, str]) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for word in words:
+        name, is_variable, value = word.partition("=")
+        if is_variable:
+            variables[name] = value
+        else:
+            assert re.search(rf"^{name}:", makefile, re.MULTILINE), f"no target {name}"
+    for name in variables:
+        known = re.search(rf"^{name} \?=", makefile, re.MULTILINE) or name == "ROSE_DEVICE"
+        assert known or name.startswith("ROSE_RANDOM_"), f"no variable {name}"
+    check_vllm(shlex.split(variables.get("ARGS", "")))
+
+
+def check_vllm(words: list[str]) -> None:
+    """Check the names of vLLM's options, and Rose's keys of ``--additional-config``."""
+    names = {name for options in ENGINE_ARGUMENTS.values() for name in options.names()} | VLLM_FRONT_END
+    keys = {field.name for field in fields(PluginConfig)}
+    for word, value in pairwise([*words, ""]):
+        option, _, own_value = word.partition("=")
+        if not option.startswith("--"):
+            continue
+        path = option.removeprefix("--").split(".")
+        name = path[0].replace("-", "_")
+        assert name in names or name.removeprefix("no_") in names, f"vLLM has no {option}"
+        if name == "additional_config":
+            given = path[2:] if len(path) > 1 else json.loads(own_value or value)["rose"]
+            assert path[1:2] in ([], ["rose"]) and set(given) <= keys, f"no key {given}"
+
+
+def check_curl(words: list[str]) -> None:
+    """Check that a body is JSON with fields that the route knows."""
+    for word, value in pairwise(words):
+        if word in ("-d", "--data", "--json") and not value.startswith("@"):
+            (url,) = (word for word in words if "://" in word)
+            model = BODIES[f"/{url.split('/', 3)[3]}"]
+            assert json.loads(value).keys() <= model.model_fields.keys() | NOT_SUPPORTED.keys() | IGNORED
+
+
+def check_command(words: list[str]) -> None:
+    variables = {}
+    while words and (re.match(r"[A-Z_]+=", words[0]) or words[0] in WRAPPERS):
+        name, _, value = words.pop(0).partition("=")
+        if name not in WRAPPERS:
+            variables[name] = value
+    if words and words[0] == "timeout":
+        words = words[2:]
+    if not words or words[0] in SHELL_WORDS:
+        return
+    program, *rest = words
+    program = program.removeprefix(".venv/bin/")
+    if program == "rose":
+        check_rose(rest)
+    elif program == "make":
+        check_make(rest, variables)
+    elif program == "vllm":
+        check_vllm(rest)
+    elif program == "curl":
+        check_curl(rest)
+    elif program in ("python", "python3") and rest[:1] == ["-m"]:
+        check_module(rest[1:])
+    else:
+        assert program in OTHER_PROGRAMS, f"{program}: misspelt, or missing in OTHER_PROGRAMS"
+
+
+@by_page(PAGES)
+@pytest.mark.usefixtures("stop_behind_parsers")
+def test_commands_can_be_typed(page: Path) -> None:
+    for block in blocks(page, "bash"):
+        for words in shell_commands(block):
+            command = " ".join(words)
+            try:
+                check_command(words)
+            except (SystemExit, AssertionError, ValueError, KeyError) as error:
+                raise AssertionError(f"{page.name}: {command}: {error}") from error
+
+
+@by_page(PAGES)
+@pytest.mark.usefixtures("stop_behind_parsers")
+def test_commands_in_sentences_have_options_that_exist(page: Path) -> None:
+    parser = build_parser()
+    names = parser.option_names()
+    for code in inline_code(page):
+        words = code.split()
+        program = words[0].removeprefix(".venv/bin/")
+        if program == "rose" and len(words) > 1:
+            (commands,) = (a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+            assert words[1] in commands or words[1].startswith("--"), code
+            names_here = commands[words[1]].option_names() if words[1] in commands else names
+            assert [w for w in words[2:] if w.startswith("--") and w not in names_here] == [], code
+        elif program in ("make", "python") and "..." not in code:
+            check_command(shlex.split(code))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rose serve models/tiny-gpt2 --prot 8000",
+        "rose generate --prompt x",
+        "roes env",
+        "make sevre",
+        "make serve ARG=--max-model-len",
+        "ARGS='--max-modell-len 512' make serve",
+        "vllm serve MODEL --atention-backend rose",
+        "vllm serve MODEL --additional-config.rose.fused_mpl false",
+        """vllm serve MODEL --additional-config '{"rose": {"fused_mpl": false}}'""",
+        "python -m benchmarks.report --chek",
+        "python -m benchmarks.no_such_thing",
+        "nice .venv/bin/python -m tests.no_such_thing | tail",
+        """curl http://127.0.0.1/v1/completions -d '{"promt": "x"}'""",
+        """curl http://127.0.0.1/v1/completions -d '{"prompt": "x",}'""",
+    ],
+)
+@pytest.mark.usefixtures("stop_behind_parsers")
+def test_mistakes_in_commands_are_noticed(command: str) -> None:
+    with pytest.raises((SystemExit, AssertionError, ValueError)):
+        for words in shell_commands(command):
+            check_command(words)
+
+
+def test_shell_commands_are_taken_apart() -> None:
+    block = "a 'b\nc' \\\n  d > file # e\nX=1 f 2>&1 | g && h\ncat <<END\nnot a command\nEND\n"
+    assert list(shell_commands(block)) == [["a", "b\nc", "d"], ["X=1", "f", "2"], ["g"], ["h"], ["cat"]]
+
+
+@by_page(PAGES)
+def test_named_files_exist(page: Path) -> None:
+    text = written_by_hand(page)
+    code = "\n".join([*inline_code(page), *(code for _, code in FENCE.findall(text))])
+    named = {match.rstrip("/") for match in PATH.findall(re.sub(r"\w+://\S+", "", code))}
+    assert [name for name in sorted(named) if not list(ROOT.glob(name))] == []
+
+
+@by_page([ROOT / "CONTRIBUTING.md", *ROOM_READMES])
+def test_files_that_contributors_are_told_of_exist(page: Path) -> None:
+    """Paths count from the root, the package or the page's folder; a lone file or folder is called that somewhere."""
+    bases = (ROOT, ROOT / "rose_backend", page.parent)
+    names = {path.name for part in PARTS for path in (ROOT / part).rglob("*")} | set(PARTS)
+    named = {code for code in inline_code(page) if re.fullmatch(r"[\w.*/-]*(\.py|/)", code)}
+    missing = [name for name in named if not any(list(base.glob(name.rstrip("/"))) for base in bases)]
+    assert [
+        name for name in sorted(missing) if "/" in name.rstrip("/") or name.rstrip("/") not in names
+    ] == []
+
+
+@by_page(ROOM_READMES)
+def test_the_readme_of_a_room_names_every_file(page: Path) -> None:
+    named = " ".join(inline_code(page))
+    modules = [path.name for path in page.parent.rglob("*.py") if path.name != "__init__.py"]
+    assert [name for name in modules if not re.search(rf"(?<!\w){name}", named)] == []
+
+
+@by_page(PAGES)
+def test_python_compiles_and_imports_what_there_is(page: Path) -> None:
+    for code in blocks(page, "python"):
+        compile(code, str(page), "exec")
+        for names in re.findall(r"^from rose_backend import (.+)$", code, re.MULTILINE):
+            assert set(names.split(", ")) <= set(rose_backend.__all__)
+
+
+@by_page(PAGES)
+def test_figures_have_a_command_that_repeats_them(page: Path) -> None:
+    text = FENCE.sub("", written_by_hand(page))
+    for section in re.split(r"^#+ ", text, flags=re.MULTILINE):
+        if found := MEASURED.findall(section):
+            has_source = re.search(
+                r"benchmarks\.\w|benchmarks/results|make bench|rose_backend/\S+\.py", section
+            )
+            assert has_source, f"{section.splitlines()[0]}: {found} without a command, a result or a source"
+
+
+def test_a_figure_is_told_from_other_numbers() -> None:
+    assert MEASURED.search("it takes 1,234.5 ms") and MEASURED.search("2.5x faster")
+    assert not MEASURED.search("Linux x86-64, 4 x 8 tokens, 10 s, 0.32 and 16x16 blocks, `ttft_ms`")
+
+
+def test_wheels_have_todays_version() -> None:
+    for page in PAGES:
+        versions = re.findall(r"rose_backend-(\d[\d.]*\d)", page.read_text(encoding="utf-8"))
+        assert set(versions) <= {rose_backend.__version__}, page.name
+
+
+def test_pages_name_no_package_index() -> None:
+    """Rose is on none: whatever pip is told to install is a file, a folder or an address."""
+    wrong = re.compile(r"'?rose[-_]backend(\[\w+\])?(?! @|\[|-\*|-\d)")
+    commands = [line for page in PAGES for line in re.findall(r"pip install (.+)", page.read_text())]
+    assert [line for line in commands if wrong.match(line)] == []
+    assert wrong.match("rose-backend") and wrong.match("'rose_backend[serve]'")
+
+
+def slugs(text: str) -> set[str]:
+    """Return the anchors of a page's headings."""
+    titles = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_outside_of_the_site_lead_somewhere(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    # Pictures are tests/benchmarks/test_report.py's.
+    for link in re.findall(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)", FENCE.sub("", text)):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = ROOT / (path or name)
+        assert target.exists(), link
+        assert not anchor or anchor in slugs(target.read_text(encoding="utf-8")), link
+
+
+def test_the_readme_is_short_and_begins_with_the_reader() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MAX_README_LINES
+    two_screens = "\n".join(lines[:80])
+    for needed in (
+        "Does it run my model?",
+        "What do I gain?",
+        "pip install",
+        "Rose is active",
+        "Switch it off",
+    ):
+        assert needed in two_screens
+
+
+def test_options_are_those_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert document_options.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_changed_option_is_noticed() -> None:
+    text = document_options.PAGE.read_text(encoding="utf-8")
+    for option in ("`--max-queue-size N`", "| `joined_outputs` | `true`", "(default: 127.0.0.1)"):
+        changed = text.replace(option, "`--other`")
+        assert changed != text and document_options.rewritten(changed) == text
+    with pytest.raises(SystemExit, match="expected"):
+        document_options.rewritten(text.replace("<!-- options: env -->", ""))
+
+
+def test_every_option_and_variable_is_documented() -> None:
+    text = document_options.PAGE.read_text(encoding="utf-8")
+    parser: RoseParser = build_parser()
+    missing = [name for name in parser.option_names() if not re.search(rf"`{name}[` ]", text)]
+    assert set(missing) <= {"-h", "--help", "--version"}
+    sources = "".join(path.read_text() for path in (ROOT / "rose_backend").rglob("*.py"))
+    variables = set(re.findall(r'"(ROSE_[A-Z_]+)"', sources))
+    assert "ROSE_LOG_LEVEL" in variables
+    assert [name for name in sorted(variables) if f"`{name}`" not in text] == []
+
+
+def build_site(folder: Path) -> subprocess.CompletedProcess[str]:
+    pytest.importorskip("material", reason="building the site needs mkdocs-material (the dev extra)")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder / "built")]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=HANG_S, env={"NO_MKDOCS_2_WARNING": "1"}
+    )
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """Return a copy of what the site is built from."""
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    return tmp_path
+
+
+def test_the_site_loads_nothing_from_elsewhere(sources: Path) -> None:
+    done = build_site(sources)
+    assert done.returncode == 0, done.stderr
+    pages = list((sources / "built").rglob("*.html"))
+    assert len(pages) > 5
+    for page in pages:
+        loaded = re.findall(r"<(?:script|link|img|iframe|source)\b[^>]*https?://[^>]*>", page.read_text())
+        assert loaded == [], page.name
+
+
+def spoil_a_link(folder: Path) -> None:
+    (folder / "docs" / "index.md").write_text("# A\n\n[b](no_such_page.md)\n")
+
+
+def spoil_an_anchor(folder: Path) -> None:
+    (folder / "docs" / "index.md").write_text("# A\n\n[b](install.md#no-such-heading)\n")
+
+
+def add_a_page_that_no_menu_has(folder: Path) -> None:
+    (folder / "docs" / "forgotten.md").write_text("# A\n")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (spoil_a_link, "no_such_page.md"),
+        (spoil_an_anchor, "#no-such-heading"),
+        (add_a_page_that_no_menu_has, "forgotten.md"),
+    ],
+)
+def test_a_dead_end_fails_the_build(sources: Path, spoil: Callable[[Path], None], named: str) -> None:
+    spoil(sources)
+    done = build_site(sources)
+    assert done.returncode == 1 and named in done.stderr, done.stderr
