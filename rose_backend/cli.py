@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> RoseParser:
     """Return the parser of all commands; docs/options.md is made from it."""
-    parser = RoseParser(prog="rose", description="rose_backend: faster LLM serving, inside vLLM and without.")
+    parser = RoseParser(prog="rose", description="Faster LLM serving, inside vLLM and without.")
     parser.add_argument("--version", action="version", version=f"rose {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     generate = commands.add_parser(

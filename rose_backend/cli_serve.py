@@ -87,7 +87,7 @@ def _serve(args: argparse.Namespace) -> int:
         from rose_backend.server.serve import serve
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"serve: needs {error.name}, which is not installed; pip install 'rose-backend[serve]'"
+            f"serve: needs {error.name}, which is not installed; pip install 'WHEEL[serve]' brings it"
         ) from error
     options = {name: getattr(args, name) for name in _SERVER_HELP}
     names, keys = options.pop("served_model_name"), options.pop("api_key")

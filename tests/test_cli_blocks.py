@@ -181,7 +181,7 @@ def test_missing_parser_says_how_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client.parser", None)
     assert run("--url", engine.url, "--once") == 2
-    assert_one_line_error(capsys, "needs prometheus_client", "pip install 'rose-backend[serve]'")
+    assert_one_line_error(capsys, "needs prometheus_client", "pip install 'WHEEL[serve]' brings it")
 
 
 def test_engine_vanishes_midway_in_a_real_terminal(engine: MetricsServer) -> None:

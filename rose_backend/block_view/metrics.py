@@ -109,7 +109,7 @@ def parse_metrics(text: str, url: str, time_s: float) -> Reading:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as error:
         raise MetricsError(
-            "url: needs prometheus_client, which is not installed; pip install 'rose-backend[serve]'"
+            "url: needs prometheus_client, which is not installed; pip install 'WHEEL[serve]' brings it"
         ) from error
     samples: dict[str, list[Sample]] = {}
     try:

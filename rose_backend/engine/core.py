@@ -263,7 +263,7 @@ class EngineCore:
             action()
         except Exception as error:
             self._failure = error
-            where = "its text thread" if error is self._output_thread.failure else self._where()
+            where = "its output thread" if error is self._output_thread.failure else self._where()
             raise EngineDeadError(f"the engine stopped in {where}: {kind_and_text(error)}") from error
         except BaseException as error:
             # Ctrl-C, too, can leave rows and reservations inconsistent: further steps could give wrong text.

@@ -207,7 +207,7 @@ def test_failure_of_the_output_thread_reaches_every_waiter(
             return await asyncio.gather(*tasks, return_exceptions=True)
 
         for result in run(body):
-            assert isinstance(result, EngineDeadError) and "in its text thread: ZeroDivision" in str(result)
+            assert isinstance(result, EngineDeadError) and "in its output thread: ZeroDivision" in str(result)
             assert isinstance(result.__cause__, ZeroDivisionError)
 
 

@@ -25,7 +25,7 @@ LONG = replace(GREEDY, max_tokens=40)
 
 
 def delay_texts(core: EngineCore, num_steps: int) -> None:
-    """Let the text thread look at tokens only when so many more steps have started, or no more start."""
+    """Let the output thread look at tokens only when so many more steps have started, or no more start."""
     process, wait = core._output_thread._processor.process, core._output_thread.wait
     is_waited_for = threading.Event()
 
@@ -157,7 +157,7 @@ def test_abort_while_outputs_are_outstanding(make_late: Callable[..., LLM], llm:
         output = core.abort(request.request_id)
         assert output is not None and output.finished and core.num_unfinished == 0
         (last,) = output.outputs
-        # The text thread sees tokens in the order in which they were drawn: the stop came before the abort.
+        # The output thread sees tokens in the order in which they were drawn: the stop came before the abort.
         assert last.finish_reason == ("abort" if stop == "never seen" else "stop")
         assert last.token_ids == whole.token_ids[: len(last.token_ids)]
         assert "".join(each.outputs[0].delta_text for each in [*seen, output]) == last.text
@@ -199,7 +199,7 @@ def test_a_failure_of_the_text_thread_ends_the_engine(make_llm: Callable[..., LL
         return process(message)
 
     llm.core._output_thread._processor.process = fail  # type: ignore[method-assign]
-    with pytest.raises(EngineDeadError, match=r"in its text thread: ZeroDivisionError: made for") as caught:
+    with pytest.raises(EngineDeadError, match=r"in its output thread: ZeroDivisionError: made for") as caught:
         list(llm.stream(PROMPT, GREEDY))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     with pytest.raises(EngineDeadError, match=r"stopped earlier: ZeroDivisionError"):

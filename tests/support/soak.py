@@ -62,7 +62,7 @@ def assert_idle(core: EngineCore, *, num_others: int) -> None:
     assert core.num_waiting == 0 and len(core._scheduler.running_rows) == 0
     assert not any(core._rows.completions)
     num_held = count_completions() - num_others
-    # The text thread may hold its last message, which names no completion that had no row.
+    # The output thread may hold its last message, which names no completion that had no row.
     assert num_held <= core.config.max_num_seqs, f"{num_held} completions are still referred to"
 
 
