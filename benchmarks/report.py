@@ -135,12 +135,11 @@ def summary() -> str:
             of_case = {row["case"]: row["sides"] for row in result["rows"]}
             sides = [{side: timed["p50_us"] for side, timed in of_case[case].items()} for case in cases]
         elif name == "online_compare":
-            loads, what = (
-                serving.points(result["rows"]),
-                what.format(serving.requests_per_s(result, cases[0])),
-            )
+            loads = serving.points(result["rows"])
+            what = what.format(serving.requests_per_s(result, cases[0]))
             sides = [
-                {s: timed["p50_ttft_ms"] for s, timed in loads["greedy", scale].items()} for scale in cases
+                {side: timed["p50_ttft_ms"] for side, timed in loads["greedy", scale].items()}
+                for scale in cases
             ]
         else:
             of_case = engines.by_case(result["rows"])
