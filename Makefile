@@ -39,7 +39,7 @@ format: set-up ## rewrite the code with ruff
 bench: set-up ## time the block manager
 	$(VENV_PYTHON) -m benchmarks.block_manager
 
-report: set-up ## README's tables and figures from benchmarks/results
+report: set-up ## tables and figures of docs/performance and README from benchmarks/results
 	$(VENV_PYTHON) -m benchmarks.report
 
 docs: set-up ## build the documentation into site/, its tables of options from the code

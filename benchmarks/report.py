@@ -1,11 +1,10 @@
-"""Make the README's tables and figures from the files in benchmarks/results, or check that they agree.
+"""Make the tables and figures of docs/performance, and README's summary, from the files in benchmarks/results.
 
     python -m benchmarks.report [--check]
     python -m benchmarks.report --draw FILE [--out DIR]    the figures of one result
 
-A table, with its pictures, stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. Figures are in
-benchmarks/figures; each has the digest of the result it shows. A result in which an engine was missing or failed is not
-published.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. Figures are in docs/figures; each has the
+digest of the result it shows. A result in which an engine was missing or failed is not published.
 """
 
 from __future__ import annotations
@@ -15,76 +14,41 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from benchmarks.reports import engines, figures, parts, serving
-from benchmarks.reports.text import Result, absent_engines
+from benchmarks.reports.engines import HOST, PEERS, STOCK
+from benchmarks.reports.text import LABELS, Result, grouped, markdown, milliseconds
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-FIGURES = ROOT / "benchmarks" / "figures"
-
-
-def no_problems(result: Result) -> list[str]:
-    """Return nothing: all sides of such a benchmark are part of this package."""
-    return []
-
-
-def engine_problems(result: Result) -> list[str]:
-    """Return what is missing from a comparison of engines, and requests that failed."""
-    absent = absent_engines(result)
-    problems = [f"not every engine has run: {'; '.join(absent)}"] if absent else []
-    failed = {}
-    for row in result["rows"]:
-        if count := row.get("failed"):
-            failed[row["backend"]] = failed.get(row["backend"], 0) + count
-    problems += [f"{count} requests of {backend} failed" for backend, count in failed.items()]
-    if not all("times" in row for row in result.get("comparison", ())):
-        problems.append("both sides are needed at every load")
-    return problems
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of README."""
-
-    file: str
-    """Below ``RESULTS``."""
-    make: Callable[[Result], str]
-    problems: Callable[[Result], list[str]] = engine_problems
-    """Why a result cannot be published."""
-
-    def text(self) -> str:
-        """Return the table.
-
-        Raises:
-            SystemExit: the result cannot be published.
-        """
-        result = read(self.file)
-        if problems := self.problems(result):
-            raise SystemExit(f"{self.file}: {'; '.join(problems)}")
-        return self.make(result)
-
-
-TABLES = {
-    "block_manager": Table("cpu/block_manager.json", parts.block_manager_table, no_problems),
-    "kv_cow_clone": Table("h200/kv_cow_clone_float16.json", parts.kv_cow_clone_table, no_problems),
-    "kv_append": Table("h200/kv_append.json", parts.kv_append_table, no_problems),
-    "kernels": Table("h200/kernels.json", parts.kernels_table, parts.kernel_problems),
-    "offline_compare": Table("h200/offline_compare.json", engines.offline_table),
-    "offline_mixed": Table("h200/offline_mixed.json", engines.offline_table),
-    "offline_switches": Table("h200/offline_switches.json", engines.switches_table),
-    "arrivals": Table("h200/arrivals.json", serving.in_process_table),
-    "vllm_serving": Table("h200/vllm_serving.json", serving.poisson_table),
-    "vllm_serving_4_api_servers": Table("h200/vllm_serving_4_api_servers.json", serving.poisson_table),
-    "vllm_serving_host": Table("cpu/vllm_serving_host.json", serving.poisson_table),
-    "vllm_parts": Table("h200/vllm_parts.json", engines.parts_table),
-    "vllm_llama": Table("h200/vllm_llama.json", engines.llama_table),
-    "online_compare": Table("h200/online_compare.json", serving.trace_table),
-}
+FIGURES = ROOT / "docs" / "figures"
 DRAWN_RESULTS = ("cpu/block_manager.json", "h200/online_compare.json")
+COMMITS = {
+    "0960b50e02957936": "fca7de6",
+    "94facc4f88991104": "52107a4",
+    "ba762ad472dd1608": "0d20e9c",
+    "cpu/block_manager.json": "df57675",
+    "cpu/vllm_serving_host.json": "a427036",
+    "h200/kv_append.json": "8323458",
+    "h200/kv_cow_clone_float16.json": "8323458",
+    "h200/vllm_serving.json": "7e9561b",
+}
+"""Digest of sources -> the first commit that has them; result without a digest -> the commit that brought it."""
+
+
+def problems(result: Result) -> list[str]:
+    """Return why a result cannot be published: what is missing or failed, and what is unproved."""
+    absent = {**result.get("missing", {}), **result.get("failed", {})}
+    reasons = "; ".join(f"{name} ({why.splitlines()[0]})" for name, why in absent.items())
+    found = [f"not every engine has run: {reasons}"] if absent else []
+    failed = (row for row in result.get("rows", ()) if row.get("failed"))
+    for backend, rows in grouped(failed, "backend").items():
+        found.append(f"{sum(row['failed'] for row in rows)} requests of {backend} failed")
+    if not all("times" in row for row in result.get("comparison", ())):
+        found.append("both sides are needed at every load")
+    return found + (parts.kernel_problems(result) if "families" in result else [])
 
 
 def read(name: str) -> Result:
@@ -93,40 +57,141 @@ def read(name: str) -> Result:
     return result
 
 
-def rewritten(text: str) -> str:
-    """Return ``text`` with every table regenerated."""
+class Table(NamedTuple):
+    """A table of one result: its page in docs/performance, and its file in benchmarks/results."""
+
+    page: str
+    file: str
+    make: Callable[[Result], str]
+
+    def text(self) -> str:
+        """Return the table with its losses and sources, or exit with why it cannot be published."""
+        result = read(self.file)
+        if found := problems(result):
+            raise SystemExit(f"{self.file}: {'; '.join(found)}")
+        return f"{self.make(result)}\n\nSource digest: {self.sources()}."
+
+    def sources(self) -> str:
+        """Return digest, commit and date of what was measured."""
+        result = read(self.file)
+        digest = result.get("sources_digest")
+        commit = f"commit {COMMITS.get(digest or self.file, 'not noted')}"
+        known = f"`{digest}` ({commit})" if digest else f"not recorded (result added with {commit})"
+        return f"{known}, measured on {result['date'][:10]}"
+
+
+TABLES = {
+    "online_compare": Table("servers", "h200/online_compare.json", serving.trace_table),
+    "vllm_serving": Table("servers", "h200/vllm_serving.json", serving.poisson_table),
+    "vllm_serving_4_api_servers": Table(
+        "servers", "h200/vllm_serving_4_api_servers.json", serving.poisson_table
+    ),
+    "vllm_serving_host": Table("servers", "cpu/vllm_serving_host.json", serving.poisson_table),
+    "arrivals": Table("servers", "h200/arrivals.json", serving.in_process_table),
+    "offline_compare": Table("engines", "h200/offline_compare.json", engines.offline_table),
+    "offline_mixed": Table("engines", "h200/offline_mixed.json", engines.offline_table),
+    "offline_switches": Table("engines", "h200/offline_switches.json", engines.parts_table),
+    "vllm_llama": Table("inside_vllm", "h200/vllm_llama.json", engines.offline_table),
+    "vllm_parts": Table("inside_vllm", "h200/vllm_parts.json", engines.parts_table),
+    "block_manager": Table("parts", "cpu/block_manager.json", parts.block_manager_table),
+    "kv_cow_clone": Table("parts", "h200/kv_cow_clone_float16.json", parts.variants_table),
+    "kv_append": Table("parts", "h200/kv_append.json", parts.variants_table),
+    "kernels": Table("parts", "h200/kernels.json", parts.kernels_table),
+}
+
+
+def sources() -> str:
+    """Return which table was measured on which sources."""
+    digests = [digest for table in TABLES.values() if (digest := read(table.file).get("sources_digest"))]
+    rows = [(f"[{name}]({table.page}.md)", table.sources()) for name, table in TABLES.items()]
+    text = (
+        f"{len(digests)} of {len(rows)} tables record on which sources of the package they were measured: "
+        f"{len(set(digests))} different states. The other results are older than the digest.\n\n"
+    )
+    return text + markdown(("table", "source digest"), rows)
+
+
+_STEP, _STEPS = "decode step of 1 / 32 / 256 requests", [f"step, {n} requests, greedy" for n in (1, 32, 256)]
+_SERVER = "server at {:.0f} requests/s, median TTFT"
+SUMMARY: tuple[tuple[str, str, list[Any], str, tuple[str, ...]], ...] = (
+    (f"standalone: {_STEP} (ms)", "offline_compare", _STEPS, "rose", PEERS),
+    (f"inside vLLM: {_STEP} (ms)", "offline_compare", _STEPS, HOST, PEERS),
+    (f"inside vLLM, beside vLLM alone: {_STEP} (ms)", "offline_compare", _STEPS, HOST, (STOCK,)),
+    (f"inside vLLM, Llama 1B: {_STEP} (ms)", "vllm_llama", _STEPS, HOST, (STOCK,)),
+    (f"standalone: {_SERVER} (ms)", "online_compare", [0.028], "rose", PEERS),
+    (f"inside vLLM: {_SERVER} (ms)", "online_compare", [0.009], HOST, PEERS),
+    ("prefill attention, Llama-8B's shape (µs)", "kernels", ["prefill Llama-8B 4 x 8,192"], "Rose", ()),
+    ("clone of 256 KV blocks, 12 layers (µs)", "kernels", ["clone 256 blocks of 12 layers"], "Rose", ()),
+)
+"""What is compared; table; cases, or scales of a trace; Rose's side; the peers, all others where none are named."""
+
+
+def summary() -> str:
+    """Return a few figures of both hosts, where Rose is behind among them."""
+    rows = []
+    for what, name, cases, rose, peers in SUMMARY:
+        result = read(TABLES[name].file)
+        if name == "kernels":
+            of_case = {row["case"]: row["sides"] for row in result["rows"]}
+            sides = [{side: timed["p50_us"] for side, timed in of_case[case].items()} for case in cases]
+        elif name == "online_compare":
+            loads = serving.points(result["rows"])
+            what = what.format(serving.requests_per_s(result, cases[0]))
+            sides = [
+                {side: timed["p50_ttft_ms"] for side, timed in loads["greedy", scale].items()}
+                for scale in cases
+            ]
+        else:
+            of_case = engines.by_case(result["rows"])
+            sides = [{side: engines.compared(row) for side, row in of_case[case].items()} for case in cases]
+        others = peers or [side for side in sides[0] if side != rose]
+        best = [min((times[peer], LABELS.get(peer, peer)) for peer in others) for times in sides]
+        ratios = [value / times[rose] for times, (value, _) in zip(sides, best, strict=True)]
+        ours = " / ".join(milliseconds(times[rose]) for times in sides)
+        theirs = " / ".join(milliseconds(value) for value, _ in best)
+        ratio = " / ".join(f"{ratio:.2f}x" for ratio in ratios) + (" (slower)" if min(ratios) < 1 else "")
+        rows.append((what, ours, f"{theirs}, {', '.join(dict.fromkeys(peer for _, peer in best))}", ratio))
+    where = "NVIDIA H200, float16, random weights, GPT-2 124M's shapes where no others are named. All tables, with "
+    where += "every case in which Rose is slower: [docs/performance](docs/performance/index.md)."
+    return markdown(("medians", "Rose", "best peer", "peer / Rose"), rows, where)
+
+
+def pages() -> dict[str, dict[str, Callable[[], str]]]:
+    """Return what makes each table, by page and name."""
+    found = {"README.md": {"summary": summary}, "docs/performance/index.md": {"sources": sources}}
     for name, table in TABLES.items():
-        pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end of table -->)"
-        found = re.findall(pattern, text, flags=re.DOTALL)
+        found.setdefault(f"docs/performance/{table.page}.md", {})[name] = table.text
+    return found
+
+
+def rewritten(page: str) -> str:
+    """Return a page's text with every table regenerated."""
+    text = (ROOT / page).read_text()
+    for name, make in pages()[page].items():
+        found = re.findall(rf"(<!-- table: {name} -->\n).*?(<!-- end of table -->)", text, flags=re.DOTALL)
         if len(found) != 1:
-            raise SystemExit(f"README.md: table {name}: expected once, found {len(found)} times")
+            raise SystemExit(f"{page}: table {name}: expected once, found {len(found)} times")
         begin, end = found[0]
         # Split, not substitute: a table may hold what a pattern would read.
         before, _, rest = text.partition(begin)
-        text = f"{before}{begin}{table.text()}\n{end}{rest.partition(end)[2]}"
+        text = f"{before}{begin}\n{make()}\n\n{end}{rest.partition(end)[2]}"
     return text
 
 
 def old_figures() -> list[str]:
     """Return the names of results whose figures are not there or show another result."""
-    return [
-        name
-        for name in DRAWN_RESULTS
-        for result in [read(name)]
-        if not all(figures.is_drawn_from(FIGURES / file, result) for file in figures.file_names(result))
-    ]
+    return [name for name in DRAWN_RESULTS if not figures.are_drawn(read(name), FIGURES)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or check; the status is 1 if README or a figure is not what the results make."""
+    """Write or check; the status is 1 if a page or a figure is not what the results make."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit 1 if something is out of date"
-    )
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw this result (from --json)")
-    parser.add_argument("--out", type=Path, default=FIGURES, metavar="DIR", help="folder of figures")
+    add = parser.add_argument
+    add("--check", action="store_true", help="only say what is out of date; exit 1 if there is")
+    add("--draw", type=Path, metavar="FILE", help="only draw this result (from --json)")
+    add("--out", type=Path, default=FIGURES, metavar="DIR", help="folder of figures")
     options = parser.parse_args(arguments)
     if options.draw is not None:
         result, known = json.loads(options.draw.read_text()), ", ".join(figures.DRAW)
@@ -134,19 +199,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--draw: got a result of {result.get('benchmark')}, there are figures of {known}")
         print(*figures.draw(result, options.out), sep="\n")
         return 0
-    before = README.read_text()
-    after, old = rewritten(before), old_figures()
-    is_old = after != before or bool(old)
+    texts = {page: rewritten(page) for page in pages()}
+    changed = {path: text for path, text in texts.items() if text != (ROOT / path).read_text()}
+    undrawn = old_figures()
     if options.check:
-        if is_old:
-            print(
-                f"README.md or figures differ from benchmarks/results {old}: run python -m benchmarks.report"
-            )
-        return int(is_old)
-    # Pictures first: a README whose pictures could not be drawn would name files that are not there.
-    for name in old:
+        if old := [*changed, *undrawn]:
+            print(f"not what benchmarks/results make: {', '.join(old)}: run python -m benchmarks.report")
+        return int(bool(old))
+    # Pictures first: a page whose pictures could not be drawn would name files that are not there.
+    for name in undrawn:
         figures.draw(read(name), options.out)
-    README.write_text(after)
+    for path, text in changed.items():
+        (ROOT / path).write_text(text)
     return 0
 
 

@@ -3,204 +3,135 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from benchmarks.reports.text import Result, Row, all_figures, command, listed, markdown, micros
+from benchmarks.reports.text import Result, Row, all_figures, caption, command, markdown, micros, verdict
 
-BATCHES = (1, 16, 256)
-APPEND_BATCHES = (1, 32, 256)
 SIDES = {"rose_core": "Rose", "rose_in_vllm": "Rose behind vLLM's interface", "stock": "vLLM's manager"}
-WAYS_TO_CLONE = {
-    "loop": "one by one, layer by layer",
-    "batched_torch": "one plan, torch copies",
-    "batched": "one plan, one launch",
-}
-# Results from before this variant was dropped name it under their losses.
-_CLONES = {**WAYS_TO_CLONE, "loop_filled": "one by one, filled part only"}
-WAYS_TO_APPEND = {
-    "append": "append one by one",
-    "reserve_write": "one write a layer",
-    "reserve_fused": "stored by attention",
+WAYS = {
+    "kv_cow_clone": {
+        "loop": "one by one, layer by layer",
+        # Results from before this variant was dropped have it.
+        "loop_filled": "one by one, filled part only",
+        "batched_torch": "one plan, torch copies",
+        "batched": "one plan, one launch",
+    },
+    "kv_append": {
+        "append": "append one by one",
+        "reserve_write": "reserve, one write a layer",
+        "reserve_fused": "reserve, stored by attention",
+    },
 }
 OURS = {"kv_cow_clone": ("batched_torch", "batched"), "kv_append": ("reserve_write", "reserve_fused")}
 """Variants of Rose: losses are counted for these, against every variant before them."""
 
-# What the README calls a case -> its name in the file.
-KERNEL_ROWS = {
-    "decode attention, GPT-2, 1 row of 1,024 tokens": "decode GPT-2 B=1 context 1,024",
-    "decode attention, GPT-2, 32 rows of 1,024": "decode GPT-2 B=32 context 1,024",
-    "decode attention, GPT-2, 256 rows of 1,024": "decode GPT-2 B=256 context 1,024",
-    "decode attention, Llama-8B, 1 row of 32,768": "decode Llama-8B B=1 context 32,768",
-    "decode attention, Llama-8B, 64 rows of 4,096": "decode Llama-8B B=64 context 4,096",
-    "prefill attention, GPT-2, 32 prompts of 512": "prefill GPT-2 32 x 512",
-    "prefill attention, Llama-8B, 4 prompts of 8,192": "prefill Llama-8B 4 x 8,192",
-    "prefill attention, Llama-8B, 2 chunks of 2,048 after 6,144": "prefill Llama-8B 2 x 2,048 after 6,144",
-    "clone of 1 block, 12 layers": "clone 1 block of 12 layers",
-    "clone of 256 blocks, 12 layers": "clone 256 blocks of 12 layers",
-    "four products of a GPT-2 layer, 1 row": "products of a GPT-2 layer, 1 row",
-    "four products of a GPT-2 layer, 32 rows": "products of a GPT-2 layer, 32 rows",
-    "four products of a GPT-2 layer, 256 rows": "products of a GPT-2 layer, 256 rows",
-    "GPT-2's head and the most likely token, 32 rows": "head and sample B=32 greedy",
-    "sampler, 256 rows, greedy": "sample B=256 greedy",
-    "sampler, 1 row, top-k 50 and top-p 0.9": "sample B=1 top-k 50, top-p 0.9",
-    "sampler, 256 rows, top-k 50 and top-p 0.9": "sample B=256 top-k 50, top-p 0.9",
-    "sampler, 256 rows, top-p 0.9": "sample B=256 top-p 0.9",
-}
-KERNELS_COMMAND = "python -m benchmarks.kernels --prove --json benchmarks/results/h200/kernels.json"
+IN_A_GRAPH = {"total": "", "graph": ", in a graph"}
+# The tests of the kernels have to pass on the machine that times them.
+KERNELS_COMMAND = "python -m benchmarks.kernels --prove"
 
 
 def block_manager_table(result: Result) -> str:
     """Return one step of 256 running requests, one lookup, and every loss."""
     scenes = result["scenes"]
-    decode, prompt = scenes["steady_decode"], scenes["long_prompt"]
-    rows: list[tuple[str, ...]] = []
-    for label, phase in (("no block fills up", "inside"), ("every request needs a new block", "rolls_over")):
-        medians = (micros(decode[side][phase]["median"]) for side in SIDES)
-        rows.append((f"decode step, {label}", *medians))
-    copies = micros(scenes["copy_on_write"]["median"])
-    rows.append(("copy-on-write of 256 tails", copies, "", "no such thing"))
-    lookups = (
-        prompt[side]["match" if side == "rose_core" else "get_computed_blocks.again"]["median"]
-        for side in SIDES
-    )
-    rows.append(("lookup of a cached prompt of 4,096 tokens, hashed before", *map(micros, lookups)))
-    machine, versions = result["machine"], result["versions"]
-    source = f"Medians, one core of an {machine['cpu']}, vLLM {versions['vllm']}; {command(result)}."
+    steps, prompt, copies = scenes["steady_decode"], scenes["long_prompt"], scenes["copy_on_write"]
+    match = {side: "match" if side == "rose_core" else "get_computed_blocks.again" for side in SIDES}
+    lookups = [prompt[side][name] for side, name in match.items()]
+    found = {
+        "decode step, no block fills up": [steps[side]["inside"] for side in SIDES],
+        "decode step, every request needs a new block": [steps[side]["rolls_over"] for side in SIDES],
+        "lookup of a cached prompt of 4,096 tokens, hashed before": lookups,
+    }
+    rows = [(name, *(micros(side["median"]) for side in sides)) for name, sides in found.items()]
+    rows.append(("copy-on-write of 256 tails", micros(copies["median"]), "", "no such thing"))
     lost = (
-        f"{loss['name']}, {SIDES[loss['side']]}: {micros(loss['rose_us'])} against {micros(loss['stock_us'])}"
+        (SIDES[loss["side"]], f"{loss['name']}: {micros(loss['rose_us'])} against {micros(loss['stock_us'])}")
         for loss in result["losses"]
     )
-    table = markdown(("256 requests, blocks of 16", *SIDES.values()), rows)
-    return "\n\n".join((table, source, listed("Losses", lost)))
+    header, source = (
+        ("256 requests, blocks of 16", *SIDES.values()),
+        f"one core of an {result['machine']['cpu']}",
+    )
+    return markdown(
+        header, rows, caption(result, source), verdict(lost, "the comparisons with vLLM's manager")
+    )
 
 
 def scenes_table(result: Result) -> str:
     """Return every figure of a result with nested ``scenes``."""
-    table = markdown(("figure", "us: median (p10 - p90)"), all_figures(result["scenes"]))
-    return f"{table}\n\n{command(result)}."
+    rows = all_figures(result["scenes"])
+    return markdown(("figure", "us: median (p10 - p90)"), rows, f"{command(result)}.")
 
 
-def kv_cow_clone_table(result: Result) -> str:
-    """Return clone, append and free for a batch of requests that share a block of one token."""
-    ways = [name for name in WAYS_TO_CLONE if name in result["rows"][0]["variants"]]
-    rows = []
-    for row in result["rows"]:
-        if row["batch"] in BATCHES:
-            totals = [row["variants"][name]["total"]["median"] for name in ways]
-            rows.append((str(row["batch"]), *map(micros, totals), f"{totals[0] / totals[-1]:.1f}x"))
-    settings = result["settings"]
-    source = (
-        f"Medians, {result['machine']['device']}, {settings['dtype']}, {settings['num_layers']} layers, "
-        f"blocks of {settings['block_size']}; {command(result)}."
-    )
-    table = markdown(("requests", *(WAYS_TO_CLONE[name] for name in ways), ""), rows)
-    return "\n\n".join((table, source, _variants_lost(result["losses"], "request", _CLONES)))
+def variants_table(result: Result) -> str:
+    """Return every batch with all ways to copy or to store, and every loss."""
+    names, settings, rows = WAYS[result["benchmark"]], result["settings"], result["rows"]
+    figures = {
+        f"{label}{where}": [row["variants"][name][figure]["median"] for row in rows]
+        for figure, where in IN_A_GRAPH.items()
+        for name, label in names.items()
+        if figure in rows[0]["variants"].get(name, ())
+    }
+    cells = [[micros(us) for us in found] for found in figures.values()]
+    facts = [f"{settings['num_layers']} layers", f"blocks of {settings['block_size']}"]
+    facts += [f"{settings['context']} tokens each"] if "context" in settings else []
+    lost = []
+    for loss in result["losses"]:
+        values = f"{micros(loss['us'])} against {micros(loss['faster_us'])} ({names[loss['faster']]})"
+        title = names[loss["variant"]] + IN_A_GRAPH[loss["figure"]]
+        lost.append((title, f"batch of {loss['batch']}: {values}"))
+    of = f"{sum(1 for _ in _variant_pairs(rows, OURS[result['benchmark']]))} comparisons"
+    source = caption(result, result["machine"]["device"], settings["dtype"], *facts)
+    by_batch = zip((str(row["batch"]) for row in rows), *cells, strict=True)
+    return markdown(("requests", *figures), by_batch, source, verdict(lost, of))
 
 
-def kv_append_table(result: Result) -> str:
-    """Return what a decode step takes with each way to store its tokens, and every loss."""
-    rows = []
-    for row in result["rows"]:
-        if row["batch"] in APPEND_BATCHES:
-            ways = [row["variants"][name] for name in WAYS_TO_APPEND]
-            totals = [way["total"]["median"] for way in ways]
-            replayed = (micros(way["graph"]["median"]) if "graph" in way else "" for way in ways[1:])
-            cells = (*map(micros, totals), f"{totals[0] / totals[2]:.1f}x", *replayed)
-            rows.append((str(row["batch"]), *cells))
-    header = (
-        "sequences",
-        "append one by one",
-        "reserve, one write a layer",
-        "reserve, stored by attention",
-        "",
-        "one write a layer, in a graph",
-        "stored by attention, in a graph",
-    )
-    settings = result["settings"]
-    source = (
-        f"Medians, one decode step, attention of {settings['num_layers']} layers included, "
-        f"{result['machine']['device']}, {settings['dtype']}, {settings['context']} tokens each; {command(result)}."
-    )
-    lost = _variants_lost(result["losses"], "sequence", WAYS_TO_APPEND)
-    return "\n\n".join((markdown(header, rows), source, lost))
+kv_cow_clone_table = kv_append_table = variants_table
+
+
+def _variant_pairs(rows: Sequence[Row], ours: Sequence[str]) -> Iterator[Row]:
+    """Yield each variant of Rose beside each that stands before it, of every batch."""
+    for row in rows:
+        for (faster, earlier), (name, side) in itertools.combinations(row["variants"].items(), 2):
+            for figure in IN_A_GRAPH if name in ours else ():
+                if figure in side and figure in earlier:
+                    pair = {"batch": row["batch"], "figure": figure, "variant": name}
+                    times = {"us": side[figure]["median"], "faster_us": earlier[figure]["median"]}
+                    yield {**pair, **times, "faster": faster}
 
 
 def variant_losses(rows: Sequence[Row], ours: Sequence[str]) -> list[Row]:
-    """Return every case in which a variant of Rose took longer than one that stands before it.
+    """Return every case in which a variant of Rose, one of ``ours``, took longer than one that stands before it.
 
-    Args:
-        rows: ``batch``, and ``variants``: name -> part -> spread, ``total`` and maybe ``graph`` included.
-        ours: the variants of Rose; all others stand before them.
-
-    Returns:
-        For each: ``batch``; ``figure``, "total" or "graph"; ``variant`` with its ``us``, and ``faster`` with its
-        ``faster_us``: medians in microseconds.
+    For each: ``batch``; ``figure``, "total" or "graph"; ``variant`` and ``faster``, with medians in microseconds
+    ``us`` and ``faster_us``.
     """
-    found = []
-    for row in rows:
-        pairs = itertools.combinations(row["variants"], 2)
-        for faster, name in ((earlier, later) for earlier, later in pairs if later in ours):
-            sides = row["variants"][name], row["variants"][faster]
-            for figure in ("total", "graph"):
-                if all(figure in side for side in sides):
-                    us, faster_us = (side[figure]["median"] for side in sides)
-                    if us > faster_us:
-                        loss = {"batch": row["batch"], "figure": figure, "variant": name, "us": us}
-                        found.append({**loss, "faster": faster, "faster_us": faster_us})
-    return found
-
-
-def _variants_lost(losses: Sequence[Row], what: str, names: dict[str, str]) -> str:
-    where = {"total": "", "graph": " in a graph"}
-    lost = (
-        f"{loss['batch']} {what}{'s' * (loss['batch'] > 1)}{where[loss['figure']]}, {names[loss['variant']]}: "
-        f"{micros(loss['us'])} against {micros(loss['faster_us'])} ({names[loss['faster']]})"
-        for loss in losses
-    )
-    return listed("Losses", lost)
+    return [pair for pair in _variant_pairs(rows, ours) if pair["us"] > pair["faster_us"]]
 
 
 def kernel_problems(result: Result) -> list[str]:
     """Return what is unproved, and every peer that is missing or was not timed."""
-    return [
-        *(
-            f"{family} is unproved: {state['unproved_because']}"
-            for family, state in result["families"].items()
-            if state["unproved_because"]
-        ),
-        *(f"not every peer was timed: {peer} ({why})" for peer, why in result["missing_peers"].items()),
-        *(
-            f"not every peer was timed: {peer} in {row['case']} ({side['error']})"
-            for row in result["rows"]
-            for peer, side in row["sides"].items()
-            if "error" in side
-        ),
-    ]
+    states = {family: state["unproved_because"] for family, state in result["families"].items()}
+    found = [f"{family} is unproved: {why}" for family, why in states.items() if why]
+    absent = list(result["missing_peers"].items())
+    for row in result["rows"]:
+        sides = row["sides"].items()
+        absent += [(f"{peer} in {row['case']}", side["error"]) for peer, side in sides if "error" in side]
+    return [*found, *(f"not every peer was timed: {peer} ({why})" for peer, why in absent)]
 
 
 def kernels_table(result: Result) -> str:
-    """Return kernels beside the best of their peers, and every loss."""
-    by_name = {row["case"]: row for row in result["rows"]}
+    """Return every kernel beside the best of its peers, and every loss."""
     rows = []
-    for label, name in KERNEL_ROWS.items():
-        sides = by_name[name]["sides"]
-        rose = sides["Rose"]
-        best_us, best = min((side["p50_us"], peer) for peer, side in sides.items() if peer != "Rose")
-        speed = f"{rose['copy_share']:.0%} of copy"
-        if by_name[name]["family"] == "prefill":
-            speed = f"{rose['tflop_per_s']:.0f} TFLOP/s"
+    for row in result["rows"]:
+        rose = row["sides"]["Rose"]
+        best_us, best = min((side["p50_us"], peer) for peer, side in row["sides"].items() if peer != "Rose")
+        is_prefill = row["family"] == "prefill"
+        speed = f"{rose['tflop_per_s']:.0f} TFLOP/s" if is_prefill else f"{rose['copy_share']:.0%} of copy"
         ratio = f"{best_us / rose['p50_us']:.2f}x"
-        rows.append((label, micros(rose["p50_us"]), speed, f"{micros(best_us)}, {best}", ratio))
-    names = {"torch": "torch", "triton": "Triton", "vllm": "vLLM", "flashinfer-python": "flashinfer"}
-    versions = ", ".join(
-        f"{label} {result['versions'][name]}" for name, label in names.items() if name in result["versions"]
-    )
-    source = (
-        f"Medians, {result['gpu']} (copy {result['copy_bytes_per_s'] / 1e12:.2f} TB/s), {versions}; "
-        f"`{KERNELS_COMMAND}`."
-    )
-    table = markdown(("", "Rose", "", "best peer", "peer / Rose"), rows)
-    return "\n\n".join((table, source, _kernel_losses(result["rows"])))
+        rows.append((row["case"], micros(rose["p50_us"]), speed, f"{micros(best_us)}, {best}", ratio))
+    source = caption({**result, "command": KERNELS_COMMAND}, _gpu(result))
+    header = ("", "Rose", "", "best peer", "peer / Rose")
+    return markdown(header, rows, source, _kernel_losses(result["rows"]))
 
 
 def all_kernels_table(result: Result) -> str:
@@ -217,17 +148,17 @@ def all_kernels_table(result: Result) -> str:
                 cells = [*times, *speeds, f"{figures['tflop_per_s']:.0f}", ratio]
             rows.append((row["case"] if side == "Rose" else "", side, *cells))
     header = ("case", "side", "p20 us", "p50 us", "p80 us", "GB/s", "of copy", "TFLOP/s", "x Rose")
-    copy = f"{result['copy_bytes_per_s'] / 1e12:.2f} TB/s"
-    source = f"{result['gpu']}, driver {result['driver']}, copy {copy}."
     problems = "\n".join(f"- {problem[:300]}" for problem in kernel_problems(result))
-    return "\n\n".join((markdown(header, rows), source, problems, _kernel_losses(result["rows"])))
+    return markdown(header, rows, f"{_gpu(result)}.", problems, _kernel_losses(result["rows"]))
+
+
+def _gpu(result: Result) -> str:
+    return f"{result['gpu']}, driver {result['driver']}, copy {result['copy_bytes_per_s'] / 1e12:.2f} TB/s"
 
 
 def _kernel_losses(rows: Sequence[Row]) -> str:
-    best = {
-        row["case"]: min((side.get("times_rose") or 1.0, peer) for peer, side in row["sides"].items())
-        for row in rows
-    }
-    lost = [f"{case} ({ratio:.2f}x, {peer})" for case, (ratio, peer) in best.items() if ratio < 1.0]
-    count = f"Slower than a peer in {len(lost)} of {len(rows)} cases"
-    return count + (f": {'; '.join(lost)}." if lost else ".")
+    lost = []
+    for row in rows:
+        ratio, peer = min((side.get("times_rose") or 1.0, peer) for peer, side in row["sides"].items())
+        lost += [(f"behind {peer}", f"{row['case']} ({ratio:.2f}x)")] if ratio < 1.0 else []
+    return verdict(lost, f"{len(rows)} cases")

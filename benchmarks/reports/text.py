@@ -1,8 +1,10 @@
-"""Markdown of tables and figures, for README and, rendered by rich, for the terminal."""
+"""Markdown of tables, captions and verdicts, for documents and, rendered by rich, for the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import operator
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,23 @@ from benchmarks.support.run_facts import write_json
 Row = dict[str, Any]
 Result = dict[str, Any]
 
+LABELS = {"rose": "Rose", "rose-in-vllm": "Rose in vLLM", "vllm": "vLLM", "sglang": "SGLang"}
+_LIBRARIES = {"torch": "torch", "triton": "Triton", "vllm": "vLLM", "flashinfer-python": "flashinfer"}
+# What was measured after a release, with that release's number still in the sources.
+_MEASURED_AS = {("Rose", "0.1.0"): "0.2.0 development"}
 MOVED = {
     "benchmarks.arrivals": "benchmarks.online_compare in-process",
     "benchmarks.vllm_serving": "benchmarks.online_compare poisson",
 }
-"""Modules that recorded commands name -> what does the same now."""
+"""Modules that recorded commands name -> what takes the same options now."""
 
 
-def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table."""
+def markdown(header: Iterable[str], rows: Iterable[Iterable[str]], *paragraphs: str) -> str:
+    """Return a table, and paragraphs below it."""
     header = list(header)
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n\n".join((table, *paragraphs))
 
 
 def micros(us: float) -> str:
@@ -43,76 +50,85 @@ def percentiles(figures: Mapping[str, float], metric: str, shares: Iterable[int]
     return " / ".join(milliseconds(figures[f"p{share}_{metric}_ms"]) for share in shares)
 
 
-def listed(title: str, entries: Iterable[str], none: str = "none") -> str:
-    """Return ``title: a; b.``, or what to say where there are no entries."""
-    return f"{title}: {'; '.join(entries) or none}."
+def grouped(rows: Iterable[Row], *names: str) -> dict[Any, list[Row]]:
+    """Return rows by their values of one column, or by tuples of several, in the order of their first rows."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(operator.itemgetter(*names)(row), []).append(row)
+    return groups
+
+
+def medians(rows: Sequence[Row], names: Iterable[str]) -> dict[str, float]:
+    """Return each column's median."""
+    return {name: statistics.median(row[name] for row in rows) for name in names}
+
+
+def caption(result: Result, *facts: str, turns: Iterable[int] = ()) -> str:
+    """Return what a table's medians are of, ``turns`` of engines for instance, the versions and the command."""
+    counts = sorted(set(turns))
+    of = (
+        f" of {' to '.join(str(count) for count in dict.fromkeys(counts[:1] + counts[-1:]))} turns"
+        if counts
+        else ""
+    )
+    runs = f" in {len(result['runs'])} runs" if "runs" in result else ""
+    if "backends" in result:
+        facts += (result["device"], result["settings"]["model"], result["settings"]["dtype"])
+    return f"Medians{of}{runs}, {', '.join(facts)}; {versions(result)}; {command(result)}."
 
 
 def command(result: Result) -> str:
-    """Return the recorded command line; behind one that has moved, the sources it ran with and its new name."""
-    text = f"`{result['command']}`"
+    """Return the command line that repeats a result, and its module's name at the time if that was another."""
+    text, was = result["command"], ""
     for old, new in MOVED.items():
-        if old in result["command"]:
-            sources = result.get("sources_digest", "not recorded")
-            text += f" (sources: {sources}; today `python -m {new}`)"
-    return text
+        if old in text:
+            text, was = text.replace(old, new), f" (at the time `{old}`)"
+    return f"`{text}`{was}"
 
 
-def turns_text(counts: Iterable[int]) -> str:
-    """Return ``3``, or ``2 to 3`` where numbers of turns differ."""
-    counts = set(counts)
-    return " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
+def versions(result: Result) -> str:
+    """Return each engine's version, or those of the libraries where no engines are compared."""
+    of_engines = {name: facts["version"] for name, facts in result.get("backends", {}).items()}
+    names, found = (LABELS, of_engines) if of_engines else (_LIBRARIES, result["versions"])
+    pairs = ((label, found[name]) for name, label in names.items() if name in found)
+    return ", ".join(f"{label} {_MEASURED_AS.get((label, version), version)}" for label, version in pairs)
 
 
-def in_runs(result: Result) -> str:
-    """Return what follows a number of turns: nothing where one run took all of them."""
-    return f" in {len(result['runs'])} runs" if "runs" in result else ""
-
-
-def absent_engines(result: Result) -> list[str]:
-    """Return engines that were missing or failed, each with the first line of the reason."""
-    return [
-        f"{name} ({why.splitlines()[0]})"
-        for label in ("missing", "failed")
-        for name, why in result.get(label, {}).items()
-    ]
-
-
-def missed_goals(result: Result) -> str:
-    """Return each goal that was missed, with its value and limit."""
-    missed = [
-        f"{goal['name']} ({goal['value']:.2f} {goal['unit']}, at {'least' if goal['at_least'] else 'most'} "
-        f"{goal['limit']:g})"
-        for goal in result["bars"]
-        if not goal["met"]
-    ]
-    return f"Goals missed: {'; '.join(missed) or 'none'}, of {len(result['bars'])}."
+def verdict(
+    lost: Iterable[tuple[str, str]], of: str, *, some: str = "Slower", none: str = "No losses"
+) -> str:
+    """Return in how many of all cases Rose is behind, and each: with a title that several may share, and its values."""
+    by_title: dict[str, list[str]] = {}
+    for title, case in lost:
+        by_title.setdefault(title, []).append(case)
+    if not by_title:
+        return f"{none} in {of}."
+    entries = (f"- {title}: {'; '.join(cases)}" for title, cases in by_title.items())
+    return "\n".join((f"{some} in {sum(map(len, by_title.values()))} of {of}:\n", *entries))
 
 
 def all_figures(tree: Any, *path: str) -> Iterator[tuple[str, str]]:
     """Yield name and ``median (p10 - p90)`` of every figure in nested dicts and lists."""
-    if isinstance(tree, Mapping):
-        if "median" in tree:
-            yield ", ".join(path), "{median:,.2f} ({p10:,.2f} - {p90:,.2f})".format(**tree)
-            return
-        # Entries of a list are told apart by their sizes and sides.
-        names = [str(value) for value in tree.values() if isinstance(value, str | int)]
-        for name, value in tree.items():
-            yield from all_figures(value, *path, *(names if isinstance(value, Mapping) else ()), name)
-    elif isinstance(tree, list):
+    if isinstance(tree, list):
         for entry in tree:
-            yield from all_figures(entry, *path)
+            # Entries of a list are told apart by their sizes and sides.
+            names = (str(value) for value in entry.values() if isinstance(value, str | int))
+            yield from all_figures(entry, *path, *names)
+    elif "median" in tree:
+        yield ", ".join(path), "{median:,.2f} ({p10:,.2f} - {p90:,.2f})".format(**tree)
+    else:
+        for name, value in tree.items():
+            yield from all_figures(value, *path, name) if isinstance(value, dict | list) else ()
 
 
 def publish(report: Result, table: str, path: Path | None) -> None:
-    """Print a result as README would show it, then its goals and whatever is not in it; write it to ``path``."""
+    """Print a result as the documents would show it, its goals and whatever is not in it; write it to ``path``."""
     console = Console(width=180)
     console.print(Markdown(table))
     for goal in report.get("bars", ()):
-        verdict = "met" if goal["met"] else "MISSED"
-        least = "at least" if goal["at_least"] else "at most"
-        text = f"{verdict}: {goal['name']}: {goal['value']:.3f} {goal['unit']}, {least} {goal['limit']:g}"
-        console.print(text, markup=False)
+        met, least = "met" if goal["met"] else "MISSED", "at least" if goal["at_least"] else "at most"
+        value = f"{goal['value']:.3f} {goal['unit']}, {least} {goal['limit']:g}"
+        console.print(f"{met}: {goal['name']}: {value}", markup=False)
     if report.get("turns_left_out"):
         console.print(f"out of time: {report['turns_left_out']} turns were not taken")
     for row in report["rows"] if isinstance(report.get("rows"), list) else ():

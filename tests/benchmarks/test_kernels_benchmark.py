@@ -137,13 +137,13 @@ def test_the_printed_report_names_losses_and_what_is_missing() -> None:
     assert "not every peer was timed: absent (No module named 'absent')" in text
     assert "not every peer was timed: wrong in some work (differs" in text
     assert "| some work | Rose | 3.00 | 3.00 | 3.00 | 2,667 | 66.7% | 2 |  |" in text
-    assert text.endswith("Slower than a peer in 1 of 1 cases: some work (0.50x, fast).")
+    assert text.endswith("Slower in 1 of 1 cases:\n\n- behind fast: some work (0.50x)")
 
 
 def test_the_printed_report_has_no_ratio_without_a_proof() -> None:
     text = report_of([measured({ROSE: 3.0, "fast": 1.5}, compare=False)], "tests/t.py: 1 failed")
     assert "decode is unproved: tests/t.py: 1 failed" in text
-    assert text.endswith("Slower than a peer in 0 of 1 cases.") and "0.50" not in text
+    assert text.endswith("No losses in 1 cases.") and "0.50" not in text
     (line,) = [line for line in text.splitlines() if "fast" in line]
     assert "unproved" in line
 

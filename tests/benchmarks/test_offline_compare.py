@@ -53,7 +53,10 @@ def test_a_quick_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.Capt
             assert row["figures"][row["figure"]]["median"] > 0
     assert report["losses"] == losses(report["rows"]) != []
     printed = " ".join(capsys.readouterr().out.split())
-    assert "Losses in 3 cases: Rose takes" in printed
+    assert (
+        f"Slower in {len(report['losses'])} of 3 comparisons:" in printed
+        and "Rose behind SGLang: " in printed
+    )
 
 
 def test_an_engine_that_dies_half_way_is_named_and_its_figures_are_kept(

@@ -1,4 +1,4 @@
-"""The README's tables of what is copied and appended."""
+"""Published tables of the block manager, and of what is copied and appended."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 from benchmarks.reports.parts import (
     OURS,
     block_manager_table,
-    kv_append_table,
-    kv_cow_clone_table,
     variant_losses,
+    variants_table,
 )
 
 SETTINGS = {"dtype": "float16", "num_layers": 12, "block_size": 64, "context": 512}
@@ -17,8 +16,10 @@ SETTINGS = {"dtype": "float16", "num_layers": 12, "block_size": 64, "context": 5
 
 def result(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
     return {
+        "benchmark": "kv_append",
         "command": "python -m benchmarks.some",
         "machine": {"device": "some GPU"},
+        "versions": {"torch": "2", "python": "3"},
         "settings": SETTINGS,
         "rows": rows,
         **changes,
@@ -32,44 +33,29 @@ def figures(total: float, graph: float | None = None) -> dict[str, Any]:
 def test_all_ways_to_clone_are_shown() -> None:
     ways = {"loop": 900.0, "loop_filled": 80.0, "batched_torch": 85.0, "batched": 90.0}
     rows = [{"batch": batch, "variants": {way: figures(us) for way, us in ways.items()}} for batch in (1, 2)]
-    text = kv_cow_clone_table(result(rows, losses=variant_losses(rows[:1], OURS["kv_cow_clone"])))
+    lost = variant_losses(rows[:1], OURS["kv_cow_clone"])
+    text = variants_table(result(rows, losses=lost, benchmark="kv_cow_clone", settings=SETTINGS))
     assert (
-        "| requests | one by one, layer by layer | one plan, torch copies | one plan, one launch |  |" in text
+        "| requests | one by one, layer by layer | one by one, filled part only | one plan, torch copies "
+        "| one plan, one launch |" in text
     )
-    assert "| 1 | 900 µs | 85 µs | 90 µs | 10.0x |" in text
-    assert "| 2 |" not in text
-    assert "Medians, some GPU, float16, 12 layers, blocks of 64; `python -m benchmarks.some`." in text
+    assert "| 1 | 900 µs | 80 µs | 85 µs | 90 µs |" in text and "\n| 2 | 900 µs |" in text
+    assert "Medians, some GPU, float16, 12 layers, blocks of 64, 512 tokens each; torch 2; `python -m" in text
     filled = "80 µs (one by one, filled part only)"
     assert text.endswith(
-        f"Losses: 1 request, one plan, torch copies: 85 µs against {filled}; 1 request, one plan, one launch: 90 µs "
-        f"against {filled}; 1 request, one plan, one launch: 90 µs against 85 µs (one plan, torch copies)."
+        "Slower in 3 of 10 comparisons:\n\n"
+        f"- one plan, torch copies: batch of 1: 85 µs against {filled}\n"
+        f"- one plan, one launch: batch of 1: 90 µs against {filled}; "
+        "batch of 1: 90 µs against 85 µs (one plan, torch copies)"
     )
-    assert kv_cow_clone_table(result(rows, losses=[])).endswith("Losses: none.")
+    none = variants_table(result(rows, losses=[], benchmark="kv_cow_clone"))
+    assert none.endswith("No losses in 10 comparisons.")
 
 
-def test_all_ways_to_append_and_their_losses_are_shown() -> None:
+def test_ways_to_append_are_shown_alone_and_in_a_graph() -> None:
     rows = [
         {
             "batch": 32,
-            "variants": {
-                "append": figures(5000.0),
-                "reserve_write": figures(400.0, 120.0),
-                "reserve_fused": figures(500.0, 100.0),
-            },
-        }
-    ]
-    text = kv_append_table(result(rows, losses=variant_losses(rows, OURS["kv_append"])))
-    assert "| 32 | 5,000 µs | 400 µs | 500 µs | 10.0x | 120 µs | 100 µs |" in text
-    assert text.endswith(
-        "Losses: 32 sequences, stored by attention: 500 µs against 400 µs (one write a layer)."
-    )
-    assert kv_append_table(result(rows, losses=[])).endswith("Losses: none.")
-
-
-def test_one_write_a_layer_may_lose_to_appending() -> None:
-    rows = [
-        {
-            "batch": 1,
             "variants": {
                 "append": figures(300.0),
                 "reserve_write": figures(400.0, 90.0),
@@ -77,10 +63,12 @@ def test_one_write_a_layer_may_lose_to_appending() -> None:
             },
         }
     ]
-    text = kv_append_table(result(rows, losses=variant_losses(rows, OURS["kv_append"])))
+    text = variants_table(result(rows, losses=variant_losses(rows, OURS["kv_append"])))
+    assert "| 32 | 300 µs | 400 µs | 200 µs | 90 µs | 95 µs |" in text
     assert text.endswith(
-        "Losses: 1 sequence, one write a layer: 400 µs against 300 µs (append one by one); "
-        "1 sequence in a graph, stored by attention: 95 µs against 90 µs (one write a layer)."
+        "Slower in 2 of 4 comparisons:\n\n"
+        "- reserve, one write a layer: batch of 32: 400 µs against 300 µs (append one by one)\n"
+        "- reserve, stored by attention, in a graph: batch of 32: 95 µs against 90 µs (reserve, one write a layer)"
     )
 
 
@@ -96,8 +84,10 @@ def test_losses_of_the_block_manager_are_shown() -> None:
     lost = [{"name": "some lookup", "side": "rose_in_vllm", "rose_us": 30.0, "stock_us": 20.0}]
     facts = {"scenes": scenes, "machine": {"cpu": "some processor"}, "versions": {"vllm": "1"}}
     text = block_manager_table(result([], losses=lost, **facts))
-    assert text.endswith("Losses: some lookup, Rose behind vLLM's interface: 30 µs against 20 µs.")
-    assert block_manager_table(result([], losses=[], **facts)).endswith("Losses: none.")
+    of = "the comparisons with vLLM's manager"
+    lookup = "- Rose behind vLLM's interface: some lookup: 30 µs against 20 µs"
+    assert text.endswith(f"Slower in 1 of {of}:\n\n{lookup}")
+    assert block_manager_table(result([], losses=[], **facts)).endswith(f"No losses in {of}.")
 
 
 def test_a_loss_is_every_variant_of_rose_that_one_before_it_beats() -> None:

@@ -1,11 +1,11 @@
-"""The README's table of whole servers: every latency, the workload, every loss, and nothing that failed."""
+"""The published table of whole servers: every latency, the workload, every loss, and nothing that failed."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from benchmarks.online.timeline import METRICS, PERCENTILES
-from benchmarks.report import engine_problems
+from benchmarks.report import problems
 from benchmarks.reports.serving import trace_losses, trace_table
 
 
@@ -56,17 +56,17 @@ def result(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
 def test_every_load_is_shown_with_the_workload() -> None:
     text = trace_table(result(ROWS))
     lines = text.splitlines()
-    assert lines[:3] == ["Greedy:", "", f"![{ALT}, greedy](benchmarks/figures/online_compare.svg)"]
+    assert lines[:3] == ["Greedy:", "", f"![{ALT}, greedy](../figures/online_compare_greedy.svg)"]
     assert lines[4] == "| p50 / p90 / p99 in ms |  | Rose | vLLM |"
     assert lines[6] == "| scale 0.2, 20 requests/s | answered/s | 1 | 1 |"
     assert lines[7] == "|  | TTFT | 5 / 9 / 9.9 | 15 / 27 / 29.7 |"
     assert lines[8].startswith("|  | TPOT | ")
     assert lines[11] == "| scale 0.1, 40 requests/s | answered/s | 1 | 1 |"
     assert lines[12] == "|  | TTFT | 5 / 9 / 9.9 | 10 / 18 / 19.8 |"
-    assert len(lines) == 4 + 2 + 2 * (1 + len(METRICS)) + 4
-    assert "Medians of 1 to 2 turns of 1,000 requests each" in text
-    assert "all lengths times 0.1, 16 requests left out because they do not fit 1,024 tokens even so" in text
-    assert "input 100 (p50 70, p99 808)" in text and "supply 77% of the prompt blocks" in text
+    assert lines[4 + 2 + 2 * (1 + len(METRICS)) + 3] == "Slower in 1 of 24 comparisons:"
+    assert "Medians of 1 to 2 turns, 1,000 requests each, some GPU, " in text
+    assert "all lengths times 0.1, 16 requests left out that do not fit 1,024 tokens even so" in text
+    assert "input 100 (p50 70, p99 808)" in text and "could supply 77% of the prompt blocks" in text
     assert "random weights" in text and "Rose of rose, vLLM of vllm" in text
 
 
@@ -74,16 +74,18 @@ def test_losses_of_all_modes_are_named() -> None:
     sampled = [turn(name, 0.1, value, "sampled") for name, value in (("rose", 0.2), ("vllm", 0.25))]
     sampled[0]["p50_ttft_ms"] = 130.0
     text = trace_table(result([*ROWS, *sampled]))
-    picture = f"![{ALT}, sampled](benchmarks/figures/online_compare_sampled.svg)\n"
+    picture = f"![{ALT}, sampled](../figures/online_compare_sampled.svg)\n"
     assert text.partition(picture)[2].splitlines()[3:5] == [
         "| scale 0.1, 40 requests/s | answered/s | 1 | 1 |",
         "|  | TTFT | 130 / 18 / 19.8 | 12.5 / 22.5 / 24.8 |",
     ]
-    assert "Losses, of 36 figures of each peer, in ms: " in text
-    assert "Rose behind vLLM, greedy, scale 0.1: ITL p99 9.9 against 0.125" in text
-    assert text.endswith("; Rose behind vLLM, sampled, scale 0.1: TTFT p50 130 against 12.5.")
-    assert trace_table(result(ROWS[3:] + ROWS[1:2])).endswith("in ms: none.")
+    assert text.endswith(
+        "Slower in 2 of 36 comparisons:\n\n"
+        "- greedy, scale 0.1: Rose behind vLLM: ITL p99 9.9 ms against 0.125 ms\n"
+        "- sampled, scale 0.1: Rose behind vLLM: TTFT p50 130 ms against 12.5 ms"
+    )
+    assert trace_table(result(ROWS[3:] + ROWS[1:2])).endswith("No losses in 12 comparisons.")
 
 
 def test_requests_that_failed_are_not_published() -> None:
-    assert engine_problems(result([turn("rose", 0.1, 1.0, failed=3)])) == ["3 requests of rose failed"]
+    assert problems(result([turn("rose", 0.1, 1.0, failed=3)])) == ["3 requests of rose failed"]

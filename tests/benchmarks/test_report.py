@@ -1,29 +1,71 @@
-"""benchmarks/report.py: README's tables and figures are those that the committed results make."""
+"""benchmarks/report.py: tables and figures of the documents are those that the committed results make."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import block_manager, report
 from benchmarks.reports import engines, figures, parts, serving
 
 
-def test_readme_and_results_agree() -> None:
-    text = report.README.read_text()
-    assert report.rewritten(text) == text
+@pytest.mark.parametrize("page", report.pages())
+def test_pages_and_results_agree(page: str) -> None:
+    assert report.rewritten(page) == (report.ROOT / page).read_text()
+
+
+def test_figures_and_results_agree() -> None:
     assert report.old_figures() == []
 
 
-@pytest.mark.parametrize("table", report.TABLES)
-def test_every_table_ends_with_its_losses(table: str) -> None:
-    last_line = report.TABLES[table].text().splitlines()[-1]
-    assert re.match(r"(Losses|Slower than a peer|No difference|Faster without)\b", last_line)
+@pytest.mark.parametrize("name", report.TABLES)
+def test_every_table_has_its_command_losses_and_sources(name: str) -> None:
+    *_, source, verdict, sources = re.sub(r"\n\n- ", "\n- ", report.TABLES[name].text()).split("\n\n")
+    assert re.match(r"Medians\b.*; .*`python -m benchmarks\.", source)
+    assert re.match(r"(Slower\b.* in \d+ of |No losses in |A gain of 2% or more in )", verdict)
+    assert re.match(
+        r"Source digest: (`[0-9a-f]{16}` \(|not recorded \(result added with )commit [0-9a-f]{7}\)", sources
+    )
+
+
+@pytest.mark.parametrize("name", report.TABLES)
+def test_every_command_can_still_be_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    shown = re.findall(r"`python -m (benchmarks\.\w+)( .*?)?`", report.TABLES[name].text())
+    ((module, arguments),) = shown
+    importlib.import_module(module).parse_options(shlex.split(arguments))
+
+
+def test_the_summary_has_both_hosts_and_names_losses() -> None:
+    rows = [line for line in report.summary().splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == 8 and {row.count("|") for row in rows} == {5}
+    assert sum("standalone" in row for row in rows) == 2 and sum("inside vLLM" in row for row in rows) == 4
+    slower = [row for row in rows if "(slower)" in row]
+    assert slower == [row for row in rows if re.search(r" 0\.\d\dx", row)] != []
+
+
+def test_the_index_says_which_sources_were_measured() -> None:
+    text, files = report.sources(), {name: table.file for name, table in report.TABLES.items()}
+    digests = [report.read(file).get("sources_digest") for file in files.values()]
+    known = [digest for digest in digests if digest]
+    assert (
+        f"{len(known)} of {len(digests)} tables record" in text
+        and f"{len(set(known))} different states" in text
+    )
+    lines = dict(re.findall(r"^\| \[(\w+)\]\(\w+\.md\) \| (.*) \|$", text, re.MULTILINE))
+    assert list(lines) == list(files)
+    for line, digest in zip(lines.values(), digests, strict=True):
+        assert line.startswith(
+            f"`{digest}` (commit " if digest else "not recorded (result added with commit "
+        )
 
 
 def recounted_losses(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -45,34 +87,41 @@ def test_losses_in_a_result_are_those_that_its_figures_show(path: Path) -> None:
         assert recounted_losses(result) == result["losses"]
 
 
-def test_pictures_of_readme_are_there() -> None:
-    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", report.README.read_text())
-    assert "benchmarks/figures/block_manager_cost.svg" in pictures
-    assert [path for path in pictures if not (report.ROOT / path).is_file()] == []
+def test_pictures_and_pages_that_pages_name_are_there() -> None:
+    named = set()
+    for path in (report.ROOT / "docs" / "performance").glob("*.md"):
+        links = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text())
+        named |= {(path.parent / link).resolve() for link in links}
+    assert report.FIGURES / "block_manager_cost.svg" in named
+    assert [path for path in named if not path.is_file()] == []
 
 
-def test_a_changed_figure_is_noticed() -> None:
-    text = report.README.read_text()
-    figure = report.TABLES["block_manager"].text().split(" µs")[0].split("| ")[-1]
-    assert report.rewritten(text.replace(f"{figure} µs", "0 µs")) == text
-    assert text.replace(f"{figure} µs", "0 µs") != text
-
-
-def test_a_missing_table_is_named() -> None:
-    with pytest.raises(SystemExit, match="table block_manager: expected once, found 0 times"):
-        report.rewritten("no tables here")
+def test_a_missing_table_is_named(one_result: Path) -> None:
+    one_result.write_text(json.dumps(block_manager_result(1)))
+    (report.ROOT / "docs/performance/parts.md").write_text("no tables here")
+    with pytest.raises(SystemExit, match=r"parts\.md: table some: expected once, found 0 times"):
+        report.rewritten("docs/performance/parts.md")
 
 
 @pytest.fixture
 def one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let README be one table of a result file that the test writes; return the file."""
-    table = report.Table("cpu/some.json", lambda result: f"| {result['value']} |", report.no_problems)
+    """Let one page have one table of a result file that the test writes; return the file."""
+    table = report.Table("parts", "cpu/some.json", lambda result: f"| {result['value']} |")
     monkeypatch.setattr(report, "TABLES", {"some": table})
     monkeypatch.setattr(report, "DRAWN_RESULTS", ("cpu/some.json",))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(report, "FIGURES", tmp_path / "figures")
-    monkeypatch.setattr(report, "README", tmp_path / "README.md")
-    (tmp_path / "README.md").write_text("before\n<!-- table: some -->\nold\n<!-- end of table -->\nbehind\n")
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "summary", lambda: "in short")
+    monkeypatch.setattr(report, "sources", lambda: "of what")
+    (tmp_path / "docs/performance").mkdir(parents=True)
+    for page, name in (
+        ("README", "summary"),
+        ("docs/performance/index", "sources"),
+        ("docs/performance/parts", "some"),
+    ):
+        text = f"before\n<!-- table: {name} -->\nold\n<!-- end of table -->\nbehind\n"
+        (tmp_path / f"{page}.md").write_text(text)
     (tmp_path / "cpu").mkdir()
     return tmp_path / "cpu" / "some.json"
 
@@ -83,6 +132,8 @@ def block_manager_result(value: int) -> dict[str, Any]:
     return {
         "benchmark": "block_manager",
         "value": value,
+        "date": "2026-11-21T15:40:18+00:00",
+        "sources_digest": "0123",
         "machine": {"cpu": "a processor"},
         "settings": {"rows": 256, "block_size": 16},
         "scenes": {"pool_size": [point], "sequence_length": []},
@@ -91,36 +142,40 @@ def block_manager_result(value: int) -> dict[str, Any]:
 
 def test_tables_and_figures_follow_their_result(one_result: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib (the bench or dev extra)")
-    out = ["--out", str(report.FIGURES)]
+    out, page = ["--out", str(report.FIGURES)], report.ROOT / "docs/performance/parts.md"
     for value in (1, 2):
         one_result.write_text(json.dumps(block_manager_result(value)))
         assert report.main(["--check"]) == 1
         assert "run python -m benchmarks.report" in capsys.readouterr().out
         assert report.main(out) == 0
-        assert report.README.read_text().splitlines()[2] == f"| {value} |"
+        sources = "Source digest: `0123` (commit not noted), measured on 2026-11-21."
+        marks = "before\n<!-- table: some -->", "<!-- end of table -->\nbehind\n"
+        assert page.read_text() == f"\n\n| {value} |\n\n{sources}\n\n".join(marks)
+        assert "in short" in (report.ROOT / "README.md").read_text()
         assert report.main(["--check"]) == 0
-    (report.FIGURES / "block_manager_cost.png").unlink()
+    page.write_text(page.read_text().replace("| 2 |", "| 3 |"))
+    assert report.main(["--check"]) == 1
+    assert "docs/performance/parts.md" in capsys.readouterr().out
+    (report.FIGURES / "block_manager_cost.svg").unlink()
     assert report.main(["--check"]) == 1
     assert "cpu/some.json" in capsys.readouterr().out
 
 
-def test_readme_stays_as_it_is_where_a_picture_cannot_be_drawn(
+def test_pages_stay_as_they_are_where_a_picture_cannot_be_drawn(
     one_result: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def draw(*_: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(figures, "DRAW", {"block_manager": draw})
+    monkeypatch.setattr(figures, "draw", draw)
     one_result.write_text(json.dumps(block_manager_result(1)))
-    before = report.README.read_text()
+    before = {page: (report.ROOT / page).read_text() for page in report.pages()}
     with pytest.raises(OSError, match="no space left"):
         report.main([])
-    assert report.README.read_text() == before
+    assert {page: (report.ROOT / page).read_text() for page in report.pages()} == before
 
 
 def test_a_result_that_is_not_whole_is_not_published(one_result: Path) -> None:
-    whole = report.TABLES["some"]
-    report.TABLES["some"] = report.Table(whole.file, whole.make)
     failed = {**block_manager_result(1), "rows": [], "failed": {"vllm": "it died\nat line 3"}}
     one_result.write_text(json.dumps(failed))
     with pytest.raises(SystemExit, match=r"cpu/some.json: not every engine has run: vllm \(it died\)"):
