@@ -16,8 +16,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks import kernel_cases
-from benchmarks.kernel_cases import kv_cache, layer, sampler
+from benchmarks.kernel_cases import case, kv_cache, layer, sampler
 from benchmarks.kernel_cases.case import KernelCase, Launches
 from benchmarks.kernel_cases.kv_cache import Heads
 from rose_backend.kernels.reference import kv_cache as reference
@@ -52,7 +51,8 @@ def _clone(cache: torch.Tensor, *pairs: torch.Tensor, block_dim: int, independen
 def on_cpu() -> Iterator[None]:
     """Put tensors on the CPU, shrink what cases share, and leave out peers but torch: the others need a GPU."""
     smaller = (
-        (kernel_cases, "load_peer", lambda *_: None),
+        (case, "MISSING", {}),
+        (case, "add_peer", lambda sides, peer, make: case.MISSING.setdefault(peer, "needs a GPU")),
         (kv_cache, "block_clone", _clone),
         (kv_cache, "NUM_BLOCKS", 20),
         (sampler, "VOCAB_SIZE", 5003),

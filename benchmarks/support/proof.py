@@ -13,7 +13,6 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,9 @@ KERNELS = ROOT / "rose_backend" / "kernels"
 DEFAULT_FOLDER = ROOT / "build" / "kernel_proofs"
 
 
-def source_digest(test_file: str | None = None) -> str:
-    """Return a digest of every kernel's source, and of a file of tests if one is named."""
-    paths = (*sorted(KERNELS.rglob("*.py")), *([ROOT / test_file] if test_file else []))
-    return digest_of(paths, ROOT)
+def source_digest(*test_files: str) -> str:
+    """Return a digest of every kernel's source, and of files of tests."""
+    return digest_of([*sorted(KERNELS.rglob("*.py")), *(ROOT / file for file in test_files)], ROOT)
 
 
 def machine_facts() -> dict[str, str]:
@@ -46,30 +44,20 @@ def machine_facts() -> dict[str, str]:
     return facts
 
 
-def unproved_because(test_files: Iterable[str], folder: Path, machine: dict[str, str]) -> str | None:
+def unproved_because(test_file: str, folder: Path, machine: dict[str, str]) -> str | None:
     """Return why these tests cannot be said to have passed for the present sources on ``machine``, or None."""
+    digest = source_digest(test_file)
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    for test_file in test_files:
-        if not (ROOT / test_file).is_file():
-            return f"{test_file}: no such file"
-        digest = source_digest(test_file)
-        seen = [
-            record["files"][test_file]
-            for record in records
-            if record["machine"] == machine and record["files"].get(test_file, {}).get("digest") == digest
-        ]
-        if not seen:
-            return f"{test_file}: not run for these kernels on this machine"
-        failed = sorted(set().union(*(file["failed"] for file in seen)))
-        if failed:
-            return f"{test_file}: {len(failed)} failed, {failed[0].split('::', 1)[1]} among them"
-        missing = set().union(*(file["collected"] for file in seen)) - set().union(
-            *(file["passed"] for file in seen)
-        )
-        if missing:
-            return (
-                f"{test_file}: {len(missing)} not run or skipped, {min(missing).split('::', 1)[1]} among them"
-            )
+    files = [record["files"].get(test_file) for record in records if record["machine"] == machine]
+    seen = [file for file in files if file is not None and file["digest"] == digest]
+    if not seen:
+        return f"{test_file}: not run for these kernels on this machine"
+    collected, passed, failed = (
+        set().union(*(file[outcome] for file in seen)) for outcome in ("collected", "passed", "failed")
+    )
+    for tests, what in ((failed, "failed"), (collected - passed, "not run or skipped")):
+        if tests:
+            return f"{test_file}: {len(tests)} {what}, {min(tests).split('::', 1)[1]} among them"
     return None
 
 
