@@ -23,12 +23,8 @@ from benchmarks.support.cli import check_at_least, new_parser
 from benchmarks.support.run_facts import bar, run_facts
 from benchmarks.support.timing import alternate, no_garbage_collection, pin_to_one_core, spreads
 
-SCENES = {
-    "steady": "All requests decode",
-    "turnover": "Requests come and go, each lives for 128 steps",
-    "saturated": "More requests than may run, each makes 128 tokens on average",
-}
-_NUM_STEPS = {"steady": 48, "turnover": 128, "saturated": 128}
+NUM_STEPS = {"steady": 48, "turnover": 128, "saturated": 128}
+"""Scene -> timed steps: all requests decode; requests come and go; more requests than may run."""
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -51,7 +47,7 @@ def run_scenes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from benchmarks.support.scheduler_loops import SIDES, SchedulerLoop
 
     def run(side: str, batch: int, scene: str) -> dict[str, list[float]]:
-        samples = loops[side].run(batch, _NUM_STEPS[scene] // (4 if options.quick else 1), scene)
+        samples = loops[side].run(batch, NUM_STEPS[scene] // (4 if options.quick else 1), scene)
         if side != "stock":
             loops[side].scheduler.kv_cache_manager.manager.check_integrity()
         return samples
@@ -59,7 +55,7 @@ def run_scenes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     loops = {side: SchedulerLoop(side, options.block_size, max(options.batches), folder) for side in SIDES}
     scenes: dict[str, Any] = {}
     with no_garbage_collection():
-        for scene in SCENES:
+        for scene in NUM_STEPS:
             for batch in options.batches:
                 sides = {side: functools.partial(run, side, batch, scene) for side in SIDES}
                 alternate(sides, 1)
@@ -74,11 +70,10 @@ def judge(scenes: dict[str, Any]) -> list[dict[str, Any]]:
     for scene, batches in scenes.items():
         for batch, sides in batches.items():
             rose, stock = (sides[side]["both"]["median"] for side in ("rose", "stock"))
-            bars.append(
-                bar(f"{scene}, {batch} requests, Rose's time over vLLM's", rose / stock, 1.0, "times")
-            )
-            if scene == "steady" and batch == "256":
-                bars.append(bar(f"{scene}, {batch} requests, both", rose, 500, "us"))
+            name = f"{scene}, {batch} requests"
+            bars.append(bar(f"{name}, Rose's time over vLLM's", rose / stock, 1.0, "times"))
+            if name == "steady, 256 requests":
+                bars.append(bar(f"{name}, both", rose, 500, "us"))
     return bars
 
 
@@ -88,11 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = run_facts(pin_to_one_core())
     with tempfile.TemporaryDirectory() as folder:
         scenes = run_scenes(options, Path(folder))
-    settings = {name: getattr(options, name) for name in ("batches", "block_size", "repeats", "quick")}
     report = {
         "benchmark": "vllm_scheduler",
         **facts,
-        "settings": settings,
+        "settings": {name: getattr(options, name) for name in ("batches", "block_size", "repeats", "quick")},
         "bars": judge(scenes),
         "scenes": scenes,
     }

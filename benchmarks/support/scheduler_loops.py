@@ -12,20 +12,17 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import GPT2Config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from benchmarks.support.block_manager_loops import VOCAB_SIZE, kv_cache_config, make_request
+from benchmarks.support.timing import Samples, timed_us
 from rose_backend import vllm_plugin
-from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
 from rose_backend.vllm_plugin.scheduler.scheduler import RoseAsyncScheduler
 
 SIDES = ("rose", "rose_unbatched", "stock")
@@ -35,7 +32,6 @@ MAX_MODEL_LEN = 1024
 LIFETIME = 128
 """Steps that a request lives on average where requests come and go."""
 _PROMPT_LEN = 32
-_VOCAB_SIZE = 50_257
 _NUM_WARM_UP_STEPS = 4
 
 
@@ -51,7 +47,6 @@ class SchedulerLoop:
 
     def __init__(self, side: str, block_size: int, max_num_seqs: int, folder: Path) -> None:
         vllm_plugin.register()
-        init_none_hash(sha256)  # vLLM's default algorithm
         GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(folder)
         options: dict[str, Any] = {}
         if side != "stock":
@@ -69,29 +64,26 @@ class SchedulerLoop:
             **options,
         ).create_engine_config()
         config.scheduler_config.async_scheduling = True
-        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=64, dtype=torch.float32)
         num_blocks = max_num_seqs * (MAX_MODEL_LEN // block_size + 2) + 1
         config.cache_config.num_gpu_blocks = num_blocks
         scheduler_class = AsyncScheduler if side == "stock" else RoseAsyncScheduler
         self.scheduler = scheduler_class(
             vllm_config=config,
-            kv_cache_config=KVCacheConfig(
-                num_blocks, [], [KVCacheGroupSpec(["layer"], spec if side == "stock" else as_rose_spec(spec))]
-            ),
+            kv_cache_config=kv_cache_config(num_blocks, block_size, for_rose=side != "stock"),
             structured_output_manager=StructuredOutputManager(config),
             block_size=block_size,
             log_stats=True,
         )
-        self._block_size, self._hasher = block_size, get_request_block_hasher(block_size, sha256)
+        self._block_size = block_size
         self._rng = np.random.default_rng(0)
         self._num_added = 0
         self._in_flight: deque[tuple[Any, Any]] = deque()
 
-    def run(self, num_requests: int, num_steps: int, scene: str) -> dict[str, list[float]]:
-        """Decode ``num_requests`` new requests for ``num_steps`` timed steps.
+    def run(self, num_requests: int, num_steps: int, scene: str) -> Samples:
+        """Decode ``num_requests`` requests at once, which reach the ends of their blocks one after the other.
 
         Args:
-            num_requests: that run at once. They reach the ends of their blocks one after the other.
+            num_requests: that run at once.
             num_steps: timed steps.
             scene: "steady"; "turnover": one of ``LIFETIME`` requests leaves in each step, and another one comes; or
                 "saturated": as many requests wait as run, each makes ``LIFETIME`` tokens on average, and a
@@ -132,27 +124,23 @@ class SchedulerLoop:
 
     def _add(self, scene: str) -> None:
         length = _PROMPT_LEN + self._num_added % self._block_size
-        prompt = self._rng.integers(0, _VOCAB_SIZE, length).tolist()
         max_tokens = MAX_MODEL_LEN - length
         if scene == "saturated":
             max_tokens = int(self._rng.integers(1, 2 * LIFETIME))
+        prompt = self._rng.integers(0, VOCAB_SIZE, length)
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        name = f"{self._num_added}"
-        self.scheduler.add_request(Request(name, prompt, params, None, block_hasher=self._hasher))
+        self.scheduler.add_request(make_request(f"{self._num_added}", prompt, self._block_size, params))
         self._num_added += 1
 
     def _step(self) -> dict[str, float]:
         start = time.perf_counter()
         output = self.scheduler.schedule()
-        scheduled = time.perf_counter()
+        times = {"schedule": (time.perf_counter() - start) * 1e6}
         request_ids = list(output.num_scheduled_tokens)
         index = {request_id: position for position, request_id in enumerate(request_ids)}
-        tokens = [[token] for token in self._rng.integers(0, _VOCAB_SIZE, len(request_ids)).tolist()]
+        tokens = [[token] for token in self._rng.integers(0, VOCAB_SIZE, len(request_ids)).tolist()]
         self._in_flight.append((output, ModelRunnerOutput(request_ids, index, tokens)))
-        if len(self._in_flight) < 2:
-            return {}
-        oldest = self._in_flight.popleft()
-        resumed = time.perf_counter()
-        self.scheduler.update_from_output(*oldest)
-        updated = time.perf_counter()
-        return {"schedule": (scheduled - start) * 1e6, "update_from_output": (updated - resumed) * 1e6}
+        if len(self._in_flight) == 2:
+            oldest = self._in_flight.popleft()
+            times["update_from_output"] = timed_us(lambda: self.scheduler.update_from_output(*oldest))
+        return times

@@ -20,7 +20,7 @@ def test_a_quick_run_writes_what_it_promises(tmp_path: Path) -> None:
     assert vllm_scheduler.main(arguments) == 0
     report = json.loads(path.read_text())
     assert report["settings"] == {"batches": [1, 6], "block_size": 16, "repeats": 2, "quick": True}
-    assert report["scenes"].keys() == vllm_scheduler.SCENES.keys()
+    assert report["scenes"].keys() == vllm_scheduler.NUM_STEPS.keys()
     for scene, batches in report["scenes"].items():
         assert list(batches) == ["1", "6"]
         for sides in batches.values():
