@@ -36,26 +36,6 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def run_scenes(options: argparse.Namespace) -> dict[str, Any]:
-    """Run every scene and return its figures by name."""
-    # vLLM takes seconds to import; --help need not wait for it.
-    from benchmarks.support import block_manager_scenes as scenes
-
-    rows, size, repeats, quick = options.rows, options.block_size, options.repeats, options.quick
-    pool_sizes = [10**power for power in range(3, 5 if quick else 8)]
-    lengths = [16, 1024] if quick else [16, 128, 1024, 8192, 32_768, 131_072]
-    counts = [10**power for power in range(1, 3 if quick else 6)]
-    lookups = repeats * (10 if quick else 100)
-    return {
-        "steady_decode": scenes.steady_decode(rows, size, repeats, 1 if quick else 12),
-        "copy_on_write": scenes.all_copy_on_write(rows, size, repeats * (4 if quick else 40)),
-        "pool_size": scenes.cost_over_pool_size(pool_sizes, rows, size, repeats),
-        "sequence_length": scenes.cost_over_length(lengths, rows, size, repeats),
-        "long_prompt": scenes.long_prompt(4096, size, lookups),
-        "among_many": scenes.among_many(counts, size, lookups),
-    }
-
-
 def judge(scenes: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the goals this benchmark has and whether this run met them. They are set for 256 rows, blocks of 16."""
     steady = scenes["steady_decode"]
@@ -95,11 +75,9 @@ def losses(scenes: dict[str, Any]) -> list[dict[str, Any]]:
         ("long_prompt: hashes ready", "rose_core", core["match"], stock["get_computed_blocks.again"]),
         ("long_prompt: hashing", "rose_core", core["hash_blocks"], stock["hash_request"]),
     ]
-    for name in ("first", "again"):
-        figure = f"get_computed_blocks.{name}"
-        compared.append(
-            (f"long_prompt: get_computed_blocks, {name} time", "rose_in_vllm", in_vllm[figure], stock[figure])
-        )
+    for time in ("first", "again"):
+        rose, other = (side[f"get_computed_blocks.{time}"] for side in (in_vllm, stock))
+        compared.append((f"long_prompt: get_computed_blocks, {time} time", "rose_in_vllm", rose, other))
     return [
         {"name": name, "side": side, "rose_us": rose["median"], "stock_us": stock["median"]}
         for name, side, rose, stock in compared
@@ -111,8 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     options = parse_options(arguments)
     facts = run_facts(pin_to_one_core())
+    # vLLM takes seconds to import; --help need not wait for it.
+    from benchmarks.support.block_manager_scenes import SCENES
+
     with no_garbage_collection():
-        scenes = run_scenes(options)
+        scenes = {scene.__name__: scene(options) for scene in SCENES}
     report = {
         "benchmark": "block_manager",
         **facts,

@@ -7,8 +7,8 @@ Microseconds are per launch, from replays of captured graphs that rotate among i
 taken in turns by all sides: 20th, 50th and 80th percentile. GB/s counts each input and output once, by the median; "of
 copy" divides that by what a large copy reaches on the same device. A peer's "x Rose" is its median over Rose's: above 1
 Rose is faster. It is shown only for families whose tests have passed, all of them, with these sources, versions and
-this GPU: ``--prove`` runs them first, or see benchmarks/support/proof.py. Peers that are not installed are named and
-left out; a peer whose result differs from Rose's is named and not timed.
+this GPU: ``--prove`` runs them first, and what came of it is kept. Peers that are not installed are named and left
+out; a peer whose result differs from Rose's is named and not timed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import gc
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from benchmarks.kernel_cases.small import LaunchLoop
 from benchmarks.reports.parts import all_kernels_table
 from benchmarks.reports.text import publish
 from benchmarks.support.cli import check_at_least, new_parser
-from benchmarks.support.proof import DEFAULT_FOLDER, ROOT, machine_facts, source_digest, unproved_because
+from benchmarks.support.proof import DEFAULT_FOLDER, machine_facts, prove, source_digest, unproved_because
 from benchmarks.support.run_facts import run_facts
 from benchmarks.support.timing import alternate
 
@@ -44,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(message, file=sys.stderr)
         return 1
     if options.prove:
-        prove(options.families, options.proofs)
+        prove([FAMILIES[family] for family in options.families], options.proofs)
     with small.on_cpu() if options.quick else contextlib.nullcontext():
         report = time_cases(options)
     publish(report, all_kernels_table(report), options.json)
@@ -110,23 +109,6 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     check_at_least(parser, options, 3, "repeats")
     check_at_least(parser, options, 1, "samples")
     return options
-
-
-def prove(families: list[str], folder: Path) -> None:
-    """Run the families' tests, one process for each file at the same time."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "benchmarks.support.proof",
-        "--proofs",
-        str(folder),
-    ]
-    runs = [subprocess.Popen([*command, FAMILIES[family]], cwd=ROOT) for family in families]
-    for run in runs:
-        run.wait()
 
 
 def measure(timed: KernelCase, options: argparse.Namespace, copy: float, *, compare: bool) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,17 +26,7 @@ import torch.nn.functional as F
 
 from benchmarks.kernel_cases.case import LaunchGraph
 from benchmarks.reports.parts import kv_append_table
-from benchmarks.support.cli import check_at_least
-from benchmarks.support.timing import spread
-from benchmarks.support.variants import (
-    WARM_UPS,
-    CacheCase,
-    computed_row,
-    new_variants_parser,
-    parse_variants,
-    report_variants,
-    timed,
-)
+from benchmarks.support.variants import WARM_UPS, CacheCase, compare_variants, computed_row, parse_case
 from rose_backend.block_manager import BlockManager
 from rose_backend.kernels import AttentionOptions, paged_decode, write_kv
 
@@ -47,11 +36,15 @@ GRAPH_SAMPLES = 20
 
 @dataclass(frozen=True)
 class AppendCase(CacheCase):
-    """Shapes of one measurement."""
+    """One measurement."""
 
     context: int = 512
     """Tokens of each sequence before the first step."""
-    max_steps: int = 64
+
+    @property
+    def max_steps(self) -> int:
+        """Steps that are taken at most, one for a graph included."""
+        return WARM_UPS + self.repeats + 1
 
     @property
     def num_blocks(self) -> int:
@@ -109,12 +102,6 @@ class AppendStep:
         self.attend(projections)
         yield "attention"
         self.grow()
-
-    def graph_us(self, projections: torch.Tensor) -> list[float]:
-        """Return microseconds of one step's append and attention, replayed from a CUDA graph."""
-        self.prepare()
-        graph = LaunchGraph([lambda: (self.append(projections), self.attend(projections))])
-        return [graph.sample() for _ in range(GRAPH_SAMPLES)]
 
 
 class LoopedAppend(AppendStep):
@@ -176,6 +163,12 @@ class ReservedAppend(AppendStep):
         super().grow()
         self._manager.commit(self._rows, 1, np.zeros(len(self._rows), np.int32))
 
+    def graph_us(self, projections: torch.Tensor) -> list[float]:
+        """Return microseconds of one step's append and attention, replayed from a CUDA graph."""
+        self.prepare()
+        graph = LaunchGraph([lambda: (self.append(projections), self.attend(projections))])
+        return [graph.sample() for _ in range(GRAPH_SAMPLES)]
+
 
 class InKernelAppend(ReservedAppend):
     """``BlockManager`` reserves for all sequences at once, attention itself stores what it computes with."""
@@ -197,7 +190,7 @@ def check_variant(case: AppendCase, name: str, make: type[AppendStep]) -> None:
     old = torch.arange(case.context)
     for step in range(case.max_steps):
         length = case.context + step
-        projections = case.random(3, case.batch)
+        projections = case.make_step(3)
         projections[:, 1:] = sequences[:, :, :, length]
         for part in variant.run(projections):
             if part == "bookkeeping" and step == 0:
@@ -210,32 +203,15 @@ def check_variant(case: AppendCase, name: str, make: type[AppendStep]) -> None:
         assert worst < 5e-3, f"{name}, step {step}: attention is off by {worst:.1e}"
 
 
-def measure(case: AppendCase, repeats: int) -> dict[str, Any]:
-    """Time every variant for one batch size; microseconds by variant and part."""
-    cache, projections = case.make_cache(), case.random(3, case.batch)
-    variants = {name: make(case, cache) for name, make in VARIANTS.items()}
-    figures = timed(variants, projections, case.device, repeats)
-    if case.device == "cuda":
-        for name, variant in variants.items():
-            if isinstance(variant, ReservedAppend):
-                figures[name]["graph"] = spread(variant.graph_us(projections))
-    return {"batch": case.batch, "variants": figures}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, time, print, write."""
-    parser = new_variants_parser(__doc__, block_size=16)
-    parser.add_argument("--context", type=int, default=512, help="tokens before (default: %(default)s)")
-    options = parse_variants(parser, arguments)
-    check_at_least(parser, options, 1, "context")
-    steps = WARM_UPS + options.repeats + 1
-    case = AppendCase(3, context=options.context, max_steps=steps, **options.shape)
+    _, options, case = parse_case(AppendCase, __doc__, arguments)
+    cases = [replace(case, batch=batch) for batch in (QUICK_BATCHES if options.quick else BATCHES)]
     for name, make in VARIANTS.items():
-        check_variant(replace(case, context=min(options.context, 30), max_steps=4, num_layers=1), name, make)
-    batches = QUICK_BATCHES if options.quick else BATCHES
-    rows = [measure(replace(case, batch=batch), options.repeats) for batch in batches]
-    report_variants(options, "kv_append", case, rows, kv_append_table)
-    return 0
+        check_variant(
+            replace(case, batch=3, context=min(case.context, 30), repeats=3, num_layers=1), name, make
+        )
+    return compare_variants("kv_append", options, cases, VARIANTS, 3, kv_append_table)
 
 
 if __name__ == "__main__":

@@ -25,14 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.reports.parts import kv_cow_clone_table
-from benchmarks.support.variants import (
-    CacheCase,
-    computed_row,
-    new_variants_parser,
-    parse_variants,
-    report_variants,
-    timed,
-)
+from benchmarks.support.variants import CacheCase, compare_variants, computed_row, parse_case
 from rose_backend.block_manager import BlockManager
 from rose_backend.kernels import block_clone, write_kv
 
@@ -41,9 +34,11 @@ BATCHES, QUICK_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256), (1, 16)
 
 @dataclass(frozen=True)
 class CloneCase(CacheCase):
-    """Shapes of one measurement."""
+    """One measurement."""
 
+    block_size: int = 64
     old_len: int = 1
+    """Tokens before the clone."""
 
     @property
     def num_blocks(self) -> int:
@@ -157,8 +152,7 @@ def check_variant(case: CloneCase, variant: Any, cache: torch.Tensor) -> None:
     Raises:
         AssertionError: the base changed, a copy's old tokens are not the base's bit for bit, or a new token is missing.
     """
-    before = cache.clone()
-    new_kv = case.random(2, case.batch)
+    before, new_kv = cache.clone(), case.make_step(2)
     base, offset = -(-case.old_len // case.block_size), case.old_len % case.block_size
     for part in variant.run(new_kv):
         if part != "append":
@@ -172,33 +166,18 @@ def check_variant(case: CloneCase, variant: Any, cache: torch.Tensor) -> None:
         assert torch.equal(copies[:, :, :, offset], new_kv), "wrong new token"
 
 
-def measure(case: CloneCase, repeats: int) -> dict[str, Any]:
-    """Check and time every variant for one batch size; microseconds by variant and part."""
-    cache, new_kv = case.make_cache(), case.random(2, case.batch)
-    for make in VARIANTS.values():
-        check_variant(case, make(case, cache), cache)
-    variants = {name: make(case, cache) for name, make in VARIANTS.items()}
-    return {
-        "batch": case.batch,
-        "bytes_copied": case.batch * cache[:, :, 0].nbytes,
-        "variants": timed(variants, new_kv, case.device, repeats),
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, time, print, write."""
-    parser = new_variants_parser(__doc__, block_size=64)
-    add = parser.add_argument
-    add("--old-len", type=int, default=1, help="tokens before the clone (default: %(default)s)")
-    options = parse_variants(parser, arguments)
-    if options.old_len < 1 or options.old_len % options.block_size == 0:
-        why = f"its last block of {options.block_size} must be part-filled"
-        parser.error(f"--old-len: got {options.old_len}, {why}")
-    case = CloneCase(1, old_len=options.old_len, **options.shape)
-    batches = QUICK_BATCHES if options.quick else BATCHES
-    rows = [measure(replace(case, batch=batch), options.repeats) for batch in batches]
-    report_variants(options, "kv_cow_clone", case, rows, kv_cow_clone_table)
-    return 0
+    parser, options, case = parse_case(CloneCase, __doc__, arguments)
+    if case.old_len % case.block_size == 0:
+        why = f"its last block of {case.block_size} must be part-filled"
+        parser.error(f"--old-len: got {case.old_len}, {why}")
+    cases = [replace(case, batch=batch) for batch in (QUICK_BATCHES if options.quick else BATCHES)]
+    for checked in cases:
+        cache = checked.make_cache()
+        for make in VARIANTS.values():
+            check_variant(checked, make(checked, cache), cache)
+    return compare_variants("kv_cow_clone", options, cases, VARIANTS, 2, kv_cow_clone_table)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from benchmarks.support.block_manager_loops import (
 )
 from benchmarks.support.timing import Samples, alternate, spread, spreads, timed_us
 from benchmarks.support.variants import computed_row
-from rose_backend.block_manager import BlockManager
 
 SIDES = ("rose_core", "rose_in_vllm", "stock")
 PHASES = ("whole_block", "inside", "rolls_over", "fills")
@@ -31,22 +31,22 @@ _BYTES_PER_BLOCK = {"rose_core": 150, "rose_in_vllm": 150, "stock": 400}
 
 
 def decode(
-    loops: dict[str, DecodeLoop], setting: Setting, repeats: int, num_cycles: int = 1
+    loops: dict[str, DecodeLoop], setting: Setting, repeats: int, num_cycles: int
 ) -> dict[str, Samples]:
     """Let loops take turns; microseconds per step for all rows by side, phase and part."""
     sizes = (setting.prompt_len, setting.block_size, num_cycles)
-    return alternate(
-        {side: functools.partial(run_steps, loop, *sizes) for side, loop in loops.items()}, repeats
-    )
+    runs = {side: functools.partial(run_steps, loop, *sizes) for side, loop in loops.items()}
+    return alternate(runs, repeats)
 
 
-def steady_decode(num_rows: int, block_size: int, repeats: int, num_cycles: int) -> dict[str, Any]:
-    """Decode rows that cross block boundaries together, ``num_cycles`` blocks each; microseconds for all rows."""
+def steady_decode(options: Namespace) -> dict[str, Any]:
+    """Decode rows that cross block boundaries together; microseconds for all rows."""
+    size, num_cycles = options.block_size, 1 if options.quick else 12
     # So many blocks that no cached one has to go.
-    num_blocks = num_rows * (num_cycles + 6) * repeats + 8
-    setting = Setting(num_blocks, block_size, 4 * block_size, num_rows, (num_cycles + 6) * block_size)
+    num_blocks = options.rows * (num_cycles + 6) * options.repeats + 8
+    setting = Setting(num_blocks, size, 4 * size, options.rows, (num_cycles + 6) * size)
     loops = {side: make_loop(side, setting) for side in SIDES}
-    samples = decode(loops, setting, repeats, num_cycles)
+    samples = decode(loops, setting, options.repeats, num_cycles)
     for loop in loops.values():
         if loop.core is not None:
             # A fast wrong answer fails.
@@ -55,86 +55,68 @@ def steady_decode(num_rows: int, block_size: int, repeats: int, num_cycles: int)
     return spreads(samples)
 
 
-def all_copy_on_write(num_rows: int, block_size: int, repeats: int) -> dict[str, Any]:
-    """Reserve the next token of ``num_rows`` forks of one part-filled tail and take the clone plan; microseconds."""
+def copy_on_write(options: Namespace) -> dict[str, Any]:
+    """Reserve the next token of forks of one part-filled tail and take the clone plan; microseconds."""
+    rows, size = options.rows, options.block_size
+    setting = Setting(2 * rows + 8, size, size + size // 2, rows, 1024)
     times = []
-    for _ in range(repeats):
-        manager = BlockManager(
-            num_blocks=2 * num_rows + 8, block_size=block_size, max_num_seqs=num_rows + 1, max_model_len=1024
-        )
-        parent = computed_row(manager, np.arange(block_size + block_size // 2, dtype=np.int32))
-        children = manager.fork(parent, num_rows)
+    for _ in range(options.repeats * (4 if options.quick else 40)):
+        manager = make_manager("rose_core", setting)
+        children = manager.fork(computed_row(manager, np.arange(setting.prompt_len, dtype=np.int32)), rows)
         assert children is not None
         times.append(timed_us(lambda m=manager, c=children: (m.reserve(c, 1), m.take_clone_plan())))
-        assert manager.stats.clones == num_rows
+        assert manager.stats.clones == rows
         manager.check_integrity()
     return spread(times)
 
 
-def cost_over_pool_size(
-    sizes: Sequence[int], num_rows: int, block_size: int, repeats: int
-) -> list[dict[str, Any]]:
+def pool_size(options: Namespace) -> list[dict[str, Any]]:
     """Decode cost per row for pools of different sizes, their free blocks in random order; one entry per point."""
-    settings = {
+    size = options.block_size
+    points = []
+    for num_blocks in (10**power for power in range(3, 5 if options.quick else 8)):
         # Four blocks per row at the end of a repeat; a small pool serves fewer rows.
-        size: Setting(
-            size, block_size, block_size + 1, min(num_rows, (size - 1) // 4), 8 * block_size, scattered=True
-        )
-        for size in sizes
-    }
-    return _curve("num_blocks", settings, repeats)
-
-
-def cost_over_length(
-    lengths: Sequence[int], num_rows: int, block_size: int, repeats: int
-) -> list[dict[str, Any]]:
-    """Decode cost per row for sequences of different lengths; the rows share one cached prompt of that length."""
-    settings = {
-        length: Setting(
-            length // block_size + 8 * num_rows,
-            block_size,
-            length + 1,
-            num_rows,
-            length + 8 * block_size,
-            shared=True,
-        )
-        for length in lengths
-    }
-    return _curve("num_tokens", settings, repeats)
-
-
-def _curve(axis: str, settings: dict[int, Setting], repeats: int) -> list[dict[str, Any]]:
-    points: list[dict[str, Any]] = []
-    for value, setting in settings.items():
-        loops = {}
-        skipped = {}
-        for side in SIDES:
-            needed, free = setting.num_blocks * _BYTES_PER_BLOCK[side], psutil.virtual_memory().available
-            if needed > free // 2:
-                skipped[side] = {"skipped": f"needs about {needed >> 20} MiB, {free >> 20} MiB are free"}
-            else:
-                loops[side] = make_loop(side, setting)
-        figures = {
-            side: {
-                f"{phase}_us_per_row": spread([us / setting.num_rows for us in samples[phase]])
-                for phase in PHASES
-            }
-            for side, samples in decode(loops, setting, repeats).items()
-        }
-        points += [
-            {axis: value, "side": side, "rows": setting.num_rows, **(figures | skipped)[side]}
-            for side in SIDES
-        ]
+        rows = min(options.rows, (num_blocks - 1) // 4)
+        setting = Setting(num_blocks, size, size + 1, rows, 8 * size, scattered=True)
+        points += _measure_point({"num_blocks": num_blocks}, setting, options.repeats)
     return points
 
 
-def long_prompt(num_tokens: int, block_size: int, repeats: int) -> dict[str, Any]:
-    """Look up a prompt whose ``num_tokens`` tokens before the last are cached in full blocks; microseconds.
+def sequence_length(options: Namespace) -> list[dict[str, Any]]:
+    """Decode cost per row for sequences of different lengths; the rows share one cached prompt of that length."""
+    rows, size = options.rows, options.block_size
+    points = []
+    for length in (16, 1024) if options.quick else (16, 128, 1024, 8192, 32_768, 131_072):
+        num_blocks, longest = length // size + 8 * rows, length + 8 * size
+        setting = Setting(num_blocks, size, length + 1, rows, longest, shared=True)
+        points += _measure_point({"num_tokens": length}, setting, options.repeats)
+    return points
+
+
+def _measure_point(axis: dict[str, int], setting: Setting, repeats: int) -> list[dict[str, Any]]:
+    loops, figures = {}, {}
+    for side in SIDES:
+        needed, free = setting.num_blocks * _BYTES_PER_BLOCK[side], psutil.virtual_memory().available
+        if needed > free // 2:
+            figures[side] = {"skipped": f"needs about {needed >> 20} MiB, {free >> 20} MiB are free"}
+        else:
+            loops[side] = make_loop(side, setting)
+    for side, samples in decode(loops, setting, repeats, 1).items():
+        figures[side] = {
+            f"{phase}_us_per_row": spread([us / setting.num_rows for us in samples[phase]])
+            for phase in PHASES
+        }
+    return [{**axis, "side": side, "rows": setting.num_rows, **figures[side]} for side in SIDES]
+
+
+def long_prompt(options: Namespace) -> dict[str, Any]:
+    """Look up a prompt whose 4,096 tokens before the last are cached in full blocks; microseconds.
 
     Returns: spreads by side and figure; the hit length of each side under ``hit_tokens``.
     """
+    size, num_tokens = options.block_size, 4096
     prompt = np.random.default_rng(0).integers(0, VOCAB_SIZE, num_tokens + 1).astype(np.int32)
-    setting = Setting(num_tokens // block_size + 16, block_size, len(prompt), 3, num_tokens + 2 * block_size)
+    setting = Setting(num_tokens // size + 16, size, len(prompt), 3, num_tokens + 2 * size)
     core, *managers = (make_manager(side, setting) for side in SIDES)
     computed_row(core, prompt)
     hashes = core.hash_blocks(prompt)
@@ -146,13 +128,17 @@ def long_prompt(num_tokens: int, block_size: int, repeats: int) -> dict[str, Any
         }
     }
     for side, manager in zip(SIDES[1:], managers, strict=True):
-        admit(manager, make_request("first", prompt, block_size))
+        admit(manager, make_request("first", prompt, size))
         manager.new_step_starts()
-        request = make_request("asks", prompt, block_size)
+        request = make_request("asks", prompt, size)
         hits[side] = manager.get_computed_blocks(request)[1]
         sides[side] = functools.partial(_vllm_lookups, manager, request)
     assert set(hits.values()) == {num_tokens}, hits
-    return {**spreads(alternate(sides, repeats)), "hit_tokens": hits}
+    return {**spreads(alternate(sides, _num_lookups(options))), "hit_tokens": hits}
+
+
+def _num_lookups(options: Namespace) -> int:
+    return options.repeats * (10 if options.quick else 100)
 
 
 def _vllm_lookups(manager: Any, request: Any) -> Samples:
@@ -173,13 +159,14 @@ def _vllm_lookups(manager: Any, request: Any) -> Samples:
     return samples
 
 
-def among_many(counts: Sequence[int], block_size: int, repeats: int) -> list[dict[str, Any]]:
+def among_many(options: Namespace) -> list[dict[str, Any]]:
     """Look a prompt up among cached prompts that share four and a half blocks with it; one entry per count and side.
 
     All of them continue the same full blocks and share the first half of the next one, where Rose compares tokens to
     find the longest run; vLLM looks at full blocks only, and finds half a block less.
     """
-    rng = np.random.default_rng(0)
+    rng, block_size = np.random.default_rng(0), options.block_size
+    counts = [10**power for power in range(1, 3 if options.quick else 6)]
     stem = rng.integers(0, VOCAB_SIZE, 4 * block_size + block_size // 2).astype(np.int32)
 
     def new_prompt() -> np.ndarray:
@@ -204,7 +191,7 @@ def among_many(counts: Sequence[int], block_size: int, repeats: int) -> list[dic
             "rose_core": lambda p=prompt, h=hashes: {"us": [timed_us(lambda: core.match(p, block_hashes=h))]},
             "stock": lambda r=request: {"us": [timed_us(lambda: stock.get_computed_blocks(r))]},
         }
-        samples = alternate(sides, repeats)
+        samples = alternate(sides, _num_lookups(options))
         hits = {"rose_core": core.match(prompt).num_tokens, "stock": stock.get_computed_blocks(request)[1]}
         assert hits["rose_core"] >= len(stem) and hits["stock"] == 4 * block_size, hits
         points += [
@@ -212,3 +199,6 @@ def among_many(counts: Sequence[int], block_size: int, repeats: int) -> list[dic
             for side, figures in samples.items()
         ]
     return points
+
+
+SCENES = (steady_decode, copy_on_write, pool_size, sequence_length, long_prompt, among_many)

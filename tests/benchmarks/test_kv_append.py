@@ -14,7 +14,7 @@ from benchmarks import kv_append
 from benchmarks.kv_append import AppendCase, InKernelAppend, LoopedAppend, ReservedAppend, check_variant
 from benchmarks.reports.parts import OURS, variant_losses
 
-CASE = AppendCase(3, context=7, max_steps=4, block_size=4, num_layers=2, num_heads=2, head_size=16)
+CASE = AppendCase(3, context=7, repeats=3, block_size=4, num_layers=2, num_heads=2, head_size=16)
 SMALL = ["--layers", "2", "--heads", "2", "--head-size", "16", "--context", "20"]
 
 

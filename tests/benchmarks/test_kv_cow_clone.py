@@ -28,8 +28,6 @@ def test_a_quick_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.Capt
     assert {"python", "torch", "numpy"} <= report["versions"].keys()
     assert [row["batch"] for row in report["rows"]] == [1, 16]
     for row in report["rows"]:
-        # Whole blocks of 64 tokens, 2 layers, K and V, 2 heads of 8, float32.
-        assert row["bytes_copied"] == row["batch"] * 64 * 2 * 2 * 2 * 8 * 4
         assert list(row["variants"]) == ["loop", "batched_torch", "batched"]
         for figures in row["variants"].values():
             assert list(figures) == ["bookkeeping", "copy", "append", "free", "total"]
