@@ -18,6 +18,7 @@ import contextlib
 import gc
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 
 from benchmarks.kernel_cases import FAMILIES, case, cases_of, small
-from benchmarks.kernel_cases.case import ROSE, Contest, KernelCase, LaunchGraph
+from benchmarks.kernel_cases.case import ROSE, KernelCase, LaunchGraph
 from benchmarks.kernel_cases.small import LaunchLoop
 from benchmarks.reports.parts import all_kernels_table
 from benchmarks.reports.text import publish
@@ -67,7 +68,7 @@ def time_cases(options: argparse.Namespace) -> dict[str, Any]:
         copy = case.copy_bandwidth()
     rows = []
     for family in options.families:
-        for timed in small.CASES[family]() if options.quick else cases_of(family):
+        for timed in (small.small_cases if options.quick else cases_of)(family):
             if re.search(options.match, timed.name):
                 row = measure(timed, options, copy, compare=unproved[family] is None)
                 rows.append({"family": family, **row})
@@ -119,23 +120,21 @@ def measure(timed: KernelCase, options: argparse.Namespace, copy: float, *, comp
         compare: the family's tests have passed.
     """
     contest = timed.make(2 if options.quick else timed.num_sets)
+    sides: dict[str, Any] = {}
     # All are compared before any is timed: some work in place, and on what others share.
-    sides = {name: {"error": error} for name, error in broken_peers(contest).items()}
+    for name in contest.sides:
+        with tolerating(name, sides):
+            if name != ROSE and (complaint := contest.disagreement(name)):
+                sides[name] = {"error": complaint}
     runs = {}
     for name, launches in contest.sides.items():
-        if name in sides:
-            continue
-        try:
-            graph = LaunchLoop(launches) if options.quick else LaunchGraph(launches)
-        except Exception as error:
-            if name == ROSE:
-                raise
-            sides[name] = {"error": described(error)}
-            continue
-        runs[name] = lambda graph=graph: {"us": [graph.sample() for _ in range(options.samples)]}
-        # Collections are slow with a peer's many objects around, and every capture makes one.
-        if not options.quick:
-            gc.freeze()
+        if name not in sides:
+            with tolerating(name, sides):
+                graph = LaunchLoop(launches) if options.quick else LaunchGraph(launches)
+                runs[name] = lambda graph=graph: {"us": [graph.sample() for _ in range(options.samples)]}
+            # Collections are slow with a peer's many objects around, and every capture makes one.
+            if not options.quick:
+                gc.freeze()
     for name, samples in alternate(runs, options.repeats).items():
         p20, p50, p80 = np.percentile(samples["us"], (20, 50, 80)).tolist()
         rate = timed.num_bytes / p50 * 1e6
@@ -152,23 +151,15 @@ def measure(timed: KernelCase, options: argparse.Namespace, copy: float, *, comp
     return {"case": timed.name, "num_bytes": timed.num_bytes, "flops": timed.flops, "sides": sides}
 
 
-def broken_peers(contest: Contest) -> dict[str, str]:
-    """Return what is wrong with the peers that fail or whose results differ from Rose's."""
-    broken = {}
-    for name in contest.sides:
-        try:
-            complaint = None if name == ROSE else contest.disagreement(name)
-        except Exception as error:
-            # A peer may break in any way; that is no reason to lose the other figures.
-            complaint = described(error)
-        if complaint is not None:
-            broken[name] = complaint
-    return broken
-
-
-def described(error: Exception) -> str:
-    """Return an exception on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+@contextlib.contextmanager
+def tolerating(side: str, sides: dict[str, Any]) -> Iterator[None]:
+    """Note how a peer breaks: that is no reason to lose the other figures. Rose has to work."""
+    try:
+        yield
+    except Exception as error:
+        if side == ROSE:
+            raise
+        sides[side] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
 
 
 if __name__ == "__main__":

@@ -117,12 +117,15 @@ def search(rows: int) -> dict[str, Any]:
             us = us_per_layer(cuts)
             if us < fastest:
                 fastest, best = us, cuts
+    print(f"{rows} rows: in use {in_use:.2f} us, fastest {fastest:.2f} us", flush=True)
+    for sizes, config in best.items():
+        print(f"    {sizes} {config}", flush=True)
     found = {f"{columns} x {depth}": asdict(config) for (columns, depth), config in best.items()}
     return {"rows": rows, "in_use_us": in_use, "fastest_us": fastest, "fastest": found}
 
 
 def main() -> int:
-    """Search for each number of rows and print what was found."""
+    """Search for each number of rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -134,13 +137,7 @@ def main() -> int:
         return 1
     with ProcessPoolExecutor(NUM_WORKERS, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_share, product(options.rows, range(NUM_WORKERS))))
-    results = []
-    for rows in options.rows:
-        result = search(rows)
-        results.append(result)
-        print(f"{rows} rows: in use {result['in_use_us']:.2f} us, fastest {result['fastest_us']:.2f} us")
-        for name, config in result["fastest"].items():
-            print(f"    {name:10s} {LinearConfig(**config)}", flush=True)
+    results = [search(rows) for rows in options.rows]
     if options.json:
         write_json(options.json, {**run_facts(), "device": torch.cuda.get_device_name(), "results": results})
     return 0

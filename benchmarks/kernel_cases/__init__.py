@@ -1,9 +1,7 @@
-"""What ``benchmarks/kernels.py`` times: each family of kernels has a function that yields its cases."""
+"""What ``benchmarks/kernels.py`` times: families of kernels and their cases."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
 from typing import Any
 
 FAMILIES = {
@@ -15,11 +13,10 @@ FAMILIES = {
     "lm_head": "tests/kernels/test_lm_head_on_gpu.py",
 }
 """Family -> the tests that have to pass on the device before its figures are compared with those of peers."""
-_MODULES = {"linear": "layer", "sampler": "sampler", "lm_head": "sampler"}
 
 
-def cases_of(family: str) -> Iterator[Any]:
-    """Return the cases of a family, each a ``KernelCase``."""
-    module = importlib.import_module(f"benchmarks.kernel_cases.{_MODULES.get(family, 'kv_cache')}")
-    found: Iterator[Any] = getattr(module, f"{family}_cases")()
-    return found
+def cases_of(family: str) -> list[Any]:
+    """Return the cases of a family that the table shows, each a ``KernelCase``."""
+    from benchmarks.kernel_cases import kv_cache, layer, sampler
+
+    return (kv_cache.CASES | layer.CASES | sampler.CASES)[family]

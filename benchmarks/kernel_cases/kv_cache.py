@@ -8,7 +8,7 @@ once per step for all layers is prepared outside the timed part.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,16 +31,6 @@ class Heads:
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
-
-    @property
-    def token_bytes(self) -> int:
-        """One token's keys and values."""
-        return 2 * self.num_kv_heads * self.head_size * self.dtype.itemsize
-
-    @property
-    def query_bytes(self) -> int:
-        """One token's query."""
-        return self.num_query_heads * self.head_size * self.dtype.itemsize
 
 
 GPT2 = Heads("GPT-2", 12, 12, 64, torch.float16)
@@ -238,10 +228,10 @@ def attention_case(name: str, heads: Heads, num_rows: int, query_len: int, num_c
         case.add_peer(sides, TRITON, lambda: triton_attention(steps))
         first_steps = {}
         if query_len > 1:
-            large_name = f"{FLASH}, blocks of {FLASH_BLOCK_SIZE}"
+            name = f"{FLASH}, blocks of {FLASH_BLOCK_SIZE}"
             large = [step.with_block_size(FLASH_BLOCK_SIZE) for step in steps]
-            case.add_peer(sides, large_name, lambda: flash_attention(large))
-            first_steps[large_name] = large[0]
+            case.add_peer(sides, name, lambda: flash_attention(large))
+            first_steps[name] = large[0]
 
         def reset() -> None:
             for step in (steps[0], *first_steps.values()):
@@ -254,10 +244,14 @@ def attention_case(name: str, heads: Heads, num_rows: int, query_len: int, num_c
             tolerance=TOLERANCE[heads.dtype],
         )
 
-    row_bytes = (num_computed + 2 * query_len) * heads.token_bytes + 2 * query_len * heads.query_bytes
+    # Keys and values of old tokens are read, of new ones read and written; queries are read, results written.
+    num_vectors = (
+        2 * (num_computed + 2 * query_len) * heads.num_kv_heads + 2 * query_len * heads.num_query_heads
+    )
+    num_bytes = num_rows * num_vectors * heads.head_size * heads.dtype.itemsize
     pairs = query_len * num_computed + query_len * (query_len + 1) // 2
     flops = 4 * num_rows * heads.num_query_heads * pairs * heads.head_size
-    return KernelCase(name, num_rows * row_bytes, make, flops=flops)
+    return KernelCase(name, num_bytes, make, flops=flops)
 
 
 def decode_case(heads: Heads, num_rows: int, context: int) -> KernelCase:
@@ -266,28 +260,11 @@ def decode_case(heads: Heads, num_rows: int, context: int) -> KernelCase:
     return attention_case(name, heads, num_rows, 1, context - 1)
 
 
-def decode_cases() -> Iterator[KernelCase]:
-    """Yield the cases that the table shows."""
-    for context in (512, 1024):
-        for num_rows in (1, 8, 32, 64, 128, 256):
-            yield decode_case(GPT2, num_rows, context)
-    for num_rows, context in ((1, 8192), (1, 32_768), (8, 8192), (64, 4096)):
-        yield decode_case(LLAMA_8B, num_rows, context)
-
-
 def prefill_case(heads: Heads, num_rows: int, query_len: int, num_computed: int = 0) -> KernelCase:
     """A prompt, or a chunk of it, per row."""
     after = f" after {num_computed:,}" if num_computed else ""
     name = f"prefill {heads.name} {num_rows} x {query_len:,}{after}"
     return attention_case(name, heads, num_rows, query_len, num_computed)
-
-
-def prefill_cases() -> Iterator[KernelCase]:
-    """Yield the cases that the table shows."""
-    yield prefill_case(GPT2, 32, 512)
-    for heads in (GPT2, LLAMA_8B):
-        yield prefill_case(heads, 4, 8192)
-        yield prefill_case(heads, 2, 2048, 6144)
 
 
 # Of clones: a whole GPT-2 cache, 590 kB per block, all layers, keys and values.
@@ -323,7 +300,18 @@ def clone_case(num_pairs: int) -> KernelCase:
     return KernelCase(f"clone {num_pairs} block{plural} of 12 layers", 2 * num_pairs * BLOCK_BYTES, make)
 
 
-def clone_cases() -> Iterator[KernelCase]:
-    """Yield the cases that the table shows."""
-    for num_pairs in (1, 16, 256):
-        yield clone_case(num_pairs)
+CASES = {
+    "decode": [
+        *(decode_case(GPT2, rows, context) for context in (512, 1024) for rows in (1, 8, 32, 64, 128, 256)),
+        *(decode_case(LLAMA_8B, *sizes) for sizes in ((1, 8192), (1, 32_768), (8, 8192), (64, 4096))),
+    ],
+    "prefill": [
+        prefill_case(GPT2, 32, 512),
+        *(
+            prefill_case(heads, *sizes)
+            for heads in (GPT2, LLAMA_8B)
+            for sizes in ((4, 8192), (2, 2048, 6144))
+        ),
+    ],
+    "clone": [clone_case(num_pairs) for num_pairs in (1, 16, 256)],
+}

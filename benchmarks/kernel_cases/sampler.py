@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -107,13 +107,6 @@ def sampler_case(name: str, num_rows: int) -> KernelCase:
     return KernelCase(f"sample B={num_rows} {name}", num_rows * VOCAB_SIZE * 4, make)
 
 
-def sampler_cases() -> Iterator[KernelCase]:
-    """Yield the cases that the table shows."""
-    for name in FILTERS:
-        for num_rows in (1, 8, 32, 128, 256):
-            yield sampler_case(name, num_rows)
-
-
 WIDTH = 768
 # cuBLAS is slow where rows of logits are not aligned: as in vLLM, peers get a vocabulary padded to a multiple of this.
 PADDING = 64
@@ -170,8 +163,8 @@ def head_case(num_rows: int, *, greedy: bool) -> KernelCase:
     return KernelCase(f"head and sample B={num_rows} {kind}", num_bytes, make, flops=flops)
 
 
-def lm_head_cases() -> Iterator[KernelCase]:
-    """Yield the cases that the table shows."""
-    for greedy in (True, False):
-        for num_rows in (1, 8, 32, 128, 256):
-            yield head_case(num_rows, greedy=greedy)
+_BATCHES = (1, 8, 32, 128, 256)
+CASES = {
+    "sampler": [sampler_case(name, num_rows) for name in FILTERS for num_rows in _BATCHES],
+    "lm_head": [head_case(num_rows, greedy=greedy) for greedy in (True, False) for num_rows in _BATCHES],
+}

@@ -120,9 +120,8 @@ class DecodeLoop:
     def __init__(self, side: str, setting: Setting) -> None:
         self._setting, self._rng = setting, np.random.default_rng(0)
         self._manager = make_manager(side, setting)
-        self.core = {"rose_core": self._manager, "rose_in_vllm": getattr(self._manager, "manager", None)}.get(
-            side
-        )
+        inside = {"rose_core": self._manager, "rose_in_vllm": getattr(self._manager, "manager", None)}
+        self.core: BlockManager | None = inside.get(side)
         """Rose's block manager inside, if there is one."""
         if setting.scattered:
             _scatter(self.core, self._manager, self._rng)

@@ -149,7 +149,7 @@ def test_the_printed_report_has_no_ratio_without_a_proof() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cases_are_named_and_rotate_among_more_than_a_cache_holds(family: str) -> None:
-    cases = list(cases_of(family))
+    cases = cases_of(family)
     assert cases and len({found.name for found in cases}) == len(cases)
     for found in cases:
         assert found.num_sets >= 2
