@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -74,7 +73,7 @@ def make_manager(side: str, setting: Setting) -> Any:
             max_model_len=setting.max_model_len,
         )
     for_rose = side == "rose_in_vllm"
-    make: Callable[..., Any] = KVCacheManager
+    make: Any = KVCacheManager
     if for_rose:
         make = functools.partial(RoseKVCacheManager, max_num_seqs=max_num_seqs)
     return make(
@@ -115,7 +114,7 @@ def admit(manager: Any, request: Request) -> None:
 
 
 class DecodeLoop:
-    """Rows in step, and a way to time one step."""
+    """Rows in step. ``restart`` frees all and admits as many new ones; ``step`` returns microseconds by part."""
 
     def __init__(self, side: str, setting: Setting) -> None:
         self._setting, self._rng = setting, np.random.default_rng(0)
@@ -128,14 +127,6 @@ class DecodeLoop:
 
     def _prompt(self) -> np.ndarray:
         return self._rng.integers(0, VOCAB_SIZE, self._setting.prompt_len).astype(np.int32)
-
-    def restart(self) -> None:
-        """Free all rows and admit as many new ones."""
-        raise NotImplementedError
-
-    def step(self) -> dict[str, float]:
-        """Take one decode step; microseconds by part."""
-        raise NotImplementedError
 
 
 class RoseLoop(DecodeLoop):
@@ -226,12 +217,10 @@ def _scatter(core: BlockManager | None, manager: Any, rng: np.random.Generator) 
     core.pool.release(rng.permutation(taken[0]))
 
 
-def make_loop(side: str, setting: Setting) -> DecodeLoop:
-    """Return the loop over one side's manager."""
-    return RoseLoop(side, setting) if side == "rose_core" else VllmLoop(side, setting)
+LOOPS = {"rose_core": RoseLoop, "rose_in_vllm": VllmLoop, "stock": VllmLoop}
 
 
-def run_steps(loop: DecodeLoop, prompt_len: int, block_size: int, num_cycles: int) -> Samples:
+def run_steps(loop: Any, prompt_len: int, block_size: int, num_cycles: int) -> Samples:
     """Restart a loop and let each row fill ``num_cycles`` blocks; microseconds for all rows by phase and part.
 
     One more cycle goes before and is not counted: admission has just filled the processor's caches with other things.

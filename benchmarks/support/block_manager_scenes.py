@@ -11,12 +11,12 @@ import numpy as np
 import psutil
 
 from benchmarks.support.block_manager_loops import (
+    LOOPS,
     VOCAB_SIZE,
     DecodeLoop,
     Setting,
     admit,
     make_equal_request,
-    make_loop,
     make_manager,
     make_request,
     run_steps,
@@ -24,7 +24,7 @@ from benchmarks.support.block_manager_loops import (
 from benchmarks.support.timing import Samples, alternate, spread, spreads, timed_us
 from benchmarks.support.variants import computed_row
 
-SIDES = ("rose_core", "rose_in_vllm", "stock")
+SIDES = tuple(LOOPS)
 PHASES = ("whole_block", "inside", "rolls_over", "fills")
 # Of one block: array bytes of Rose, twice; vLLM's block object. Generous, to be refused before memory runs out.
 _BYTES_PER_BLOCK = {"rose_core": 150, "rose_in_vllm": 150, "stock": 400}
@@ -45,7 +45,7 @@ def steady_decode(options: Namespace) -> dict[str, Any]:
     # So many blocks that no cached one has to go.
     num_blocks = options.rows * (num_cycles + 6) * options.repeats + 8
     setting = Setting(num_blocks, size, 4 * size, options.rows, (num_cycles + 6) * size)
-    loops = {side: make_loop(side, setting) for side in SIDES}
+    loops = {side: LOOPS[side](side, setting) for side in SIDES}
     samples = decode(loops, setting, options.repeats, num_cycles)
     for loop in loops.values():
         if loop.core is not None:
@@ -100,7 +100,7 @@ def _measure_point(axis: dict[str, int], setting: Setting, repeats: int) -> list
         if needed > free // 2:
             figures[side] = {"skipped": f"needs about {needed >> 20} MiB, {free >> 20} MiB are free"}
         else:
-            loops[side] = make_loop(side, setting)
+            loops[side] = LOOPS[side](side, setting)
     for side, samples in decode(loops, setting, repeats, 1).items():
         figures[side] = {
             f"{phase}_us_per_row": spread([us / setting.num_rows for us in samples[phase]])
