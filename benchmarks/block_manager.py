@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.reports.parts import block_manager_table, scenes_table
 from benchmarks.reports.text import publish
 from benchmarks.support.cli import check_at_least, new_parser
-from benchmarks.support.run_facts import bar, run_facts
+from benchmarks.support.run_facts import run_facts
 from benchmarks.support.timing import no_garbage_collection, pin_to_one_core
 
 
@@ -34,21 +34,6 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     check_at_least(parser, options, 1, "rows")
     check_at_least(parser, options, 2, "block_size")
     return options
-
-
-def judge(scenes: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the goals this benchmark has and whether this run met them. They are set for 256 rows, blocks of 16."""
-    steady = scenes["steady_decode"]
-    rose, stock = steady["rose_core"], steady["stock"]["inside"]["median"]
-    inside, rolls_over = rose["inside"]["median"], rose["rolls_over.reserve"]["median"]
-    lookup = scenes["long_prompt"]["rose_core"]["match"]["median"]
-    return [
-        bar("decode inside blocks, reserve + commit", inside, 40, "us"),
-        bar("decode inside blocks, vLLM's time over Rose's", stock / inside, 20, "times", at_least=True),
-        bar("every row rolls over, reserve", rolls_over, 150, "us"),
-        bar("every row copies on write, reserve + plan", scenes["copy_on_write"]["median"], 250, "us"),
-        bar("lookup of 256 blocks, hashes given", lookup, 150, "us"),
-    ]
 
 
 def losses(scenes: dict[str, Any]) -> list[dict[str, Any]]:
@@ -98,7 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "benchmark": "block_manager",
         **facts,
         "settings": {name: getattr(options, name) for name in ("rows", "block_size", "repeats", "quick")},
-        "bars": judge(scenes),
         "losses": losses(scenes),
         "scenes": scenes,
     }

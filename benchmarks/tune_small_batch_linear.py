@@ -4,7 +4,8 @@
 
 A product's best cut depends on what its neighbours leave free, so each candidate is timed with the other three products
 as they are best so far, in a CUDA graph of twelve layers whose weights do not fit the L2 cache. The search starts with
-the cuts that are in use. With every cut, each product's result is first compared with cuBLAS's.
+the cuts that are in use. With every cut, each product's result is first compared with cuBLAS's. Each number of rows
+takes minutes, most of which are compilation.
 """
 
 from __future__ import annotations
@@ -14,10 +15,8 @@ import contextlib
 import statistics
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,8 +33,6 @@ from rose_backend.kernels.gpu.linear_tuning import LinearConfig, choose_config
 PRODUCTS = [(columns, depth) for columns, depth, _ in SHAPES]
 NUM_LAYERS = 12
 MAX_SHARED_BYTES = 220_000
-NUM_WORKERS = 8
-"""Processes that compile."""
 
 Cuts = dict[tuple[int, int], LinearConfig]
 """Columns and depth of a product -> its cut."""
@@ -84,16 +81,6 @@ def cut_as(cuts: Cuts) -> Iterator[None]:
         yield
 
 
-def compile_share(job: tuple[int, int]) -> None:
-    """Compile every ``NUM_WORKERS``th candidate into the cache that all processes share."""
-    rows, worker = job
-    launch = layer_case(rows).make(1).sides[ROSE][0]
-    jobs = [(sizes, config) for sizes in PRODUCTS for config in candidates(rows, *sizes)]
-    for sizes, config in jobs[worker::NUM_WORKERS]:
-        with cut_as({**cuts_in_use(rows), sizes: config}):
-            launch()
-
-
 def search(rows: int) -> dict[str, Any]:
     """Return the fastest cuts that were found, and microseconds per layer: the median of a few samples.
 
@@ -135,8 +122,6 @@ def main() -> int:
     if not torch.cuda.is_available():
         print(f"needs a CUDA device; torch {torch.__version__} sees none", file=sys.stderr)
         return 1
-    with ProcessPoolExecutor(NUM_WORKERS, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_share, product(options.rows, range(NUM_WORKERS))))
     results = [search(rows) for rows in options.rows]
     if options.json:
         write_json(options.json, {**run_facts(), "device": torch.cuda.get_device_name(), "results": results})

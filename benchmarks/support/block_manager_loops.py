@@ -114,7 +114,7 @@ def admit(manager: Any, request: Request) -> None:
 
 
 class DecodeLoop:
-    """Rows in step. ``restart`` frees all and admits as many new ones; ``step`` returns microseconds by part."""
+    """Rows in step. ``restart`` frees all and admits as many new ones; ``step`` decodes, and returns microseconds."""
 
     def __init__(self, side: str, setting: Setting) -> None:
         self._setting, self._rng = setting, np.random.default_rng(0)
@@ -147,10 +147,9 @@ class RoseLoop(DecodeLoop):
         prompts = (self._shared or {"prompt": self._prompt()} for _ in self._tokens)
         self._rows = np.array([computed_row(self._manager, **prompt) for prompt in prompts])
 
-    def step(self) -> dict[str, float]:
+    def step(self) -> float:
         manager, rows, tokens = self._manager, self._rows, self._tokens
-        reserve = timed_us(lambda: manager.reserve(rows, 1))
-        return {"reserve": reserve, "commit": timed_us(lambda: manager.commit(rows, 1, tokens))}
+        return timed_us(lambda: (manager.reserve(rows, 1), manager.commit(rows, 1, tokens)))
 
 
 class VllmLoop(DecodeLoop):
@@ -177,7 +176,7 @@ class VllmLoop(DecodeLoop):
             admit(self._manager, request)
             self._requests.append(request)
 
-    def step(self) -> dict[str, float]:
+    def step(self) -> float:
         manager, requests = self._manager, self._requests
         manager.new_step_starts()
 
@@ -195,7 +194,7 @@ class VllmLoop(DecodeLoop):
         publish_us = timed_us(publish)
         for index, request in enumerate(requests):
             request.append_output_token_ids(index)
-        return {"allocate_slots": allocate_us, "cache_blocks": publish_us}
+        return allocate_us + publish_us
 
 
 def _scatter(core: BlockManager | None, manager: Any, rng: np.random.Generator) -> None:
@@ -221,7 +220,7 @@ LOOPS = {"rose_core": RoseLoop, "rose_in_vllm": VllmLoop, "stock": VllmLoop}
 
 
 def run_steps(loop: Any, prompt_len: int, block_size: int, num_cycles: int) -> Samples:
-    """Restart a loop and let each row fill ``num_cycles`` blocks; microseconds for all rows by phase and part.
+    """Restart a loop and let each row fill ``num_cycles`` blocks; microseconds for all rows by phase.
 
     One more cycle goes before and is not counted: admission has just filled the processor's caches with other things.
     """
@@ -230,13 +229,9 @@ def run_steps(loop: Any, prompt_len: int, block_size: int, num_cycles: int) -> S
         loop.step()
     samples: Samples = defaultdict(list)
     for _ in range(num_cycles):
-        steps = []
-        for position in range(prompt_len, prompt_len + block_size):
-            parts = loop.step()
+        steps = [loop.step() for _ in range(block_size)]
+        for position, us in enumerate(steps, start=prompt_len):
             phase = {0: "rolls_over", block_size - 1: "fills"}.get(position % block_size, "inside")
-            steps.append(sum(parts.values()))
-            samples[phase].append(steps[-1])
-            for part, us in parts.items():
-                samples[f"{phase}.{part}"].append(us)
+            samples[phase].append(us)
         samples["whole_block"].append(fmean(steps))
     return samples

@@ -25,7 +25,6 @@ from benchmarks.support.timing import Samples, alternate, spread, spreads, timed
 from benchmarks.support.variants import computed_row
 
 SIDES = tuple(LOOPS)
-PHASES = ("whole_block", "inside", "rolls_over", "fills")
 # Of one block: array bytes of Rose, twice; vLLM's block object. Generous, to be refused before memory runs out.
 _BYTES_PER_BLOCK = {"rose_core": 150, "rose_in_vllm": 150, "stock": 400}
 
@@ -33,7 +32,7 @@ _BYTES_PER_BLOCK = {"rose_core": 150, "rose_in_vllm": 150, "stock": 400}
 def decode(
     loops: dict[str, DecodeLoop], setting: Setting, repeats: int, num_cycles: int
 ) -> dict[str, Samples]:
-    """Let loops take turns; microseconds per step for all rows by side, phase and part."""
+    """Let loops take turns; microseconds per step for all rows by side and phase."""
     sizes = (setting.prompt_len, setting.block_size, num_cycles)
     runs = {side: functools.partial(run_steps, loop, *sizes) for side, loop in loops.items()}
     return alternate(runs, repeats)
@@ -102,10 +101,8 @@ def _measure_point(axis: dict[str, int], setting: Setting, repeats: int) -> list
         else:
             loops[side] = LOOPS[side](side, setting)
     for side, samples in decode(loops, setting, repeats, 1).items():
-        figures[side] = {
-            f"{phase}_us_per_row": spread([us / setting.num_rows for us in samples[phase]])
-            for phase in PHASES
-        }
+        per_row = [us / setting.num_rows for us in samples["whole_block"]]
+        figures[side] = {"whole_block_us_per_row": spread(per_row)}
     return [{**axis, "side": side, "rows": setting.num_rows, **figures[side]} for side in SIDES]
 
 

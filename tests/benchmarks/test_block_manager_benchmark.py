@@ -28,20 +28,15 @@ def test_a_quick_run_writes_what_it_promises(quick_report: Any) -> None:
     assert {"cpu", "cores", "pinned_to_core", "load_at_start"} <= quick_report["machine"].keys()
     assert {"python", "numpy", "torch"} <= quick_report["versions"].keys()
     assert quick_report["command"].startswith("python -m benchmarks.")
-    assert [entry["limit"] for entry in quick_report["bars"]] == [40, 20, 150, 250, 150]
-    for entry in quick_report["bars"]:
-        assert entry["value"] > 0 and isinstance(entry["met"], bool)
 
 
 def test_decode_scenes_have_every_phase_of_every_side(quick_report: Any) -> None:
     scenes = quick_report["scenes"]
     assert list(scenes["steady_decode"]) == SIDES
     for figures in scenes["steady_decode"].values():
-        assert figures.keys() >= PHASES
+        assert figures.keys() == PHASES
         assert figures["rolls_over"]["samples"] == figures["fills"]["samples"] == 3
         assert figures["inside"]["samples"] == 3 * 14
-    assert {"inside.reserve", "inside.commit"} <= scenes["steady_decode"]["rose_core"].keys()
-    assert {"inside.allocate_slots", "inside.cache_blocks"} <= scenes["steady_decode"]["stock"].keys()
     assert scenes["copy_on_write"]["samples"] == 12
 
 
@@ -75,9 +70,9 @@ def test_steps_are_sorted_into_phases() -> None:
         def restart(self) -> None:
             self.count = 0
 
-        def step(self) -> dict[str, float]:
+        def step(self) -> float:
             self.count += 1
-            return {"a": float(self.count), "b": 0.0}
+            return float(self.count)
 
     samples = run_steps(
         CountingLoop("stock", Setting(8, 4, 5, 1, 16)), prompt_len=5, block_size=4, num_cycles=2
@@ -85,7 +80,7 @@ def test_steps_are_sorted_into_phases() -> None:
     # Positions 5 to 16; the first cycle is not counted: steps 5 to 12 write positions 9 to 16.
     assert samples["rolls_over"] == [8.0, 12.0]
     assert samples["fills"] == [7.0, 11.0]
-    assert samples["inside"] == samples["inside.a"] == [5.0, 6.0, 9.0, 10.0]
+    assert samples["inside"] == [5.0, 6.0, 9.0, 10.0]
     assert samples["whole_block"] == [6.5, 10.5]
 
 
