@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -103,6 +104,9 @@ def _measure_point(axis: dict[str, int], setting: Setting, repeats: int) -> list
     for side, samples in decode(loops, setting, repeats, 1).items():
         per_row = [us / setting.num_rows for us in samples["whole_block"]]
         figures[side] = {"whole_block_us_per_row": spread(per_row)}
+    # Blocks refer to each other: millions of them would stay, as nothing is collected by itself.
+    loops.clear()
+    gc.collect()
     return [{**axis, "side": side, "rows": setting.num_rows, **figures[side]} for side in SIDES]
 
 
