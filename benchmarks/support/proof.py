@@ -42,12 +42,12 @@ def prove(test_files: Sequence[str], folder: Path) -> None:
     machine, digests = machine_facts(), {file: source_digest(file) for file in test_files}
     runs = {}
     for file in test_files:
-        _record(folder, file).unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={_results(folder, file)}", file]
+        _kept(folder, file, "json").unlink(missing_ok=True)
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={_kept(folder, file, 'xml')}", file]
         runs[file] = subprocess.Popen(command, cwd=ROOT)
     for file, run in runs.items():
         status = run.wait()
-        results = _results(folder, file)
+        results = _kept(folder, file, "xml")
         tests = ElementTree.parse(results).iter("testcase") if results.is_file() else ()
         # A test that has passed has no children but what it printed.
         bad = [
@@ -56,12 +56,12 @@ def prove(test_files: Sequence[str], folder: Path) -> None:
             if {part.tag for part in test} & {"failure", "error", "skipped"}
         ]
         record = {"machine": machine, "digest": digests[file], "status": status, "not_passed": bad}
-        _record(folder, file).write_text(json.dumps(record, indent=1) + "\n")
+        _kept(folder, file, "json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def unproved_because(test_file: str, folder: Path, machine: dict[str, str]) -> str | None:
     """Return why these tests cannot be said to have passed for the present sources on ``machine``, or None."""
-    path = _record(folder, test_file)
+    path = _kept(folder, test_file, "json")
     record = json.loads(path.read_text()) if path.is_file() else {}
     if (record.get("machine"), record.get("digest")) != (machine, source_digest(test_file)):
         return f"{test_file}: not run for these kernels on this machine"
@@ -70,9 +70,5 @@ def unproved_because(test_file: str, folder: Path, machine: dict[str, str]) -> s
     return f"{test_file}: pytest ended with {record['status']}" if record["status"] else None
 
 
-def _record(folder: Path, test_file: str) -> Path:
-    return folder / f"{Path(test_file).stem}.json"
-
-
-def _results(folder: Path, test_file: str) -> Path:
-    return folder.absolute() / f"{Path(test_file).stem}.xml"
+def _kept(folder: Path, test_file: str, ending: str) -> Path:
+    return folder.absolute() / f"{Path(test_file).stem}.{ending}"
