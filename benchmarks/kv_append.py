@@ -17,6 +17,7 @@ attention, step by step. Every part is synchronised with the device.
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -203,9 +204,14 @@ def check_variant(case: AppendCase, name: str, make: type[AppendStep]) -> None:
         assert worst < 5e-3, f"{name}, step {step}: attention is off by {worst:.1e}"
 
 
+def parse_options(arguments: Sequence[str] | None) -> tuple[Namespace, AppendCase]:
+    """Return the options and the case that they describe, or exit with what is wrong with them."""
+    return parse_case(AppendCase, __doc__, arguments)[1:]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, time, print, write."""
-    _, options, case = parse_case(AppendCase, __doc__, arguments)
+    options, case = parse_options(arguments)
     cases = [replace(case, batch=batch) for batch in (QUICK_BATCHES if options.quick else BATCHES)]
     for name, make in VARIANTS.items():
         check_variant(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -166,12 +167,18 @@ def check_variant(case: CloneCase, variant: Any, cache: torch.Tensor) -> None:
         assert torch.equal(copies[:, :, :, offset], new_kv), "wrong new token"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Check, time, print, write."""
+def parse_options(arguments: Sequence[str] | None) -> tuple[Namespace, CloneCase]:
+    """Return the options and the case that they describe, or exit with what is wrong with them."""
     parser, options, case = parse_case(CloneCase, __doc__, arguments)
     if case.old_len % case.block_size == 0:
         why = f"its last block of {case.block_size} must be part-filled"
         parser.error(f"--old-len: got {case.old_len}, {why}")
+    return options, case
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check, time, print, write."""
+    options, case = parse_options(arguments)
     cases = [replace(case, batch=batch) for batch in (QUICK_BATCHES if options.quick else BATCHES)]
     for checked in cases:
         cache = checked.make_cache()
