@@ -39,14 +39,6 @@ init_none_hash(sha256)  # vLLM's default algorithm
 _SAMPLING = SamplingParams(max_tokens=1_000_000)
 
 
-def kv_cache_config(num_blocks: int, block_size: int, *, for_rose: bool) -> KVCacheConfig:
-    """Return one group of layers, whose blocks Rose manages or vLLM."""
-    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=64, dtype=torch.float32)
-    return KVCacheConfig(
-        num_blocks, [], [KVCacheGroupSpec(["layer"], as_rose_spec(spec) if for_rose else spec)]
-    )
-
-
 @dataclass(frozen=True)
 class Setting:
     """What a manager is made from, and what decodes in it."""
@@ -72,22 +64,23 @@ def make_manager(side: str, setting: Setting) -> Any:
             max_num_seqs=max_num_seqs,
             max_model_len=setting.max_model_len,
         )
-    for_rose = side == "rose_in_vllm"
+    size = setting.block_size
+    spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=64, dtype=torch.float32)
     make: Any = KVCacheManager
-    if for_rose:
-        make = functools.partial(RoseKVCacheManager, max_num_seqs=max_num_seqs)
+    if side == "rose_in_vllm":
+        make, spec = functools.partial(RoseKVCacheManager, max_num_seqs=max_num_seqs), as_rose_spec(spec)
     return make(
-        kv_cache_config=kv_cache_config(setting.num_blocks, setting.block_size, for_rose=for_rose),
+        kv_cache_config=KVCacheConfig(setting.num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
         max_model_len=setting.max_model_len,
-        scheduler_block_size=setting.block_size,
-        hash_block_size=setting.block_size,
+        scheduler_block_size=size,
+        hash_block_size=size,
     )
 
 
-def make_request(name: str, prompt: np.ndarray, block_size: int, sampling: Any = _SAMPLING) -> Request:
+def make_request(name: str, prompt: np.ndarray, block_size: int) -> Request:
     """Return a waiting request, its full blocks hashed."""
     hasher = get_request_block_hasher(block_size, sha256)
-    return Request(name, prompt.tolist(), sampling, None, block_hasher=hasher)
+    return Request(name, prompt.tolist(), _SAMPLING, None, block_hasher=hasher)
 
 
 def make_equal_request(name: str, other: Request) -> Request:
