@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.reports.parts import block_manager_table, scenes_table
 from benchmarks.reports.text import publish
 from benchmarks.support.cli import check_at_least, new_parser
-from benchmarks.support.run_facts import bar, run_facts
+from benchmarks.support.run_facts import run_facts
 from benchmarks.support.timing import no_garbage_collection, pin_to_one_core
 
 
@@ -37,85 +36,37 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def run_scenes(options: argparse.Namespace) -> dict[str, Any]:
-    """Run every scene and return its figures by name."""
-    # vLLM takes seconds to import; --help need not wait for it.
-    from benchmarks.support import block_manager_scenes as makes
-
-    rows, size, repeats, quick = options.rows, options.block_size, options.repeats, options.quick
-    cycles = 1 if quick else 12
-    pool_sizes = [10**3, 10**4] if quick else [10**3, 10**4, 10**5, 10**6, 10**7]
-    lengths = [16, 1024] if quick else [16, 128, 1024, 8192, 32_768, 131_072]
-    counts = [10, 100] if quick else [10, 100, 1000, 10_000, 100_000]
-    lookups = 10 * repeats if quick else 100 * repeats
-    num_copies = repeats * (4 if quick else 40)
-    scenes: dict[str, Callable[[], Any]] = {
-        "steady_decode": lambda: makes.steady_decode(rows, size, repeats, num_cycles=cycles),
-        "copy_on_write": lambda: makes.all_copy_on_write(rows, size, num_copies),
-        "pool_size": lambda: makes.cost_over_pool_size(pool_sizes, rows, size, repeats),
-        "sequence_length": lambda: makes.cost_over_length(lengths, rows, size, repeats),
-        "long_prompt": lambda: makes.long_prompt(4096, size, lookups),
-        "among_many": lambda: makes.among_many(counts, size, lookups),
-    }
-    figures = {}
-    for name, scene in scenes.items():
-        start = time.perf_counter()
-        figures[name] = scene()
-        print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    return figures
-
-
-def judge(scenes: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the goals this benchmark has and whether this run met them. They are set for 256 rows, blocks of 16."""
-    steady = scenes["steady_decode"]
-    core, stock = steady["rose_core"]["inside"]["median"], steady["stock"]["inside"]["median"]
-    return [
-        bar("decode inside blocks, reserve + commit", core, 40, "us"),
-        bar("decode inside blocks, vLLM's time over Rose's", stock / core, 20, "times", at_least=True),
-        bar("every row rolls over, reserve", steady["rose_core"]["rolls_over.reserve"]["median"], 150, "us"),
-        bar("every row copies on write, reserve + plan", scenes["copy_on_write"]["median"], 250, "us"),
-        bar(
-            "lookup of 256 blocks, hashes given",
-            scenes["long_prompt"]["rose_core"]["match"]["median"],
-            150,
-            "us",
-        ),
-    ]
-
-
 def losses(scenes: dict[str, Any]) -> list[dict[str, Any]]:
     """Return every comparison of this run in which a Rose side took longer than vLLM's manager."""
-    pairs: list[tuple[str, str, float, float]] = []
     steady = scenes["steady_decode"]
-    for side in ("rose_core", "rose_in_vllm"):
-        for phase in ("inside", "rolls_over", "fills", "whole_block"):
-            times = (steady[name][phase]["median"] for name in (side, "stock"))
-            pairs.append((f"steady_decode: {phase}", side, *times))
+    compared = [
+        (f"steady_decode: {phase}", side, steady[side][phase], steady["stock"][phase])
+        for side in ("rose_core", "rose_in_vllm")
+        for phase in ("inside", "rolls_over", "fills", "whole_block")
+    ]
     for scene, axis, figure in (
         ("pool_size", "num_blocks", "whole_block_us_per_row"),
         ("sequence_length", "num_tokens", "whole_block_us_per_row"),
         ("among_many", "num_prompts", "lookup_us"),
     ):
-        stock = {point[axis]: point for point in scenes[scene] if point["side"] == "stock"}
-        for point in scenes[scene]:
-            other = stock[point[axis]]
-            if point["side"] != "stock" and figure in point and figure in other:
-                name = f"{scene}: {axis} {point[axis]:,}"
-                pairs.append((name, point["side"], point[figure]["median"], other[figure]["median"]))
-    lookup = scenes["long_prompt"]
-    ready = lookup["stock"]["get_computed_blocks.again"]["median"]
-    pairs.append(("long_prompt: hashes ready", "rose_core", lookup["rose_core"]["match"]["median"], ready))
-    for figure in ("first", "again"):
-        times = (
-            lookup[side][f"get_computed_blocks.{figure}"]["median"] for side in ("rose_in_vllm", "stock")
-        )
-        pairs.append((f"long_prompt: get_computed_blocks, {figure} time", "rose_in_vllm", *times))
-    hashing = (lookup["rose_core"]["hash_blocks"]["median"], lookup["stock"]["hash_request"]["median"])
-    pairs.append(("long_prompt: hashing", "rose_core", *hashing))
+        points = {(point[axis], point["side"]): point[figure] for point in scenes[scene] if figure in point}
+        compared += [
+            (f"{scene}: {axis} {value:,}", side, rose, points[value, "stock"])
+            for (value, side), rose in points.items()
+            if side != "stock" and (value, "stock") in points
+        ]
+    core, in_vllm, stock = (scenes["long_prompt"][side] for side in ("rose_core", "rose_in_vllm", "stock"))
+    compared += [
+        ("long_prompt: hashes ready", "rose_core", core["match"], stock["get_computed_blocks.again"]),
+        ("long_prompt: hashing", "rose_core", core["hash_blocks"], stock["hash_request"]),
+    ]
+    for time in ("first", "again"):
+        rose, other = (side[f"get_computed_blocks.{time}"] for side in (in_vllm, stock))
+        compared.append((f"long_prompt: get_computed_blocks, {time} time", "rose_in_vllm", rose, other))
     return [
-        {"name": name, "side": side, "rose_us": rose, "stock_us": stock}
-        for name, side, rose, stock in pairs
-        if rose > stock
+        {"name": name, "side": side, "rose_us": rose["median"], "stock_us": stock["median"]}
+        for name, side, rose, stock in compared
+        if rose["median"] > stock["median"]
     ]
 
 
@@ -123,14 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     options = parse_options(arguments)
     facts = run_facts(pin_to_one_core())
+    # vLLM takes seconds to import; --help need not wait for it.
+    from benchmarks.support.block_manager_scenes import SCENES
+
     with no_garbage_collection():
-        scenes = run_scenes(options)
-    settings = {name: getattr(options, name) for name in ("rows", "block_size", "repeats", "quick")}
+        scenes = {scene.__name__: scene(options) for scene in SCENES}
     report = {
         "benchmark": "block_manager",
         **facts,
-        "settings": settings,
-        "bars": judge(scenes),
+        "settings": {name: getattr(options, name) for name in ("rows", "block_size", "repeats", "quick")},
         "losses": losses(scenes),
         "scenes": scenes,
     }

@@ -7,8 +7,8 @@ Microseconds are per launch, from replays of captured graphs that rotate among i
 taken in turns by all sides: 20th, 50th and 80th percentile. GB/s counts each input and output once, by the median; "of
 copy" divides that by what a large copy reaches on the same device. A peer's "x Rose" is its median over Rose's: above 1
 Rose is faster. It is shown only for families whose tests have passed, all of them, with these sources, versions and
-this GPU: ``--prove`` runs them first, or see benchmarks/support/proof.py. Peers that are not installed are named and
-left out; a peer whose result differs from Rose's is named and not timed.
+this GPU: ``--prove`` runs them first, and what came of it is kept. Peers that are not installed are named and left
+out; a peer whose result differs from Rose's is named and not timed.
 """
 
 from __future__ import annotations
@@ -17,30 +17,23 @@ import argparse
 import contextlib
 import gc
 import re
-import shutil
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from benchmarks.kernel_cases import FAMILIES, MISSING, cases_of, small
-from benchmarks.kernel_cases.case import (
-    ROSE,
-    Contest,
-    KernelCase,
-    LaunchGraph,
-    copy_bandwidth,
-    percentile,
-    time_alternated,
-)
+from benchmarks.kernel_cases import FAMILIES, case, cases_of, small
+from benchmarks.kernel_cases.case import ROSE, KernelCase, LaunchGraph
 from benchmarks.kernel_cases.small import LaunchLoop
 from benchmarks.reports.parts import all_kernels_table
 from benchmarks.reports.text import publish
 from benchmarks.support.cli import check_at_least, new_parser
-from benchmarks.support.proof import DEFAULT_FOLDER, ROOT, machine_facts, source_digest, unproved_because
+from benchmarks.support.proof import DEFAULT_FOLDER, machine_facts, prove, source_digest, unproved_because
 from benchmarks.support.run_facts import run_facts
+from benchmarks.support.timing import alternate
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(message, file=sys.stderr)
         return 1
     if options.prove:
-        prove(options.families, options.proofs)
+        prove([FAMILIES[family] for family in options.families], options.proofs)
     with small.on_cpu() if options.quick else contextlib.nullcontext():
         report = time_cases(options)
     publish(report, all_kernels_table(report), options.json)
@@ -62,42 +55,40 @@ def main(arguments: list[str] | None = None) -> int:
 
 def time_cases(options: argparse.Namespace) -> dict[str, Any]:
     """Return the report. A short run times the small cases of every chosen family on the CPU."""
+    torch.manual_seed(0)
     if options.quick:
         machine = {"gpu": "none, on a CPU", "driver": "none"}
         unproved: dict[str, str | None] = dict.fromkeys(options.families, "a short run on a CPU")
+        copy = small.copy_bandwidth()
     else:
         machine = machine_facts()
         unproved = {
             name: unproved_because(FAMILIES[name], options.proofs, machine) for name in options.families
         }
-    facts = {
+        copy = case.copy_bandwidth()
+    rows = []
+    for family in options.families:
+        for timed in (small.small_cases if options.quick else cases_of)(family):
+            if re.search(options.match, timed.name):
+                row = measure(timed, options, copy, compare=unproved[family] is None)
+                rows.append({"family": family, **row})
+                print(timed.name, file=sys.stderr, flush=True)
+                if not options.quick:
+                    torch.cuda.empty_cache()
+    return {
         **run_facts(),
-        "commit": options.commit or head_commit(),
+        "commit": options.commit,
         "kernels_digest": source_digest(),
         "gpu": machine["gpu"],
         "driver": machine["driver"],
         "quick": options.quick,
         "repeats": options.repeats,
         "samples_per_repeat": options.samples,
-    }
-    torch.manual_seed(0)
-    copy = small.copy_bandwidth() if options.quick else copy_bandwidth()
-    rows = []
-    for family in options.families:
-        for case in small.CASES[family]() if options.quick else cases_of(family):
-            if re.search(options.match, case.name):
-                row = measure(case, options, copy, compare=unproved[family] is None)
-                rows.append({"family": family, **row})
-                print(row["case"], file=sys.stderr, flush=True)
-                if not options.quick:
-                    torch.cuda.empty_cache()
-    return {
-        **facts,
         "copy_bytes_per_s": copy,
         "families": {
-            name: {"tests": FAMILIES[name], "unproved_because": why} for name, why in unproved.items()
+            name: {"tests": [FAMILIES[name]], "unproved_because": why} for name, why in unproved.items()
         },
-        "missing_peers": {"all but torch": "they need a GPU"} if options.quick else MISSING,
+        "missing_peers": case.MISSING,
         "rows": rows,
     }
 
@@ -112,7 +103,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--samples", type=int, default=5, help="measurements per turn (default 5)")
     add("--prove", action="store_true", help="run the families' tests first")
     add("--proofs", type=Path, default=DEFAULT_FOLDER, help="folder of the tests' records")
-    add("--commit", help="of the sources, where this is no git checkout")
+    add("--commit", help="of the sources, to be recorded")
     options = parser.parse_args(arguments)
     if options.quick and options.prove:
         parser.error("--prove: --quick shows no speed that could be compared")
@@ -121,81 +112,54 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def prove(families: list[str], folder: Path) -> None:
-    """Run the families' tests, one process for each file at the same time."""
-    files = dict.fromkeys(file for family in families for file in FAMILIES[family])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.support.proof"]
-    runs = [subprocess.Popen([*command, "--proofs", str(folder), file], cwd=ROOT) for file in files]
-    for run in runs:
-        run.wait()
-
-
-def head_commit() -> str | None:
-    """Return the commit that is checked out, with "-dirty" if files differ from it; None outside a git checkout."""
-    if shutil.which("git") is None:
-        return None
-    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
-
-
-def measure(case: KernelCase, options: argparse.Namespace, copy: float, *, compare: bool) -> dict[str, Any]:
+def measure(timed: KernelCase, options: argparse.Namespace, copy: float, *, compare: bool) -> dict[str, Any]:
     """Return one row: what each side took, or what is wrong with it.
 
     Args:
         copy: bandwidth of a copy in bytes per second.
         compare: the family's tests have passed.
     """
-    contest = case.make(2 if options.quick else case.num_sets)
+    contest = timed.make(2 if options.quick else timed.num_sets)
+    sides: dict[str, Any] = {}
     # All are compared before any is timed: some work in place, and on what others share.
-    sides = {name: {"error": error} for name, error in broken_peers(contest).items()}
-    graphs: dict[str, LaunchGraph | LaunchLoop] = {}
+    for name in contest.sides:
+        with tolerating(name, sides):
+            if name != ROSE and (complaint := contest.disagreement(name)):
+                sides[name] = {"error": complaint}
+    runs = {}
     for name, launches in contest.sides.items():
-        if name in sides:
-            continue
-        try:
-            graphs[name] = LaunchLoop(launches) if options.quick else LaunchGraph(launches)
-        except Exception as error:
-            if name == ROSE:
-                raise
-            sides[name] = {"error": described(error)}
-        # Collections are slow with a peer's many objects around, and every capture makes one.
-        if not options.quick:
-            gc.freeze()
-    times = time_alternated(graphs, options.repeats, options.samples)
-    for name, values in times.items():
-        p20, p50, p80 = (percentile(values, share) for share in (0.2, 0.5, 0.8))
-        rate = case.num_bytes / p50 * 1e6
+        if name not in sides:
+            with tolerating(name, sides):
+                graph = LaunchLoop(launches) if options.quick else LaunchGraph(launches)
+                runs[name] = lambda graph=graph: {"us": [graph.sample() for _ in range(options.samples)]}
+            # Collections are slow with a peer's many objects around, and every capture makes one.
+            if not options.quick:
+                gc.freeze()
+    for name, samples in alternate(runs, options.repeats).items():
+        p20, p50, p80 = np.percentile(samples["us"], (20, 50, 80)).tolist()
+        rate = timed.num_bytes / p50 * 1e6
         sides[name] = {
             "p20_us": p20,
             "p50_us": p50,
             "p80_us": p80,
             "gb_per_s": rate / 1e9,
             "copy_share": rate / copy,
-            "tflop_per_s": case.flops / p50 / 1e6,
+            "tflop_per_s": timed.flops / p50 / 1e6,
         }
         if name != ROSE:
             sides[name]["times_rose"] = p50 / sides[ROSE]["p50_us"] if compare else None
-    return {"case": case.name, "num_bytes": case.num_bytes, "flops": case.flops, "sides": sides}
+    return {"case": timed.name, "num_bytes": timed.num_bytes, "flops": timed.flops, "sides": sides}
 
 
-def broken_peers(contest: Contest) -> dict[str, str]:
-    """Return what is wrong with the peers that fail or whose results differ from Rose's."""
-    broken = {}
-    for name in contest.sides:
-        try:
-            complaint = None if name == ROSE else contest.disagreement(name)
-        except Exception as error:
-            # A peer may break in any way; that is no reason to lose the other figures.
-            complaint = described(error)
-        if complaint is not None:
-            broken[name] = complaint
-    return broken
-
-
-def described(error: Exception) -> str:
-    """Return an exception on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+@contextlib.contextmanager
+def tolerating(side: str, sides: dict[str, Any]) -> Iterator[None]:
+    """Note how a peer breaks: that is no reason to lose the other figures. Rose has to work."""
+    try:
+        yield
+    except Exception as error:
+        if side == ROSE:
+            raise
+        sides[side] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,6 +16,17 @@ COLD_BYTES = 256 << 20
 MAX_SETS = 512
 
 Launches = Sequence[Callable[[], Any]]
+
+MISSING: dict[str, str] = {}
+"""Peer -> why it is left out."""
+
+
+def add_peer(sides: dict[str, Launches], peer: str, make: Callable[[], Launches]) -> None:
+    """Add what ``make`` returns to ``sides``; where what it imports is not installed, note why."""
+    try:
+        sides[peer] = make()
+    except ImportError as error:
+        MISSING[peer] = str(error)
 
 
 @dataclass(frozen=True)
@@ -106,32 +118,10 @@ class LaunchGraph:
         return 1000 * start.elapsed_time(stop) / (self._num_launches * self._in_a_row)
 
 
-class Timed(Protocol):
-    """All input sets of one side, ready to be timed."""
-
-    def sample(self) -> float:
-        """Return microseconds per launch."""
-
-
-def time_alternated(graphs: Mapping[str, Timed], repeats: int, samples: int) -> dict[str, list[float]]:
-    """Return sorted microseconds per launch of each side, taken in turns: ``repeats`` times ``samples`` of each."""
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(repeats):
-        for name, graph in graphs.items():
-            times[name] += [graph.sample() for _ in range(samples)]
-    return {name: sorted(values) for name, values in times.items()}
-
-
-def percentile(times: list[float], share: float) -> float:
-    """Return an entry of the sorted ``times``."""
-    return times[round(share * (len(times) - 1))]
-
-
 def copy_bandwidth() -> float:
     """Return what a large copy on the device reaches, in bytes read and written per second."""
     source = torch.randint(-(2**31), 2**31, (1 << 29,), dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
     # Not copy_: within a graph that is the copy engines' work, which are slower than the processors.
     graph = LaunchGraph([functools.partial(torch.bitwise_not, source, out=target)])
-    times = time_alternated({"copy": graph}, 1, 11)["copy"]
-    return 2 * source.nbytes / percentile(times, 0.5) * 1e6
+    return 2 * source.nbytes / statistics.median(graph.sample() for _ in range(11)) * 1e6

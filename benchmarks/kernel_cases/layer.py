@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,8 @@ class Layer:
         self.biases = [random(columns) for columns, _, _ in SHAPES]
         self.norms = [(1 + random(WIDTH, scale=0.1), random(WIDTH, scale=0.1)) for _ in range(2)]
 
-    def rose(self) -> Callable[[], torch.Tensor]:
-        """Four launches."""
+    def rose(self) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """Four launches; all four results."""
         norms = (self.norms[0], (None, None), self.norms[1], (None, None))
         qkv, projection, widen, narrow = (
             pack_linear(weight, bias, norm_weight=norm[0], norm_bias=norm[1], eps=EPS)
@@ -42,25 +42,26 @@ class Layer:
         wide_x = self.x.float()
         moments = torch.stack([wide_x.sum(1), wide_x.square().sum(1)], 1).unsqueeze(2)
 
-        def run() -> torch.Tensor:
-            query = small_batch_linear(self.x, qkv, x_moments=moments)[:, :WIDTH]
+        def run() -> tuple[torch.Tensor, ...]:
+            states = small_batch_linear(self.x, qkv, x_moments=moments)
+            query = states[:, :WIDTH]
             hidden, hidden_moments = small_batch_linear_and_moments(query, projection, residual=self.x)
             wide = small_batch_linear(hidden, widen, gelu=True, x_moments=hidden_moments)
-            return small_batch_linear_and_moments(wide, narrow, residual=hidden)[0]
+            return states, hidden, wide, small_batch_linear_and_moments(wide, narrow, residual=hidden)[0]
 
         return run
 
-    def cublas(self) -> Callable[[], torch.Tensor]:
-        """Four products with their biases, and an operation of torch for each other part."""
+    def cublas(self) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """Four products with their biases, and an operation of torch for each other part; the products' results."""
 
-        def run() -> torch.Tensor:
+        def run() -> tuple[torch.Tensor, ...]:
             weights, biases = [weight.T for weight in self.weights], self.biases
             normed = F.layer_norm(self.x, (WIDTH,), *self.norms[0], EPS)
-            query = torch.addmm(biases[0], normed, weights[0])[:, :WIDTH]
-            hidden = torch.addmm(biases[1], query, weights[1]) + self.x
+            states = torch.addmm(biases[0], normed, weights[0])
+            hidden = torch.addmm(biases[1], states[:, :WIDTH], weights[1]) + self.x
             normed = F.layer_norm(hidden, (WIDTH,), *self.norms[1], EPS)
             wide = F.gelu(torch.addmm(biases[2], normed, weights[2]), approximate="tanh")
-            return torch.addmm(biases[3], wide, weights[3]) + hidden
+            return states, hidden, wide, torch.addmm(biases[3], wide, weights[3]) + hidden
 
         return run
 
@@ -72,6 +73,7 @@ def layer_case(num_rows: int) -> KernelCase:
         layers = [Layer(num_rows) for _ in range(num_sets)]
         return Contest(
             {ROSE: [layer.rose() for layer in layers], CUBLAS: [layer.cublas() for layer in layers]},
+            observe=lambda side, results: results,
             tolerance=3e-3,
         )
 
@@ -80,7 +82,4 @@ def layer_case(num_rows: int) -> KernelCase:
     return KernelCase(f"products of a GPT-2 layer, {num_rows} row{plural}", WEIGHT_BYTES, make, flops=flops)
 
 
-def linear_cases() -> Iterator[KernelCase]:
-    """Yield the cases that the table shows."""
-    for num_rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-        yield layer_case(num_rows)
+CASES = {"linear": [layer_case(num_rows) for num_rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)]}

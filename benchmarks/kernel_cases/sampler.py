@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks import kernel_cases
+from benchmarks.kernel_cases import case
 from benchmarks.kernel_cases.case import ROSE, Contest, KernelCase, Launches
 from rose_backend.kernels import SamplingTensors, lm_head_sample, sample
 
 VOCAB_SIZE = 50_257
 TORCH, FLASHINFER = "torch.argmax", "flashinfer"
-SEED = {"seed": 977, "offset": 0}
 # At temperature 1, which costs the peer nothing.
 FILTERS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
@@ -47,22 +46,21 @@ def make_params(num_rows: int, **filters: float) -> SamplingTensors:
 
 
 def flashinfer_sample(
-    sampling: ModuleType, params: SamplingTensors, filters: dict[str, float]
+    params: SamplingTensors, filters: dict[str, float]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the call that vLLM makes for these filters (for min-p the library's own; vLLM masks in torch)."""
+    import flashinfer.sampling as sampling
+
+    fixed = {"deterministic": True, "seed": 977, "offset": 0}
     if "top_k" in filters:
         return lambda logits: sampling.top_k_top_p_sampling_from_logits(
-            logits, params.top_k, params.top_p, deterministic=True, **SEED
+            logits, params.top_k, params.top_p, **fixed
         )
     if "top_p" in filters:
-        return lambda logits: sampling.top_p_sampling_from_probs(
-            logits.softmax(-1), params.top_p, deterministic=True, **SEED
-        )
+        return lambda logits: sampling.top_p_sampling_from_probs(logits.softmax(-1), params.top_p, **fixed)
     if "min_p" in filters:
-        return lambda logits: sampling.min_p_sampling_from_probs(
-            logits.softmax(-1), params.min_p, deterministic=True, **SEED
-        )
-    return lambda logits: sampling.sampling_from_logits(logits, deterministic=True, **SEED)
+        return lambda logits: sampling.min_p_sampling_from_probs(logits.softmax(-1), params.min_p, **fixed)
+    return lambda logits: sampling.sampling_from_logits(logits, **fixed)
 
 
 def allowed_tokens(logits: torch.Tensor, filters: dict[str, float]) -> torch.Tensor:
@@ -88,15 +86,13 @@ def sampler_case(name: str, num_rows: int) -> KernelCase:
         sets = [3 * torch.randn(num_rows, VOCAB_SIZE, device="cuda") for _ in range(num_sets)]
 
         def bind(function: Callable[[torch.Tensor], Any]) -> Launches:
-            return [lambda logits=logits: function(logits) for logits in sets]
+            return [functools.partial(function, logits) for logits in sets]
 
         sides = {ROSE: bind(lambda logits: sample(logits, params).token_ids)}
         if name == "greedy":
             sides[TORCH] = bind(lambda logits: logits.argmax(-1))
         else:
-            modules = kernel_cases.load_peer(FLASHINFER, "flashinfer.sampling")
-            if modules is not None:
-                sides[FLASHINFER] = bind(flashinfer_sample(modules[0], params, filters))
+            case.add_peer(sides, FLASHINFER, lambda: bind(flashinfer_sample(params, filters)))
 
         def complaint(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> str | None:
             allowed = allowed_tokens(sets[0], filters)
@@ -111,13 +107,6 @@ def sampler_case(name: str, num_rows: int) -> KernelCase:
     return KernelCase(f"sample B={num_rows} {name}", num_rows * VOCAB_SIZE * 4, make)
 
 
-def sampler_cases() -> Iterator[KernelCase]:
-    """Yield the cases that the table shows."""
-    for name in FILTERS:
-        for num_rows in (1, 8, 32, 128, 256):
-            yield sampler_case(name, num_rows)
-
-
 WIDTH = 768
 # cuBLAS is slow where rows of logits are not aligned: as in vLLM, peers get a vocabulary padded to a multiple of this.
 PADDING = 64
@@ -130,34 +119,30 @@ def head_case(num_rows: int, *, greedy: bool) -> KernelCase:
 
     def make(num_sets: int) -> Contest:
         params = make_params(num_rows, **filters)
+        random = functools.partial(torch.randn, dtype=torch.float16, device="cuda")
         padded = -(-VOCAB_SIZE // PADDING) * PADDING
-        sets = [
-            (
-                torch.randn(num_rows, WIDTH, dtype=torch.float16, device="cuda"),
-                torch.randn(padded, WIDTH, dtype=torch.float16, device="cuda") / 10,
-            )
-            for _ in range(num_sets)
-        ]
+        sets = [(random(num_rows, WIDTH), random(padded, WIDTH) / 10) for _ in range(num_sets)]
+        columns = {name: getattr(params, name) for name in ("temperature", "seed", "position")}
 
-        def rose(hidden: torch.Tensor, head: torch.Tensor) -> Callable[[], torch.Tensor]:
-            return lambda: lm_head_sample(
-                hidden, head, temperature=params.temperature, seed=params.seed, position=params.position
-            )
+        def unfused(
+            choose: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, head: torch.Tensor
+        ) -> torch.Tensor:
+            return choose(F.linear(hidden, head)[:, :VOCAB_SIZE].float())
 
         def after_cublas(choose: Callable[[torch.Tensor], torch.Tensor]) -> Launches:
-            def launch(hidden: torch.Tensor, head: torch.Tensor) -> Callable[[], torch.Tensor]:
-                return lambda: choose(F.linear(hidden, head)[:, :VOCAB_SIZE].float())
+            return [functools.partial(unfused, choose, *inputs) for inputs in sets]
 
-            return [launch(hidden, head) for hidden, head in sets]
-
-        sides: dict[str, Launches] = {ROSE: [rose(hidden, head[:VOCAB_SIZE]) for hidden, head in sets]}
-        sides[UNFUSED] = after_cublas(lambda logits: sample(logits, params).token_ids)
+        sides: dict[str, Launches] = {
+            ROSE: [
+                functools.partial(lm_head_sample, hidden, head[:VOCAB_SIZE], **columns)
+                for hidden, head in sets
+            ],
+            UNFUSED: after_cublas(lambda logits: sample(logits, params).token_ids),
+        }
         if greedy:
             sides[ARGMAX] = after_cublas(lambda logits: logits.argmax(-1))
         else:
-            modules = kernel_cases.load_peer(FLASHINFER, "flashinfer.sampling")
-            if modules is not None:
-                sides[DRAWN] = after_cublas(flashinfer_sample(modules[0], params, filters))
+            case.add_peer(sides, DRAWN, lambda: after_cublas(flashinfer_sample(params, filters)))
         return Contest(sides, observe=observe, complaint=complaint)
 
     def observe(side: str, tokens: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -178,8 +163,8 @@ def head_case(num_rows: int, *, greedy: bool) -> KernelCase:
     return KernelCase(f"head and sample B={num_rows} {kind}", num_bytes, make, flops=flops)
 
 
-def lm_head_cases() -> Iterator[KernelCase]:
-    """Yield the cases that the table shows."""
-    for greedy in (True, False):
-        for num_rows in (1, 8, 32, 128, 256):
-            yield head_case(num_rows, greedy=greedy)
+_BATCHES = (1, 8, 32, 128, 256)
+CASES = {
+    "sampler": [sampler_case(name, num_rows) for name in FILTERS for num_rows in _BATCHES],
+    "lm_head": [head_case(num_rows, greedy=greedy) for greedy in (True, False) for num_rows in _BATCHES],
+}

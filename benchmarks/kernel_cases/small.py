@@ -1,37 +1,36 @@
-"""Small cases on a CPU, where Rose's operations are plain torch: all sides do the same work, their speed means nothing.
-
-with on_cpu():
-    for case in CASES["decode"]():
-        contest = case.make(2)
-"""
+"""Small cases on a CPU, where Rose's operations are plain torch: sides do the same work, their speed means nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks import kernel_cases
-from benchmarks.kernel_cases import kv_cache, layer, sampler
+from benchmarks.kernel_cases import case, kv_cache, layer, sampler
 from benchmarks.kernel_cases.case import KernelCase, Launches
 from benchmarks.kernel_cases.kv_cache import Heads
 from rose_backend.kernels.reference import kv_cache as reference
 
 HEADS = Heads("small", 4, 2, 16, torch.float16)
-CASES: dict[str, Callable[[], Iterator[KernelCase]]] = {
-    "decode": lambda: iter((kv_cache.decode_case(HEADS, 3, 40),)),
-    "prefill": lambda: iter((kv_cache.prefill_case(HEADS, 2, 32, 32),)),
-    "clone": lambda: iter((kv_cache.clone_case(3),)),
-    "linear": lambda: iter((layer.layer_case(3),)),
-    "sampler": lambda: (sampler.sampler_case(name, 3) for name in sampler.FILTERS),
-    "lm_head": lambda: (sampler.head_case(3, greedy=greedy) for greedy in (True, False)),
-}
-"""Family -> its cases; make and run them within ``on_cpu``."""
+
+
+def small_cases(family: str) -> list[KernelCase]:
+    """Return the cases of a family; call this, make and run them within ``on_cpu``."""
+    if family == "sampler":
+        return [sampler.sampler_case(name, 3) for name in sampler.FILTERS]
+    if family == "lm_head":
+        return [sampler.head_case(3, greedy=greedy) for greedy in (True, False)]
+    return {
+        "decode": [kv_cache.decode_case(HEADS, 3, 40)],
+        "prefill": [kv_cache.prefill_case(HEADS, 2, 32, 32)],
+        "clone": [kv_cache.clone_case(3)],
+        "linear": [layer.layer_case(3)],
+    }[family]
 
 
 class _OnCpu(TorchFunctionMode):
@@ -52,7 +51,8 @@ def _clone(cache: torch.Tensor, *pairs: torch.Tensor, block_dim: int, independen
 def on_cpu() -> Iterator[None]:
     """Put tensors on the CPU, shrink what cases share, and leave out peers but torch: the others need a GPU."""
     smaller = (
-        (kernel_cases, "load_peer", lambda *_: None),
+        (case, "MISSING", {}),
+        (case, "add_peer", lambda sides, peer, make: case.MISSING.setdefault(peer, "needs a GPU")),
         (kv_cache, "block_clone", _clone),
         (kv_cache, "NUM_BLOCKS", 20),
         (sampler, "VOCAB_SIZE", 5003),

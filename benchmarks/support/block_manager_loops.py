@@ -7,15 +7,16 @@ Every loop takes the same steps on the same lengths. A sample belongs to the pha
     fills        the token fills a block, which becomes findable by its hash
     whole_block  mean of ``block_size`` steps in a row, so one of each phase and the rest inside
 
-vLLM hashes full blocks when a request gets its token, outside its manager: ``hashing`` is apart, and
-``whole_block_and_hashing`` has both. Rose's core hashes in ``commit``.
+vLLM hashes full blocks when a request gets its token, outside its manager: that is not counted. Rose's core hashes in
+``commit``.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections import defaultdict
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -28,33 +29,58 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.support.timing import Samples, timed_us
+from benchmarks.support.variants import computed_row
 from rose_backend.block_manager import BlockManager
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
 
+VOCAB_SIZE = 50_257
 init_none_hash(sha256)  # vLLM's default algorithm
 _SAMPLING = SamplingParams(max_tokens=1_000_000)
 
 
-def make_manager(
-    side: str, *, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int
-) -> Any:
-    """Return vLLM's manager (``side`` "stock") or Rose's behind vLLM's interface ("rose_in_vllm"), caching on."""
-    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=64, dtype=torch.float32)
-    make: Callable[..., Any] = KVCacheManager
+@dataclass(frozen=True)
+class Setting:
+    """What a manager is made from, and what decodes in it."""
+
+    num_blocks: int
+    block_size: int
+    prompt_len: int
+    num_rows: int
+    max_model_len: int
+    shared: bool = False
+    """All rows read one cached prompt, each but its last token."""
+    scattered: bool = False
+    """Blocks are handed out in random order, all memory touched, as after long use."""
+
+
+def make_manager(side: str, setting: Setting) -> Any:
+    """Return Rose's block manager ("rose_core"), the same behind vLLM's interface ("rose_in_vllm"), or vLLM's."""
+    max_num_seqs = setting.num_rows + 1
+    if side == "rose_core":
+        return BlockManager(
+            num_blocks=setting.num_blocks,
+            block_size=setting.block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=setting.max_model_len,
+        )
+    size = setting.block_size
+    spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    make: Any = KVCacheManager
     if side == "rose_in_vllm":
         make, spec = functools.partial(RoseKVCacheManager, max_num_seqs=max_num_seqs), as_rose_spec(spec)
     return make(
-        kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
-        max_model_len=max_model_len,
-        scheduler_block_size=block_size,
-        hash_block_size=block_size,
+        kv_cache_config=KVCacheConfig(setting.num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        max_model_len=setting.max_model_len,
+        scheduler_block_size=size,
+        hash_block_size=size,
     )
 
 
-def make_request(name: str, prompt: list[int], block_size: int) -> Request:
+def make_request(name: str, prompt: np.ndarray, block_size: int) -> Request:
     """Return a waiting request, its full blocks hashed."""
-    return Request(name, prompt, _SAMPLING, None, block_hasher=get_request_block_hasher(block_size, sha256))
+    hasher = get_request_block_hasher(block_size, sha256)
+    return Request(name, prompt.tolist(), _SAMPLING, None, block_hasher=hasher)
 
 
 def make_equal_request(name: str, other: Request) -> Request:
@@ -63,12 +89,6 @@ def make_equal_request(name: str, other: Request) -> Request:
     request.block_hashes = list(other.block_hashes)
     request._block_hasher = other._block_hasher
     return request
-
-
-def hash_request(request: Request) -> None:
-    """Rehash a request's blocks, as the engine core does when it arrives."""
-    request.block_hashes = []
-    request.update_block_hashes()
 
 
 def admit(manager: Any, request: Request) -> None:
@@ -86,134 +106,71 @@ def admit(manager: Any, request: Request) -> None:
     request.append_output_token_ids(1)
 
 
-def compute(manager: BlockManager, prompt: np.ndarray, max_hit: int | None = None) -> int:
-    """Compute a prompt in Rose's block manager; return its row."""
-    admission = manager.add(prompt, match=manager.match(prompt, max_tokens=max_hit))
-    assert admission is not None
-    row, count = np.array([admission.row]), len(prompt) - admission.num_cached_tokens
-    assert manager.reserve(row, count).ok, "the pool is too small for this scene"
-    manager.commit(row, count, prompt[admission.num_cached_tokens :])
-    return admission.row
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a loop decodes in."""
-
-    num_blocks: int
-    block_size: int
-    prompt_lens: Sequence[int]
-    """Tokens of each row's prompt."""
-    max_model_len: int
-    shared: bool = False
-    """All rows read one cached prompt, each but its last token."""
-    scattered: bool = False
-    """Blocks are handed out in random order, all memory touched, as after long use."""
-
-    def limits(self) -> dict[str, int]:
-        """Return what managers are made from."""
-        return {
-            "num_blocks": self.num_blocks,
-            "block_size": self.block_size,
-            "max_num_seqs": len(self.prompt_lens) + 1,
-            "max_model_len": self.max_model_len,
-        }
-
-
 class DecodeLoop:
-    """Rows in step, and a way to time one step."""
-
-    manager: Any
-    core: BlockManager | None
-    """Rose's block manager inside, if there is one."""
-
-    def restart(self) -> None:
-        """Free all rows and admit as many new ones."""
-        raise NotImplementedError
-
-    def step(self) -> dict[str, float]:
-        """Take one decode step; microseconds by part."""
-        raise NotImplementedError
-
-
-class RoseCore(DecodeLoop):
-    """``BlockManager`` as Rose's own engine calls it: one ``reserve`` and one ``commit`` per step for all rows."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.manager = self.core = BlockManager(**setting.limits())
-        self._prompt_lens, self._shared = setting.prompt_lens, setting.shared
-        self._rng = np.random.default_rng(0)
-        self._rows = np.zeros(0, np.int64)
-        self._tokens = np.arange(len(setting.prompt_lens), dtype=np.int32)
-        if setting.scattered:
-            _age(self.manager, self._rng)
-        if setting.shared:
-            self._prompt = self._rng.integers(0, 50_257, setting.prompt_lens[0]).astype(np.int32)
-            self._hashes = self.manager.hash_blocks(self._prompt)
-            compute(self.manager, self._prompt)
-
-    def restart(self) -> None:
-        self.manager.free(self._rows)
-        if self._shared:
-            match = self.manager.match(self._prompt, block_hashes=self._hashes)
-            admissions = [self.manager.add(self._prompt, match=match) for _ in self._prompt_lens]
-            self._rows = np.array([admission.row for admission in admissions if admission is not None])
-            last = np.full(len(self._rows), self._prompt[-1])
-            assert self.manager.reserve(self._rows, 1).ok
-            self.manager.commit(self._rows, 1, last)
-            return
-        prompts = [self._rng.integers(0, 50_257, length).astype(np.int32) for length in self._prompt_lens]
-        self._rows = np.array([compute(self.manager, prompt) for prompt in prompts])
-
-    def step(self) -> dict[str, float]:
-        manager, rows, tokens = self.manager, self._rows, self._tokens
-        reserve = timed_us(lambda: manager.reserve(rows, 1))
-        commit = timed_us(lambda: manager.commit(rows, 1, tokens))
-        return {"reserve": reserve, "commit": commit}
-
-
-class VllmManager(DecodeLoop):
-    """A manager with vLLM's interface ("rose_in_vllm" or "stock") as vLLM's scheduler calls it: request by request."""
+    """Rows in step. ``restart`` frees all and admits as many new ones; ``step`` decodes, and returns microseconds."""
 
     def __init__(self, side: str, setting: Setting) -> None:
-        self.manager = make_manager(side, **setting.limits())
-        self.core = self.manager.manager if side == "rose_in_vllm" else None
-        self._prompt_lens, self._block_size = setting.prompt_lens, setting.block_size
-        self._rng = np.random.default_rng(0)
-        self._requests: list[Any] = []
-        self._num_made = 0
-        self._shared: Any = None
-        if setting.scattered and self.core is not None:
-            _age(self.core, self._rng)
-        elif setting.scattered:
-            pool = self.manager.block_pool
-            blocks = pool.get_new_blocks(setting.num_blocks - 1)
-            pool.free_blocks([blocks[index] for index in self._rng.permutation(len(blocks))])
-        if setting.shared:
-            self._shared = self._new_request(setting.prompt_lens[0])
-            admit(self.manager, self._shared)
+        self._setting, self._rng = setting, np.random.default_rng(0)
+        self._manager = make_manager(side, setting)
+        inside = {"rose_core": self._manager, "rose_in_vllm": getattr(self._manager, "manager", None)}
+        self.core: BlockManager | None = inside.get(side)
+        """Rose's block manager inside, if there is one."""
+        if setting.scattered:
+            _scatter(self.core, self._manager, self._rng)
 
-    def _new_request(self, length: int) -> Any:
-        self._num_made += 1
-        prompt = self._rng.integers(0, 50_257, length).tolist()
-        return make_request(f"r{self._num_made}", prompt, self._block_size)
+    def _prompt(self) -> np.ndarray:
+        return self._rng.integers(0, VOCAB_SIZE, self._setting.prompt_len).astype(np.int32)
+
+
+class RoseLoop(DecodeLoop):
+    """``BlockManager`` as Rose's own engine calls it: one ``reserve`` and one ``commit`` per step for all rows."""
+
+    def __init__(self, side: str, setting: Setting) -> None:
+        super().__init__(side, setting)
+        self._rows = np.zeros(0, np.int64)
+        self._tokens = np.arange(setting.num_rows, dtype=np.int32)
+        self._shared: dict[str, np.ndarray] = {}
+        if setting.shared:
+            prompt = self._prompt()
+            self._shared = {"prompt": prompt, "block_hashes": self._manager.hash_blocks(prompt)}
+            computed_row(self._manager, prompt)
+
+    def restart(self) -> None:
+        self._manager.free(self._rows)
+        prompts = (self._shared or {"prompt": self._prompt()} for _ in self._tokens)
+        self._rows = np.array([computed_row(self._manager, **prompt) for prompt in prompts])
+
+    def step(self) -> float:
+        manager, rows, tokens = self._manager, self._rows, self._tokens
+        return timed_us(lambda: (manager.reserve(rows, 1), manager.commit(rows, 1, tokens)))
+
+
+class VllmLoop(DecodeLoop):
+    """A manager with vLLM's interface as vLLM's scheduler calls it: request by request."""
+
+    def __init__(self, side: str, setting: Setting) -> None:
+        super().__init__(side, setting)
+        self._requests: list[Request] = []
+        self._shared: Request | None = None
+        if setting.shared:
+            self._shared = make_request("shared", self._prompt(), setting.block_size)
+            admit(self._manager, self._shared)
 
     def restart(self) -> None:
         for request in self._requests:
-            self.manager.free(request)
-        self.manager.new_step_starts()
+            self._manager.free(request)
+        self._manager.new_step_starts()
         self._requests = []
-        for length in self._prompt_lens:
+        for index in range(self._setting.num_rows):
             if self._shared is None:
-                request = self._new_request(length)
+                request = make_request(f"r{index}", self._prompt(), self._setting.block_size)
             else:
-                self._num_made += 1
-                request = make_equal_request(f"r{self._num_made}", self._shared)
-            admit(self.manager, request)
+                request = make_equal_request(f"r{index}", self._shared)
+            admit(self._manager, request)
             self._requests.append(request)
 
-    def step(self) -> dict[str, float]:
-        manager, requests = self.manager, self._requests
+    def step(self) -> float:
+        manager, requests = self._manager, self._requests
         manager.new_step_starts()
 
         def allocate() -> None:
@@ -224,56 +181,50 @@ class VllmManager(DecodeLoop):
             for request in requests:
                 manager.cache_blocks(request, request.num_computed_tokens)
 
-        def generate() -> None:
-            for index, request in enumerate(requests):
-                request.append_output_token_ids(index)
-
-        parts = {"allocate_slots": timed_us(allocate)}
+        allocate_us = timed_us(allocate)
         for request in requests:
             request.num_computed_tokens += 1
-        parts["cache_blocks"] = timed_us(publish)
-        # vLLM hashes full blocks here, outside its manager, with Rose's manager too.
-        parts["hashing"] = timed_us(generate)
-        return parts
+        publish_us = timed_us(publish)
+        for index, request in enumerate(requests):
+            request.append_output_token_ids(index)
+        return allocate_us + publish_us
 
 
-def _age(manager: BlockManager, rng: np.random.Generator) -> None:
-    """Bring an empty block manager into the state of one long in use.
+def _scatter(core: BlockManager | None, manager: Any, rng: np.random.Generator) -> None:
+    """Bring an empty manager into the state of one long in use: free blocks lie in random order.
 
-    Free blocks lie in random order, and the system has provided every page of the arrays: NumPy's zeros come page by
-    page on first use, which vLLM's block objects have paid for when they were built.
+    The system has provided every page of Rose's arrays, too: NumPy's zeros come page by page on first use, which vLLM's
+    block objects have paid for when they were built.
     """
-    taken = manager.pool.take(manager.num_usable_blocks)
-    assert taken is not None and manager.cache is not None
+    if core is None:
+        pool = manager.block_pool
+        blocks = pool.get_new_blocks(pool.get_num_free_blocks())
+        pool.free_blocks([blocks[index] for index in rng.permutation(len(blocks))])
+        return
+    taken = core.pool.take(core.num_usable_blocks)
+    assert taken is not None and core.cache is not None
     for chunk in np.array_split(taken[0], 1 + len(taken[0]) // 100_000):
-        manager.cache.copy_tokens(chunk, chunk)
-        manager.pool.is_cached[chunk] = False
-    manager.pool.release(rng.permutation(taken[0]))
+        core.cache.copy_tokens(chunk, chunk)
+        core.pool.is_cached[chunk] = False
+    core.pool.release(rng.permutation(taken[0]))
 
 
-def run_steps(loop: DecodeLoop, prompt_len: int, block_size: int, num_cycles: int) -> Samples:
-    """Restart a loop and let each row fill ``num_cycles`` blocks; microseconds for all rows by phase and part.
+LOOPS = {"rose_core": RoseLoop, "rose_in_vllm": VllmLoop, "stock": VllmLoop}
+
+
+def run_steps(loop: Any, prompt_len: int, block_size: int, num_cycles: int) -> Samples:
+    """Restart a loop and let each row fill ``num_cycles`` blocks; microseconds for all rows by phase.
 
     One more cycle goes before and is not counted: admission has just filled the processor's caches with other things.
     """
-    samples: Samples = {}
     loop.restart()
-    for cycle in range(num_cycles + 1):
-        totals = {"whole_block": 0.0, "whole_block_and_hashing": 0.0}
-        for index in range(block_size):
-            parts = loop.step()
-            if cycle == 0:
-                continue
-            hashing = parts.pop("hashing", 0.0)
-            step = sum(parts.values())
-            totals["whole_block"] += step / block_size
-            totals["whole_block_and_hashing"] += (step + hashing) / block_size
-            offset = (prompt_len + index) % block_size
-            phase = {0: "rolls_over", block_size - 1: "fills"}.get(offset, "inside")
-            named = {phase: step, f"{phase}.hashing": hashing}
-            for name, value in {**named, **{f"{phase}.{part}": us for part, us in parts.items()}}.items():
-                samples.setdefault(name, []).append(value)
-        if cycle:
-            for name, value in totals.items():
-                samples.setdefault(name, []).append(value)
+    for _ in range(block_size):
+        loop.step()
+    samples: Samples = defaultdict(list)
+    for _ in range(num_cycles):
+        steps = [loop.step() for _ in range(block_size)]
+        for position, us in enumerate(steps, start=prompt_len):
+            phase = {0: "rolls_over", block_size - 1: "fills"}.get(position % block_size, "inside")
+            samples[phase].append(us)
+        samples["whole_block"].append(fmean(steps))
     return samples

@@ -4,47 +4,49 @@ from __future__ import annotations
 
 import functools
 import gc
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import psutil
 
 from benchmarks.support.block_manager_loops import (
+    LOOPS,
+    VOCAB_SIZE,
     DecodeLoop,
-    RoseCore,
     Setting,
-    VllmManager,
     admit,
-    compute,
-    hash_request,
     make_equal_request,
     make_manager,
     make_request,
     run_steps,
 )
 from benchmarks.support.timing import Samples, alternate, spread, spreads, timed_us
-from rose_backend.block_manager import BlockManager
+from benchmarks.support.variants import computed_row
 
-SIDES = ("rose_core", "rose_in_vllm", "stock")
+SIDES = tuple(LOOPS)
 # Of one block: array bytes of Rose, twice; vLLM's block object. Generous, to be refused before memory runs out.
-_SETUP_BYTES_PER_BLOCK = {"rose_core": 150, "rose_in_vllm": 150, "stock": 400}
+_BYTES_PER_BLOCK = {"rose_core": 150, "rose_in_vllm": 150, "stock": 400}
 
 
-def steady_decode(num_rows: int, block_size: int, repeats: int, *, num_cycles: int) -> dict[str, Any]:
-    """Decode rows that cross block boundaries together; microseconds per step for all rows.
+def decode(
+    loops: dict[str, DecodeLoop], setting: Setting, repeats: int, num_cycles: int
+) -> dict[str, Samples]:
+    """Let loops take turns; microseconds per step for all rows by side and phase."""
+    sizes = (setting.prompt_len, setting.block_size, num_cycles)
+    runs = {side: functools.partial(run_steps, loop, *sizes) for side, loop in loops.items()}
+    return alternate(runs, repeats)
 
-    Args:
-        num_cycles: blocks each row fills per repeat.
-    """
-    prompt_len = 4 * block_size
-    blocks_per_run = num_rows * (prompt_len // block_size + num_cycles + 2)
-    longest = prompt_len + (num_cycles + 2) * block_size
-    # So many that no cached block has to go.
-    setting = Setting(blocks_per_run * repeats + 8, block_size, [prompt_len] * num_rows, longest)
-    loops = {side: make_loop(side, setting) for side in SIDES}
-    samples = alternate(_runs(loops, setting, num_cycles), repeats)
+
+def steady_decode(options: Namespace) -> dict[str, Any]:
+    """Decode rows that cross block boundaries together; microseconds for all rows."""
+    size, num_cycles = options.block_size, 1 if options.quick else 12
+    # So many blocks that no cached one has to go.
+    num_blocks = options.rows * (num_cycles + 6) * options.repeats + 8
+    setting = Setting(num_blocks, size, 4 * size, options.rows, (num_cycles + 6) * size)
+    loops = {side: LOOPS[side](side, setting) for side in SIDES}
+    samples = decode(loops, setting, options.repeats, num_cycles)
     for loop in loops.values():
         if loop.core is not None:
             # A fast wrong answer fails.
@@ -53,187 +55,144 @@ def steady_decode(num_rows: int, block_size: int, repeats: int, *, num_cycles: i
     return spreads(samples)
 
 
-def make_loop(side: str, setting: Setting) -> DecodeLoop:
-    """Return the decode loop of one of ``SIDES``."""
-    return RoseCore(setting) if side == "rose_core" else VllmManager(side, setting)
-
-
-def _runs(
-    loops: dict[str, DecodeLoop], setting: Setting, num_cycles: int
-) -> dict[str, Callable[[], Samples]]:
-    sizes = (setting.prompt_lens[0], setting.block_size, num_cycles)
-    return {side: functools.partial(run_steps, loop, *sizes) for side, loop in loops.items()}
-
-
-def all_copy_on_write(num_rows: int, block_size: int, repeats: int) -> dict[str, Any]:
-    """Reserve the next token of ``num_rows`` forks of one part-filled tail and take the clone plan; microseconds."""
+def copy_on_write(options: Namespace) -> dict[str, Any]:
+    """Reserve the next token of forks of one part-filled tail and take the clone plan; microseconds."""
+    rows, size = options.rows, options.block_size
+    setting = Setting(2 * rows + 8, size, size + size // 2, rows, 1024)
     times = []
-    for _ in range(repeats):
-        manager = BlockManager(
-            num_blocks=2 * num_rows + 8, block_size=block_size, max_num_seqs=num_rows + 1, max_model_len=1024
-        )
-        prompt = np.arange(block_size + block_size // 2, dtype=np.int32)
-        admission = manager.add(prompt)
-        assert admission is not None
-        parent = np.array([admission.row])
-        assert manager.reserve(parent, len(prompt)).ok
-        manager.commit(parent, len(prompt), prompt)
-        children = manager.fork(admission.row, num_rows)
+    for _ in range(options.repeats * (4 if options.quick else 40)):
+        manager = make_manager("rose_core", setting)
+        children = manager.fork(computed_row(manager, np.arange(setting.prompt_len, dtype=np.int32)), rows)
         assert children is not None
         times.append(timed_us(lambda m=manager, c=children: (m.reserve(c, 1), m.take_clone_plan())))
-        assert manager.stats.clones == num_rows
+        assert manager.stats.clones == rows
         manager.check_integrity()
     return spread(times)
 
 
-def cost_over_pool_size(
-    sizes: Sequence[int], num_rows: int, block_size: int, repeats: int
-) -> list[dict[str, Any]]:
+def pool_size(options: Namespace) -> list[dict[str, Any]]:
     """Decode cost per row for pools of different sizes, their free blocks in random order; one entry per point."""
-    prompt_len = block_size + 1
+    size = options.block_size
     points = []
-    for num_blocks in sizes:
+    for num_blocks in (10**power for power in range(3, 5 if options.quick else 8)):
         # Four blocks per row at the end of a repeat; a small pool serves fewer rows.
-        rows = min(num_rows, (num_blocks - 1) // 4)
-        setting = Setting(num_blocks, block_size, [prompt_len] * rows, 8 * block_size, scattered=True)
-        points += _measure_point("num_blocks", num_blocks, setting, repeats)
+        rows = min(options.rows, (num_blocks - 1) // 4)
+        setting = Setting(num_blocks, size, size + 1, rows, 8 * size, scattered=True)
+        points += _measure_point({"num_blocks": num_blocks}, setting, options.repeats)
     return points
 
 
-def cost_over_length(
-    lengths: Sequence[int], num_rows: int, block_size: int, repeats: int
-) -> list[dict[str, Any]]:
+def sequence_length(options: Namespace) -> list[dict[str, Any]]:
     """Decode cost per row for sequences of different lengths; the rows share one cached prompt of that length."""
+    rows, size = options.rows, options.block_size
     points = []
-    for length in lengths:
-        num_blocks, longest = length // block_size + 8 * num_rows, length + 8 * block_size
-        setting = Setting(num_blocks, block_size, [length + 1] * num_rows, longest, shared=True)
-        points += _measure_point("num_tokens", length, setting, repeats)
+    for length in (16, 1024) if options.quick else (16, 128, 1024, 8192, 32_768, 131_072):
+        num_blocks, longest = length // size + 8 * rows, length + 8 * size
+        setting = Setting(num_blocks, size, length + 1, rows, longest, shared=True)
+        points += _measure_point({"num_tokens": length}, setting, options.repeats)
     return points
 
 
-def _measure_point(axis: str, value: int, setting: Setting, repeats: int) -> list[dict[str, Any]]:
-    points: list[dict[str, Any]] = []
-    loops: dict[str, DecodeLoop] = {}
+def _measure_point(axis: dict[str, int], setting: Setting, repeats: int) -> list[dict[str, Any]]:
+    loops, figures = {}, {}
     for side in SIDES:
-        point: dict[str, Any] = {axis: value, "side": side, "rows": len(setting.prompt_lens)}
-        points.append(point)
-        needed = setting.num_blocks * _SETUP_BYTES_PER_BLOCK[side]
-        free = _available_bytes()
+        needed, free = setting.num_blocks * _BYTES_PER_BLOCK[side], psutil.virtual_memory().available
         if needed > free // 2:
-            point["skipped"] = f"needs about {needed >> 20} MiB, {free >> 20} MiB are free"
-            continue
-        start = time.perf_counter()
-        loops[side] = make_loop(side, setting)
-        point["set_up_s"] = time.perf_counter() - start
-    samples = alternate(_runs(loops, setting, 1), repeats)
-    for point in points:
-        rows = point["rows"]
-        for phase in ("whole_block", "whole_block_and_hashing", "inside", "rolls_over", "fills"):
-            if "skipped" not in point:
-                per_row = [us / rows for us in samples[point["side"]][phase]]
-                point[f"{phase}_us_per_row"] = spread(per_row)
+            figures[side] = {"skipped": f"needs about {needed >> 20} MiB, {free >> 20} MiB are free"}
+        else:
+            loops[side] = LOOPS[side](side, setting)
+    for side, samples in decode(loops, setting, repeats, 1).items():
+        per_row = [us / setting.num_rows for us in samples["whole_block"]]
+        figures[side] = {"whole_block_us_per_row": spread(per_row)}
+    # Blocks refer to each other: millions of them would stay, as nothing is collected by itself.
     loops.clear()
     gc.collect()
-    return points
+    return [{**axis, "side": side, "rows": setting.num_rows, **figures[side]} for side in SIDES]
 
 
-def _available_bytes() -> int:
-    info = Path("/proc/meminfo")
-    if not info.is_file():
-        return 1 << 62
-    lines = dict(line.split(":", 1) for line in info.read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
-
-
-def long_prompt(num_tokens: int, block_size: int, repeats: int) -> dict[str, Any]:
-    """Look up a prompt whose ``num_tokens`` tokens before the last are cached in full blocks; microseconds.
+def long_prompt(options: Namespace) -> dict[str, Any]:
+    """Look up a prompt whose 4,096 tokens before the last are cached in full blocks; microseconds.
 
     Returns: spreads by side and figure; the hit length of each side under ``hit_tokens``.
     """
-    prompt = np.random.default_rng(0).integers(0, 50_257, num_tokens + 1).astype(np.int32)
-    num_blocks = num_tokens // block_size + 16
-    limits = {
-        "num_blocks": num_blocks,
-        "block_size": block_size,
-        "max_model_len": num_tokens + 2 * block_size,
-    }
-    core = BlockManager(**limits, max_num_seqs=4)
-    compute(core, prompt)
+    size, num_tokens = options.block_size, 4096
+    prompt = np.random.default_rng(0).integers(0, VOCAB_SIZE, num_tokens + 1).astype(np.int32)
+    setting = Setting(num_tokens // size + 16, size, len(prompt), 3, num_tokens + 2 * size)
+    core, *managers = (make_manager(side, setting) for side in SIDES)
+    computed_row(core, prompt)
     hashes = core.hash_blocks(prompt)
-    managers = {side: make_manager(side, **limits, max_num_seqs=4) for side in ("rose_in_vllm", "stock")}
-    requests = {side: make_request("asks", prompt.tolist(), block_size) for side in managers}
-    for manager in managers.values():
-        admit(manager, make_request("first", prompt.tolist(), block_size))
-
-    def core_lookups() -> dict[str, list[float]]:
-        return {
+    hits = {"rose_core": core.match(prompt).num_tokens}
+    sides: dict[str, Callable[[], Samples]] = {
+        "rose_core": lambda: {
             "match": [timed_us(lambda: core.match(prompt, block_hashes=hashes))],
             "hash_blocks": [timed_us(lambda: core.hash_blocks(prompt))],
-            "match_and_hash": [timed_us(lambda: core.match(prompt))],
         }
-
-    sides: dict[str, Callable[[], Samples]] = {"rose_core": core_lookups}
-    for side, manager in managers.items():
-        sides[side] = _vllm_lookups(manager, requests[side])
-    samples = alternate(sides, repeats)
-    hits = {side: manager.get_computed_blocks(requests[side])[1] for side, manager in managers.items()}
-    hits["rose_core"] = core.match(prompt).num_tokens
-    assert set(hits.values()) == {num_tokens}, hits
-    return {**spreads(samples), "hit_tokens": hits}
-
-
-def _vllm_lookups(manager: Any, request: Any) -> Callable[[], Samples]:
-    def run() -> Samples:
-        # A request that was never looked up before: Rose hashes it then, vLLM did when it was built.
-        new = make_equal_request("new", request)
+    }
+    for side, manager in zip(SIDES[1:], managers, strict=True):
+        admit(manager, make_request("first", prompt, size))
         manager.new_step_starts()
-        samples = {
-            "get_computed_blocks.first": [timed_us(lambda: manager.get_computed_blocks(new))],
-            "get_computed_blocks.again": [timed_us(lambda: manager.get_computed_blocks(new))],
-            "hash_request": [timed_us(lambda: hash_request(new))],
-        }
-        manager.free(new)
-        return samples
-
-    return run
+        request = make_request("asks", prompt, size)
+        hits[side] = manager.get_computed_blocks(request)[1]
+        sides[side] = functools.partial(_vllm_lookups, manager, request)
+    assert set(hits.values()) == {num_tokens}, hits
+    return {**spreads(alternate(sides, _num_lookups(options))), "hit_tokens": hits}
 
 
-def among_many(counts: Sequence[int], block_size: int, repeats: int) -> list[dict[str, Any]]:
+def _num_lookups(options: Namespace) -> int:
+    return options.repeats * (10 if options.quick else 100)
+
+
+def _vllm_lookups(manager: Any, request: Any) -> Samples:
+    # A request that was never looked up before: Rose hashes it then, vLLM did when it was built.
+    new = make_equal_request("new", request)
+
+    def hash_again() -> None:
+        new.block_hashes = []
+        new.update_block_hashes()
+
+    manager.new_step_starts()
+    samples = {
+        "get_computed_blocks.first": [timed_us(lambda: manager.get_computed_blocks(new))],
+        "get_computed_blocks.again": [timed_us(lambda: manager.get_computed_blocks(new))],
+        "hash_request": [timed_us(hash_again)],
+    }
+    manager.free(new)
+    return samples
+
+
+def among_many(options: Namespace) -> list[dict[str, Any]]:
     """Look a prompt up among cached prompts that share four and a half blocks with it; one entry per count and side.
 
     All of them continue the same full blocks and share the first half of the next one, where Rose compares tokens to
     find the longest run; vLLM looks at full blocks only, and finds half a block less.
     """
-    rng = np.random.default_rng(0)
-    stem = rng.integers(0, 50_257, 4 * block_size + block_size // 2).astype(np.int32)
-    half = block_size - block_size // 2
+    rng, block_size = np.random.default_rng(0), options.block_size
+    counts = [10**power for power in range(1, 3 if options.quick else 6)]
+    stem = rng.integers(0, VOCAB_SIZE, 4 * block_size + block_size // 2).astype(np.int32)
 
     def new_prompt() -> np.ndarray:
-        # Full blocks, and one token behind them that is not computed before the prompt is looked up.
-        return np.concatenate((stem, rng.integers(0, 50_257, half))).astype(np.int32)
+        return np.append(stem, rng.integers(0, VOCAB_SIZE, 5 * block_size - len(stem)).astype(np.int32))
 
-    points = []
-    limits = {"num_blocks": max(counts) + 64, "block_size": block_size, "max_model_len": 8 * block_size}
-    core = BlockManager(**limits, max_num_seqs=4)
-    stock = make_manager("stock", **limits, max_num_seqs=4)
+    setting = Setting(max(counts) + 64, block_size, 5 * block_size, 3, 8 * block_size)
+    core, stock = make_manager("rose_core", setting), make_manager("stock", setting)
+    points: list[dict[str, Any]] = []
     num_cached = 0
     for count in counts:
         for _ in range(count - num_cached):
             prompt = new_prompt()
-            core.free(np.array([compute(core, prompt, max_hit=4 * block_size)]))
-            request = make_request("cached", prompt.tolist(), block_size)
+            core.free(np.array([computed_row(core, prompt, max_tokens=4 * block_size)]))
+            request = make_request("cached", prompt, block_size)
             admit(stock, request)
             stock.free(request)
         num_cached = count
+        # One token behind the full blocks, which is not computed before the prompt is looked up.
         prompt = np.append(new_prompt(), np.int32(1))
-        hashes = core.hash_blocks(prompt)
-        request = make_request("asks", prompt.tolist(), block_size)
-        sides: dict[str, Callable[[], dict[str, list[float]]]] = {
+        hashes, request = core.hash_blocks(prompt), make_request("asks", prompt, block_size)
+        sides: dict[str, Callable[[], Samples]] = {
             "rose_core": lambda p=prompt, h=hashes: {"us": [timed_us(lambda: core.match(p, block_hashes=h))]},
             "stock": lambda r=request: {"us": [timed_us(lambda: stock.get_computed_blocks(r))]},
         }
-        samples = alternate(sides, repeats)
+        samples = alternate(sides, _num_lookups(options))
         hits = {"rose_core": core.match(prompt).num_tokens, "stock": stock.get_computed_blocks(request)[1]}
         assert hits["rose_core"] >= len(stem) and hits["stock"] == 4 * block_size, hits
         points += [
@@ -241,3 +200,6 @@ def among_many(counts: Sequence[int], block_size: int, repeats: int) -> list[dic
             for side, figures in samples.items()
         ]
     return points
+
+
+SCENES = (steady_decode, copy_on_write, pool_size, sequence_length, long_prompt, among_many)

@@ -1,23 +1,13 @@
-"""Remember which GPU tests passed, for which kernels, on which machine: a benchmark compares nothing without.
-
-As a plug-in of pytest it writes down what a run saw:
-
-    python -m pytest -p benchmarks.support.proof --proofs build/kernel_proofs tests/kernels/test_decode_on_gpu.py
-
-A file of tests counts as passed once every test in it has passed, in one run or in several that share a folder.
-"""
+"""Run the GPU tests of kernels and remember which passed, on which machine: a benchmark compares nothing without."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import time
-from collections.abc import Iterable
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import pytest
+from xml.etree import ElementTree
 
 from benchmarks.support.run_facts import digest_of
 
@@ -26,10 +16,9 @@ KERNELS = ROOT / "rose_backend" / "kernels"
 DEFAULT_FOLDER = ROOT / "build" / "kernel_proofs"
 
 
-def source_digest(test_file: str | None = None) -> str:
-    """Return a digest of every kernel's source, and of a file of tests if one is named."""
-    paths = (*sorted(KERNELS.rglob("*.py")), *([ROOT / test_file] if test_file else []))
-    return digest_of(paths, ROOT)
+def source_digest(*test_files: str) -> str:
+    """Return a digest of every kernel's source, and of files of tests."""
+    return digest_of([*sorted(KERNELS.rglob("*.py")), *(ROOT / file for file in test_files)], ROOT)
 
 
 def machine_facts() -> dict[str, str]:
@@ -46,77 +35,40 @@ def machine_facts() -> dict[str, str]:
     return facts
 
 
-def unproved_because(test_files: Iterable[str], folder: Path, machine: dict[str, str]) -> str | None:
-    """Return why these tests cannot be said to have passed for the present sources on ``machine``, or None."""
-    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    for test_file in test_files:
-        if not (ROOT / test_file).is_file():
-            return f"{test_file}: no such file"
-        digest = source_digest(test_file)
-        seen = [
-            record["files"][test_file]
-            for record in records
-            if record["machine"] == machine and record["files"].get(test_file, {}).get("digest") == digest
+def prove(test_files: Sequence[str], folder: Path) -> None:
+    """Run files of tests, a process for each at the same time, and write down what came of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # Taken before the first test runs: what it tests is what it imports.
+    machine, digests = machine_facts(), {file: source_digest(file) for file in test_files}
+    runs = {}
+    for file in test_files:
+        _kept(folder, file, "json").unlink(missing_ok=True)
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={_kept(folder, file, 'xml')}", file]
+        runs[file] = subprocess.Popen(command, cwd=ROOT)
+    for file, run in runs.items():
+        status = run.wait()
+        results = _kept(folder, file, "xml")
+        tests = ElementTree.parse(results).iter("testcase") if results.is_file() else ()
+        # A test that has passed has no children but what it printed.
+        bad = [
+            test.get("name")
+            for test in tests
+            if {part.tag for part in test} & {"failure", "error", "skipped"}
         ]
-        if not seen:
-            return f"{test_file}: not run for these kernels on this machine"
-        failed = sorted(set().union(*(file["failed"] for file in seen)))
-        if failed:
-            return f"{test_file}: {len(failed)} failed, {failed[0].split('::', 1)[1]} among them"
-        missing = set().union(*(file["collected"] for file in seen)) - set().union(
-            *(file["passed"] for file in seen)
-        )
-        if missing:
-            return (
-                f"{test_file}: {len(missing)} not run or skipped, {min(missing).split('::', 1)[1]} among them"
-            )
-    return None
+        record = {"machine": machine, "digest": digests[file], "status": status, "not_passed": bad}
+        _kept(folder, file, "json").write_text(json.dumps(record, indent=1) + "\n")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--proofs``."""
-    parser.addoption("--proofs", type=Path, default=DEFAULT_FOLDER, help="write down here which tests passed")
+def unproved_because(test_file: str, folder: Path, machine: dict[str, str]) -> str | None:
+    """Return why these tests cannot be said to have passed for the present sources on ``machine``, or None."""
+    path = _kept(folder, test_file, "json")
+    record = json.loads(path.read_text()) if path.is_file() else {}
+    if (record.get("machine"), record.get("digest")) != (machine, source_digest(test_file)):
+        return f"{test_file}: not run for these kernels on this machine"
+    if record["not_passed"]:
+        return f"{test_file}: {len(record['not_passed'])} failed or skipped, {record['not_passed'][0]} among them"
+    return f"{test_file}: pytest ended with {record['status']}" if record["status"] else None
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Watch the run."""
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        # Under pytest-xdist the processes that run tests write records; the one that started them collects nothing.
-        return
-    config.pluginmanager.register(_Recorder(config.getoption("--proofs"), config.args), "kernel-proofs")
-
-
-class _Recorder:
-    """Collects outcomes by file of tests."""
-
-    def __init__(self, folder: Path, arguments: list[str]) -> None:
-        self._folder = folder
-        # Of a file that was asked for by its tests only those would be collected.
-        self._narrowed = {argument.split("::")[0] for argument in arguments if "::" in argument}
-        self._files: dict[str, dict[str, Any]] = {}
-
-    def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Count the test as there, whether or not it will be deselected."""
-        self._file(item.nodeid)["collected"].append(item.nodeid)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count the test as passed or failed; one that is skipped is neither."""
-        if report.failed:
-            self._file(report.nodeid)["failed"].append(report.nodeid)
-        elif report.passed and report.when == "call":
-            self._file(report.nodeid)["passed"].append(report.nodeid)
-
-    def pytest_sessionfinish(self) -> None:
-        """Write the record."""
-        files = {name: file for name, file in self._files.items() if name not in self._narrowed}
-        record = {"machine": machine_facts(), "files": files}
-        self._folder.mkdir(parents=True, exist_ok=True)
-        name = f"{time.time_ns()}-{os.getpid()}.json"
-        (self._folder / name).write_text(json.dumps(record, indent=1) + "\n")
-
-    def _file(self, node: str) -> dict[str, Any]:
-        name = node.split("::")[0]
-        if name not in self._files:
-            # Taken before the first test runs: what it tests is what has been imported.
-            self._files[name] = {"digest": source_digest(name), "collected": [], "passed": [], "failed": []}
-        return self._files[name]
+def _kept(folder: Path, test_file: str, ending: str) -> Path:
+    return folder.absolute() / f"{Path(test_file).stem}.{ending}"

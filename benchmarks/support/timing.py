@@ -7,17 +7,14 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
 Samples = dict[str, list[float]]
 
 
-def pin_to_one_core() -> int | None:
-    """Bind this process to the highest core it may use; return it, or None where the system cannot."""
-    if not hasattr(os, "sched_setaffinity"):
-        return None
+def pin_to_one_core() -> int:
+    """Bind this process to the highest core it may use; return it."""
     core = max(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
     return core
@@ -32,10 +29,9 @@ def timed_us(function: Callable[[], object]) -> float:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Set aside what is there and collect nothing until the end.
+    """Set aside what is there and collect nothing until the end, as vLLM does with its start-up objects.
 
     A collection over millions of block objects would hit one side at random, and would empty the processor's caches.
-    vLLM freezes its start-up objects for the same reason.
     """
     gc.collect()
     gc.freeze()
@@ -47,13 +43,8 @@ def no_garbage_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def alternate(
-    sides: Mapping[str, Callable[[], Mapping[str, list[float]]]], repeats: int
-) -> dict[str, Samples]:
+def alternate(sides: Mapping[str, Callable[[], Samples]], repeats: int) -> dict[str, Samples]:
     """Run every side ``repeats`` times in turns, so that a slow spell of the machine meets all of them.
-
-    Args:
-        sides: name -> function that returns samples by figure.
 
     Returns: side -> figure -> all samples.
     """
@@ -67,11 +58,11 @@ def alternate(
 
 def spread(values: list[float]) -> dict[str, float]:
     """Return median, 10th and 90th percentile, minimum and number of ``values``."""
-    p10, median, p90 = (float(np.percentile(values, share)) for share in (10, 50, 90))
+    p10, median, p90 = np.percentile(values, (10, 50, 90)).tolist()
     return {"median": median, "p10": p10, "p90": p90, "min": float(min(values)), "samples": len(values)}
 
 
-def spreads(samples: Mapping[str, Samples]) -> dict[str, dict[str, Any]]:
+def spreads(samples: Mapping[str, Samples]) -> dict[str, dict[str, dict[str, float]]]:
     """Return ``spread`` of each side's figures."""
     return {
         side: {name: spread(values) for name, values in figures.items()} for side, figures in samples.items()

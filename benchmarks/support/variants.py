@@ -4,134 +4,148 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from benchmarks.reports.parts import OURS, variant_losses
 from benchmarks.reports.text import publish
 from benchmarks.support.cli import check_at_least, new_parser
 from benchmarks.support.run_facts import device_name, run_facts
-from benchmarks.support.timing import Samples, alternate, no_garbage_collection, spreads
+from benchmarks.support.timing import Samples, alternate, no_garbage_collection, spread, spreads
+from rose_backend.block_manager import BlockManager
 
-SIZES = ("block_size", "layers", "heads", "head_size")
+WARM_UPS = 3
+"""Runs that are not counted: compilation, first touch of memory."""
+_CHOICES = {"device": ("cpu", "cuda"), "dtype": ("float32", "float16", "bfloat16")}
 
 
 @dataclass(frozen=True)
 class CacheCase:
-    """Shapes of one measurement. Subclasses say how many blocks there are."""
+    """One measurement. Each field but ``batch`` is an option; subclasses say how many blocks the cache has."""
 
-    batch: int
-    block_size: int
+    batch: int = 1
+    block_size: int = 16
     num_layers: int = 12
     num_heads: int = 12
     head_size: int = 64
+    device: str = "cpu"
+    dtype: str = "float32"
+    repeats: int = 20
 
-    @property
-    def num_blocks(self) -> int:
-        """The null block and all others."""
-        raise NotImplementedError
+    def random(self, *size: int) -> torch.Tensor:
+        """Return random numbers ``[L, *size, H, D]``."""
+        size = (self.num_layers, *size, self.num_heads, self.head_size)
+        return torch.randn(size, device=self.device).to(getattr(torch, self.dtype))
 
-    def make_cache(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a cache ``[L, 2, NB, BS, H, D]`` of random numbers, so that a copy that did not happen shows."""
-        size = (self.num_layers, 2, self.num_blocks, self.block_size, self.num_heads, self.head_size)
-        return torch.randn(size, device=device, dtype=torch.float32).to(dtype)
+    def make_cache(self) -> torch.Tensor:
+        """Return a cache of random numbers, so that a copy that did not happen shows."""
+        return self.random(2, self.num_blocks, self.block_size)
 
-    def make_step(self, kinds: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def make_step(self, kinds: int) -> torch.Tensor:
         """Return what a projection gives for one token of each sequence, ``[L, kinds, B, H, D]``."""
-        size = (self.num_layers, kinds, self.batch, self.num_heads, self.head_size)
-        return torch.randn(size, device=device, dtype=torch.float32).to(dtype)
+        return self.random(kinds, self.batch)
 
 
-class Clock:
-    """Times parts one after the other, each finished on the device before the next starts."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._synchronise: Callable[[], None] = (
-            torch.cuda.synchronize if device.type == "cuda" else lambda: None
-        )
-        self.parts_us: dict[str, float] = {}
-        self._start = 0.0
-
-    def start(self) -> None:
-        """Begin."""
-        self._synchronise()
-        self._start = time.perf_counter()
-
-    def part(self, name: str) -> None:
-        """Note what has passed since the last part as ``name``."""
-        self._synchronise()
-        now = time.perf_counter()
-        self.parts_us[name] = (now - self._start) * 1e6
-        self._start = now
+Case = TypeVar("Case", bound=CacheCase)
 
 
-def new_variants_parser(description: str | None, *, block_size: int) -> argparse.ArgumentParser:
-    """Return a parser of device, number type and shapes; ``check_variants_options`` checks them."""
+def computed_row(manager: BlockManager, prompt: np.ndarray, **matching: Any) -> int:
+    """Add and compute a prompt; return its row. ``matching``: as ``BlockManager.match`` takes it."""
+    admission = manager.add(prompt, match=manager.match(prompt, **matching))
+    assert admission is not None
+    row, new_tokens = np.array([admission.row]), prompt[admission.num_cached_tokens :]
+    assert manager.reserve(row, len(new_tokens)).ok, "the pool is too small"
+    manager.commit(row, len(new_tokens), new_tokens)
+    return admission.row
+
+
+def parse_case(
+    case: type[Case], description: str | None, arguments: Sequence[str] | None
+) -> tuple[argparse.ArgumentParser, argparse.Namespace, Case]:
+    """Return the parser, the options and the case that they describe, or exit with what is wrong."""
     parser = new_parser(description)
-    add, default = parser.add_argument, "default: %(default)s"
-    add("--device", choices=("cpu", "cuda"), default="cpu", help=default)
-    add("--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help=default)
-    for name, value in zip(SIZES, (block_size, 12, 12, 64), strict=True):
-        add(f"--{name.replace('_', '-')}", type=int, default=value, help=default)
-    add("--repeats", type=int, default=20, help="at least 3 (default: %(default)s)")
-    return parser
-
-
-def check_variants_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exit with what is wrong."""
+    sizes = {field.name.removeprefix("num_"): field for field in fields(case) if field.name != "batch"}
+    for name, field in sizes.items():
+        choices, value = _CHOICES.get(name), field.default
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=type(value),
+            choices=choices,
+            default=value,
+            help="default: %(default)s",
+        )
+    options = parser.parse_args(arguments)
     check_at_least(parser, options, 3, "repeats")
-    check_at_least(parser, options, 1, *SIZES)
+    check_at_least(parser, options, 1, *(name for name in sizes if name not in _CHOICES))
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device cuda: torch {torch.__version__} sees no CUDA device")
+    if options.quick:
+        options.repeats = 3
+    torch.manual_seed(0)
+    return parser, options, case(**{field.name: getattr(options, name) for name, field in sizes.items()})
 
 
-def shape_of(options: argparse.Namespace) -> dict[str, int]:
-    """Return the cache's sizes under the names that cases have."""
-    names = ("block_size", "num_layers", "num_heads", "head_size")
-    return dict(zip(names, (getattr(options, name) for name in SIZES), strict=True))
+def part_times(parts: Iterator[str], device: str) -> Samples:
+    """Run a variant; microseconds of each part, finished on the device before the next starts, and in ``total``.
+
+    Args:
+        parts: yields anything when all is ready, then the name of each part at its end.
+    """
+    times: Samples = {}
+    next(parts)
+    synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
+    synchronise()
+    start = time.perf_counter()
+    for name in parts:
+        synchronise()
+        now = time.perf_counter()
+        times[name] = [(now - start) * 1e6]
+        start = now
+    return {**times, "total": [sum(us for (us,) in times.values())]}
 
 
-def timed(
-    variants: Mapping[str, Any], inputs: torch.Tensor, device: torch.device, repeats: int, *, warm_ups: int
-) -> dict[str, Any]:
-    """Return spreads in microseconds by variant and part, ``total`` included."""
-
-    def runner(variant: Any) -> Callable[[], Samples]:
-        def run() -> Samples:
-            clock = Clock(device)
-            variant.run(inputs, clock)
-            total = sum(clock.parts_us.values())
-            return {**{name: [us] for name, us in clock.parts_us.items()}, "total": [total]}
-
-        return run
-
-    runs = {name: runner(variant) for name, variant in variants.items()}
-    alternate(runs, warm_ups)  # compilation, first touch of memory
+def measure(case: CacheCase, makes: Mapping[str, Callable[..., Any]], kinds: int) -> dict[str, Any]:
+    """Time every variant for one batch size; microseconds by variant and part, ``total`` included."""
+    cache, inputs = case.make_cache(), case.make_step(kinds)
+    variants = {name: make(case, cache) for name, make in makes.items()}
+    runs = {
+        name: lambda variant=variant: part_times(variant.run(inputs), case.device)
+        for name, variant in variants.items()
+    }
+    alternate(runs, WARM_UPS)
     with no_garbage_collection():
-        return spreads(alternate(runs, repeats))
+        figures = spreads(alternate(runs, case.repeats))
+    for name, variant in variants.items():
+        if case.device == "cuda" and hasattr(variant, "graph_us"):
+            figures[name]["graph"] = spread(variant.graph_us(inputs))
+    return {"batch": case.batch, "variants": figures}
 
 
-def report_variants(
-    options: argparse.Namespace,
+def compare_variants(
     benchmark: str,
-    rows: Sequence[dict[str, Any]],
-    settings: Mapping[str, Any],
+    options: argparse.Namespace,
+    cases: Sequence[CacheCase],
+    makes: Mapping[str, Callable[..., Any]],
+    kinds: int,
     table: Callable[[dict[str, Any]], str],
-    **facts: Any,
-) -> None:
-    """Print rows with ``batch`` and ``variants``, and write them where the options say."""
+) -> int:
+    """Measure, print, write; return the status."""
+    rows = [measure(case, makes, kinds) for case in cases]
     known = run_facts()
     known["machine"] |= {"device": device_name(options.device), "torch_threads": torch.get_num_threads()}
-    chosen = {name: getattr(options, name) for name in ("device", "dtype", "quick")}
     report = {
         "benchmark": benchmark,
         **known,
-        "settings": {**settings, **chosen},
-        **facts,
+        "settings": {
+            **{name: value for name, value in vars(cases[0]).items() if name != "batch"},
+            "quick": options.quick,
+        },
         "losses": variant_losses(rows, OURS[benchmark]),
-        "rows": list(rows),
+        "rows": rows,
     }
     publish(report, table(report), options.json)
+    return 0

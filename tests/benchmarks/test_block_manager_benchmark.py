@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks import block_manager
-from benchmarks.support.block_manager_loops import DecodeLoop, run_steps
+from benchmarks.support.block_manager_loops import DecodeLoop, Setting, run_steps
 
-PHASES = {"inside", "fills", "rolls_over", "whole_block", "whole_block_and_hashing"}
+PHASES = {"inside", "fills", "rolls_over", "whole_block"}
 SIDES = ["rose_core", "rose_in_vllm", "stock"]
 
 
@@ -28,20 +28,15 @@ def test_a_quick_run_writes_what_it_promises(quick_report: Any) -> None:
     assert {"cpu", "cores", "pinned_to_core", "load_at_start"} <= quick_report["machine"].keys()
     assert {"python", "numpy", "torch"} <= quick_report["versions"].keys()
     assert quick_report["command"].startswith("python -m benchmarks.")
-    assert [entry["limit"] for entry in quick_report["bars"]] == [40, 20, 150, 250, 150]
-    for entry in quick_report["bars"]:
-        assert entry["value"] > 0 and isinstance(entry["met"], bool)
 
 
 def test_decode_scenes_have_every_phase_of_every_side(quick_report: Any) -> None:
     scenes = quick_report["scenes"]
     assert list(scenes["steady_decode"]) == SIDES
     for figures in scenes["steady_decode"].values():
-        assert figures.keys() >= PHASES
+        assert figures.keys() == PHASES
         assert figures["rolls_over"]["samples"] == figures["fills"]["samples"] == 3
         assert figures["inside"]["samples"] == 3 * 14
-    assert {"inside.reserve", "inside.commit"} <= scenes["steady_decode"]["rose_core"].keys()
-    assert {"inside.allocate_slots", "inside.cache_blocks"} <= scenes["steady_decode"]["stock"].keys()
     assert scenes["copy_on_write"]["samples"] == 12
 
 
@@ -60,7 +55,7 @@ def test_curves_have_a_point_for_every_size_and_side(quick_report: Any) -> None:
 def test_lookups_found_what_is_cached(quick_report: Any) -> None:
     scenes = quick_report["scenes"]
     assert scenes["long_prompt"]["hit_tokens"] == dict.fromkeys(SIDES, 4096)
-    assert {"match", "hash_blocks", "match_and_hash"} <= scenes["long_prompt"]["rose_core"].keys()
+    assert {"match", "hash_blocks"} <= scenes["long_prompt"]["rose_core"].keys()
     assert "hash_request" in scenes["long_prompt"]["stock"]
     many = scenes["among_many"]
     assert [point["num_prompts"] for point in many] == [10, 10, 100, 100]
@@ -75,17 +70,18 @@ def test_steps_are_sorted_into_phases() -> None:
         def restart(self) -> None:
             self.count = 0
 
-        def step(self) -> dict[str, float]:
+        def step(self) -> float:
             self.count += 1
-            return {"a": float(self.count), "b": 0.0, "hashing": 1000.0}
+            return float(self.count)
 
-    samples = run_steps(CountingLoop(), prompt_len=5, block_size=4, num_cycles=2)
+    samples = run_steps(
+        CountingLoop("stock", Setting(8, 4, 5, 1, 16)), prompt_len=5, block_size=4, num_cycles=2
+    )
     # Positions 5 to 16; the first cycle is not counted: steps 5 to 12 write positions 9 to 16.
     assert samples["rolls_over"] == [8.0, 12.0]
     assert samples["fills"] == [7.0, 11.0]
-    assert samples["inside"] == samples["inside.a"] == [5.0, 6.0, 9.0, 10.0]
+    assert samples["inside"] == [5.0, 6.0, 9.0, 10.0]
     assert samples["whole_block"] == [6.5, 10.5]
-    assert samples["whole_block_and_hashing"] == [1006.5, 1010.5]
 
 
 def test_losses_are_exactly_where_rose_took_longer(quick_report: Any) -> None:

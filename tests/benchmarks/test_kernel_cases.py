@@ -21,7 +21,7 @@ def on_cpu() -> Iterator[None]:
 
 def small_cases() -> Iterator[KernelCase]:
     for family in FAMILIES:
-        yield from small.CASES[family]()
+        yield from small.small_cases(family)
 
 
 @pytest.mark.parametrize("case", small_cases(), ids=lambda case: case.name)

@@ -2,98 +2,60 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from benchmarks.kernel_cases import FAMILIES
 from benchmarks.support import proof
 
-TESTS = "tests/kernels/test_tensor_checks.py"
+TESTS = "tests/test_some_kernel.py"
+PASSES = "def test_one():\n    print('said')\n"
 
 
-@pytest.fixture(scope="module")
-def machine() -> dict[str, str]:
-    return proof.machine_facts()
-
-
-def run_tests(folder: Path, *arguments: str) -> None:
-    plugin = ["-p", "benchmarks.support.proof", "--proofs", str(folder)]
-    status = pytest.main(["-q", "-p", "no:cacheprovider", "--no-summary", *plugin, *arguments])
-    assert status == pytest.ExitCode.OK
-
-
-def test_two_halves_make_a_whole(
-    tmp_path: Path, machine: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(proof.ROOT)
-    assert "not run for these kernels" in (proof.unproved_because([TESTS], tmp_path, machine) or "")
-    run_tests(tmp_path / "narrowed", f"{TESTS}::test_head_groups")
-    why = proof.unproved_because([TESTS], tmp_path / "narrowed", machine)
-    assert "not run for these kernels" in (why or "")
-    run_tests(tmp_path, "-k", "head_groups", TESTS)
-    assert " not run or skipped, test_" in (proof.unproved_because([TESTS], tmp_path, machine) or "")
-    run_tests(tmp_path, "-k", "not head_groups", TESTS)
-    assert proof.unproved_because([TESTS], tmp_path, machine) is None
-
-
-def test_of_a_parallel_run_only_processes_that_run_tests_write_records(tmp_path: Path) -> None:
-    registered: list[str] = []
-    options = {"numprocesses": 2, "--proofs": tmp_path}
-    config: Any = SimpleNamespace(
-        getoption=lambda name, default=None: options.get(name, default),
-        args=[],
-        pluginmanager=SimpleNamespace(register=lambda plugin, name: registered.append(name)),
-    )
-    proof.pytest_configure(config)
-    assert registered == []
-    config.workerinput = {}
-    proof.pytest_configure(config)
-    assert registered == ["kernel-proofs"]
-
-
-def write_record(folder: Path, machine: dict[str, str], **outcomes: Any) -> None:
-    file = {"digest": proof.source_digest(TESTS), "collected": [], "passed": [], "failed": [], **outcomes}
-    (folder / "record.json").write_text(json.dumps({"machine": machine, "files": {TESTS: file}}))
-
-
-def test_a_failure_or_a_skip_is_named(tmp_path: Path, machine: dict[str, str]) -> None:
-    one, two = f"{TESTS}::test_one", f"{TESTS}::test_two"
-    write_record(tmp_path, machine, collected=[one, two], passed=[one], failed=[two])
-    assert proof.unproved_because([TESTS], tmp_path, machine) == f"{TESTS}: 1 failed, test_two among them"
-    write_record(tmp_path, machine, collected=[one, two], passed=[one])
-    why = proof.unproved_because([TESTS], tmp_path, machine)
-    assert why == f"{TESTS}: 1 not run or skipped, test_two among them"
-    write_record(tmp_path, machine, collected=[one], passed=[one])
-    assert proof.unproved_because([TESTS], tmp_path, machine) is None
-    assert proof.unproved_because([TESTS, "tests/kernels/test_none.py"], tmp_path, machine) == (
-        "tests/kernels/test_none.py: no such file"
-    )
-
-
-def test_another_machine_or_another_source_proves_nothing(
-    tmp_path: Path, machine: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = f"{TESTS}::test_one"
-    write_record(tmp_path, machine, collected=[one], passed=[one])
-    why = proof.unproved_because([TESTS], tmp_path, {**machine, "gpu_uuid": "another"})
-    assert "not run for these kernels on this machine" in (why or "")
-    kernels = tmp_path / "kernels"
-    kernels.mkdir()
-    (kernels / "changed.py").write_text("")
-    monkeypatch.setattr(proof, "KERNELS", kernels)
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a checkout with one kernel and one test that passes."""
     monkeypatch.setattr(proof, "ROOT", tmp_path)
-    (tmp_path / "tests" / "kernels").mkdir(parents=True)
-    (tmp_path / TESTS).write_text("")
-    why = proof.unproved_because([TESTS], tmp_path, machine)
-    assert "not run for these kernels on this machine" in (why or "")
+    monkeypatch.setattr(proof, "KERNELS", tmp_path / "kernels")
+    for name, text in (("kernels/kernel.py", ""), (TESTS, PASSES), ("pytest.ini", "[pytest]\n")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def why_unproved(checkout: Path) -> str | None:
+    return proof.unproved_because(TESTS, checkout / "proofs", proof.machine_facts())
+
+
+def test_a_full_passed_run_is_a_proof_for_its_sources_and_machine(checkout: Path) -> None:
+    assert why_unproved(checkout) == f"{TESTS}: not run for these kernels on this machine"
+    proof.prove([TESTS], checkout / "proofs")
+    assert why_unproved(checkout) is None
+    other = {**proof.machine_facts(), "gpu_uuid": "another"}
+    assert "not run for these" in (proof.unproved_because(TESTS, checkout / "proofs", other) or "")
+    (checkout / "kernels" / "kernel.py").write_text("changed = True\n")
+    assert "not run for these" in (why_unproved(checkout) or "")
+
+
+@pytest.mark.parametrize(
+    ("tests", "why"),
+    [
+        (PASSES + "def test_two():\n    assert False\n", "1 failed or skipped, test_two among them"),
+        (
+            f"import pytest\n{PASSES}def test_two():\n    pytest.skip()\n",
+            "1 failed or skipped, test_two among them",
+        ),
+        ("import no_such_module\n", "1 failed or skipped, tests.test_some_kernel among them"),
+        ("", "pytest ended with 5"),
+    ],
+)
+def test_a_failure_or_a_skip_is_named(checkout: Path, tests: str, why: str) -> None:
+    (checkout / TESTS).write_text(tests)
+    proof.prove([TESTS], checkout / "proofs")
+    assert why_unproved(checkout) == f"{TESTS}: {why}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_names_tests_that_need_a_gpu(family: str) -> None:
-    assert FAMILIES[family]
-    for test_file in FAMILIES[family]:
-        assert "pytestmark = pytest.mark.gpu" in (proof.ROOT / test_file).read_text()
+    assert "pytestmark = pytest.mark.gpu" in (proof.ROOT / FAMILIES[family]).read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,9 +10,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from benchmarks import kernel_cases, kernels
-from benchmarks.kernel_cases import FAMILIES, cases_of, layer
-from benchmarks.kernel_cases.case import COLD_BYTES, MAX_SETS, ROSE, Contest, KernelCase, time_alternated
+from benchmarks import kernels
+from benchmarks.kernel_cases import FAMILIES, case, cases_of, layer
+from benchmarks.kernel_cases.case import COLD_BYTES, MAX_SETS, ROSE, Contest, KernelCase
 from benchmarks.kernel_cases.sampler import FILTERS, allowed_tokens
 from benchmarks.reports.parts import all_kernels_table
 
@@ -44,8 +45,8 @@ def measured(sides: dict[str, float], *, compare: bool = True, tolerance: float 
         return Contest(launches, tolerance=tolerance)
 
     options = kernels.parse_options([])
-    case = KernelCase("some work", 8_000_000, make, flops=6_000_000)
-    return {"family": "decode", **kernels.measure(case, options, COPY, compare=compare)}
+    work = KernelCase("some work", 8_000_000, make, flops=6_000_000)
+    return {"family": "decode", **kernels.measure(work, options, COPY, compare=compare)}
 
 
 def test_figures_of_a_row() -> None:
@@ -113,10 +114,8 @@ def test_results_are_compared_before_anything_is_timed(monkeypatch: pytest.Monke
 
 def test_sides_take_turns() -> None:
     FakeGraph.taken.clear()
-    graphs = {us: FakeGraph([lambda us=us: torch.tensor([us])]) for us in (1.0, 2.0)}
-    times = time_alternated(graphs, repeats=3, samples=2)
-    assert FakeGraph.taken == [1.0, 1.0, 2.0, 2.0] * 3
-    assert times == {1.0: [1.0] * 6, 2.0: [2.0] * 6}
+    measured({ROSE: 1.0, "slow": 2.0})
+    assert FakeGraph.taken == [*[1.0] * 5, *[2.0] * 5] * 5
 
 
 def report_of(rows: list[dict[str, Any]], unproved_because: str | None) -> str:
@@ -150,18 +149,20 @@ def test_the_printed_report_has_no_ratio_without_a_proof() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cases_are_named_and_rotate_among_more_than_a_cache_holds(family: str) -> None:
-    cases = list(cases_of(family))
-    assert cases and len({case.name for case in cases}) == len(cases)
-    for case in cases:
-        assert case.num_sets >= 2
-        assert case.num_sets * case.num_bytes >= COLD_BYTES or case.num_sets == MAX_SETS
+    cases = cases_of(family)
+    assert cases and len({found.name for found in cases}) == len(cases)
+    for found in cases:
+        assert found.num_sets >= 2
+        assert found.num_sets * found.num_bytes >= COLD_BYTES or found.num_sets == MAX_SETS
 
 
 def test_an_absent_peer_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_cases, "MISSING", {})
-    assert kernel_cases.load_peer("absent", "no_such_package_at_all") is None
-    assert kernel_cases.MISSING == {"absent": "No module named 'no_such_package_at_all'"}
-    assert kernel_cases.load_peer("present", "json") is not None
+    monkeypatch.setattr(case, "MISSING", {})
+    sides: dict[str, Any] = {}
+    case.add_peer(sides, "absent", lambda: [importlib.import_module("no_such_package_at_all")])  # type: ignore[list-item]
+    case.add_peer(sides, "present", list)
+    assert case.MISSING == {"absent": "No module named 'no_such_package_at_all'"}
+    assert sides == {"present": []}
 
 
 @pytest.mark.parametrize("name", FILTERS)
@@ -201,13 +202,14 @@ def test_a_short_run_goes_through_every_family(tmp_path: Path, capsys: pytest.Ca
         assert not any(side.get("times_rose") for side in row["sides"].values()), (
             "nothing to compare speeds by"
         )
-    assert "not every peer was timed: all but torch (they need a GPU)" in capsys.readouterr().out
+    assert report["missing_peers"].keys() >= {"FlashAttention 3", "vLLM Triton", "flashinfer"}
+    assert "not every peer was timed: vLLM Triton (needs a GPU)" in capsys.readouterr().out
 
 
 def test_a_short_run_finds_a_side_that_does_other_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(layer.Layer, "cublas", lambda layer: lambda: layer.x)
+    monkeypatch.setattr(layer.Layer, "cublas", lambda self: layer.Layer(len(self.x)).rose())
     assert kernels.main(["--quick", "--families", "linear"]) == 1
     assert (
         "cuBLAS and torch in products of a GPT-2 layer, 3 rows (differs from Rose by"

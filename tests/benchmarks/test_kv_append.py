@@ -11,23 +11,16 @@ import pytest
 import torch
 
 from benchmarks import kv_append
-from benchmarks.kv_append import (
-    PARTS,
-    AppendCase,
-    InKernelAppend,
-    LoopedAppend,
-    ReservedAppend,
-    check_variants,
-)
+from benchmarks.kv_append import AppendCase, InKernelAppend, LoopedAppend, ReservedAppend, check_variant
 from benchmarks.reports.parts import OURS, variant_losses
 
-CASE = AppendCase(3, context=7, max_steps=4, block_size=4, num_layers=2, num_heads=2, head_size=16)
+CASE = AppendCase(3, context=7, repeats=3, block_size=4, num_layers=2, num_heads=2, head_size=16)
 SMALL = ["--layers", "2", "--heads", "2", "--head-size", "16", "--context", "20"]
 
 
 def check(make: Any) -> None:
     torch.manual_seed(0)
-    check_variants({"this one": make}, CASE, torch.float32, torch.device("cpu"))
+    check_variant(CASE, "this one", make)
 
 
 def test_a_quick_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +32,7 @@ def test_a_quick_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.Capt
     for row in report["rows"]:
         assert list(row["variants"]) == ["append", "reserve_write", "reserve_fused"]
         for figures in row["variants"].values():
-            assert list(figures) == [*PARTS, "total"]
+            assert list(figures) == ["bookkeeping", "append", "attention", "total"]
             assert all(figure["samples"] == 3 and figure["min"] >= 0 for figure in figures.values())
     assert report["losses"] == variant_losses(report["rows"], OURS["kv_append"])
     assert "stored by attention" in capsys.readouterr().out
@@ -53,15 +46,16 @@ def test_each_variant_attends_over_old_and_new_tokens(name: str) -> None:
 class _Forgetful(ReservedAppend):
     """Stores nothing."""
 
-    def append(self, projections: torch.Tensor, table: np.ndarray) -> None:
+    def append(self, projections: torch.Tensor) -> None:
         pass
 
 
 class _Behind(InKernelAppend):
     """Stores one token too early."""
 
-    def attend(self, projections: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor) -> None:
-        super().attend(projections, table, lengths - 1)
+    def attend(self, projections: torch.Tensor) -> None:
+        self._lengths -= 1
+        super().attend(projections)
 
 
 class _Stingy(LoopedAppend):

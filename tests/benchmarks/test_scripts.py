@@ -38,7 +38,6 @@ SCRIPTS = (
     "suite",
     "report",
     "waiting",
-    "vllm_scheduler",
 )
 
 
@@ -117,7 +116,6 @@ def test_help_names_the_script_and_its_options(script: str, capsys: pytest.Captu
         ("waiting", ["--repeats", "-1"], "--repeats: got -1, at least 1"),
         ("waiting", ["--sharing", "64"], "--sharing: got 64, at most 60"),
         ("step_profile", ["--batches", "4", "0"], "--batches: got [4, 0], "),
-        ("vllm_scheduler", ["--batches", "0"], "--batches: got [0], each has to be at least 1"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

@@ -12,7 +12,7 @@ MAX_SPLIT_COLUMNS = 4096
 
 # Not every cut that compiles is right: Triton 3.6 miscompiles 64 rows x 64 columns x 128 depth with 3 stages and 4
 # warps, where tiles are copied without the tensor memory accelerator and the norm behind wants moments. So a new cut is
-# first compared with float64, as the benchmark does.
+# first compared with cuBLAS, as the benchmark does.
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
     """How one product is cut into programs."""
