@@ -25,7 +25,14 @@ from benchmarks.kernel_cases import small
 from benchmarks.kernel_cases.case import copy_bandwidth
 from benchmarks.reports.text import markdown, publish
 from benchmarks.support.checkpoint import checkpoint
-from benchmarks.support.cli import add_model_options, check_at_least, fill_in, new_parser, set_model_defaults
+from benchmarks.support.cli import (
+    QUICK_MODEL,
+    add_device_options,
+    check_at_least,
+    fill_in,
+    new_parser,
+    set_device_defaults,
+)
 from benchmarks.support.run_facts import bar, device_name, run_facts
 from benchmarks.support.timing import no_garbage_collection
 from benchmarks.support.workload import MODES, random_prompts
@@ -84,12 +91,13 @@ def time_decoding(
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options, or exit with what is wrong with them."""
     parser = new_parser(__doc__)
-    add_model_options(parser)
+    add_device_options(parser)
+    parser.add_argument("--model", help="checkpoint; default: random weights, GPT-2 124M's shapes")
     parser.add_argument("--batches", type=int, nargs="+", help="default: 1 32 256")
     parser.add_argument("--mode", choices=list(MODES), default="greedy")
     options = parser.parse_args(arguments)
-    set_model_defaults(options)
-    fill_in(options, batches=([1, 32, 256], [1, 4]))
+    set_device_defaults(options)
+    fill_in(options, model=(None, QUICK_MODEL), batches=([1, 32, 256], [1, 4]))
     check_at_least(parser, options, 1, "batches")
     return options
 

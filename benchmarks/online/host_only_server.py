@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from benchmarks.online.servers import STEP_MS
+from benchmarks.support.engines import STEP_MS
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.online.http_client import ClientProcesses, Load
-from benchmarks.online.servers import Server, Servers, processor_seconds, server_counts
+from benchmarks.online.servers import Server, processor_seconds, server_counts
 from benchmarks.online.timeline import summary
 from benchmarks.online.trace import fitted, read_trace, statistics_of, synthetic_trace
 from benchmarks.reports import serving
 from benchmarks.reports.serving import CAPACITY, OUTPUTS_APART, OWN_LOAD, SAME_LOAD
-from benchmarks.reports.text import Result
 from benchmarks.support.checkpoint import ModelFacts
 from benchmarks.support.cli import check_above_zero, check_at_least, fill_in
-from benchmarks.support.comparison import Sides, Workload
-from benchmarks.support.timing import spread
+from benchmarks.support.comparison import Kind, Sides, Workload, chosen
 from benchmarks.support.turns import Row, Turn
-from benchmarks.support.worker_pool import Worker, WorkerPool
+from benchmarks.support.worker_pool import Engines, Worker
 from benchmarks.support.workload import MODES, SETS, RandomRequests, Requests
 
 WARM_UP_REQUESTS = 256
@@ -29,30 +28,33 @@ QUICK_LENGTH_DIVISOR = 16
 SCALES = [0.006, 0.012, 0.025, 0.05]
 
 
-def _settings(options: argparse.Namespace, *names: str) -> Row:
-    return {name: getattr(options, name) for name in names}
-
-
 class OverHttp(Workload):
     """Servers, and a client of several processes. Subclasses say what is sent."""
 
-    def __init__(self, options: argparse.Namespace, facts: ModelFacts) -> None:
-        super().__init__(options, facts)
-        self._clients = ClientProcesses(options.clients)
+    clients: ClientProcesses
 
-    def open(self, logs: Path) -> Servers:
-        return Servers(logs, in_turn=getattr(self.options, "start_in_turn", False))
+    @contextlib.contextmanager
+    def open(self, logs: Path) -> Iterator[Engines]:
+        in_turn = getattr(self.options, "start_in_turn", False)
+        self.clients = ClientProcesses(self.options.clients)
+        # Servers end first: requests that an interrupt has left on their way end with them.
+        with contextlib.closing(self.clients), Engines(Server, logs, in_turn=in_turn) as servers:
+            yield servers
 
-    def close(self) -> None:
-        self._clients.close()
+    def warm_up_requests(self) -> list[tuple[Requests, str]]:
+        """Return what is sent to each server before the first turn, and the mode."""
+        raise NotImplementedError
 
-    def load(self, server: Server, requests: Requests, mode: str = "greedy") -> Load:
-        """Return requests as they are sent to one server."""
-        return Load(server.url, server.model, MODES[mode], requests)
+    def warm_up(self, engines: Engines) -> None:
+        """Send many requests at once, to all servers at the same time."""
+        for requests, mode in self.warm_up_requests():
+            loads = [load_of(server, requests, mode) for server in engines.running.values()]
+            for sent in [self.clients.send_whole(load, index) for index, load in enumerate(loads)]:
+                sent.result()
 
-    def figures(self, load: Load) -> Row:
+    def figures(self, server: Server, requests: Requests, mode: str) -> Row:
         """Send requests; return what their callers saw, and how busy the client was."""
-        replay = self._clients.send(load)
+        replay = self.clients.send(load_of(server, requests, mode))
         return {
             **summary(replay.timelines, replay.duration),
             "pieces": sum(len(timeline.arrivals) for timeline in replay.timelines),
@@ -60,6 +62,11 @@ class OverHttp(Workload):
             "client_late_s": replay.client_late_s,
             "errors": [timeline.error for timeline in replay.timelines if timeline.error][:10],
         }
+
+
+def load_of(server: Server, requests: Requests, mode: str) -> Load:
+    """Return requests as they are sent to one server."""
+    return Load(server.url, server.model, MODES[mode], requests)
 
 
 class Trace(OverHttp):
@@ -105,7 +112,7 @@ class Trace(OverHttp):
             }
         }
         self.settings = {
-            **_settings(options, "repeats", "clients"),
+            **chosen(options, "repeats", "clients"),
             "scale": "sending times are multiplied by it: smaller is more load",
         }
 
@@ -116,36 +123,21 @@ class Trace(OverHttp):
         output_lens = [request.output_length for request in trace]
         return Requests(prompts, output_lens, [request.timestamp * scale for request in trace])
 
-    def warm_up(self, servers: Servers) -> None:
-        """Let all servers compile what they need, at the same time: many requests at once in each mode."""
-        for mode in self.options.modes:
-            requests = self.requests(0, 0.0, WARM_UP_REQUESTS)
-            loads = [self.load(server, requests, mode) for server in servers.running.values()]
-            for part in [self._clients.send_whole(load, index) for index, load in enumerate(loads)]:
-                part.result()
+    def warm_up_requests(self) -> list[tuple[Requests, str]]:
+        requests = self.requests(0, 0.0, WARM_UP_REQUESTS)
+        return [(requests, mode) for mode in self.options.modes]
 
-    def turns(self, rows: Sequence[Row]) -> list[Turn]:
-        taken = {(row["repeat"], row["mode"], row["scale"]) for row in rows}
-        kinds = list(itertools.product(sorted(self.options.scales), self.options.modes))
-        return [
-            Turn(
-                f"{mode}, scale {scale:g}",
-                {"mode": mode, "scale": scale, "repeat": repeat},
-                first=repeat + number,
-                seed=1 + repeat * len(kinds) + number,
-            )
-            for repeat in range(self.options.repeats)
-            for number, (scale, mode) in enumerate(kinds)
-            if (repeat, mode, scale) not in taken
-        ]
+    def phases(self) -> list[list[Kind]]:
+        kinds = itertools.product(sorted(self.options.scales), self.options.modes)
+        return [[(f"{mode}, scale {scale:g}", {"mode": mode, "scale": scale}) for scale, mode in kinds]]
 
     def take(self, server: Server, name: str, turn: Turn) -> Row:
         requests = self.requests(turn.seed, turn.columns["scale"])
-        return self.figures(self.load(server, requests, turn.columns["mode"]))
+        return self.figures(server, requests, turn.columns["mode"])
 
-    def findings(self, rows: list[Row], start_up_s: dict[str, float]) -> Row:
+    def findings(self, start_up_s: dict[str, float]) -> Row:
         longest = max(start_up_s.values(), default=0.0)
-        return {"start_up_s": longest, "losses": serving.trace_losses(rows), "rows": rows}
+        return {"start_up_s": longest, "losses": serving.trace_losses(self.rows), "rows": self.rows}
 
 
 class Poisson(OverHttp):
@@ -193,47 +185,31 @@ class Poisson(OverHttp):
             got = f"got {options.step_ms} on {options.device}"
             parser.error(f"--step-ms: {got}, needed are 0 or more on --device cpu")
 
+    @staticmethod
+    def sides(options: argparse.Namespace) -> Sides:
+        apart: Sides = {OUTPUTS_APART: ("rose-in-vllm", ["joined_outputs"])}
+        return OverHttp.sides(options) | (apart if options.compare_joined_outputs else {})
+
     def __init__(self, options: argparse.Namespace, facts: ModelFacts) -> None:
         super().__init__(options, facts)
         self._sets = {
             name: SETS[name].shortened(QUICK_LENGTH_DIVISOR) if options.quick else SETS[name]
             for name in options.sets
         }
-        self._rows: Sequence[Row] = ()
-        self.settings = _settings(
+        self.settings = chosen(
             options, "requests", "seconds", "repeats", "clients", "start_in_turn", "step_ms"
         )
 
-    @staticmethod
-    def sides(options: argparse.Namespace) -> Sides:
-        apart: Sides = {OUTPUTS_APART: ("rose-in-vllm", ["joined_outputs"])}
-        return OverHttp.sides(options) | (apart if options.compare_joined_outputs else {})
-
-    def warm_up(self, servers: Servers) -> None:
+    def warm_up_requests(self) -> list[tuple[Requests, str]]:
         count = min(self.options.requests, WARM_UP_REQUESTS)
-        for request_set in self._sets.values():
-            requests = request_set.requests(count, self.vocab_size, rate=None, seed=0)
-            for server in servers.running.values():
-                self._clients.send(self.load(server, requests))
+        sets = self._sets.values()
+        return [(each.requests(count, self.vocab_size, rate=None, seed=0), "greedy") for each in sets]
 
-    def turns(self, rows: Sequence[Row]) -> list[Turn]:
-        self._rows, options = rows, self.options
-        kinds = list(itertools.product(self._sets, [0, *range(1, 1 + len(options.rates or options.loads))]))
-        taken = {(row["set"], row["repeat"]): 0 for row in rows}
-        for row in rows:
-            taken[row["set"], row["repeat"]] += row["backend"] == rows[0]["backend"]
-        return [
-            Turn(
-                f"{name}, {options.rates or options.loads} [{number - 1}]" if number else f"{name}, at once",
-                {"set": name, "number": number, "repeat": repeat},
-                first=repeat + number,
-                seed=1 + repeat * len(kinds) + index,
-            )
-            for repeat in range(options.repeats)
-            for index, (name, number) in enumerate(kinds)
-            # Turns of a set are taken in the order of their loads.
-            if number >= taken.get((name, repeat), 0)
-        ]
+    def phases(self) -> list[list[Kind]]:
+        loads = self.options.rates or self.options.loads
+        labels = ("at once", *(f"{loads} [{index}]" for index in range(len(loads))))
+        kinds = itertools.product(self._sets, enumerate(labels))
+        return [[(f"{name}, {label}", {"set": name, "number": number}) for name, (number, label) in kinds]]
 
     def rate(self, name: str, number: int) -> float | None:
         """Return the ``number``th rate of a set; the 0th is all at once.
@@ -244,7 +220,7 @@ class Poisson(OverHttp):
             return None
         if self.options.rates:
             return float(self.options.rates[number - 1])
-        first = [row for row in self._rows if (row["set"], row["rate"]) == (name, None)]
+        first = [row for row in self.rows if (row["set"], row["rate"]) == (name, None)]
         saturated = next((row for row in first if row["backend"] == "vllm"), first[0])
         return float(self.options.loads[number - 1] * saturated["request_throughput"])
 
@@ -259,7 +235,7 @@ class Poisson(OverHttp):
     def counted(self, server: Server, requests: Requests) -> Row:
         """Return figures, with tokens that the server counts and cores that its processes kept busy."""
         before, seconds_before = server_counts(server.url), processor_seconds(server.pid)
-        figures = self.figures(self.load(server, requests))
+        figures = self.figures(server, requests, "greedy")
         counts, seconds = server_counts(server.url), processor_seconds(server.pid)
         counts.subtract(before)
         busy = {name: used - seconds_before.get(name, 0.0) for name, used in seconds.items()}
@@ -271,10 +247,10 @@ class Poisson(OverHttp):
             "server_busy": {name: used / figures["duration"] for name, used in busy.items()},
         }
 
-    def findings(self, rows: list[Row], start_up_s: dict[str, float]) -> Row:
-        comparison = serving.compare(rows)
+    def findings(self, start_up_s: dict[str, float]) -> Row:
+        comparison = serving.compare(self.rows)
         bars = serving.poisson_bars(comparison, start_up_s)
-        return {"start_up_s": start_up_s, "comparison": comparison, "bars": bars, "rows": rows}
+        return {"start_up_s": start_up_s, "comparison": comparison, "bars": bars, "rows": self.rows}
 
 
 class InProcess(Workload):
@@ -283,6 +259,7 @@ class InProcess(Workload):
     benchmark = "arrivals"
     backends = ("rose", "rose-in-vllm", "vllm")
     table = staticmethod(serving.in_process_table)
+    summed_by = ("scene", "request_rate")
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
@@ -301,91 +278,60 @@ class InProcess(Workload):
 
     def __init__(self, options: argparse.Namespace, facts: ModelFacts) -> None:
         super().__init__(options, facts)
-        self._rows: list[Row] = []
-        self._lengths = ((4, 16), (4, 8)) if options.quick else ((16, 512), (16, 256))
-        lengths = dict(zip(("input_len", "output_len"), self._lengths, strict=True))
-        self.settings = {**_settings(options, "share", "rate", "requests"), **lengths, "mode": "greedy"}
+        lengths = ((4, 16), (4, 8)) if options.quick else ((16, 512), (16, 256))
+        self._lengths = dict(zip(("input_len", "output_len"), lengths, strict=True))
+        self.settings = {**chosen(options, "share", "rate", "requests"), **self._lengths, "mode": "greedy"}
 
-    def open(self, logs: Path) -> WorkerPool:
-        return WorkerPool("streaming", logs, self.vocab_size)
+    def open(self, logs: Path) -> Engines:
+        return Engines(partial(Worker, "streaming"), logs)
 
-    def rows_of(self, earlier: Result) -> list[Row]:
-        return [
-            {"scene": row["scene"], "backend": row["backend"], "request_rate": row["request_rate"], **turn}
-            for row in earlier["rows"]
-            for turn in row["turns"]
-        ]
-
-    def warm_up(self, pool: WorkerPool) -> None:
+    def warm_up(self, engines: Engines) -> None:
         """Let all engines compile what they need: everything at once, at the same time."""
-        pool.ask_all("serve", workload=self._workload(1_000_000).as_json(), rate=None)
-        pool.ask_all("wake")
+        engines.ask_all("serve", self._requests(1_000_000, None), MODES["greedy"])
+        engines.ask_all("wake")
 
-    def _workload(self, seed: int) -> RandomRequests:
-        return RandomRequests(self.options.requests, *self._lengths, "greedy", seed)
+    def _requests(self, seed: int, rate: float | None) -> Requests:
+        workload = RandomRequests(self.options.requests, **self._lengths, seed=seed)
+        return workload.requests(self.vocab_size, rate)
 
-    def turns(self, rows: list[Row]) -> list[Turn]:
-        self._rows, repeats = rows, self.options.repeats
-        scenes = [CAPACITY] * repeats + [SAME_LOAD, OWN_LOAD] * repeats
-        taken = {
-            scene: max((len(found) for found in self._turns_of(scene).values()), default=0)
-            for scene in set(scenes)
-        }
-        turns = []
-        for number, scene in enumerate(scenes, 1):
-            if scenes[:number].count(scene) > taken[scene]:
-                turns.append(Turn(scene, {"scene": scene}, first=number, seed=number))
-        return turns
+    def phases(self) -> list[list[Kind]]:
+        loads: list[Kind] = [(scene, {"scene": scene}) for scene in (SAME_LOAD, OWN_LOAD)]
+        return [[(CAPACITY, {"scene": CAPACITY})], loads]
 
-    def _turns_of(self, scene: str) -> dict[str, list[Row]]:
-        found: dict[str, list[Row]] = {}
-        for row in self._rows:
-            if row["scene"] == scene:
-                found.setdefault(row["backend"], []).append(row)
-        return found
+    def _turns_of(self, scene: str, name: str) -> list[Row]:
+        return [row for row in self.rows if (row["scene"], row["backend"]) == (scene, name)]
 
     def rate(self, scene: str, name: str) -> float | None:
         """Return an engine's requests per second in a scene; None sends all at once."""
         if scene == CAPACITY:
             return None
-        capacity = {
-            engine: spread([row["request_throughput"] for row in rows])["median"]
-            for engine, rows in self._turns_of(CAPACITY).items()
-        }
-        if scene == OWN_LOAD:
-            return float(self.options.share * capacity[name])
-        return float(self.options.rate or self.options.share * min(capacity.values()))
+        if turns := self._turns_of(scene, name):
+            # All turns of a scene have one rate, those of an earlier run included.
+            return float(turns[0]["request_rate"])
+        names = {name} if scene == OWN_LOAD else {row["backend"] for row in self.rows}
+        capacity = min(
+            statistics.median(row["request_throughput"] for row in self._turns_of(CAPACITY, each))
+            for each in names
+        )
+        return float((scene == SAME_LOAD and self.options.rate) or self.options.share * capacity)
 
     def take(self, worker: Worker, name: str, turn: Turn) -> Row:
         """Return the figures of one engine's turn; where its own load is the same load, those of that turn."""
         scene = turn.columns["scene"]
-        earlier = self._turns_of(scene).get(name)
-        # All turns of a scene have one rate, those of an earlier run included.
-        rate = earlier[0]["request_rate"] if earlier else self.rate(scene, name)
-        same = self._turns_of(SAME_LOAD).get(name)
+        rate = self.rate(scene, name)
+        same = self._turns_of(SAME_LOAD, name)
         if scene == OWN_LOAD and same and rate == same[-1]["request_rate"]:
-            return {**same[-1], "scene": OWN_LOAD}
-        workload = self._workload(turn.seed).as_json()
-        return {"request_rate": rate, **worker.ask("serve", workload=workload, rate=rate)}
+            return {**same[-1], **turn.columns}
+        return {"request_rate": rate, **worker.ask("serve", self._requests(turn.seed, rate), MODES["greedy"])}
 
-    def findings(self, rows: list[Row], start_up_s: dict[str, float]) -> Row:
+    def findings(self, start_up_s: dict[str, float]) -> Row:
         """Return what the report has besides facts: a row per scene and engine, with medians over its turns."""
-        found = []
-        for scene in (CAPACITY, SAME_LOAD, OWN_LOAD):
-            for backend, turns in self._turns_of(scene).items():
-                runs = [
-                    {
-                        name: value
-                        for name, value in turn.items()
-                        if name not in ("scene", "backend", "request_rate")
-                    }
-                    for turn in turns
-                ]
-                medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-                rate = turns[0]["request_rate"]
-                row = {"scene": scene, "backend": backend, "request_rate": rate, **medians, "turns": runs}
-                found.append(row)
-        return {"bars": serving.in_process_bars(found), "rows": found}
+        rows = []
+        for row in self.summed_up():
+            turns = row.pop("turns")
+            medians = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+            rows.append({**row, **medians, "turns": turns})
+        return {"bars": serving.in_process_bars(rows), "rows": rows}
 
 
-WORKLOADS: dict[str, Any] = {"trace": Trace, "poisson": Poisson, "in-process": InProcess}
+WORKLOADS: dict[str, type[Workload]] = {"trace": Trace, "poisson": Poisson, "in-process": InProcess}

@@ -6,7 +6,6 @@ report, as long as the same program was measured in the same way; the report say
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import hashlib
 import importlib.metadata
@@ -115,17 +114,6 @@ Report = dict[str, Any]
 _SAME = ("benchmark", "sources_digest", "device", "versions", "settings", "trace")
 # What is told of each run. Not every benchmark notes all of it.
 _OF_A_RUN = ("date", "command", "machine", "start_up_s")
-
-
-def add_resume_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--resume``."""
-    parser.add_argument(
-        "--resume",
-        type=Path,
-        metavar="FILE",
-        help="keep the whole turns of an earlier report of the same sources, device, versions and settings, and take "
-        "those that it lacks",
-    )
 
 
 def earlier_report(path: Path | None, facts: Report) -> Report | None:

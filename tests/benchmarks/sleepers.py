@@ -16,7 +16,7 @@ class Sleeper(SimpleNamespace):
     """A process that does nothing. It has the attributes that it is made with, and counts how often it was woken."""
 
     def __init__(self, name: str, **attributes: object) -> None:
-        super().__init__(name=name, woken=0, **attributes)
+        super().__init__(name=name, woken=0, ended=False, **attributes)
         self._process = subprocess.Popen(["sleep", "3600"], start_new_session=True)
         self.pid = self._process.pid
         wait_until_asleep(self.pid)
@@ -24,7 +24,14 @@ class Sleeper(SimpleNamespace):
     def wake(self) -> None:
         self.woken += 1
 
-    def end(self) -> None:
+    def ask_to_end(self) -> None:
+        pass
+
+    def wait_for_end(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.ended = True
         self._process.kill()
         self._process.wait()
 
@@ -63,4 +70,4 @@ def sleepers(*names: str) -> Iterator[dict[str, Sleeper]]:
         yield started
     finally:
         for sleeper in started.values():
-            sleeper.end()
+            sleeper.kill()

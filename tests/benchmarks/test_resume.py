@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from benchmarks import offline_compare
+from benchmarks.offline_compare import Offline, parse_options
 from benchmarks.reports.engines import source
 from benchmarks.support import run_facts as resume
+from benchmarks.support.checkpoint import ModelFacts
 from benchmarks.support.run_facts import run_facts
-from benchmarks.support.worker_pool import WorkerPool
+from benchmarks.support.worker_pool import Engines
 from tests.benchmarks.fake_engine import write_fake_sglang
 
 Report = dict[str, Any]
@@ -48,14 +50,15 @@ def test_offline_turns_that_are_there_are_kept(
     seeds: list[int] = []
     take = offline_compare.Case.run
 
-    def taking(case: Any, worker: Any, seed: int) -> dict[str, float]:
+    def taking(case: Any, worker: Any, seed: int, vocab_size: int) -> dict[str, float]:
         seeds.append(seed)
-        return take(case, worker, seed)
+        return take(case, worker, seed, vocab_size)
 
     monkeypatch.setattr(offline_compare.Case, "run", taking)
     arguments += ["--resume", str(tmp_path / "short.json")]
     second = run(arguments, tmp_path, "second.json")
-    assert len(seeds) == len(short["rows"]) == 2
+    # Of four turns the second ones.
+    assert seeds == [3, 4] and len(short["rows"]) == 2
     assert [row["case"] for row in second["rows"]] == [row["case"] for row in first["rows"]]
     for old, new in zip(short["rows"], second["rows"], strict=True):
         assert new["turns"][0] == old["turns"][0] and len(new["turns"]) == 2
@@ -121,7 +124,7 @@ def test_other_engines_and_files_that_are_none_are_refused(tmp_path: Path) -> No
 def test_a_refusal_comes_before_engines_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "old.json"
     path.write_text(json.dumps(OLD))
-    monkeypatch.setattr(WorkerPool, "add", lambda *_, **__: pytest.fail("an engine was started"))
+    monkeypatch.setattr(Engines, "start", lambda *_, **__: pytest.fail("an engine was started"))
     with pytest.raises(SystemExit, match="--resume: sources_digest"):
         offline_compare.main(["--quick", "--backends", "rose", "--resume", str(path)])
 
@@ -129,7 +132,7 @@ def test_a_refusal_comes_before_engines_start(tmp_path: Path, monkeypatch: pytes
 def test_a_case_that_is_not_run_is_refused() -> None:
     row = {"case": "step, 3 requests, greedy", "backend": "rose", "turns": []}
     with pytest.raises(SystemExit, match="--resume: case: the file has 'step, 3 requests, greedy'"):
-        offline_compare.earlier_rows({"rows": [row]}, [])
+        Offline(parse_options(["--quick"]), ModelFacts(512, 64, 1)).rows_of({"rows": [row]})
 
 
 def test_every_report_says_which_sources_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
