@@ -102,10 +102,10 @@ class Case:
         start and the end of a run cancel out.
         """
         requests, sampling = self.workload(2 * seed).requests(vocab_size), MODES[self.mode]
-        long = worker.ask("generate", requests, sampling)
+        long = worker.run(requests, sampling)
         if self.short_output_len is not None:
             fewer = self.workload(2 * seed + 1).shortened(self.num_requests, self.short_output_len)
-            short = worker.ask("generate", fewer.requests(vocab_size), sampling)
+            short = worker.run(fewer.requests(vocab_size), sampling)
             steps = self.output_len[0] - self.short_output_len
             return {"step_ms": (long["seconds"] - short["seconds"]) / steps * 1e3}
         seconds, tokens = long["seconds"], long["output_tokens"]
@@ -208,8 +208,7 @@ class Offline(Workload):
     def warm_up(self, engines: Engines) -> None:
         for seed, case in enumerate(self._cases.values(), 1_000_000):
             few = case.workload(seed).shortened(WARM_UP_REQUESTS, case.short_output_len or 8)
-            engines.ask_all("generate", few.requests(self.vocab_size), MODES[case.mode])
-        engines.ask_all("wake")
+            engines.run_all(few.requests(self.vocab_size), MODES[case.mode])
 
     def phases(self) -> list[list[Kind]]:
         return [[(name, {"case": name}) for name in self._cases]]

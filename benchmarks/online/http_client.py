@@ -13,7 +13,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,10 +137,6 @@ class ClientProcesses:
         context = multiprocessing.get_context("spawn")
         self._processes = [ProcessPoolExecutor(1, context, _set_up) for _ in range(count)]
 
-    def send_whole(self, load: Load, index: int) -> Future[Replay]:
-        """Let one process send all of ``load`` as soon as it has nothing else to do."""
-        return self._processes[index % len(self._processes)].submit(_replay, load, None)
-
     def send(self, load: Load) -> Replay:
         """Send from all processes at once; return what came back."""
         count = len(self._processes)
@@ -172,5 +168,5 @@ def _set_up() -> None:
     gc.disable()
 
 
-def _replay(load: Load, start: float | None) -> Replay:
+def _replay(load: Load, start: float) -> Replay:
     return asyncio.run(replay(load, start))

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +22,10 @@ from benchmarks.support.cli import check_above_zero, check_at_least, fill_in
 from benchmarks.support.comparison import Kind, Sides, Workload, chosen
 from benchmarks.support.turns import Row, Turn
 from benchmarks.support.worker_pool import Engines, Worker
-from benchmarks.support.workload import MODES, SETS, RandomRequests, Requests
+from benchmarks.support.workload import MODES, RandomRequests, Requests, request_sets
 
 WARM_UP_REQUESTS = 256
-QUICK_LENGTH_DIVISOR = 16
+SETS = ("random", "shared-prefix")
 SCALES = [0.006, 0.012, 0.025, 0.05]
 
 
@@ -46,15 +47,14 @@ class OverHttp(Workload):
         raise NotImplementedError
 
     def warm_up(self, engines: Engines) -> None:
-        """Send many requests at once, to all servers at the same time."""
+        """Send many requests at once to each server."""
         for requests, mode in self.warm_up_requests():
-            loads = [load_of(server, requests, mode) for server in engines.running.values()]
-            for sent in [self.clients.send_whole(load, index) for index, load in enumerate(loads)]:
-                sent.result()
+            for server in engines.running.values():
+                self.figures(server, requests, mode)
 
     def figures(self, server: Server, requests: Requests, mode: str) -> Row:
         """Send requests; return what their callers saw, and how busy the client was."""
-        replay = self.clients.send(load_of(server, requests, mode))
+        replay = self.clients.send(Load(server.url, server.model, MODES[mode], requests))
         return {
             **summary(replay.timelines, replay.duration),
             "pieces": sum(len(timeline.arrivals) for timeline in replay.timelines),
@@ -62,11 +62,6 @@ class OverHttp(Workload):
             "client_late_s": replay.client_late_s,
             "errors": [timeline.error for timeline in replay.timelines if timeline.error][:10],
         }
-
-
-def load_of(server: Server, requests: Requests, mode: str) -> Load:
-    """Return requests as they are sent to one server."""
-    return Load(server.url, server.model, MODES[mode], requests)
 
 
 class Trace(OverHttp):
@@ -150,7 +145,7 @@ class Poisson(OverHttp):
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument_group("poisson").add_argument
-        add("--sets", nargs="+", choices=SETS, default=list(SETS), help="(default: both)")
+        add("--sets", nargs="+", choices=SETS, default=SETS, help="(default: both)")
         add(
             "--loads", type=float, nargs="+", metavar="SHARE", help="(default: 0.25 0.5 0.75 1.0; quick: 0.5)"
         )
@@ -192,23 +187,20 @@ class Poisson(OverHttp):
 
     def __init__(self, options: argparse.Namespace, facts: ModelFacts) -> None:
         super().__init__(options, facts)
-        self._sets = {
-            name: SETS[name].shortened(QUICK_LENGTH_DIVISOR) if options.quick else SETS[name]
-            for name in options.sets
-        }
+        self._sets = request_sets(options.requests, quick=options.quick)
         self.settings = chosen(
             options, "requests", "seconds", "repeats", "clients", "start_in_turn", "step_ms"
         )
 
     def warm_up_requests(self) -> list[tuple[Requests, str]]:
         count = min(self.options.requests, WARM_UP_REQUESTS)
-        sets = self._sets.values()
-        return [(each.requests(count, self.vocab_size, rate=None, seed=0), "greedy") for each in sets]
+        sets = [replace(self._sets[name], num_requests=count) for name in self.options.sets]
+        return [(each.requests(self.vocab_size), "greedy") for each in sets]
 
     def phases(self) -> list[list[Kind]]:
         loads = self.options.rates or self.options.loads
         labels = ("at once", *(f"{loads} [{index}]" for index in range(len(loads))))
-        kinds = itertools.product(self._sets, enumerate(labels))
+        kinds = itertools.product(self.options.sets, enumerate(labels))
         return [[(f"{name}, {label}", {"set": name, "number": number}) for name, (number, label) in kinds]]
 
     def rate(self, name: str, number: int) -> float | None:
@@ -229,8 +221,8 @@ class Poisson(OverHttp):
         of_set = turn.columns["set"]
         rate = self.rate(of_set, turn.columns["number"])
         count = self.options.requests if rate is None else max(1, round(rate * self.options.seconds))
-        requests = self._sets[of_set].requests(count, self.vocab_size, rate=rate, seed=turn.seed)
-        return {"rate": rate, **self.counted(server, requests)}
+        chosen_set = replace(self._sets[of_set], num_requests=count, seed=turn.seed)
+        return {"rate": rate, **self.counted(server, chosen_set.requests(self.vocab_size, rate))}
 
     def counted(self, server: Server, requests: Requests) -> Row:
         """Return figures, with tokens that the server counts and cores that its processes kept busy."""
@@ -287,8 +279,7 @@ class InProcess(Workload):
 
     def warm_up(self, engines: Engines) -> None:
         """Let all engines compile what they need: everything at once, at the same time."""
-        engines.ask_all("serve", self._requests(1_000_000, None), MODES["greedy"])
-        engines.ask_all("wake")
+        engines.run_all(self._requests(1_000_000, None), MODES["greedy"])
 
     def _requests(self, seed: int, rate: float | None) -> Requests:
         workload = RandomRequests(self.options.requests, **self._lengths, seed=seed)
@@ -322,7 +313,7 @@ class InProcess(Workload):
         same = self._turns_of(SAME_LOAD, name)
         if scene == OWN_LOAD and same and rate == same[-1]["request_rate"]:
             return {**same[-1], **turn.columns}
-        return {"request_rate": rate, **worker.ask("serve", self._requests(turn.seed, rate), MODES["greedy"])}
+        return {"request_rate": rate, **worker.run(self._requests(turn.seed, rate), MODES["greedy"])}
 
     def findings(self, start_up_s: dict[str, float]) -> Row:
         """Return what the report has besides facts: a row per scene and engine, with medians over its turns."""

@@ -3,10 +3,9 @@
     python -m benchmarks.support.worker DESCRIPTOR
 
     ("start", "offline" or "streaming", EngineOptions)  -> the engine's facts
-    ("generate", Requests, sampling)                    -> {"seconds": ..., "output_tokens": ...}
-    ("serve", Requests, sampling)                       -> figures as ``vllm bench serve`` names them
-    ("wake",)                                           -> None, after one token for a prompt of no interest
-    ("close",)                                          -> None
+    ("run", Requests, sampling)  -> offline: {"seconds": ..., "output_tokens": ...}, of one call with all requests;
+                                    streaming: figures as ``vllm bench serve`` names them, of requests at their times
+    ("close",)                   -> None
 
 Answers are (answer, ""), failures (None, "what went wrong").
 """
@@ -24,7 +23,7 @@ from typing import Any
 
 from benchmarks.online.timeline import Timeline, play, summary
 from benchmarks.support.engines import OFFLINE, STREAMING, EngineOptions, Sampling
-from benchmarks.support.workload import MODES, WAKING, Requests
+from benchmarks.support.workload import Requests
 
 
 class OfflineWorker:
@@ -33,20 +32,14 @@ class OfflineWorker:
     def __init__(self, options: EngineOptions) -> None:
         self.engine = OFFLINE[options.backend](options)
 
-    def generate(self, requests: Requests, sampling: Sampling) -> dict[str, Any]:
-        """Time one call."""
+    def run(self, requests: Requests, sampling: Sampling) -> dict[str, Any]:
         start = time.perf_counter()
         output_tokens = self.engine.generate(requests.prompts, requests.output_lens, sampling)
         seconds = time.perf_counter() - start
         check_output(output_tokens, requests)
         return {"seconds": seconds, "output_tokens": output_tokens}
 
-    def wake(self) -> None:
-        """Let all of the engine's processes do something."""
-        self.generate(WAKING, MODES["greedy"])
-
     def close(self) -> None:
-        """Stop the engine."""
         self.engine.close()
 
 
@@ -61,9 +54,7 @@ class StreamingWorker:
 
         self.engine = self._runner.run(make())
 
-    def serve(self, requests: Requests, sampling: Sampling) -> dict[str, Any]:
-        """Play requests and sum up."""
-
+    def run(self, requests: Requests, sampling: Sampling) -> dict[str, Any]:
         async def send(prompt: list[int], output_len: int, timeline: Timeline) -> None:
             async for num_tokens in self.engine.stream(prompt, output_len, sampling):
                 if num_tokens:
@@ -74,12 +65,7 @@ class StreamingWorker:
         check_output(sum(timeline.num_tokens for timeline in timelines), requests)
         return summary(timelines, duration)
 
-    def wake(self) -> None:
-        """Let all of the engine's processes do something."""
-        self.serve(WAKING, MODES["greedy"])
-
     def close(self) -> None:
-        """Stop the engine."""
         self._runner.run(self.engine.close())
         self._runner.close()
 

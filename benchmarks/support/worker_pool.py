@@ -17,8 +17,9 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.support.engines import MODULES, EngineOptions
+from benchmarks.support.engines import MODULES, EngineOptions, Sampling
 from benchmarks.support.turns import Row, Turn, paused, resume
+from benchmarks.support.workload import MODES, WAKING, Requests
 
 ROOT = Path(__file__).resolve().parents[2]
 # A first start compiles for a minute or two; a run of thousands of prompts on a CPU is no benchmark.
@@ -32,12 +33,12 @@ class EngineError(Exception):
 
 
 class EngineProcess:
-    """One process that leads a session of its own. Everything that it prints is in ``log``."""
+    """One process that leads a session of its own, and may have children. Everything that it prints is in ``log``."""
 
-    def __init__(self, command: list[str], options: EngineOptions, log: Path, **popen: Any) -> None:
+    def __init__(self, command: list[str], options: EngineOptions, log: Path, **fields: Any) -> None:
         self.log, self.model = log, options.model
         with log.open("wb") as output:
-            self._process = subprocess.Popen(
+            self.popen = subprocess.Popen(
                 command,
                 cwd=ROOT,
                 env=options.variables,
@@ -45,13 +46,9 @@ class EngineProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                **popen,
+                **fields,
             )
-
-    @property
-    def pid(self) -> int:
-        """Number of the process that was started; it may have children."""
-        return self._process.pid
+        self.pid = self.popen.pid
 
     def facts_if_ready(self) -> dict[str, Any] | None:
         """Return version and settings in force, or None while it is still starting."""
@@ -61,25 +58,21 @@ class EngineProcess:
         """Return when the engine has made a token: that asks all of its processes."""
         raise NotImplementedError
 
-    def has_ended(self) -> bool:
-        """Return whether there is no process any more."""
-        return self._process.poll() is not None
-
     def ask_to_end(self) -> None:
         """Continue it if it is paused, and ask it to end."""
         resume(self.pid)
-        self._process.terminate()
+        self.popen.terminate()
 
     def wait_for_end(self) -> None:
         """Return when it has ended, or after ``MAX_STOP_S``."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(MAX_STOP_S)
+            self.popen.wait(MAX_STOP_S)
 
     def kill(self) -> None:
         """End it and all its children; children of an engine that ended without them are in its session."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
 
     def error(self, what: str) -> EngineError:
         """Return an error that says what went wrong, and the last lines that it printed."""
@@ -98,10 +91,10 @@ class Worker(EngineProcess):
             super().__init__(command, options, log, pass_fds=[descriptor])
         self.send("start", kind, options)
 
-    def send(self, op: str, *arguments: Any) -> None:
+    def send(self, *command: Any) -> None:
         """Send a command; ``receive`` waits for its answer."""
         with contextlib.suppress(ConnectionError):  # ``receive`` says why
-            self._connection.send((op, *arguments))
+            self._connection.send(command)
 
     def receive(self, timeout_s: float = MAX_WAIT_S) -> Any:
         """Return the answer to the oldest command without one.
@@ -119,16 +112,16 @@ class Worker(EngineProcess):
             raise self.error(failure)
         return answer
 
-    def ask(self, op: str, *arguments: Any) -> Any:
-        """Send a command and return its answer; errors are those of ``receive``."""
-        self.send(op, *arguments)
+    def run(self, requests: Requests, sampling: Sampling) -> Any:
+        """Return figures of these requests; errors are those of ``receive``."""
+        self.send("run", requests, sampling)
         return self.receive()
 
     def facts_if_ready(self) -> dict[str, Any] | None:
         return self.receive() if self._connection.poll() else None
 
     def wake(self) -> None:
-        self.ask("wake")
+        self.run(WAKING, MODES["greedy"])
 
     def ask_to_end(self) -> None:
         resume(self.pid)
@@ -187,7 +180,7 @@ class Engines:
             facts = process.facts_if_ready()
             if facts is not None:
                 self.facts[name], seconds[name] = facts, time.monotonic() - begin
-            elif process.has_ended():
+            elif process.popen.poll() is not None:
                 raise process.error("the process ended")
             elif time.monotonic() - begin > MAX_WAIT_S:
                 raise process.error(f"did not become ready within {MAX_WAIT_S:.0f} s")
@@ -202,10 +195,10 @@ class Engines:
         self.failed[name] = str(error)
         _end([self.running.pop(name)])
 
-    def ask_all(self, op: str, *arguments: Any) -> None:
-        """Let all workers carry out the same at the same time; drop those that fail."""
+    def run_all(self, requests: Requests, sampling: Sampling) -> None:
+        """Let all workers run the same at the same time; drop those that fail."""
         for worker in self.running.values():
-            worker.send(op, *arguments)
+            worker.send("run", requests, sampling)
         for name, worker in list(self.running.items()):
             try:
                 worker.receive()

@@ -50,7 +50,10 @@ class RandomRequests:
     num_requests: int
     input_len: tuple[int, int]
     output_len: tuple[int, int]
-    seed: int
+    seed: int = 0
+    num_prefixes: int = 0
+    """Prompts begin with one of so many, drawn evenly, in front of ``input_len`` tokens of their own."""
+    prefix_len: int = 0
 
     def requests(self, vocab_size: int, rate: float | None = None) -> Requests:
         """Return token ids below ``vocab_size``; no two workloads of different seeds share a prefix.
@@ -63,6 +66,10 @@ class RandomRequests:
         tokens = self._rng(1).integers(1, vocab_size, sum(lengths)).tolist()
         ends = np.cumsum(lengths).tolist()
         prompts = [tokens[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+        if self.num_prefixes:
+            prefixes = random_prompts(self.num_prefixes, self.prefix_len, vocab_size, self.seed)
+            drawn = self._rng(5).integers(0, self.num_prefixes, self.num_requests)
+            prompts = [prefixes[index] + prompt for index, prompt in zip(drawn, prompts, strict=True)]
         due = [0.0] * self.num_requests
         if rate is not None:
             due = (np.cumsum(self._rng(4).exponential(1.0, self.num_requests)) / rate).tolist()
@@ -85,36 +92,17 @@ class RandomRequests:
         return lengths
 
 
-@dataclass(frozen=True)
-class RequestSet:
-    """Prompts of random tokens: one of a few prefixes, drawn evenly, then a tail of its own."""
-
-    name: str
-    num_prefixes: int
-    prefix_len: int
-    tail_len: tuple[int, int]
-    """Shortest and longest; drawn evenly."""
-    output_len: int
-
-    def requests(self, num_requests: int, vocab_size: int, *, rate: float | None, seed: int) -> Requests:
-        """Return requests, at ``rate`` a second or all at once; those of another seed share nothing with them."""
-        span = (self.output_len, self.output_len)
-        tails = RandomRequests(num_requests, self.tail_len, span, seed).requests(vocab_size, rate)
-        if not self.num_prefixes:
-            return tails
-        prefixes = random_prompts(self.num_prefixes, self.prefix_len, vocab_size, seed)
-        chosen = np.random.default_rng([seed, 5]).integers(0, self.num_prefixes, num_requests)
-        prompts = [prefixes[index] + tail for index, tail in zip(chosen, tails.prompts, strict=True)]
-        return replace(tails, prompts=prompts)
-
-    def shortened(self, factor: int) -> RequestSet:
-        """Return the same with all lengths divided."""
-        low, high = (max(1, length // factor) for length in self.tail_len)
-        short = {"prefix_len": self.prefix_len // factor, "output_len": self.output_len // factor}
-        return replace(self, tail_len=(low, high), **short)
-
-
-RANDOM = RequestSet("random", num_prefixes=0, prefix_len=0, tail_len=(512, 512), output_len=128)
-# 500 is no multiple of a block's 16 tokens.
-SHARED_PREFIX = RequestSet("shared-prefix", num_prefixes=8, prefix_len=500, tail_len=(16, 64), output_len=128)
-SETS = {each.name: each for each in (RANDOM, SHARED_PREFIX)}
+def request_sets(num_requests: int, *, quick: bool) -> dict[str, RandomRequests]:
+    """Return by name the sets that servers are sent, with ``quick`` a sixteenth of all lengths."""
+    unit = 1 if quick else 16
+    return {
+        "random": RandomRequests(num_requests, (32 * unit, 32 * unit), (8 * unit, 8 * unit)),
+        # 500 is no multiple of a block's 16 tokens.
+        "shared-prefix": RandomRequests(
+            num_requests,
+            (unit, 4 * unit),
+            (8 * unit, 8 * unit),
+            num_prefixes=8,
+            prefix_len=31 if quick else 500,
+        ),
+    }

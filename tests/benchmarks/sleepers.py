@@ -17,8 +17,8 @@ class Sleeper(SimpleNamespace):
 
     def __init__(self, name: str, **attributes: object) -> None:
         super().__init__(name=name, woken=0, ended=False, **attributes)
-        self._process = subprocess.Popen(["sleep", "3600"], start_new_session=True)
-        self.pid = self._process.pid
+        self.popen = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+        self.pid = self.popen.pid
         wait_until_asleep(self.pid)
 
     def wake(self) -> None:
@@ -32,8 +32,8 @@ class Sleeper(SimpleNamespace):
 
     def kill(self) -> None:
         self.ended = True
-        self._process.kill()
-        self._process.wait()
+        self.popen.kill()
+        self.popen.wait()
 
 
 def is_stopped(pid: int) -> bool:

@@ -62,7 +62,7 @@ def test_an_engine_that_dies_half_way_is_named_and_its_figures_are_kept(
 ) -> None:
     path = tmp_path / "compare.json"
     site = write_fake_sglang(tmp_path / "site")
-    # Eight calls warm up, three each are for a decode case: it dies in the second one.
+    # Seven calls warm up, three each are for a decode case: it dies in the second one.
     arguments = [
         "--quick",
         "--backends",
@@ -72,7 +72,7 @@ def test_an_engine_that_dies_half_way_is_named_and_its_figures_are_kept(
         "--repeats",
         "1",
         "--env",
-        "sglang=FAKE_CALLS=12",
+        "sglang=FAKE_CALLS=11",
         "--json",
         str(path),
     ]
@@ -148,7 +148,7 @@ class Clockwork:
     def __init__(self) -> None:
         self.prompts: list[list[int]] = []
 
-    def ask(self, op: str, requests: Requests, sampling: Any) -> dict[str, Any]:
+    def run(self, requests: Requests, sampling: Any) -> dict[str, Any]:
         self.prompts.append(requests.prompts[0])
         return {"seconds": 2 + 0.01 * max(requests.output_lens), "output_tokens": 60}
 

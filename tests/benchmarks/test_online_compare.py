@@ -97,7 +97,7 @@ class Recorder:
         self.last_due: list[float] = []
         self._figures = {"request_throughput": throughput, "failed": 0}
 
-    def ask(self, op: str, requests: Requests, sampling: Any) -> dict[str, float]:
+    def run(self, requests: Requests, sampling: Any) -> dict[str, float]:
         self.last_due.append(requests.due[-1])
         return dict(self._figures)
 
@@ -157,7 +157,7 @@ def test_an_interrupt_while_servers_end_costs_no_figures(
     report = json.loads(path.read_text())
     assert len(report["rows"]) == 1 and report["turns_left_out"] == 0
     (server,) = ending
-    assert server._process.returncode is not None
+    assert server.popen.returncode is not None
 
 
 def answer(*events: Any, status: int = 200) -> Timeline:

@@ -44,4 +44,4 @@ def test_a_paused_server_ends_at_once_and_in_order(engines: Engines, monkeypatch
     server = engines.running["rose"]
     with paused([server.pid]):
         engines.drop("rose", EngineError("it is tired"))
-    assert server._process.returncode != -signal.SIGKILL
+    assert server.popen.returncode != -signal.SIGKILL

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from benchmarks.support.checkpoint import ModelFacts
 from benchmarks.support.comparison import engine_options
 from benchmarks.support.engines import BLOCK_SIZE, STEP_MS, EngineOptions
 from benchmarks.support.worker_pool import Engines
-from benchmarks.support.workload import RANDOM, SETS, SHARED_PREFIX
+from benchmarks.support.workload import RandomRequests, request_sets
 from tests.benchmarks.fake_vllm_server import FAKES, METRICS, fake_command
 from tests.benchmarks.sleepers import Sleeper, is_stopped
 
@@ -40,7 +41,7 @@ def test_a_quick_run(
     report = json.loads(path.read_text())
 
     turns = [(row["set"], row["rate"]) for row in report["rows"]][::2]
-    assert turns == [(name, rate) for name in SETS for rate in (None, 80.0)]
+    assert turns == [(name, rate) for name in workloads.SETS for rate in (None, 80.0)]
     backends = [row["backend"] for row in report["rows"]]
     # Who begins changes from turn to turn.
     assert backends[:4] == ["rose-in-vllm", "vllm", "vllm", "rose-in-vllm"]
@@ -133,7 +134,7 @@ class SlowServer(Sleeper):
     seen: list[list[tuple[str, bool]]]
 
     def __init__(self, options: EngineOptions, log: Path) -> None:
-        super().__init__(options.backend, looks=0, has_ended=lambda: False)
+        super().__init__(options.backend, looks=0)
         self.made.append(self)
 
     def facts_if_ready(self) -> dict[str, str] | None:
@@ -192,29 +193,35 @@ def test_a_server_that_does_not_start_ends_the_run(
     assert "no such backend" in capsys.readouterr().out
 
 
+SETS = request_sets(200, quick=False)
+
+
 @pytest.mark.parametrize("request_set", SETS.values(), ids=SETS)
-def test_prompts_of_a_turn_are_its_own(request_set: Any) -> None:
-    turns = [request_set.requests(200, 50_000, rate=None, seed=seed) for seed in (1, 2)]
+def test_prompts_of_a_turn_are_its_own(request_set: RandomRequests) -> None:
+    turns = [replace(request_set, seed=seed).requests(50_000) for seed in (1, 2)]
     starts = [{tuple(prompt[:12]) for prompt in turn.prompts} for turn in turns]
     assert not starts[0] & starts[1]
     assert len(starts[0]) == (request_set.num_prefixes or 200)
-    low, high = request_set.tail_len
     lengths = {len(prompt) - request_set.prefix_len for prompt in turns[0].prompts}
-    assert (min(lengths), max(lengths)) == (low, high)
+    assert (min(lengths), max(lengths)) == request_set.input_len
     assert turns[0].output_lens == [128] * 200 and turns[0].due == [0.0] * 200
 
 
 def test_shared_prefixes_end_inside_a_block() -> None:
-    prompts = SHARED_PREFIX.requests(200, 50_000, rate=None, seed=1).prompts
+    prompts = SETS["shared-prefix"].requests(50_000).prompts
     assert len({tuple(prompt[:500]) for prompt in prompts}) == 8
     assert len({tuple(prompt[:501]) for prompt in prompts}) > 100
     assert 500 % BLOCK_SIZE != 0
 
 
-def test_arrivals_have_the_rate_that_is_asked_for() -> None:
-    due = RANDOM.requests(2000, 1000, rate=50.0, seed=1).due
-    assert due == sorted(due)
-    assert due[-1] == pytest.approx(2000 / 50, rel=0.1)
+def test_quick_sets_are_short() -> None:
+    quick = request_sets(200, quick=True)
+    assert quick.keys() == SETS.keys() == set(workloads.SETS)
+    for name, short in quick.items():
+        long = SETS[name]
+        assert [16 * length for length in short.input_len] == list(long.input_len)
+        assert [16 * length for length in short.output_len] == list(long.output_len)
+        assert short.prefix_len == long.prefix_len // 16 and short.num_prefixes == long.num_prefixes
 
 
 def test_counters_are_read_and_summed_over_engines() -> None:

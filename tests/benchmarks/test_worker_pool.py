@@ -51,7 +51,7 @@ def started(tmp_path: Path) -> Iterator[Started]:
 def test_an_engine_that_prints_is_understood(started: Started) -> None:
     pool = started()
     assert pool.facts["sglang"]["version"] == "0.fake"
-    answer = pool.running["sglang"].ask("generate", *WORK)
+    answer = pool.running["sglang"].run(*WORK)
     assert answer["output_tokens"] == 12
     assert 0 < answer["seconds"] < HANG_S
     assert "generating for 3" in pool.running["sglang"].log.read_text()
@@ -68,13 +68,13 @@ def test_an_engine_that_is_not_installed_is_named(started: Started) -> None:
 def test_an_engine_that_stops_early_is_no_fast_engine(started: Started) -> None:
     (worker,) = started("FAKE_LOST_TOKENS=1").running.values()
     with pytest.raises(EngineError, match="got 9 new tokens, 12 were asked for"):
-        worker.ask("generate", *WORK)
+        worker.run(*WORK)
 
 
 def test_the_last_words_of_a_dead_engine_are_passed_on(started: Started) -> None:
     pool = started("FAKE_CALLS=0")
     with pytest.raises(EngineError, match=r"the process ended\n(.*\n)*.*something terrible") as death:
-        pool.running["FAKE_CALLS=0"].ask("generate", *WORK)
+        pool.running["FAKE_CALLS=0"].run(*WORK)
     pool.drop("FAKE_CALLS=0", death.value)
     assert pool.running == {}
     assert "something terrible" in pool.failed["FAKE_CALLS=0"]
@@ -87,14 +87,14 @@ def test_a_paused_engine_ends_at_once_and_in_order(started: Started, monkeypatch
     with paused([worker.pid]):
         pool.drop("sglang", EngineError("it is tired"))
     assert "goodbye" in worker.log.read_text()
-    assert worker._process.returncode == 0
+    assert worker.popen.returncode == 0
 
 
 def test_an_interrupt_while_closing_leaves_no_engine_and_loses_no_report(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = started("", "OTHER=1")
-    processes = [worker._process for worker in pool.running.values()]
+    processes = [worker.popen for worker in pool.running.values()]
 
     def interrupted(root: int) -> None:
         raise KeyboardInterrupt
@@ -113,9 +113,9 @@ def test_an_engine_is_woken_by_a_token(started: Started) -> None:
 
 def test_all_are_asked_and_those_that_fail_are_dropped(started: Started) -> None:
     pool = started("FAKE_CALLS=1", "OTHER=1")
-    pool.ask_all("generate", *WORK)
+    pool.run_all(*WORK)
     assert set(pool.running) == {"FAKE_CALLS=1", "OTHER=1"}
-    pool.ask_all("wake")
+    pool.run_all(*WORK)
     assert set(pool.running) == {"OTHER=1"}
     assert "something terrible" in pool.failed["FAKE_CALLS=1"]
 
