@@ -13,9 +13,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -34,7 +33,7 @@ from benchmarks.support.cli import (
     set_device_defaults,
 )
 from benchmarks.support.run_facts import bar, device_name, run_facts
-from benchmarks.support.timing import no_garbage_collection
+from benchmarks.support.timing import no_garbage_collection, timed_us
 from benchmarks.support.workload import MODES, random_prompts
 from rose_backend import LLM, SamplingParams
 from rose_backend.engine.process_settings import short_switch_interval
@@ -49,12 +48,11 @@ MAX_HOST_US = 150.0
 """Goal for the host's work in a step of 256 requests, GPT-2 124M on one H200."""
 
 
-def start_decoding(llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: int = NEW_TOKENS) -> None:
+def start_decoding(llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: int) -> None:
     """Queue ``batch`` requests and step until all of them have two tokens."""
     core = llm.core
-    for index, prompt in enumerate(
-        random_prompts(batch, PROMPT_TOKENS, core.input_processor.vocab_size, seed)
-    ):
+    prompts = random_prompts(batch, PROMPT_TOKENS, core.input_processor.vocab_size, seed)
+    for index, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=index, **MODES[mode])
         core.add(core.input_processor.make(prompt, params))
     first = core.stats.generated_tokens
@@ -62,30 +60,29 @@ def start_decoding(llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: in
         core.step()
 
 
-def time_decoding(
-    llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: int = NEW_TOKENS
-) -> dict[str, float]:
+def time_decoding(llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: int) -> dict[str, float]:
     """Decode ``batch`` prompts of 16 tokens to ``max_tokens`` new ones and time the steps behind the first two.
 
     Returns: microseconds per step: wall time, and what of it the host did not spend waiting for the device.
     """
-    core, waited = llm.core, 0.0
+    core, waited_us = llm.core, 0.0
     wait = core._pipeline._wait
 
     def timed_wait(step: Any) -> None:
-        nonlocal waited
-        waited += _seconds(lambda: wait(step))
+        nonlocal waited_us
+        waited_us += timed_us(lambda: wait(step))
+
+    def decode() -> None:
+        while core.num_unfinished:
+            with short_switch_interval():  # as LLM.generate does it
+                core.step()
 
     start_decoding(llm, batch, mode, seed=seed, max_tokens=max_tokens)
     num_steps = core.stats.steps
     with mock.patch.object(core._pipeline, "_wait", timed_wait):
-        start = time.perf_counter()
-        while core.num_unfinished:
-            with short_switch_interval():  # as LLM.generate does it
-                core.step()
-        elapsed = time.perf_counter() - start
+        elapsed_us = timed_us(decode)
     num_steps = core.stats.steps - num_steps
-    return {"engine_step_us": elapsed / num_steps * 1e6, "host_us": (elapsed - waited) / num_steps * 1e6}
+    return {"engine_step_us": elapsed_us / num_steps, "host_us": (elapsed_us - waited_us) / num_steps}
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -102,12 +99,6 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _seconds(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
-
-
 def step_bytes(llm: LLM, num_tokens: int) -> int:
     """Return the bytes that a step has to read: all weights once, and K/V of ``num_tokens`` tokens."""
     model, kv_cache = llm.core._runner._model, llm.core._runner._kv_cache
@@ -120,7 +111,7 @@ def step_bytes(llm: LLM, num_tokens: int) -> int:
 def timed_runs(llm: LLM, batch: int, mode: str, max_tokens: int) -> dict[str, float]:
     """Return medians over three runs of the engine, after one that does not count.
 
-    Call it before anything is profiled: the profiler's hooks stay behind, and launches take longer.
+    To be called before anything is profiled: the profiler's hooks stay behind, and launches take longer.
     """
     with no_garbage_collection():
         runs = [time_decoding(llm, batch, mode, seed=seed, max_tokens=max_tokens) for seed in range(4)][1:]
@@ -176,32 +167,23 @@ def _replay(decoder: Any, width: int) -> tuple[list[dict[str, Any]], float]:
     times = []
     for _ in range(5):
         rewind()
-        times.append(_seconds(replay) / num_replays * 1e6)
+        times.append(timed_us(replay) / num_replays)
     rewind()
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profiler:
         replay()
     rewind()
-    found = _kernels_of_gpu(profiler) if on_gpu else _operations(profiler)
+    launches: Counter[str] = Counter()
+    us: Counter[str] = Counter()
+    for event in profiler.events():
+        if not on_gpu or event.device_type == torch.autograd.DeviceType.CUDA:
+            launches[event.name] += 1
+            us[event.name] += event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
     kernels = [
-        {"name": name, "launches": launches / num_replays, "us": us / num_replays}
-        for name, (launches, us) in sorted(found.items(), key=lambda item: -item[1][1])
+        {"name": name, "launches": launches[name] / num_replays, "us": total / num_replays}
+        for name, total in us.most_common()
     ]
     return kernels, min(times)
-
-
-def _kernels_of_gpu(profiler: Any) -> dict[str, tuple[int, float]]:
-    launches: Counter[str] = Counter()
-    microseconds: Counter[str] = Counter()
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            launches[event.name] += 1
-            microseconds[event.name] += event.time_range.elapsed_us()
-    return {name: (count, microseconds[name]) for name, count in launches.items()}
-
-
-def _operations(profiler: Any) -> dict[str, tuple[int, float]]:
-    return {event.key: (event.count, event.self_cpu_time_total) for event in profiler.key_averages()}
 
 
 def table(report: dict[str, Any]) -> str:
@@ -213,15 +195,14 @@ def table(report: dict[str, Any]) -> str:
             f"{step['replay_us']:.1f} us = kernels {step['busy_us']:.1f} + gaps {step['gaps_us']:.1f}; floor "
             f"{step['floor_us']:.1f} us; engine {step['engine_step_us']:.1f} us, host {step['host_us']:.1f} us"
         )
-        rows = (
-            (
-                kernel["name"][:70].replace("|", "/"),
+        rows = []
+        for kernel in step["kernels"][:16]:
+            numbers = (
                 f"{kernel['launches']:.0f}",
                 f"{kernel['us']:.2f}",
                 f"{kernel['us'] / step['busy_us']:.1%}",
             )
-            for kernel in step["kernels"][:16]
-        )
+            rows.append((kernel["name"][:70].replace("|", "/"), *numbers))
         parts.append(markdown(("kernel", "launches", "us", "share"), rows))
     return "\n\n".join(parts)
 

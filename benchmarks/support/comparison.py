@@ -25,7 +25,7 @@ from benchmarks.support.cli import (
     set_device_defaults,
 )
 from benchmarks.support.engines import STEP_MS, EngineOptions
-from benchmarks.support.run_facts import check_engines, device_name, earlier_report, run_facts, with_runs
+from benchmarks.support.run_facts import check_same, device_name, earlier_report, run_facts, with_runs
 from benchmarks.support.turns import Row, Turn
 from benchmarks.support.worker_pool import ROOT, Engines
 
@@ -296,7 +296,8 @@ def _run(options: argparse.Namespace, model: str, logs: Path) -> Result:
     with workload.open(logs) as engines:
         with Console(stderr=True).status("starting engines"):
             start_up_s = engines.start(wanted)
-            check_engines(earlier, engines.facts)
+            if earlier:
+                check_same(earlier, {"backends": engines.facts}, ["backends"])
             workload.warm_up(engines)
         turns_left_out = engines.take_turns(
             workload.turns_left(), workload.take, workload.rows, pause=options.pause, deadline=deadline

@@ -88,13 +88,16 @@ OLD = {
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"benchmark": "arrivals"}, "--resume: benchmark: this run has 'offline_compare', {} 'arrivals'"),
-        ({"sources_digest": "f"}, "--resume: sources_digest: this run has '0123456789abcdef', {} 'f'"),
-        ({"device": "cpu"}, "--resume: device: this run has 'NVIDIA H200', {} 'cpu'"),
-        ({"versions": {}}, "--resume: versions: this run has {{'torch': '2.11.0'}}, {} {{}}"),
-        ({"settings": {}}, "--resume: settings: this run has {{'input_len': [16, 512]}}, {} {{}}"),
-        ({"trace": {"num_requests": 1}}, "--resume: trace: this run has None, {} {{'num_requests': 1}}"),
-        ({"failed": {"vllm": "out of memory"}}, "--resume: {}: failed there: vllm"),
+        (
+            {"benchmark": "arrivals"},
+            "--resume: benchmark: this run has 'offline_compare', the file 'arrivals'",
+        ),
+        ({"sources_digest": "f"}, "--resume: sources_digest: this run has '0123456789abcdef', the file 'f'"),
+        ({"device": "cpu"}, "--resume: device: this run has 'NVIDIA H200', the file 'cpu'"),
+        ({"versions": {}}, "--resume: versions: this run has {'torch': '2.11.0'}, the file {}"),
+        ({"settings": {}}, "--resume: settings: this run has {'input_len': [16, 512]}, the file {}"),
+        ({"trace": {"num_requests": 1}}, "--resume: trace: this run has None, the file {'num_requests': 1}"),
+        ({"failed": {"vllm": "out of memory"}}, "failed there: vllm"),
     ],
 )
 def test_turns_of_something_else_are_refused(tmp_path: Path, changed: Report, message: str) -> None:
@@ -104,7 +107,7 @@ def test_turns_of_something_else_are_refused(tmp_path: Path, changed: Report, me
     path.write_text(json.dumps({**OLD, **changed}))
     with pytest.raises(SystemExit) as refusal:
         resume.earlier_report(path, FACTS)
-    assert str(refusal.value) == message.format(path)
+    assert message in str(refusal.value)
 
 
 def test_other_engines_and_files_that_are_none_are_refused(tmp_path: Path) -> None:
@@ -114,11 +117,10 @@ def test_other_engines_and_files_that_are_none_are_refused(tmp_path: Path) -> No
     (tmp_path / "empty.json").write_text("")
     with pytest.raises(SystemExit, match=r"--resume: .*empty\.json: Expecting value"):
         resume.earlier_report(tmp_path / "empty.json", FACTS)
-    resume.check_engines(OLD, {"vllm": {"version": "0.32.0"}})
-    resume.check_engines(None, {})
+    resume.check_same(OLD, {"backends": {"vllm": {"version": "0.32.0"}}}, ["backends"])
     for backends in ({}, {"vllm": {"version": "0.33.0"}}):
         with pytest.raises(SystemExit, match="--resume: backends: this run has"):
-            resume.check_engines(OLD, backends)
+            resume.check_same(OLD, {"backends": backends}, ["backends"])
 
 
 def test_a_refusal_comes_before_engines_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
