@@ -34,7 +34,7 @@ from typing import Any
 from benchmarks.reports import engines as tables
 from benchmarks.reports.text import Result
 from benchmarks.support.checkpoint import GPT2_124M, ModelFacts
-from benchmarks.support.cli import check_at_least, fill_in
+from benchmarks.support.cli import DEFAULT, at_least
 from benchmarks.support.comparison import (
     Kind,
     Sides,
@@ -154,17 +154,19 @@ class Offline(Workload):
     summed_by = ("case",)
 
     @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
+    def add_options(parser: argparse.ArgumentParser, *, quick: bool) -> None:
+        add, number = parser.add_argument, at_least(1)
+        batches, mixed = ([1, 4], 16) if quick else ([1, 8, 32, 128, 256], 4096)
+        sizes = (8, 32, 8) if quick else (256, 512, 128)
         add("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
-        add("--batches", type=int, nargs="+", metavar="B", help="default: 1 8 32 128 256")
+        add("--batches", type=number, nargs="+", default=batches, metavar="B", help=DEFAULT)
         add("--cases", nargs="+", metavar="TEXT", help="only those with one of these in their names")
-        add("--offline", type=int, nargs=3, metavar=("N", "IN", "OUT"), help="default: 256 512 128")
-        add("--mixed-requests", type=int, metavar="N", help="default: 4096")
+        add("--offline", type=number, nargs=3, default=sizes, metavar=("N", "IN", "OUT"), help=DEFAULT)
+        add("--mixed-requests", type=number, default=mixed, metavar="N", help=DEFAULT)
         group = parser.add_argument_group("also run Rose with one part switched off")
         for switch in SWITCHES:
             group.add_argument(f"--compare-{switch.replace('_', '-')}", action="store_true")
-        where = f"where; inside vLLM only: {', '.join(SWITCHES_INSIDE_VLLM)} (default: %(default)s)"
+        where = f"where; inside vLLM only: {', '.join(SWITCHES_INSIDE_VLLM)} {DEFAULT}"
         group.add_argument("--compare-host", choices=tables.ROSE_HOSTS, default="rose", help=where)
         group.add_argument(
             "--compare-parts",
@@ -174,9 +176,6 @@ class Offline(Workload):
 
     @staticmethod
     def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        sizes = {"batches": ([1, 8, 32, 128, 256], [1, 4]), "offline": ((256, 512, 128), (8, 32, 8))}
-        fill_in(options, repeats=(3, 3), mixed_requests=(4096, 16), **sizes)
-        check_at_least(parser, options, 1, "mixed_requests", "batches", "offline")
         if not chosen_cases(options):
             parser.error(f"--cases: got {options.cases}, no case is called so")
 

@@ -24,17 +24,10 @@ from benchmarks.kernel_cases import small
 from benchmarks.kernel_cases.case import copy_bandwidth
 from benchmarks.reports.text import markdown, publish
 from benchmarks.support.checkpoint import checkpoint
-from benchmarks.support.cli import (
-    QUICK_MODEL,
-    add_device_options,
-    check_at_least,
-    fill_in,
-    new_parser,
-    set_device_defaults,
-)
+from benchmarks.support.cli import QUICK_MODEL, add_device_options, at_least, new_parser, set_device_defaults
 from benchmarks.support.run_facts import bar, device_name, run_facts
 from benchmarks.support.timing import no_garbage_collection, timed_us
-from benchmarks.support.workload import MODES, random_prompts
+from benchmarks.support.workload import MODES, RandomRequests
 from rose_backend import LLM, SamplingParams
 from rose_backend.engine.process_settings import short_switch_interval
 from rose_backend.engine.startup.load import storage_bytes
@@ -51,8 +44,8 @@ MAX_HOST_US = 150.0
 def start_decoding(llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: int) -> None:
     """Queue ``batch`` requests and step until all of them have two tokens."""
     core = llm.core
-    prompts = random_prompts(batch, PROMPT_TOKENS, core.input_processor.vocab_size, seed)
-    for index, prompt in enumerate(prompts):
+    requests = RandomRequests(batch, (PROMPT_TOKENS, PROMPT_TOKENS), (max_tokens, max_tokens), seed)
+    for index, prompt in enumerate(requests.requests(core.input_processor.vocab_size).prompts):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=index, **MODES[mode])
         core.add(core.input_processor.make(prompt, params))
     first = core.stats.generated_tokens
@@ -90,12 +83,12 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add_device_options(parser)
     parser.add_argument("--model", help="checkpoint; default: random weights, GPT-2 124M's shapes")
-    parser.add_argument("--batches", type=int, nargs="+", help="default: 1 32 256")
+    parser.add_argument("--batches", type=at_least(1), nargs="+", help="default: 1 32 256")
     parser.add_argument("--mode", choices=list(MODES), default="greedy")
     options = parser.parse_args(arguments)
     set_device_defaults(options)
-    fill_in(options, model=(None, QUICK_MODEL), batches=([1, 32, 256], [1, 4]))
-    check_at_least(parser, options, 1, "batches")
+    options.model = options.model or (QUICK_MODEL if options.quick else None)
+    options.batches = options.batches or ([1, 4] if options.quick else [1, 32, 256])
     return options
 
 

@@ -18,7 +18,7 @@ from benchmarks.online.trace import fitted, read_trace, statistics_of, synthetic
 from benchmarks.reports import serving
 from benchmarks.reports.serving import CAPACITY, OUTPUTS_APART, OWN_LOAD, SAME_LOAD
 from benchmarks.support.checkpoint import ModelFacts
-from benchmarks.support.cli import check_above_zero, check_at_least, fill_in
+from benchmarks.support.cli import DEFAULT, above_zero, at_least
 from benchmarks.support.comparison import Kind, Sides, Workload, chosen
 from benchmarks.support.turns import Row, Turn
 from benchmarks.support.worker_pool import Engines, Worker
@@ -26,7 +26,7 @@ from benchmarks.support.workload import MODES, RandomRequests, Requests, request
 
 WARM_UP_REQUESTS = 256
 SETS = ("random", "shared-prefix")
-SCALES = [0.006, 0.012, 0.025, 0.05]
+SCALES, LOADS = [0.006, 0.012, 0.025, 0.05], [0.25, 0.5, 0.75, 1.0]
 
 
 class OverHttp(Workload):
@@ -72,20 +72,16 @@ class Trace(OverHttp):
     table = staticmethod(serving.trace_table)
 
     @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
+    def add_options(parser: argparse.ArgumentParser, *, quick: bool) -> None:
         add = parser.add_argument_group("trace").add_argument
+        count, clients, scales = (8, 1, [0.05]) if quick else (1000, 4, SCALES)
+        text = f"of sending times {DEFAULT}"
         add("--trace", type=Path, metavar="FILE", help="default: a made-up one")
-        add("--requests", type=int, metavar="N", help="that are replayed (default: 1000)")
-        add("--scales", type=float, nargs="+", metavar="S", help=f"of sending times (default: {SCALES})")
-        add("--length-scale", type=float, default=0.1, help="of lengths (default: %(default)s)")
+        add("--requests", type=at_least(1), default=count, metavar="N", help=f"that are replayed {DEFAULT}")
+        add("--scales", type=above_zero, nargs="+", default=scales, metavar="S", help=text)
+        add("--length-scale", type=above_zero, default=0.1, help=f"of lengths {DEFAULT}")
         add("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="of sampling (default: all)")
-        add("--clients", type=int, help="processes of the client (default: 4)")
-
-    @staticmethod
-    def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        fill_in(options, requests=(1000, 8), clients=(4, 1), scales=(SCALES, [0.05]), repeats=(3, 3))
-        check_at_least(parser, options, 1, "requests", "clients")
-        check_above_zero(parser, options, "length_scale", "scales")
+        add("--clients", type=at_least(1), default=clients, help=f"processes of the client {DEFAULT}")
 
     def __init__(self, options: argparse.Namespace, facts: ModelFacts) -> None:
         super().__init__(options, facts)
@@ -143,21 +139,22 @@ class Poisson(OverHttp):
     table = staticmethod(serving.poisson_table)
 
     @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument_group("poisson").add_argument
+    def add_options(parser: argparse.ArgumentParser, *, quick: bool) -> None:
+        group = parser.add_argument_group("poisson")
+        add, at_rates = group.add_argument, group.add_mutually_exclusive_group().add_argument
+        loads, count, seconds, clients, repeats = ([0.5], 8, 0.5, 1, 1) if quick else (LOADS, 512, 5.0, 4, 3)
+        parser.set_defaults(repeats=repeats)
         add("--sets", nargs="+", choices=SETS, default=SETS, help="(default: both)")
-        add(
-            "--loads", type=float, nargs="+", metavar="SHARE", help="(default: 0.25 0.5 0.75 1.0; quick: 0.5)"
-        )
-        add("--rates", type=float, nargs="+", metavar="N", help="per second, instead of --loads")
-        add("--requests", type=int, metavar="N", help="sent at once (default: 512; quick: 8)")
-        add("--seconds", type=float, help="of arrivals in a turn (default: 5; quick: 0.5)")
-        add("--clients", type=int, help="client processes (default: 4; quick: 1)")
+        at_rates("--loads", type=above_zero, nargs="+", default=loads, metavar="SHARE", help=DEFAULT)
+        at_rates("--rates", type=above_zero, nargs="+", metavar="N", help="per second, instead of --loads")
+        add("--requests", type=at_least(1), default=count, metavar="N", help=f"sent at once {DEFAULT}")
+        add("--seconds", type=above_zero, default=seconds, help=f"of arrivals in a turn {DEFAULT}")
+        add("--clients", type=at_least(1), default=clients, help=f"client processes {DEFAULT}")
         add("--start-in-turn", action="store_true", help="start one server after the other, not all at once")
         add("--compare-joined-outputs", action="store_true", help="Rose without joined_outputs, too")
         add(
             "--step-ms",
-            type=float,
+            type=at_least(0, float),
             metavar="MS",
             help="no model runs: every step takes so long and draws made-up tokens, so that the servers' own work is "
             "measured, on a machine without a GPU (vLLM's CPU build, --device cpu)",
@@ -165,20 +162,8 @@ class Poisson(OverHttp):
 
     @staticmethod
     def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        if options.loads and options.rates:
-            parser.error("--loads and --rates exclude each other")
-        fill_in(
-            options,
-            requests=(512, 8),
-            seconds=(5.0, 0.5),
-            clients=(4, 1),
-            repeats=(3, 1),
-            loads=([0.25, 0.5, 0.75, 1.0], [0.5]),
-        )
-        check_above_zero(parser, options, "requests", "seconds", "clients", "loads", "rates")
-        if options.step_ms is not None and (options.step_ms < 0 or options.device != "cpu"):
-            got = f"got {options.step_ms} on {options.device}"
-            parser.error(f"--step-ms: {got}, needed are 0 or more on --device cpu")
+        if options.step_ms is not None and options.device != "cpu":
+            parser.error(f"--step-ms: got --device {options.device}, needed is cpu")
 
     @staticmethod
     def sides(options: argparse.Namespace) -> Sides:
@@ -254,19 +239,11 @@ class InProcess(Workload):
     summed_by = ("scene", "request_rate")
 
     @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument_group("in-process").add_argument
-        add("--share", type=float, default=0.5, help="load over capacity (default: %(default)s)")
-        add("--rate", type=float, help="requests a second of the same load (default: by --share)")
-        add("--requests", type=int, metavar="N", help="of each turn (default: 384)")
-
-    @staticmethod
-    def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        fill_in(options, requests=(384, 12), repeats=(3, 3))
-        check_at_least(parser, options, 2, "requests")
-        if not 0.0 < options.share <= 1.0:
-            parser.error(f"--share: got {options.share}, allowed is more than 0 and at most 1")
-        check_above_zero(parser, options, "rate")
+    def add_options(parser: argparse.ArgumentParser, *, quick: bool) -> None:
+        add, count = parser.add_argument_group("in-process").add_argument, 12 if quick else 384
+        add("--share", type=above_zero, default=0.5, help=f"load over capacity {DEFAULT}")
+        add("--rate", type=above_zero, help="requests a second of the same load (default: by --share)")
+        add("--requests", type=at_least(2), default=count, metavar="N", help=f"of each turn {DEFAULT}")
 
     def __init__(self, options: argparse.Namespace, facts: ModelFacts) -> None:
         super().__init__(options, facts)

@@ -1,4 +1,4 @@
-"""Command lines of benchmarks: options that several have, defaults, and checks of values."""
+"""Command lines of benchmarks: options that several have, and checks of values."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 QUICK_MODEL = "models/tiny-gpt2"
+DEFAULT = "(default: %(default)s)"
 
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with ``--quick`` and ``--json``."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
         "--quick", action="store_true", help="a short run on a CPU: small sizes, rough figures"
@@ -35,34 +36,31 @@ def set_device_defaults(options: argparse.Namespace) -> None:
     options.dtype = options.dtype or ("float16" if options.device == "cuda" else "float32")
 
 
-def fill_in(options: argparse.Namespace, **defaults: tuple[object, object]) -> None:
-    """Set options that were not given: to the first of two values, with ``--quick`` to the second."""
-    for name, values in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, values[options.quick])
+def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    """Return an argument's type: numbers from ``least`` on."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"got {value}, at least {least}")
+        return value
+
+    return parse
+
+
+def above_zero(text: str) -> float:
+    """Read an argument that is above 0."""
+    value = float(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"got {value}, has to be above 0")
+    return value
 
 
 def check_at_least(
     parser: argparse.ArgumentParser, options: argparse.Namespace, least: float, *names: str
 ) -> None:
     """Exit, naming option, value and limit, if a value or an entry of a list is below ``least``."""
-    _check(parser, options, names, f"at least {least}", lambda value: value >= least)
-
-
-def check_above_zero(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> None:
-    """Exit, naming option and value, if a value or an entry of a list is not above 0."""
-    _check(parser, options, names, "has to be above 0", lambda value: value > 0)
-
-
-def _check(
-    parser: argparse.ArgumentParser,
-    options: argparse.Namespace,
-    names: tuple[str, ...],
-    limit: str,
-    is_allowed: Callable[[float], bool],
-) -> None:
     for name in names:
         value = getattr(options, name)
-        values = value if isinstance(value, list | tuple) else [value]
-        if value is not None and not all(map(is_allowed, values)):
-            parser.error(f"--{name.replace('_', '-')}: got {value}, {limit}")
+        if value is not None and min(value if isinstance(value, list | tuple) else [value]) < least:
+            parser.error(f"--{name.replace('_', '-')}: got {value}, at least {least}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -17,10 +18,11 @@ from rich.console import Console
 from benchmarks.reports.text import Result, publish
 from benchmarks.support.checkpoint import GPT2_124M, LLAMA_1B, SHAPES, ModelFacts, checkpoint, model_facts
 from benchmarks.support.cli import (
+    DEFAULT,
     QUICK_MODEL,
+    above_zero,
     add_device_options,
-    check_above_zero,
-    check_at_least,
+    at_least,
     new_parser,
     set_device_defaults,
 )
@@ -61,14 +63,13 @@ class Workload:
         """For the report, known before any engine starts."""
 
     @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
+    def add_options(parser: argparse.ArgumentParser, *, quick: bool) -> None:
         """Add what only this workload has."""
         raise NotImplementedError
 
     @staticmethod
     def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        """Fill in defaults, or exit with what is wrong."""
-        raise NotImplementedError
+        """Exit if options do not fit together."""
 
     @staticmethod
     def sides(options: argparse.Namespace) -> Sides:
@@ -135,8 +136,9 @@ def parse_comparison(
 ) -> argparse.Namespace:
     """Return the options, or exit with what is wrong with them."""
     parser = new_parser(description)
-    parser.add_argument("--repeats", type=int, help="turns of each kind and engine (default: 3)")
-    parser.add_argument("--max-seconds", type=float, help="begin no other turn after this time")
+    repeats = f"turns of each kind and engine {DEFAULT}"
+    parser.add_argument("--repeats", type=at_least(1), default=3, help=repeats)
+    parser.add_argument("--max-seconds", type=above_zero, help="begin no other turn after this time")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep what the engines print here")
     parser.add_argument(
         "--resume",
@@ -146,7 +148,8 @@ def parse_comparison(
         "those that it lacks",
     )
     _add_engine_options(parser, workload.backends)
-    workload.add_options(parser)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    workload.add_options(parser, quick="--quick" in arguments)
     options = parser.parse_args(arguments)
     options.workload = workload
     set_device_defaults(options)
@@ -160,8 +163,6 @@ def parse_comparison(
     size = ", two narrow layers" if options.quick else ""
     options.model_name = options.model or f"random weights, {SHAPES[options.shape]}'s shapes{size}"
     workload.check_options(parser, options)
-    check_at_least(parser, options, 1, "repeats")
-    check_above_zero(parser, options, "max_seconds")
     return options
 
 
@@ -170,11 +171,9 @@ def _add_engine_options(parser: argparse.ArgumentParser, backends: tuple[str, ..
     group.add_argument("--backends", nargs="+", choices=backends)
     weights = group.add_mutually_exclusive_group()
     weights.add_argument("--model", help="checkpoint; default: random weights")
-    weights.add_argument(
-        "--shape", choices=SHAPES, default=GPT2_124M, help="of random weights (default: %(default)s)"
-    )
+    weights.add_argument("--shape", choices=SHAPES, default=GPT2_124M, help=f"of random weights {DEFAULT}")
     add_device_options(group)
-    group.add_argument("--max-num-seqs", type=int, default=256, help="default: %(default)s")
+    group.add_argument("--max-num-seqs", type=int, default=256, help=DEFAULT)
     group.add_argument(
         "--kv-cache-tokens", type=int, help="KV cache of each engine (default: --max-num-seqs full windows)"
     )

@@ -1,20 +1,21 @@
-"""The engines that are compared: generate for a list of prompts, or stream for one.
+"""The engines that are compared: run requests in one call, or as streams at their times.
 
 Each class imports its engine when it is made, so that a worker loads one engine only. All engines get the same KV cache
 in tokens, the same number of sequences at once and the same number type; everything else is their default, but for what
-``extra`` says.
-
-Engines for batches have ``facts()``, version and settings in force; ``generate(prompts, output_lens, sampling)``, which
-returns the number of generated tokens, texts made and end-of-text ignored; and ``close()``. Streaming ones are made on
-an event loop, where ``stream(prompt, output_len, sampling)`` yields numbers of new tokens as they come.
+``extra`` says. Texts are made, and end-of-text is ignored. ``facts`` are version and settings in force.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from benchmarks.online.timeline import Timeline, play, summary
+from benchmarks.support.workload import Requests
 
 Sampling = Mapping[str, Any]
 
@@ -121,17 +122,37 @@ def sglang_options(options: EngineOptions) -> dict[str, Any]:
     }
 
 
-class Rose:
+def _check_output(num_tokens: int, requests: Requests) -> None:
+    """Raise unless every token that was asked for has come."""
+    if num_tokens != sum(requests.output_lens):
+        raise RuntimeError(f"got {num_tokens} new tokens, {sum(requests.output_lens)} were asked for")
+
+
+class Offline:
+    """Takes all prompts in one call. Subclasses generate, and return the number of new tokens."""
+
+    facts: dict[str, Any]
+
+    def run(self, requests: Requests, sampling: Sampling) -> dict[str, Any]:
+        """Return seconds and the number of new tokens."""
+        start = time.perf_counter()
+        output_tokens = self.generate(requests.prompts, requests.output_lens, sampling)
+        seconds = time.perf_counter() - start
+        _check_output(output_tokens, requests)
+        return {"seconds": seconds, "output_tokens": output_tokens}
+
+    def generate(self, prompts: list[list[int]], output_lens: list[int], sampling: Sampling) -> int:
+        raise NotImplementedError
+
+
+class Rose(Offline):
     """Rose without vLLM."""
 
     def __init__(self, options: EngineOptions) -> None:
         from rose_backend import LLM, SamplingParams, __version__
 
-        self._params, self._version = SamplingParams, __version__
-        self._llm = LLM(**rose_options(options))
-
-    def facts(self) -> dict[str, Any]:
-        return {"version": self._version, "parts": self._llm.core.feature_status}
+        self._params, self._llm = SamplingParams, LLM(**rose_options(options))
+        self.facts = {"version": __version__, "parts": self._llm.core.feature_status}
 
     def generate(self, prompts: list[list[int]], output_lens: list[int], sampling: Sampling) -> int:
         params = [self._params(max_tokens=length, ignore_eos=True, **sampling) for length in output_lens]
@@ -143,17 +164,14 @@ class Rose:
         self._llm.close()
 
 
-class Vllm:
+class Vllm(Offline):
     """vLLM's ``LLM``; Rose inside with the attention backend "rose"."""
 
     def __init__(self, options: EngineOptions) -> None:
         from vllm import LLM, SamplingParams
 
-        self._params = SamplingParams
-        self._llm = LLM(**vllm_options(options))
-
-    def facts(self) -> dict[str, Any]:
-        return _vllm_facts(self._llm.llm_engine.vllm_config)
+        self._params, self._llm = SamplingParams, LLM(**vllm_options(options))
+        self.facts = _vllm_facts(self._llm.llm_engine.vllm_config)
 
     def generate(self, prompts: list[list[int]], output_lens: list[int], sampling: Sampling) -> int:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -165,20 +183,17 @@ class Vllm:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-class Sglang:
+class Sglang(Offline):
     """SGLang's ``Engine``."""
 
     def __init__(self, options: EngineOptions) -> None:
         from sglang import __version__
         from sglang.srt.entrypoints.engine import Engine
 
-        self._version = __version__
-        self._options = sglang_options(options)
-        self._engine = Engine(**self._options)
-
-    def facts(self) -> dict[str, Any]:
+        fields = sglang_options(options)
         kept = ("attention_backend", "cuda_graph_max_bs_decode", "mem_fraction_static")
-        return {"version": self._version, **{name: self._options.get(name) for name in kept}}
+        self.facts = {"version": __version__, **{name: fields.get(name) for name in kept}}
+        self._engine = Engine(**fields)
 
     def generate(self, prompts: list[list[int]], output_lens: list[int], sampling: Sampling) -> int:
         params = [{"max_new_tokens": length, "ignore_eos": True, **sampling} for length in output_lens]
@@ -189,17 +204,51 @@ class Sglang:
         self._engine.shutdown()
 
 
-class RoseStreams:
-    """Rose's ``AsyncEngine``."""
+class Streaming:
+    """Serves many callers on one event loop, on which subclasses make, use and end their engine."""
+
+    facts: dict[str, Any]
 
     def __init__(self, options: EngineOptions) -> None:
+        self._runner = asyncio.Runner()
+        self._runner.run(self.make(options))
+
+    def run(self, requests: Requests, sampling: Sampling) -> dict[str, Any]:
+        """Return figures as ``vllm bench serve`` names them."""
+
+        async def send(prompt: list[int], output_len: int, timeline: Timeline) -> None:
+            async for num_tokens in self.stream(prompt, output_len, sampling):
+                if num_tokens:
+                    timeline.arrivals.append(time.perf_counter() - timeline.due)
+                    timeline.num_tokens += num_tokens
+
+        timelines, duration = self._runner.run(play(send, requests))
+        _check_output(sum(timeline.num_tokens for timeline in timelines), requests)
+        return summary(timelines, duration)
+
+    def close(self) -> None:
+        self._runner.run(self.shut_down())
+        self._runner.close()
+
+    async def make(self, options: EngineOptions) -> None:
+        raise NotImplementedError
+
+    def stream(self, prompt: list[int], output_len: int, sampling: Sampling) -> AsyncIterator[int]:
+        """Yield numbers of new tokens as they come."""
+        raise NotImplementedError
+
+    async def shut_down(self) -> None:
+        raise NotImplementedError
+
+
+class RoseStreams(Streaming):
+    """Rose's ``AsyncEngine``."""
+
+    async def make(self, options: EngineOptions) -> None:
         from rose_backend import AsyncEngine, SamplingParams, __version__
 
-        self._params, self._version = SamplingParams, __version__
-        self._engine = AsyncEngine(**rose_options(options))
-
-    def facts(self) -> dict[str, Any]:
-        return {"version": self._version, "parts": self._engine.feature_status}
+        self._params, self._engine = SamplingParams, AsyncEngine(**rose_options(options))
+        self.facts = {"version": __version__, "parts": self._engine.feature_status}
 
     async def stream(self, prompt: list[int], output_len: int, sampling: Sampling) -> AsyncIterator[int]:
         params = self._params(max_tokens=output_len, ignore_eos=True, **sampling)
@@ -209,14 +258,14 @@ class RoseStreams:
             yield total - seen
             seen = total
 
-    async def close(self) -> None:
+    async def shut_down(self) -> None:
         await self._engine.shutdown()
 
 
-class VllmStreams:
+class VllmStreams(Streaming):
     """vLLM's ``AsyncLLM``; Rose inside with the attention backend "rose"."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    async def make(self, options: EngineOptions) -> None:
         from vllm import SamplingParams
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.sampling_params import RequestOutputKind
@@ -225,9 +274,7 @@ class VllmStreams:
         self._params, self._delta = SamplingParams, RequestOutputKind.DELTA
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**vllm_options(options)))
         self._num_requests = 0
-
-    def facts(self) -> dict[str, Any]:
-        return _vllm_facts(self._engine.vllm_config)
+        self.facts = _vllm_facts(self._engine.vllm_config)
 
     async def stream(self, prompt: list[int], output_len: int, sampling: Sampling) -> AsyncIterator[int]:
         params = self._params(max_tokens=output_len, ignore_eos=True, output_kind=self._delta, **sampling)
@@ -236,7 +283,7 @@ class VllmStreams:
         async for output in outputs:
             yield len(output.outputs[0].token_ids)
 
-    async def close(self) -> None:
+    async def shut_down(self) -> None:
         self._engine.shutdown()
 
 
@@ -253,5 +300,7 @@ def _vllm_facts(config: Any) -> dict[str, Any]:
     }
 
 
-OFFLINE: dict[str, Any] = {"rose": Rose, "rose-in-vllm": Vllm, "vllm": Vllm, "sglang": Sglang}
-STREAMING: dict[str, Any] = {"rose": RoseStreams, "rose-in-vllm": VllmStreams, "vllm": VllmStreams}
+ENGINES: dict[str, dict[str, Any]] = {
+    "offline": {"rose": Rose, "rose-in-vllm": Vllm, "vllm": Vllm, "sglang": Sglang},
+    "streaming": {"rose": RoseStreams, "rose-in-vllm": VllmStreams, "vllm": VllmStreams},
+}

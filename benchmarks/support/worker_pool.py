@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -164,7 +164,8 @@ class Engines:
             with paused(process.pid for process in self.running.values()):
                 begin = time.monotonic()
                 for name in group:
-                    self.running[name] = self._make(wanted[name], self._log_of(name))
+                    log = self._logs / f"{name.replace(', ', '_').replace(' ', '_')}.log"
+                    self.running[name] = self._make(wanted[name], log)
                 while waiting := [name for name in group if name in self.running and name not in seconds]:
                     for name in waiting:
                         self._look_at(name, begin, seconds)
@@ -187,9 +188,6 @@ class Engines:
         except EngineError as error:
             self.drop(name, error)
 
-    def _log_of(self, name: str) -> Path:
-        return self._logs / f"{name.replace(', ', '_').replace(' ', '_')}.log"
-
     def drop(self, name: str, error: EngineError) -> None:
         """Go on without an engine that failed."""
         self.failed[name] = str(error)
@@ -205,9 +203,8 @@ class Engines:
             except EngineError as error:
                 self.drop(name, error)
 
-    @contextlib.contextmanager
-    def only(self, name: str, *, pause: bool) -> Iterator[Any]:
-        """Let all others stand still, wake this one, and yield it; in the end all run again.
+    def _turn_of(self, name: str, turn: Turn, take: Callable[[Any, str, Turn], Row], *, pause: bool) -> Row:
+        """Wake an engine, all others standing still, and return its row.
 
         No engine is stopped in the middle of work: between turns all run, and within one only this engine gets work,
         which is answered when the turn ends.
@@ -215,7 +212,7 @@ class Engines:
         others = [process.pid for other, process in self.running.items() if other != name and pause]
         with paused(others):
             self.running[name].wake()
-            yield self.running[name]
+            return {"backend": name, **turn.columns, **take(self.running[name], name, turn)}
 
     def take_turns(
         self,
@@ -251,8 +248,7 @@ class Engines:
                     for name in names:
                         progress.update(task, description=f"{name}: {turn.label}"[:52])
                         try:
-                            with self.only(name, pause=pause) as process:
-                                taken.append({"backend": name, **turn.columns, **take(process, name, turn)})
+                            taken.append(self._turn_of(name, turn, take, pause=pause))
                         except EngineError as error:
                             self.drop(name, error)
                         progress.advance(task)

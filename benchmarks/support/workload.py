@@ -35,14 +35,6 @@ class Requests:
 WAKING = Requests([[0, 1, 2, 3]], [1], [0.0])
 
 
-def random_prompts(num_prompts: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Return prompts that share no prefix worth mentioning."""
-    prompts: list[list[int]] = (
-        np.random.default_rng(seed).integers(1, vocab_size, (num_prompts, length)).tolist()
-    )
-    return prompts
-
-
 @dataclass(frozen=True)
 class RandomRequests:
     """Requests of random tokens. Lengths are drawn evenly from (low, high), both included."""
@@ -67,7 +59,8 @@ class RandomRequests:
         ends = np.cumsum(lengths).tolist()
         prompts = [tokens[end - length : end] for length, end in zip(lengths, ends, strict=True)]
         if self.num_prefixes:
-            prefixes = random_prompts(self.num_prefixes, self.prefix_len, vocab_size, self.seed)
+            shape = (self.num_prefixes, self.prefix_len)
+            prefixes = np.random.default_rng(self.seed).integers(1, vocab_size, shape).tolist()
             drawn = self._rng(5).integers(0, self.num_prefixes, self.num_requests)
             prompts = [prefixes[index] + prompt for index, prompt in zip(drawn, prompts, strict=True)]
         due = [0.0] * self.num_requests
