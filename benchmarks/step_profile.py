@@ -41,15 +41,17 @@ MAX_HOST_US = 150.0
 """Goal for the host's work in a step of 256 requests, GPT-2 124M on one H200."""
 
 
-def start_decoding(llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: int) -> None:
-    """Queue ``batch`` requests and step until all of them have two tokens."""
+def start_decoding(
+    llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: int, num_tokens: int = 2
+) -> None:
+    """Queue ``batch`` requests of ``max_tokens`` new tokens and step until they have ``num_tokens`` each."""
     core = llm.core
     requests = RandomRequests(batch, (PROMPT_TOKENS, PROMPT_TOKENS), (max_tokens, max_tokens), seed)
     for index, prompt in enumerate(requests.requests(core.input_processor.vocab_size).prompts):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=index, **MODES[mode])
         core.add(core.input_processor.make(prompt, params))
-    first = core.stats.generated_tokens
-    while core.stats.generated_tokens < first + 2 * batch:
+    target = core.stats.generated_tokens + num_tokens * batch
+    while core.stats.generated_tokens < target:
         core.step()
 
 
@@ -114,10 +116,7 @@ def timed_runs(llm: LLM, batch: int, mode: str, max_tokens: int) -> dict[str, fl
 def profile(llm: LLM, batch: int, mode: str, copy: float, max_tokens: int) -> dict[str, Any]:
     """Return what a step of ``batch`` requests consists of, half-way to ``max_tokens`` new tokens each."""
     core = llm.core
-    start_decoding(llm, batch, mode, seed=7, max_tokens=max_tokens)
-    target = core.stats.generated_tokens + max_tokens // 2 * batch
-    while core.stats.generated_tokens < target:
-        core.step()
+    start_decoding(llm, batch, mode, seed=7, max_tokens=max_tokens, num_tokens=max_tokens // 2 + 2)
     decoder = core._runner.decoder
     width = size_for(decoder.widths, batch) or batch
     num_tokens = int((decoder.buffers.num_computed_tokens[:width].clamp(min=-1) + 1).sum())

@@ -12,15 +12,14 @@ import gc
 import json
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 from benchmarks.online.timeline import Timeline, play
-from benchmarks.support.engines import Sampling
 from benchmarks.support.workload import Requests
 
 # From when all processes have what they are to send, to when they begin.
@@ -30,51 +29,34 @@ Chunk = tuple[float, bytes]
 
 
 @dataclass(frozen=True)
-class Load:
-    """Requests for one server: its address, the model as it calls it, and fields of each request."""
-
-    url: str
-    model: str
-    sampling: Sampling
-    requests: Requests
-
-
-@dataclass(frozen=True)
 class Replay:
-    """What came back.
-
-    Attributes:
-        timelines: of all requests, in no order.
-        duration: seconds from the start to the last piece.
-        client_busy: share of a core that the busiest process of the client used.
-        client_late_s: how much after the start the last process of the client began; its requests count as due before.
-    """
+    """What came back, in no order."""
 
     timelines: list[Timeline]
     duration: float
+    """Seconds from the start to the last piece."""
     client_busy: float
+    """Share of a core that the busiest process of the client used."""
     client_late_s: float
+    """How much after the start its last process began; its requests count as due before."""
 
 
-async def replay(load: Load, start: float | None = None) -> Replay:
-    """Send ``load`` from ``start`` on, on the clock that all processes of a machine share; None is at once.
+async def replay(url: str, fields: Mapping[str, Any], requests: Requests, start: float) -> Replay:
+    """Send requests to a server from ``start`` on, on the clock that all processes of a machine share.
 
     A request that fails says so in its timeline.
+
+    Args:
+        fields: of each request: the model, and how tokens are drawn.
     """
-    fields = {
-        "model": load.model,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "ignore_eos": True,
-        **load.sampling,
-    }
+    streamed = {**fields, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
     answers: list[tuple[Timeline, int, list[Chunk]]] = []
 
     async def send(prompt: list[int], output_len: int, timeline: Timeline) -> None:
-        body = {**fields, "prompt": prompt, "max_tokens": output_len}
+        body = {**streamed, "prompt": prompt, "max_tokens": output_len}
         chunks: list[Chunk] = []
         try:
-            async with session.post(f"{load.url}/v1/completions", json=body) as response:
+            async with session.post(f"{url}/v1/completions", json=body) as response:
                 if response.status != 200:
                     timeline.error = f"{response.status}: {(await response.text())[:300]}"
                     return
@@ -85,13 +67,12 @@ async def replay(load: Load, start: float | None = None) -> Replay:
             return
         answers.append((timeline, output_len, chunks))
 
-    # Without limits: the load alone says how many requests there are at once.
+    # Without limits: ``requests`` alone say how many requests there are at once.
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_read=120)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        start = time.perf_counter() if start is None else start
         await asyncio.sleep(start - time.perf_counter())
         began, used = time.perf_counter(), time.process_time()
-        timelines, wall = await play(send, load.requests, start)
+        timelines, wall = await play(send, requests, start)
         busy = (time.process_time() - used) / (time.perf_counter() - began)
     for timeline, output_len, chunks in answers:
         try:
@@ -137,16 +118,15 @@ class ClientProcesses:
         context = multiprocessing.get_context("spawn")
         self._processes = [ProcessPoolExecutor(1, context, _set_up) for _ in range(count)]
 
-    def send(self, load: Load) -> Replay:
-        """Send from all processes at once; return what came back."""
+    def send(self, url: str, fields: Mapping[str, Any], requests: Requests) -> Replay:
+        """Send from all processes at once, see ``replay``; return what came back."""
         count = len(self._processes)
         for ready in [process.submit(gc.collect) for process in self._processes]:
             ready.result()
-        shares = [replace(load, requests=load.requests.share(index, count)) for index in range(count)]
         start = time.perf_counter() + _LEAD_S
         sent = [
-            process.submit(_replay, share, start)
-            for process, share in zip(self._processes, shares, strict=True)
+            process.submit(_replay, url, fields, requests.share(index, count), start)
+            for index, process in enumerate(self._processes)
         ]
         replays = [part.result() for part in sent]
         return Replay(
@@ -168,5 +148,5 @@ def _set_up() -> None:
     gc.disable()
 
 
-def _replay(load: Load, start: float) -> Replay:
-    return asyncio.run(replay(load, start))
+def _replay(*arguments: Any) -> Replay:
+    return asyncio.run(replay(*arguments))

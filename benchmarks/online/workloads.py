@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.online.http_client import ClientProcesses, Load
+from benchmarks.online.http_client import ClientProcesses
 from benchmarks.online.servers import Server, processor_seconds, server_counts
 from benchmarks.online.timeline import summary
 from benchmarks.online.trace import fitted, read_trace, statistics_of, synthetic_trace
@@ -54,7 +54,7 @@ class OverHttp(Workload):
 
     def figures(self, server: Server, requests: Requests, mode: str) -> Row:
         """Send requests; return what their callers saw, and how busy the client was."""
-        replay = self.clients.send(Load(server.url, server.model, MODES[mode], requests))
+        replay = self.clients.send(server.url, {"model": server.model, **MODES[mode]}, requests)
         return {
             **summary(replay.timelines, replay.duration),
             "pieces": sum(len(timeline.arrivals) for timeline in replay.timelines),
@@ -284,12 +284,8 @@ class InProcess(Workload):
         return float((scene == SAME_LOAD and self.options.rate) or self.options.share * capacity)
 
     def take(self, worker: Worker, name: str, turn: Turn) -> Row:
-        """Return the figures of one engine's turn; where its own load is the same load, those of that turn."""
-        scene = turn.columns["scene"]
-        rate = self.rate(scene, name)
-        same = self._turns_of(SAME_LOAD, name)
-        if scene == OWN_LOAD and same and rate == same[-1]["request_rate"]:
-            return {**same[-1], **turn.columns}
+        """Return the figures of one engine's turn."""
+        rate = self.rate(turn.columns["scene"], name)
         return {"request_rate": rate, **worker.run(self._requests(turn.seed, rate), MODES["greedy"])}
 
     def findings(self, start_up_s: dict[str, float]) -> Row:

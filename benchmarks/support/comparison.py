@@ -37,9 +37,6 @@ Kind = tuple[str, Row]
 """A label, and the columns that tell its turns from others."""
 
 _VLLMS = ("rose-in-vllm", "vllm")
-# The standalone engine serves GPT-2 only, and SGLang is not needed to tell what Rose is worth inside vLLM.
-BACKENDS_BY_SHAPE = {LLAMA_1B: _VLLMS}
-"""Default engines of a shape, where that is not all of them."""
 
 
 class Workload:
@@ -154,7 +151,8 @@ def parse_comparison(
     options.workload = workload
     set_device_defaults(options)
     if options.backends is None:
-        usual = BACKENDS_BY_SHAPE.get(options.shape, workload.backends)
+        # The standalone engine serves GPT-2 only, and SGLang is not needed to tell what Rose is worth inside vLLM.
+        usual = _VLLMS if options.shape == LLAMA_1B else workload.backends
         options.backends = [backend for backend in workload.backends if backend in usual]
     if options.quick:
         if options.shape == GPT2_124M:

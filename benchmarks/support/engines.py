@@ -129,9 +129,10 @@ def _check_output(num_tokens: int, requests: Requests) -> None:
 
 
 class Offline:
-    """Takes all prompts in one call. Subclasses generate, and return the number of new tokens."""
+    """Takes all prompts in one call. A subclass's ``generate`` returns the number of new tokens."""
 
     facts: dict[str, Any]
+    generate: Any
 
     def run(self, requests: Requests, sampling: Sampling) -> dict[str, Any]:
         """Return seconds and the number of new tokens."""
@@ -140,9 +141,6 @@ class Offline:
         seconds = time.perf_counter() - start
         _check_output(output_tokens, requests)
         return {"seconds": seconds, "output_tokens": output_tokens}
-
-    def generate(self, prompts: list[list[int]], output_lens: list[int], sampling: Sampling) -> int:
-        raise NotImplementedError
 
 
 class Rose(Offline):
@@ -205,9 +203,15 @@ class Sglang(Offline):
 
 
 class Streaming:
-    """Serves many callers on one event loop, on which subclasses make, use and end their engine."""
+    """Serves many callers on one event loop, where subclasses ``make`` and ``shut_down`` their engine.
+
+    Their ``stream`` yields numbers of new tokens as they come.
+    """
 
     facts: dict[str, Any]
+    make: Any
+    shut_down: Any
+    stream: Any
 
     def __init__(self, options: EngineOptions) -> None:
         self._runner = asyncio.Runner()
@@ -229,16 +233,6 @@ class Streaming:
     def close(self) -> None:
         self._runner.run(self.shut_down())
         self._runner.close()
-
-    async def make(self, options: EngineOptions) -> None:
-        raise NotImplementedError
-
-    def stream(self, prompt: list[int], output_len: int, sampling: Sampling) -> AsyncIterator[int]:
-        """Yield numbers of new tokens as they come."""
-        raise NotImplementedError
-
-    async def shut_down(self) -> None:
-        raise NotImplementedError
 
 
 class RoseStreams(Streaming):

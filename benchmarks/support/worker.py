@@ -18,16 +18,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.support.engines import ENGINES, EngineOptions
-
-
-def start(kind: str, options: EngineOptions) -> Any:
-    """Return an engine."""
-    engine = ENGINES[kind][options.backend](options)
-    # What is there stays: collections that look at all of it would hit some engine's run at random.
-    gc.collect()
-    gc.freeze()
-    return engine
+from benchmarks.support.engines import ENGINES
 
 
 def serve_commands(connection: Connection) -> None:
@@ -41,8 +32,12 @@ def serve_commands(connection: Connection) -> None:
             return
         try:
             if op == "start":
-                engine = start(*arguments)
+                kind, options = arguments
+                engine = ENGINES[kind][options.backend](options)
                 answer = engine.facts
+                # What is there stays: collections that look at all of it would hit some engine's run at random.
+                gc.collect()
+                gc.freeze()
             else:
                 answer = getattr(engine, op)(*arguments)
             connection.send((answer, ""))

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.support.engines import MODULES, EngineOptions, Sampling
 from benchmarks.support.turns import Row, Turn, paused, resume
@@ -25,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # A first start compiles for a minute or two; a run of thousands of prompts on a CPU is no benchmark.
 MAX_WAIT_S = 600.0
 MAX_STOP_S = 20.0
-_NOT_FOUND = 44
 
 
 class EngineError(Exception):
@@ -230,14 +228,7 @@ class Engines:
             pause: stop engines whose turn it is not.
             deadline: in ``time.monotonic``'s seconds. An interrupt counts as one: turns that were whole stay.
         """
-        columns = (
-            TextColumn("{task.description:52}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            task = progress.add_task("", total=len(turns) * len(self.running))
+        with Console(stderr=True).status("") as status:
             for number, turn in enumerate(turns):
                 if time.monotonic() > deadline or not self.running:
                     return len(turns) - number
@@ -246,12 +237,11 @@ class Engines:
                 taken = []
                 try:
                     for name in names:
-                        progress.update(task, description=f"{name}: {turn.label}"[:52])
+                        status.update(f"turn {number + 1} of {len(turns)}: {turn.label}: {name}")
                         try:
                             taken.append(self._turn_of(name, turn, take, pause=pause))
                         except EngineError as error:
                             self.drop(name, error)
-                        progress.advance(task)
                 except KeyboardInterrupt:
                     return len(turns) - number
                 rows += taken
@@ -280,8 +270,8 @@ def _end(processes: Sequence[EngineProcess]) -> None:
 
 def is_installed(options: EngineOptions) -> bool:
     """Return whether a process with these variables would find the backend's package."""
-    is_missing = f"importlib.util.find_spec({MODULES[options.backend]!r}) is None"
-    look = f"import importlib.util, sys; sys.exit({_NOT_FOUND} * ({is_missing}))"
-    found = subprocess.run([sys.executable, "-c", look], cwd=ROOT, env=options.variables)
+    look = f"import importlib.util; print(importlib.util.find_spec({MODULES[options.backend]!r}))"
+    command = [sys.executable, "-c", look]
+    found = subprocess.run(command, cwd=ROOT, env=options.variables, stdout=subprocess.PIPE)
     # Anything else that goes wrong is for the engine itself to tell.
-    return found.returncode != _NOT_FOUND
+    return found.stdout.strip() != b"None"

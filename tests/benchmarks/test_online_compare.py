@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from aiohttp import web
 
 from benchmarks import online_compare
 from benchmarks.online import servers, workloads
-from benchmarks.online.http_client import Load, Replay, note_answer, replay
+from benchmarks.online.http_client import Replay, note_answer, replay
 from benchmarks.online.servers import server_command
 from benchmarks.online.timeline import METRICS, PERCENTILES, Timeline
 from benchmarks.reports import figures
@@ -115,7 +116,7 @@ def played(options: Any, rows: list[dict[str, Any]], engines: dict[str, Any]) ->
     return {(row["scene"], row["backend"]): row["request_rate"] for row in rows}
 
 
-def test_loads_follow_from_capacities_and_no_load_is_played_twice() -> None:
+def test_loads_follow_from_capacities() -> None:
     options = online_compare.parse_options(["in-process", "--quick", "--repeats", "2"])
     engines = {"rose": Recorder(80.0), "vllm": Recorder(20.0)}
     rows: list[dict[str, Any]] = []
@@ -127,17 +128,14 @@ def test_loads_follow_from_capacities_and_no_load_is_played_twice() -> None:
         ("own load", "rose"): 40.0,
         ("own load", "vllm"): 10.0,
     }
-    assert [due > 0 for due in engines["rose"].last_due] == [False, False, True, True, True, True]
-    # Its own load is the same load: those turns count for both.
-    assert [due > 0 for due in engines["vllm"].last_due] == [False, False, True, True]
-    same, own = ([row for row in rows if row["scene"] == scene][1::2] for scene in ("same load", "own load"))
-    assert own == [{**row, "scene": "own load"} for row in same]
+    for engine in engines.values():
+        assert [due > 0 for due in engine.last_due] == [False, False, True, True, True, True]
     # An earlier run's turns are kept, and its rates.
     kept = [row for row in rows[:8] if row["scene"] != "own load"]
     resumed = {"rose": Recorder(800.0), "vllm": Recorder(200.0)}
     rates = played(options, kept, resumed)
     assert rates["own load", "rose"] == 40.0 and rates["same load", "rose"] == 10.0
-    assert len(resumed["rose"].last_due) == 3 and len(resumed["vllm"].last_due) == 1
+    assert [len(engine.last_due) for engine in resumed.values()] == [3, 3]
 
 
 def test_an_interrupt_while_servers_end_costs_no_figures(
@@ -183,8 +181,9 @@ def answer(*events: Any, status: int = 200) -> Timeline:
         await site.start()
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         requests = Requests([[5, 6]], [3], [0.0])
-        load = Load(f"http://127.0.0.1:{port}", "some model", {"temperature": 0.0}, requests)
-        (timeline,) = (await replay(load)).timelines
+        fields = {"model": "some model", "temperature": 0.0}
+        answered = await replay(f"http://127.0.0.1:{port}", fields, requests, time.perf_counter())
+        (timeline,) = answered.timelines
         await runner.cleanup()
         return timeline
 
@@ -298,11 +297,12 @@ class Postbox:
     """Takes loads in place of the client's processes, and answers at once."""
 
     def __init__(self) -> None:
-        self.loads: list[Load] = []
+        self.loads: list[Requests] = []
 
-    def send(self, load: Load) -> Replay:
-        self.loads.append(load)
-        asked = zip(load.requests.prompts, load.requests.output_lens, strict=True)
+    def send(self, url: str, fields: dict[str, Any], requests: Requests) -> Replay:
+        assert (url, fields) == ("url", {"model": "m", "temperature": 0.0})
+        self.loads.append(requests)
+        asked = zip(requests.prompts, requests.output_lens, strict=True)
         return Replay([Timeline(len(p), [0.1, 0.3], n) for p, n in asked], 0.3, 0.1, 0.0)
 
 
@@ -335,7 +335,7 @@ def test_turns_of_a_trace_have_their_own_prompts_and_due_times() -> None:
         figures = trace.take(server, "rose", turn)
         assert (figures["completed"], figures["pieces"]) == (8, 16)
     loads = postbox.loads
-    assert len({tuple(load.requests.prompts[0]) for load in loads}) == 4
-    assert loads[1].requests.due == pytest.approx([at * 5 for at in loads[0].requests.due])
+    assert len({tuple(load.prompts[0]) for load in loads}) == 4
+    assert loads[1].due == pytest.approx([at * 5 for at in loads[0].due])
     trace.rows = [{"repeat": 0, "mode": "greedy", "scale": scale} for scale in (0.1, 0.5)]
     assert trace.turns_left() == turns[2:]
