@@ -2,14 +2,10 @@
 
     python -m benchmarks.offline_compare [--backends rose rose-in-vllm vllm sglang] [--json FILE] [--quick]
 
-    rose            the engine of this package
-    rose-in-vllm    vLLM with --attention-backend rose
-    vllm            vLLM with FLASH_ATTN and no plug-in loaded
-    sglang          SGLang
-
-Each engine lives in a process of its own, all of them at the same time, with a KV cache of the same number of tokens.
-They take turns, and the others are stopped meanwhile, so that idle engines take no cores (--no-pause lets them run).
-Every turn has prompts that were never seen before. Scenes:
+rose-in-vllm is vLLM with --attention-backend rose; vllm has FLASH_ATTN and no plug-in loaded. Each engine lives in a
+process of its own, all of them at the same time, with a KV cache of the same number of tokens. They take turns, and the
+others are stopped meanwhile, so that idle engines take no cores (--no-pause lets them run). Every turn has prompts that
+were never seen before. Scenes:
 
     decode    prompts of 16 tokens, 256 new ones: wall time of one step of the whole engine, from the call to the texts
     offline   prompts of one length at the largest batch
@@ -127,18 +123,13 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
     prompt, new, short = (8, 24, 4) if options.quick else (16, 256, 16)
     num_prompts, input_len, output_len = options.offline
     mixed_in, mixed_out = ((4, 32), (4, 16)) if options.quick else ((16, 512), (16, 256))
+    inputs, outputs = (prompt, prompt), (new, new)
     cases = [
-        *(
-            Case("decode", batch, (prompt, prompt), (new, new), mode, short)
-            for batch in options.batches
-            for mode in MODES
-        ),
-        *(
-            Case("offline", num_prompts, (input_len, input_len), (output_len, output_len), mode)
-            for mode in MODES
-        ),
-        Case("mixed", options.mixed_requests, mixed_in, mixed_out, "greedy"),
+        Case("decode", batch, inputs, outputs, mode, short) for batch in options.batches for mode in MODES
     ]
+    inputs, outputs = (input_len, input_len), (output_len, output_len)
+    cases += [Case("offline", num_prompts, inputs, outputs, mode) for mode in MODES]
+    cases.append(Case("mixed", options.mixed_requests, mixed_in, mixed_out, "greedy"))
     wanted = options.cases or [""]
     return [
         case for case in cases if case.scene in options.scenes and any(text in case.name for text in wanted)

@@ -180,21 +180,18 @@ def _replay(decoder: Any, width: int) -> tuple[list[dict[str, Any]], float]:
 
 def table(report: dict[str, Any]) -> str:
     """Return, for each batch size, what a step consists of, and its longest kernels."""
+    line = (
+        "{batch} requests, {mode}: {launches:.0f} launches, replay {replay_us:.1f} us = kernels {busy_us:.1f} + gaps "
+        "{gaps_us:.1f}; floor {floor_us:.1f} us; engine {engine_step_us:.1f} us, host {host_us:.1f} us"
+    )
     parts = []
     for step in report["profiles"]:
-        parts.append(
-            f"{step['batch']} requests, {step['mode']}: {step['launches']:.0f} launches, replay "
-            f"{step['replay_us']:.1f} us = kernels {step['busy_us']:.1f} + gaps {step['gaps_us']:.1f}; floor "
-            f"{step['floor_us']:.1f} us; engine {step['engine_step_us']:.1f} us, host {step['host_us']:.1f} us"
-        )
+        parts.append(line.format(**step))
         rows = []
         for kernel in step["kernels"][:16]:
-            numbers = (
-                f"{kernel['launches']:.0f}",
-                f"{kernel['us']:.2f}",
-                f"{kernel['us'] / step['busy_us']:.1%}",
-            )
-            rows.append((kernel["name"][:70].replace("|", "/"), *numbers))
+            share = f"{kernel['us'] / step['busy_us']:.1%}"
+            name = kernel["name"][:70].replace("|", "/")
+            rows.append((name, f"{kernel['launches']:.0f}", f"{kernel['us']:.2f}", share))
         parts.append(markdown(("kernel", "launches", "us", "share"), rows))
     return "\n\n".join(parts)
 

@@ -42,16 +42,6 @@ class OverHttp(Workload):
         with contextlib.closing(self.clients), Engines(Server, logs, in_turn=in_turn) as servers:
             yield servers
 
-    def warm_up_requests(self) -> list[tuple[Requests, str]]:
-        """Return what is sent to each server before the first turn, and the mode."""
-        raise NotImplementedError
-
-    def warm_up(self, engines: Engines) -> None:
-        """Send many requests at once to each server."""
-        for requests, mode in self.warm_up_requests():
-            for server in engines.running.values():
-                self.figures(server, requests, mode)
-
     def figures(self, server: Server, requests: Requests, mode: str) -> Row:
         """Send requests; return what their callers saw, and how busy the client was."""
         replay = self.clients.send(server.url, {"model": server.model, **MODES[mode]}, requests)
@@ -114,9 +104,11 @@ class Trace(OverHttp):
         output_lens = [request.output_length for request in trace]
         return Requests(prompts, output_lens, [request.timestamp * scale for request in trace])
 
-    def warm_up_requests(self) -> list[tuple[Requests, str]]:
+    def warm_up(self, engines: Engines) -> None:
+        """Send many requests at once to each server, in each mode."""
         requests = self.requests(0, 0.0, WARM_UP_REQUESTS)
-        return [(requests, mode) for mode in self.options.modes]
+        for server, mode in itertools.product(engines.running.values(), self.options.modes):
+            self.figures(server, requests, mode)
 
     def phases(self) -> list[list[Kind]]:
         kinds = itertools.product(sorted(self.options.scales), self.options.modes)
@@ -177,10 +169,12 @@ class Poisson(OverHttp):
             options, "requests", "seconds", "repeats", "clients", "start_in_turn", "step_ms"
         )
 
-    def warm_up_requests(self) -> list[tuple[Requests, str]]:
+    def warm_up(self, engines: Engines) -> None:
+        """Send many requests at once to each server, of each set."""
         count = min(self.options.requests, WARM_UP_REQUESTS)
-        sets = [replace(self._sets[name], num_requests=count) for name in self.options.sets]
-        return [(each.requests(self.vocab_size), "greedy") for each in sets]
+        for server, name in itertools.product(engines.running.values(), self.options.sets):
+            few = replace(self._sets[name], num_requests=count)
+            self.figures(server, few.requests(self.vocab_size), "greedy")
 
     def phases(self) -> list[list[Kind]]:
         loads = self.options.rates or self.options.loads

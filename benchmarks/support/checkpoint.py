@@ -49,10 +49,11 @@ def checkpoint(model: str | None, shape: str = GPT2_124M, *, small: bool = False
         yield str(folder)
         return
     with tempfile.TemporaryDirectory() as directory:
-        yield str(write_checkpoint(Path(directory), shape, small=small))
+        write_checkpoint(Path(directory), shape, small=small)
+        yield directory
 
 
-def write_checkpoint(folder: Path, shape: str = GPT2_124M, *, small: bool = False) -> Path:
+def write_checkpoint(folder: Path, shape: str, *, small: bool) -> None:
     """Write random weights and a tokenizer that has a text for each token; see ``checkpoint``."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -68,7 +69,6 @@ def write_checkpoint(folder: Path, shape: str = GPT2_124M, *, small: bool = Fals
     else:
         write_random_gpt2_124m(folder)
     _write_tokenizer(folder)
-    return folder
 
 
 def llama_config(*, small: bool = False) -> LlamaConfig:
