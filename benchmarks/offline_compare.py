@@ -159,11 +159,8 @@ class Offline(Workload):
             group.add_argument(f"--compare-{switch.replace('_', '-')}", action="store_true")
         where = f"where; inside vLLM only: {', '.join(SWITCHES_INSIDE_VLLM)} {DEFAULT}"
         group.add_argument("--compare-host", choices=tables.ROSE_HOSTS, default="rose", help=where)
-        group.add_argument(
-            "--compare-parts",
-            action="store_true",
-            help="inside vLLM: attention alone, with the block manager only, and each other part off",
-        )
+        parts = "inside vLLM: attention alone, with the block manager only, and each other part off"
+        group.add_argument("--compare-parts", action="store_true", help=parts)
 
     @staticmethod
     def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

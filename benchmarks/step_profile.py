@@ -41,9 +41,7 @@ MAX_HOST_US = 150.0
 """Goal for the host's work in a step of 256 requests, GPT-2 124M on one H200."""
 
 
-def start_decoding(
-    llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: int, num_tokens: int = 2
-) -> None:
+def start_decoding(llm: LLM, batch: int, mode: str, seed: int, max_tokens: int, num_tokens: int) -> None:
     """Queue ``batch`` requests of ``max_tokens`` new tokens and step until they have ``num_tokens`` each."""
     core = llm.core
     requests = RandomRequests(batch, (PROMPT_TOKENS, PROMPT_TOKENS), (max_tokens, max_tokens), seed)
@@ -72,7 +70,7 @@ def time_decoding(llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: int
             with short_switch_interval():  # as LLM.generate does it
                 core.step()
 
-    start_decoding(llm, batch, mode, seed=seed, max_tokens=max_tokens)
+    start_decoding(llm, batch, mode, seed, max_tokens, 2)
     num_steps = core.stats.steps
     with mock.patch.object(core._pipeline, "_wait", timed_wait):
         elapsed_us = timed_us(decode)
@@ -116,7 +114,7 @@ def timed_runs(llm: LLM, batch: int, mode: str, max_tokens: int) -> dict[str, fl
 def profile(llm: LLM, batch: int, mode: str, copy: float, max_tokens: int) -> dict[str, Any]:
     """Return what a step of ``batch`` requests consists of, half-way to ``max_tokens`` new tokens each."""
     core = llm.core
-    start_decoding(llm, batch, mode, seed=7, max_tokens=max_tokens, num_tokens=max_tokens // 2 + 2)
+    start_decoding(llm, batch, mode, 7, max_tokens, max_tokens // 2 + 2)
     decoder = core._runner.decoder
     width = size_for(decoder.widths, batch) or batch
     num_tokens = int((decoder.buffers.num_computed_tokens[:width].clamp(min=-1) + 1).sum())

@@ -75,7 +75,13 @@ def summary(timelines: Sequence[Timeline], duration: float) -> dict[str, Any]:
         "output_throughput": total_output / duration,
         "total_token_throughput": (total_input + total_output) / duration,
     }
-    for name, seconds in _latencies(complete).items():
+    values = (
+        [timeline.arrivals[0] for timeline in complete],
+        [(t.arrivals[-1] - t.arrivals[0]) / (t.num_tokens - 1) for t in complete if t.num_tokens > 1],
+        [gap for timeline in complete for gap in np.diff(timeline.arrivals)],
+        [timeline.arrivals[-1] for timeline in complete],
+    )
+    for name, seconds in zip(METRICS, values, strict=True):
         milliseconds = np.array(seconds or [0.0]) * 1e3
         figures[f"mean_{name}_ms"] = float(milliseconds.mean())
         figures[f"median_{name}_ms"] = float(np.median(milliseconds))
@@ -83,16 +89,3 @@ def summary(timelines: Sequence[Timeline], duration: float) -> dict[str, Any]:
         for share in PERCENTILES:
             figures[f"p{share}_{name}_ms"] = float(np.percentile(milliseconds, share))
     return figures
-
-
-def _latencies(timelines: Sequence[Timeline]) -> dict[str, list[float]]:
-    """Return seconds of all requests by metric."""
-    values: dict[str, list[float]] = {name: [] for name in METRICS}
-    for timeline in timelines:
-        first, last = timeline.arrivals[0], timeline.arrivals[-1]
-        values["ttft"].append(first)
-        values["e2el"].append(last)
-        if timeline.num_tokens > 1:
-            values["tpot"].append((last - first) / (timeline.num_tokens - 1))
-        values["itl"].extend(np.diff(timeline.arrivals).tolist())
-    return values

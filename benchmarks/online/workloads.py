@@ -144,13 +144,8 @@ class Poisson(OverHttp):
         add("--clients", type=at_least(1), default=clients, help=f"client processes {DEFAULT}")
         add("--start-in-turn", action="store_true", help="start one server after the other, not all at once")
         add("--compare-joined-outputs", action="store_true", help="Rose without joined_outputs, too")
-        add(
-            "--step-ms",
-            type=at_least(0, float),
-            metavar="MS",
-            help="no model runs: every step takes so long and draws made-up tokens, so that the servers' own work is "
-            "measured, on a machine without a GPU (vLLM's CPU build, --device cpu)",
-        )
+        text = "no model runs: every step takes so long and draws made-up tokens (vLLM's CPU build, --device cpu)"
+        add("--step-ms", type=at_least(0, float), metavar="MS", help=text)
 
     @staticmethod
     def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -183,25 +184,14 @@ def _add_engine_options(parser: argparse.ArgumentParser, backends: tuple[str, ..
             raise argparse.ArgumentTypeError(f"got {text!r}, needed is BACKEND=..., BACKEND one of {known}")
         return backend, value
 
-    for option, value, text in (
-        ("--python-path", "DIR", "where it is installed, if not where this runs"),
-        ("--env", "NAME=VALUE", "variable for its process"),
-        ("--engine-options", "JSON", "options in its own words, over those that are given here"),
-    ):
-        group.add_argument(
-            option,
-            action="append",
-            default=[],
-            type=of_backend,
-            metavar=f"BACKEND={value}",
-            help=f"{text}; may be given several times",
-        )
-    group.add_argument(
-        "--no-pause",
-        dest="pause",
-        action="store_false",
-        help="let idle engines run on beside the one that has its turn",
+    several = partial(group.add_argument, action="append", default=[], type=of_backend)
+    several("--python-path", metavar="BACKEND=DIR", help="where it is installed, if not where this runs")
+    several("--env", metavar="BACKEND=NAME=VALUE", help="variable for its process; as often as needed")
+    several(
+        "--engine-options", metavar="BACKEND=JSON", help="options in its own words, over those given here"
     )
+    run_on = "let idle engines run on beside the one that has its turn"
+    group.add_argument("--no-pause", dest="pause", action="store_false", help=run_on)
 
 
 def engine_options(

@@ -34,22 +34,14 @@ def cpu_model() -> str:
 
 
 def device_name(device: str) -> str:
-    """Return the GPU's name, or "cpu".
-
-    Args:
-        device: "cuda" or "cpu".
-    """
+    """Return the GPU's name where ``device`` is "cuda", else "cpu"."""
     import torch  # processes beside engines load this file, too
 
     return torch.cuda.get_device_name() if device == "cuda" else "cpu"
 
 
 def repeatable_command(arguments: list[str]) -> str:
-    """Return the command line, without the options that name file locations.
-
-    Args:
-        arguments: as ``sys.argv``.
-    """
+    """Return the command line of ``sys.argv``'s form without the options that name file locations."""
     script, *options = arguments
     for option in _OWN_OPTIONS:
         while option in options:
@@ -68,11 +60,7 @@ def digest_of(paths: Iterable[Path], root: Path) -> str:
 
 
 def run_facts(core: int | None = None) -> dict[str, Any]:
-    """Return machine, versions, command and time of this run, and a digest of this package's sources.
-
-    Args:
-        core: the one core the process is bound to, if it is.
-    """
+    """Return machine (``core``: the one the process is bound to), versions, command, time and a digest of sources."""
     versions = {"python": platform.python_version()}
     for name in _VERSIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -26,6 +26,10 @@ MAX_WAIT_S = 600.0
 MAX_STOP_S = 20.0
 
 
+Take = Callable[[Any, str, Turn], Row]
+"""Returns the figures of one engine's turn, from its process and name."""
+
+
 class EngineError(Exception):
     """An engine failed, died, did not start or did not answer; the message has the end of what it printed."""
 
@@ -156,8 +160,8 @@ class Engines:
         for name, options in wanted.items():
             if not is_installed(options):
                 self.missing[name] = f"no module named {MODULES[options.backend]}"
-        names = [name for name in wanted if name not in self.missing]
         seconds: dict[str, float] = {}
+        names = [name for name in wanted if name not in self.missing]
         for group in [[name] for name in names] if self._in_turn else [names]:
             with paused(process.pid for process in self.running.values()):
                 begin = time.monotonic()
@@ -201,7 +205,7 @@ class Engines:
             except EngineError as error:
                 self.drop(name, error)
 
-    def _turn_of(self, name: str, turn: Turn, take: Callable[[Any, str, Turn], Row], *, pause: bool) -> Row:
+    def _turn_of(self, name: str, turn: Turn, take: Take, *, pause: bool) -> Row:
         """Wake an engine, all others standing still, and return its row.
 
         No engine is stopped in the middle of work: between turns all run, and within one only this engine gets work,
@@ -213,18 +217,11 @@ class Engines:
             return {"backend": name, **turn.columns, **take(self.running[name], name, turn)}
 
     def take_turns(
-        self,
-        turns: Sequence[Turn],
-        take: Callable[[Any, str, Turn], Row],
-        rows: list[Row],
-        *,
-        pause: bool,
-        deadline: float,
+        self, turns: Sequence[Turn], take: Take, rows: list[Row], *, pause: bool, deadline: float
     ) -> int:
         """Add a row per engine and turn to ``rows``, and return how many turns there was no time for.
 
         Args:
-            take: gives the figures of one engine's turn.
             pause: stop engines whose turn it is not.
             deadline: in ``time.monotonic``'s seconds. An interrupt counts as one: turns that were whole stay.
         """
