@@ -67,7 +67,7 @@ async def replay(url: str, fields: Mapping[str, Any], requests: Requests, start:
             return
         answers.append((timeline, output_len, chunks))
 
-    # Without limits: ``requests`` alone say how many requests there are at once.
+    # Without limits: the requests alone say how many there are at once.
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_read=120)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         await asyncio.sleep(start - time.perf_counter())
