@@ -2,14 +2,10 @@
 
     python -m benchmarks.offline_compare [--backends rose rose-in-vllm vllm sglang] [--json FILE] [--quick]
 
-    rose            the engine of this package
-    rose-in-vllm    vLLM with --attention-backend rose
-    vllm            vLLM with FLASH_ATTN and no plug-in loaded
-    sglang          SGLang
-
-Each engine lives in a process of its own, all of them at the same time, with a KV cache of the same number of tokens.
-They take turns, and the others are stopped meanwhile, so that idle engines take no cores (--no-pause lets them run).
-Every turn has prompts that were never seen before. Scenes:
+rose-in-vllm is vLLM with --attention-backend rose; vllm has FLASH_ATTN and no plug-in loaded. Each engine lives in a
+process of its own, all of them at the same time, with a KV cache of the same number of tokens. They take turns, and the
+others are stopped meanwhile, so that idle engines take no cores (--no-pause lets them run). Every turn has prompts that
+were never seen before. Scenes:
 
     decode    prompts of 16 tokens, 256 new ones: wall time of one step of the whole engine, from the call to the texts
     offline   prompts of one length at the largest batch
@@ -27,20 +23,28 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.reports import engines as tables
 from benchmarks.reports.text import Result
 from benchmarks.support.checkpoint import GPT2_124M, ModelFacts
-from benchmarks.support.cli import check_at_least, fill_in
-from benchmarks.support.comparison import Sides, Workload, compare, parse_comparison
+from benchmarks.support.cli import DEFAULT, at_least
+from benchmarks.support.comparison import (
+    Kind,
+    Sides,
+    Workload,
+    chosen,
+    compare,
+    kv_cache_tokens,
+    parse_comparison,
+)
 from benchmarks.support.timing import spread
 from benchmarks.support.turns import Row, Turn
-from benchmarks.support.worker_pool import Worker, WorkerPool
+from benchmarks.support.worker_pool import Engines, Worker
 from benchmarks.support.workload import MODES, RandomRequests
 
-BACKENDS = ("rose", "rose-in-vllm", "vllm", "sglang")
 SWITCHES_INSIDE_VLLM = ("block_manager", "batched_scheduling", "mixed_graphs")
 SWITCHES = (
     "fused_mlp",
@@ -53,17 +57,8 @@ SWITCHES = (
     "run_ahead",
     *SWITCHES_INSIDE_VLLM,
 )
-
-
 SCENES = ("decode", "offline", "mixed")
 WARM_UP_REQUESTS = 256
-
-
-class Asked(Protocol):
-    """What a case needs of a worker."""
-
-    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
-        """Send a command and return its answer."""
 
 
 @dataclass(frozen=True)
@@ -91,34 +86,22 @@ class Case:
         """The figure that is compared; less is better."""
         return "step_ms" if self.scene == "decode" else "duration"
 
-    def facts(self) -> dict[str, Any]:
-        """Return what a report says of the case."""
-        lengths = {"input_len": list(self.input_len), "output_len": list(self.output_len)}
-        return {"scene": self.scene, "num_requests": self.num_requests, **lengths, "mode": self.mode}
-
     def workload(self, seed: int) -> RandomRequests:
         """Return the requests; those of different seeds share no prefix."""
-        return RandomRequests(self.num_requests, self.input_len, self.output_len, self.mode, seed)
+        return RandomRequests(self.num_requests, self.input_len, self.output_len, seed)
 
-    def warm_up(self, seed: int) -> RandomRequests:
-        """Return requests that make an engine compile what it needs."""
-        return self.workload(seed).shortened(WARM_UP_REQUESTS, self.short_output_len or 8)
-
-    def run(self, worker: Asked, seed: int) -> dict[str, float]:
+    def run(self, worker: Any, seed: int, vocab_size: int) -> dict[str, float]:
         """Return the figures of one run, under the names of ``vllm bench`` where it has one.
 
         ``step_ms`` is wall time of one decode step of the whole engine, from the call to the texts: the time of a run
         to ``output_len`` tokens less that of a run to ``short_output_len``, over the difference in tokens. Prompts, the
         start and the end of a run cancel out.
         """
-        long = worker.ask("generate", workload=self.workload(2 * seed).as_json())
+        requests, sampling = self.workload(2 * seed).requests(vocab_size), MODES[self.mode]
+        long = worker.run(requests, sampling)
         if self.short_output_len is not None:
-            short = worker.ask(
-                "generate",
-                workload=self.workload(2 * seed + 1)
-                .shortened(self.num_requests, self.short_output_len)
-                .as_json(),
-            )
+            fewer = self.workload(2 * seed + 1).shortened(self.num_requests, self.short_output_len)
+            short = worker.run(fewer.requests(vocab_size), sampling)
             steps = self.output_len[0] - self.short_output_len
             return {"step_ms": (long["seconds"] - short["seconds"]) / steps * 1e3}
         seconds, tokens = long["seconds"], long["output_tokens"]
@@ -126,37 +109,8 @@ class Case:
             "duration": seconds,
             "request_throughput": self.num_requests / seconds,
             "output_throughput": tokens / seconds,
-            "total_token_throughput": (tokens + long["input_tokens"]) / seconds,
+            "total_token_throughput": (tokens + sum(map(len, requests.prompts))) / seconds,
         }
-
-
-def cases(
-    scenes: Sequence[str],
-    batches: Sequence[int],
-    *,
-    offline: tuple[int, int, int],
-    num_mixed: int,
-    quick: bool,
-) -> list[Case]:
-    """Return every case of the chosen scenes.
-
-    Args:
-        batches: requests at once in the decode scene.
-        offline: number of prompts, their length, and new tokens of each.
-    """
-    prompt, new, short = (8, 24, 4) if quick else (16, 256, 16)
-    num_prompts, input_len, output_len = offline
-    mixed_in, mixed_out = ((4, 32), (4, 16)) if quick else ((16, 512), (16, 256))
-    found = [
-        Case("decode", batch, (prompt, prompt), (new, new), mode, short)
-        for batch in batches
-        for mode in MODES
-    ]
-    found += [
-        Case("offline", num_prompts, (input_len, input_len), (output_len, output_len), mode) for mode in MODES
-    ]
-    found.append(Case("mixed", num_mixed, mixed_in, mixed_out, "greedy"))
-    return [case for case in found if case.scene in scenes]
 
 
 def _span(lengths: tuple[int, int]) -> str:
@@ -164,78 +118,21 @@ def _span(lengths: tuple[int, int]) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def sides_of(options: argparse.Namespace) -> Sides:
-    """Return side -> backend and switched-off parts."""
-    sides: Sides = {backend: (backend, []) for backend in options.backends}
-    for switch in SWITCHES:
-        if getattr(options, f"compare_{switch}"):
-            host = "rose-in-vllm" if switch in SWITCHES_INSIDE_VLLM else options.compare_host
-            sides[f"{host}, {switch} off"] = (host, [switch])
-    if options.compare_parts:
-        sides |= {name: ("rose-in-vllm", off) for name, off in tables.PART_SIDES.items()}
-    return sides
-
-
 def chosen_cases(options: argparse.Namespace) -> list[Case]:
     """Return what is to be run."""
-    sizes = {"offline": options.offline, "num_mixed": options.mixed_requests, "quick": options.quick}
-    found = cases(options.scenes, options.batches, **sizes)
+    prompt, new, short = (8, 24, 4) if options.quick else (16, 256, 16)
+    num_prompts, input_len, output_len = options.offline
+    mixed_in, mixed_out = ((4, 32), (4, 16)) if options.quick else ((16, 512), (16, 256))
+    inputs, outputs = (prompt, prompt), (new, new)
+    cases = [
+        Case("decode", batch, inputs, outputs, mode, short) for batch in options.batches for mode in MODES
+    ]
+    inputs, outputs = (input_len, input_len), (output_len, output_len)
+    cases += [Case("offline", num_prompts, inputs, outputs, mode) for mode in MODES]
+    cases.append(Case("mixed", options.mixed_requests, mixed_in, mixed_out, "greedy"))
     wanted = options.cases or [""]
-    return [case for case in found if any(text in case.name for text in wanted)]
-
-
-def turns_of(todo: Sequence[Case], options: argparse.Namespace, rows: Sequence[Row]) -> list[Turn]:
-    """Return the turns that ``rows`` lacks."""
-    taken: dict[tuple[str, str], int] = {}
-    for row in rows:
-        taken[row["case"], row["backend"]] = taken.get((row["case"], row["backend"]), 0) + 1
-    num_taken = {case: count for (case, _), count in taken.items()}
-    left = [
-        (repeat, case)
-        for repeat in range(options.repeats)
-        for case in todo
-        if num_taken.get(case.name, 0) <= repeat
-    ]
     return [
-        Turn(case.name, {"case": case.name}, first=repeat, seed=seed)
-        for seed, (repeat, case) in enumerate(left)
-    ]
-
-
-def earlier_rows(report: Result, todo: Sequence[Case]) -> list[Row]:
-    """Return a row for each turn that an earlier report holds.
-
-    Raises:
-        SystemExit: a case that this run has not.
-    """
-    names = {case.name for case in todo}
-    for row in report["rows"]:
-        if row["case"] not in names:
-            raise SystemExit(f"--resume: case: the file has {row['case']!r}, this run has not")
-    return [
-        {"backend": row["backend"], "case": row["case"], **turn}
-        for row in report["rows"]
-        for turn in row["turns"]
-    ]
-
-
-def summed_up(rows: Sequence[Row], todo: Sequence[Case]) -> list[Row]:
-    """Return one row per case and side."""
-    cases_by_name = {case.name: case for case in todo}
-    turns: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        figures = {name: value for name, value in row.items() if name not in ("backend", "case")}
-        turns.setdefault((row["case"], row["backend"]), []).append(figures)
-    return [
-        {
-            "case": name,
-            **cases_by_name[name].facts(),
-            "backend": side,
-            "figure": cases_by_name[name].figure,
-            "figures": {figure: spread([run[figure] for run in runs]) for figure in runs[0]},
-            "turns": runs,
-        }
-        for (name, side), runs in turns.items()
+        case for case in cases if case.scene in options.scenes and any(text in case.name for text in wanted)
     ]
 
 
@@ -243,62 +140,72 @@ class Offline(Workload):
     """Engines that get all prompts of a case in one call."""
 
     benchmark = "offline_compare"
-    backends = BACKENDS
+    backends = ("rose", "rose-in-vllm", "vllm", "sglang")
     table = staticmethod(tables.offline_table)
-    sides = staticmethod(sides_of)
+    summed_by = ("case",)
 
     @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
+    def add_options(parser: argparse.ArgumentParser, *, quick: bool) -> None:
+        add, number = parser.add_argument, at_least(1)
+        batches, mixed = ([1, 4], 16) if quick else ([1, 8, 32, 128, 256], 4096)
+        sizes = (8, 32, 8) if quick else (256, 512, 128)
         add("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
-        add("--batches", type=int, nargs="+", metavar="B", help="default: 1 8 32 128 256")
+        add("--batches", type=number, nargs="+", default=batches, metavar="B", help=DEFAULT)
         add("--cases", nargs="+", metavar="TEXT", help="only those with one of these in their names")
-        add("--offline", type=int, nargs=3, metavar=("N", "IN", "OUT"), help="default: 256 512 128")
-        add("--mixed-requests", type=int, metavar="N", help="default: 4096")
+        add("--offline", type=number, nargs=3, default=sizes, metavar=("N", "IN", "OUT"), help=DEFAULT)
+        add("--mixed-requests", type=number, default=mixed, metavar="N", help=DEFAULT)
         group = parser.add_argument_group("also run Rose with one part switched off")
         for switch in SWITCHES:
             group.add_argument(f"--compare-{switch.replace('_', '-')}", action="store_true")
-        where = f"where; inside vLLM only: {', '.join(SWITCHES_INSIDE_VLLM)} (default: %(default)s)"
+        where = f"where; inside vLLM only: {', '.join(SWITCHES_INSIDE_VLLM)} {DEFAULT}"
         group.add_argument("--compare-host", choices=tables.ROSE_HOSTS, default="rose", help=where)
-        group.add_argument(
-            "--compare-parts",
-            action="store_true",
-            help="inside vLLM: attention alone, with the block manager only, and each other part off",
-        )
+        parts = "inside vLLM: attention alone, with the block manager only, and each other part off"
+        group.add_argument("--compare-parts", action="store_true", help=parts)
 
     @staticmethod
     def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        sizes = {"batches": ([1, 8, 32, 128, 256], [1, 4]), "offline": ((256, 512, 128), (8, 32, 8))}
-        fill_in(options, repeats=(3, 3), mixed_requests=(4096, 16), **sizes)
-        check_at_least(parser, options, 1, "mixed_requests", "batches", "offline")
         if not chosen_cases(options):
             parser.error(f"--cases: got {options.cases}, no case is called so")
+
+    @staticmethod
+    def sides(options: argparse.Namespace) -> Sides:
+        sides = Workload.sides(options)
+        for switch in SWITCHES:
+            if getattr(options, f"compare_{switch}"):
+                host = "rose-in-vllm" if switch in SWITCHES_INSIDE_VLLM else options.compare_host
+                sides[f"{host}, {switch} off"] = (host, [switch])
+        if options.compare_parts:
+            sides |= {name: ("rose-in-vllm", off) for name, off in tables.PART_SIDES.items()}
+        return sides
 
     def __init__(self, options: argparse.Namespace, facts: ModelFacts) -> None:
         super().__init__(options, facts)
         self._cases = {case.name: case for case in chosen_cases(options)}
-        tokens = options.kv_cache_tokens or options.max_num_seqs * facts.max_model_len
-        self.settings = {"kv_cache_tokens": tokens, "repeats": options.repeats}
+        self.settings = {"kv_cache_tokens": kv_cache_tokens(options, facts), **chosen(options, "repeats")}
 
-    def open(self, logs: Path) -> WorkerPool:
-        return WorkerPool("offline", logs, self.vocab_size)
+    def open(self, logs: Path) -> Engines:
+        return Engines(partial(Worker, "offline"), logs)
 
     def rows_of(self, earlier: Result) -> list[Row]:
-        return earlier_rows(earlier, list(self._cases.values()))
+        for row in earlier["rows"]:
+            if row["case"] not in self._cases:
+                raise SystemExit(f"--resume: case: the file has {row['case']!r}, this run has not")
+        return super().rows_of(earlier)
 
-    def warm_up(self, pool: WorkerPool) -> None:
-        for seed, case in enumerate(self._cases.values()):
-            pool.ask_all("generate", workload=case.warm_up(1_000_000 + seed).as_json())
-        pool.ask_all("wake")
+    def warm_up(self, engines: Engines) -> None:
+        for seed, case in enumerate(self._cases.values(), 1_000_000):
+            few = case.workload(seed).shortened(WARM_UP_REQUESTS, case.short_output_len or 8)
+            engines.run_all(few.requests(self.vocab_size), MODES[case.mode])
 
-    def turns(self, rows: list[Row]) -> list[Turn]:
-        return turns_of(list(self._cases.values()), self.options, rows)
+    def phases(self) -> list[list[Kind]]:
+        return [[(name, {"case": name}) for name in self._cases]]
 
     def take(self, worker: Worker, name: str, turn: Turn) -> Row:
-        return self._cases[turn.label].run(worker, turn.seed)
+        return self._cases[turn.label].run(worker, turn.seed, self.vocab_size)
 
-    def findings(self, rows: list[Row], start_up_s: dict[str, float]) -> Row:
-        rows, options = summed_up(rows, list(self._cases.values())), self.options
+    def findings(self, start_up_s: dict[str, float]) -> Row:
+        rows = [self._with_figures(row) for row in self.summed_up()]
+        options = self.options
         has_goals = options.device == "cuda" and options.model is None and options.shape == GPT2_124M
         goals = [*tables.goal_bars(rows), *tables.inside_vllm_bars(rows)] if has_goals else []
         return {
@@ -306,6 +213,22 @@ class Offline(Workload):
             "bars": goals,
             "losses": tables.losses(rows),
             "rows": rows,
+        }
+
+    def _with_figures(self, row: Row) -> Row:
+        """Return a row with what it is about, and each figure's spread over its turns."""
+        case, turns = self._cases[row["case"]], row["turns"]
+        return {
+            "case": case.name,
+            "scene": case.scene,
+            "num_requests": case.num_requests,
+            "input_len": list(case.input_len),
+            "output_len": list(case.output_len),
+            "mode": case.mode,
+            "backend": row["backend"],
+            "figure": case.figure,
+            "figures": {name: spread([turn[name] for turn in turns]) for name in turns[0]},
+            "turns": turns,
         }
 
 

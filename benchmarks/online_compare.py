@@ -5,30 +5,27 @@
     python -m benchmarks.online_compare poisson [--sets random shared-prefix] [--loads 0.25 0.5 1.0] [--step-ms 1.5]
     python -m benchmarks.online_compare in-process [--backends rose vllm] [--share 0.5]
 
-Engines live side by side with KV caches of the same number of tokens and take turns; the others are stopped meanwhile,
-so that they take no cores (--no-pause lets them run on). Every turn has prompts that no engine has seen before.
+Engines take turns as in offline_compare. Every turn has prompts that no engine has seen before.
 
-trace: servers as users start them (rose serve, vllm serve, SGLang's launch_server) answer a chat trace. --scales
-MULTIPLIES the times at which requests are sent: a smaller scale is more load. Without --trace, requests are made up
-with the published statistics of that trace. All lengths are multiplied by --length-scale, and requests that do not fit
-the model's window even so are left out and counted. Prompts share prefixes as the trace does, within one turn only.
+trace: servers as users start them (rose serve, vllm serve, SGLang's launch_server) answer a chat trace, without --trace
+one that is made up with its published statistics. --scales MULTIPLIES the times at which requests are sent: a smaller
+scale is more load. All lengths are multiplied by --length-scale, and requests that do not fit the model's window even
+so are left out and counted. Prompts share prefixes as the trace does, within one turn only.
 
-poisson: ``vllm serve`` with Rose and with vLLM's own best backend, as ``vllm bench serve`` drives it. The first turn
-with each set of requests sends all of them at once, which gives the saturated throughput; then come Poisson arrivals at
-shares (--loads) of the requests per second at which vLLM's own server was saturated, or at --rates. random: prompts of
-512 random tokens, 128 new ones. shared-prefix: one of 8 system prompts of 500 tokens, which end inside a block, and a
-tail of 16 to 64 tokens. prefilled_tokens are prompt tokens less those found in the prefix cache, as the server counts
-them; client_busy near 1 says that the client was the limit; server_busy are cores that the server kept busy. With
---step-ms no model runs, and figures are of the servers' own work alone.
+poisson: ``vllm serve`` with Rose and with vLLM's own best backend. The first turn with each set of requests sends all
+of them at once; then come Poisson arrivals at shares (--loads) of the requests per second that saturated vLLM's own
+server, or at --rates. random: prompts of 512 random tokens, 128 new ones. shared-prefix: one of 8 system prompts of 500
+tokens, which end inside a block, and a tail of 16 to 64 tokens. prefilled_tokens are prompt tokens less those found in
+the prefix cache, as the server counts them; client_busy near 1 says that the client was the limit; server_busy are
+cores that the server kept busy. With --step-ms no model runs, and figures are of the servers' own work alone.
 
 in-process: streams of Rose's AsyncEngine and vLLM's AsyncLLM, each in one process with its callers, without HTTP.
 First all requests at once: what an engine completes a second is its capacity. Then Poisson arrivals at --share of the
 smallest capacity (or at --rate) for all ("same load"), and at --share of each engine's own capacity ("own load").
 
 Figures have the names of ``vllm bench serve``: TTFT is the time to the first token from when a request was due, ITL the
-gap between two pieces of an answer, TPOT the time per token behind the first one, E2EL the time to the last token.
-End-of-text is ignored; an engine that makes fewer tokens than it was asked for has failed that request. Engines that
-are not installed are named and left out, as are those that fail; then the status is 1.
+gap between two pieces of an answer, TPOT the time per token behind the first one, E2EL the time to the last token. An
+engine that makes fewer tokens than it was asked for has failed that request.
 """
 
 from __future__ import annotations

@@ -13,9 +13,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -25,10 +24,10 @@ from benchmarks.kernel_cases import small
 from benchmarks.kernel_cases.case import copy_bandwidth
 from benchmarks.reports.text import markdown, publish
 from benchmarks.support.checkpoint import checkpoint
-from benchmarks.support.cli import add_model_options, check_at_least, fill_in, new_parser, set_model_defaults
+from benchmarks.support.cli import QUICK_MODEL, add_device_options, at_least, new_parser, set_device_defaults
 from benchmarks.support.run_facts import bar, device_name, run_facts
-from benchmarks.support.timing import no_garbage_collection
-from benchmarks.support.workload import MODES, random_prompts
+from benchmarks.support.timing import no_garbage_collection, timed_us
+from benchmarks.support.workload import MODES, RandomRequests
 from rose_backend import LLM, SamplingParams
 from rose_backend.engine.process_settings import short_switch_interval
 from rose_backend.engine.startup.load import storage_bytes
@@ -42,62 +41,55 @@ MAX_HOST_US = 150.0
 """Goal for the host's work in a step of 256 requests, GPT-2 124M on one H200."""
 
 
-def start_decoding(llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: int = NEW_TOKENS) -> None:
-    """Queue ``batch`` requests and step until all of them have two tokens."""
+def start_decoding(llm: LLM, batch: int, mode: str, seed: int, max_tokens: int, num_tokens: int) -> None:
+    """Queue ``batch`` requests of ``max_tokens`` new tokens and step until they have ``num_tokens`` each."""
     core = llm.core
-    for index, prompt in enumerate(
-        random_prompts(batch, PROMPT_TOKENS, core.input_processor.vocab_size, seed)
-    ):
+    requests = RandomRequests(batch, (PROMPT_TOKENS, PROMPT_TOKENS), (max_tokens, max_tokens), seed)
+    for index, prompt in enumerate(requests.requests(core.input_processor.vocab_size).prompts):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=index, **MODES[mode])
         core.add(core.input_processor.make(prompt, params))
-    first = core.stats.generated_tokens
-    while core.stats.generated_tokens < first + 2 * batch:
+    target = core.stats.generated_tokens + num_tokens * batch
+    while core.stats.generated_tokens < target:
         core.step()
 
 
-def time_decoding(
-    llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: int = NEW_TOKENS
-) -> dict[str, float]:
+def time_decoding(llm: LLM, batch: int, mode: str, *, seed: int, max_tokens: int) -> dict[str, float]:
     """Decode ``batch`` prompts of 16 tokens to ``max_tokens`` new ones and time the steps behind the first two.
 
     Returns: microseconds per step: wall time, and what of it the host did not spend waiting for the device.
     """
-    core, waited = llm.core, 0.0
+    core, waited_us = llm.core, 0.0
     wait = core._pipeline._wait
 
     def timed_wait(step: Any) -> None:
-        nonlocal waited
-        waited += _seconds(lambda: wait(step))
+        nonlocal waited_us
+        waited_us += timed_us(lambda: wait(step))
 
-    start_decoding(llm, batch, mode, seed=seed, max_tokens=max_tokens)
-    num_steps = core.stats.steps
-    with mock.patch.object(core._pipeline, "_wait", timed_wait):
-        start = time.perf_counter()
+    def decode() -> None:
         while core.num_unfinished:
             with short_switch_interval():  # as LLM.generate does it
                 core.step()
-        elapsed = time.perf_counter() - start
+
+    start_decoding(llm, batch, mode, seed, max_tokens, 2)
+    num_steps = core.stats.steps
+    with mock.patch.object(core._pipeline, "_wait", timed_wait):
+        elapsed_us = timed_us(decode)
     num_steps = core.stats.steps - num_steps
-    return {"engine_step_us": elapsed / num_steps * 1e6, "host_us": (elapsed - waited) / num_steps * 1e6}
+    return {"engine_step_us": elapsed_us / num_steps, "host_us": (elapsed_us - waited_us) / num_steps}
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options, or exit with what is wrong with them."""
     parser = new_parser(__doc__)
-    add_model_options(parser)
-    parser.add_argument("--batches", type=int, nargs="+", help="default: 1 32 256")
+    add_device_options(parser)
+    parser.add_argument("--model", help="checkpoint; default: random weights, GPT-2 124M's shapes")
+    parser.add_argument("--batches", type=at_least(1), nargs="+", help="default: 1 32 256")
     parser.add_argument("--mode", choices=list(MODES), default="greedy")
     options = parser.parse_args(arguments)
-    set_model_defaults(options)
-    fill_in(options, batches=([1, 32, 256], [1, 4]))
-    check_at_least(parser, options, 1, "batches")
+    set_device_defaults(options)
+    options.model = options.model or (QUICK_MODEL if options.quick else None)
+    options.batches = options.batches or ([1, 4] if options.quick else [1, 32, 256])
     return options
-
-
-def _seconds(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
 
 def step_bytes(llm: LLM, num_tokens: int) -> int:
@@ -112,7 +104,7 @@ def step_bytes(llm: LLM, num_tokens: int) -> int:
 def timed_runs(llm: LLM, batch: int, mode: str, max_tokens: int) -> dict[str, float]:
     """Return medians over three runs of the engine, after one that does not count.
 
-    Call it before anything is profiled: the profiler's hooks stay behind, and launches take longer.
+    To be called before anything is profiled: the profiler's hooks stay behind, and launches take longer.
     """
     with no_garbage_collection():
         runs = [time_decoding(llm, batch, mode, seed=seed, max_tokens=max_tokens) for seed in range(4)][1:]
@@ -122,10 +114,7 @@ def timed_runs(llm: LLM, batch: int, mode: str, max_tokens: int) -> dict[str, fl
 def profile(llm: LLM, batch: int, mode: str, copy: float, max_tokens: int) -> dict[str, Any]:
     """Return what a step of ``batch`` requests consists of, half-way to ``max_tokens`` new tokens each."""
     core = llm.core
-    start_decoding(llm, batch, mode, seed=7, max_tokens=max_tokens)
-    target = core.stats.generated_tokens + max_tokens // 2 * batch
-    while core.stats.generated_tokens < target:
-        core.step()
+    start_decoding(llm, batch, mode, 7, max_tokens, max_tokens // 2 + 2)
     decoder = core._runner.decoder
     width = size_for(decoder.widths, batch) or batch
     num_tokens = int((decoder.buffers.num_computed_tokens[:width].clamp(min=-1) + 1).sum())
@@ -168,52 +157,39 @@ def _replay(decoder: Any, width: int) -> tuple[list[dict[str, Any]], float]:
     times = []
     for _ in range(5):
         rewind()
-        times.append(_seconds(replay) / num_replays * 1e6)
+        times.append(timed_us(replay) / num_replays)
     rewind()
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profiler:
         replay()
     rewind()
-    found = _kernels_of_gpu(profiler) if on_gpu else _operations(profiler)
+    launches: Counter[str] = Counter()
+    us: Counter[str] = Counter()
+    for event in profiler.events():
+        if not on_gpu or event.device_type == torch.autograd.DeviceType.CUDA:
+            launches[event.name] += 1
+            us[event.name] += event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
     kernels = [
-        {"name": name, "launches": launches / num_replays, "us": us / num_replays}
-        for name, (launches, us) in sorted(found.items(), key=lambda item: -item[1][1])
+        {"name": name, "launches": launches[name] / num_replays, "us": total / num_replays}
+        for name, total in us.most_common()
     ]
     return kernels, min(times)
 
 
-def _kernels_of_gpu(profiler: Any) -> dict[str, tuple[int, float]]:
-    launches: Counter[str] = Counter()
-    microseconds: Counter[str] = Counter()
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            launches[event.name] += 1
-            microseconds[event.name] += event.time_range.elapsed_us()
-    return {name: (count, microseconds[name]) for name, count in launches.items()}
-
-
-def _operations(profiler: Any) -> dict[str, tuple[int, float]]:
-    return {event.key: (event.count, event.self_cpu_time_total) for event in profiler.key_averages()}
-
-
 def table(report: dict[str, Any]) -> str:
     """Return, for each batch size, what a step consists of, and its longest kernels."""
+    line = (
+        "{batch} requests, {mode}: {launches:.0f} launches, replay {replay_us:.1f} us = kernels {busy_us:.1f} + gaps "
+        "{gaps_us:.1f}; floor {floor_us:.1f} us; engine {engine_step_us:.1f} us, host {host_us:.1f} us"
+    )
     parts = []
     for step in report["profiles"]:
-        parts.append(
-            f"{step['batch']} requests, {step['mode']}: {step['launches']:.0f} launches, replay "
-            f"{step['replay_us']:.1f} us = kernels {step['busy_us']:.1f} + gaps {step['gaps_us']:.1f}; floor "
-            f"{step['floor_us']:.1f} us; engine {step['engine_step_us']:.1f} us, host {step['host_us']:.1f} us"
-        )
-        rows = (
-            (
-                kernel["name"][:70].replace("|", "/"),
-                f"{kernel['launches']:.0f}",
-                f"{kernel['us']:.2f}",
-                f"{kernel['us'] / step['busy_us']:.1%}",
-            )
-            for kernel in step["kernels"][:16]
-        )
+        parts.append(line.format(**step))
+        rows = []
+        for kernel in step["kernels"][:16]:
+            share = f"{kernel['us'] / step['busy_us']:.1%}"
+            name = kernel["name"][:70].replace("|", "/")
+            rows.append((name, f"{kernel['launches']:.0f}", f"{kernel['us']:.2f}", share))
         parts.append(markdown(("kernel", "launches", "us", "share"), rows))
     return "\n\n".join(parts)
 

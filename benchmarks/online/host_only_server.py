@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from benchmarks.online.servers import STEP_MS
+from benchmarks.support.engines import STEP_MS
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -53,13 +53,9 @@ class ConstantDevice:
         return ModelRunnerOutput(req_ids=request_ids, req_id_to_index=index, sampled_token_ids=token_ids)
 
 
-def _execute_model(worker: Any, step: SchedulerOutput) -> ModelRunnerOutput:
-    return _device.run(step)
-
-
 # At import, and not below: the engine's own process is spawned, and imports this module before anything else.
 _device = ConstantDevice(float(os.environ.get(STEP_MS, "1")) * 1e-3)
-CPUWorker.execute_model = _execute_model  # type: ignore[method-assign]
+CPUWorker.execute_model = lambda worker, step: _device.run(step)  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     from vllm.entrypoints.cli.main import main

@@ -13,8 +13,8 @@ import json
 import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -24,60 +24,39 @@ from benchmarks.support.workload import Requests
 
 # From when all processes have what they are to send, to when they begin.
 _LEAD_S = 0.2
-
-
-@dataclass(frozen=True)
-class Load:
-    """Requests for one server: its address, the model as it calls it, and fields of each request."""
-
-    url: str
-    model: str
-    sampling: Mapping[str, Any]
-    requests: Requests
+Chunk = tuple[float, bytes]
+"""When it came, on the clock of ``time.perf_counter``, and some bytes of an answer."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What came back.
-
-    Attributes:
-        timelines: of all requests, in no order.
-        duration: seconds from the start to the last piece.
-        client_busy: share of a core that the busiest process of the client used.
-        client_late_s: how much after the start the last process of the client began; its requests count as due before.
-    """
+    """What came back, in no order."""
 
     timelines: list[Timeline]
     duration: float
+    """Seconds from the start to the last piece."""
     client_busy: float
+    """Share of a core that the busiest process of the client used."""
     client_late_s: float
+    """How much after the start its last process began; its requests count as due before."""
 
 
-class Client:
-    """Streams /v1/completions and keeps what comes; ``note_answers`` takes it apart.
+async def replay(url: str, fields: Mapping[str, Any], requests: Requests, start: float) -> Replay:
+    """Send requests to a server from ``start`` on, on the clock that all processes of a machine share.
+
+    A request that fails says so in its timeline.
 
     Args:
-        session: shared by all requests.
-        load: where to send, and what every request has in common.
+        fields: of each request: the model, and how tokens are drawn.
     """
+    streamed = {**fields, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    answers: list[tuple[Timeline, int, list[Chunk]]] = []
 
-    def __init__(self, session: aiohttp.ClientSession, load: Load) -> None:
-        self._session, self._url = session, f"{load.url}/v1/completions"
-        self._fields = {
-            "model": load.model,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "ignore_eos": True,
-            **load.sampling,
-        }
-        self._answers: list[tuple[Timeline, int, list[tuple[float, bytes]]]] = []
-
-    async def send(self, prompt: list[int], output_len: int, timeline: Timeline) -> None:
-        """Send one request and keep its answer. A failure is noted in the timeline."""
-        body = {**self._fields, "prompt": prompt, "max_tokens": output_len}
-        chunks: list[tuple[float, bytes]] = []
+    async def send(prompt: list[int], output_len: int, timeline: Timeline) -> None:
+        body = {**streamed, "prompt": prompt, "max_tokens": output_len}
+        chunks: list[Chunk] = []
         try:
-            async with self._session.post(self._url, json=body) as response:
+            async with session.post(f"{url}/v1/completions", json=body) as response:
                 if response.status != 200:
                     timeline.error = f"{response.status}: {(await response.text())[:300]}"
                     return
@@ -86,27 +65,30 @@ class Client:
         except (aiohttp.ClientError, TimeoutError) as error:
             timeline.error = f"{type(error).__name__}: {error}"
             return
-        self._answers.append((timeline, output_len, chunks))
+        answers.append((timeline, output_len, chunks))
 
-    def note_answers(self) -> None:
-        """Fill in all timelines."""
-        for timeline, output_len, chunks in self._answers:
-            try:
-                note_answer(chunks, timeline)
-            except ValueError as error:
-                timeline.error = f"{type(error).__name__}: {error}"
-                continue
-            if timeline.num_tokens != output_len:
-                timeline.error = f"got {timeline.num_tokens} new tokens, {output_len} were asked for"
-        self._answers.clear()
+    # Without limits: the requests alone say how many there are at once.
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_read=120)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        await asyncio.sleep(start - time.perf_counter())
+        began, used = time.perf_counter(), time.process_time()
+        timelines, wall = await play(send, requests, start)
+        busy = (time.process_time() - used) / (time.perf_counter() - began)
+    for timeline, output_len, chunks in answers:
+        try:
+            note_answer(chunks, timeline)
+        except ValueError as error:
+            timeline.error = f"{type(error).__name__}: {error}"
+        if not timeline.error and timeline.num_tokens != output_len:
+            timeline.error = f"got {timeline.num_tokens} new tokens, {output_len} were asked for"
+    ends = (timeline.due + timeline.arrivals[-1] - start for timeline in timelines if timeline.arrivals)
+    return Replay(timelines, max(ends, default=wall), busy, max(began - start, 0.0))
 
 
-def note_answer(chunks: Sequence[tuple[float, bytes]], timeline: Timeline) -> None:
+def note_answer(chunks: Sequence[Chunk], timeline: Timeline) -> None:
     """Note every piece that has a choice; tokens are what the server counts, as a piece may have several.
 
-    Args:
-        chunks: the answer's bytes and when they came, on the clock of ``time.perf_counter``. An event came when its end
-            came.
+    An event came when its end came.
 
     Raises:
         ValueError: the server reports an error, or what it sends is no JSON.
@@ -129,47 +111,29 @@ def note_answer(chunks: Sequence[tuple[float, bytes]], timeline: Timeline) -> No
         timeline.num_tokens = usage["completion_tokens"]
 
 
-def client_session() -> aiohttp.ClientSession:
-    """Return a session without limits: the trace alone says how many requests there are at once."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_read=120)
-    )
-
-
 class ClientProcesses:
     """The client's processes, each with one task at a time."""
 
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self._processes = [ProcessPoolExecutor(1, mp_context=context) for _ in range(count)]
-        for process in self._processes:
-            process.submit(gc.freeze)
+        self._processes = [ProcessPoolExecutor(1, context, _set_up) for _ in range(count)]
 
-    def __len__(self) -> int:
-        return len(self._processes)
-
-    def send_whole(self, load: Load, index: int) -> Future[Replay]:
-        """Let one process send all of ``load`` as soon as it has nothing else to do."""
-        return self._processes[index % len(self)].submit(_replay, load, None)
-
-    def send(self, load: Load) -> Replay:
-        """Send from all processes at once; return what came back."""
-        parts_of = (load.requests.share(index, len(self)) for index in range(len(self)))
-        shares = [replace(load, requests=requests) for requests in parts_of]
+    def send(self, url: str, fields: Mapping[str, Any], requests: Requests) -> Replay:
+        """Send from all processes at once, see ``replay``; return what came back."""
+        count = len(self._processes)
         for ready in [process.submit(gc.collect) for process in self._processes]:
             ready.result()
         start = time.perf_counter() + _LEAD_S
-        parts = [
-            process.submit(_replay, share, start)
-            for process, share in zip(self._processes, shares, strict=True)
+        sent = [
+            process.submit(_replay, url, fields, requests.share(index, count), start)
+            for index, process in enumerate(self._processes)
         ]
-        replays = [part.result() for part in parts]
+        replays = [part.result() for part in sent]
         return Replay(
-            [timeline for replay in replays for timeline in replay.timelines],
-            *(
-                max(getattr(replay, name) for replay in replays)
-                for name in ("duration", "client_busy", "client_late_s")
-            ),
+            timelines=[timeline for part in replays for timeline in part.timelines],
+            duration=max(part.duration for part in replays),
+            client_busy=max(part.client_busy for part in replays),
+            client_late_s=max(part.client_late_s for part in replays),
         )
 
     def close(self) -> None:
@@ -178,26 +142,11 @@ class ClientProcesses:
             process.shutdown(cancel_futures=True)
 
 
-def _replay(load: Load, start: float | None) -> Replay:
-    """Send ``load`` from ``start`` on, on the clock that all processes of a machine share; None is at once."""
+def _set_up() -> None:
+    """Collect no garbage but when asked to."""
+    gc.freeze()
     gc.disable()
-    try:
-        return asyncio.run(_play(load, start))
-    finally:
-        gc.enable()
 
 
-async def _play(load: Load, start: float | None) -> Replay:
-    async with client_session() as session:
-        client = Client(session, load)
-        now = time.perf_counter()
-        start = now if start is None else start
-        await asyncio.sleep(max(start - now, 0.0))
-        used, offset = time.process_time(), start - time.perf_counter()
-        requests = load.requests
-        due = [offset + at for at in requests.due]
-        timelines, wall = await play(client.send, requests.prompts, requests.output_lens, due)
-        used = time.process_time() - used
-    client.note_answers()
-    ends = (timeline.due + timeline.arrivals[-1] - start for timeline in timelines if timeline.arrivals)
-    return Replay(timelines, max(ends, default=wall), used / wall, max(-offset, 0.0))
+def _replay(*arguments: Any) -> Replay:
+    return asyncio.run(replay(*arguments))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from benchmarks.support.workload import Requests
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 PERCENTILES = (50, 90, 99)
@@ -26,39 +28,30 @@ class Timeline:
     """Why there is no answer, or not all of it."""
     due: float = 0.0
     """On the clock of ``time.perf_counter``."""
-    queue_wait: float = 0.0
-    """Until it got a row, where that is noted."""
-
-    def saw(self, num_tokens: int) -> None:
-        """Note a piece of the answer."""
-        self.arrivals.append(time.perf_counter() - self.due)
-        self.num_tokens += num_tokens
 
 
-Send = Callable[[Any, int, Timeline], Awaitable[None]]
+Send = Callable[[list[int], int, Timeline], Awaitable[None]]
 
 
-async def play(
-    send: Send, prompts: Sequence[Any], output_lens: Sequence[int], due: Sequence[float]
-) -> tuple[list[Timeline], float]:
+async def play(send: Send, requests: Requests, start: float | None = None) -> tuple[list[Timeline], float]:
     """Send each prompt when it is due; return what came, and seconds from the start to the last token.
 
     Times count from when a request was due, not from when it was sent: a client that is late because it shares a core
     with the engine makes its user wait just the same.
 
     Args:
-        send: takes a prompt, of token ids or text, a number of new tokens and the timeline to fill in.
-        due: seconds from the start, one for each prompt.
+        send: takes a prompt, a number of new tokens and the timeline to fill in.
+        start: from when on requests are due, on the clock of ``time.perf_counter``; None is now.
     """
-    start = time.perf_counter()
+    start = time.perf_counter() if start is None else start
 
-    async def one(prompt: Any, output_len: int, at: float) -> Timeline:
+    async def one(prompt: list[int], output_len: int, at: float) -> Timeline:
         timeline = Timeline(len(prompt), due=start + at)
         await asyncio.sleep(timeline.due - time.perf_counter())
         await send(prompt, output_len, timeline)
         return timeline
 
-    tasks = [one(*request) for request in zip(prompts, output_lens, due, strict=True)]
+    tasks = map(one, requests.prompts, requests.output_lens, requests.due)
     timelines = await asyncio.gather(*tasks)
     return timelines, time.perf_counter() - start
 
@@ -72,7 +65,7 @@ def summary(timelines: Sequence[Timeline], duration: float) -> dict[str, Any]:
     complete = [timeline for timeline in timelines if not timeline.error]
     total_input = sum(timeline.prompt_len for timeline in complete)
     total_output = sum(timeline.num_tokens for timeline in complete)
-    return {
+    figures = {
         "duration": duration,
         "completed": len(complete),
         "failed": len(timelines) - len(complete),
@@ -81,31 +74,18 @@ def summary(timelines: Sequence[Timeline], duration: float) -> dict[str, Any]:
         "request_throughput": len(complete) / duration,
         "output_throughput": total_output / duration,
         "total_token_throughput": (total_input + total_output) / duration,
-        **statistics_ms(latencies(complete), PERCENTILES),
     }
-
-
-def latencies(timelines: Sequence[Timeline]) -> dict[str, list[float]]:
-    """Return seconds of all requests by metric."""
-    values: dict[str, list[float]] = {name: [] for name in METRICS}
-    for timeline in timelines:
-        first, last = timeline.arrivals[0], timeline.arrivals[-1]
-        values["ttft"].append(first)
-        values["e2el"].append(last)
-        if timeline.num_tokens > 1:
-            values["tpot"].append((last - first) / (timeline.num_tokens - 1))
-        values["itl"].extend(np.diff(timeline.arrivals).tolist())
-    return values
-
-
-def statistics_ms(values: Mapping[str, list[float]], shares: Sequence[int]) -> dict[str, float]:
-    """Return mean, median, standard deviation and percentiles of each metric, seconds in milliseconds."""
-    figures: dict[str, float] = {}
-    for name, seconds in values.items():
+    values = (
+        [timeline.arrivals[0] for timeline in complete],
+        [(t.arrivals[-1] - t.arrivals[0]) / (t.num_tokens - 1) for t in complete if t.num_tokens > 1],
+        [gap for timeline in complete for gap in np.diff(timeline.arrivals)],
+        [timeline.arrivals[-1] for timeline in complete],
+    )
+    for name, seconds in zip(METRICS, values, strict=True):
         milliseconds = np.array(seconds or [0.0]) * 1e3
         figures[f"mean_{name}_ms"] = float(milliseconds.mean())
         figures[f"median_{name}_ms"] = float(np.median(milliseconds))
         figures[f"std_{name}_ms"] = float(milliseconds.std())
-        for share in shares:
+        for share in PERCENTILES:
             figures[f"p{share}_{name}_ms"] = float(np.percentile(milliseconds, share))
     return figures

@@ -7,9 +7,10 @@ prompts that begin with the same ids begin with the same tokens.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class _Chats:
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng([seed, 5])
-        self._next_id = self.NUM_SHARED_TEXTS * self.SHARED_BLOCKS
+        self._new_ids = itertools.count(self.NUM_SHARED_TEXTS * self.SHARED_BLOCKS)
 
     def sessions(self, count: int) -> list[TraceRequest]:
         """Return the requests of ``count`` sessions, in no order."""
@@ -75,8 +76,8 @@ class _Chats:
             output = min(self._draw(self.OUTPUT), self.MAX_OUTPUT)
             num_blocks = -(-num_tokens // HASHED_TOKENS)
             # The last block of the turn before was not full: its text goes on, so it has another id now.
-            kept = chain[: max(len(chain) - 1, 0)] if turn else chain[:num_blocks]
-            chain = kept + self._new_ids(num_blocks - len(kept))
+            kept = chain[:-1] if turn else chain[:num_blocks]
+            chain = kept + list(itertools.islice(self._new_ids, num_blocks - len(kept)))
             requests.append(TraceRequest(start, num_tokens, output, tuple(chain)))
         return requests
 
@@ -91,10 +92,6 @@ class _Chats:
             return []
         text = min(int(self._rng.zipf(1.5)), self.NUM_SHARED_TEXTS) - 1
         return list(range(text * self.SHARED_BLOCKS, (text + 1) * self.SHARED_BLOCKS))
-
-    def _new_ids(self, count: int) -> list[int]:
-        first, self._next_id = self._next_id, self._next_id + max(count, 0)
-        return list(range(first, self._next_id))
 
     def _draw(self, median_and_sigma: tuple[float, float]) -> int:
         median, sigma = median_and_sigma
@@ -136,7 +133,7 @@ def fitted(
     Returns: the requests, fewer where the trace ends before, and how many among them were left out.
     """
     kept: list[TraceRequest] = []
-    num_left_out = 0
+    num_left_out, start = 0, 0.0
     for request in trace:
         if len(kept) == num_requests:
             break
@@ -146,17 +143,9 @@ def fitted(
         if input_length + output_length > max_model_len or num_blocks > len(request.hash_ids):
             num_left_out += 1
             continue
-        kept.append(
-            replace(
-                request,
-                timestamp=request.timestamp - (kept[0].timestamp if kept else 0.0),
-                input_length=input_length,
-                output_length=output_length,
-                hash_ids=request.hash_ids[:num_blocks],
-            )
-        )
-    if kept:
-        kept[0] = replace(kept[0], timestamp=0.0)
+        start = request.timestamp if not kept else start
+        hash_ids = request.hash_ids[:num_blocks]
+        kept.append(TraceRequest(request.timestamp - start, input_length, output_length, hash_ids))
     return kept, num_left_out
 
 
@@ -169,13 +158,7 @@ def statistics_of(trace: Sequence[TraceRequest]) -> dict[str, Any]:
             "mean": float(np.mean(values)),
             **{f"p{share}": float(np.percentile(values, share)) for share in (50, 90, 99)},
         }
-    seen: set[tuple[int, int]] = set()
-    hits = total = 0
-    for request in trace:
-        # An id names a block and all before it, so that its place is all that has to match.
-        blocks = list(enumerate(request.hash_ids))
-        hits += sum(block in seen for block in blocks)
-        total += len(blocks)
-        seen.update(blocks)
-    facts["best_prefix_hit_ratio"] = hits / max(total, 1)
+    # An id names a block and all before it, so that its place is all that has to match.
+    blocks = [block for request in trace for block in enumerate(request.hash_ids)]
+    facts["best_prefix_hit_ratio"] = (len(blocks) - len(set(blocks))) / max(len(blocks), 1)
     return facts

@@ -27,8 +27,6 @@ KEPT_IN = "ROSE_BENCHMARK_CHECKPOINTS"
 """Variable of the environment. vLLM recompiles for a model in another folder, which takes a minute a start."""
 
 VOCAB_SIZE = 50_257
-_WHOLE = "whole"
-"""File that says that the others are there."""
 
 
 @contextlib.contextmanager
@@ -44,25 +42,33 @@ def checkpoint(model: str | None, shape: str = GPT2_124M, *, small: bool = False
         return
     if kept_in := os.environ.get(KEPT_IN):
         folder = Path(kept_in, f"{shape}-small" if small else shape)
-        if not (folder / _WHOLE).is_file():
+        whole = folder / "whole"  # says that the other files are there
+        if not whole.is_file():
             write_checkpoint(folder, shape, small=small)
-            (folder / _WHOLE).touch()
+            whole.touch()
         yield str(folder)
         return
     with tempfile.TemporaryDirectory() as directory:
-        yield str(write_checkpoint(Path(directory), shape, small=small))
+        write_checkpoint(Path(directory), shape, small=small)
+        yield directory
 
 
-def write_checkpoint(folder: Path, shape: str = GPT2_124M, *, small: bool = False) -> Path:
+def write_checkpoint(folder: Path, shape: str, *, small: bool) -> None:
     """Write random weights and a tokenizer that has a text for each token; see ``checkpoint``."""
-    if shape == LLAMA_1B:
-        _write_llama(folder, small=small)
-    else:
-        from tests.support.tiny_checkpoint import write_random_gpt2_124m
+    import torch
+    from transformers import AutoModelForCausalLM
 
+    from tests.support.tiny_checkpoint import write_random_gpt2_124m
+
+    if shape == LLAMA_1B:
+        torch.manual_seed(0)
+        # A billion numbers: seconds on a GPU.
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = AutoModelForCausalLM.from_config(llama_config(small=small), dtype=torch.float16)
+        model.save_pretrained(folder)
+    else:
         write_random_gpt2_124m(folder)
-    write_tokenizer(folder, VOCAB_SIZE)
-    return folder
+    _write_tokenizer(folder)
 
 
 def llama_config(*, small: bool = False) -> LlamaConfig:
@@ -89,19 +95,8 @@ def llama_config(*, small: bool = False) -> LlamaConfig:
     )
 
 
-def _write_llama(folder: Path, *, small: bool) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    # A billion numbers: seconds on a GPU.
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(llama_config(small=small), dtype=torch.float16)
-    model.save_pretrained(folder)
-
-
-def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Write a byte-level BPE tokenizer of ``vocab_size`` tokens without training one.
+def _write_tokenizer(folder: Path) -> None:
+    """Write a byte-level BPE tokenizer of ``VOCAB_SIZE`` tokens without training one.
 
     Token 0 ends a text, then come the 256 bytes, then words of two letters, of three and of four. Random weights draw
     from the whole vocabulary: with a small trained tokenizer most tokens would have no text, and no engine would have
@@ -111,25 +106,15 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate([END_OF_TEXT, *alphabet])}
-    merges: list[tuple[str, str]] = []
-    for length in (2, 3, 4):
-        for letters in itertools.product(string.ascii_lowercase, repeat=length):
-            if len(vocab) == vocab_size:
-                break
-            word = "".join(letters)
-            vocab[word] = len(vocab)
-            merges.append((word[:-1], word[-1]))
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    letters = (itertools.product(string.ascii_lowercase, repeat=length) for length in (2, 3, 4))
+    all_words = map("".join, itertools.chain.from_iterable(letters))
+    words = list(itertools.islice(all_words, VOCAB_SIZE - 1 - len(alphabet)))
+    vocab = {token: index for index, token in enumerate([END_OF_TEXT, *alphabet, *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[(word[:-1], word[-1]) for word in words]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        unk_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-    )
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
     fast.save_pretrained(folder)
 
 

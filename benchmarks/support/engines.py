@@ -1,37 +1,48 @@
-"""The engines that are compared, behind one interface: generate for a list of prompts, or stream for one.
+"""The engines that are compared: run requests in one call, or as streams at their times.
 
 Each class imports its engine when it is made, so that a worker loads one engine only. All engines get the same KV cache
 in tokens, the same number of sequences at once and the same number type; everything else is their default, but for what
-``extra`` says.
+``extra`` says. Texts are made, and end-of-text is ignored. ``facts`` are version and settings in force.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.online.timeline import Timeline, play, summary
+from benchmarks.support.workload import Requests
+
+Sampling = Mapping[str, Any]
+
+MODULES = {"rose": "rose_backend", "rose-in-vllm": "vllm", "vllm": "vllm", "sglang": "sglang"}
+"""Backend -> the package without which it counts as not installed."""
+BLOCK_SIZE = 16
+STEP_MS = "ROSE_BENCHMARK_STEP_MS"
+"""Variable of the environment that tells ``host_only_server`` how long a step takes."""
+
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a worker makes its engine from."""
+    """What a process makes its engine from."""
 
+    backend: str
     model: str
     dtype: str
     device: str
     max_num_seqs: int
     kv_cache_tokens: int
     kv_cache_bytes: int
+    variables: dict[str, str]
+    """The environment of its process."""
     switches_off: list[str] = field(default_factory=list)
     """Rose's switches; ``run_ahead``, and inside vLLM ``mixed_graphs``, are among them here."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Options in the engine's own words."""
-    step_ms: float | None = None
-    """vLLM's servers only: instead of a device, one that takes so long for any step."""
-
-
-BLOCK_SIZE = 16
 
 
 def as_flags(options: Mapping[str, Any]) -> list[str]:
@@ -65,14 +76,14 @@ def rose_options(options: EngineOptions) -> dict[str, Any]:
     }
 
 
-def vllm_options(options: EngineOptions, attention_backend: str | None) -> dict[str, Any]:
-    """Return vLLM's engine arguments. The size of the KV cache is given, so that nothing is measured at start-up.
-
-    Args:
-        attention_backend: None leaves the choice to vLLM.
-    """
+def vllm_options(options: EngineOptions) -> dict[str, Any]:
+    """Return vLLM's engine arguments. The size of the KV cache is given, so that nothing is measured at start-up."""
+    chosen: dict[str, Any] = {}
+    if options.backend == "rose-in-vllm":
+        chosen["attention_backend"] = "rose"
+    elif options.device == "cuda":  # for CPUs vLLM has one only, and names it itself
+        chosen["attention_backend"] = "FLASH_ATTN"
     switches = [name for name in options.switches_off if name not in ("run_ahead", "mixed_graphs")]
-    chosen: dict[str, Any] = {} if attention_backend is None else {"attention_backend": attention_backend}
     if switches:
         chosen["additional_config"] = {"rose": dict.fromkeys(switches, False)}
     if "run_ahead" in options.switches_off:
@@ -111,35 +122,37 @@ def sglang_options(options: EngineOptions) -> dict[str, Any]:
     }
 
 
-class OfflineEngine:
-    """Generates for many prompts in one call."""
-
-    def facts(self) -> dict[str, Any]:
-        """Return version and settings in force."""
-        raise NotImplementedError
-
-    def generate(self, prompts: list[list[int]], output_lens: list[int], sampling: dict[str, Any]) -> int:
-        """Return the number of generated tokens, texts made and end-of-text ignored."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Free the device, and end the engine's own processes."""
-        raise NotImplementedError
+def _check_output(num_tokens: int, requests: Requests) -> None:
+    """Raise unless every token that was asked for has come."""
+    if num_tokens != sum(requests.output_lens):
+        raise RuntimeError(f"got {num_tokens} new tokens, {sum(requests.output_lens)} were asked for")
 
 
-class Rose(OfflineEngine):
+class Offline:
+    """Takes all prompts in one call. A subclass's ``generate`` returns the number of new tokens."""
+
+    facts: dict[str, Any]
+    generate: Any
+
+    def run(self, requests: Requests, sampling: Sampling) -> dict[str, Any]:
+        """Return seconds and the number of new tokens."""
+        start = time.perf_counter()
+        output_tokens = self.generate(requests.prompts, requests.output_lens, sampling)
+        seconds = time.perf_counter() - start
+        _check_output(output_tokens, requests)
+        return {"seconds": seconds, "output_tokens": output_tokens}
+
+
+class Rose(Offline):
     """Rose without vLLM."""
 
     def __init__(self, options: EngineOptions) -> None:
         from rose_backend import LLM, SamplingParams, __version__
 
-        self._params, self._version = SamplingParams, __version__
-        self._llm = LLM(**rose_options(options))
+        self._params, self._llm = SamplingParams, LLM(**rose_options(options))
+        self.facts = {"version": __version__, "parts": self._llm.core.feature_status}
 
-    def facts(self) -> dict[str, Any]:
-        return {"version": self._version, "parts": self._llm.core.feature_status}
-
-    def generate(self, prompts: list[list[int]], output_lens: list[int], sampling: dict[str, Any]) -> int:
+    def generate(self, prompts: list[list[int]], output_lens: list[int], sampling: Sampling) -> int:
         params = [self._params(max_tokens=length, ignore_eos=True, **sampling) for length in output_lens]
         outputs = self._llm.generate(prompts, params)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
@@ -149,19 +162,16 @@ class Rose(OfflineEngine):
         self._llm.close()
 
 
-class Vllm(OfflineEngine):
+class Vllm(Offline):
     """vLLM's ``LLM``; Rose inside with the attention backend "rose"."""
 
-    def __init__(self, options: EngineOptions, attention_backend: str | None) -> None:
+    def __init__(self, options: EngineOptions) -> None:
         from vllm import LLM, SamplingParams
 
-        self._params = SamplingParams
-        self._llm = LLM(**vllm_options(options, attention_backend))
+        self._params, self._llm = SamplingParams, LLM(**vllm_options(options))
+        self.facts = _vllm_facts(self._llm.llm_engine.vllm_config)
 
-    def facts(self) -> dict[str, Any]:
-        return _vllm_facts(self._llm.llm_engine.vllm_config)
-
-    def generate(self, prompts: list[list[int]], output_lens: list[int], sampling: dict[str, Any]) -> int:
+    def generate(self, prompts: list[list[int]], output_lens: list[int], sampling: Sampling) -> int:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         params = [self._params(max_tokens=length, ignore_eos=True, **sampling) for length in output_lens]
         outputs = self._llm.generate(inputs, params, use_tqdm=False)
@@ -171,22 +181,19 @@ class Vllm(OfflineEngine):
         self._llm.llm_engine.engine_core.shutdown()
 
 
-class Sglang(OfflineEngine):
+class Sglang(Offline):
     """SGLang's ``Engine``."""
 
     def __init__(self, options: EngineOptions) -> None:
         from sglang import __version__
         from sglang.srt.entrypoints.engine import Engine
 
-        self._version = __version__
-        self._options = sglang_options(options)
-        self._engine = Engine(**self._options)
-
-    def facts(self) -> dict[str, Any]:
+        fields = sglang_options(options)
         kept = ("attention_backend", "cuda_graph_max_bs_decode", "mem_fraction_static")
-        return {"version": self._version, **{name: self._options.get(name) for name in kept}}
+        self.facts = {"version": __version__, **{name: fields.get(name) for name in kept}}
+        self._engine = Engine(**fields)
 
-    def generate(self, prompts: list[list[int]], output_lens: list[int], sampling: dict[str, Any]) -> int:
+    def generate(self, prompts: list[list[int]], output_lens: list[int], sampling: Sampling) -> int:
         params = [{"max_new_tokens": length, "ignore_eos": True, **sampling} for length in output_lens]
         outputs = self._engine.generate(input_ids=prompts, sampling_params=params)
         return sum(output["meta_info"]["completion_tokens"] for output in outputs)
@@ -195,37 +202,49 @@ class Sglang(OfflineEngine):
         self._engine.shutdown()
 
 
-class StreamingEngine:
-    """Generates for one prompt on an event loop."""
+class Streaming:
+    """Serves many callers on one event loop, where subclasses ``make`` and ``shut_down`` their engine.
 
-    def facts(self) -> dict[str, Any]:
-        """Return version and settings in force."""
-        raise NotImplementedError
+    Their ``stream`` yields numbers of new tokens as they come.
+    """
 
-    def stream(self, prompt: list[int], output_len: int, sampling: dict[str, Any]) -> AsyncIterator[int]:
-        """Yield the number of new tokens as they come."""
-        raise NotImplementedError
-
-    async def aclose(self) -> None:
-        """Free the device, and end the engine's own processes."""
-        raise NotImplementedError
-
-
-class RoseStreams(StreamingEngine):
-    """Rose's ``AsyncEngine``."""
+    facts: dict[str, Any]
+    make: Any
+    shut_down: Any
+    stream: Any
 
     def __init__(self, options: EngineOptions) -> None:
+        self._runner = asyncio.Runner()
+        self._runner.run(self.make(options))
+
+    def run(self, requests: Requests, sampling: Sampling) -> dict[str, Any]:
+        """Return figures as ``vllm bench serve`` names them."""
+
+        async def send(prompt: list[int], output_len: int, timeline: Timeline) -> None:
+            async for num_tokens in self.stream(prompt, output_len, sampling):
+                if num_tokens:
+                    timeline.arrivals.append(time.perf_counter() - timeline.due)
+                    timeline.num_tokens += num_tokens
+
+        timelines, duration = self._runner.run(play(send, requests))
+        _check_output(sum(timeline.num_tokens for timeline in timelines), requests)
+        return summary(timelines, duration)
+
+    def close(self) -> None:
+        self._runner.run(self.shut_down())
+        self._runner.close()
+
+
+class RoseStreams(Streaming):
+    """Rose's ``AsyncEngine``."""
+
+    async def make(self, options: EngineOptions) -> None:
         from rose_backend import AsyncEngine, SamplingParams, __version__
 
-        self._params, self._version = SamplingParams, __version__
-        self._engine = AsyncEngine(**rose_options(options))
+        self._params, self._engine = SamplingParams, AsyncEngine(**rose_options(options))
+        self.facts = {"version": __version__, "parts": self._engine.feature_status}
 
-    def facts(self) -> dict[str, Any]:
-        return {"version": self._version, "parts": self._engine.feature_status}
-
-    async def stream(
-        self, prompt: list[int], output_len: int, sampling: dict[str, Any]
-    ) -> AsyncIterator[int]:
+    async def stream(self, prompt: list[int], output_len: int, sampling: Sampling) -> AsyncIterator[int]:
         params = self._params(max_tokens=output_len, ignore_eos=True, **sampling)
         seen = 0
         async for output in self._engine.generate(prompt, params):
@@ -233,37 +252,32 @@ class RoseStreams(StreamingEngine):
             yield total - seen
             seen = total
 
-    async def aclose(self) -> None:
+    async def shut_down(self) -> None:
         await self._engine.shutdown()
 
 
-class VllmStreams(StreamingEngine):
+class VllmStreams(Streaming):
     """vLLM's ``AsyncLLM``; Rose inside with the attention backend "rose"."""
 
-    def __init__(self, options: EngineOptions, attention_backend: str | None) -> None:
+    async def make(self, options: EngineOptions) -> None:
         from vllm import SamplingParams
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._params, self._delta = SamplingParams, RequestOutputKind.DELTA
-        arguments = AsyncEngineArgs(**vllm_options(options, attention_backend))
-        self._engine = AsyncLLM.from_engine_args(arguments)
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**vllm_options(options)))
         self._num_requests = 0
+        self.facts = _vllm_facts(self._engine.vllm_config)
 
-    def facts(self) -> dict[str, Any]:
-        return _vllm_facts(self._engine.vllm_config)
-
-    async def stream(
-        self, prompt: list[int], output_len: int, sampling: dict[str, Any]
-    ) -> AsyncIterator[int]:
+    async def stream(self, prompt: list[int], output_len: int, sampling: Sampling) -> AsyncIterator[int]:
         params = self._params(max_tokens=output_len, ignore_eos=True, output_kind=self._delta, **sampling)
         self._num_requests += 1
         outputs = self._engine.generate({"prompt_token_ids": prompt}, params, str(self._num_requests))
         async for output in outputs:
             yield len(output.outputs[0].token_ids)
 
-    async def aclose(self) -> None:
+    async def shut_down(self) -> None:
         self._engine.shutdown()
 
 
@@ -280,29 +294,7 @@ def _vllm_facts(config: Any) -> dict[str, Any]:
     }
 
 
-def make_offline(backend: str, options: EngineOptions) -> OfflineEngine:
-    """Return the engine that ``generate``s; ImportError where it is not installed."""
-    if backend == "rose":
-        return Rose(options)
-    if backend == "sglang":
-        return Sglang(options)
-    return Vllm(options, attention_backend_of(backend, options))
-
-
-def make_streaming(backend: str, options: EngineOptions) -> StreamingEngine:
-    """Return the engine that ``stream``s; ImportError where it is not installed."""
-    if backend == "rose":
-        return RoseStreams(options)
-    return VllmStreams(options, attention_backend_of(backend, options))
-
-
-def attention_backend_of(backend: str, options: EngineOptions) -> str | None:
-    """Return what vLLM is told; it has one attention backend for CPUs only, and names that itself."""
-    if backend == "rose-in-vllm":
-        return "rose"
-    return "FLASH_ATTN" if options.device == "cuda" else None
-
-
-def module_of(backend: str) -> str:
-    """Return the package without which ``backend`` counts as not installed."""
-    return {"sglang": "sglang", "rose": "rose_backend"}.get(backend, "vllm")
+ENGINES: dict[str, dict[str, Any]] = {
+    "offline": {"rose": Rose, "rose-in-vllm": Vllm, "vllm": Vllm, "sglang": Sglang},
+    "streaming": {"rose": RoseStreams, "rose-in-vllm": VllmStreams, "vllm": VllmStreams},
+}

@@ -6,7 +6,7 @@ report, as long as the same program was measured in the same way; the report say
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import datetime
 import hashlib
 import importlib.metadata
@@ -27,31 +27,21 @@ _OWN_OPTIONS = ("--json", "--proofs", "--commit", "--resume", "--logs", "--pytho
 
 def cpu_model() -> str:
     """Return the processor's name as the system reports it."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
 
 
 def device_name(device: str) -> str:
-    """Return the GPU's name, or "cpu".
-
-    Args:
-        device: "cuda" or "cpu".
-    """
+    """Return the GPU's name where ``device`` is "cuda", else "cpu"."""
     import torch  # processes beside engines load this file, too
 
     return torch.cuda.get_device_name() if device == "cuda" else "cpu"
 
 
 def repeatable_command(arguments: list[str]) -> str:
-    """Return the command line, without the options that name file locations.
-
-    Args:
-        arguments: as ``sys.argv``.
-    """
+    """Return the command line of ``sys.argv``'s form without the options that name file locations."""
     script, *options = arguments
     for option in _OWN_OPTIONS:
         while option in options:
@@ -70,17 +60,11 @@ def digest_of(paths: Iterable[Path], root: Path) -> str:
 
 
 def run_facts(core: int | None = None) -> dict[str, Any]:
-    """Return machine, versions, command and time of this run, and a digest of this package's sources.
-
-    Args:
-        core: the one core the process is bound to, if it is.
-    """
+    """Return machine (``core``: the one the process is bound to), versions, command, time and a digest of sources."""
     versions = {"python": platform.python_version()}
     for name in _VERSIONS:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "command": repeatable_command(sys.argv),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -117,17 +101,6 @@ _SAME = ("benchmark", "sources_digest", "device", "versions", "settings", "trace
 _OF_A_RUN = ("date", "command", "machine", "start_up_s")
 
 
-def add_resume_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--resume``."""
-    parser.add_argument(
-        "--resume",
-        type=Path,
-        metavar="FILE",
-        help="keep the whole turns of an earlier report of the same sources, device, versions and settings, and take "
-        "those that it lacks",
-    )
-
-
 def earlier_report(path: Path | None, facts: Report) -> Report | None:
     """Return the report to go on with, None where none is asked for.
 
@@ -143,33 +116,23 @@ def earlier_report(path: Path | None, facts: Report) -> Report | None:
         old: Report = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise SystemExit(f"--resume: {path}: {error}") from error
-    new = json.loads(json.dumps(facts))  # tuples are lists in a file
-    for name in _SAME:
-        if old.get(name) != new.get(name):
-            raise SystemExit(f"--resume: {name}: this run has {new.get(name)!r}, {path} {old.get(name)!r}")
+    check_same(old, facts, _SAME)
     if old["failed"]:
         raise SystemExit(f"--resume: {path}: failed there: {', '.join(old['failed'])}")
     return old
 
 
-def check_engines(old: Report | None, backends: dict[str, Any]) -> None:
-    """End the program unless the engines that have started are those of the earlier report.
-
-    Raises:
-        SystemExit: another version, another setting, or one more or less.
-    """
-    new = json.loads(json.dumps(backends))
-    if old is not None and old["backends"] != new:
-        raise SystemExit(f"--resume: backends: this run has {new!r}, the file {old['backends']!r}")
+def check_same(old: Report, facts: Report, names: Iterable[str]) -> None:
+    """End the program unless this run's ``facts`` of these names are those of an earlier report."""
+    new = json.loads(json.dumps(facts))  # tuples are lists in a file
+    for name in names:
+        if old.get(name) != new.get(name):
+            raise SystemExit(f"--resume: {name}: this run has {new.get(name)!r}, the file {old.get(name)!r}")
 
 
 def with_runs(report: Report, old: Report | None) -> Report:
     """Return ``report`` with the ``runs`` that its turns are from, if there are several."""
     if old is None:
         return report
-    runs = old.get("runs") or [_run(old)]
-    return {**report, "runs": [*runs, _run(report)]}
-
-
-def _run(report: Report) -> dict[str, Any]:
-    return {name: report[name] for name in _OF_A_RUN if name in report}
+    first, this = ({name: run[name] for name in _OF_A_RUN if name in run} for run in (old, report))
+    return {**report, "runs": [*(old.get("runs") or [first]), this]}

@@ -1,4 +1,4 @@
-"""Engines take turns: one runs while the others are stopped, and a turn counts once every engine has had it.
+"""Turns of engines: one runs while the others are stopped, and a turn counts once every engine has had it.
 
 Idle schedulers poll, SGLang's all the time; what that costs the engine whose turn it is depends on the host. What a
 pause means to the engines (vLLM 0.32, SGLang 0.5.15): neither has a heartbeat between its processes, and none takes a
@@ -13,14 +13,10 @@ import os
 import signal
 import subprocess
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typing import Any
 
 # Continues what it was told of as soon as its input ends: after a turn, and also if this process is killed meanwhile.
 _GUARD = """
@@ -31,37 +27,20 @@ true
 # Others are stopped or ended, or wait in the kernel (D), from where they do not come back before they are continued.
 _MOVING = {"R", "S"}
 
-
-class Member(Protocol):
-    """An engine with processes of its own."""
-
-    @property
-    def pid(self) -> int:
-        """Number of its first process, which leads a session."""
-
-    def wake(self) -> None:
-        """Return when it has carried out something small."""
+Row = dict[str, Any]
 
 
-MemberT = TypeVar("MemberT", bound=Member)
+@dataclass(frozen=True)
+class Turn:
+    """The same work for every engine."""
 
-
-@contextlib.contextmanager
-def only(name: str, members: Mapping[str, MemberT], *, pause: bool = True) -> Iterator[MemberT]:
-    """Let all others stand still, wake this one, and yield it; in the end all run again.
-
-    No engine is stopped in the middle of work: between turns all run, and within one only this member gets work, which
-    is answered when the turn ends. A turn that ends in an exception is another matter: leave its member out of
-    ``members`` afterwards, or end.
-
-    Args:
-        name: of the member whose turn it is.
-        members: all that are alive, by name.
-        pause: False lets the others run on.
-    """
-    with paused([member.pid for other, member in members.items() if other != name] if pause else []):
-        members[name].wake()
-        yield members[name]
+    label: str
+    columns: Row
+    """What its rows have besides the backend and figures."""
+    first: int
+    """Place of the engine that begins, counted on from the last one."""
+    seed: int
+    """Of prompts that no other turn has."""
 
 
 @contextlib.contextmanager
@@ -122,69 +101,3 @@ def family(roots: set[int]) -> dict[int, str]:
 def _send(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-Row = dict[str, Any]
-
-
-class EngineError(Exception):
-    """An engine failed, died, did not start or did not answer; the message has the end of what it printed."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """The same work for every engine."""
-
-    label: str
-    columns: Row
-    """What its rows have besides the backend and figures."""
-    first: int
-    """Place of the engine that begins, counted on from the last one."""
-    seed: int
-    """Of prompts that no other turn has."""
-
-
-def take_turns(
-    members: dict[str, MemberT],
-    turns: Sequence[Turn],
-    take: Callable[[MemberT, str, Turn], Row],
-    rows: list[Row],
-    *,
-    pause: bool,
-    deadline: float,
-    drop: Callable[[str, EngineError], None] | None = None,
-) -> int:
-    """Add a row per engine and turn to ``rows``, and return how many turns there was no time for.
-
-    Args:
-        members: engines by name; ``drop`` may take some away.
-        take: gives the figures of one engine's turn.
-        pause: stop engines whose turn it is not.
-        deadline: in ``time.monotonic``'s seconds. An interrupt counts as one: turns that were whole stay.
-        drop: goes on without an engine that failed; None lets the failure end the run.
-    """
-    columns = (TextColumn("{task.description:52}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=len(turns) * len(members))
-        for number, turn in enumerate(turns):
-            if time.monotonic() > deadline or not members:
-                return len(turns) - number
-            names = deque(members)
-            names.rotate(-turn.first)
-            taken = []
-            try:
-                for name in list(names):
-                    progress.update(task, description=f"{name}: {turn.label}"[:52])
-                    try:
-                        with only(name, members, pause=pause) as member:
-                            figures = take(member, name, turn)
-                        taken.append({"backend": name, **turn.columns, **figures})
-                    except EngineError as error:
-                        if drop is None:
-                            raise
-                        drop(name, error)
-                    progress.advance(task)
-            except KeyboardInterrupt:
-                return len(turns) - number
-            rows += taken
-    return 0

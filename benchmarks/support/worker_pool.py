@@ -1,23 +1,24 @@
-"""Engines in processes of their own, side by side: start them, ask them, end them."""
+"""Engines in processes of their own, side by side: start them, ask them, let them take turns, end them."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import multiprocessing
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
-from benchmarks.support.engines import EngineOptions
-from benchmarks.support.turns import EngineError, resume
+from rich.console import Console
+
+from benchmarks.support.engines import MODULES, EngineOptions, Sampling
+from benchmarks.support.turns import Row, Turn, paused, resume
+from benchmarks.support.workload import MODES, WAKING, Requests
 
 ROOT = Path(__file__).resolve().parents[2]
 # A first start compiles for a minute or two; a run of thousands of prompts on a CPU is no benchmark.
@@ -25,88 +26,112 @@ MAX_WAIT_S = 600.0
 MAX_STOP_S = 20.0
 
 
-def worker_environment(
-    backend: str, python_path: str | None = None, environment: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """Return the variables of a process that runs ``backend``.
+Take = Callable[[Any, str, Turn], Row]
+"""Returns the figures of one engine's turn, from its process and name."""
 
-    Args:
-        python_path: what to put on its PYTHONPATH instead of this process's; None keeps it.
-        environment: variables to set, over this process's own.
-    """
-    variables = {**os.environ, **(environment or {})}
-    if python_path is not None:
-        variables["PYTHONPATH"] = os.pathsep.join((python_path, str(ROOT)))
-    if backend == "vllm":
-        # Stock: no plug-in is loaded, not even one that stays out of the way.
-        variables["VLLM_PLUGINS"] = ""
-    return variables
+
+class EngineError(Exception):
+    """An engine failed, died, did not start or did not answer; the message has the end of what it printed."""
 
 
 class EngineProcess:
-    """One process that leads a session of its own. Everything that it prints is in ``log``.
+    """One process that leads a session of its own, and may have children. Everything that it prints is in ``log``."""
 
-    Args:
-        has_pipes: stdin and stdout are pipes to this process, and only stderr is printed.
-    """
-
-    def __init__(
-        self, command: list[str], variables: Mapping[str, str], log: Path, *, has_pipes: bool = False
-    ) -> None:
-        self.log = log
+    def __init__(self, command: list[str], options: EngineOptions, log: Path, **fields: Any) -> None:
+        self.log, self.model = log, options.model
         with log.open("wb") as output:
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(
+            self.popen = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=variables,
-                stdin=pipe if has_pipes else subprocess.DEVNULL,
-                stdout=pipe if has_pipes else output,
-                stderr=output,
-                text=has_pipes,
+                env=options.variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
                 start_new_session=True,
+                **fields,
             )
+        self.pid = self.popen.pid
 
-    @property
-    def pid(self) -> int:
-        """Number of the process that was started; it may have children."""
-        return self._process.pid
+    def facts_if_ready(self) -> dict[str, Any] | None:
+        """Return version and settings in force, or None while it is still starting."""
+        raise NotImplementedError
+
+    def wake(self) -> None:
+        """Return when the engine has made a token: that asks all of its processes."""
+        raise NotImplementedError
 
     def ask_to_end(self) -> None:
         """Continue it if it is paused, and ask it to end."""
         resume(self.pid)
-        self._process.terminate()
+        self.popen.terminate()
 
     def wait_for_end(self) -> None:
         """Return when it has ended, or after ``MAX_STOP_S``."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(MAX_STOP_S)
+            self.popen.wait(MAX_STOP_S)
 
     def kill(self) -> None:
         """End it and all its children; children of an engine that ended without them are in its session."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
 
-    def stop(self) -> None:
-        """Ask it to end, paused or not; then end it and all its children."""
+    def error(self, what: str) -> EngineError:
+        """Return an error that says what went wrong, and the last lines that it printed."""
+        lines = self.log.read_text(errors="replace").splitlines()[-12:]
+        return EngineError("\n    ".join((what, *lines)))
+
+
+class Worker(EngineProcess):
+    """A process of ``benchmarks.support.worker``: "offline" or "streaming"."""
+
+    def __init__(self, kind: str, options: EngineOptions, log: Path) -> None:
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            descriptor = theirs.fileno()
+            command = [sys.executable, "-u", "-m", "benchmarks.support.worker", str(descriptor)]
+            super().__init__(command, options, log, pass_fds=[descriptor])
+        self.send("start", kind, options)
+
+    def send(self, *command: Any) -> None:
+        """Send a command; ``receive`` waits for its answer."""
+        with contextlib.suppress(ConnectionError):  # ``receive`` says why
+            self._connection.send(command)
+
+    def receive(self, timeout_s: float = MAX_WAIT_S) -> Any:
+        """Return the answer to the oldest command without one.
+
+        Raises:
+            EngineError: it failed, the process has ended, or nothing came in time.
+        """
         try:
-            self.ask_to_end()
-            self.wait_for_end()
-        finally:
-            self.kill()
+            if not self._connection.poll(timeout_s):
+                raise self.error(f"no answer within {timeout_s:.0f} s")
+            answer, failure = self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise self.error("the process ended") from None
+        if failure:
+            raise self.error(failure)
+        return answer
 
-    def end_of_log(self, num_lines: int = 12) -> str:
-        """Return the last lines that it printed, to stand behind a message."""
-        lines = self.log.read_text(errors="replace").splitlines()[-num_lines:]
-        return "".join(f"\n    {line}" for line in lines)
+    def run(self, requests: Requests, sampling: Sampling) -> Any:
+        """Return figures of these requests; errors are those of ``receive``."""
+        self.send("run", requests, sampling)
+        return self.receive()
+
+    def facts_if_ready(self) -> dict[str, Any] | None:
+        return self.receive() if self._connection.poll() else None
+
+    def wake(self) -> None:
+        self.run(WAKING, MODES["greedy"])
+
+    def ask_to_end(self) -> None:
+        resume(self.pid)
+        self.send("close")
 
 
-ProcessT = TypeVar("ProcessT", bound=EngineProcess)
-
-
-class Engines(Generic[ProcessT]):
-    """Engines by name, live side by side. Those that do not start are left out and named.
+class Engines:
+    """Engines by name, live side by side. Those that do not start, or fail later, are left out and named.
 
     Attributes:
         running: what has started.
@@ -115,144 +140,135 @@ class Engines(Generic[ProcessT]):
         failed: name -> what went wrong, at the start or later.
 
     Args:
+        make: returns the process of an engine, from its options and a file for what it prints.
         logs: folder for what engines print.
+        in_turn: start one after the other, the ones before stopped meanwhile.
     """
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(
+        self, make: Callable[[EngineOptions, Path], Any], logs: Path, *, in_turn: bool = False
+    ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
-        self._logs = logs
-        self.running: dict[str, ProcessT] = {}
+        self._make, self._logs, self._in_turn = make, logs, in_turn
+        self.running: dict[str, Any] = {}
         self.facts: dict[str, dict[str, Any]] = {}
         self.missing: dict[str, str] = {}
         self.failed: dict[str, str] = {}
 
-    def log_of(self, name: str) -> Path:
-        """Return the file for what an engine prints."""
-        return self._logs / f"{name.replace(', ', '_').replace(' ', '_')}.log"
+    def start(self, wanted: Mapping[str, EngineOptions]) -> dict[str, float]:
+        """Start all that are installed, and return the seconds that each took until it was ready."""
+        for name, options in wanted.items():
+            if not is_installed(options):
+                self.missing[name] = f"no module named {MODULES[options.backend]}"
+        seconds: dict[str, float] = {}
+        names = [name for name in wanted if name not in self.missing]
+        for group in [[name] for name in names] if self._in_turn else [names]:
+            with paused(process.pid for process in self.running.values()):
+                begin = time.monotonic()
+                for name in group:
+                    log = self._logs / f"{name.replace(', ', '_').replace(' ', '_')}.log"
+                    self.running[name] = self._make(wanted[name], log)
+                while waiting := [name for name in group if name in self.running and name not in seconds]:
+                    for name in waiting:
+                        self._look_at(name, begin, seconds)
+                    time.sleep(0.05)
+        # In the order in which they were asked for.
+        self.facts = {name: self.facts[name] for name in self.running}
+        return {name: seconds[name] for name in self.running}
+
+    def _look_at(self, name: str, begin: float, seconds: dict[str, float]) -> None:
+        """Note that an engine is ready, or drop it if it failed."""
+        process = self.running[name]
+        try:
+            facts = process.facts_if_ready()
+            if facts is not None:
+                self.facts[name], seconds[name] = facts, time.monotonic() - begin
+            elif process.popen.poll() is not None:
+                raise process.error("the process ended")
+            elif time.monotonic() - begin > MAX_WAIT_S:
+                raise process.error(f"did not become ready within {MAX_WAIT_S:.0f} s")
+        except EngineError as error:
+            self.drop(name, error)
 
     def drop(self, name: str, error: EngineError) -> None:
         """Go on without an engine that failed."""
         self.failed[name] = str(error)
-        if name in self.running:
-            self.running.pop(name).stop()
+        _end([self.running.pop(name)])
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """End all of them, at the same time.
-
-        An interrupt, a second one or a late one, ends the waiting and nothing else: what was measured is still to be
-        reported.
-        """
-        processes = list(self.running.values())
-        try:
-            for process in processes:
-                process.ask_to_end()
-            for process in processes:
-                process.wait_for_end()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            for process in processes:
-                process.kill()
-
-
-class Worker(EngineProcess):
-    """A process of ``benchmarks.support.worker``: "offline" or "streaming", with the engine of one backend."""
-
-    def __init__(self, kind: str, backend: str, variables: Mapping[str, str], log: Path) -> None:
-        command = [sys.executable, "-m", "benchmarks.support.worker", kind, backend]
-        super().__init__(command, variables, log, has_pipes=True)
-        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def send(self, op: str, **fields: Any) -> None:
-        """Send a command; ``receive`` waits for its answer."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps({"op": op, **fields}) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # ``receive`` says why
-
-    def receive(self, timeout_s: float = MAX_WAIT_S) -> dict[str, Any]:
-        """Return the answer to the oldest command without one.
-
-        Raises:
-            EngineError: it failed, the process has ended, or nothing came in time.
-        """
-        try:
-            answer = self._answers.get(timeout=timeout_s)
-        except queue.Empty:
-            raise EngineError(f"no answer within {timeout_s:.0f} s{self.end_of_log()}") from None
-        if answer is None:
-            raise EngineError(f"the process ended{self.end_of_log()}")
-        if "error" in answer:
-            raise EngineError(f"{answer['error']}{self.end_of_log()}")
-        return answer
-
-    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
-        """Send a command and return its answer; errors are those of ``receive``."""
-        self.send(op, **fields)
-        return self.receive()
-
-    def wake(self) -> None:
-        """Return when the engine has made a token; errors are those of ``receive``."""
-        self.ask("wake")
-
-    def ask_to_end(self) -> None:
-        resume(self.pid)
-        self.send("close")
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._answers.put(json.loads(line))
-        self._answers.put(None)
-
-
-class WorkerPool(Engines[Worker]):
-    """Engines that are used from Python.
-
-    Args:
-        kind: "offline" or "streaming".
-        vocab_size: prompts have token ids below it.
-    """
-
-    def __init__(self, kind: str, logs: Path, vocab_size: int) -> None:
-        super().__init__(logs)
-        self._kind, self._vocab_size = kind, vocab_size
-
-    def add(self, name: str, backend: str, options: EngineOptions, variables: Mapping[str, str]) -> None:
-        """Let a process make its engine; ``wait_until_started`` waits for all of them."""
-        worker = Worker(self._kind, backend, variables, self.log_of(name))
-        worker.send("start", options=asdict(options), vocab_size=self._vocab_size)
-        self.running[name] = worker
-
-    def wait_until_started(self) -> dict[str, float]:
-        """Fill ``facts``, ``missing`` and ``failed``; return seconds of waiting until each was there."""
-        start, start_up_s = time.monotonic(), {}
-        for name, worker in list(self.running.items()):
-            try:
-                answer = worker.receive()
-            except EngineError as error:
-                self.drop(name, error)
-                continue
-            if "missing" in answer:
-                self.missing[name] = answer["missing"]
-                self.running.pop(name).stop()
-            else:
-                self.facts[name] = answer["facts"]
-                start_up_s[name] = time.monotonic() - start
-        return start_up_s
-
-    def ask_all(self, op: str, **fields: Any) -> None:
-        """Let all carry out the same at the same time; drop those that fail."""
+    def run_all(self, requests: Requests, sampling: Sampling) -> None:
+        """Let all workers run the same at the same time; drop those that fail."""
         for worker in self.running.values():
-            worker.send(op, **fields)
+            worker.send("run", requests, sampling)
         for name, worker in list(self.running.items()):
             try:
                 worker.receive()
             except EngineError as error:
                 self.drop(name, error)
+
+    def _turn_of(self, name: str, turn: Turn, take: Take, *, pause: bool) -> Row:
+        """Wake an engine, all others standing still, and return its row.
+
+        No engine is stopped in the middle of work: between turns all run, and within one only this engine gets work,
+        which is answered when the turn ends.
+        """
+        others = [process.pid for other, process in self.running.items() if other != name and pause]
+        with paused(others):
+            self.running[name].wake()
+            return {"backend": name, **turn.columns, **take(self.running[name], name, turn)}
+
+    def take_turns(
+        self, turns: Sequence[Turn], take: Take, rows: list[Row], *, pause: bool, deadline: float
+    ) -> int:
+        """Add a row per engine and turn to ``rows``, and return how many turns there was no time for.
+
+        Args:
+            pause: stop engines whose turn it is not.
+            deadline: in ``time.monotonic``'s seconds. An interrupt counts as one: turns that were whole stay.
+        """
+        with Console(stderr=True).status("") as status:
+            for number, turn in enumerate(turns):
+                if time.monotonic() > deadline or not self.running:
+                    return len(turns) - number
+                names = deque(self.running)
+                names.rotate(-turn.first)
+                taken = []
+                try:
+                    for name in names:
+                        status.update(f"turn {number + 1} of {len(turns)}: {turn.label}: {name}")
+                        try:
+                            taken.append(self._turn_of(name, turn, take, pause=pause))
+                        except EngineError as error:
+                            self.drop(name, error)
+                except KeyboardInterrupt:
+                    return len(turns) - number
+                rows += taken
+        return 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End all of them; an interrupt meanwhile is not passed on: what was measured is still to be reported."""
+        with contextlib.suppress(KeyboardInterrupt):
+            _end(list(self.running.values()))
+
+
+def _end(processes: Sequence[EngineProcess]) -> None:
+    """Ask all to end at the same time, paused or not; then end them and all their children."""
+    try:
+        for process in processes:
+            process.ask_to_end()
+        for process in processes:
+            process.wait_for_end()
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def is_installed(options: EngineOptions) -> bool:
+    """Return whether a process with these variables would find the backend's package."""
+    look = f"import importlib.util; print(importlib.util.find_spec({MODULES[options.backend]!r}))"
+    command = [sys.executable, "-c", look]
+    found = subprocess.run(command, cwd=ROOT, env=options.variables, stdout=subprocess.PIPE)
+    # Anything else that goes wrong is for the engine itself to tell.
+    return found.stdout.strip() != b"None"

@@ -5,7 +5,7 @@ Imports nothing but NumPy: it is loaded beside engines that bring versions of ev
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,76 +16,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def random_prompts(num_prompts: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Return prompts that share no prefix worth mentioning."""
-    prompts: list[list[int]] = (
-        np.random.default_rng(seed).integers(1, vocab_size, (num_prompts, length)).tolist()
-    )
-    return prompts
-
-
-@dataclass(frozen=True)
-class RandomRequests:
-    """Requests of random tokens. Lengths are drawn evenly from (low, high), both included."""
-
-    num_requests: int
-    input_len: tuple[int, int]
-    output_len: tuple[int, int]
-    mode: str
-    seed: int
-
-    def prompts(self, vocab_size: int) -> list[list[int]]:
-        """Return token ids below ``vocab_size``; no two workloads of different seeds share a prefix."""
-        rng = np.random.default_rng([self.seed, 1])
-        lengths = self._lengths(self.input_len, 2)
-        tokens = rng.integers(1, vocab_size, sum(lengths)).tolist()
-        ends = np.cumsum(lengths).tolist()
-        return [tokens[end - length : end] for length, end in zip(lengths, ends, strict=True)]
-
-    def output_lens(self) -> list[int]:
-        """Return the number of new tokens of each request."""
-        return self._lengths(self.output_len, 3)
-
-    def arrivals(self, rate: float | None) -> list[float]:
-        """Return when each request is due, in seconds from the start: Poisson arrivals, or all at once for None.
-
-        Args:
-            rate: requests per second. The gaps of one seed are the same at every rate, but for their unit.
-        """
-        if rate is None:
-            return [0.0] * self.num_requests
-        gaps = np.random.default_rng([self.seed, 4]).exponential(1.0, self.num_requests)
-        due: list[float] = (np.cumsum(gaps) / rate).tolist()
-        return due
-
-    def shortened(self, num_requests: int, output_len: int) -> RandomRequests:
-        """Return the same with at most so many requests and new tokens, to warm up with."""
-        low, high = self.output_len
-        return replace(
-            self,
-            num_requests=min(self.num_requests, num_requests),
-            output_len=(min(low, output_len), min(high, output_len)),
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields; ``from_json`` takes them back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> RandomRequests:
-        """Return the workload with these fields."""
-        ranges = {name: tuple(fields[name]) for name in ("input_len", "output_len")}
-        return cls(**{**fields, **ranges})
-
-    def _lengths(self, span: tuple[int, int], stream: int) -> list[int]:
-        rng = np.random.default_rng([self.seed, stream])
-        lengths: list[int] = rng.integers(span[0], span[1] + 1, self.num_requests).tolist()
-        return lengths
-
-
 @dataclass(frozen=True)
 class Requests:
-    """What is asked of a server, one entry for each request."""
+    """What is asked of an engine, one entry for each request."""
 
     prompts: list[list[int]]
     output_lens: list[int]
@@ -98,36 +31,71 @@ class Requests:
         return Requests(self.prompts[dealt], self.output_lens[dealt], self.due[dealt])
 
 
+# No other prompt begins with token 0: this one leaves nothing in a prefix cache that a turn could find.
+WAKING = Requests([[0, 1, 2, 3]], [1], [0.0])
+
+
 @dataclass(frozen=True)
-class RequestSet:
-    """Prompts of random tokens: one of a few prefixes, drawn evenly, then a tail of its own."""
+class RandomRequests:
+    """Requests of random tokens. Lengths are drawn evenly from (low, high), both included."""
 
-    name: str
-    num_prefixes: int
-    prefix_len: int
-    tail_len: tuple[int, int]
-    """Shortest and longest; drawn evenly."""
-    output_len: int
+    num_requests: int
+    input_len: tuple[int, int]
+    output_len: tuple[int, int]
+    seed: int = 0
+    num_prefixes: int = 0
+    """Prompts begin with one of so many, drawn evenly, in front of ``input_len`` tokens of their own."""
+    prefix_len: int = 0
 
-    def requests(self, num_requests: int, vocab_size: int, *, rate: float | None, seed: int) -> Requests:
-        """Return requests, at ``rate`` a second or all at once; those of another seed share nothing with them."""
-        span = (self.output_len, self.output_len)
-        tails = RandomRequests(num_requests, self.tail_len, span, "greedy", seed)
-        prompts = tails.prompts(vocab_size)
+    def requests(self, vocab_size: int, rate: float | None = None) -> Requests:
+        """Return token ids below ``vocab_size``; no two workloads of different seeds share a prefix.
+
+        Args:
+            rate: of Poisson arrivals a second; None is all at once. The gaps of one seed are the same at every rate,
+                but for their unit.
+        """
+        lengths = self._lengths(self.input_len, 2)
+        tokens = self._rng(1).integers(1, vocab_size, sum(lengths)).tolist()
+        ends = np.cumsum(lengths).tolist()
+        prompts = [tokens[end - length : end] for length, end in zip(lengths, ends, strict=True)]
         if self.num_prefixes:
-            prefixes = random_prompts(self.num_prefixes, self.prefix_len, vocab_size, seed)
-            chosen = np.random.default_rng([seed, 5]).integers(0, self.num_prefixes, num_requests)
-            prompts = [prefixes[index] + tail for index, tail in zip(chosen, prompts, strict=True)]
-        return Requests(prompts, tails.output_lens(), tails.arrivals(rate))
+            shape = (self.num_prefixes, self.prefix_len)
+            prefixes = np.random.default_rng(self.seed).integers(1, vocab_size, shape).tolist()
+            drawn = self._rng(5).integers(0, self.num_prefixes, self.num_requests)
+            prompts = [prefixes[index] + prompt for index, prompt in zip(drawn, prompts, strict=True)]
+        due = [0.0] * self.num_requests
+        if rate is not None:
+            due = (np.cumsum(self._rng(4).exponential(1.0, self.num_requests)) / rate).tolist()
+        return Requests(prompts, self._lengths(self.output_len, 3), due)
 
-    def shortened(self, factor: int) -> RequestSet:
-        """Return the same with all lengths divided."""
-        low, high = (max(1, length // factor) for length in self.tail_len)
-        short = {"prefix_len": self.prefix_len // factor, "output_len": self.output_len // factor}
-        return replace(self, tail_len=(low, high), **short)
+    def shortened(self, num_requests: int, output_len: int) -> RandomRequests:
+        """Return the same with at most so many requests and new tokens, to warm up with."""
+        low, high = self.output_len
+        return replace(
+            self,
+            num_requests=min(self.num_requests, num_requests),
+            output_len=(min(low, output_len), min(high, output_len)),
+        )
+
+    def _rng(self, stream: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, stream])
+
+    def _lengths(self, span: tuple[int, int], stream: int) -> list[int]:
+        lengths: list[int] = self._rng(stream).integers(span[0], span[1] + 1, self.num_requests).tolist()
+        return lengths
 
 
-RANDOM = RequestSet("random", num_prefixes=0, prefix_len=0, tail_len=(512, 512), output_len=128)
-# 500 is no multiple of a block's 16 tokens.
-SHARED_PREFIX = RequestSet("shared-prefix", num_prefixes=8, prefix_len=500, tail_len=(16, 64), output_len=128)
-SETS = {each.name: each for each in (RANDOM, SHARED_PREFIX)}
+def request_sets(num_requests: int, *, quick: bool) -> dict[str, RandomRequests]:
+    """Return by name the sets that servers are sent, with ``quick`` a sixteenth of all lengths."""
+    unit = 1 if quick else 16
+    return {
+        "random": RandomRequests(num_requests, (32 * unit, 32 * unit), (8 * unit, 8 * unit)),
+        # 500 is no multiple of a block's 16 tokens.
+        "shared-prefix": RandomRequests(
+            num_requests,
+            (unit, 4 * unit),
+            (8 * unit, 8 * unit),
+            num_prefixes=8,
+            prefix_len=31 if quick else 500,
+        ),
+    }

@@ -67,9 +67,10 @@ class FakeServer:
         return web.Response()
 
 
-def fake_command(backend: str, options: Any, port: int) -> list[str]:
+def fake_command(options: Any, port: int) -> list[str]:
     """Stand in for ``servers.server_command``."""
-    return [sys.executable, "-m", "tests.benchmarks.fake_vllm_server", str(port), *FAKES[backend]]
+    fake = FAKES.get(options.backend, FAKES["vllm"])
+    return [sys.executable, "-m", "tests.benchmarks.fake_vllm_server", str(port), *fake]
 
 
 def main(port: str, block_size: str, delay_ms: str) -> None:

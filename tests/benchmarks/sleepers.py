@@ -16,17 +16,24 @@ class Sleeper(SimpleNamespace):
     """A process that does nothing. It has the attributes that it is made with, and counts how often it was woken."""
 
     def __init__(self, name: str, **attributes: object) -> None:
-        super().__init__(name=name, woken=0, **attributes)
-        self._process = subprocess.Popen(["sleep", "3600"], start_new_session=True)
-        self.pid = self._process.pid
+        super().__init__(name=name, woken=0, ended=False, **attributes)
+        self.popen = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+        self.pid = self.popen.pid
         wait_until_asleep(self.pid)
 
     def wake(self) -> None:
         self.woken += 1
 
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+    def ask_to_end(self) -> None:
+        pass
+
+    def wait_for_end(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.ended = True
+        self.popen.kill()
+        self.popen.wait()
 
 
 def is_stopped(pid: int) -> bool:
@@ -63,4 +70,4 @@ def sleepers(*names: str) -> Iterator[dict[str, Sleeper]]:
         yield started
     finally:
         for sleeper in started.values():
-            sleeper.end()
+            sleeper.kill()

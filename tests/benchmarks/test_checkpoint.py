@@ -60,7 +60,7 @@ def test_shapes_choose_their_backends() -> None:
     assert options.model_name == "random weights, Llama 1B's shapes"
     assert offline_compare.parse_options(["--shape", LLAMA_1B, "--backends", "sglang"]).backends == ["sglang"]
     options = offline_compare.parse_options([])
-    assert (options.shape, options.backends) == (GPT2_124M, list(offline_compare.BACKENDS))
+    assert (options.shape, options.backends) == (GPT2_124M, list(offline_compare.Offline.backends))
     assert options.model_name == "random weights, GPT-2 124M's shapes"
     assert online_compare.parse_options(["poisson", "--shape", LLAMA_1B]).backends == ["rose-in-vllm", "vllm"]
 

@@ -32,15 +32,15 @@ def test_each_pair_differs_in_its_part_only() -> None:
 
 def test_compare_parts_adds_every_side_once() -> None:
     options = offline_compare.parse_options(["--backends", HOST, STOCK, "--compare-parts"])
-    sides = offline_compare.sides_of(options)
+    sides = offline_compare.Offline.sides(options)
     assert list(sides) == [HOST, STOCK, *PART_SIDES]
     assert sides[ONLY_MANAGER] == (HOST, PART_SIDES[ONLY_MANAGER])
     assert {name for pair in PAIRS.values() for name in pair} <= sides.keys()
 
 
 def made_of(switches_off: list[str]) -> dict[str, object]:
-    options = EngineOptions("m", "float16", "cuda", 8, 1024, 2**20, switches_off)
-    return vllm_options(options, "rose")
+    options = EngineOptions("rose-in-vllm", "m", "float16", "cuda", 8, 1024, 2**20, {}, switches_off)
+    return vllm_options(options)
 
 
 def test_switches_are_said_in_vllms_words() -> None:
@@ -58,7 +58,7 @@ def test_switches_are_said_in_vllms_words() -> None:
 @pytest.mark.parametrize("switch", ["batched_scheduling", "mixed_graphs"])
 def test_what_there_is_inside_vllm_only_is_switched_off_there(switch: str) -> None:
     options = offline_compare.parse_options(["--backends", "rose", f"--compare-{switch.replace('_', '-')}"])
-    assert offline_compare.sides_of(options)[f"{HOST}, {switch} off"] == (HOST, [switch])
+    assert offline_compare.Offline.sides(options)[f"{HOST}, {switch} off"] == (HOST, [switch])
 
 
 def test_cases_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:

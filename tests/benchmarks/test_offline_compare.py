@@ -11,6 +11,7 @@ import pytest
 from benchmarks import offline_compare
 from benchmarks.offline_compare import Case
 from benchmarks.reports.engines import goal_bars, losses
+from benchmarks.support.workload import Requests
 from tests.benchmarks.fake_engine import write_fake_sglang
 
 
@@ -64,7 +65,7 @@ def test_an_engine_that_dies_half_way_is_named_and_its_figures_are_kept(
 ) -> None:
     path = tmp_path / "compare.json"
     site = write_fake_sglang(tmp_path / "site")
-    # Eight calls warm up, three each are for a decode case: it dies in the second one.
+    # Seven calls warm up, three each are for a decode case: it dies in the second one.
     arguments = [
         "--quick",
         "--backends",
@@ -74,7 +75,7 @@ def test_an_engine_that_dies_half_way_is_named_and_its_figures_are_kept(
         "--repeats",
         "1",
         "--env",
-        "sglang=FAKE_CALLS=12",
+        "sglang=FAKE_CALLS=11",
         "--json",
         str(path),
     ]
@@ -148,25 +149,23 @@ class Clockwork:
     """Takes 2 s for every prompt batch, and 10 ms for each token of the longest answer."""
 
     def __init__(self) -> None:
-        self.seeds: list[int] = []
+        self.prompts: list[list[int]] = []
 
-    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
-        workload = fields["workload"]
-        self.seeds.append(workload["seed"])
-        length = workload["output_len"][1]
-        return {"seconds": 2 + 0.01 * length, "input_tokens": 30, "output_tokens": 60}
+    def run(self, requests: Requests, sampling: Any) -> dict[str, Any]:
+        self.prompts.append(requests.prompts[0])
+        return {"seconds": 2 + 0.01 * max(requests.output_lens), "output_tokens": 60}
 
 
 def test_a_step_is_what_one_more_token_takes() -> None:
     worker = Clockwork()
     case = Case("decode", 4, (16, 16), (256, 256), "greedy", short_output_len=16)
-    assert case.run(worker, seed=3)["step_ms"] == pytest.approx(10.0)
-    assert case.run(worker, seed=4)["step_ms"] == pytest.approx(10.0)
-    assert len(set(worker.seeds)) == 4
+    assert case.run(worker, 3, 1000)["step_ms"] == pytest.approx(10.0)
+    assert case.run(worker, 4, 1000)["step_ms"] == pytest.approx(10.0)
+    assert len(set(map(tuple, worker.prompts))) == 4
 
 
 def test_throughput_counts_what_was_done() -> None:
-    figures = Case("mixed", 6, (1, 9), (1, 100), "greedy").run(Clockwork(), seed=0)
+    figures = Case("mixed", 6, (5, 5), (100, 100), "greedy").run(Clockwork(), 0, 1000)
     assert figures == {
         "duration": pytest.approx(3.0),
         "request_throughput": pytest.approx(2.0),
@@ -179,7 +178,7 @@ def test_the_block_manager_is_switched_off_where_there_is_another() -> None:
     options = offline_compare.parse_options(
         ["--quick", "--backends", "rose", "--compare-block-manager", "--compare-fused-mlp"]
     )
-    assert offline_compare.sides_of(options) == {
+    assert offline_compare.Offline.sides(options) == {
         "rose": ("rose", []),
         "rose, fused_mlp off": ("rose", ["fused_mlp"]),
         "rose-in-vllm, block_manager off": ("rose-in-vllm", ["block_manager"]),

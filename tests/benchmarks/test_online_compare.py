@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import socket
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +18,17 @@ from aiohttp import web
 
 from benchmarks import online_compare
 from benchmarks.online import servers, workloads
-from benchmarks.online.http_client import Client, Load, Replay, client_session, note_answer
+from benchmarks.online.http_client import Replay, note_answer, replay
 from benchmarks.online.servers import server_command
 from benchmarks.online.timeline import METRICS, PERCENTILES, Timeline
 from benchmarks.reports import figures
 from benchmarks.reports.serving import trace_losses
 from benchmarks.support.checkpoint import ModelFacts
 from benchmarks.support.engines import EngineOptions, as_flags
-from benchmarks.support.turns import EngineError
-from benchmarks.support.worker_pool import worker_environment
+from benchmarks.support.worker_pool import EngineError, is_installed
 from benchmarks.support.workload import Requests
 from rose_backend import __version__
 from tests.benchmarks.fake_vllm_server import fake_command
-
-OPTIONS = EngineOptions("some model", "float16", "cuda", 4, kv_cache_tokens=64, kv_cache_bytes=4096)
-NOTHING = Requests([], [], [])
 
 
 def test_a_quick_run_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,21 +93,22 @@ def test_streams_in_process_at_a_rate_and_at_their_own_capacity(
 
 
 class Recorder:
-    """Stands in for an engine: notes rates, and completes so many requests a second."""
+    """Stands in for an engine: notes when the last request is due, and completes so many a second."""
 
     def __init__(self, throughput: float) -> None:
-        self.rates: list[float | None] = []
+        self.last_due: list[float] = []
         self._figures = {"request_throughput": throughput, "failed": 0}
 
-    def ask(self, op: str, *, workload: Any, rate: float | None) -> dict[str, float]:
-        self.rates.append(rate)
+    def run(self, requests: Requests, sampling: Any) -> dict[str, float]:
+        self.last_due.append(requests.due[-1])
         return dict(self._figures)
 
 
 def played(options: Any, rows: list[dict[str, Any]], engines: dict[str, Any]) -> dict[tuple[str, str], Any]:
-    """Let engines take their turns in process; return the rates by scene and backend."""
+    """Let engines take the turns in process that are not in ``rows``; return the rates by scene and backend."""
     workload = workloads.InProcess(options, ModelFacts(512, 64, 1))
-    for turn in workload.turns(rows):
+    workload.rows = rows
+    for turn in workload.turns_left():
         taken = [
             {"backend": name, **turn.columns, **workload.take(engine, name, turn)}  # type: ignore[arg-type]
             for name, engine in engines.items()
@@ -116,7 +117,7 @@ def played(options: Any, rows: list[dict[str, Any]], engines: dict[str, Any]) ->
     return {(row["scene"], row["backend"]): row["request_rate"] for row in rows}
 
 
-def test_loads_follow_from_capacities_and_no_load_is_played_twice() -> None:
+def test_loads_follow_from_capacities() -> None:
     options = online_compare.parse_options(["in-process", "--quick", "--repeats", "2"])
     engines = {"rose": Recorder(80.0), "vllm": Recorder(20.0)}
     rows: list[dict[str, Any]] = []
@@ -128,14 +129,14 @@ def test_loads_follow_from_capacities_and_no_load_is_played_twice() -> None:
         ("own load", "rose"): 40.0,
         ("own load", "vllm"): 10.0,
     }
-    assert engines["rose"].rates == [None, None, 10.0, 40.0, 10.0, 40.0]
-    # Its own load is the same load: those turns count for both.
-    assert engines["vllm"].rates == [None, None, 10.0, 10.0]
+    for engine in engines.values():
+        assert [due > 0 for due in engine.last_due] == [False, False, True, True, True, True]
     # An earlier run's turns are kept, and its rates.
     kept = [row for row in rows[:8] if row["scene"] != "own load"]
     resumed = {"rose": Recorder(800.0), "vllm": Recorder(200.0)}
-    played(options, kept, resumed)
-    assert resumed["rose"].rates == [40.0, 10.0, 40.0] and resumed["vllm"].rates == [10.0]
+    rates = played(options, kept, resumed)
+    assert rates["own load", "rose"] == 40.0 and rates["same load", "rose"] == 10.0
+    assert [len(engine.last_due) for engine in resumed.values()] == [3, 3]
 
 
 def test_an_interrupt_while_servers_end_costs_no_figures(
@@ -149,15 +150,13 @@ def test_an_interrupt_while_servers_end_costs_no_figures(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(servers.Server, "wait_for_end", wait_for_end)
-    monkeypatch.setattr(
-        servers, "server_command", lambda _, options, port: fake_command("vllm", options, port)
-    )
+    monkeypatch.setattr(servers, "server_command", fake_command)
     arguments = ["--quick", "--backends", "rose", "--scales", "0.02", "--repeats", "1"]
     assert online_compare.main([*arguments, "--modes", "greedy", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     assert len(report["rows"]) == 1 and report["turns_left_out"] == 0
     (server,) = ending
-    assert server._process.returncode is not None
+    assert server.popen.returncode is not None
 
 
 def answer(*events: Any, status: int = 200) -> Timeline:
@@ -182,12 +181,10 @@ def answer(*events: Any, status: int = 200) -> Timeline:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-        timeline = Timeline(2)
-        async with client_session() as session:
-            load = Load(f"http://127.0.0.1:{port}", "some model", {"temperature": 0.0}, NOTHING)
-            client = Client(session, load)
-            await client.send([5, 6], 3, timeline)
-            client.note_answers()
+        requests = Requests([[5, 6]], [3], [0.0])
+        fields = {"model": "some model", "temperature": 0.0}
+        answered = await replay(f"http://127.0.0.1:{port}", fields, requests, time.perf_counter())
+        (timeline,) = answered.timelines
         await runner.cleanup()
         return timeline
 
@@ -229,7 +226,7 @@ def test_a_busy_port_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_server_that_does_not_say_its_version_is_no_reason_to_stop() -> None:
     silent = servers.Server.__new__(servers.Server)
-    silent.backend, silent.url = "sglang", f"http://127.0.0.1:{servers.free_port()}"
+    silent._version_path, silent.url = "version", f"http://127.0.0.1:{servers.free_port()}"
     assert silent.version().startswith("not told (URLError: ")
 
 
@@ -255,7 +252,8 @@ def test_options_become_flags() -> None:
     ],
 )
 def test_servers_are_started_with_the_same_limits(backend: str, parts: list[str]) -> None:
-    command = " ".join(server_command(backend, OPTIONS, 99))
+    options = EngineOptions(backend, "some model", "float16", "cuda", 4, 64, 4096, {})
+    command = " ".join(server_command(options, 99))
     assert all(part in command for part in [*parts, "--host 127.0.0.1", "--dtype float16"])
 
 
@@ -299,34 +297,33 @@ def test_requests_are_dealt_out_to_all_processes() -> None:
 class Postbox:
     """Takes loads in place of the client's processes, and answers at once."""
 
-    def __init__(self, count: int) -> None:
-        self.loads: list[Load] = []
+    def __init__(self) -> None:
+        self.loads: list[Requests] = []
 
-    def send(self, load: Load) -> Replay:
-        self.loads.append(load)
-        asked = zip(load.requests.prompts, load.requests.output_lens, strict=True)
+    def send(self, url: str, fields: dict[str, Any], requests: Requests) -> Replay:
+        assert (url, fields) == ("url", {"model": "m", "temperature": 0.0})
+        self.loads.append(requests)
+        asked = zip(requests.prompts, requests.output_lens, strict=True)
         return Replay([Timeline(len(p), [0.1, 0.3], n) for p, n in asked], 0.3, 0.1, 0.0)
 
 
-def test_a_server_that_is_not_installed_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "installed" / "sglang").mkdir(parents=True)
-    found = servers.Servers(tmp_path)
-    without = worker_environment("sglang", str(tmp_path))
-    found.add("rose", "rose", OPTIONS, worker_environment("rose"))
-    found.add("sglang", "sglang", OPTIONS, without)
-    assert found.missing == {"sglang": "no module named sglang"}
-    found.add("sglang", "sglang", OPTIONS, worker_environment("sglang", str(tmp_path / "installed")))
-    assert list(found._wanted) == ["rose", "sglang"]
+def test_engines_that_are_not_installed_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sglang").mkdir(parents=True)
+    here = EngineOptions("sglang", "m", "float16", "cuda", 4, 64, 4096, dict(os.environ))
+    there = replace(here, variables={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert is_installed(there) and not is_installed(here)
+    assert is_installed(replace(here, backend="rose"))
     # A Python that does not even start is no answer.
-    monkeypatch.setattr(servers.sys, "executable", "false")
-    assert servers.missing_module("sglang", without) is None
+    monkeypatch.setattr(sys, "executable", "false")
+    assert is_installed(here)
 
 
-def test_turns_of_a_trace_have_their_own_prompts_and_due_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workloads, "ClientProcesses", Postbox)
+def test_turns_of_a_trace_have_their_own_prompts_and_due_times() -> None:
     arguments = ["--quick", "--scales", "0.5", "0.1", "--repeats", "2", "--modes", "greedy"]
     trace = workloads.Trace(online_compare.parse_options(arguments), ModelFacts(100, 1024, 1))
-    turns = trace.turns([])
+    postbox = Postbox()
+    trace.clients = postbox  # type: ignore[assignment]
+    turns = trace.turns_left()
     assert [(turn.columns["scale"], turn.columns["repeat"], turn.first) for turn in turns] == [
         (0.1, 0, 0),
         (0.5, 0, 1),
@@ -338,8 +335,8 @@ def test_turns_of_a_trace_have_their_own_prompts_and_due_times(monkeypatch: pyte
     for turn in turns:
         figures = trace.take(server, "rose", turn)
         assert (figures["completed"], figures["pieces"]) == (8, 16)
-    loads = trace._clients.loads  # type: ignore[attr-defined]
-    assert len({tuple(load.requests.prompts[0]) for load in loads}) == 4
-    assert loads[1].requests.due == pytest.approx([at * 5 for at in loads[0].requests.due])
-    rows = [{"repeat": 0, "mode": "greedy", "scale": scale} for scale in (0.1, 0.5)]
-    assert trace.turns(rows) == turns[2:]
+    loads = postbox.loads
+    assert len({tuple(load.prompts[0]) for load in loads}) == 4
+    assert loads[1].due == pytest.approx([at * 5 for at in loads[0].due])
+    trace.rows = [{"repeat": 0, "mode": "greedy", "scale": scale} for scale in (0.1, 0.5)]
+    assert trace.turns_left() == turns[2:]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.turns import family, only, paused, resume
-from benchmarks.support.worker_pool import ROOT
-from tests.benchmarks.sleepers import Sleeper, is_stopped, sleepers, wait_until_asleep
+from benchmarks.support.turns import family, paused, resume
+from tests.benchmarks.sleepers import is_stopped, sleepers, wait_until_asleep
+from tests.conftest import ROOT
 from tests.support.patience import HANG_S
 
 # Counts in a file. Starts a child in a session of its own, which starts another one and ends when it is told to.
@@ -142,7 +142,7 @@ def test_the_end_of_the_benchmark_leaves_nothing_stopped(
 def test_one_that_ended_in_a_pause_does_not_keep_the_others(tree: tuple[int, Counts]) -> None:
     root, counts = tree
     with sleepers("first") as ended, paused([ended["first"].pid, root]):
-        ended["first"].end()
+        ended["first"].kill()
         assert stands_still(root, counts)
     assert grows(counts) == [True] * 3
 
@@ -153,32 +153,3 @@ def test_resume_continues_all_generations(tree: tuple[int, Counts]) -> None:
         assert stands_still(root, counts)
         resume(root)
         assert grows(counts) == [True] * 3
-
-
-def test_only_one_runs_and_is_awake() -> None:
-    with sleepers("rose", "vllm", "sglang") as engines:
-        for name in engines:
-            with only(name, engines) as engine:
-                assert engine is engines[name]
-                assert engine.woken == 1
-                assert {other for other in engines if is_stopped(engines[other].pid)} == engines.keys() - {
-                    name
-                }
-            assert not any(is_stopped(engine.pid) for engine in engines.values())
-
-
-def test_idle_ones_may_run_on() -> None:
-    with sleepers("rose", "vllm") as engines, only("rose", engines, pause=False) as engine:
-        assert engine.woken == 1
-        assert not any(is_stopped(engine.pid) for engine in engines.values())
-
-
-def test_one_that_does_not_wake_leaves_nothing_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(sleeper: Sleeper) -> None:
-        raise TimeoutError
-
-    monkeypatch.setattr(Sleeper, "wake", fail)
-    with sleepers("rose", "vllm") as engines:
-        with pytest.raises(TimeoutError), only("rose", engines):
-            pass
-        assert not any(is_stopped(engine.pid) for engine in engines.values())

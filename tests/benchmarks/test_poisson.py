@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,14 @@ from benchmarks import online_compare
 from benchmarks.online import servers, workloads
 from benchmarks.online.servers import parse_counts
 from benchmarks.reports.serving import COMPARED, OUTPUTS_APART, compare, poisson_bars
+from benchmarks.support import worker_pool
 from benchmarks.support.checkpoint import ModelFacts
-from benchmarks.support.engines import BLOCK_SIZE, EngineOptions
-from benchmarks.support.workload import RANDOM, SETS, SHARED_PREFIX
+from benchmarks.support.comparison import engine_options
+from benchmarks.support.engines import BLOCK_SIZE, STEP_MS, EngineOptions
+from benchmarks.support.worker_pool import Engines
+from benchmarks.support.workload import RandomRequests, request_sets
 from tests.benchmarks.fake_vllm_server import FAKES, METRICS, fake_command
 from tests.benchmarks.sleepers import Sleeper, is_stopped
-from tests.support.patience import HANG_S
 
 FACTS = ModelFacts(vocab_size=1000, max_model_len=64, kv_elements_per_token=2)
 
@@ -40,7 +41,7 @@ def test_a_quick_run(
     report = json.loads(path.read_text())
 
     turns = [(row["set"], row["rate"]) for row in report["rows"]][::2]
-    assert turns == [(name, rate) for name in SETS for rate in (None, 80.0)]
+    assert turns == [(name, rate) for name in workloads.SETS for rate in (None, 80.0)]
     backends = [row["backend"] for row in report["rows"]]
     # Who begins changes from turn to turn.
     assert backends[:4] == ["rose-in-vllm", "vllm", "vllm", "rose-in-vllm"]
@@ -68,13 +69,6 @@ def test_a_quick_run(
     assert "all at once" in capsys.readouterr().out
 
 
-class Clients:
-    """Needs no processes: nothing is sent."""
-
-    def __init__(self, count: int) -> None:
-        pass
-
-
 def measured(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, Any]]:
     """Return rows of servers that are asked nothing; vLLM's own ends 40 requests a second, later fewer."""
     speeds = {
@@ -85,16 +79,14 @@ def measured(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str,
     def counted(self: Any, server: Any, requests: Any) -> dict[str, Any]:
         return {"request_throughput": next(speeds[server]), "asked": len(requests.prompts)}
 
-    monkeypatch.setattr(workloads, "ClientProcesses", Clients)
     monkeypatch.setattr(workloads.Poisson, "counted", counted)
     poisson = workloads.Poisson(online_compare.parse_options(["poisson", "--quick", *arguments]), FACTS)
-    rows: list[dict[str, Any]] = []
-    for turn in poisson.turns(rows):
-        rows += [
+    for turn in poisson.turns_left():
+        poisson.rows += [
             {"backend": name, "first": turn.first, **turn.columns, **poisson.take(name, name, turn)}  # type: ignore[arg-type]
             for name in FAKES
         ]
-    return rows
+    return poisson.rows
 
 
 def test_loads_are_shares_of_what_saturates_vllms_own_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +114,12 @@ def test_turns_that_an_earlier_run_has_taken_are_left_out(monkeypatch: pytest.Mo
     rows = measured(monkeypatch, "--repeats", "2", "--loads", "0.5", "1.0")
     options = online_compare.parse_options(["poisson", "--quick", "--repeats", "2", "--loads", "0.5", "1.0"])
     poisson = workloads.Poisson(options, FACTS)
-    assert [len(poisson.turns(rows[: 2 * count])) for count in (0, 1, 4, 12)] == [12, 11, 8, 0]
-    left = poisson.turns(rows[:8])
+    left = []
+    for count in (12, 0, 1, 4):
+        poisson.rows = rows[: 2 * count]
+        left = poisson.turns_left()
+        assert len(left) == 12 - count
+    assert left[0].seed == 5
     assert {(turn.columns["set"], turn.columns["repeat"]) for turn in left} == {
         ("shared-prefix", 0),
         ("random", 1),
@@ -132,60 +128,40 @@ def test_turns_that_an_earlier_run_has_taken_are_left_out(monkeypatch: pytest.Mo
 
 
 class SlowServer(Sleeper):
-    """Takes a tenth of a second to start, and until the others have begun that are started with it."""
-
-    together: threading.Barrier | None = None
+    """Is ready when it is looked at for the third time; notes who was there and who was stopped meanwhile."""
 
     made: list[Sleeper]
-    started: list[tuple[float, float]]
-    idle_stopped: list[list[bool]]
-    stopped: list[str]
+    seen: list[list[tuple[str, bool]]]
 
-    def __init__(self, backend: str, *arguments: Any) -> None:
-        super().__init__(backend)
+    def __init__(self, options: EngineOptions, log: Path) -> None:
+        super().__init__(options.backend, looks=0)
         self.made.append(self)
 
-    def version(self) -> str:
-        return "1"
-
-    def wait_until_ready(self) -> None:
-        begin = time.monotonic()
-        if self.together is not None:
-            self.together.wait(HANG_S)
-        time.sleep(0.1)
-        self.started.append((begin, time.monotonic()))
-        self.idle_stopped.append([is_stopped(other.pid) for other in self.made if other is not self])
-
-    def ask_to_end(self) -> None:
-        pass
-
-    def wait_for_end(self) -> None:
-        pass
-
-    def kill(self) -> None:
-        self.stopped.append(self.name)
-        self.end()
+    def facts_if_ready(self) -> dict[str, str] | None:
+        self.looks += 1
+        if self.looks < 3:
+            return None
+        self.seen.append([(other.name, is_stopped(other.pid)) for other in self.made if other is not self])
+        return {"version": "1"}
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
 def test_servers_start_together_or_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_turn: bool
 ) -> None:
-    monkeypatch.setattr(servers, "Server", SlowServer)
-    SlowServer.made, SlowServer.started, SlowServer.idle_stopped, SlowServer.stopped = [], [], [], []
-    monkeypatch.setattr(SlowServer, "together", None if in_turn else threading.Barrier(len(FAKES)))
-    options = EngineOptions("model", "float32", "cpu", 8, 64, 64)
-    with servers.Servers(tmp_path, in_turn=in_turn) as found:
-        for name in FAKES:
-            found.add(name, name, options, {})
-        start_up_s = found.wait_until_started()
-        assert list(found.running) == list(start_up_s) == list(FAKES)
-        (_, first_ready), (second_begin, _) = sorted(SlowServer.started)
-        assert (second_begin >= first_ready) == in_turn
-        assert all(seconds >= 0.1 for seconds in start_up_s.values())
-        assert SlowServer.idle_stopped == ([[], [True]] if in_turn else [[False], [False]])
-        assert not SlowServer.stopped
-    assert sorted(SlowServer.stopped) == sorted(FAKES)
+    SlowServer.made, SlowServer.seen = [], []
+    wanted = {
+        name: EngineOptions(name, "model", "float32", "cpu", 8, 64, 64, dict(os.environ)) for name in FAKES
+    }
+    monkeypatch.setattr(worker_pool, "is_installed", lambda options: True)
+    with Engines(SlowServer, tmp_path, in_turn=in_turn) as engines:
+        start_up_s = engines.start(wanted)
+        assert list(engines.running) == list(start_up_s) == list(engines.facts) == list(FAKES)
+        first, second = FAKES
+        together = [[(second, False)], [(first, False)]]
+        assert SlowServer.seen == ([[], [(first, True)]] if in_turn else together)
+        assert not any(is_stopped(server.pid) for server in SlowServer.made)
+    assert all(server.ended for server in SlowServer.made)
 
 
 def test_a_part_that_is_off_has_a_server_of_its_own() -> None:
@@ -196,15 +172,16 @@ def test_a_part_that_is_off_has_a_server_of_its_own() -> None:
     assert sides["rose-in-vllm"] == ("rose-in-vllm", [])
 
 
-def test_a_server_without_a_model_is_another_program(tmp_path: Path) -> None:
-    options = EngineOptions("model", "float32", "cpu", 8, 64, 64, ["joined_outputs"], step_ms=2.0)
-    command = servers.server_command("rose-in-vllm", options, 1)
+def test_a_server_without_a_model_is_another_program() -> None:
+    parsed = online_compare.parse_options(["poisson", "--step-ms", "2", "--device", "cpu"])
+    options = engine_options(parsed, "rose-in-vllm", "model", FACTS, ["joined_outputs"])
+    assert options.variables[STEP_MS] == "2.0"
+    command = servers.server_command(options, 1)
     assert servers.HOST_ONLY_SERVER in command and "vllm.entrypoints.cli.main" not in command
     assert '{"rose": {"joined_outputs": false, "exact_cached_tokens": true}}' in command
-    assert servers._step_time(options) == {servers.STEP_MS: "2.0"}
-    with_model = replace(options, step_ms=None)
-    assert "vllm.entrypoints.cli.main" in servers.server_command("vllm", with_model, 1)
-    assert servers._step_time(with_model) == {}
+    with_model = engine_options(online_compare.parse_options(["poisson"]), "vllm", "model", FACTS, [])
+    assert "vllm.entrypoints.cli.main" in servers.server_command(with_model, 1)
+    assert STEP_MS not in with_model.variables
 
 
 def test_a_server_that_does_not_start_ends_the_run(
@@ -216,29 +193,35 @@ def test_a_server_that_does_not_start_ends_the_run(
     assert "no such backend" in capsys.readouterr().out
 
 
+SETS = request_sets(200, quick=False)
+
+
 @pytest.mark.parametrize("request_set", SETS.values(), ids=SETS)
-def test_prompts_of_a_turn_are_its_own(request_set: Any) -> None:
-    turns = [request_set.requests(200, 50_000, rate=None, seed=seed) for seed in (1, 2)]
+def test_prompts_of_a_turn_are_its_own(request_set: RandomRequests) -> None:
+    turns = [replace(request_set, seed=seed).requests(50_000) for seed in (1, 2)]
     starts = [{tuple(prompt[:12]) for prompt in turn.prompts} for turn in turns]
     assert not starts[0] & starts[1]
     assert len(starts[0]) == (request_set.num_prefixes or 200)
-    low, high = request_set.tail_len
     lengths = {len(prompt) - request_set.prefix_len for prompt in turns[0].prompts}
-    assert (min(lengths), max(lengths)) == (low, high)
+    assert (min(lengths), max(lengths)) == request_set.input_len
     assert turns[0].output_lens == [128] * 200 and turns[0].due == [0.0] * 200
 
 
 def test_shared_prefixes_end_inside_a_block() -> None:
-    prompts = SHARED_PREFIX.requests(200, 50_000, rate=None, seed=1).prompts
+    prompts = SETS["shared-prefix"].requests(50_000).prompts
     assert len({tuple(prompt[:500]) for prompt in prompts}) == 8
     assert len({tuple(prompt[:501]) for prompt in prompts}) > 100
     assert 500 % BLOCK_SIZE != 0
 
 
-def test_arrivals_have_the_rate_that_is_asked_for() -> None:
-    due = RANDOM.requests(2000, 1000, rate=50.0, seed=1).due
-    assert due == sorted(due)
-    assert due[-1] == pytest.approx(2000 / 50, rel=0.1)
+def test_quick_sets_are_short() -> None:
+    quick = request_sets(200, quick=True)
+    assert quick.keys() == SETS.keys() == set(workloads.SETS)
+    for name, short in quick.items():
+        long = SETS[name]
+        assert [16 * length for length in short.input_len] == list(long.input_len)
+        assert [16 * length for length in short.output_len] == list(long.output_len)
+        assert short.prefix_len == long.prefix_len // 16 and short.num_prefixes == long.num_prefixes
 
 
 def test_counters_are_read_and_summed_over_engines() -> None:

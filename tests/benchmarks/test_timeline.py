@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.online.timeline import Timeline, play, summary
 from benchmarks.reports.serving import in_process_bars as goal_bars
+from benchmarks.support.workload import Requests
 
 KEYS = {"duration", "completed", "failed", "total_input_tokens", "total_output_tokens"} | {
     f"{what}_throughput" for what in ("request", "output", "total_token")
@@ -50,12 +51,11 @@ def test_a_late_start_counts() -> None:
         if prompt == [0]:
             time.sleep(0.05)
         await asyncio.sleep(0)
-        timeline.saw(1)
-        timeline.saw(output_len - 1)
+        timeline.arrivals.append(time.perf_counter() - timeline.due)
+        timeline.num_tokens = output_len
 
-    timelines, duration = asyncio.run(play(send, [[0], [1, 1]], [4, 6], [0.0, 0.001]))
+    timelines, duration = asyncio.run(play(send, Requests([[0], [1, 1]], [4, 6], [0.0, 0.001])))
     assert [timeline.num_tokens for timeline in timelines] == [4, 6]
-    assert [len(timeline.arrivals) for timeline in timelines] == [2, 2]
     assert timelines[1].prompt_len == 2
     assert timelines[1].arrivals[0] > 0.045
     assert duration >= 0.05
@@ -63,11 +63,13 @@ def test_a_late_start_counts() -> None:
 
 def test_requests_wait_until_they_are_due() -> None:
     async def send(prompt: list[int], output_len: int, timeline: Timeline) -> None:
-        timeline.saw(output_len)
+        sent.append(time.perf_counter())
 
-    timelines, duration = asyncio.run(play(send, [[1], [1]], [2, 2], [0.0, 0.2]))
-    assert duration >= 0.2
-    assert timelines[1].arrivals[0] < 0.1
+    sent: list[float] = []
+    start = time.perf_counter() + 0.1
+    timelines, duration = asyncio.run(play(send, Requests([[1], [1]], [2, 2], [0.0, 0.2]), start))
+    assert duration >= 0.2 and sent[1] >= start + 0.2
+    assert [timeline.due for timeline in timelines] == [start, start + 0.2]
 
 
 def row(scene: str, backend: str, **figures: float) -> dict[str, object]:

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from benchmarks.support import worker_pool
 from benchmarks.support.engines import EngineOptions
-from benchmarks.support.turns import EngineError, paused
-from benchmarks.support.worker_pool import WorkerPool, worker_environment
-from benchmarks.support.workload import RandomRequests
+from benchmarks.support.turns import paused
+from benchmarks.support.worker_pool import EngineError, Engines, Worker
+from benchmarks.support.workload import MODES, RandomRequests
 from tests.benchmarks.fake_engine import write_fake_sglang
+from tests.conftest import ROOT
 from tests.support.patience import HANG_S
 
-OPTIONS = EngineOptions("some model", "float32", "cpu", 4, kv_cache_tokens=64, kv_cache_bytes=4096)
-WORKLOAD = RandomRequests(3, (2, 5), (4, 4), "greedy", seed=1).as_json()
+WORK = (RandomRequests(3, (2, 5), (4, 4), seed=1).requests(vocab_size=9), MODES["greedy"])
 
-Started = Callable[..., WorkerPool]
+Started = Callable[..., Engines]
 
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Started]:
-    """Return a function that starts the fake engine with environment variables."""
-    pools: list[WorkerPool] = []
-    path = write_fake_sglang(tmp_path / "site")
+    """Return a function that starts fake engines, each named after its environment variables."""
+    pools: list[Engines] = []
+    write_fake_sglang(tmp_path / "site")
 
-    def start(python_path: str | None = path, **environment: str) -> WorkerPool:
-        pool = WorkerPool("offline", tmp_path / "logs", vocab_size=9)
+    def start(*environments: str, site: str = "site") -> Engines:
+        pool = Engines(partial(Worker, "offline"), tmp_path / "logs")
         pools.append(pool)
-        pool.add("sglang", "sglang", OPTIONS, worker_environment("sglang", python_path, environment))
-        pool.wait_until_started()
+        path = os.pathsep.join((str(tmp_path / site), str(ROOT)))
+        wanted = {}
+        for text in environments or ("",):
+            name, _, value = text.partition("=")
+            variables = {**os.environ, "PYTHONPATH": path} | ({name: value} if name else {})
+            options = EngineOptions("sglang", "some model", "float32", "cpu", 4, 64, 4096, variables)
+            wanted[text or "sglang"] = options
+        assert list(pool.start(wanted)) == list(pool.running) == list(pool.facts)
         return pool
 
     yield start
@@ -43,9 +51,8 @@ def started(tmp_path: Path) -> Iterator[Started]:
 def test_an_engine_that_prints_is_understood(started: Started) -> None:
     pool = started()
     assert pool.facts["sglang"]["version"] == "0.fake"
-    answer = pool.running["sglang"].ask("generate", workload=WORKLOAD)
+    answer = pool.running["sglang"].run(*WORK)
     assert answer["output_tokens"] == 12
-    assert 6 <= answer["input_tokens"] <= 15
     assert 0 < answer["seconds"] < HANG_S
     assert "generating for 3" in pool.running["sglang"].log.read_text()
     with pytest.raises(EngineError, match=r"no answer within 0 s\n(.*\n)*.*generating for 3"):
@@ -53,42 +60,41 @@ def test_an_engine_that_prints_is_understood(started: Started) -> None:
 
 
 def test_an_engine_that_is_not_installed_is_named(started: Started) -> None:
-    pool = started(python_path=None)
-    assert pool.missing == {"sglang": "No module named 'sglang'"}
+    pool = started(site="nowhere")
+    assert pool.missing == {"sglang": "no module named sglang"}
     assert pool.running == pool.failed == {}
 
 
 def test_an_engine_that_stops_early_is_no_fast_engine(started: Started) -> None:
-    pool = started(FAKE_LOST_TOKENS="1")
+    (worker,) = started("FAKE_LOST_TOKENS=1").running.values()
     with pytest.raises(EngineError, match="got 9 new tokens, 12 were asked for"):
-        pool.running["sglang"].ask("generate", workload=WORKLOAD)
+        worker.run(*WORK)
 
 
 def test_the_last_words_of_a_dead_engine_are_passed_on(started: Started) -> None:
-    pool = started(FAKE_CALLS="0")
-    worker = pool.running["sglang"]
+    pool = started("FAKE_CALLS=0")
     with pytest.raises(EngineError, match=r"the process ended\n(.*\n)*.*something terrible") as death:
-        worker.ask("generate", workload=WORKLOAD)
-    pool.drop("sglang", death.value)
+        pool.running["FAKE_CALLS=0"].run(*WORK)
+    pool.drop("FAKE_CALLS=0", death.value)
     assert pool.running == {}
-    assert "something terrible" in pool.failed["sglang"]
+    assert "something terrible" in pool.failed["FAKE_CALLS=0"]
 
 
 def test_a_paused_engine_ends_at_once_and_in_order(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "MAX_STOP_S", HANG_S)
-    worker = started().running["sglang"]
+    pool = started()
+    worker = pool.running["sglang"]
     with paused([worker.pid]):
-        worker.stop()
+        pool.drop("sglang", EngineError("it is tired"))
     assert "goodbye" in worker.log.read_text()
+    assert worker.popen.returncode == 0
 
 
 def test_an_interrupt_while_closing_leaves_no_engine_and_loses_no_report(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = started()
-    path = pool.running["sglang"].log.parents[1] / "site"
-    pool.add("other", "sglang", OPTIONS, worker_environment("sglang", str(path)))
-    processes = [worker._process for worker in pool.running.values()]
+    pool = started("", "OTHER=1")
+    processes = [worker.popen for worker in pool.running.values()]
 
     def interrupted(root: int) -> None:
         raise KeyboardInterrupt
@@ -105,15 +111,13 @@ def test_an_engine_is_woken_by_a_token(started: Started) -> None:
     assert worker.log.read_text().count("generating for 1\n") == 1
 
 
-def test_all_are_asked_and_those_that_fail_are_dropped(started: Started, tmp_path: Path) -> None:
-    pool = started(FAKE_CALLS="1")
-    pool.add("other", "sglang", OPTIONS, worker_environment("sglang", str(tmp_path / "site")))
-    pool.running["other"].receive()
-    pool.ask_all("generate", workload=WORKLOAD)
-    assert set(pool.running) == {"sglang", "other"}
-    pool.ask_all("wake")
-    assert set(pool.running) == {"other"}
-    assert "something terrible" in pool.failed["sglang"]
+def test_all_are_asked_and_those_that_fail_are_dropped(started: Started) -> None:
+    pool = started("FAKE_CALLS=1", "OTHER=1")
+    pool.run_all(*WORK)
+    assert set(pool.running) == {"FAKE_CALLS=1", "OTHER=1"}
+    pool.run_all(*WORK)
+    assert set(pool.running) == {"OTHER=1"}
+    assert "something terrible" in pool.failed["FAKE_CALLS=1"]
 
 
 def test_a_broken_installation_is_a_failure_and_not_missing(started: Started, tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ _LARGE_GPU = {"offline": 16_384, "online": 8192}
 1.0 ms for 2,048: larger ones delay running sequences, smaller ones are shorter than the host's 2 ms per step."""
 _LARGE_GPU_BYTES = 70 << 30
 _WORTH_WAITING_ON_A_GPU = 1024
-"""For GPT-2 124M on an H200, where waiting costs a step of about 2 ms (``benchmarks.waiting``). Median time to first
-token, waiting / not, in ms: 128 tokens shared by 2 requests 3.7 / 2.1, by 8 5.2 / 2.7, by 32 7.5 / 4.9; 768 tokens
-4.6 / 2.2, 5.5 / 5.1, 8.4 / 9.3. To be measured again for larger models."""
+"""For GPT-2 124M on an H200, where waiting costs a step of about 2 ms (``benchmarks.waiting`` of commit 29b54d5).
+Median time to first token, waiting / not, in ms: 128 tokens shared by 2 requests 3.7 / 2.1, by 8 5.2 / 2.7, by 32
+7.5 / 4.9; 768 tokens 4.6 / 2.2, 5.5 / 5.1, 8.4 / 9.3. To be measured again for larger models."""
 
 
 def default_token_budget(device: torch.device, *, is_online: bool) -> int:
