@@ -359,9 +359,10 @@ def test_python_compiles_and_imports_what_there_is(page: Path) -> None:
 
 @by_page(PAGES)
 def test_figures_have_a_command_that_repeats_them(page: Path) -> None:
-    text = FENCE.sub("", written_by_hand(page))
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
     for section in re.split(r"^#+ ", text, flags=re.MULTILINE):
-        if found := MEASURED.findall(section):
+        # A table's own command counts for the text about it.
+        if found := MEASURED.findall(GENERATED.sub("", section)):
             has_source = re.search(
                 r"benchmarks\.\w|benchmarks/results|make bench|rose_backend/\S+\.py", section
             )
