@@ -73,7 +73,13 @@ def load(config: EngineConfig, *, is_online: bool = False) -> LoadedModel:
         token_budget = default_token_budget(device, is_online=is_online)
         config = dataclasses.replace(config, max_num_batched_tokens=token_budget)
     directory = resolve_model_path(config.model)
-    model = load_model(directory, dtype=config.dtype, device=device.type, switches=config)
+    model = load_model(
+        directory,
+        dtype=config.dtype,
+        device=device.type,
+        switches=config,
+        max_model_len=config.max_model_len,
+    )
     sizes = model.config
     max_model_len = _resolve_max_model_len(config, sizes.max_position_embeddings)
     weights_loaded = time.perf_counter()
