@@ -96,7 +96,7 @@ class ModelConfig:
             intermediate_size=read("intermediate_size", 4 * hidden_size),
             max_position_embeddings=read("max_position_embeddings"),
             norm_eps=float(fields.get(names["norm_eps"], norm_eps)),
-            eos_token_ids=_read_eos_token_ids(fields),
+            eos_token_ids=read_eos_token_ids(fields, "config.json"),
             tie_word_embeddings=bool(fields.get("tie_word_embeddings", tie_word_embeddings)),
             dtype=dtype,
             device=torch.device(device),
@@ -168,9 +168,14 @@ def choose_dtype(dtype: str, device: str, stored: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if has_bfloat16 else torch.float16
 
 
-def _read_eos_token_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
+def read_eos_token_ids(fields: Mapping[str, Any], file: str) -> tuple[int, ...]:
+    """Return ``eos_token_id`` of a JSON file, one or a list of them.
+
+    Raises:
+        ModelError: it is neither.
+    """
     value = fields.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(each, bool) or not isinstance(each, int) for each in ids):
-        raise ModelError(f"config.json: eos_token_id must be one integer, or a list of them, got {value!r}")
+        raise ModelError(f"{file}: eos_token_id must be one integer, or a list of them, got {value!r}")
     return tuple(ids)
