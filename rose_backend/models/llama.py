@@ -26,6 +26,7 @@ _COMMON: Mapping[str, bool | tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "pretraining_tp": (1, None),
     "is_causal": True,
+    "rope_interleaved": False,
 }
 _ROTATES_ALL = {"no_rope_layers": (None,), "no_rope_layer_interval": (None,)}
 
