@@ -34,7 +34,15 @@ class ToyLlama:
         self.config, self.weights, self.switches = config, weights, switches
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, *, dtype: str, device: str, switches: Switches) -> ToyLlama:
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        dtype: str,
+        device: str,
+        switches: Switches,
+        max_model_len: int | None = None,
+    ) -> ToyLlama:
         """Read a checkpoint."""
         chosen = choose_dtype(dtype, device, checkpoint.dtype_of("model.embed_tokens.weight"))
         config = ModelConfig.from_hf(
