@@ -150,6 +150,10 @@ def silu_mul(
     check_tensors(gate_up=(gate_up, "T 2I"))
     if gate_up.shape[1] % 2:
         raise ShapeError(f"gate_up: expected an even number of columns, got {gate_up.shape[1]}")
+    if gate_up.is_cuda:
+        from rose_backend.kernels.gpu import fused_mlp as gpu
+
+        return gpu.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     if gate_up.dtype == torch.float32:
         return F.silu(gate).mul_(up)

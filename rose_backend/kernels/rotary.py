@@ -26,7 +26,10 @@ def rotate_query_key(
     Args:
         query, key: two parts of one projection, or tensors of their own; innermost stride 1.
         positions: inside the table, of padding rows too; a GPU does not check that.
-        cos_sin: ``DR / 2`` cosines and then as many sines of each position; ``DR`` is even and at most ``D``.
+        cos_sin: ``DR / 2`` cosines and then as many sines of each position; ``DR`` is even and at most ``D``. On GPUs
+            of capability 9.0 and later, the table and ``positions`` are read while the kernel in front still runs, and
+            must be complete: they are if whatever made them is followed, before this call, by a kernel that was
+            launched without programmatic dependence, such as ``embed_tokens``.
         query_norm, key_norm: both or neither.
         eps: of the norms.
 
@@ -53,9 +56,14 @@ def rotate_query_key(
     for name, tensor in (("positions", positions), ("cos_sin", cos_sin)):
         if tensor.device != query.device:
             raise ShapeError(f"{name}: expected device {query.device} as query, got {tensor.device}")
+    if query.is_cuda:
+        from rose_backend.kernels.gpu import rotary as gpu
+
+        return gpu.rotate_query_key(query, key, positions, cos_sin, query_norm, key_norm, eps)
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     _rotate(query, cos, sin, query_norm, eps)
     _rotate(key, cos, sin, key_norm, eps)
+    return None
 
 
 def _rotate(
