@@ -75,3 +75,13 @@ def test_switches_off(case: Case, name: str) -> None:
     off = dict.fromkeys(SWITCH_NAMES if name == "all" else [name], False)
     with LLM(str(path), device="cpu", dtype="float32", **off) as llm:
         check(llm, case, num_prompts=num_prompts, num_tokens=24)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(case: Case) -> None:
+    path, _, _ = case
+    with LLM(str(path), device="cuda", dtype="float32", max_num_batched_tokens=515, num_blocks=1000) as llm:
+        assert llm.core.feature_status["cuda_graph"] == "on"
+        check(llm, case)
+        check(llm, case, n=2)
+        assert llm.stats.cached_tokens > 0
