@@ -162,10 +162,13 @@ def error_of(path: Path, **options: Any) -> str:
             {"layer_types": ["full_attention", "linear_attention"]},
             "layer_types has 'linear_attention'",
         ),
+        ("llama", {"logit_scale": 0.5}, "logit_scale=0.5 is not supported, allowed are null, 1.0"),
+        ("llama", {"num_local_experts": 8}, "num_local_experts=8 is not supported, allowed are null, 0"),
         ("mistral", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("mistral", {"sliding_window": 512}, "it changes nothing with a max_model_len of 512 or less"),
         ("qwen2", {"mlp_bias": True}, "mlp_bias=True is not supported"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 512}, "sliding_window=512 is not supported"),
+        ("qwen2", {"dual_chunk_attention_config": {}}, "dual_chunk_attention_config={} is not supported"),
         ("qwen3", {"mlp_bias": True}, "mlp_bias=True is not supported"),
         (
             "qwen3",
