@@ -24,7 +24,6 @@ _UNUSED = ("rotary_emb.inv_freq",)
 """Old checkpoints store what config.json says already."""
 _COMMON: Mapping[str, bool | tuple[Any, ...]] = {
     "hidden_act": ("silu",),
-    "pretraining_tp": (1, None),
     "is_causal": True,
     "rope_interleaved": False,
     "use_mrope": False,
