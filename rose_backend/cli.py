@@ -107,16 +107,16 @@ def build_parser() -> RoseParser:
 def _generate(args: argparse.Namespace) -> int:
     _check_sources(args.prompt, args.prompts, args.output)
     config = EngineConfig(model=args.model, **engine_options(args))
-    fields = sampling_options(args)
-    params = SamplingParams(**fields)
+    given = sampling_options(args)
+    SamplingParams(**given)
     # Imported here: it loads torch, which takes seconds; mistakes in the options are reported before.
     start = time.perf_counter()
     from rose_backend.cli_generate import generate_file, stream_prompt
 
     imports_s = time.perf_counter() - start
     if args.prompt is not None:
-        return stream_prompt(config, args.prompt, params, imports_s)
-    return generate_file(config, args.prompts, args.output, fields, imports_s)
+        return stream_prompt(config, args.prompt, given, imports_s)
+    return generate_file(config, args.prompts, args.output, given, imports_s)
 
 
 def _check_sources(prompt: str | None, prompts: str | None, output: str | None) -> None:

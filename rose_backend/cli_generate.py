@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from rose_backend.config import EngineConfig
+from rose_backend.engine.generation_config import sampling_defaults
 from rose_backend.engine.llm import LLM
 from rose_backend.engine.outputs import CompletionOutput, RequestOutput
 from rose_backend.engine.progress import GenerationProgress
@@ -24,15 +25,18 @@ class LineOfPrompts(NamedTuple):
     line_index: int
     """From 0: what ``index`` in the output says."""
     prompt: Prompt
-    params: SamplingParams
+    fields: dict[str, Any]
+    """Of ``SamplingParams``, checked."""
 
 
-def stream_prompt(config: EngineConfig, prompt: str, params: SamplingParams, imports_s: float) -> int:
+def stream_prompt(config: EngineConfig, prompt: str, given: dict[str, Any], imports_s: float) -> int:
     """Write a continuation to stdout as it is generated; several, when ``n`` asks for them, one after the other.
 
     Args:
+        given: ``SamplingParams`` fields; the model's generation_config.json may have others.
         imports_s: how long loading Python modules took, for the start-up table.
     """
+    params = SamplingParams(**{**sampling_defaults(config).fields, **given})
     with LLM.from_config(config) as llm:
         show_start_up(llm.core.start_up, imports_s=imports_s)
         if params.n > 1:
@@ -47,26 +51,27 @@ def stream_prompt(config: EngineConfig, prompt: str, params: SamplingParams, imp
 
 
 def generate_file(
-    config: EngineConfig, prompts: str, output: str, defaults: dict[str, Any], imports_s: float
+    config: EngineConfig, prompts: str, output: str, given: dict[str, Any], imports_s: float
 ) -> int:
     """Generate for every line of ``prompts`` and write one JSON object per prompt to ``output``, in the same order.
 
     Args:
-        prompts: text file, or .jsonl file whose lines may override ``defaults``.
-        defaults: ``SamplingParams`` fields of lines that say nothing else.
+        prompts: text file, or .jsonl file whose lines may override ``given``.
+        given: ``SamplingParams`` fields of lines that say nothing else; generation_config.json may have others.
         imports_s: how long loading Python modules took, for the start-up table.
 
     Raises:
         RequestError: a line is not usable; its number is named and nothing has been generated.
         OSError: a file cannot be read or written.
     """
-    requests = read_prompts(Path(prompts), defaults)
+    requests = read_prompts(Path(prompts), given)
+    # Behind the file's mistakes: the model may have to be downloaded.
+    defaults = sampling_defaults(config).fields
+    params = [SamplingParams(**{**defaults, **request.fields}) for request in requests]
     with LLM.from_config(config) as llm:
         show_start_up(llm.core.start_up, imports_s=imports_s)
         # Checks every request, so a bad line leaves an existing output file alone.
-        finished = llm.generate_unordered(
-            [request.prompt for request in requests], [request.params for request in requests]
-        )
+        finished = llm.generate_unordered([request.prompt for request in requests], params)
         with (
             open(output, "w", encoding="utf-8") as file,
             GenerationProgress(len(requests)) as progress,
@@ -82,7 +87,7 @@ def generate_file(
     return 0
 
 
-def read_prompts(path: Path, defaults: dict[str, Any]) -> list[LineOfPrompts]:
+def read_prompts(path: Path, given: dict[str, Any]) -> list[LineOfPrompts]:
     """Read a file of prompts, one a line; blank lines hold none, and leave a gap in the indexes.
 
     Raises:
@@ -99,16 +104,16 @@ def read_prompts(path: Path, defaults: dict[str, Any]) -> list[LineOfPrompts]:
         if not line.strip():
             continue
         if path.suffix == ".jsonl":
-            prompt, params = _parse_line(line, defaults, source=f"{path} line {index + 1}")
+            prompt, fields = _parse_line(line, given, source=f"{path} line {index + 1}")
         else:
-            prompt, params = line, SamplingParams(**defaults)
-        requests.append(LineOfPrompts(index, prompt, params))
+            prompt, fields = line, given
+        requests.append(LineOfPrompts(index, prompt, fields))
     if not requests:
         raise RequestError(f"{path}: holds no prompt")
     return requests
 
 
-def _parse_line(line: str, defaults: dict[str, Any], *, source: str) -> tuple[Prompt, SamplingParams]:
+def _parse_line(line: str, given: dict[str, Any], *, source: str) -> tuple[Prompt, dict[str, Any]]:
     try:
         fields = json.loads(line)
     except ValueError as error:
@@ -117,9 +122,10 @@ def _parse_line(line: str, defaults: dict[str, Any], *, source: str) -> tuple[Pr
         raise RequestError(f'{source}: a JSON object with "prompt" is needed')
     prompt = fields.pop("prompt")
     try:
-        return prompt, SamplingParams.from_mapping({**defaults, **fields}, source="line")
+        SamplingParams.from_mapping({**given, **fields}, source="line")
     except RequestError as error:
         raise RequestError(f"{source}: {error}", parameter=error.parameter, value=error.value) from error
+    return prompt, {**given, **fields}
 
 
 class _OrderedWriter:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from rose_backend.config import (
     DEVICES,
     DTYPES,
+    GENERATION_CONFIGS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
     MAX_TEMPERATURE,
@@ -37,11 +38,13 @@ _ENGINE_HELP = {
     "otherwise one below 64 Mi weights, then one per 16 Mi, at most one per core)",
     "run_ahead": "decode steps to start before the tokens of the one before are read; 0: none (default: 1 on a GPU)",
     "seed": "seeds requests that bring no seed of their own",
+    "generation_config": "sampling parameters that are not given; auto: those of the model's generation_config.json, "
+    "none: rose's own; its end tokens count either way",
     "max_queue_size": "requests that may wait; one more is refused",
 }
 _SWITCH_HELP = {
     "fused_kv_append": "attention stores new keys and values itself",
-    "fused_mlp": "bias + GELU and bias + residual as one operation each",
+    "fused_mlp": "bias + GELU, bias + residual and SiLU * up as one operation each",
     "fused_sampler": "the one-pass sampler",
     "fused_add_layernorm": "residual add and LayerNorm as one operation",
     "cuda_graph": "replay decode steps from CUDA graphs where device and kernels allow it",
@@ -72,7 +75,7 @@ _SAMPLING_HELP = {
 }
 # Both the engine and a request have a seed.
 _SAMPLING_FLAG = {"seed": "--sampling-seed"}
-_CHOICES = {"dtype": DTYPES, "device": DEVICES}
+_CHOICES = {"dtype": DTYPES, "device": DEVICES, "generation_config": GENERATION_CONFIGS}
 _PREFIX = "sampling_"
 
 
@@ -123,10 +126,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add one option per field of ``SamplingParams``."""
-    group = parser.add_argument_group("sampling")
+    group = parser.add_argument_group(
+        "sampling", "The model's generation_config.json has defaults of its own, see --generation-config."
+    )
     for field in dataclasses.fields(SamplingParams):
         flag = _SAMPLING_FLAG.get(field.name, _flag(field.name))
-        options: dict[str, Any] = {"dest": _PREFIX + field.name, "default": field.default}
+        options: dict[str, Any] = {"dest": _PREFIX + field.name, "default": argparse.SUPPRESS}
         if isinstance(field.default, bool):
             options["action"] = argparse.BooleanOptionalAction
         elif field.name in ("stop", "stop_token_ids"):
@@ -144,8 +149,9 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the ``SamplingParams`` fields of a parsed command line."""
-    return {field.name: getattr(args, _PREFIX + field.name) for field in dataclasses.fields(SamplingParams)}
+    """Return the ``SamplingParams`` fields that a parsed command line gives."""
+    names = {_PREFIX + field.name: field.name for field in dataclasses.fields(SamplingParams)}
+    return {names[dest]: value for dest, value in vars(args).items() if dest in names}
 
 
 def unknown_option_message(unknown: list[str], parser: RoseParser) -> str:

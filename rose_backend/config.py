@@ -14,6 +14,7 @@ from rose_backend.errors import ConfigError, nearest_name_hint
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+GENERATION_CONFIGS = ("auto", "none")
 
 MAX_RUN_AHEAD = 4
 MAX_NUM_THREADS = 1024
@@ -48,7 +49,7 @@ class Switches:
     fused_kv_append: bool = True
     """Attention stores the new K/V itself; off: a separate write runs before it."""
     fused_mlp: bool = True
-    """Bias + GELU and bias + residual as one operation each."""
+    """The parts of an MLP between its products as one operation each: bias + GELU, bias + residual, SiLU * up."""
     fused_sampler: bool = True
     """Rose's one-pass sampler; off: plain torch operations (standalone) or vLLM's own sampler."""
     fused_add_layernorm: bool = True
@@ -151,6 +152,9 @@ class EngineConfig(Switches):
     tokens first. None takes 1 on a GPU and 0 on a CPU."""
     seed: int = 0
     """Seeds requests that bring none of their own."""
+    generation_config: str = "auto"
+    """Sampling parameters that a caller leaves open are those of the model's generation_config.json; ``none``: those of
+    ``SamplingParams``, as ``vllm`` in vLLM's option of this name. The file's end tokens count either way."""
     max_queue_size: int = 10_000
     """Requests that may wait; one more is refused."""
 
@@ -158,6 +162,7 @@ class EngineConfig(Switches):
         super().__post_init__()
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("device", self.device, DEVICES)
+        _check_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model: got {self.model!r}, a directory or a Hugging Face id is needed")
         check_int("block_size", self.block_size, 1, 1024)

@@ -11,6 +11,7 @@ from typing import Any
 from rose_backend.config import EngineConfig
 from rose_backend.engine.core import Command, EngineCore
 from rose_backend.engine.engine_stats import Counters, EngineLoad, EngineStats
+from rose_backend.engine.generation_config import sampling_defaults
 from rose_backend.engine.input_processor import ProcessedInput
 from rose_backend.engine.output.output_thread import OutputHandler, StreamConsumers
 from rose_backend.engine.outputs import RequestOutput
@@ -41,6 +42,7 @@ class AsyncEngine:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = EngineConfig.from_mapping({"model": model, **options}, source="AsyncEngine")
+        self._defaults = sampling_defaults(self.config)
         self._lock = threading.Condition()
         # Everything below is guarded by the lock; the core belongs to the step thread alone.
         self._inbox: deque[Command] = deque()
@@ -99,7 +101,7 @@ class AsyncEngine:
 
         Args:
             prompt: as for ``LLM.generate``; or an answer of ``input_processor``, which has its own parameters.
-            sampling_params: None takes the defaults.
+            sampling_params: None takes those of the model, see ``LLM.get_default_sampling_params``.
             request_id: name for ``abort``; None makes one up.
 
         Raises:
@@ -109,8 +111,10 @@ class AsyncEngine:
         """
         self._check_running()
         if not isinstance(prompt, ProcessedInput):
-            params = SamplingParams() if sampling_params is None else sampling_params
-            prompt = self.input_processor.process(prompt, params)
+            if sampling_params is None:
+                prompt = self._defaults.process_all(self.input_processor, [prompt])[0]
+            else:
+                prompt = self.input_processor.process(prompt, sampling_params)
         request = self.input_processor.build(prompt, request_id=request_id, is_streaming=True)
         subscriber = Subscriber(asyncio.get_running_loop())
         self._submit(request, subscriber)

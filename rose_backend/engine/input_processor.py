@@ -5,6 +5,7 @@ With the engine in a process of its own, ``process`` runs in the API process and
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import reprlib
 import struct
@@ -100,6 +101,17 @@ class InputProcessor:
                 own = salt if namespace is None else namespace
                 processed.append(ProcessedInput(next(self._numbers), text, ids, params, own))
         return processed
+
+    def with_limit(self, processed: ProcessedInput, max_tokens: int | None) -> ProcessedInput:
+        """Return ``processed`` with at most ``max_tokens`` new tokens, where its parameters leave the limit open.
+
+        Raises:
+            RequestError: ``min_tokens`` is more.
+        """
+        if max_tokens is None or processed.params.max_tokens is not None:
+            return processed
+        limit = min(max_tokens, self.max_model_len - len(processed.token_ids))
+        return processed._replace(params=dataclasses.replace(processed.params, max_tokens=limit))
 
     def build(
         self, processed: ProcessedInput, *, request_id: str | None = None, is_streaming: bool = False

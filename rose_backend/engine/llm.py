@@ -11,6 +11,7 @@ from typing import Any
 
 from rose_backend.config import EngineConfig
 from rose_backend.engine.core import EngineCore, EngineStats
+from rose_backend.engine.generation_config import SamplingDefaults, sampling_defaults
 from rose_backend.engine.input_processor import ProcessedInput
 from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.process_settings import short_switch_interval
@@ -39,6 +40,7 @@ class LLM:
 
     config: EngineConfig
     _core: EngineCore | None
+    _defaults: SamplingDefaults
 
     def __init__(self, model: str, **options: Any) -> None:
         self._start(EngineConfig.from_mapping({"model": model, **options}, source="LLM"))
@@ -71,6 +73,10 @@ class LLM:
         """The model's tokenizer."""
         return self.core.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what ``generate`` takes for None: the parameters of the model's generation_config.json, if any."""
+        return self._defaults.sampling_params()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -83,7 +89,8 @@ class LLM:
         Args:
             prompts: one prompt or many, each a string, a list of token ids, or as in vLLM a dictionary with either as
                 ``prompt`` or ``prompt_token_ids`` and, for a prefix cache of its own, a ``cache_salt``.
-            sampling_params: one for all, or one for each prompt; None takes the defaults.
+            sampling_params: one for all, or one for each prompt; None takes those of ``get_default_sampling_params``,
+                with fewer ``max_tokens`` where the window ends before.
             progress: show a progress bar on stderr.
 
         Returns:
@@ -144,6 +151,7 @@ class LLM:
 
     def _start(self, config: EngineConfig) -> None:
         self.config = config
+        self._defaults = sampling_defaults(config)
         self._core = EngineCore(config)
         self._unclaimed: list[RequestOutput] = []
 
@@ -153,7 +161,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[ProcessedInput]:
         if sampling_params is None:
-            sampling_params = SamplingParams()
+            return self._defaults.process_all(self.core.input_processor, prompts)
         if isinstance(sampling_params, SamplingParams):
             params_list: Sequence[SamplingParams] = [sampling_params] * len(prompts)
         else:

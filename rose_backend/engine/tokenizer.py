@@ -44,6 +44,8 @@ class Tokenizer:
         self._token_texts: dict[int, str] = {}
         self.max_token_length = max(map(len, self._backend.get_vocab()), default=1)
         """Characters of the longest token, as the vocabulary writes it."""
+        self.eos_token_id: int | None = self._id_of(_eos_token(Path(directory)))
+        """What the tokenizer's own configuration calls the end of a text."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a prompt, with whatever special tokens the tokenizer adds to one.
@@ -88,6 +90,9 @@ class Tokenizer:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
+    def _id_of(self, token: str | None) -> int | None:
+        return None if token is None else self._backend.token_to_id(token)
+
 
 def _load_backend(directory: Path) -> Any:
     # Without any of them transformers would silently build an empty tokenizer.
@@ -109,6 +114,14 @@ def _load_backend(directory: Path) -> Any:
             f"{directory}: its tokenizer has no fast form (tokenizer.json); only fast ones are supported"
         )
     return backend
+
+
+def _eos_token(directory: Path) -> str | None:
+    path = directory / "tokenizer_config.json"
+    token = read_json(path).get("eos_token") if path.is_file() else None
+    # Either its text, or an object with all its properties.
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
 
 
 def _is_adjusted(directory: Path) -> bool:

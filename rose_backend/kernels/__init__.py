@@ -18,6 +18,7 @@ Letters that shapes are written in, everywhere in this package:
 ``HQ``  query heads
 ``HKV`` key/value heads; ``HQ`` is a multiple of it
 ``D``   head size
+``DR``  rotated part of a head, even
 ``NB``  KV blocks in the cache
 ``BS``  tokens per KV block
 ``MB``  width of the block table
@@ -29,7 +30,7 @@ Letters that shapes are written in, everywhere in this package:
 ``O``   outputs of a linear layer
 ``K``   alternatives reported per token
 ``M``   tokens with a bias per request
-``P``   parts of a sum; rows of the position embedding
+``P``   parts of a sum; rows of the position embedding or of the rotary table
 ======  =======================================================
 """
 
@@ -44,6 +45,7 @@ from rose_backend.kernels.elementwise import (
     embed_tokens,
     layer_norm,
     rms_norm,
+    silu_mul,
 )
 from rose_backend.kernels.kv_cache import block_clone, write_kv
 from rose_backend.kernels.lm_head import lm_head_sample
@@ -55,6 +57,7 @@ from rose_backend.kernels.paged_attention import (
 )
 from rose_backend.kernels.reference.paged_decode import DecodePlan
 from rose_backend.kernels.reference.paged_prefill import PrefillPlan
+from rose_backend.kernels.rotary import rotate_query_key
 from rose_backend.kernels.sampler import SampleOutput, SamplingTensors, advance_rows, sample, sample_unfused
 from rose_backend.kernels.small_batch_linear import (
     PackedLinear,
@@ -85,8 +88,10 @@ __all__ = [
     "plan_paged_decode",
     "plan_paged_prefill",
     "rms_norm",
+    "rotate_query_key",
     "sample",
     "sample_unfused",
+    "silu_mul",
     "small_batch_linear",
     "small_batch_linear_and_moments",
     "write_kv",

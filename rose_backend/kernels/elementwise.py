@@ -1,4 +1,4 @@
-"""Operations of a few reads and one write per number: embeddings, norms and the element-wise parts of GPT-2's MLP.
+"""Operations of a few reads and one write per number: embeddings, norms and the element-wise parts of MLPs.
 
 One launch each on a GPU, plain torch elsewhere. All raise a ``ShapeError`` where shapes or dtypes disagree.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from rose_backend.errors import ShapeError
 from rose_backend.kernels.tensor_checks import check_same_dtype, check_tensors
 
 
@@ -15,25 +16,30 @@ def embed_tokens(
     input_ids: torch.Tensor,  # [T] int64
     positions: torch.Tensor,  # [T] int64
     token_embedding: torch.Tensor,  # [V, E]
-    position_embedding: torch.Tensor,  # [P, E]
+    position_embedding: torch.Tensor | None = None,  # [P, E]
 ) -> torch.Tensor:
     """Return ``token_embedding[input_ids] + position_embedding[positions]``, [T, E], rounded once.
 
     Args:
         input_ids, positions: inside their tables; a GPU does not check that.
+        position_embedding: None adds nothing.
     """
     check_tensors(
         input_ids=(input_ids, "T", torch.int64),
         positions=(positions, "T", torch.int64),
         token_embedding=(token_embedding, "V E"),
-        position_embedding=(position_embedding, "P E"),
     )
-    check_same_dtype(token_embedding=token_embedding, position_embedding=position_embedding)
+    if position_embedding is not None:
+        check_tensors(
+            token_embedding=(token_embedding, "V E"), position_embedding=(position_embedding, "P E")
+        )
+        check_same_dtype(token_embedding=token_embedding, position_embedding=position_embedding)
     if input_ids.is_cuda:
         from rose_backend.kernels.gpu import embed_tokens as gpu
 
         return gpu.embed_tokens(input_ids, positions, token_embedding, position_embedding)
-    return F.embedding(input_ids, token_embedding) + F.embedding(positions, position_embedding)
+    embedded = F.embedding(input_ids, token_embedding)
+    return embedded if position_embedding is None else embedded + F.embedding(positions, position_embedding)
 
 
 def layer_norm(
@@ -135,3 +141,20 @@ def bias_residual(
     if x.dtype == torch.float32:
         return x.add_(bias).add_(residual)
     return x.copy_(x.float() + bias.float() + residual.float())
+
+
+def silu_mul(
+    gate_up: torch.Tensor,  # [T, 2 * I]
+) -> torch.Tensor:
+    """Return ``silu(gate) * up`` of the two halves of each row, [T, I] and new. Rounded once, from float32."""
+    check_tensors(gate_up=(gate_up, "T 2I"))
+    if gate_up.shape[1] % 2:
+        raise ShapeError(f"gate_up: expected an even number of columns, got {gate_up.shape[1]}")
+    if gate_up.is_cuda:
+        from rose_backend.kernels.gpu import fused_mlp as gpu
+
+        return gpu.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    if gate_up.dtype == torch.float32:
+        return F.silu(gate).mul_(up)
+    return F.silu(gate.float()).mul_(up.float()).to(gate_up.dtype)

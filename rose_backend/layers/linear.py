@@ -21,6 +21,7 @@ from rose_backend.kernels import (
     layer_norm,
     pack_linear,
     rms_norm,
+    silu_mul,
     small_batch_linear,
     small_batch_linear_and_moments,
 )
@@ -56,6 +57,8 @@ class DecoderLayer:
     mlp_norm: Norm
     mlp_in: Linear  # [E, I], of a gated MLP [E, 2 * I]
     mlp_out: Linear  # [I, E]
+    query_norm: torch.Tensor | None = None  # [D]: RMSNorm of each head, in front of the rotation
+    key_norm: torch.Tensor | None = None  # [D]
 
 
 def packs_layers(switches: Switches, device: torch.device) -> bool:
@@ -150,6 +153,14 @@ class ResidualStream:
         widened = bias_gelu(self.normed(norm) @ widen.weight, widen.bias)
         self.hidden = bias_residual(widened @ narrow.weight, narrow.bias, self.hidden)
         return None
+
+    def silu_mlp(self, norm: Norm, widen: Linear, narrow: Linear) -> None:
+        """Add ``narrow(silu(gate) * up)``, where ``widen(norm(hidden states))`` is gate and up side by side."""
+        gate_up = self.project(norm, widen)
+        if self.switches.fused_mlp:
+            return self.add(silu_mul(gate_up), narrow)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.add(F.silu(gate) * up, narrow)
 
 
 def compute_logits(

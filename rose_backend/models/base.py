@@ -20,7 +20,15 @@ class CausalLM(Protocol):
     """All tensors, in dataclasses, mappings and sequences."""
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, *, dtype: str, device: str, switches: Switches) -> Self:
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        dtype: str,
+        device: str,
+        switches: Switches,
+        max_model_len: int | None = None,
+    ) -> Self:
         """Read the weights; arguments and errors are those of ``load_model``."""
         ...
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rose_backend.errors import ModelError
+from rose_backend.models.end_tokens import read_eos_token_ids
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -50,6 +51,7 @@ class ModelConfig:
         dtype: torch.dtype,
         device: str,
         gated_mlp: bool = False,
+        norm_eps: float = 1e-5,
         tie_word_embeddings: bool = True,
     ) -> ModelConfig:
         """Read config.json.
@@ -57,7 +59,7 @@ class ModelConfig:
         Args:
             names: what a family calls fields that have other names elsewhere (transformers' ``attribute_map``), and the
                 name of ``norm_eps``.
-            tie_word_embeddings: where ``fields`` do not say.
+            norm_eps, tie_word_embeddings: where ``fields`` do not say.
 
         Raises:
             ModelError: a field is missing or not supported; the message names it.
@@ -94,8 +96,8 @@ class ModelConfig:
             hidden_size=hidden_size,
             intermediate_size=read("intermediate_size", 4 * hidden_size),
             max_position_embeddings=read("max_position_embeddings"),
-            norm_eps=float(fields.get(names["norm_eps"], 1e-5)),
-            eos_token_ids=_read_eos_token_ids(fields),
+            norm_eps=float(fields.get(names["norm_eps"], norm_eps)),
+            eos_token_ids=read_eos_token_ids(fields, "config.json"),
             tie_word_embeddings=bool(fields.get("tie_word_embeddings", tie_word_embeddings)),
             dtype=dtype,
             device=torch.device(device),
@@ -103,7 +105,7 @@ class ModelConfig:
         )
 
 
-def check_supported(fields: Mapping[str, Any], supported: Mapping[str, bool | tuple[str, ...]]) -> None:
+def check_supported(fields: Mapping[str, Any], supported: Mapping[str, bool | tuple[Any, ...]]) -> None:
     """Refuse values of config.json that a model family does not compute.
 
     Args:
@@ -117,9 +119,32 @@ def check_supported(fields: Mapping[str, Any], supported: Mapping[str, bool | tu
             if bool(fields.get(name, allowed)) is not allowed:
                 raise ModelError(f"config.json: {name}={fields[name]!r} is not supported")
         elif (value := fields.get(name, allowed[0])) not in allowed:
-            raise ModelError(
-                f"config.json: {name}={value!r} is not supported, allowed are {', '.join(allowed)}"
-            )
+            listed = ", ".join("null" if each is None else str(each) for each in allowed)
+            raise ModelError(f"config.json: {name}={value!r} is not supported, allowed are {listed}")
+
+
+def check_window(fields: Mapping[str, Any], num_positions: int, num_layers: int) -> None:
+    """Refuse sliding windows, unless every request fits into one.
+
+    Args:
+        num_positions: tokens of the longest request.
+
+    Raises:
+        ModelError: layers slide, or are of another kind that is not known; names the field, and the option that helps.
+    """
+    kinds = (fields.get("layer_types") or [])[:num_layers]
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ModelError(f"config.json: layer_types has {kind!r}, which is not supported")
+    window = fields.get("sliding_window")
+    if window is None and "sliding_attention" in kinds:
+        raise ModelError("config.json: layer_types has 'sliding_attention', but sliding_window is missing")
+    slides = "sliding_attention" in kinds or fields.get("use_sliding_window", True)
+    if window is not None and slides and window < num_positions:
+        raise ModelError(
+            f"config.json: sliding_window={window!r} is not supported for {num_positions} tokens; it changes nothing "
+            f"with a max_model_len of {window} or less"
+        )
 
 
 def choose_dtype(dtype: str, device: str, stored: torch.dtype) -> torch.dtype:
@@ -142,11 +167,3 @@ def choose_dtype(dtype: str, device: str, stored: torch.dtype) -> torch.dtype:
         return stored
     has_bfloat16 = torch.cuda.get_device_capability(device)[0] >= 8
     return torch.bfloat16 if has_bfloat16 else torch.float16
-
-
-def _read_eos_token_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    value = fields.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(each, bool) or not isinstance(each, int) for each in ids):
-        raise ModelError(f"config.json: eos_token_id must be one integer, or a list of them, got {value!r}")
-    return tuple(ids)

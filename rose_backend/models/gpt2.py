@@ -12,7 +12,6 @@ from rose_backend.kernels.small_batch_linear import MAX_ROWS
 from rose_backend.layers.attention import AttentionMetadata, PagedAttention
 from rose_backend.layers.linear import (
     DecoderLayer,
-    Linear,
     Norm,
     ResidualStream,
     compute_logits,
@@ -61,7 +60,15 @@ class GPT2:
             self.pack_for_small_batches()
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, *, dtype: str, device: str, switches: Switches) -> GPT2:
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        dtype: str,
+        device: str,
+        switches: Switches,
+        max_model_len: int | None = None,
+    ) -> GPT2:
         """Read a checkpoint; see ``CausalLM``."""
         check_supported(checkpoint.config, _SUPPORTED)
         prefix = "transformer." if "transformer.wte.weight" in checkpoint else ""

@@ -10,7 +10,14 @@ from rose_backend.errors import ModelError
 from rose_backend.models.base import CausalLM
 from rose_backend.models.weights import Checkpoint
 
-MODEL_CLASSES = {"GPT2LMHeadModel": "rose_backend.models.gpt2:GPT2"}
+MODEL_CLASSES = {
+    "GPT2LMHeadModel": "rose_backend.models.gpt2:GPT2",
+    "LlamaForCausalLM": "rose_backend.models.llama:Llama",
+    "MistralForCausalLM": "rose_backend.models.llama:Mistral",
+    "Qwen2ForCausalLM": "rose_backend.models.llama:Qwen2",
+    "Qwen3ForCausalLM": "rose_backend.models.llama:Qwen3",
+    "SmolLM3ForCausalLM": "rose_backend.models.llama:SmolLM3",
+}
 """Architecture as in config.json, and ``module:class`` of its ``CausalLM``, which is imported when it is used."""
 
 
@@ -20,6 +27,7 @@ def load_model(
     dtype: str = "auto",
     device: str = "cpu",
     switches: Switches | None = None,
+    max_model_len: int | None = None,
 ) -> CausalLM:
     """Load the model that a checkpoint's config.json asks for.
 
@@ -28,6 +36,7 @@ def load_model(
         dtype: ``auto`` is float32 on a CPU, the checkpoint's own type elsewhere; for float32 bfloat16, as in vLLM.
         device: ``cpu`` or ``cuda``.
         switches: None has everything on.
+        max_model_len: no request is longer, in tokens: a sliding window of that length is none. None: the model's.
 
     Raises:
         ModelError: the checkpoint is missing, damaged, or of an architecture that is not supported.
@@ -38,7 +47,13 @@ def load_model(
         if name in MODEL_CLASSES:
             module, _, class_name = MODEL_CLASSES[name].partition(":")
             model_class: type[CausalLM] = getattr(importlib.import_module(module), class_name)
-            return model_class.load(checkpoint, dtype=dtype, device=device, switches=switches or Switches())
+            return model_class.load(
+                checkpoint,
+                dtype=dtype,
+                device=device,
+                switches=switches or Switches(),
+                max_model_len=max_model_len,
+            )
     raise ModelError(
         f"model: {str(path)!r} is of architecture {', '.join(map(str, architectures)) or 'unknown'},"
         f" supported are {', '.join(MODEL_CLASSES)}"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -111,6 +111,9 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the type in which a tensor is stored."""
         return self._open(name, lambda tensors: tensors.get_slice(name)[:0].dtype)
@@ -163,10 +166,12 @@ class WeightReader:
     config: ModelConfig
     prefix: str
     """Of all names but ``HEAD``."""
+    taken: set[str] = field(default_factory=set)
+    """Names of tensors that were read, prefix included."""
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """Return one tensor."""
-        return self._convert(self.checkpoint.read(self.prefix + name, shape))
+        return self._convert(self._read(self.prefix + name, shape))
 
     def norm(self, name: str) -> Norm:
         """Return a LayerNorm over the hidden size."""
@@ -183,6 +188,44 @@ class WeightReader:
 
         return Linear(self.tensor(f"{name}.weight", fan_in, fan_out), self.tensor(f"{name}.bias", fan_out))
 
+    def rms_norm(self, name: str) -> Norm:
+        """Return an RMSNorm over the hidden size."""
+        from rose_backend.layers.linear import Norm
+
+        return Norm(self.tensor(f"{name}.weight", self.config.hidden_size), None, self.config.norm_eps)
+
+    def joined(self, fan_in: int, fan_outs: Mapping[str, int], *, has_bias: bool = False) -> Linear:
+        """Return linear layers of one input as one, outputs side by side; matrices are stored as [fan_out, fan_in].
+
+        Args:
+            fan_outs: by name, in order.
+            has_bias: each has one.
+        """
+        import torch
+
+        from rose_backend.layers.linear import Linear
+
+        matrices = [self.tensor(f"{name}.weight", fan_out, fan_in) for name, fan_out in fan_outs.items()]
+        biases = [self.tensor(f"{name}.bias", fan_out) for name, fan_out in fan_outs.items() if has_bias]
+        return Linear(torch.cat(matrices).t(), torch.cat(biases) if has_bias else None)
+
+    def check_all_read(self, *, unused_suffixes: Collection[str] = ()) -> None:
+        """Check that no tensor of the checkpoint was left out: it would be one that the model should compute with.
+
+        Args:
+            unused_suffixes: ends of names that no computation needs.
+        """
+        left = [
+            name
+            for name in self.checkpoint
+            if name not in self.taken and not name.endswith(tuple(unused_suffixes))
+        ]
+        if left:
+            others = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise ModelError(
+                f"model: tensor {min(left)!r}{others} would not be used; config.json does not fit"
+            )
+
     def embedding_and_head(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the token embedding ``name``, [V, E], and the LM head with rows of padding behind it, [V', E].
 
@@ -194,14 +237,21 @@ class WeightReader:
         from torch.nn.functional import pad
 
         checkpoint, config = self.checkpoint, self.config
-        shape, padding = (config.vocab_size, config.hidden_size), (0, 0, 0, -config.vocab_size % HEAD_ALIGNMENT)
-        stored = checkpoint.read(self.prefix + name, shape)
+        shape, padding = (
+            (config.vocab_size, config.hidden_size),
+            (0, 0, 0, -config.vocab_size % HEAD_ALIGNMENT),
+        )
+        stored = self._read(self.prefix + name, shape)
         embedding = head = self._convert(pad(stored, padding))
         if not config.tie_word_embeddings:
-            head = self._convert(pad(checkpoint.read(HEAD, shape), padding))
-        elif HEAD in checkpoint and not checkpoint.read(HEAD, shape).equal(stored):
+            head = self._convert(pad(self._read(HEAD, shape), padding))
+        elif HEAD in checkpoint and not self._read(HEAD, shape).equal(stored):
             raise ModelError(f"config.json: tie_word_embeddings is on, but {HEAD} differs from {name}")
         return embedding[: config.vocab_size], head
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        self.taken.add(name)
+        return self.checkpoint.read(name, shape)
 
     def _convert(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device=self.config.device, dtype=self.config.dtype)

@@ -51,7 +51,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or several."""
     service = check_body(request, body)
     namespace = service.namespaces.namespace(request.headers, body.cache_salt)
-    params = body.sampling_params()
+    params = body.sampling_params(service.sampling_defaults.fields)
     processor = service.engine.input_processor
     prompts = read_prompts(body.prompt, service.settings.max_prompts, processor.max_model_len)
     inputs = await process_prompts(processor, prompts, params, namespace)
@@ -72,7 +72,7 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
     """Answer a conversation."""
     service = check_body(request, body)
     namespace = service.namespaces.namespace(request.headers, body.cache_salt)
-    params = body.sampling_params()
+    params = body.sampling_params(service.sampling_defaults.fields)
     processor = service.engine.input_processor
     template = service.chat_template
     template.check_available()
@@ -83,7 +83,8 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
 
     def process() -> list[ProcessedInput]:
         ids = template.encode(messages, add_generation_prompt=adds_start)
-        return processor.process_all([ids], [params], namespace)
+        processed = processor.process_all([ids], [params], namespace)
+        return [processor.with_limit(each, service.sampling_defaults.max_new_tokens) for each in processed]
 
     inputs = await run_by_length(num_characters, process)
     options = answer_options(request, body, params.n, "chatcmpl")

@@ -168,8 +168,11 @@ class GenerationRequest(Body):
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_LENGTH)
     """Only requests with the same salt, and the same API key, share cached prefixes."""
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters of the request; a field that is missing or null takes its default.
+
+        Args:
+            defaults: fields of ``SamplingParams`` that have others than its own.
 
         Raises:
             RequestError: values that are valid each but not together.
@@ -183,7 +186,7 @@ class GenerationRequest(Body):
                 "stream_options: got options without stream, allowed with stream set to true only",
                 parameter="stream_options",
             )
-        return SamplingParams(**(given | self._route_params()))
+        return SamplingParams(**{**defaults, **given, **self._route_params()})
 
     def _route_params(self) -> dict[str, Any]:
         """Check and return what only one route's body expresses."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 
 from rose_backend.block_manager import reporting_unit
+from rose_backend.engine.generation_config import sampling_defaults
 from rose_backend.engine.input_processor import check_cache_salt
 from rose_backend.server.chat_template import ChatTemplate
 from rose_backend.server.metrics import ServerMetrics
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # a process that only serves HTTP does without torch
     from rose_backend.engine.async_engine import AsyncEngine
     from rose_backend.server.engine_client import EngineClient
 
+logger = logging.getLogger(__name__)
 request_logger = logging.getLogger("rose_backend.server.requests")
 _MAX_ERROR_CHARACTERS = 300
 
@@ -100,6 +102,14 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.chat_template = chat_template
+        self.sampling_defaults = sampling_defaults(engine.config)
+        """Of requests that do not say. A limit of answers counts in conversations only, as in vLLM."""
+        if self.sampling_defaults.fields or self.sampling_defaults.max_new_tokens is not None:
+            logger.info(
+                "sampling parameters that requests leave open are those of generation_config.json, %s; "
+                "--generation-config none takes the API's",
+                self.sampling_defaults,
+            )
         self.model_name = settings.served_model_names[0]
         """The name that responses carry."""
         self.metrics = ServerMetrics(

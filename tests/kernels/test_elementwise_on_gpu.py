@@ -16,6 +16,7 @@ from rose_backend.kernels import (
     block_clone,
     layer_norm,
     rms_norm,
+    silu_mul,
 )
 from rose_backend.kernels.reference import kv_cache as twin
 from tests.support.error_budget import assert_within_budget
@@ -155,6 +156,11 @@ def test_mlp_parts(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert_within_budget(bias_gelu(x.clone(), bias), exact, F.gelu(x + bias, approximate="tanh"))
     actual = bias_residual(x.clone(), bias, residual)
     assert_within_budget(actual, summed + residual.double(), x + bias + residual)
+    gate_up = torch.cat((x, residual), 1)
+    before = gate_up.clone()
+    exact = x.double() / (1 + torch.exp(-x.double())) * residual.double()
+    assert_within_budget(silu_mul(gate_up), exact, F.silu(x) * residual)
+    assert torch.equal(gate_up, before)
 
 
 def test_views_of_wider_tensors() -> None:
@@ -168,6 +174,7 @@ def test_views_of_wider_tensors() -> None:
     assert torch.equal(bias_residual(left, bias[:768], right), expected_sum)
     assert torch.equal(x[:, :768], expected_sum)
     assert torch.equal(x[:, 768:], rest)
+    assert torch.equal(silu_mul(residual[:, ::2]), silu_mul(residual[:, ::2].contiguous()))
 
 
 def test_rows_past_two_to_the_31() -> None:
@@ -176,6 +183,7 @@ def test_rows_past_two_to_the_31() -> None:
     weight, bias = torch.randn(2, width, device="cuda").half()
     last = x[-50:].clone()
     assert torch.equal(layer_norm(x, weight, bias, EPS)[-50:], layer_norm(last, weight, bias, EPS))
+    assert torch.equal(silu_mul(x)[-50:], silu_mul(last))
     expected = bias_gelu(last.clone(), bias)
     assert torch.equal(bias_gelu(x, bias)[-50:], expected)
 
@@ -194,7 +202,8 @@ def test_graph_replay() -> None:
 
     def step() -> torch.Tensor:
         normed, total = add_layer_norm(static, residual, weight, bias, EPS)
-        return bias_residual(bias_gelu(normed, bias), bias, total)
+        activated = bias_residual(bias_gelu(normed, bias), bias, total)
+        return silu_mul(activated)
 
     step()
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Bias + GELU and bias + residual, against float64, within twice plain torch's own error; both in place."""
+"""The element-wise parts of MLPs, against float64, within twice plain torch's own error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import bias_gelu, bias_residual
+from rose_backend.kernels import bias_gelu, bias_residual, silu_mul
 from tests.support.error_budget import assert_within_budget
 
 SHAPES = [(1, 512), (3, 7), (65, 129), (0, 16)]
@@ -50,6 +50,23 @@ def test_bias_residual(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert torch.equal(residual, others[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 1)], ids=str)
+def test_silu_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    num_tokens, width = shape
+    wide = make(num_tokens, 2 * width + 3, dtype)[0]
+    gate_up = wide[:, : 2 * width]
+    gate, up = gate_up.double().split(width, 1)
+    exact = gate / (1 + torch.exp(-gate)) * up
+    torch_result = F.silu(gate_up[:, :width]) * gate_up[:, width:]
+    before = wide.clone()
+    actual = silu_mul(gate_up)
+    assert actual.dtype == dtype
+    assert_within_budget(actual, exact, torch_result)
+    assert torch.equal(wide, before)
+    assert torch.equal(actual, silu_mul(gate_up.contiguous()))
+
+
 def test_half_types_round_once() -> None:
     x = torch.tensor([[256.0]], dtype=torch.bfloat16)
     ones = torch.ones(1, 1, dtype=torch.bfloat16)
@@ -63,5 +80,7 @@ def test_mismatches_are_named() -> None:
         bias_gelu(x, bias[:-1])
     with pytest.raises(ShapeError, match=r"residual: expected T=4, got 3"):
         bias_residual(x, bias, residual[:-1])
+    with pytest.raises(ShapeError, match=r"gate_up: expected an even number of columns, got 15"):
+        silu_mul(x[:, 1:])
     with pytest.raises(ShapeError, match=r"residual: expected dtype torch.float32 as x, got torch.float16"):
         bias_residual(x, bias, residual.half())

@@ -1,4 +1,4 @@
-"""The Triton kernel of the MLP's element-wise parts, interpreted on small shapes and compiled for three GPUs.
+"""The Triton kernels of MLPs' element-wise parts, interpreted on small shapes and compiled for three GPUs.
 
 The interpreter truncates bfloat16 where GPUs round it, so that type is compared on a GPU only.
 """
@@ -26,6 +26,12 @@ def call(name: str, *args: Any) -> torch.Tensor:
 
     assert getattr(gpu, name)(*args) is args[0]
     return args[0]
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    from rose_backend.kernels.gpu import fused_mlp as gpu
+
+    return gpu.silu_mul(gate_up)
 
 
 def make(num_tokens: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -56,6 +62,23 @@ def test_bias_residual(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert torch.equal(residual, before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 1)], ids=str)
+def test_silu_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    num_tokens, width = shape
+    wide = make(num_tokens, 2 * width + 3, dtype)[0]
+    gate_up = wide[:, : 2 * width]
+    gate, up = gate_up.double().split(width, 1)
+    torch_result = F.silu(gate_up[:, :width]) * gate_up[:, width:]
+    before = wide.clone()
+    actual = run_interpreted(silu_mul, gate_up)
+    assert actual.dtype == dtype
+    assert_within_budget(actual, gate / (1 + torch.exp(-gate)) * up, torch_result)
+    assert torch.equal(wide, before)
+    apart = gate_up.t().contiguous().t()
+    assert torch.equal(run_interpreted(silu_mul, apart), actual)
+
+
 def test_half_types_round_once() -> None:
     x, ones = torch.tensor([[2048.0]]).half(), torch.ones(1, 1).half()
     # 2048 + 1 rounds back to 2048 in float16, 2048 + 2 does not.
@@ -66,6 +89,8 @@ def test_large_values_stay_finite() -> None:
     x = torch.tensor([[-3e4, -20.0, 20.0, 3e4]])
     actual = run_interpreted(call, "bias_gelu", x, torch.zeros(4))
     assert actual.tolist() == [[0.0, 0.0, 20.0, 3e4]]
+    gate_up = torch.tensor([[-3e4, -200.0, 200.0, 3e4, 2.0, 3.0, 0.5, 1.0]])
+    assert run_interpreted(silu_mul, gate_up).tolist() == [[0.0, 0.0, 100.0, 3e4]]
 
 
 def test_writes_only_its_view() -> None:
@@ -80,16 +105,17 @@ def test_writes_only_its_view() -> None:
     assert torch.equal(x[:, 32:], rest)
 
 
-@compiles("_bias_kernel")
+@compiles("_bias_kernel", "_silu_mul_kernel")
 def test_compiles_without_spills(capability: int) -> None:
     from rose_backend.kernels.gpu import fused_mlp as gpu
 
-    with record_launches(gpu, "_bias_kernel") as launches:
+    with record_launches(gpu, "_bias_kernel", "_silu_mul_kernel") as launches:
         for dtype in (torch.float16, torch.bfloat16):
             x, bias, residual = make(4, 3072, dtype)
             gpu.bias_gelu(x, bias)
             gpu.bias_residual(x, bias, residual)
-    assert len(launches) == 4
+            gpu.silu_mul(x)
+    assert len(launches) == 6
     for recorded in launches:
         resources = compile_launch(recorded, capability)
         assert "ld.global.v4.b32" in resources.ptx and "st.global.v4.b32" in resources.ptx

@@ -76,6 +76,9 @@ def test_embed(implementation: str, dtype: torch.dtype) -> None:
         embed_tokens(*arguments) if implementation == "torch" else run_interpreted(launch_embed, *arguments)
     )
     assert torch.equal(actual, token_embedding[tokens] + position_embedding[positions])
+    alone = (*arguments[:3], None)
+    actual = embed_tokens(*alone) if implementation == "torch" else run_interpreted(launch_embed, *alone)
+    assert torch.equal(actual, token_embedding[tokens])
 
 
 def test_no_tokens() -> None:
@@ -90,6 +93,7 @@ def test_compiles_without_spills(capability: int) -> None:
     table = torch.zeros(300, 768, dtype=torch.float16)
     with record_launches(gpu_embed, "_embed_tokens_kernel") as launches:
         gpu_embed.embed_tokens(tokens, tokens, table, table)
+        gpu_embed.embed_tokens(tokens, tokens, table, None)
     with record_launches(gpu_advance, "_advance_rows_kernel") as more:
         gpu_advance.advance_rows(
             tokens, tokens, tokens.int(), tokens, tokens, torch.zeros(8, 256, dtype=torch.int64), tokens[:1]

@@ -155,8 +155,8 @@ def test_several_end_tokens(checkpoint: Path) -> None:
         ({"add_cross_attention": True}, "add_cross_attention=True is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
         (
-            {"architectures": ["LlamaForCausalLM"]},
-            "architecture LlamaForCausalLM, supported are GPT2LMHeadModel",
+            {"architectures": ["BertModel"]},
+            "architecture BertModel, supported are GPT2LMHeadModel, LlamaForCausalLM",
         ),
         ({"architectures": "absent"}, "architecture unknown, supported are GPT2LMHeadModel"),
         ({"n_embd": "absent"}, "n_embd must be a positive integer, got None"),

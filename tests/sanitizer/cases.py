@@ -145,7 +145,7 @@ def clone(pairs: list[tuple[int, int]], *, ids_on_device: bool) -> Case:
 
 
 def norms(num_tokens: int, width: int) -> Case:
-    """Norms with and without the residual add, and the element-wise parts of the MLP."""
+    """Norms with and without the residual add, and the element-wise parts of MLPs."""
 
     def run(device: str) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(1)
@@ -158,7 +158,27 @@ def norms(num_tokens: int, width: int) -> Case:
             *kernels.add_rms_norm(x, residual, weight, EPS),
             kernels.bias_gelu(x.clone(), bias),
             kernels.bias_residual(x.clone(), bias, residual),
+            kernels.silu_mul(torch.cat((x, residual), 1)),
         ]
+
+    return run
+
+
+def rotary(num_tokens: int, heads: int, kv_heads: int, size: int, rotated: int) -> Case:
+    """Rotary positions of query and key in one projection, then again behind norms of their heads."""
+
+    def run(device: str) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(8)
+        positions = torch.randint(0, 50, (num_tokens,), generator=generator).to(device)
+        table = torch.randn(50, rotated, generator=generator).to(device)
+        norms = torch.randn(2, size, generator=generator).half().to(device)
+        width = (heads + 2 * kv_heads) * size
+        projected = torch.randn(num_tokens, width, generator=generator).half().to(device)
+        both = projected.unflatten(1, (-1, size))
+        pair = both[:, :heads], both[:, heads : heads + kv_heads]
+        kernels.rotate_query_key(*pair, positions, table)
+        kernels.rotate_query_key(*pair, positions, table, query_norm=norms[0], key_norm=norms[1], eps=EPS)
+        return [projected]
 
     return run
 
@@ -234,8 +254,12 @@ def step_ends(device: str) -> list[torch.Tensor]:
     state = [tensor.to(device) for tensor in state]
     advance_rows(*state)
     generator = torch.Generator().manual_seed(7)
-    tables = (torch.randn(rows, 257, generator=generator).half().to(device) for rows in (41, 302))
-    return [*state, embed_tokens(state[1], state[3], *tables)]
+    tables = [torch.randn(rows, 257, generator=generator).half().to(device) for rows in (41, 302)]
+    return [
+        *state,
+        embed_tokens(state[1], state[3], *tables),
+        embed_tokens(state[1], state[3], tables[0]),
+    ]
 
 
 GPT2 = {"num_query_heads": 12, "num_kv_heads": 12, "head_size": 64, "block_size": 16, "dtype": HALF}
@@ -270,6 +294,8 @@ CASES: dict[str, Case] = {
     "clone, cycle": clone([(1, 2), (2, 3), (3, 1), (8, 0)], ids_on_device=True),
     "norms": norms(5, 768),
     "norms, odd": norms(3, 129),
+    "rotary": rotary(5, 32, 8, 128, 128),
+    "rotary, odd": rotary(3, 7, 1, 80, 48),
     "linear, 1 row": linear(1, 801, 203, norm=True),
     "linear, 5 rows": linear(5, 801, 203, norm=True),
     "linear, split": linear(5, 3072, 203, norm=False),

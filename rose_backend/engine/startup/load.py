@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rose_backend.config import EngineConfig
+from rose_backend.engine.generation_config import generation_eos_token_ids
 from rose_backend.engine.process_settings import CpuThreads, check_num_threads, choose_cpu_threads
 from rose_backend.engine.scheduling.token_budget import default_token_budget
 from rose_backend.engine.startup.feature_status import captures_graphs, feature_status
@@ -18,6 +20,7 @@ from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError
 from rose_backend.kernels import PackedLinear
 from rose_backend.models.base import CausalLM
+from rose_backend.models.config import ModelConfig
 from rose_backend.models.registry import load_model
 from rose_backend.models.weights import resolve_model_path
 
@@ -73,7 +76,13 @@ def load(config: EngineConfig, *, is_online: bool = False) -> LoadedModel:
         token_budget = default_token_budget(device, is_online=is_online)
         config = dataclasses.replace(config, max_num_batched_tokens=token_budget)
     directory = resolve_model_path(config.model)
-    model = load_model(directory, dtype=config.dtype, device=device.type, switches=config)
+    model = load_model(
+        directory,
+        dtype=config.dtype,
+        device=device.type,
+        switches=config,
+        max_model_len=config.max_model_len,
+    )
     sizes = model.config
     max_model_len = _resolve_max_model_len(config, sizes.max_position_embeddings)
     weights_loaded = time.perf_counter()
@@ -90,7 +99,7 @@ def load(config: EngineConfig, *, is_online: bool = False) -> LoadedModel:
         tokenizer=tokenizer,
         vocab_size=sizes.vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=sizes.eos_token_ids,
+        eos_token_ids=_eos_token_ids(directory, sizes, tokenizer),
         num_blocks=num_blocks,
         kv_cache=kv_cache,
         device=device,
@@ -121,6 +130,13 @@ def resolve_device(name: str) -> torch.device:
             "device: got 'cuda', but this PyTorch sees no CUDA device; allowed here are auto and cpu"
         )
     return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+
+
+def _eos_token_ids(directory: Path, sizes: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the end tokens of all files that name some: conversations end with others than plain texts do."""
+    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    named = dict.fromkeys((*sizes.eos_token_ids, *generation_eos_token_ids(directory), *own))
+    return tuple(each for each in named if 0 <= each < sizes.vocab_size)
 
 
 def _resolve_max_model_len(config: EngineConfig, window: int) -> int:

@@ -1,4 +1,4 @@
-"""Token and position embedding in one launch, one program per token."""
+"""Token and, where there is one, position embedding in one launch, one program per token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ def _embed_tokens_kernel(
     input_ids_ptr,  # [T]
     positions_ptr,  # [T]
     token_embedding_ptr,  # [V, E]
-    position_embedding_ptr,  # [P, E]
+    position_embedding_ptr,  # [P, E], with ADD
     out_ptr,  # [T, E] contiguous, written
     token_stride,
     position_stride,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
+    ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Args: ADD: the position embedding."""
     if PDL:
         # Launched in the ordinary way: all kernels in front have ended. The one behind may fetch its weights.
         tl.extra.cuda.gdc_launch_dependents()
@@ -29,11 +31,12 @@ def _embed_tokens_kernel(
     columns = tl.arange(0, TILE)
     mask = columns < WIDTH
     token_id = tl.load(input_ids_ptr + token)
-    position = tl.load(positions_ptr + token)
+    if ADD:
+        position = tl.load(positions_ptr + token)
     embedded = tl.load(token_embedding_ptr + token_id * token_stride + columns, mask=mask).to(tl.float32)
-    embedded += tl.load(position_embedding_ptr + position * position_stride + columns, mask=mask).to(
-        tl.float32
-    )
+    if ADD:
+        positional = position_embedding_ptr + position * position_stride + columns
+        embedded += tl.load(positional, mask=mask).to(tl.float32)
     tl.store(out_ptr + token * WIDTH + columns, embedded.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -41,7 +44,7 @@ def embed_tokens(
     input_ids: torch.Tensor,  # [T] int64
     positions: torch.Tensor,  # [T] int64
     token_embedding: torch.Tensor,  # [V, E], innermost stride 1
-    position_embedding: torch.Tensor,  # [P, E], innermost stride 1
+    position_embedding: torch.Tensor | None,  # [P, E], innermost stride 1
 ) -> torch.Tensor:
     """Twin of ``rose_backend.kernels.embed_tokens``."""
     num_tokens, width = len(input_ids), token_embedding.shape[1]
@@ -52,12 +55,13 @@ def embed_tokens(
             input_ids,
             positions,
             token_embedding,
-            position_embedding,
+            token_embedding if position_embedding is None else position_embedding,
             out,
             token_embedding.stride(0),
-            position_embedding.stride(0),
+            0 if position_embedding is None else position_embedding.stride(0),
             WIDTH=width,
             TILE=tile,
+            ADD=position_embedding is not None,
             PDL=has_dependent_launch(out.device),
             num_warps=min(max(tile // 256, 1), 8),
         )

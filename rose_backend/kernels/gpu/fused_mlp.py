@@ -1,4 +1,4 @@
-"""The element-wise parts of GPT-2's MLP, in place: one launch each, float32 inside, rounded once."""
+"""The element-wise parts of MLPs: one launch each, float32 inside, rounded once. Those of GPT-2's work in place."""
 
 from __future__ import annotations
 
@@ -38,6 +38,25 @@ def _bias_kernel(
     tl.store(x_ptrs, x.to(x_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _silu_mul_kernel(
+    gate_up_ptr,  # [T, 2 * I]
+    out_ptr,  # [T, I] contiguous, written
+    width,
+    stride_t,
+    stride_e,
+    TILE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = columns < width
+    row = gate_up_ptr + token * stride_t
+    gate = tl.load(row + columns.to(tl.int64) * stride_e, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(row + (columns + width).to(tl.int64) * stride_e, mask=mask, other=0.0).to(tl.float32)
+    product = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + token * width + columns, product.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 def bias_gelu(
     x: torch.Tensor,  # [T, I]  written
     bias: torch.Tensor,  # [I]
@@ -70,3 +89,16 @@ def _launch(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor | None) 
             num_warps=4,
         )
     return x
+
+
+def silu_mul(
+    gate_up: torch.Tensor,  # [T, 2 * I]
+) -> torch.Tensor:
+    """Twin of ``rose_backend.kernels.silu_mul``."""
+    num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty((num_tokens, width))
+    if out.numel():
+        _silu_mul_kernel[(num_tokens, triton.cdiv(width, _TILE))](
+            gate_up, out, width, *gate_up.stride(), TILE=_TILE, num_warps=4
+        )
+    return out

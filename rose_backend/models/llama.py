@@ -1,0 +1,249 @@
+"""Llama and its relatives: rotary positions, grouped K/V heads, a gated MLP, RMSNorm in front of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+import torch
+
+from rose_backend.config import Switches
+from rose_backend.errors import ModelError
+from rose_backend.kernels import AttentionOptions, embed_tokens, rotate_query_key
+from rose_backend.layers.attention import AttentionMetadata, PagedAttention
+from rose_backend.layers.linear import DecoderLayer, Norm, ResidualStream, compute_logits
+from rose_backend.layers.rotary import rotary_table
+from rose_backend.models.config import ModelConfig, check_supported, check_window, choose_dtype
+from rose_backend.models.rope import read_rotary_options
+from rose_backend.models.weights import Checkpoint, WeightReader
+
+_PREFIX = "model."
+_EMBEDDING = "embed_tokens.weight"
+_UNUSED = ("rotary_emb.inv_freq",)
+"""Old checkpoints store what config.json says already."""
+_COMMON: Mapping[str, bool | tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "is_causal": True,
+    "rope_interleaved": False,
+    "use_mrope": False,
+    "dual_chunk_attention_config": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "logit_scale": (None, 1.0),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+}
+_ROTATES_ALL = {"no_rope_layers": (None,), "no_rope_layer_interval": (None,)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What checkpoints of one architecture have in common beyond what config.json says."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers takes for fields that config.json leaves out."""
+    supported: Mapping[str, bool | tuple[Any, ...]] = field(default_factory=lambda: _ROTATES_ALL)
+    """See ``check_supported``."""
+    qkv_bias: bool | None = None
+    """Queries, keys and values have a bias; None: as ``attention_bias`` says, and then the output projection too."""
+    norms_heads: bool = False
+    """An RMSNorm of each query and key head in front of the rotation."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaWeights:
+    """All tensors."""
+
+    embedding: torch.Tensor  # [V, E]
+    rotary_table: torch.Tensor  # [P, D] float32, see ``layers.rotary.rotary_table``
+    layers: tuple[DecoderLayer, ...]
+    final_norm: Norm
+    padded_lm_head: torch.Tensor  # [V', E], see ``WeightReader.embedding_and_head``
+
+
+class Llama:
+    """A ``CausalLM``; of Llama's relatives it is the base, and a relative says what differs."""
+
+    family: ClassVar[Family] = Family()
+
+    def __init__(
+        self, config: ModelConfig, weights: LlamaWeights, switches: Switches, rotates: tuple[bool, ...]
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.switches = switches
+        self._rotates = rotates  # by layer
+        self._attention_options = AttentionOptions(scale=config.head_size**-0.5)
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        dtype: str,
+        device: str,
+        switches: Switches,
+        max_model_len: int | None = None,
+    ) -> Self:
+        """Read a checkpoint; see ``CausalLM``."""
+        fields = {**cls.family.defaults, **checkpoint.config}
+        check_supported(fields, {**_COMMON, **cls.family.supported})
+        config = ModelConfig.from_hf(
+            fields,
+            names={"norm_eps": "rms_norm_eps"},
+            dtype=torch.float32,
+            device=device,
+            gated_mlp=True,
+            norm_eps=1e-6,
+            tie_word_embeddings=False,
+        )
+        rotary = read_rotary_options(fields, max_position_embeddings=config.max_position_embeddings)
+        if rotary.rope_type == "linear":
+            # As in vLLM: config.json has the window before it was stretched.
+            window = int(config.max_position_embeddings * rotary.factor)
+            config = replace(config, max_position_embeddings=window)
+        num_positions = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
+        check_window(fields, num_positions, config.num_layers)
+        rotates = _rotating_layers(fields, config.num_layers)
+        # The first look at the weights.
+        config = replace(config, dtype=choose_dtype(dtype, device, checkpoint.dtype_of(_PREFIX + _EMBEDDING)))
+        reader = WeightReader(checkpoint, config, _PREFIX)
+        table = rotary_table(rotary, config.head_size, num_positions, config.device)
+        layers = tuple(cls._read_layer(reader, fields, index) for index in range(config.num_layers))
+        embedding, head = reader.embedding_and_head(_EMBEDDING)
+        weights = LlamaWeights(embedding, table, layers, reader.rms_norm("norm"), head)
+        reader.check_all_read(unused_suffixes=_UNUSED)
+        return cls(config, weights, switches, rotates)
+
+    @classmethod
+    def _read_layer(cls, reader: WeightReader, fields: Mapping[str, Any], index: int) -> DecoderLayer:
+        config, attention, mlp = reader.config, f"layers.{index}.self_attn", f"layers.{index}.mlp"
+        width, inner, size = config.hidden_size, config.intermediate_size, config.head_size
+        query_width, kv_width = config.num_attention_heads * size, config.num_kv_heads * size
+        attention_bias, mlp_bias = bool(fields.get("attention_bias")), bool(fields.get("mlp_bias"))
+        widths = {"q_proj": query_width, "k_proj": kv_width, "v_proj": kv_width}
+        qkv_bias, has_norms = cls.family.qkv_bias, cls.family.norms_heads
+        return DecoderLayer(
+            attn_norm=reader.rms_norm(f"layers.{index}.input_layernorm"),
+            qkv=reader.joined(
+                width,
+                {f"{attention}.{name}": fan_out for name, fan_out in widths.items()},
+                has_bias=attention_bias if qkv_bias is None else qkv_bias,
+            ),
+            attn_out=reader.joined(
+                query_width, {f"{attention}.o_proj": width}, has_bias=attention_bias and qkv_bias is None
+            ),
+            mlp_norm=reader.rms_norm(f"layers.{index}.post_attention_layernorm"),
+            mlp_in=reader.joined(
+                width, {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}, has_bias=mlp_bias
+            ),
+            mlp_out=reader.joined(inner, {f"{mlp}.down_proj": width}, has_bias=mlp_bias),
+            query_norm=reader.tensor(f"{attention}.q_norm.weight", size) if has_norms else None,
+            key_norm=reader.tensor(f"{attention}.k_norm.weight", size) if has_norms else None,
+        )
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [T] int64
+        positions: torch.Tensor,  # [T] int64
+        kv_cache: torch.Tensor,  # [L, 2, NB, BS, HKV, D]  written
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Run all layers; see ``CausalLM``."""
+        config, weights, num_tokens = self.config, self.weights, input_ids.shape[0]
+        heads, kv_heads = config.num_attention_heads, config.num_kv_heads
+        attention = PagedAttention(
+            metadata,
+            kv_cache,
+            self._attention_options,
+            num_tokens=num_tokens,
+            num_heads=heads,
+            fused_kv_append=self.switches.fused_kv_append,
+        )
+        stream = ResidualStream(embed_tokens(input_ids, positions, weights.embedding), self.switches)
+        for index, layer in enumerate(weights.layers):
+            qkv = stream.project(layer.attn_norm, layer.qkv).view(num_tokens, -1, config.head_size)
+            query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
+            if self._rotates[index]:
+                rotate_query_key(
+                    query,
+                    key,
+                    positions,
+                    weights.rotary_table,
+                    query_norm=layer.query_norm,
+                    key_norm=layer.key_norm,
+                    eps=config.norm_eps,
+                )
+            attended = attention(index, query, key, value)
+            if attention.last_tokens is not None and index + 1 == config.num_layers:
+                attended = attended[attention.last_tokens]
+                stream.keep(attention.last_tokens)
+            stream.add(attended, layer.attn_out)
+            stream.silu_mlp(layer.mlp_norm, layer.mlp_in, layer.mlp_out)
+        return stream.normed(weights.final_norm)
+
+    def compute_logits(
+        self,
+        hidden: torch.Tensor,  # [R, E]
+    ) -> torch.Tensor:
+        """Return float32 logits [R, V]; see ``CausalLM``."""
+        return compute_logits(hidden, self.weights.padded_lm_head, self.config.vocab_size)
+
+
+_NO_BIASES = {"attention_bias": False, "mlp_bias": False}
+
+
+class Mistral(Llama):
+    """Llama without biases, and with a sliding window unless config.json says that there is none."""
+
+    family = Family(
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096}, supported={**_ROTATES_ALL, **_NO_BIASES}
+    )
+
+
+class Qwen2(Llama):
+    """Llama with biases of queries, keys and values."""
+
+    family = Family(
+        defaults={"num_key_value_heads": 32, "use_sliding_window": False},
+        supported={**_ROTATES_ALL, **_NO_BIASES},
+        qkv_bias=True,
+    )
+
+
+class Qwen3(Llama):
+    """Llama with an RMSNorm of each query and key head in front of the rotation."""
+
+    family = Family(
+        defaults={"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
+        supported={**_ROTATES_ALL, "mlp_bias": False},
+        norms_heads=True,
+    )
+
+
+class SmolLM3(Llama):
+    """Llama with layers that see no positions, every fourth one unless config.json says which."""
+
+    family = Family(
+        defaults={
+            "num_key_value_heads": 4,
+            "use_sliding_window": False,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+            "no_rope_layer_interval": 4,
+        },
+        supported={},
+    )
+
+
+def _rotating_layers(fields: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Return which layers rotate queries and keys."""
+    listed, interval = fields.get("no_rope_layers"), fields.get("no_rope_layer_interval")
+    if listed is None:
+        if interval is not None and (type(interval) is not int or interval < 1):
+            raise ModelError(f"config.json: no_rope_layer_interval must be at least 1, got {interval!r}")
+        return tuple(interval is None or (index + 1) % interval != 0 for index in range(num_layers))
+    if not isinstance(listed, list) or len(listed) < num_layers or any(each not in (0, 1) for each in listed):
+        raise ModelError(f"config.json: no_rope_layers must be {num_layers} times 0 or 1, got {listed!r}")
+    return tuple(bool(each) for each in listed[:num_layers])

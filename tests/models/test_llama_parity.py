@@ -1,0 +1,87 @@
+"""Greedy tokens of Llama and its relatives equal transformers' in float32, whatever the engine does on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rose_backend import LLM, SamplingParams
+from rose_backend.config import SWITCH_NAMES
+from tests.support.llama_checkpoints import CASES, VOCAB_SIZE, write_checkpoint
+from tests.support.reference_generation import (
+    NUM_NEW_TOKENS,
+    NUM_PROMPTS,
+    GreedyReference,
+    Prompts,
+    prompt_lengths,
+    tie_free_case,
+)
+
+Case = tuple[Path, Prompts, GreedyReference]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Return a checkpoint, 64 prompts for it, and what transformers makes of them."""
+    path = write_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+    prompts, reference = tie_free_case(path, VOCAB_SIZE)
+    assert len(prompts) == NUM_PROMPTS and len(set(reference.token_ids)) > NUM_PROMPTS // 2
+    return path, prompts, reference
+
+
+def check(
+    llm: LLM, case: Case, *, num_prompts: int = NUM_PROMPTS, num_tokens: int = NUM_NEW_TOKENS, n: int = 1
+) -> None:
+    """Generate for the first prompts and compare every completion."""
+    _, prompts, reference = case
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, n=n)
+    outputs = llm.generate([list(prompt) for prompt in prompts[:num_prompts]], params)
+    completions = [(index, each.token_ids) for index, output in enumerate(outputs) for each in output.outputs]
+    assert len(completions) == num_prompts * n
+    differences = [
+        reference.explain_difference(index, tokens)
+        for index, tokens in completions
+        if tuple(tokens) != reference.token_ids[index][:num_tokens]
+    ]
+    assert not differences, "\n".join(differences)
+    llm.core.check_integrity()
+
+
+def test_all_at_once_and_again_from_the_cache(case: Case) -> None:
+    path, prompts, _ = case
+    with LLM(str(path), device="cpu", dtype="float32") as llm:
+        check(llm, case)
+        before = llm.stats.cached_tokens
+        check(llm, case)
+        assert llm.stats.cached_tokens - before == sum(len(prompt) - 1 for prompt in prompts)
+        check(llm, case, num_prompts=16, num_tokens=24, n=4)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_chunks_and_preemption(case: Case, prefix_cache: bool) -> None:
+    path, _, _ = case
+    limits = {"max_num_batched_tokens": 101, "num_blocks": 70, "prefix_cache": prefix_cache}
+    with LLM(str(path), device="cpu", dtype="float32", **limits) as llm:
+        check(llm, case)
+        assert llm.stats.preemptions > 0 and llm.stats.recomputed_tokens > 0
+
+
+@pytest.mark.parametrize("name", [*SWITCH_NAMES, "all"])
+def test_switches_off(case: Case, name: str) -> None:
+    path, prompts, _ = case
+    num_prompts = 16
+    assert {len(prompt) for prompt in prompts[:num_prompts]} >= set(prompt_lengths()[:5])
+    off = dict.fromkeys(SWITCH_NAMES if name == "all" else [name], False)
+    with LLM(str(path), device="cpu", dtype="float32", **off) as llm:
+        check(llm, case, num_prompts=num_prompts, num_tokens=24)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(case: Case) -> None:
+    path, _, _ = case
+    with LLM(str(path), device="cuda", dtype="float32", max_num_batched_tokens=515, num_blocks=1000) as llm:
+        assert llm.core.feature_status["cuda_graph"] == "on"
+        check(llm, case)
+        check(llm, case, n=2)
+        assert llm.stats.cached_tokens > 0

@@ -1,0 +1,98 @@
+"""Tiny random checkpoints of Llama and its relatives, each with what sets its family apart, and a tokenizer.
+
+Drawn wide, as those of ``tiny_checkpoint``; norms are not 1 and biases not 0, as transformers starts them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
+
+from tests.support.tiny_checkpoint import write_tokenizer
+
+VOCAB_SIZE = 500
+WINDOW = 1024
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": WINDOW,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+
+Case = tuple[type[PreTrainedModel], Callable[..., PreTrainedConfig], dict[str, Any]]
+CASES: dict[str, Case] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3}),
+    "llama-biases": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        # Heads that are together wider than the hidden state.
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 32},
+    ),
+    "llama-yarn": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": YARN, "num_key_value_heads": 4}),
+    # rose stretches the window, too, so that the longest prompts fit.
+    "llama-linear": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"rope_parameters": LINEAR, "max_position_embeddings": WINDOW // 4},
+    ),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32, "rms_norm_eps": 1e-3}),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, {"no_rope_layers": [1, 0, 1], "num_hidden_layers": 3}),
+}
+
+
+def write_checkpoint(path: Path, case: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """Write one of ``CASES``, with other fields of its config where ``changes`` say so, and return ``path``."""
+    path.mkdir(parents=True, exist_ok=True)
+    end_of_text = write_tokenizer(path, vocab_size=VOCAB_SIZE, model_max_length=WINDOW)
+    model_class, config_class, fields = CASES[case]
+    config = config_class(**{**_SIZES, "eos_token_id": end_of_text, **fields, **changes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = model_class(config).eval()
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.data.normal_(0.0 if name.endswith("bias") else 1.0, 0.1)
+    model.to(dtype).save_pretrained(path)
+    return path
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    """Change fields of a JSON file; "absent" removes one."""
+    fields = {**json.loads(path.read_text()), **changes} if path.is_file() else changes
+    path.write_text(json.dumps({name: value for name, value in fields.items() if value != "absent"}))
