@@ -213,6 +213,12 @@ def test_moments_are_taken_from_one_product_to_the_next(cut: dict[str, Any], par
     torch.testing.assert_close(moments.sum(2), moments_of(result, 1)[:, :, 0])
 
 
+@pytest.mark.parametrize("parts", ["norm", "rms nobias"])
+def test_moments_in_more_parts_than_registers_hold(parts: str) -> None:
+    case = make_case(21, 4100, 10, parts, torch.float16)
+    case.check(run_interpreted(launch, case, config(16, 16, 1024), num_x_parts=4096))
+
+
 @pytest.mark.parametrize("parts", ["norm residual", "rms gated nobias"])
 def test_tiles_copied_by_the_tensor_memory_accelerator(parts: str) -> None:
     case = make_case(21, 109, 37, parts, torch.float16)
@@ -272,8 +278,19 @@ def test_the_chosen_cuts_compile_without_spills(
     compile_chosen_cut(90, rows, depth, columns, parts, dtype)
 
 
+def test_moments_in_many_parts_compile_without_spills() -> None:
+    compile_chosen_cut(90, 64, 2048, 4096, "rms gated nobias", FLOAT32, num_x_parts=1024)
+
+
 def compile_chosen_cut(
-    capability: int, rows: int, depth: int, columns: int, parts: str, dtype: torch.dtype
+    capability: int,
+    rows: int,
+    depth: int,
+    columns: int,
+    parts: str,
+    dtype: torch.dtype,
+    *,
+    num_x_parts: int = 16,
 ) -> None:
     from rose_backend.kernels.gpu import small_batch_linear as gpu
 
@@ -293,7 +310,7 @@ def compile_chosen_cut(
             gelu=case.gelu,
             rms_norm=layer.has_rms_norm,
             gated=layer.is_gated,
-            x_moments=moments_of(x, 16) if case.norm else None,
+            x_moments=moments_of(x, num_x_parts) if case.norm else None,
             with_moments=case.residual is not None,
             config=gpu.choose_config(
                 rows, columns, depth, own_sums=False, exact=exact, can_use_tma=capability >= 90
