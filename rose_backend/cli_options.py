@@ -44,7 +44,7 @@ _ENGINE_HELP = {
 }
 _SWITCH_HELP = {
     "fused_kv_append": "attention stores new keys and values itself",
-    "fused_mlp": "bias + GELU and bias + residual as one operation each",
+    "fused_mlp": "bias + GELU, bias + residual and SiLU * up as one operation each",
     "fused_sampler": "the one-pass sampler",
     "fused_add_layernorm": "residual add and LayerNorm as one operation",
     "cuda_graph": "replay decode steps from CUDA graphs where device and kernels allow it",

@@ -49,7 +49,7 @@ class Switches:
     fused_kv_append: bool = True
     """Attention stores the new K/V itself; off: a separate write runs before it."""
     fused_mlp: bool = True
-    """Bias + GELU and bias + residual as one operation each."""
+    """The parts of an MLP between its products as one operation each: bias + GELU, bias + residual, SiLU * up."""
     fused_sampler: bool = True
     """Rose's one-pass sampler; off: plain torch operations (standalone) or vLLM's own sampler."""
     fused_add_layernorm: bool = True

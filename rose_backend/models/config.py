@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rose_backend.errors import ModelError
+from rose_backend.models.end_tokens import read_eos_token_ids
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -166,16 +167,3 @@ def choose_dtype(dtype: str, device: str, stored: torch.dtype) -> torch.dtype:
         return stored
     has_bfloat16 = torch.cuda.get_device_capability(device)[0] >= 8
     return torch.bfloat16 if has_bfloat16 else torch.float16
-
-
-def read_eos_token_ids(fields: Mapping[str, Any], file: str) -> tuple[int, ...]:
-    """Return ``eos_token_id`` of a JSON file, one or a list of them.
-
-    Raises:
-        ModelError: it is neither.
-    """
-    value = fields.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(each, bool) or not isinstance(each, int) for each in ids):
-        raise ModelError(f"{file}: eos_token_id must be one integer, or a list of them, got {value!r}")
-    return tuple(ids)

@@ -34,6 +34,14 @@ _COMMON: Mapping[str, bool | tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "pretraining_tp": (1, None),
     "is_causal": True,
+    "rope_interleaved": False,
+    "use_mrope": False,
+    "dual_chunk_attention_config": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "logit_scale": (None, 1.0),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
 }
 _ROTATES_ALL = {"no_rope_layers": (None,), "no_rope_layer_interval": (None,)}
 

@@ -49,7 +49,8 @@ class Sequences:
         width = -(-config.max_position_embeddings // BLOCK_SIZE)
         num_blocks = width * len(token_ids) + 1
         self.kv_cache = torch.full(
-            (config.num_layers, 2, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_size), float("nan")
+            (config.num_layers, 2, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_size),
+            float("nan"),
         )
         blocks = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1
         self.block_table = blocks.view(len(token_ids), width).to(torch.int32)

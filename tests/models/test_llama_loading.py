@@ -18,6 +18,83 @@ from tests.models.test_gpt2_logits import Sequences
 from tests.support.error_budget import assert_within_budget
 from tests.support.llama_checkpoints import CASES, VOCAB_SIZE, WINDOW, change_json, write_checkpoint
 
+# What their makers' config.json say, but for sizes of no interest here.
+_SIZES = {"hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 36}
+_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "vocab_size": 32_000}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama 2": {
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096,
+        "pretraining_tp": 1,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+    },
+    "Llama 3.2": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "eos_token_id": [128_001, 128_008, 128_009],
+        "head_dim": 64,
+        "max_position_embeddings": 131_072,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+    },
+    "Mistral 7B v0.3": {
+        "architectures": ["MistralForCausalLM"],
+        "max_position_embeddings": 32_768,
+        "rope_theta": 1_000_000.0,
+        "sliding_window": None,
+    },
+    "Qwen2.5": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "max_position_embeddings": 32_768,
+        "max_window_layers": 21,
+        "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32_768, "type": "yarn"},
+        "rope_theta": 1_000_000.0,
+        "sliding_window": 32_768,
+        "use_sliding_window": False,
+    },
+    "Qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "max_window_layers": 28,
+        "rope_scaling": None,
+        "rope_theta": 1_000_000,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "SmolLM2": {
+        "architectures": ["LlamaForCausalLM"],
+        "is_llama_config": True,
+        "max_position_embeddings": 8192,
+        "pretraining_tp": 1,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "rope_theta": 100_000,
+    },
+    "SmolLM3": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "layer_types": ["full_attention"] * 36,
+        "max_position_embeddings": 65_536,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 9,
+        "rope_scaling": None,
+        "rope_theta": 5_000_000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+}
+
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -60,6 +137,7 @@ def error_of(path: Path, **options: Any) -> str:
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, allowed are silu"),
         ("llama", {"pretraining_tp": 2}, "pretraining_tp=2 is not supported, allowed are 1, null"),
         ("llama", {"is_causal": False}, "is_causal=False is not supported"),
+        ("llama", {"rope_interleaved": True}, "rope_interleaved=True is not supported"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not"),
         ("llama", {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] is not supported"),
@@ -84,10 +162,13 @@ def error_of(path: Path, **options: Any) -> str:
             {"layer_types": ["full_attention", "linear_attention"]},
             "layer_types has 'linear_attention'",
         ),
+        ("llama", {"logit_scale": 0.5}, "logit_scale=0.5 is not supported, allowed are null, 1.0"),
+        ("llama", {"num_local_experts": 8}, "num_local_experts=8 is not supported, allowed are null, 0"),
         ("mistral", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("mistral", {"sliding_window": 512}, "it changes nothing with a max_model_len of 512 or less"),
         ("qwen2", {"mlp_bias": True}, "mlp_bias=True is not supported"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 512}, "sliding_window=512 is not supported"),
+        ("qwen2", {"dual_chunk_attention_config": {}}, "dual_chunk_attention_config={} is not supported"),
         ("qwen3", {"mlp_bias": True}, "mlp_bias=True is not supported"),
         (
             "qwen3",
@@ -109,6 +190,12 @@ def test_refused_before_weights_are_read(
     path = copied(originals[name], copy, **changes)
     (path / "model.safetensors").unlink()
     assert message in error_of(path)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_pass(name: str, tmp_path: Path) -> None:
+    change_json(tmp_path / "config.json", **_SIZES, **_HEADS, **PUBLISHED[name])
+    assert "has neither model.safetensors nor" in error_of(tmp_path)
 
 
 def test_sliding_windows_that_no_request_fills(originals: dict[str, Path], copy: Path) -> None:

@@ -89,3 +89,13 @@ def test_the_way_for_few_decodes(case: Case, monkeypatch: pytest.MonkeyPatch) ->
     assert storage_bytes(load_model(path).weights) < 1.02 * num_bytes
     with LLM(str(path), device="cpu", dtype="float32") as llm:
         check(llm, case, num_prompts=16, num_tokens=24)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(case: Case) -> None:
+    path, _, _ = case
+    with LLM(str(path), device="cuda", dtype="float32", max_num_batched_tokens=515, num_blocks=1000) as llm:
+        assert llm.core.feature_status["cuda_graph"] == "on"
+        check(llm, case)
+        check(llm, case, n=2)
+        assert llm.stats.cached_tokens > 0

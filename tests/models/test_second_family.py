@@ -68,7 +68,9 @@ def test_greedy_tokens_are_those_of_dense_torch(checkpoint: Path, fused: bool) -
         answers = [
             (prompt, completion.token_ids)
             for _ in range(2)
-            for prompt, output in zip(prompts, llm.generate([list(each) for each in prompts], params), strict=True)
+            for prompt, output in zip(
+                prompts, llm.generate([list(each) for each in prompts], params), strict=True
+            )
             for completion in output.outputs
         ]
         assert llm.stats.preemptions > 0 and llm.stats.cached_tokens > 0

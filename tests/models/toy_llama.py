@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from rose_backend.config import Switches
 from rose_backend.kernels import AttentionOptions
 from rose_backend.layers.attention import AttentionMetadata, PagedAttention
-from rose_backend.layers.linear import DecoderLayer, Linear, Norm, ResidualStream, compute_logits
+from rose_backend.layers.linear import DecoderLayer, Norm, ResidualStream, compute_logits
 from rose_backend.models.config import ModelConfig, choose_dtype
 from rose_backend.models.weights import Checkpoint, WeightReader
 
@@ -103,25 +103,18 @@ def _read_weights(checkpoint: Checkpoint, config: ModelConfig) -> LlamaWeights:
 
     reader = WeightReader(checkpoint, config, "model.")
 
-    def norm(name: str) -> Norm:
-        return Norm(reader.tensor(f"{name}.weight", width), None, config.norm_eps)
-
-    def linear(fan_in: int, **parts: int) -> Linear:
-        matrices = [reader.tensor(f"{name}.weight", fan_out, fan_in) for name, fan_out in parts.items()]
-        return Linear(torch.cat(matrices).t(), None)
-
     def layer(stem: str) -> DecoderLayer:
         attention, mlp = f"{stem}.self_attn", f"{stem}.mlp"
         projections = {"q_proj": query_width, "k_proj": kv_width, "v_proj": kv_width}
         return DecoderLayer(
-            attn_norm=norm(f"{stem}.input_layernorm"),
-            qkv=linear(width, **{f"{attention}.{name}": size for name, size in projections.items()}),
-            attn_out=linear(query_width, **{f"{attention}.o_proj": width}),
-            mlp_norm=norm(f"{stem}.post_attention_layernorm"),
-            mlp_in=linear(width, **{f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}),
-            mlp_out=linear(inner, **{f"{mlp}.down_proj": width}),
+            attn_norm=reader.rms_norm(f"{stem}.input_layernorm"),
+            qkv=reader.joined(width, {f"{attention}.{name}": size for name, size in projections.items()}),
+            attn_out=reader.joined(query_width, {f"{attention}.o_proj": width}),
+            mlp_norm=reader.rms_norm(f"{stem}.post_attention_layernorm"),
+            mlp_in=reader.joined(width, {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}),
+            mlp_out=reader.joined(inner, {f"{mlp}.down_proj": width}),
         )
 
     layers = tuple(layer(f"layers.{index}") for index in range(config.num_layers))
     embedding, head = reader.embedding_and_head("embed_tokens.weight")
-    return LlamaWeights(embedding, layers, norm("norm"), head)
+    return LlamaWeights(embedding, layers, reader.rms_norm("norm"), head)
