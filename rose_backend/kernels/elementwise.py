@@ -145,16 +145,22 @@ def bias_residual(
 
 def silu_mul(
     gate_up: torch.Tensor,  # [T, 2 * I]
+    *,
+    alternating: bool = False,
 ) -> torch.Tensor:
-    """Return ``silu(gate) * up`` of the two halves of each row, [T, I] and new. Rounded once, from float32."""
+    """Return ``silu(gate) * up`` of the two halves of each row, [T, I] and new. Rounded once, from float32.
+
+    Args:
+        alternating: columns of the gate and of the other factor take turns, as ``pack_linear`` makes them.
+    """
     check_tensors(gate_up=(gate_up, "T 2I"))
     if gate_up.shape[1] % 2:
         raise ShapeError(f"gate_up: expected an even number of columns, got {gate_up.shape[1]}")
     if gate_up.is_cuda:
         from rose_backend.kernels.gpu import fused_mlp as gpu
 
-        return gpu.silu_mul(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
+        return gpu.silu_mul(gate_up, alternating=alternating)
+    gate, up = gate_up.unflatten(1, (-1, 2)).unbind(2) if alternating else gate_up.chunk(2, dim=-1)
     if gate_up.dtype == torch.float32:
         return F.silu(gate).mul_(up)
     return F.silu(gate.float()).mul_(up.float()).to(gate_up.dtype)

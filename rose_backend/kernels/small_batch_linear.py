@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight matrix, fused with the norm before and GELU or residual add after them."""
+"""Products of a few rows with a weight matrix, fused with norm, activation and residual add around them."""
 
 from __future__ import annotations
 
@@ -16,39 +16,70 @@ MAX_ROWS = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
-    """A linear layer, with the LayerNorm in front of it folded in where there is one. Made by ``pack_linear``."""
+    """A linear layer, with the norm in front of it folded in where there is one. Made by ``pack_linear``."""
 
-    weight: torch.Tensor  # [O, E]
-    bias: torch.Tensor  # [O] float32
-    column_sums: torch.Tensor | None  # [O] float32, with a norm: sums of the rows of weight
+    weight: torch.Tensor
+    """[O, E]; with ``is_gated`` a row of the gate, one of its factor, the next of the gate, and so on."""
+    bias: torch.Tensor | None  # [O] float32
+    column_sums: torch.Tensor | None  # [O] float32, with LayerNorm: sums of the rows of weight
     eps: float
+    has_rms_norm: bool = False
+    is_gated: bool = False
+    """The result is ``silu(gate) * factor``, half as wide as the product."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Width of the result."""
+        return self.weight.shape[0] // (2 if self.is_gated else 1)
 
 
 def pack_linear(
     weight: torch.Tensor,  # [O, E]
-    bias: torch.Tensor,  # [O]
+    bias: torch.Tensor | None = None,  # [O]
     *,
     norm_weight: torch.Tensor | None = None,  # [E]
     norm_bias: torch.Tensor | None = None,  # [E]
     eps: float = 0.0,
+    gated: bool = False,
 ) -> PackedLinear:
     """Prepare a layer once, at load time.
 
     ``norm(x) * g + h`` in front of ``@ W.T + b`` equals ``norm(x) @ (W * g).T + (b + W @ h)``.
 
+    Args:
+        norm_weight, norm_bias: of LayerNorm; the weight alone is RMSNorm's.
+        gated: the first half of ``weight``'s rows is the gate of a gated MLP, the second half its factor.
+
     Raises:
-        ShapeError: shapes or dtypes disagree, or only one of the norm's tensors is given.
+        ShapeError: shapes or dtypes disagree, a norm has only a bias, or ``gated`` has an odd number of rows.
     """
-    check_tensors(weight=(weight, "O E"), bias=(bias, "O"))
-    check_same_dtype(weight=weight, bias=bias)
-    if norm_weight is None or norm_bias is None:
-        if norm_weight is not norm_bias:
-            raise ShapeError("norm_weight and norm_bias: expected both or neither, got one")
-        return PackedLinear(weight.contiguous(), bias.float(), None, eps)
-    check_tensors(weight=(weight, "O E"), norm_weight=(norm_weight, "E"), norm_bias=(norm_bias, "E"))
+    check_tensors(weight=(weight, "O E"))
+    if bias is not None:
+        check_tensors(weight=(weight, "O E"), bias=(bias, "O"))
+        check_same_dtype(weight=weight, bias=bias)
+    if gated:
+        if weight.shape[0] % 2:
+            raise ShapeError(f"weight: expected an even number of rows with a gate, got {weight.shape[0]}")
+        weight = _alternate(weight)
+        bias = None if bias is None else _alternate(bias)
+    wide_bias = None if bias is None else bias.float()
+    if norm_weight is None:
+        if norm_bias is not None:
+            raise ShapeError("norm_bias: expected norm_weight beside it")
+        return PackedLinear(weight.contiguous(), wide_bias, None, eps, is_gated=gated)
+    check_tensors(weight=(weight, "O E"), norm_weight=(norm_weight, "E"))
     folded = (weight.float() * norm_weight.float()).to(weight.dtype).contiguous()
-    folded_bias = bias.float() + weight.float() @ norm_bias.float()
-    return PackedLinear(folded, folded_bias, folded.float().sum(1), eps)
+    if norm_bias is None:
+        return PackedLinear(folded, wide_bias, None, eps, has_rms_norm=True, is_gated=gated)
+    check_tensors(weight=(weight, "O E"), norm_bias=(norm_bias, "E"))
+    shift = weight.float() @ norm_bias.float()
+    folded_bias = shift if wide_bias is None else wide_bias + shift
+    return PackedLinear(folded, folded_bias, folded.float().sum(1), eps, is_gated=gated)
+
+
+def _alternate(rows: torch.Tensor) -> torch.Tensor:
+    """Return the first row of the first half, the first of the second half, the second of the first half ..."""
+    return rows.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
 
 
 def small_batch_linear(
@@ -62,15 +93,17 @@ def small_batch_linear(
 ) -> torch.Tensor:
     """Return ``residual + gelu(norm(x) @ W.T + b)``, each part only where it was asked for. Rounded once, from float32.
 
+    A gated layer's result is ``residual + silu(gate) * factor``, ``O / 2`` wide; ``O`` below is that width, too.
+
     Args:
         x: at most ``MAX_ROWS`` rows, innermost stride 1.
-        gelu: GELU in its tanh form.
+        gelu: GELU in its tanh form; not of a gated layer.
         out: may be ``residual`` itself, not ``x``; None allocates.
         x_moments: of ``x``, from ``small_batch_linear_and_moments``, ``P`` a power of two; None has the norm sum up
             ``x`` itself.
 
     Raises:
-        ShapeError: shapes or dtypes disagree, or there are too many rows.
+        ShapeError: shapes or dtypes disagree, there are too many rows, or a gated layer is asked for GELU.
     """
     return _compute(x, layer, gelu, residual, out, x_moments, with_moments=False)[0]
 
@@ -104,8 +137,12 @@ def _compute(
     with_moments: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if out is None:
-        out = x.new_empty((x.shape[0], layer.weight.shape[0]))
-    check_tensors(x=(x, "T E"), weight=(layer.weight, "O E"), out=(out, "T O"))
+        out = x.new_empty((x.shape[0], layer.num_outputs))
+    check_tensors(x=(x, "T E"), weight=(layer.weight, "N E"), out=(out, "T O"))
+    if out.shape[1] != layer.num_outputs:
+        raise ShapeError(f"out: expected O={layer.num_outputs}, got {out.shape[1]}")
+    if gelu and layer.is_gated:
+        raise ShapeError("gelu: expected False with a gated layer, got True")
     check_same_dtype(x=x, weight=layer.weight, out=out)
     if residual is not None:
         check_tensors(out=(out, "T O"), residual=(residual, "T O"))
@@ -131,6 +168,8 @@ def _compute(
             out,
             eps=layer.eps,
             gelu=gelu,
+            rms_norm=layer.has_rms_norm,
+            gated=layer.is_gated,
             x_moments=x_moments,
             with_moments=with_moments,
         )
@@ -138,7 +177,12 @@ def _compute(
     wide = x.float()
     if layer.column_sums is not None:
         wide = F.layer_norm(wide, x.shape[-1:], eps=layer.eps)
+    elif layer.has_rms_norm:
+        wide = F.rms_norm(wide, x.shape[-1:], eps=layer.eps)
     result = F.linear(wide, layer.weight.float(), layer.bias)
+    if layer.is_gated:
+        gate, factor = result.unflatten(1, (-1, 2)).unbind(2)
+        result = F.silu(gate) * factor
     if gelu:
         result = F.gelu(result, approximate="tanh")
     if residual is not None:

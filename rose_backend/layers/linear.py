@@ -6,7 +6,7 @@ residual add in front of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,7 @@ class Linear:
     """[E, O], any strides: library products take any."""
     bias: torch.Tensor | None  # [O]
     packed: PackedLinear | None = None
-    """For small batches; ``weight`` is a view of its matrix then."""
+    """For small batches; ``weight`` is a view of its matrix then, and the two parts of a gated MLP alternate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,22 @@ def packs_layers(switches: Switches, device: torch.device) -> bool:
 
 
 def pack_layer(layer: DecoderLayer) -> DecoderLayer:
-    """Prepare a layer for small batches, once: both LayerNorms are folded into the matrices behind them.
+    """Prepare a layer for small batches, once: both norms are folded into the matrices behind them.
 
     For larger batches the norms neither scale nor shift any longer. Every matrix is in memory once.
     """
     attn_norm, qkv = _pack_with_norm(layer.attn_norm, layer.qkv)
-    mlp_norm, mlp_in = _pack_with_norm(layer.mlp_norm, layer.mlp_in)
-    return DecoderLayer(attn_norm, qkv, _pack(layer.attn_out), mlp_norm, mlp_in, _pack(layer.mlp_out))
+    gated = layer.mlp_in.weight.shape[1] != layer.mlp_out.weight.shape[0]
+    mlp_norm, mlp_in = _pack_with_norm(layer.mlp_norm, layer.mlp_in, gated=gated)
+    return replace(
+        layer,
+        attn_norm=attn_norm,
+        qkv=qkv,
+        attn_out=_pack(layer.attn_out),
+        mlp_norm=mlp_norm,
+        mlp_in=mlp_in,
+        mlp_out=_pack(layer.mlp_out),
+    )
 
 
 class ResidualStream:
@@ -116,7 +125,10 @@ class ResidualStream:
         return F.layer_norm(self.hidden, weight.shape, weight, bias, eps)
 
     def project(self, norm: Norm, linear: Linear, *, gelu: bool = False) -> torch.Tensor:
-        """Return ``linear(norm(hidden states))``, [T, O], with GELU in its tanh form behind it if asked."""
+        """Return ``linear(norm(hidden states))``, [T, O], with GELU in its tanh form behind it if asked.
+
+        Of a packed, gated layer a small batch gives ``silu(gate) * up``, [T, O / 2].
+        """
         if self.is_small_batch:
             assert linear.packed is not None, "small batches need packed layers"
             return small_batch_linear(self.hidden, linear.packed, gelu=gelu, x_moments=self._moments)
@@ -156,10 +168,13 @@ class ResidualStream:
 
     def silu_mlp(self, norm: Norm, widen: Linear, narrow: Linear) -> None:
         """Add ``narrow(silu(gate) * up)``, where ``widen(norm(hidden states))`` is gate and up side by side."""
-        gate_up = self.project(norm, widen)
+        projected = self.project(norm, widen)
+        if self.is_small_batch:
+            return self.add(projected, narrow)
+        alternating = widen.packed is not None
         if self.switches.fused_mlp:
-            return self.add(silu_mul(gate_up), narrow)
-        gate, up = gate_up.chunk(2, dim=-1)
+            return self.add(silu_mul(projected, alternating=alternating), narrow)
+        gate, up = projected.unflatten(1, (-1, 2)).unbind(2) if alternating else projected.chunk(2, dim=-1)
         return self.add(F.silu(gate) * up, narrow)
 
 
@@ -181,15 +196,21 @@ def _product(x: torch.Tensor, linear: Linear) -> torch.Tensor:
 
 
 def _pack(linear: Linear) -> Linear:
-    assert linear.bias is not None, "packed layers have a bias"
     packed = pack_linear(linear.weight.t(), linear.bias)
     return Linear(packed.weight.t(), linear.bias, packed)
 
 
-def _pack_with_norm(norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
-    assert linear.bias is not None and norm.bias is not None, "packed layers and their norms have a bias"
+def _pack_with_norm(norm: Norm, linear: Linear, *, gated: bool = False) -> tuple[Norm, Linear]:
     packed = pack_linear(
-        linear.weight.t(), linear.bias, norm_weight=norm.weight, norm_bias=norm.bias, eps=norm.eps
+        linear.weight.t(),
+        linear.bias,
+        norm_weight=norm.weight,
+        norm_bias=norm.bias,
+        eps=norm.eps,
+        gated=gated,
     )
-    plain = Norm(torch.ones_like(norm.weight), torch.zeros_like(norm.bias), norm.eps)
-    return plain, Linear(packed.weight.t(), packed.bias.to(linear.bias.dtype), packed)
+    plain = Norm(
+        torch.ones_like(norm.weight), None if norm.bias is None else torch.zeros_like(norm.bias), norm.eps
+    )
+    bias = None if packed.bias is None else packed.bias.to(linear.weight.dtype)
+    return plain, Linear(packed.weight.t(), bias, packed)

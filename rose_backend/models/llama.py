@@ -11,8 +11,16 @@ import torch
 from rose_backend.config import Switches
 from rose_backend.errors import ModelError
 from rose_backend.kernels import AttentionOptions, embed_tokens, rotate_query_key
+from rose_backend.kernels.small_batch_linear import MAX_ROWS
 from rose_backend.layers.attention import AttentionMetadata, PagedAttention
-from rose_backend.layers.linear import DecoderLayer, Norm, ResidualStream, compute_logits
+from rose_backend.layers.linear import (
+    DecoderLayer,
+    Norm,
+    ResidualStream,
+    compute_logits,
+    pack_layer,
+    packs_layers,
+)
 from rose_backend.layers.rotary import rotary_table
 from rose_backend.models.config import ModelConfig, check_supported, check_window, choose_dtype
 from rose_backend.models.rope import read_rotary_options
@@ -110,21 +118,26 @@ class Llama:
         config = replace(config, dtype=choose_dtype(dtype, device, checkpoint.dtype_of(_PREFIX + _EMBEDDING)))
         reader = WeightReader(checkpoint, config, _PREFIX)
         table = rotary_table(rotary, config.head_size, num_positions, config.device)
-        layers = tuple(cls._read_layer(reader, fields, index) for index in range(config.num_layers))
+        layers = tuple(
+            cls._read_layer(reader, fields, index, packs=packs_layers(switches, config.device))
+            for index in range(config.num_layers)
+        )
         embedding, head = reader.embedding_and_head(_EMBEDDING)
         weights = LlamaWeights(embedding, table, layers, reader.rms_norm("norm"), head)
         reader.check_all_read(unused_suffixes=_UNUSED)
         return cls(config, weights, switches, rotates)
 
     @classmethod
-    def _read_layer(cls, reader: WeightReader, fields: Mapping[str, Any], index: int) -> DecoderLayer:
+    def _read_layer(
+        cls, reader: WeightReader, fields: Mapping[str, Any], index: int, *, packs: bool
+    ) -> DecoderLayer:
         config, attention, mlp = reader.config, f"layers.{index}.self_attn", f"layers.{index}.mlp"
         width, inner, size = config.hidden_size, config.intermediate_size, config.head_size
         query_width, kv_width = config.num_attention_heads * size, config.num_kv_heads * size
         attention_bias, mlp_bias = bool(fields.get("attention_bias")), bool(fields.get("mlp_bias"))
         widths = {"q_proj": query_width, "k_proj": kv_width, "v_proj": kv_width}
         qkv_bias, has_norms = cls.family.qkv_bias, cls.family.norms_heads
-        return DecoderLayer(
+        layer = DecoderLayer(
             attn_norm=reader.rms_norm(f"layers.{index}.input_layernorm"),
             qkv=reader.joined(
                 width,
@@ -142,6 +155,8 @@ class Llama:
             query_norm=reader.tensor(f"{attention}.q_norm.weight", size) if has_norms else None,
             key_norm=reader.tensor(f"{attention}.k_norm.weight", size) if has_norms else None,
         )
+        # One by one: matrices that a norm is folded into are there twice while that is done.
+        return pack_layer(layer) if packs else layer
 
     def forward(
         self,
@@ -161,7 +176,12 @@ class Llama:
             num_heads=heads,
             fused_kv_append=self.switches.fused_kv_append,
         )
-        stream = ResidualStream(embed_tokens(input_ids, positions, weights.embedding), self.switches)
+        stream = ResidualStream(
+            embed_tokens(input_ids, positions, weights.embedding),
+            self.switches,
+            is_small_batch=weights.layers[0].qkv.packed is not None
+            and num_tokens == metadata.num_decodes <= MAX_ROWS,
+        )
         for index, layer in enumerate(weights.layers):
             qkv = stream.project(layer.attn_norm, layer.qkv).view(num_tokens, -1, config.head_size)
             query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
@@ -175,7 +195,8 @@ class Llama:
                     key_norm=layer.key_norm,
                     eps=config.norm_eps,
                 )
-            attended = attention(index, query, key, value)
+            # embed_tokens is launched in the ordinary way: all but the projection and its rotation is complete.
+            attended = attention(index, query, key, value, overlap=stream.is_small_batch)
             if attention.last_tokens is not None and index + 1 == config.num_layers:
                 attended = attended[attention.last_tokens]
                 stream.keep(attention.last_tokens)

@@ -161,6 +161,8 @@ def test_mlp_parts(shape: tuple[int, int], dtype: torch.dtype) -> None:
     exact = x.double() / (1 + torch.exp(-x.double())) * residual.double()
     assert_within_budget(silu_mul(gate_up), exact, F.silu(x) * residual)
     assert torch.equal(gate_up, before)
+    pairs = torch.stack((x, residual), 2).flatten(1)
+    assert torch.equal(silu_mul(pairs, alternating=True), silu_mul(gate_up))
 
 
 def test_views_of_wider_tensors() -> None:

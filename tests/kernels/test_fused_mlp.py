@@ -65,6 +65,8 @@ def test_silu_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert_within_budget(actual, exact, torch_result)
     assert torch.equal(wide, before)
     assert torch.equal(actual, silu_mul(gate_up.contiguous()))
+    pairs = torch.stack((gate_up[:, :width], gate_up[:, width:]), 2).flatten(1)
+    assert_within_budget(silu_mul(pairs, alternating=True), exact, torch_result)
 
 
 def test_half_types_round_once() -> None:

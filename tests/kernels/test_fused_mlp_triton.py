@@ -28,10 +28,10 @@ def call(name: str, *args: Any) -> torch.Tensor:
     return args[0]
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_mul(gate_up: torch.Tensor, *, alternating: bool = False) -> torch.Tensor:
     from rose_backend.kernels.gpu import fused_mlp as gpu
 
-    return gpu.silu_mul(gate_up)
+    return gpu.silu_mul(gate_up, alternating=alternating)
 
 
 def make(num_tokens: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -77,6 +77,9 @@ def test_silu_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert torch.equal(wide, before)
     apart = gate_up.t().contiguous().t()
     assert torch.equal(run_interpreted(silu_mul, apart), actual)
+    pairs = wide.clone()
+    pairs[:, : 2 * width] = torch.stack((gate_up[:, :width], gate_up[:, width:]), 2).flatten(1)
+    assert torch.equal(run_interpreted(silu_mul, pairs[:, : 2 * width], alternating=True), actual)
 
 
 def test_half_types_round_once() -> None:
@@ -115,7 +118,8 @@ def test_compiles_without_spills(capability: int) -> None:
             gpu.bias_gelu(x, bias)
             gpu.bias_residual(x, bias, residual)
             gpu.silu_mul(x)
-    assert len(launches) == 6
+            gpu.silu_mul(x, alternating=True)
+    assert len(launches) == 8
     for recorded in launches:
         resources = compile_launch(recorded, capability)
         assert "ld.global.v4.b32" in resources.ptx and "st.global.v4.b32" in resources.ptx

@@ -21,26 +21,37 @@ EPS = 1e-5
 
 @dataclass
 class Case:
-    """Random inputs of one product; ``norm``, ``residual`` are None where the product has none."""
+    """Random inputs of one product; ``bias``, ``norm``, ``residual`` are None where the product has none."""
 
     x: torch.Tensor
     weight: torch.Tensor
-    bias: torch.Tensor
-    norm: tuple[torch.Tensor, torch.Tensor] | None
+    bias: torch.Tensor | None
+    norm: tuple[torch.Tensor, torch.Tensor | None] | None
     residual: torch.Tensor | None
     gelu: bool
+    gated: bool
 
     @property
     def layer(self) -> PackedLinear:
         norm_weight, norm_bias = self.norm or (None, None)
-        return pack_linear(self.weight, self.bias, norm_weight=norm_weight, norm_bias=norm_bias, eps=EPS)
+        return pack_linear(
+            self.weight, self.bias, norm_weight=norm_weight, norm_bias=norm_bias, eps=EPS, gated=self.gated
+        )
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.weight) // (2 if self.gated else 1)
 
     def plain(self, dtype: torch.dtype) -> torch.Tensor:
         """Compute with separate torch operations in ``dtype``."""
         x = self.x.to(dtype)
-        if self.norm is not None:
+        if self.norm is not None and self.norm[1] is None:
+            x = x * (x.square().mean(1, keepdim=True) + EPS).rsqrt() * self.norm[0].to(dtype)
+        elif self.norm is not None:
             x = F.layer_norm(x, (x.shape[1],), self.norm[0].to(dtype), self.norm[1].to(dtype), EPS)
-        y = F.linear(x, self.weight.to(dtype), self.bias.to(dtype))
+        y = F.linear(x, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        if self.gated:
+            y = F.silu(y[:, : self.num_outputs]) * y[:, self.num_outputs :]
         if self.gelu:
             y = F.gelu(y, approximate="tanh")
         return y if self.residual is None else y + self.residual.to(dtype)
@@ -52,28 +63,44 @@ class Case:
 def make_case(
     rows: int, depth: int, columns: int, parts: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Case:
-    """``parts`` names what the product carries: any of "norm", "gelu" and "residual"."""
+    """``parts`` names what the product carries: any of "norm" or "rms", "gelu" or "gated", "residual" and "nobias"."""
     generator = torch.Generator().manual_seed(rows * 1000 + depth + columns)
 
     def random(*shape: int, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
         values = torch.randn(shape, generator=generator) * scale + shift
         return values.to(device=device, dtype=dtype)
 
+    gated = "gated" in parts
+    columns += columns % 2 if gated else 0
     return Case(
         # A mean that is not zero, and rows of a wider tensor.
         x=random(rows, depth + 3, scale=2.0, shift=0.7)[:, :depth],
         weight=random(columns, depth, scale=depth**-0.5),
-        bias=random(columns),
-        norm=(random(depth, shift=1.0, scale=0.3), random(depth)) if "norm" in parts else None,
-        residual=random(rows, columns + 5)[:, :columns] if "residual" in parts else None,
+        bias=None if "nobias" in parts else random(columns),
+        norm=(random(depth, shift=1.0, scale=0.3), random(depth) if "norm" in parts else None)
+        if "norm" in parts or "rms" in parts
+        else None,
+        residual=random(rows, columns + 5)[:, : columns // (2 if gated else 1)]
+        if "residual" in parts
+        else None,
         gelu="gelu" in parts,
+        gated=gated,
     )
 
 
 PARTS = ["", "norm", "norm gelu", "residual", "gelu residual", "norm residual"]
+# Of models without LayerNorm: a bias is where Qwen2 has one.
+GATED_PARTS = [
+    "nobias",
+    "rms",
+    "rms nobias",
+    "rms gated nobias",
+    "nobias residual",
+    "norm nobias gated residual",
+]
 
 
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("parts", PARTS + GATED_PARTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_twin_is_the_separate_operations(parts: str, dtype: torch.dtype) -> None:
     case = make_case(5, 96, 40, parts, dtype)
@@ -92,7 +119,7 @@ def launch(
 
     layer = case.layer
     out = torch.full(
-        (len(case.x), len(case.weight) + 7), float("nan"), dtype=case.x.dtype, device=case.x.device
+        (len(case.x), case.num_outputs + 7), float("nan"), dtype=case.x.dtype, device=case.x.device
     )
     # What the launcher allocates is full of NaN.
     torch.use_deterministic_algorithms(True)
@@ -103,9 +130,11 @@ def launch(
             layer.bias,
             layer.column_sums,
             case.residual,
-            out[:, : len(case.weight)],
+            out[:, : case.num_outputs],
             eps=EPS,
             gelu=case.gelu,
+            rms_norm=layer.has_rms_norm,
+            gated=layer.is_gated,
             x_moments=moments_of(case.x, num_x_parts) if num_x_parts else None,
             with_moments=with_moments,
             config=gpu.LinearConfig(**config),
@@ -113,8 +142,8 @@ def launch(
         )
     finally:
         torch.use_deterministic_algorithms(False)
-    assert out[:, len(case.weight) :].isnan().all()
-    result = out[:, : len(case.weight)]
+    assert out[:, case.num_outputs :].isnan().all()
+    result = out[:, : case.num_outputs]
     return (result, moments) if with_moments else result
 
 
@@ -155,11 +184,11 @@ CASES = [
     (rows, cut, parts)
     for rows, cut in CUTS
     for parts in (
-        PARTS
+        PARTS + GATED_PARTS
         if rows in (1, 16)
-        else ["norm gelu", "norm residual"]
+        else ["norm gelu", "norm residual", "rms gated nobias"]
         if cut["split_k"] == 1
-        else ["gelu residual"]
+        else ["gelu residual", "gated residual"]
     )
 ]
 
@@ -175,7 +204,7 @@ def test_the_interpreted_kernel_agrees(
     case.check(run_interpreted(launch, case, cut))
 
 
-@pytest.mark.parametrize("parts", ["", "norm gelu", "norm residual"])
+@pytest.mark.parametrize("parts", ["", "norm gelu", "norm residual", "rms gated residual"])
 @pytest.mark.parametrize("cut", [config(16, 16, 128), config(16, 32, 32, 3)])
 def test_moments_are_taken_from_one_product_to_the_next(cut: dict[str, Any], parts: str) -> None:
     case = make_case(21, 100, 37, parts, torch.float16)
@@ -184,10 +213,17 @@ def test_moments_are_taken_from_one_product_to_the_next(cut: dict[str, Any], par
     torch.testing.assert_close(moments.sum(2), moments_of(result, 1)[:, :, 0])
 
 
-def test_tiles_copied_by_the_tensor_memory_accelerator() -> None:
-    case = make_case(21, 109, 37, "norm residual", torch.float16)
+@pytest.mark.parametrize("parts", ["norm", "rms nobias"])
+def test_moments_in_more_parts_than_registers_hold(parts: str) -> None:
+    case = make_case(21, 4100, 10, parts, torch.float16)
+    case.check(run_interpreted(launch, case, config(16, 16, 1024), num_x_parts=4096))
+
+
+@pytest.mark.parametrize("parts", ["norm residual", "rms gated nobias"])
+def test_tiles_copied_by_the_tensor_memory_accelerator(parts: str) -> None:
+    case = make_case(21, 109, 37, parts, torch.float16)
     case.x, case.weight = aligned(case.x[:, :104]), aligned(case.weight[:, :104])
-    case.norm = tuple(vector[:104] for vector in case.norm)
+    case.norm = tuple(None if vector is None else vector[:104] for vector in case.norm)
     case.check(run_interpreted(launch, case, config(16, 32, 32, use_tma=True)))
 
 
@@ -206,15 +242,31 @@ def test_a_split_depth_leaves_its_counters_as_they_were() -> None:
 
 
 SHAPES = [(768, 2304, "norm"), (768, 768, "residual"), (768, 3072, "norm gelu"), (3072, 768, "residual")]
+# Qwen3 0.6B.
+GATED_SHAPES = [(1024, 4096, "rms nobias"), (1024, 6144, "rms gated nobias"), (3072, 1024, "nobias residual")]
 HALF, FLOAT32 = torch.float16, torch.float32
 # What a program may take of A100, H200, B200.
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 COMPILED = [(rows, *shape, HALF) for rows in (4, 32, 128, 256) for shape in SHAPES[rows in (4, 128) :: 2]]
 COMPILED += [(4, *SHAPES[0], FLOAT32), (64, *SHAPES[3], FLOAT32)]
+COMPILED += [
+    (rows, *shape, HALF) for rows in (4, 32, 128, 256) for shape in GATED_SHAPES[rows in (4, 128) :: 2]
+]
+COMPILED += [(4, *GATED_SHAPES[1], FLOAT32)]
 
 
 @compiles("small_batch_linear_kernel")
-@pytest.mark.parametrize(("rows", "shape"), [(1, SHAPES[0]), (16, SHAPES[3]), (64, SHAPES[2])])
+@pytest.mark.parametrize(
+    ("rows", "shape"),
+    [
+        (1, SHAPES[0]),
+        (16, SHAPES[3]),
+        (64, SHAPES[2]),
+        (16, GATED_SHAPES[0]),
+        (4, GATED_SHAPES[1]),
+        (64, GATED_SHAPES[1]),
+    ],
+)
 def test_compiles_without_spills(rows: int, shape: tuple[int, int, str], capability: int) -> None:
     compile_chosen_cut(capability, rows, *shape, HALF)
 
@@ -226,14 +278,25 @@ def test_the_chosen_cuts_compile_without_spills(
     compile_chosen_cut(90, rows, depth, columns, parts, dtype)
 
 
+def test_moments_in_many_parts_compile_without_spills() -> None:
+    compile_chosen_cut(90, 64, 2048, 4096, "rms gated nobias", FLOAT32, num_x_parts=1024)
+
+
 def compile_chosen_cut(
-    capability: int, rows: int, depth: int, columns: int, parts: str, dtype: torch.dtype
+    capability: int,
+    rows: int,
+    depth: int,
+    columns: int,
+    parts: str,
+    dtype: torch.dtype,
+    *,
+    num_x_parts: int = 16,
 ) -> None:
     from rose_backend.kernels.gpu import small_batch_linear as gpu
 
     case = make_case(rows, depth, columns, parts, dtype)
     layer = case.layer
-    x, out = case.x.contiguous(), torch.empty((rows, columns), dtype=dtype)
+    x, out = case.x.contiguous(), torch.empty((rows, case.num_outputs), dtype=dtype)
     exact = dtype is torch.float32
     with record_launches(gpu, "small_batch_linear_kernel") as launches:
         gpu.small_batch_linear(
@@ -245,7 +308,9 @@ def compile_chosen_cut(
             out,
             eps=EPS,
             gelu=case.gelu,
-            x_moments=moments_of(x, 16) if case.norm else None,
+            rms_norm=layer.has_rms_norm,
+            gated=layer.is_gated,
+            x_moments=moments_of(x, num_x_parts) if case.norm else None,
             with_moments=case.residual is not None,
             config=gpu.choose_config(
                 rows, columns, depth, own_sums=False, exact=exact, can_use_tma=capability >= 90
@@ -293,8 +358,15 @@ def test_a_cut_that_outgrows_the_scratch_is_refused() -> None:
 
 def test_bad_input_is_named() -> None:
     case = make_case(2, 8, 4, "")
-    with pytest.raises(ShapeError, match="norm_weight and norm_bias"):
-        pack_linear(case.weight, case.bias, norm_weight=torch.ones(8))
+    with pytest.raises(ShapeError, match="norm_bias: expected norm_weight"):
+        pack_linear(case.weight, case.bias, norm_bias=torch.ones(8))
+    with pytest.raises(ShapeError, match="weight: expected an even number of rows with a gate, got 3"):
+        pack_linear(case.weight[:3], gated=True)
+    gated = pack_linear(case.weight, case.bias, gated=True)
+    with pytest.raises(ShapeError, match="gelu: expected False with a gated layer"):
+        small_batch_linear(case.x, gated, gelu=True)
+    with pytest.raises(ShapeError, match="out: expected O=2, got 4"):
+        small_batch_linear(case.x, gated, out=torch.zeros(2, 4))
     with pytest.raises(ShapeError, match=f"at most {MAX_ROWS} rows, got {MAX_ROWS + 1}"):
         small_batch_linear(torch.zeros(MAX_ROWS + 1, 8), case.layer)
     with pytest.raises(ShapeError, match="weight: expected E=9"):
@@ -306,6 +378,20 @@ def test_bad_input_is_named() -> None:
             small_batch_linear(case.x, case.layer, x_moments=torch.zeros(shape))
     with pytest.raises(ShapeError, match="residual: expected O=4"):
         small_batch_linear(case.x, case.layer, residual=torch.zeros(2, 5))
+
+
+def test_packing_folds_and_leaves_its_inputs() -> None:
+    case = make_case(3, 8, 6, "rms gated")
+    tensors = [case.weight, case.bias, case.norm[0]]
+    copies = [tensor.clone() for tensor in tensors]
+    layer = case.layer
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies, strict=True))
+    assert layer.column_sums is None and layer.num_outputs == 3
+    folded = case.weight * case.norm[0]
+    assert torch.equal(layer.weight, folded[[0, 3, 1, 4, 2, 5]])
+    assert torch.equal(layer.bias, case.bias[[0, 3, 1, 4, 2, 5]])
+    # Nothing to fold and nothing to reorder: the matrix stays where it is.
+    assert pack_linear(case.weight).weight.data_ptr() == case.weight.data_ptr()
 
 
 def test_no_rows_are_no_work() -> None:

@@ -8,16 +8,29 @@ import pytest
 import torch
 
 from rose_backend.kernels import small_batch_linear, small_batch_linear_and_moments
-from tests.kernels.test_small_batch_linear import PARTS, config, launch, make_case, moments_of
+from tests.kernels.test_small_batch_linear import (
+    GATED_PARTS,
+    GATED_SHAPES,
+    PARTS,
+    config,
+    launch,
+    make_case,
+    moments_of,
+)
 from tests.support.error_budget import assert_within_budget
 
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(768, 2304, "norm"), (768, 768, "residual"), (768, 3072, "norm gelu"), (3072, 768, "residual")]
 LLAMA_8B = [(4096, 4096, "residual"), (4096, 6144, "norm"), (4096, 14_336, ""), (14_336, 4096, "residual")]
+LLAMA_8B += [
+    (4096, 6144, "rms nobias"),
+    (4096, 28_672, "rms gated nobias"),
+    (14_336, 4096, "nobias residual"),
+]
 
 
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("parts", PARTS + GATED_PARTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 33, 64, 130])
 def test_odd_sizes(rows: int, dtype: torch.dtype, parts: str) -> None:
@@ -30,7 +43,7 @@ def test_odd_sizes(rows: int, dtype: torch.dtype, parts: str) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "row_counts"),
-    [(shape, (*range(1, 66), 96, 127, 128, 129, 192, 255, 256)) for shape in SHAPES]
+    [(shape, (*range(1, 66), 96, 127, 128, 129, 192, 255, 256)) for shape in SHAPES + GATED_SHAPES]
     + [(shape, (1, 2, 3, 8, 16, 17, 33, 64, 65, 256)) for shape in LLAMA_8B],
     ids=str,
 )
@@ -42,8 +55,8 @@ def test_the_shapes_of_models_at_any_number_of_rows(shape: tuple[int, int, str],
     x_moments = moments_of(case.x, 16)
     for rows in row_counts:
         residual = None if case.residual is None else case.residual[:rows]
-        for given in (None, x_moments[:rows]) if layer.column_sums is not None else (None,):
-            out = torch.full((rows, shape[1]), float("nan"), dtype=torch.float16, device="cuda")
+        for given in (None, x_moments[:rows]) if case.norm is not None else (None,):
+            out = torch.full((rows, case.num_outputs), float("nan"), dtype=torch.float16, device="cuda")
             actual, moments = small_batch_linear_and_moments(
                 case.x[:rows], layer, gelu=case.gelu, residual=residual, out=out, x_moments=given
             )
@@ -63,7 +76,7 @@ KINDS_OF_CUTS = [
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES + GATED_SHAPES, ids=str)
 @pytest.mark.parametrize(("rows", "cut"), KINDS_OF_CUTS, ids=str)
 def test_every_kind_of_cut(rows: int, cut: dict[str, Any], shape: tuple[int, int, str]) -> None:
     case = make_case(rows, *shape, torch.float16, "cuda")
@@ -75,7 +88,7 @@ def test_every_kind_of_cut(rows: int, cut: dict[str, Any], shape: tuple[int, int
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 64, 128, 256])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES + GATED_SHAPES, ids=str)
 def test_a_thousand_runs_of_the_chosen_cuts_are_bitwise_equal(shape: tuple[int, int, str], rows: int) -> None:
     case = make_case(rows, *shape, torch.float16, "cuda")
     case.x = case.x.contiguous()
@@ -107,12 +120,15 @@ def test_a_thousand_runs_are_bitwise_equal(cut: dict[str, Any], use_pdl: bool) -
 
 
 @pytest.mark.parametrize("rows", [1, 4, 32, 128, 256])
-def test_a_chain_of_dependent_launches_in_a_graph(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("widened", "parts"), [(3072, ("norm gelu", "residual")), (6144, ("rms gated nobias", "nobias residual"))]
+)
+def test_a_chain_of_dependent_launches_in_a_graph(widened: int, parts: tuple[str, str], rows: int) -> None:
     """Each launch reads what the one before wrote, in place over one residual, with early launches allowed."""
     from rose_backend.kernels.gpu import small_batch_linear as gpu
 
-    widen = make_case(rows, 768, 3072, "norm gelu", torch.float16, "cuda")
-    narrow = make_case(rows, 3072, 768, "residual", torch.float16, "cuda")
+    widen = make_case(rows, 768, widened, parts[0], torch.float16, "cuda")
+    narrow = make_case(rows, 3072, 768, parts[1], torch.float16, "cuda")
     up, down = widen.layer, narrow.layer
     start = widen.x.contiguous()
     hidden, wide = start.clone(), torch.empty((rows, 3072), dtype=torch.float16, device="cuda")
@@ -122,8 +138,8 @@ def test_a_chain_of_dependent_launches_in_a_graph(rows: int) -> None:
         moments = moments_of(start, 1)
         for _ in range(24):
             gpu.small_batch_linear(
-                hidden, up.weight, up.bias, up.column_sums, None, wide, eps=1e-5, gelu=True,
-                x_moments=moments, use_pdl=use_pdl,
+                hidden, up.weight, up.bias, up.column_sums, None, wide, eps=1e-5, gelu=widen.gelu,
+                rms_norm=up.has_rms_norm, gated=up.is_gated, x_moments=moments, use_pdl=use_pdl,
             )  # fmt: skip
             moments = gpu.small_batch_linear(
                 wide, down.weight, down.bias, None, hidden, hidden, eps=0.0, gelu=False,
@@ -132,6 +148,7 @@ def test_a_chain_of_dependent_launches_in_a_graph(rows: int) -> None:
 
     chain(False)
     expected = hidden.clone()
+    assert expected.isfinite().all()
     chain(True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -8,6 +8,9 @@ import pytest
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.config import SWITCH_NAMES
+from rose_backend.engine.startup.load import storage_bytes
+from rose_backend.models import llama
+from rose_backend.models.registry import load_model
 from tests.support.llama_checkpoints import CASES, VOCAB_SIZE, write_checkpoint
 from tests.support.reference_generation import (
     NUM_NEW_TOKENS,
@@ -75,6 +78,17 @@ def test_switches_off(case: Case, name: str) -> None:
     off = dict.fromkeys(SWITCH_NAMES if name == "all" else [name], False)
     with LLM(str(path), device="cpu", dtype="float32", **off) as llm:
         check(llm, case, num_prompts=num_prompts, num_tokens=24)
+
+
+def test_the_way_for_few_decodes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _, _ = case
+    num_bytes = storage_bytes(load_model(path).weights)
+    # Taken by itself on a GPU only.
+    monkeypatch.setattr(llama, "packs_layers", lambda *_: True)
+    # No matrix is there twice; a packed layer has vectors of its own.
+    assert storage_bytes(load_model(path).weights) < 1.02 * num_bytes
+    with LLM(str(path), device="cpu", dtype="float32") as llm:
+        check(llm, case, num_prompts=16, num_tokens=24)
 
 
 @pytest.mark.gpu

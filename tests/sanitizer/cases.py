@@ -159,6 +159,7 @@ def norms(num_tokens: int, width: int) -> Case:
             kernels.bias_gelu(x.clone(), bias),
             kernels.bias_residual(x.clone(), bias, residual),
             kernels.silu_mul(torch.cat((x, residual), 1)),
+            kernels.silu_mul(torch.cat((x, residual), 1), alternating=True),
         ]
 
     return run
@@ -183,8 +184,8 @@ def rotary(num_tokens: int, heads: int, kv_heads: int, size: int, rotated: int) 
     return run
 
 
-def linear(num_rows: int, depth: int, columns: int, *, norm: bool) -> Case:
-    """A small-batch product with a norm and GELU, or with a residual."""
+def linear(num_rows: int, depth: int, columns: int, *, norm: bool, gated: bool = False) -> Case:
+    """A small-batch product with a norm and GELU, or with a residual; if gated, an RMSNorm and no bias."""
 
     def run(device: str) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(2)
@@ -194,9 +195,14 @@ def linear(num_rows: int, depth: int, columns: int, *, norm: bool) -> Case:
 
         weight, bias = random(columns, depth, scale=depth**-0.5), random(columns)
         norm_weight, norm_bias = (random(depth), random(depth)) if norm else (None, None)
-        layer = kernels.pack_linear(weight, bias, norm_weight=norm_weight, norm_bias=norm_bias, eps=EPS)
-        residual = None if norm else random(num_rows, columns)
-        return [kernels.small_batch_linear(random(num_rows, depth), layer, gelu=norm, residual=residual)]
+        if gated:
+            bias = norm_bias = None
+        layer = kernels.pack_linear(
+            weight, bias, norm_weight=norm_weight, norm_bias=norm_bias, eps=EPS, gated=gated
+        )
+        residual = None if norm else random(num_rows, layer.num_outputs)
+        gelu = norm and not gated
+        return [kernels.small_batch_linear(random(num_rows, depth), layer, gelu=gelu, residual=residual)]
 
     return run
 
@@ -300,6 +306,8 @@ CASES: dict[str, Case] = {
     "linear, 5 rows": linear(5, 801, 203, norm=True),
     "linear, split": linear(5, 3072, 203, norm=False),
     "linear, 33 rows": linear(33, 801, 203, norm=False),
+    "linear, gated": linear(5, 801, 206, norm=True, gated=True),
+    "linear, gated, split": linear(17, 3072, 206, norm=False, gated=True),
     "sampler": sampler(24, 5003),
     "sampler, large": sampler(3, 50_257),
     "greedy": greedy,

@@ -45,15 +45,23 @@ def _silu_mul_kernel(
     width,
     stride_t,
     stride_e,
+    ALTERNATING: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    """Args: ALTERNATING: gate and up are in turns, not side by side."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = columns < width
     row = gate_up_ptr + token * stride_t
-    gate = tl.load(row + columns.to(tl.int64) * stride_e, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(row + (columns + width).to(tl.int64) * stride_e, mask=mask, other=0.0).to(tl.float32)
-    product = gate * tl.sigmoid(gate) * up
+    if ALTERNATING:
+        both = tl.program_id(1) * (2 * TILE) + tl.arange(0, 2 * TILE)
+        pairs = tl.load(row + both.to(tl.int64) * stride_e, mask=both < 2 * width, other=0.0)
+        gate, up = tl.split(tl.reshape(pairs, [TILE, 2]))
+    else:
+        gate = tl.load(row + columns.to(tl.int64) * stride_e, mask=mask, other=0.0)
+        up = tl.load(row + (columns + width).to(tl.int64) * stride_e, mask=mask, other=0.0)
+    gate = gate.to(tl.float32)
+    product = gate * tl.sigmoid(gate) * up.to(tl.float32)
     tl.store(out_ptr + token * width + columns, product.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -93,12 +101,14 @@ def _launch(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor | None) 
 
 def silu_mul(
     gate_up: torch.Tensor,  # [T, 2 * I]
+    *,
+    alternating: bool = False,
 ) -> torch.Tensor:
     """Twin of ``rose_backend.kernels.silu_mul``."""
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_tokens, width))
     if out.numel():
         _silu_mul_kernel[(num_tokens, triton.cdiv(width, _TILE))](
-            gate_up, out, width, *gate_up.stride(), TILE=_TILE, num_warps=4
+            gate_up, out, width, *gate_up.stride(), ALTERNATING=alternating, TILE=_TILE, num_warps=4
         )
     return out

@@ -81,10 +81,17 @@ def _fold(acc):
 
 @triton.jit
 def load_moments(moments_ptr, rows, num_rows, PARTS: tl.constexpr):
-    """Return the sums of rows of ``x`` and of their squares, in parts: two of [rows, PARTS]."""
+    """Return the sums of rows of ``x`` and of their squares, in parts: two of [rows, PARTS] or fewer."""
     known_rows = tl.minimum(rows, num_rows - 1)
-    moment_ptrs = moments_ptr + known_rows[:, None] * (2 * PARTS) + tl.arange(0, PARTS)[None, :]
-    return tl.load(moment_ptrs), tl.load(moment_ptrs + PARTS)
+    # What registers cannot hold is added up on the way.
+    CHUNK: tl.constexpr = PARTS if rows.shape[0] * PARTS <= 32768 else 8192 // rows.shape[0]
+    moment_ptrs = moments_ptr + known_rows[:, None] * (2 * PARTS) + tl.arange(0, CHUNK)[None, :]
+    sums, sums_of_squares = tl.load(moment_ptrs), tl.load(moment_ptrs + PARTS)
+    if CHUNK < PARTS:
+        for start in tl.range(CHUNK, PARTS, CHUNK, num_stages=1):
+            sums += tl.load(moment_ptrs + start)
+            sums_of_squares += tl.load(moment_ptrs + start + PARTS)
+    return sums, sums_of_squares
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Triton products of a few rows with a weight matrix: LayerNorm in front, GELU or a residual behind, in one launch.
+"""Triton products of a few rows with a weight matrix: norm in front, activation or residual behind, in one launch.
 
 At few rows such a product is as long as its weights take to arrive, so everything else is arranged around them:
 
@@ -9,7 +9,8 @@ At few rows such a product is as long as its weights take to arrive, so everythi
       norm(x) @ W.T + b = (x @ W.T - mean(x) * sum(W, 1)) / std(x) + b
 
   The sums of ``x`` and of its squares, which this needs, are left by the product that made ``x``, one part per tile of
-  columns, or are summed up here while ``x`` passes by.
+  columns, or are summed up here while ``x`` passes by. RMSNorm has no mean, and needs the squares only.
+- Columns of a gated MLP's gate and of its other factor alternate, so that a program has both of a pair.
 - Where programs would have long dot products to do, their depth is split over warps, or over programs: the last of them
   to arrive adds the parts in their order, so that the result does not depend on which was last.
 """
@@ -58,10 +59,10 @@ def small_batch_linear_kernel(
     weight_desc,
     x_ptr,  # [T, E]
     weight_ptr,  # [O, E]
-    bias_ptr,  # [O] float32
-    column_sum_ptr,  # [O] float32, with NORM
+    bias_ptr,  # [O] float32, with BIAS
+    column_sum_ptr,  # [O] float32, with CENTRE
     x_moments_ptr,  # [T, 2, X_PARTS] float32, with NORM and X_PARTS
-    residual_ptr,  # [T, O], with RESIDUAL
+    residual_ptr,  # [T, O], with RESIDUAL; with GATED O / 2 columns, as out
     out_ptr,  # [T, O]  written
     out_moments_ptr,  # [T, 2, OUT_PARTS] float32, with OUT_PARTS  written
     partial_ptr,  # [tiles, SPLIT_K, BLOCK_M, BLOCK_N] float32, scratch
@@ -83,9 +84,12 @@ def small_batch_linear_kernel(
     USE_DOT: tl.constexpr,
     WEIGHTS_LEFT: tl.constexpr,
     TMA: tl.constexpr,
-    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,  # RMSNorm, with CENTRE LayerNorm
+    CENTRE: tl.constexpr,
     X_PARTS: tl.constexpr,  # 0: sum up x here
     GELU: tl.constexpr,
+    GATED: tl.constexpr,  # silu(first) * second of each pair of columns
     RESIDUAL: tl.constexpr,
     OUT_PARTS: tl.constexpr,
     EXACT: tl.constexpr,
@@ -103,7 +107,11 @@ def small_batch_linear_kernel(
     in_rows = rows < num_rows
     in_columns = columns < num_columns
     wide_rows = rows.to(tl.int64)
-    inside = in_rows[:, None] & in_columns[None, :]
+    out_columns, in_out = columns, in_columns
+    if GATED:
+        out_columns = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        in_out = out_columns < num_columns // 2
+    inside = in_rows[:, None] & in_out[None, :]
     begin = part * DEPTH
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -118,15 +126,16 @@ def small_batch_linear_kernel(
         lines = tl.minimum(begin + tl.arange(0, PREFETCH) * LINE, K - 1)
         known = tl.minimum(columns, num_columns - 1).to(tl.int64)
         _prefetch_to_l2(weight_ptr + known[:, None] * K + lines[None, :])
-    bias = tl.load(bias_ptr + columns, mask=in_columns, other=0.0)
-    if NORM:
+    if BIAS:
+        bias = tl.load(bias_ptr + columns, mask=in_columns, other=0.0)
+    if CENTRE:
         column_sum = tl.load(column_sum_ptr + columns, mask=in_columns, other=0.0)
     if PDL:
         # Everything below reads or overwrites what earlier kernels made or read.
         tl.extra.cuda.gdc_wait()
     if RESIDUAL:
         residual = tl.load(
-            residual_ptr + wide_rows[:, None] * residual_stride + columns[None, :], mask=inside, other=0.0
+            residual_ptr + wide_rows[:, None] * residual_stride + out_columns[None, :], mask=inside, other=0.0
         )
     if NORM and X_PARTS > 0:
         sums, sums_of_squares = load_moments(x_moments_ptr, rows, num_rows, X_PARTS)
@@ -179,19 +188,27 @@ def small_batch_linear_kernel(
             else:
                 row_total = tl.sum(sums, 1)
                 row_squares = tl.sum(sums_of_squares, 1)
-            mean = row_total / K
-            variance = row_squares / K - mean * mean
-            acc = (acc - mean[:, None] * column_sum[None, :]) * tl.rsqrt(variance + eps)[:, None]
-        acc += bias[None, :]
+            if CENTRE:
+                mean = row_total / K
+                variance = row_squares / K - mean * mean
+                acc = (acc - mean[:, None] * column_sum[None, :]) * tl.rsqrt(variance + eps)[:, None]
+            else:
+                acc *= tl.rsqrt(row_squares / K + eps)[:, None]
+        if BIAS:
+            acc += bias[None, :]
         if GELU:
             acc = _gelu_tanh(acc)
+        answer = acc
+        if GATED:
+            gate, factor = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
+            answer = gate * tl.sigmoid(gate) * factor
         if RESIDUAL:
-            acc += residual.to(tl.float32)
-        result = acc.to(out_ptr.dtype.element_ty)
+            answer += residual.to(tl.float32)
+        result = answer.to(out_ptr.dtype.element_ty)
         if OUT_PARTS > 0:
             num_tiles = tl.cdiv(num_columns, BLOCK_N)
             store_moments(result, out_moments_ptr, rows, in_rows, tile, num_tiles, OUT_PARTS)
-        tl.store(out_ptr + wide_rows[:, None] * out_stride + columns[None, :], result, mask=inside)
+        tl.store(out_ptr + wide_rows[:, None] * out_stride + out_columns[None, :], result, mask=inside)
 
 
 @lru_cache(maxsize=16)
@@ -227,13 +244,15 @@ def scratch_of(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 def small_batch_linear(
     x: torch.Tensor,  # [T, E]
     weight: torch.Tensor,  # [O, E]
-    bias: torch.Tensor,  # [O] float32
+    bias: torch.Tensor | None,  # [O] float32
     column_sums: torch.Tensor | None,  # [O] float32
     residual: torch.Tensor | None,  # [T, O]
     out: torch.Tensor,  # [T, O]  written
     *,
     eps: float,
     gelu: bool,
+    rms_norm: bool = False,
+    gated: bool = False,
     x_moments: torch.Tensor | None = None,  # [T, 2, P] float32
     with_moments: bool = False,
     config: LinearConfig | None = None,
@@ -242,6 +261,9 @@ def small_batch_linear(
     """Launch the kernel; arguments as checked by ``rose_backend.kernels.small_batch_linear``.
 
     Args:
+        column_sums: with LayerNorm.
+        rms_norm: RMSNorm is in front.
+        gated: the product's columns are pairs, see ``PackedLinear``; ``residual`` and ``out`` have half as many.
         config: None takes the measured choice.
         use_pdl: start while the kernel in front still runs, and allow the same to the next one; None does where the
             device can. ``weight``, ``bias`` and ``column_sums`` must not be what the kernel in front writes.
@@ -253,7 +275,7 @@ def small_batch_linear(
     num_columns = weight.shape[0]
     exact = x.dtype == torch.float32
     if config is None:
-        own_sums = column_sums is not None and x_moments is None
+        own_sums = (column_sums is not None or rms_norm) and x_moments is None
         can_use_tma = has_dependent_launch(x.device) and _is_aligned(x) and _is_aligned(weight)
         config = choose_config(
             num_rows, num_columns, depth, own_sums=own_sums, exact=exact, can_use_tma=can_use_tma
@@ -272,6 +294,7 @@ def small_batch_linear(
             f"allowed are {_SCRATCH_FLOATS}"
         )
     partial, arrivals = scratch_of(x.device)
+    unused = weight if bias is None else bias
     deep = triton.cdiv(triton.cdiv(depth, config.split_k), config.block_k) * config.block_k
     tiles_of = (None, None)
     if config.use_tma:
@@ -283,12 +306,12 @@ def small_batch_linear(
         *tiles_of,
         x,
         weight,
-        bias,
-        bias if column_sums is None else column_sums,
-        bias if x_moments is None else x_moments,
+        unused,
+        unused if column_sums is None else column_sums,
+        unused if x_moments is None else x_moments,
         x if residual is None else residual,
         out,
-        bias if out_moments is None else out_moments,
+        unused if out_moments is None else out_moments,
         partial,
         arrivals,
         num_rows,
@@ -308,9 +331,12 @@ def small_batch_linear(
         USE_DOT=config.use_dot,
         WEIGHTS_LEFT=config.weights_left,
         TMA=config.use_tma,
-        NORM=column_sums is not None,
+        BIAS=bias is not None,
+        NORM=column_sums is not None or rms_norm,
+        CENTRE=column_sums is not None,
         X_PARTS=0 if x_moments is None else x_moments.shape[2],
         GELU=gelu,
+        GATED=gated,
         RESIDUAL=residual is not None,
         OUT_PARTS=out_parts,
         EXACT=exact,
