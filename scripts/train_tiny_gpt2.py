@@ -76,7 +76,7 @@ def main() -> None:
 
     result.model.half().float()
     stream = torch.tensor(validation_ids, device=device)
-    float16_validation = training.validation_loss(result.model, stream, settings.batch_size)
+    float16_validation = training.validation_loss(result.model, stream, settings.batch_size, settings.window)
     export.save_model(result.model, arguments.output)
     tokenizer.save_tokenizer(bpe, arguments.output, result.model.config.n_positions)
     export.write_log(

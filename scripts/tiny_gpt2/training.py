@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 # About 1 / sqrt(2 * width): GPT-2's 0.02 suits a width of 768 and makes a narrow model start slowly.
 INITIALIZER_RANGE = 0.06
@@ -30,6 +30,8 @@ class TrainingSettings:
     dropout: float = 0.0
     evaluations: int = 40
     seed: int = 20250
+    window: int = 1024
+    """Tokens of a sequence in training and validation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Evaluation:
 class TrainingResult:
     """The model holds the float32 weights of the evaluation with the lowest validation loss."""
 
-    model: GPT2LMHeadModel
+    model: PreTrainedModel
     best: Evaluation
     evaluations: list[Evaluation]
 
@@ -79,7 +81,7 @@ def learning_rate_at(step: int, settings: TrainingSettings) -> float:
 
 
 def make_optimizer(
-    model: GPT2LMHeadModel, settings: TrainingSettings, device: torch.device
+    model: PreTrainedModel, settings: TrainingSettings, device: torch.device
 ) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only."""
     parameters = list(model.parameters())
@@ -98,7 +100,7 @@ def windows(stream: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def next_token_loss(model: GPT2LMHeadModel, inputs: Tensor, targets: Tensor) -> Tensor:
+def next_token_loss(model: PreTrainedModel, inputs: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy in nats, computed in float32; autocast to bfloat16 on CUDA."""
     with torch.autocast(inputs.device.type, torch.bfloat16, enabled=inputs.device.type == "cuda"):
         logits = model(input_ids=inputs, use_cache=False).logits
@@ -106,9 +108,9 @@ def next_token_loss(model: GPT2LMHeadModel, inputs: Tensor, targets: Tensor) -> 
 
 
 @torch.no_grad()
-def validation_loss(model: GPT2LMHeadModel, stream: Tensor, batch_size: int) -> float:
-    """Mean loss over the whole validation stream in disjoint windows of the model's full length."""
-    length = min(model.config.n_positions, stream.numel() - 1)
+def validation_loss(model: PreTrainedModel, stream: Tensor, batch_size: int, window: int) -> float:
+    """Mean loss over the whole validation stream in disjoint windows of so many tokens."""
+    length = min(window, stream.numel() - 1)
     starts = torch.arange(0, stream.numel() - length, length, device=stream.device)
     model.eval()
     losses = [
@@ -120,21 +122,21 @@ def validation_loss(model: GPT2LMHeadModel, stream: Tensor, batch_size: int) -> 
 
 
 def train(
-    model: GPT2LMHeadModel,
+    model: PreTrainedModel,
     train_ids: list[int],
     validation_ids: list[int],
     settings: TrainingSettings,
     device: torch.device,
     console: Console,
 ) -> TrainingResult:
-    """Train on random windows of all 1,024 positions and return the best weights by validation loss."""
+    """Train on random windows and return the best weights by validation loss."""
     model = model.to(device).train()
     train_stream = torch.tensor(train_ids, device=device)
     validation_stream = torch.tensor(validation_ids, device=device)
     optimizer = make_optimizer(model, settings, device)
     step_loss = torch.compile(next_token_loss) if device.type == "cuda" else next_token_loss
     generator = torch.Generator().manual_seed(settings.seed)
-    length = model.config.n_positions
+    length = settings.window
     every = max(1, settings.steps // settings.evaluations)
     loss_sum, loss_count = torch.zeros((), device=device), 0
     evaluations: list[Evaluation] = []
@@ -154,7 +156,7 @@ def train(
             loss_sum, loss_count = loss_sum + loss.detach(), loss_count + 1
             progress.advance(task)
             if (step + 1) % every == 0 or step + 1 == settings.steps:
-                held_out = validation_loss(model, validation_stream, settings.batch_size)
+                held_out = validation_loss(model, validation_stream, settings.batch_size, length)
                 evaluation = Evaluation(step + 1, loss_sum.item() / loss_count, held_out)
                 loss_sum, loss_count = torch.zeros((), device=device), 0
                 console.print(f"step {step + 1}: train {evaluation.train:.4f}, validation {held_out:.4f}")
