@@ -8,8 +8,8 @@ import torch
 
 from rose_backend.config import Switches
 from rose_backend.kernels import AttentionOptions, embed_tokens
-from rose_backend.kernels.small_batch_linear import MAX_ROWS
-from rose_backend.layers.attention import AttentionMetadata, PagedAttention
+from rose_backend.layers.attention import AttentionMetadata
+from rose_backend.layers.decoder import run_layers
 from rose_backend.layers.linear import (
     DecoderLayer,
     Norm,
@@ -99,33 +99,18 @@ class GPT2:
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """Run all layers; see ``CausalLM``."""
-        config, weights, num_tokens = self.config, self.weights, input_ids.shape[0]
-        heads = config.num_attention_heads
-        attention = PagedAttention(
-            metadata,
-            kv_cache,
-            self._attention_options,
-            num_tokens=num_tokens,
-            num_heads=heads,
-            fused_kv_append=self.switches.fused_kv_append,
-        )
-        stream = ResidualStream(
+        weights = self.weights
+        return run_layers(
             embed_tokens(input_ids, positions, weights.token_embedding, weights.position_embedding),
-            self.switches,
-            is_small_batch=weights.layers[0].qkv.packed is not None
-            and num_tokens == metadata.num_decodes <= MAX_ROWS,
+            weights.layers,
+            weights.final_norm,
+            kv_cache,
+            metadata,
+            num_heads=self.config.num_attention_heads,
+            options=self._attention_options,
+            switches=self.switches,
+            mlp=ResidualStream.gelu_mlp,
         )
-        for index, layer in enumerate(weights.layers):
-            qkv = stream.project(layer.attn_norm, layer.qkv)
-            query, key, value = qkv.view(-1, 3, heads, config.head_size).unbind(1)
-            # embed_tokens is launched in the ordinary way: all but the projection is complete.
-            attended = attention(index, query, key, value, overlap=stream.is_small_batch)
-            if attention.last_tokens is not None and index + 1 == config.num_layers:
-                attended = attended[attention.last_tokens]
-                stream.keep(attention.last_tokens)
-            stream.add(attended, layer.attn_out)
-            stream.gelu_mlp(layer.mlp_norm, layer.mlp_in, layer.mlp_out)
-        return stream.normed(weights.final_norm)
 
     def compute_logits(
         self,

@@ -11,8 +11,8 @@ import torch
 from rose_backend.config import Switches
 from rose_backend.errors import ModelError
 from rose_backend.kernels import AttentionOptions, embed_tokens, rotate_query_key
-from rose_backend.kernels.small_batch_linear import MAX_ROWS
-from rose_backend.layers.attention import AttentionMetadata, PagedAttention
+from rose_backend.layers.attention import AttentionMetadata
+from rose_backend.layers.decoder import run_layers
 from rose_backend.layers.linear import (
     DecoderLayer,
     Norm,
@@ -166,26 +166,11 @@ class Llama:
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """Run all layers; see ``CausalLM``."""
-        config, weights, num_tokens = self.config, self.weights, input_ids.shape[0]
-        heads, kv_heads = config.num_attention_heads, config.num_kv_heads
-        attention = PagedAttention(
-            metadata,
-            kv_cache,
-            self._attention_options,
-            num_tokens=num_tokens,
-            num_heads=heads,
-            fused_kv_append=self.switches.fused_kv_append,
-        )
-        stream = ResidualStream(
-            embed_tokens(input_ids, positions, weights.embedding),
-            self.switches,
-            is_small_batch=weights.layers[0].qkv.packed is not None
-            and num_tokens == metadata.num_decodes <= MAX_ROWS,
-        )
-        for index, layer in enumerate(weights.layers):
-            qkv = stream.project(layer.attn_norm, layer.qkv).view(num_tokens, -1, config.head_size)
-            query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
+        weights = self.weights
+
+        def rotate(index: int, query: torch.Tensor, key: torch.Tensor) -> None:
             if self._rotates[index]:
+                layer = weights.layers[index]
                 rotate_query_key(
                     query,
                     key,
@@ -193,16 +178,21 @@ class Llama:
                     weights.rotary_table,
                     query_norm=layer.query_norm,
                     key_norm=layer.key_norm,
-                    eps=config.norm_eps,
+                    eps=self.config.norm_eps,
                 )
-            # embed_tokens is launched in the ordinary way: all but the projection and its rotation is complete.
-            attended = attention(index, query, key, value, overlap=stream.is_small_batch)
-            if attention.last_tokens is not None and index + 1 == config.num_layers:
-                attended = attended[attention.last_tokens]
-                stream.keep(attention.last_tokens)
-            stream.add(attended, layer.attn_out)
-            stream.silu_mlp(layer.mlp_norm, layer.mlp_in, layer.mlp_out)
-        return stream.normed(weights.final_norm)
+
+        return run_layers(
+            embed_tokens(input_ids, positions, weights.embedding),
+            weights.layers,
+            weights.final_norm,
+            kv_cache,
+            metadata,
+            num_heads=self.config.num_attention_heads,
+            options=self._attention_options,
+            switches=self.switches,
+            mlp=ResidualStream.silu_mlp,
+            rotate=rotate,
+        )
 
     def compute_logits(
         self,

@@ -1,0 +1,61 @@
+"""The layers of a dense decoder in one step: attention and MLP behind a norm each, added to a residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from rose_backend.config import Switches
+from rose_backend.kernels import AttentionOptions
+from rose_backend.kernels.small_batch_linear import MAX_ROWS
+from rose_backend.layers.attention import AttentionMetadata, PagedAttention
+from rose_backend.layers.linear import DecoderLayer, Linear, Norm, ResidualStream
+
+
+def run_layers(
+    hidden: torch.Tensor,  # [T, E]  written where the batch is small
+    layers: Sequence[DecoderLayer],
+    final_norm: Norm,
+    kv_cache: torch.Tensor,  # [L, 2, NB, BS, HKV, D]  written
+    metadata: AttentionMetadata,
+    *,
+    num_heads: int,
+    options: AttentionOptions,
+    switches: Switches,
+    mlp: Callable[[ResidualStream, Norm, Linear, Linear], None],
+    rotate: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
+) -> torch.Tensor:
+    """Return the hidden states behind ``final_norm``: [T, E], or [R, E] with ``last_tokens_only``.
+
+    Args:
+        hidden: embeddings, made by a kernel that was launched in the ordinary way.
+        mlp: ``ResidualStream.gelu_mlp`` or ``ResidualStream.silu_mlp``.
+        rotate: rewrites query [T, HQ, D] and key [T, HKV, D] of the layer with this index.
+    """
+    num_tokens, num_kv_heads, head_size = hidden.shape[0], kv_cache.shape[-2], kv_cache.shape[-1]
+    attention = PagedAttention(
+        metadata,
+        kv_cache,
+        options,
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        fused_kv_append=switches.fused_kv_append,
+    )
+    is_packed = layers[0].qkv.packed is not None
+    stream = ResidualStream(
+        hidden, switches, is_small_batch=is_packed and num_tokens == metadata.num_decodes <= MAX_ROWS
+    )
+    for index, layer in enumerate(layers):
+        qkv = stream.project(layer.attn_norm, layer.qkv).view(num_tokens, -1, head_size)
+        query, key, value = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        if rotate is not None:
+            rotate(index, query, key)
+        # The embedding was launched in the ordinary way: all but the projection and its rotation is complete.
+        attended = attention(index, query, key, value, overlap=stream.is_small_batch)
+        if attention.last_tokens is not None and index + 1 == len(layers):
+            attended = attended[attention.last_tokens]
+            stream.keep(attention.last_tokens)
+        stream.add(attended, layer.attn_out)
+        mlp(stream, layer.mlp_norm, layer.mlp_in, layer.mlp_out)
+    return stream.normed(final_norm)
