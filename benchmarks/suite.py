@@ -38,11 +38,12 @@ _INSIDE_VLLM = ("rose-in-vllm", "vllm")
 _OFFLINE, _ONLINE = "benchmarks.offline_compare", "benchmarks.online_compare"
 _FOUR_API_SERVERS = """--engine-options '{}={{"api_server_count": 4}}'"""
 
+_POISSON = "--requests 512 --seconds 3 --repeats 3"
 STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kernels": ("benchmarks.kernels --prove", ()),
     "kv_cow_clone_float16": ("benchmarks.kv_cow_clone --device cuda --dtype float16", ()),
     "kv_append": ("benchmarks.kv_append --device cuda --dtype float16", ()),
-    "offline_compare": (f"{_OFFLINE} --scenes decode offline", _ENGINES),
+    "offline_compare": (f"{_OFFLINE} --scenes decode offline --repeats 5", _ENGINES),
     "offline_mixed": (f"{_OFFLINE} --scenes mixed", _ENGINES),
     "arrivals": (f"{_ONLINE} in-process", _ENGINES[:3]),
     "offline_switches": (
@@ -51,14 +52,25 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
         "--compare-prefix-cache --compare-run-ahead",
         ("rose",),
     ),
-    "online_compare": (_ONLINE, _ENGINES),
-    "vllm_serving": (f"{_ONLINE} poisson", _INSIDE_VLLM),
-    "vllm_serving_4_api_servers": (
-        f"{_ONLINE} poisson {_FOUR_API_SERVERS.format('rose-in-vllm')} {_FOUR_API_SERVERS.format('vllm')}",
+    "online_compare": (f"{_ONLINE} --scales 0.006 0.009 0.014 0.028", _ENGINES),
+    "vllm_serving": (
+        f"{_ONLINE} poisson --sets random shared-prefix --loads 0.25 0.5 0.75 1.0 {_POISSON}",
         _INSIDE_VLLM,
     ),
-    "vllm_parts": (f"{_OFFLINE} --backends rose-in-vllm vllm --compare-parts", _INSIDE_VLLM),
-    "vllm_llama": (f"{_OFFLINE} --shape llama-1b", _INSIDE_VLLM),
+    "vllm_serving_4_api_servers": (
+        f"{_ONLINE} poisson --sets random --loads 0.5 1.0 {_POISSON} "
+        f"{_FOUR_API_SERVERS.format('rose-in-vllm')} {_FOUR_API_SERVERS.format('vllm')}",
+        _INSIDE_VLLM,
+    ),
+    "vllm_parts": (
+        f"{_OFFLINE} --backends rose-in-vllm vllm --compare-parts --scenes decode offline --batches 1 32 256 "
+        "--cases greedy --kv-cache-tokens 196608 --repeats 3",
+        _INSIDE_VLLM,
+    ),
+    "vllm_llama": (
+        f"{_OFFLINE} --shape llama-1b --scenes decode offline --cases greedy --repeats 3",
+        _INSIDE_VLLM,
+    ),
 }
 """Result file -> what follows ``python -m`` (with ``--quick`` up to the first option), and the engines it compares."""
 

@@ -160,9 +160,19 @@ class Poisson(OverHttp):
     def __init__(self, options: argparse.Namespace, facts: ModelFacts) -> None:
         super().__init__(options, facts)
         self._sets = request_sets(options.requests, quick=options.quick)
-        self.settings = chosen(
-            options, "requests", "seconds", "repeats", "clients", "start_in_turn", "step_ms"
+        # With other sets or loads the turns of an earlier report would be taken for those of this one.
+        names = (
+            "sets",
+            "loads",
+            "rates",
+            "requests",
+            "seconds",
+            "repeats",
+            "clients",
+            "start_in_turn",
+            "step_ms",
         )
+        self.settings = chosen(options, *names)
 
     def warm_up(self, engines: Engines) -> None:
         """Send many requests at once to each server, of each set."""

@@ -152,7 +152,7 @@ def parse_comparison(
     options.workload = workload
     set_device_defaults(options)
     if options.backends is None:
-        # The standalone engine serves GPT-2 only, and SGLang is not needed to tell what Rose is worth inside vLLM.
+        # This comparison is about what Rose is worth inside vLLM.
         usual = _VLLMS if options.shape == LLAMA_1B else workload.backends
         options.backends = [backend for backend in workload.backends if backend in usual]
     if options.quick:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.engine.tokenizer import Tokenizer, whole_characters
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_UNFINISHED = 3
@@ -22,6 +22,7 @@ class Detokenizer:
         stop_strings: strings that end the text.
         keep_stop_string: leave the stop string at the end of the text.
         min_tokens: no stop string ends within the text of this many first tokens.
+        context: tokens in front of the text, see ``Tokenizer.decoding_context``.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Detokenizer:
         keep_stop_string: bool = False,
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
+        context: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._stop_strings = tuple(stop_strings)
@@ -45,9 +47,10 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._num_tokens = 0
         # Tokens decoded together: some whose text is out already (context for decoders that look back), then the rest.
-        self._window: list[int] = []
-        self._num_context_tokens = 0
-        self._num_emitted = 0  # characters of the window's text that are part of self._text
+        self._window = list(context)
+        self._num_context_tokens = len(self._window)
+        # Characters of the window's text that are part of self._text, or of the context's.
+        self._num_emitted = len(whole_characters(self._decode(self._window))) if context else 0
         self._text = ""
         self._num_certain = 0  # characters of the text that are no part of what may become a stop string
         self._num_delivered = 0

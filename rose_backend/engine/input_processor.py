@@ -145,6 +145,7 @@ class InputProcessor:
                 keep_stop_string=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
                 skip_special_tokens=params.skip_special_tokens,
+                context=self.tokenizer.decoding_context(request.prompt_token_ids),
             )
         return Completion(
             request=request,

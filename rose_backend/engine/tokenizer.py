@@ -21,6 +21,10 @@ _ADJUSTMENTS = ("add_bos_token", "add_eos_token", "add_prefix_space")
 """Fields of ``tokenizer_config.json`` by which transformers changes what ``tokenizer.json`` says."""
 
 
+_NUM_CONTEXT_TOKENS = 8
+"""A character takes at most four tokens of single bytes; a few special tokens may stand behind it."""
+
+
 class Tokenizer:
     """The tokenizer in a model's directory.
 
@@ -82,6 +86,30 @@ class Tokenizer:
         """Return the text of each list; on several cores where the tokenizer library may use them."""
         texts: list[str] = self._backend.decode_batch(batch, skip_special_tokens=skip_special_tokens)
         return texts
+
+    def decoding_context(self, prompt_token_ids: NDArray[np.int32]) -> list[int]:
+        """Return the last tokens of a prompt, to be decoded in front of an answer and left out of its text.
+
+        Decoders of SentencePiece models take the space away from the first token that they see. Byte-level ones need
+        no context.
+        """
+        return [] if self._byte_level else prompt_token_ids[-_NUM_CONTEXT_TOKENS:].tolist()
+
+    def decode_answers(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        answers: Sequence[list[int]],
+        *,
+        skip_special_tokens: bool = True,
+    ) -> list[str]:
+        """Return the text of each answer behind its prompt."""
+        contexts = [self.decoding_context(prompt) for prompt in prompts]
+        joined = [context + answer for context, answer in zip(contexts, answers, strict=True)]
+        texts = self.decode_batch(joined, skip_special_tokens=skip_special_tokens)
+        if self._byte_level:
+            return texts
+        heads = self.decode_batch(contexts, skip_special_tokens=skip_special_tokens)
+        return [text[len(whole_characters(head)) :] for text, head in zip(texts, heads, strict=True)]
 
     def decode_token(self, token_id: int) -> str:
         """Return the text of one token alone, special tokens by their name."""
@@ -193,6 +221,11 @@ class ByteLevelDecoder:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text."""
         return text_of(self.bytes_of(token_ids))
+
+
+def whole_characters(text: str) -> str:
+    """Return a text without an unfinished character at its end."""
+    return text.rstrip("\N{REPLACEMENT CHARACTER}")
 
 
 def text_of(data: bytes | bytearray) -> str:

@@ -11,6 +11,8 @@ import torch
 from rose_backend.errors import ModelError
 from rose_backend.models.end_tokens import read_eos_token_ids
 
+MAX_SIZE = 2**24
+"""Of anything that config.json counts: more is a mistake, found before memory is asked for."""
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -72,6 +74,8 @@ class ModelConfig:
                 return default
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ModelError(f"config.json: {name} must be a positive integer, got {value!r}")
+            if value > MAX_SIZE:
+                raise ModelError(f"config.json: {name} must be at most {MAX_SIZE}, got {value!r}")
             return value
 
         if fields.get("quantization_config") is not None:
@@ -96,7 +100,7 @@ class ModelConfig:
             hidden_size=hidden_size,
             intermediate_size=read("intermediate_size", 4 * hidden_size),
             max_position_embeddings=read("max_position_embeddings"),
-            norm_eps=float(fields.get(names["norm_eps"], norm_eps)),
+            norm_eps=_read_eps(fields, names["norm_eps"], norm_eps),
             eos_token_ids=read_eos_token_ids(fields, "config.json"),
             tie_word_embeddings=bool(fields.get("tie_word_embeddings", tie_word_embeddings)),
             dtype=dtype,
@@ -132,11 +136,16 @@ def check_window(fields: Mapping[str, Any], num_positions: int, num_layers: int)
     Raises:
         ModelError: layers slide, or are of another kind that is not known; names the field, and the option that helps.
     """
-    kinds = (fields.get("layer_types") or [])[:num_layers]
+    kinds = fields.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise ModelError(f"config.json: layer_types must be a list, got {kinds!r}")
+    kinds = kinds[:num_layers]
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise ModelError(f"config.json: layer_types has {kind!r}, which is not supported")
     window = fields.get("sliding_window")
+    if window is not None and type(window) is not int:
+        raise ModelError(f"config.json: sliding_window must be an integer, got {window!r}")
     if window is None and "sliding_attention" in kinds:
         raise ModelError("config.json: layer_types has 'sliding_attention', but sliding_window is missing")
     slides = "sliding_attention" in kinds or fields.get("use_sliding_window", True)
@@ -145,6 +154,13 @@ def check_window(fields: Mapping[str, Any], num_positions: int, num_layers: int)
             f"config.json: sliding_window={window!r} is not supported for {num_positions} tokens; it changes nothing "
             f"with a max_model_len of {window} or less"
         )
+
+
+def _read_eps(fields: Mapping[str, Any], name: str, default: float) -> float:
+    value = default if fields.get(name) is None else fields[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ModelError(f"config.json: {name} must be a number from 0 to 1, got {value!r}")
+    return float(value)
 
 
 def choose_dtype(dtype: str, device: str, stored: torch.dtype) -> torch.dtype:

@@ -22,7 +22,7 @@ from rose_backend.layers.linear import (
     packs_layers,
 )
 from rose_backend.layers.rotary import rotary_table
-from rose_backend.models.config import ModelConfig, check_supported, check_window, choose_dtype
+from rose_backend.models.config import MAX_SIZE, ModelConfig, check_supported, check_window, choose_dtype
 from rose_backend.models.rope import read_rotary_options
 from rose_backend.models.weights import Checkpoint, WeightReader
 
@@ -109,7 +109,7 @@ class Llama:
         rotary = read_rotary_options(fields, max_position_embeddings=config.max_position_embeddings)
         if rotary.rope_type == "linear":
             # As in vLLM: config.json has the window before it was stretched.
-            window = int(config.max_position_embeddings * rotary.factor)
+            window = min(int(config.max_position_embeddings * rotary.factor), MAX_SIZE)
             config = replace(config, max_position_embeddings=window)
         num_positions = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
         check_window(fields, num_positions, config.num_layers)

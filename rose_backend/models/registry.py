@@ -43,6 +43,8 @@ def load_model(
     """
     checkpoint = Checkpoint(path)
     architectures = checkpoint.config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ModelError(f"config.json: architectures must be a list of names, got {architectures!r}")
     for name in architectures:
         if name in MODEL_CLASSES:
             module, _, class_name = MODEL_CLASSES[name].partition(":")

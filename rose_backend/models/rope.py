@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +16,8 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (_OLD_WINDOW,)),
     "yarn": (("factor",), (_OLD_WINDOW, "attention_factor", "beta_fast", "beta_slow", "truncate")),
 }
+_MAX_NUMBER = 1e12
+"""Above every number that a checkpoint has a use for."""
 _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
@@ -34,7 +35,7 @@ def read_rotary_options(
     """
     name, given = _parameters(fields)
     rope_type = given.get("rope_type", given.get("type", "default"))
-    if rope_type not in _FIELDS:
+    if not isinstance(rope_type, str) or rope_type not in _FIELDS:
         raise ModelError(
             f"config.json: {name}.rope_type={rope_type!r} is not supported, allowed are {', '.join(_FIELDS)}"
         )
@@ -86,7 +87,10 @@ def _check_numbers(options: Mapping[str, Any], name: str) -> None:
             is_right, needed = isinstance(value, bool), "true or false"
         else:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            is_right, needed = is_number and 0 < value < math.inf, "a number above 0"
+            low = 1 if field == "rope_theta" else 0
+            is_right, needed = is_number and value > low, f"a number above {low}"
+            if is_right and value >= _MAX_NUMBER:
+                is_right, needed = False, f"below {_MAX_NUMBER:g}"
         if not is_right:
             raise ModelError(f"config.json: {name}.{field} must be {needed}, got {value!r}")
     if options["rope_type"] == "llama3" and options["high_freq_factor"] <= options["low_freq_factor"]:

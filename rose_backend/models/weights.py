@@ -34,7 +34,12 @@ are several times slower."""
 
 _Result = TypeVar("_Result")
 
-_HUB_FILES = ["*.json", "*.safetensors", "merges.txt", "vocab.txt", "*.model"]
+_HUB_FILES = ["*.json", "*.safetensors", "merges.txt", "vocab.txt", "*.model", "*.jinja"]
+_HUB_PATTERNS: dict[str, Any] = {
+    "allow_patterns": _HUB_FILES,
+    # Mistral's and Llama's own copies of the weights, beside those that are read.
+    "ignore_patterns": ["consolidated*", "original/*"],
+}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_TIMEOUT_S = 5.0
 
@@ -63,13 +68,13 @@ def _resolve_hub_id(name: str) -> Path:
 
     # The cache first: a cached model must load without a network.
     try:
-        cached = Path(snapshot_download(name, local_files_only=True, allow_patterns=_HUB_FILES))
+        cached = Path(snapshot_download(name, local_files_only=True, **_HUB_PATTERNS))
         if (cached / CONFIG_FILE).is_file() and any(cached.glob("*.safetensors")):
             return cached
     except (OSError, ValueError):
         pass
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, etag_timeout=_HUB_TIMEOUT_S))
+        return Path(snapshot_download(name, etag_timeout=_HUB_TIMEOUT_S, **_HUB_PATTERNS))
     except Exception as error:  # the hub client raises its own, its HTTP library's and the system's errors
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
@@ -86,7 +91,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"model: cannot read {str(path)!r}: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"model: {str(path)!r} holds a {type(content).__name__}, a JSON object is needed")

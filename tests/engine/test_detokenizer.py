@@ -6,9 +6,13 @@ import sys
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers import decoders, models
 
 from rose_backend.config import MAX_STOP_STRING_LENGTH, MAX_STOP_STRINGS
 from rose_backend.engine.detokenizer import Detokenizer
@@ -262,3 +266,59 @@ def test_stop_strings_at_their_limits_take_few_steps(stops: list[str], pieces: l
         sys.setprofile(None)
     # Looking for each of the 16, and a few for each of the four characters.
     assert num_calls < 64 * len(pieces)
+
+
+@pytest.fixture(scope="module")
+def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tokenizer that decodes as Llama 2's and Mistral's: the first space of what it sees is left out."""
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "▁",
+        "▁the",
+        "▁rose",
+        "s",
+        ".",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+    ]
+    backend = LibraryTokenizer(
+        models.BPE(
+            {word: index for index, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True
+        )
+    )
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    directory = tmp_path_factory.mktemp("sentence_piece")
+    backend.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+# Byte tokens begin at 8: 0xC3 0xA9 is e with an accent.
+@pytest.mark.parametrize(
+    ("prompt", "answer", "text"),
+    [
+        ([1, 4, 5], [5, 6, 7], " roses."),
+        ([1, 4], [6, 7], "s."),
+        ([4, 2, 1], [4, 5], " the rose"),
+        ([4, 8 + 0xC3], [8 + 0xA9, 5], "é rose"),
+        ([4], [3, 5], "  rose"),
+        ([4] * 50, [5] * 20, " rose" * 20),
+    ],
+)
+def test_an_answer_begins_as_it_does_behind_its_prompt(
+    sentence_piece: Path, prompt: list[int], answer: list[int], text: str
+) -> None:
+    tokenizer = Tokenizer(sentence_piece)
+    ids: NDArray[np.int32] = np.array(prompt, dtype=np.int32)
+    assert tokenizer.byte_level() is None
+    assert tokenizer.decode_answers([ids, ids], [answer, answer[:1]])[0] == text
+    stream = Detokenizer(tokenizer, context=tokenizer.decoding_context(ids))
+    deltas = []
+    for token in answer:
+        assert stream.extend([token]) is None
+        deltas.append(stream.take_delta())
+    assert stream.close() is None
+    assert "".join(deltas) + stream.take_delta() == stream.visible_text == text

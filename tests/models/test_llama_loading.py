@@ -152,6 +152,12 @@ def error_of(path: Path, **options: Any) -> str:
             {"architectures": ["MixtralForCausalLM"]},
             "architecture MixtralForCausalLM, supported are",
         ),
+        ("llama", {"architectures": 3}, "architectures must be a list of names, got 3"),
+        ("llama", {"rms_norm_eps": "x"}, "rms_norm_eps must be a number from 0 to 1, got 'x'"),
+        ("llama", {"rms_norm_eps": -1.0}, "rms_norm_eps must be a number from 0 to 1, got -1.0"),
+        ("llama", {"max_position_embeddings": 10**12}, "max_position_embeddings must be at most 16777216"),
+        ("llama", {"layer_types": 5}, "layer_types must be a list, got 5"),
+        ("llama", {"sliding_window": "1023"}, "sliding_window must be an integer, got '1023'"),
         ("llama", {"sliding_window": 1023}, "sliding_window=1023 is not supported for 1024 tokens"),
         (
             "llama",

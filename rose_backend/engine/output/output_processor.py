@@ -165,7 +165,8 @@ class OutputProcessor:
                 texts = [_whole_text(completion, decoder) for completion in batch]
             else:
                 shown = [_shown_token_ids(completion) for completion in batch]
-                texts = self._tokenizer.decode_batch(shown, skip_special_tokens=skips_special)
+                prompts = [completion.request.prompt_token_ids for completion in batch]
+                texts = self._tokenizer.decode_answers(prompts, shown, skip_special_tokens=skips_special)
             for completion, decoded in zip(batch, texts, strict=True):
                 completion.text.final = self._describe(completion, decoded)
 
@@ -194,8 +195,10 @@ class OutputProcessor:
         else:
             if decoded is None:
                 skips_special = completion.request.params.skip_special_tokens
-                decoded = self._tokenizer.decode(
-                    _shown_token_ids(completion), skip_special_tokens=skips_special
+                (decoded,) = self._tokenizer.decode_answers(
+                    [completion.request.prompt_token_ids],
+                    [_shown_token_ids(completion)],
+                    skip_special_tokens=skips_special,
                 )
             shown = delta = decoded
         return CompletionOutput(
