@@ -28,6 +28,14 @@ LLAMA_8B += [
     (4096, 28_672, "rms gated nobias"),
     (14_336, 4096, "nobias residual"),
 ]
+# Depths of Qwen2.5 and SmolLM2, which end inside a tile.
+UNEVEN = [
+    (896, 1152, "rms nobias"),
+    (896, 9728, "rms gated nobias"),
+    (1536, 1536, "nobias residual"),
+    (3584, 3584, "nobias residual"),
+    (576, 3072, "rms gated nobias"),
+]
 
 
 @pytest.mark.parametrize("parts", PARTS + GATED_PARTS)
@@ -44,7 +52,7 @@ def test_odd_sizes(rows: int, dtype: torch.dtype, parts: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "row_counts"),
     [(shape, (*range(1, 66), 96, 127, 128, 129, 192, 255, 256)) for shape in SHAPES + GATED_SHAPES]
-    + [(shape, (1, 2, 3, 8, 16, 17, 33, 64, 65, 256)) for shape in LLAMA_8B],
+    + [(shape, (1, 2, 3, 8, 16, 17, 33, 64, 65, 256)) for shape in LLAMA_8B + UNEVEN],
     ids=str,
 )
 def test_the_shapes_of_models_at_any_number_of_rows(shape: tuple[int, int, str], row_counts: Any) -> None:

@@ -34,7 +34,7 @@ class LinearConfig:
     weights_left: bool = False
     """Weights are the left factor, for which tensor cores have taller tiles: for fewer rows than columns."""
     use_tma: bool = False
-    """Tiles are copied by the tensor memory accelerator; ``block_k`` divides each program's depth."""
+    """Tiles are copied by the tensor memory accelerator, which fills up with zeros what lies beyond the depth."""
     is_early: bool = True
     """The next kernel may start at once, not when ``x`` is loaded: its weights come earlier, but its programs take
     up processors for longer."""
