@@ -103,11 +103,11 @@ class Tokenizer:
         skip_special_tokens: bool = True,
     ) -> list[str]:
         """Return the text of each answer behind its prompt."""
+        if self._byte_level:
+            return [self.decode(answer, skip_special_tokens=skip_special_tokens) for answer in answers]
         contexts = [self.decoding_context(prompt) for prompt in prompts]
         joined = [context + answer for context, answer in zip(contexts, answers, strict=True)]
         texts = self.decode_batch(joined, skip_special_tokens=skip_special_tokens)
-        if self._byte_level:
-            return texts
         heads = self.decode_batch(contexts, skip_special_tokens=skip_special_tokens)
         return [text[len(whole_characters(head)) :] for text, head in zip(texts, heads, strict=True)]
 
