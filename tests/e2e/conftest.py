@@ -61,6 +61,9 @@ def make_engine(tiny_model_path: Path) -> Iterator[MakeEngine]:
                 # 26,000 tokens of the embedded model; a whole GiB takes more than a second to fill with zeros.
                 "kv_cache_memory_bytes": 128 << 20,
             }
+            if torch.cuda.is_available():
+                # An engine of the same test module, or another session, may hold the rest of the GPU.
+                defaults["gpu_memory_utilization"] = GPU_MEMORY["gpu_memory_utilization"]
             # A small model's operations take less time than waking a second thread on a busy machine.
             threads_before = torch.get_num_threads()
             torch.set_num_threads(num_threads)
