@@ -45,7 +45,7 @@ from benchmarks.support.turns import Row, Turn
 from benchmarks.support.worker_pool import Engines, Worker
 from benchmarks.support.workload import MODES, RandomRequests
 
-SWITCHES_INSIDE_VLLM = ("block_manager", "batched_scheduling", "mixed_graphs")
+SWITCHES_INSIDE_VLLM = ("block_manager", "batched_scheduling", "mixed_graphs", "step_graph")
 SWITCHES = (
     "fused_mlp",
     "fused_sampler",

@@ -104,6 +104,9 @@ class PluginConfig(Switches):
     batched_scheduling: bool = True
     """Schedule and account for steps that only decode for all requests at once; off: vLLM's own loops over requests.
     Needs the block manager."""
+    step_graph: bool = True
+    """Replay steps that only decode whole, inputs, sampling and update included; off: vLLM launches what surrounds its
+    decode graph one by one. Needs full CUDA graphs."""
     joined_outputs: bool = True
     """Join, per request, the outputs that have piled up in front of a busy API server; off: it looks at one step's
     outputs after the other."""

@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, Qwen3Config
 
 END_OF_TEXT = "<|endoftext|>"
-GPT2_124M, LLAMA_1B = "gpt2-124m", "llama-1b"
-SHAPES = {GPT2_124M: "GPT-2 124M", LLAMA_1B: "Llama 1B"}
+GPT2_124M, LLAMA_1B, QWEN3_06B = "gpt2-124m", "llama-1b", "qwen3-0.6b"
+SHAPES = {GPT2_124M: "GPT-2 124M", LLAMA_1B: "Llama 1B", QWEN3_06B: "Qwen3 0.6B"}
 """What a random checkpoint can look like, and what people call it."""
 
 KEPT_IN = "ROSE_BENCHMARK_CHECKPOINTS"
 """Variable of the environment. vLLM recompiles for a model in another folder, which takes a minute a start."""
 
 VOCAB_SIZE = 50_257
+QWEN3_VOCAB_SIZE = 151_936
 
 
 @contextlib.contextmanager
@@ -60,15 +61,19 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool) -> None:
 
     from tests.support.tiny_checkpoint import write_random_gpt2_124m
 
-    if shape == LLAMA_1B:
-        torch.manual_seed(0)
-        # A billion numbers: seconds on a GPU.
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = AutoModelForCausalLM.from_config(llama_config(small=small), dtype=torch.float16)
-        model.save_pretrained(folder)
-    else:
+    if shape == GPT2_124M:
         write_random_gpt2_124m(folder)
-    _write_tokenizer(folder)
+        _write_tokenizer(folder, VOCAB_SIZE)
+        return
+    config = llama_config(small=small) if shape == LLAMA_1B else qwen3_config(small=small)
+    torch.manual_seed(0)
+    # A billion numbers: seconds on a GPU.
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, str(config.dtype).split(".")[-1])
+        )
+    model.save_pretrained(folder)
+    _write_tokenizer(folder, config.vocab_size)
 
 
 def llama_config(*, small: bool = False) -> LlamaConfig:
@@ -95,8 +100,32 @@ def llama_config(*, small: bool = False) -> LlamaConfig:
     )
 
 
-def _write_tokenizer(folder: Path) -> None:
-    """Write a byte-level BPE tokenizer of ``VOCAB_SIZE`` tokens without training one.
+def qwen3_config(*, small: bool = False) -> Qwen3Config:
+    """Return Qwen3 0.6B's layers and vocabulary, with a window of 4,096 tokens."""
+    from transformers import Qwen3Config
+
+    width, num_layers = (128, 2) if small else (1024, 28)
+    return Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=1000 if small else QWEN3_VOCAB_SIZE,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 128,
+        head_dim=128,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-6,
+        rope_theta=1_000_000.0,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        dtype="bfloat16",
+    )
+
+
+def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write a byte-level BPE tokenizer of ``vocab_size`` tokens without training one.
 
     Token 0 ends a text, then come the 256 bytes, then words of two letters, of three and of four. Random weights draw
     from the whole vocabulary: with a small trained tokenizer most tokens would have no text, and no engine would have
@@ -108,7 +137,7 @@ def _write_tokenizer(folder: Path) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = (itertools.product(string.ascii_lowercase, repeat=length) for length in (2, 3, 4))
     all_words = map("".join, itertools.chain.from_iterable(letters))
-    words = list(itertools.islice(all_words, VOCAB_SIZE - 1 - len(alphabet)))
+    words = list(itertools.islice(all_words, vocab_size - 1 - len(alphabet)))
     vocab = {token: index for index, token in enumerate([END_OF_TEXT, *alphabet, *words])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[(word[:-1], word[-1]) for word in words]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

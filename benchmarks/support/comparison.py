@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from rich.console import Console
 
 from benchmarks.reports.text import Result, publish
-from benchmarks.support.checkpoint import GPT2_124M, LLAMA_1B, SHAPES, ModelFacts, checkpoint, model_facts
+from benchmarks.support.checkpoint import GPT2_124M, SHAPES, ModelFacts, checkpoint, model_facts
 from benchmarks.support.cli import (
     DEFAULT,
     QUICK_MODEL,
@@ -153,7 +153,7 @@ def parse_comparison(
     set_device_defaults(options)
     if options.backends is None:
         # This comparison is about what Rose is worth inside vLLM.
-        usual = _VLLMS if options.shape == LLAMA_1B else workload.backends
+        usual = _VLLMS if options.shape != GPT2_124M else workload.backends
         options.backends = [backend for backend in workload.backends if backend in usual]
     if options.quick:
         if options.shape == GPT2_124M:

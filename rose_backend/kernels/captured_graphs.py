@@ -32,14 +32,21 @@ class CapturedGraphs(Generic[Size]):
         self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, ...]] = {}
 
     @torch.inference_mode()
-    def capture(self, sizes: Iterable[Size]) -> None:
-        """Capture each of ``sizes``, which start with the largest: the others fit into its memory."""
-        pool = torch.cuda.graph_pool_handle()
+    def capture(
+        self, sizes: Iterable[Size], pool: Any = None, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Capture each of ``sizes``, which start with the largest: the others fit into its memory.
+
+        Args:
+            pool: of memory, shared with other graphs that never run at the same time; None takes a new one.
+            stream: to capture on; None takes torch's own.
+        """
+        pool = torch.cuda.graph_pool_handle() if pool is None else pool
         for size in sizes:
             # Outside of a graph first: kernels are compiled and their scratch memory is allocated there.
             self._compute(size, len(self._parts))
             torch.cuda.synchronize()
-            self._graphs[size] = self._capture(size, pool)
+            self._graphs[size] = self._capture(size, pool, stream)
         torch.cuda.synchronize()
 
     def run(self, size: Size, num_parts: int = 1) -> None:
@@ -57,11 +64,14 @@ class CapturedGraphs(Generic[Size]):
         for part in self._parts[:num_parts]:
             result = part(size, result)
 
-    def _capture(self, size: Size, pool: Any) -> tuple[torch.cuda.CUDAGraph, ...]:
+    def _capture(
+        self, size: Size, pool: Any, stream: torch.cuda.Stream | None
+    ) -> tuple[torch.cuda.CUDAGraph, ...]:
         graphs, result = [], None
+        mode = self._capture_error_mode
         for part in self._parts:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode=self._capture_error_mode):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
                 result = part(size, result)
             graphs.append(graph)
         return tuple(graphs)

@@ -118,6 +118,33 @@ def splits_steps(vllm_config: VllmConfig) -> bool:
     )
 
 
+def replays_steps(vllm_config: VllmConfig) -> bool:
+    """Whether steps that only decode may be replayed whole."""
+    return rose_options(vllm_config).step_graph and why_steps_are_not_replayed(vllm_config) is None
+
+
+def why_steps_are_not_replayed(vllm_config: VllmConfig) -> str | None:
+    """Return why no step is replayed whole in this engine, as far as its configuration tells; None if some may be."""
+    from vllm.config import CUDAGraphMode
+    from vllm.platforms import current_platform
+
+    model_config, parallel_config = vllm_config.model_config, vllm_config.parallel_config
+    mode = vllm_config.compilation_config.cudagraph_mode
+    reasons = {
+        "no CUDA device": not current_platform.is_cuda(),
+        "--enforce-eager": model_config is not None and model_config.enforce_eager,
+        "cudagraph_mode NONE": mode == CUDAGraphMode.NONE,
+        "no full CUDA graphs": mode is None or mode.decode_mode() != CUDAGraphMode.FULL,
+        "a model that does not generate": model_config is None or model_config.runner_type != "generate",
+        "model runner V1": not vllm_config.use_v2_model_runner,
+        "drafts": vllm_config.speculative_config is not None,
+        "LoRA": vllm_config.lora_config is not None,
+        "pipeline parallelism": parallel_config.pipeline_parallel_size > 1,
+        "sleep mode": model_config is not None and model_config.enable_sleep_mode,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
 def check_retention_interval(interval: int | None) -> None:
     """Refuse an interval that has no effect, as vLLM's own manager does: full attention keeps every block anyway.
 

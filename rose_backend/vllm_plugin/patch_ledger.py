@@ -89,6 +89,25 @@ LEDGER: dict[str, Patch] = {
         remove_when="CUDAGraphMode has full graphs of mixed steps beside full graphs of decodes",
         build=f"{_PLUGIN}.attention.mixed_graphs:wrap_init_candidates",
     ),
+    "step_graph_capture": Patch(
+        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model",
+        reason="what surrounds vLLM's decode graphs is captured right behind them, in their memory pool",
+        remove_when="vLLM captures whole decode steps",
+        build=f"{_PLUGIN}.step_graph.runner_hooks:wrap_capture_model",
+    ),
+    "step_graph_execution": Patch(
+        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
+        reason="steps that only decode are replayed whole instead of launched one operation at a time",
+        remove_when="vLLM replays whole decode steps",
+        build=f"{_PLUGIN}.step_graph.runner_hooks:wrap_execute_model",
+    ),
+    "step_graph_sampling": Patch(
+        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
+        reason="a step that was replayed whole has its tokens already; in other decode steps the product with the head "
+        "gets as many rows as in a replay, so that both round alike",
+        remove_when="vLLM replays whole decode steps",
+        build=f"{_PLUGIN}.step_graph.runner_hooks:wrap_sample_tokens",
+    ),
     "merged_outputs": Patch(
         target="vllm.v1.engine.core_client:AsyncMPClient.get_output_async",
         reason="the API server handles outputs step by step, however many steps are queued; with ROSE selected, queued "

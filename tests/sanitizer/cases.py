@@ -11,7 +11,9 @@ import torch
 from rose_backend import kernels
 from rose_backend.kernels import advance_rows, embed_tokens
 from rose_backend.kernels.sampling_tensors import SamplingTensors
+from rose_backend.kernels.steady_decode import end_steady_decode
 from tests.kernels.test_sample import make_params, random_case
+from tests.kernels.test_steady_decode import make_case
 from tests.support.paged_inputs import PagedInputs, build_paged_inputs
 
 Case = Callable[[str], list[torch.Tensor]]
@@ -268,6 +270,14 @@ def step_ends(device: str) -> list[torch.Tensor]:
     ]
 
 
+def steady_decode(device: str) -> list[torch.Tensor]:
+    """Both ends of a decode step over slots, with rows that have no request."""
+    case = make_case(5, 7, device=device)
+    case.begin()
+    end_steady_decode(case.slots, case.tokens, case.state)
+    return [*vars(case.inputs).values(), *vars(case.state).values()]
+
+
 GPT2 = {"num_query_heads": 12, "num_kv_heads": 12, "head_size": 64, "block_size": 16, "dtype": HALF}
 GROUPED = {"num_query_heads": 8, "num_kv_heads": 2, "head_size": 128, "block_size": 16, "dtype": BFLOAT16}
 ODD = {"num_query_heads": 4, "num_kv_heads": 2, "head_size": 80, "block_size": 48, "dtype": FLOAT32}
@@ -312,6 +322,7 @@ CASES: dict[str, Case] = {
     "sampler, large": sampler(3, 50_257),
     "greedy": greedy,
     "ends of a step": step_ends,
+    "steady decode": steady_decode,
     "head, 2 rows": head(2, 1009),
     "head, 70 rows": head(70, 5003),
 }

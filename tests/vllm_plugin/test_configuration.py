@@ -116,7 +116,7 @@ def test_block_management_can_be_handed_back(make_config: MakeConfig, rose_log: 
         "block manager vLLM's own (prefix hits at block borders)",
         "decodes scheduled one by one",
         "not in force: fused_kv_append and batched_scheduling and token_granular_hits (only with Rose's block manager)",
-        "cuda_graph (",
+        "cuda_graph and step_graph (",
         "switched off: block_manager",
     ):
         assert part in line, line
@@ -157,7 +157,12 @@ def test_what_is_switched_off_is_not_said_to_be_idle_too(
 ) -> None:
     make_config(**rose(block_manager=False, fused_kv_append=False, prefix_cache=False))
     (line,) = rose_log
-    assert idle_parts(line).keys() == {"batched_scheduling", "token_granular_hits", "cuda_graph"}
+    assert idle_parts(line).keys() == {
+        "batched_scheduling",
+        "token_granular_hits",
+        "cuda_graph",
+        "step_graph",
+    }
     assert "block manager vLLM's own (no prefix cache)" in line
     assert line.endswith("switched off: fused_kv_append, prefix_cache, block_manager")
 
@@ -174,15 +179,21 @@ def test_with_graphs_and_everything_else_in_force_nothing_is_named(
 ) -> None:
     config = make_config(enforce_eager=False)
     monkeypatch.setattr(config, "compilation_config", SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL))
-    for is_cuda, idle in ((True, "nothing"), (False, "cuda_graph (no CUDA device)")):
+    runner_v2 = property(lambda self: True)
+    monkeypatch.setattr(type(config), "use_v2_model_runner", runner_v2)
+    for is_cuda, idle in ((True, "nothing"), (False, "cuda_graph and step_graph (no CUDA device)")):
         monkeypatch.setattr(type(current_platform), "is_cuda", lambda self, answer=is_cuda: answer)
         line = describe_parts(config, rose_options(config), "RoseGPT2LMHeadModel")
         assert f"; not in force: {idle}; switched off: nothing" in line
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-    assert "cuda_graph (cudagraph_mode NONE);" in describe_parts(config, rose_options(config), "Rose")
+    assert "cuda_graph and step_graph (cudagraph_mode NONE);" in describe_parts(
+        config, rose_options(config), "Rose"
+    )
     config.model_config.enforce_eager = True
-    assert "cuda_graph (--enforce-eager);" in describe_parts(config, rose_options(config), "Rose")
+    assert "cuda_graph and step_graph (--enforce-eager);" in describe_parts(
+        config, rose_options(config), "Rose"
+    )
 
 
 def test_another_backend_sees_nothing(make_config: MakeConfig, rose_log: list[str]) -> None:

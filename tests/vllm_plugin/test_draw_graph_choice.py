@@ -81,7 +81,7 @@ def test_samplers_replay_where_rose_may_draw_for_everybody(
     monkeypatch.setattr(sampler_v2, "captures_draws", lambda config: True)
     sampler = sampler_of()
     assert isinstance(sampler.sample, ReplayedSampling) and captured == [sampler.sampling_states]
-    assert sampler.sample._graphs.is_captured
+    assert sampler.sample.graphs.is_captured
     off = {"additional_config": {"rose": {"fused_sampler": False}}}
     for options in (off, {"speculative_config": NGRAM}, {"made": {"custom_logits_processors": ["one"]}}):
         assert sampler_of(**options).sample is None, options

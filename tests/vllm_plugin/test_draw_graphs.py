@@ -183,7 +183,7 @@ def test_padding_rows_of_a_graph_belong_to_no_request(samplers: Pair) -> None:
     for slot in range(8):
         add_to_both(samplers, slot, SamplingParams(temperature=0.5, seed=slot))
     draw_both(samplers, list(range(8)), generator)
-    logits = samplers[0].sample._graphs._logits
+    logits = samplers[0].sample.graphs._logits
     for num_rows in (5, 5, 7, 6):
         filling = logits[num_rows:8].clone()
         draw_both(samplers, list(range(num_rows)), generator)
@@ -235,5 +235,5 @@ def test_log_probabilities_are_vllms(samplers: Pair) -> None:
 
 @pytest.mark.parametrize("shape", [(0, VOCAB), (SLOTS + 1, VOCAB), (2, VOCAB - 1)])
 def test_other_shapes_are_not_served(samplers: Pair, shape: tuple[int, int]) -> None:
-    graphs = samplers[0].sample._graphs
+    graphs = samplers[0].sample.graphs
     assert not graphs.serves(torch.zeros(shape)) and graphs.serves(torch.zeros(SLOTS, VOCAB))

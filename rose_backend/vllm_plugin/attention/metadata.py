@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from rose_backend.kernels.paged_attention import MAX_QUERY_LEN
 from rose_backend.layers.attention import AttentionStep
 from rose_backend.vllm_plugin.attention.mixed_graphs import captures_mixed_steps
+from rose_backend.vllm_plugin.options import replays_steps
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
 
 _USUAL_PREFILL_LEN = 256
@@ -83,6 +84,14 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
         if captures_mixed_steps(vllm_config):
             # Here because workers build this before they capture graphs, and only if ROSE is selected.
             apply_patch("decode_graphs")
+        if replays_steps(vllm_config):
+            for name in ("step_graph_capture", "step_graph_execution", "step_graph_sampling"):
+                apply_patch(name)
+
+    @property
+    def decode_computed_tokens(self) -> torch.Tensor:
+        """[MR] int32: what captured graphs of decodes read computed tokens from; -1 in rows without a request."""
+        return self._computed_tokens[0]
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:

@@ -12,6 +12,7 @@ from rose_backend.vllm_plugin.options import (
     uses_rose_manager,
     why_decodes_go_one_by_one,
     why_kv_is_written_first,
+    why_steps_are_not_replayed,
 )
 from rose_backend.vllm_plugin.patch_ledger import is_applied
 from rose_backend.vllm_plugin.sampler.sampler_v1 import is_sampler_chosen, is_watermarked, why_vllm_draws
@@ -32,7 +33,7 @@ def describe_parts(vllm_config: VllmConfig, options: PluginConfig, chosen_model:
     """
     fused = appends_in_attention(vllm_config, options)
     manager = "RoseKVCacheManager" if uses_rose_manager(vllm_config) else "vLLM's own"
-    switches = (*SWITCH_NAMES, "block_manager", "batched_scheduling", "joined_outputs")
+    switches = (*SWITCH_NAMES, "block_manager", "batched_scheduling", "step_graph", "joined_outputs")
     off = [name for name in switches if not getattr(options, name)]
     parts = (
         f"attention ROSE ({'stores K/V itself' if fused else 'separate K/V write'})",
@@ -57,6 +58,7 @@ def _describe_idle_parts(vllm_config: VllmConfig, options: PluginConfig, chosen_
         "fused_add_layernorm": no_layers,
         "fused_sampler": _why_no_draws(vllm_config),
         "cuda_graph": _why_no_graphs(vllm_config),
+        "step_graph": why_steps_are_not_replayed(vllm_config),
         "chunked_prefill": None if vllm_config.scheduler_config.enable_chunked_prefill else "off in vLLM",
         "prefix_cache": None if vllm_config.cache_config.enable_prefix_caching else "off in vLLM",
         "exact_cached_tokens": None if uses_rose_manager(vllm_config) else NEEDS_MANAGER,

@@ -112,20 +112,33 @@ class DrawGraphs:
         # The next step draws into the same memory, while the host may still be reading this one's.
         return self._token_ids[:num_rows].clone()
 
-    def _compute(self, size: int, _: None = None) -> None:
+    def compute(
+        self,
+        logits: torch.Tensor,  # [R, V] float32, overwritten
+        slots: torch.Tensor,  # [R] int32, row -> request slot; ``padding_slot`` without a request
+        positions: torch.Tensor,  # [R] int64
+    ) -> torch.Tensor:
+        """Return one token per row, int64 [R]. For steps that are captured as a whole."""
         from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
         from vllm.v1.worker.gpu.sample.min_p import apply_min_p
 
-        logits, slots = self._logits[:size], self._slots[:size]
         apply_temperature(logits, slots, self._parameters["temperature"])
         apply_min_p(logits, slots, self._parameters["min_p"])
         of_row = {name: values.index_select(0, slots) for name, values in self._parameters.items()}
-        self._token_ids[:size] = draw(
+        return draw(
             logits,
             # Already applied; only its sign is needed, for greedy rows.
             of_row["temperature"].sign(),
             of_row["top_k"],
             of_row["top_p"],
             of_row["seeds"],
-            self._positions[:size],
+            positions,
         )
+
+    @property
+    def padding_slot(self) -> int:
+        """The slot of rows without a request."""
+        return self._num_slots
+
+    def _compute(self, size: int, _: None = None) -> None:
+        self._token_ids[:size] = self.compute(self._logits[:size], self._slots[:size], self._positions[:size])

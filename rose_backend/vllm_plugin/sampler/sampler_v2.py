@@ -160,14 +160,18 @@ class ReplayedSampling:
     Args:
         sampler: vLLM's; its ``add_request`` and those of its processors are wrapped.
         graphs: of its ``sampling_states``.
+
+    Attributes:
+        graphs: as given.
+        is_changed: by request slot, whether a processor changes its logits.
     """
 
     def __init__(self, sampler: Any, graphs: DrawGraphs) -> None:
         self._sample_as_vllm = sampler.sample
-        self._graphs = graphs
+        self.graphs = graphs
         self._temperatures = sampler.sampling_states.temperature.np
-        # Per request slot: whether a processor changes its logits (penalties, biases, bad words, thinking budgets).
-        self._is_changed = np.zeros(len(self._temperatures), bool)
+        # Whether a processor changes a slot's logits (penalties, biases, bad words, thinking budgets).
+        self.is_changed = np.zeros(len(self._temperatures), bool)
         for processor in (*sampler.logits_processors, sampler.thinking_budget_state):
             processor.add_request = functools.partial(self._add_to_processor, processor.add_request)
         sampler.add_request = functools.partial(self._add_request, sampler.add_request)
@@ -188,8 +192,8 @@ class ReplayedSampling:
         """Return one token per row, int64 [R], and the logits [R, V] that processed log-probabilities are of."""
         if (
             return_logprobs
-            or not self._graphs.serves(logits)
-            or self._is_changed[idx_mapping_np].any()
+            or not self.graphs.serves(logits)
+            or self.is_changed[idx_mapping_np].any()
             or not self._temperatures[idx_mapping_np].any()
         ):
             return self._sample_as_vllm(
@@ -204,17 +208,17 @@ class ReplayedSampling:
                 return_logprobs,
             )
         SAMPLES.count_rose(len(idx_mapping_np))
-        return self._graphs.draw(logits, expanded_idx_mapping, pos), logits
+        return self.graphs.draw(logits, expanded_idx_mapping, pos), logits
 
     def _add_request(self, add_request: Callable[..., None], req_idx: int, sampling_params: Any) -> None:
-        self._is_changed[req_idx] = False
+        self.is_changed[req_idx] = False
         add_request(req_idx, sampling_params)
 
     def _add_to_processor(self, add_request: Callable[..., bool], req_idx: int, sampling_params: Any) -> bool:
         is_changed = add_request(req_idx, sampling_params)
-        self._is_changed[req_idx] |= bool(is_changed)
+        self.is_changed[req_idx] |= bool(is_changed)
         return is_changed
 
     def _apply_writes(self, apply_staged_writes: Callable[[], None]) -> None:
         apply_staged_writes()
-        self._graphs.take_parameters()
+        self.graphs.take_parameters()

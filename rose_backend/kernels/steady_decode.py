@@ -1,0 +1,117 @@
+"""Inputs of a decode step from the state of its requests, and that state moved on by the step's tokens.
+
+A row of the step is a request that gets one token. Its state lives in a slot of larger tensors, and ``slots`` says in
+which. Rows without a request come last and have slot -1. They get inputs that no kernel computes anything from, and no
+slot changes for them, so one CUDA graph serves any number of requests up to its rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rose_backend.kernels.decode_state import DecodeInputs, DecodeState
+from rose_backend.kernels.tensor_checks import check_tensors
+
+NO_SLOT = -1
+"""Where a row without a request lives, and where its K/V is stored: nowhere."""
+
+
+def begin_steady_decode(
+    slots: torch.Tensor,  # [R] int64
+    state: DecodeState,
+    inputs: DecodeInputs,  # written, the first R rows
+    *,
+    block_size: int,
+    padding_slot: int,
+) -> None:
+    """Write the inputs of a step that computes the last token of each row.
+
+    Of a block table only the blocks that the step reads are copied; the row of a row without a request becomes 0.
+
+    Args:
+        slots: of each row; -1 behind the last request.
+        block_size: tokens per KV block.
+        padding_slot: in ``request_slots`` of rows without a request.
+
+    Raises:
+        ShapeError: shapes or dtypes disagree.
+    """
+    num_rows = len(slots)
+    sizes = check_tensors(
+        slots=(slots, "R", torch.int64),
+        num_computed_tokens=(state.num_computed_tokens, "MR", torch.int32),
+        last_tokens=(state.last_tokens, "MR", torch.int64),
+        block_table=(state.block_table, "MR MB", torch.int32),
+        input_ids=(inputs.input_ids[:num_rows], "R", torch.int32),
+        positions=(inputs.positions[:num_rows], "R", torch.int64),
+        seq_lens=(inputs.seq_lens[:num_rows], "R", torch.int32),
+        inputs_num_computed_tokens=(inputs.num_computed_tokens[:num_rows], "R", torch.int32),
+        query_start_loc=(inputs.query_start_loc[1 : num_rows + 1], "R", torch.int32),
+        is_padding=(inputs.is_padding[:num_rows], "R", torch.bool),
+        inputs_block_table=(inputs.block_table[:num_rows], "R MB", torch.int32),
+        slot_mapping=(inputs.slot_mapping[:num_rows], "R", torch.int64),
+        request_slots=(inputs.request_slots[:num_rows], "R", torch.int32),
+    )
+    if slots.is_cuda:
+        from rose_backend.kernels.gpu import steady_decode as gpu
+
+        return gpu.begin_steady_decode(slots, state, inputs, block_size, padding_slot)
+    is_real = slots != NO_SLOT
+    known = slots.clamp(min=0)
+    computed = torch.where(is_real, state.num_computed_tokens[known], -1)
+    inputs.num_computed_tokens[:num_rows] = computed
+    inputs.seq_lens[:num_rows] = computed + 1
+    inputs.positions[:num_rows] = computed.clamp(min=0)
+    inputs.input_ids[:num_rows] = torch.where(is_real, state.last_tokens[known], 0)
+    inputs.query_start_loc[1 : num_rows + 1] = is_real.cumsum(0)
+    inputs.is_padding[:num_rows] = ~is_real
+    inputs.request_slots[:num_rows] = torch.where(is_real, slots, padding_slot)
+    column = inputs.positions[:num_rows] // block_size
+    table = state.block_table[known]
+    is_read = torch.arange(sizes["MB"], device=slots.device) <= column[:, None]
+    keep = inputs.block_table[:num_rows]
+    keep.copy_(torch.where(is_real[:, None], torch.where(is_read, table, keep), 0))
+    block = table.gather(1, column[:, None]).squeeze(1).long()
+    kv_slot = block * block_size + inputs.positions[:num_rows] % block_size
+    inputs.slot_mapping[:num_rows] = torch.where(is_real, kv_slot, NO_SLOT)
+    return None
+
+
+def end_steady_decode(
+    slots: torch.Tensor,  # [R] int64
+    tokens: torch.Tensor,  # [R] int64
+    state: DecodeState,  # written
+) -> None:
+    """Append each row's new token to its request, and count the token that the step has computed.
+
+    Args:
+        slots: of each row; rows with -1 are left out.
+        tokens: sampled by the step.
+
+    Raises:
+        ShapeError: shapes or dtypes disagree.
+    """
+    check_tensors(
+        slots=(slots, "R", torch.int64),
+        tokens=(tokens, "R", torch.int64),
+        num_computed_tokens=(state.num_computed_tokens, "MR", torch.int32),
+        last_tokens=(state.last_tokens, "MR", torch.int64),
+        total_lens=(state.total_lens, "MR", torch.int32),
+        token_ids=(state.token_ids, "MR S", torch.int32),
+    )
+    counts = state.output_counts
+    if counts is not None:
+        check_tensors(last_tokens=(state.last_tokens, "MR"), output_counts=(counts, "MR V", torch.int32))
+    if slots.is_cuda:
+        from rose_backend.kernels.gpu import steady_decode as gpu
+
+        return gpu.end_steady_decode(slots, tokens, state)
+    is_real = slots != NO_SLOT
+    slots, tokens = slots[is_real], tokens[is_real]
+    state.last_tokens[slots] = tokens
+    state.token_ids[slots, state.total_lens[slots].long()] = tokens.int()
+    state.total_lens[slots] += 1
+    state.num_computed_tokens[slots] += 1
+    if counts is not None:
+        counts[slots, tokens] += 1
+    return None

@@ -1,0 +1,84 @@
+"""Where steady steps enter model runner V2: capture, execution and sampling of a step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from rose_backend.errors import IntegrityError
+from rose_backend.vllm_plugin.options import rose_options
+from rose_backend.vllm_plugin.plugin_logger import logger
+from rose_backend.vllm_plugin.step_graph.steady_choice import why_engine_is_not_steady
+from rose_backend.vllm_plugin.step_graph.steady_steps import SteadySteps
+
+
+def wrap_capture_model(original: Callable[..., int]) -> Callable[..., int]:
+    """Build the replacement of ``GPUModelRunner.capture_model``; see the patch ledger."""
+
+    @functools.wraps(original)
+    def capture_model(self: Any, *args: Any, profile_only: bool = False, **kwargs: Any) -> int:
+        num_bytes = original(self, *args, profile_only=profile_only, **kwargs)
+        if not rose_options(self.vllm_config).step_graph:
+            return num_bytes
+        reason = why_engine_is_not_steady(self)
+        if reason is not None:
+            if not profile_only:
+                logger.info("Rose step graph is off: %s", reason)
+            return num_bytes
+        if profile_only:
+            return num_bytes + _estimated_bytes(self)
+        steps = SteadySteps(self)
+        steps.capture()
+        # An attribute of the graphs' owner, so that it goes when they do.
+        self.cudagraph_manager.rose_steady_steps = steps
+        return num_bytes
+
+    return capture_model
+
+
+def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Build the replacement of ``GPUModelRunner.execute_model``; see the patch ledger."""
+
+    @functools.wraps(original)
+    def execute_model(
+        self: Any, scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        steps = getattr(self.cudagraph_manager, "rose_steady_steps", None)
+        if (
+            steps is not None
+            and intermediate_tensors is None
+            and not args
+            and not kwargs
+            and steps.launch(scheduler_output)
+        ):
+            return None
+        return original(self, scheduler_output, intermediate_tensors, *args, **kwargs)
+
+    return execute_model
+
+
+def wrap_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Build the replacement of ``GPUModelRunner.sample_tokens``; see the patch ledger."""
+
+    @functools.wraps(original)
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        steps = getattr(self.cudagraph_manager, "rose_steady_steps", None)
+        if steps is not None:
+            output = steps.take_output()
+            if output is not None:
+                if grammar_output is not None:
+                    raise IntegrityError("step graph: a replayed step got a grammar, and was sampled without")
+                return output
+            steps.note_vllm_step()
+        return original(self, grammar_output)
+
+    return sample_tokens
+
+
+def _estimated_bytes(runner: Any) -> int:
+    """Return what the epilogues take: logits in the model's dtype, and float32 ones to draw from."""
+    from rose_backend.vllm_plugin.sampler.draw_graphs import MAX_LOGITS_BYTES
+
+    logits = runner.max_num_reqs * runner.vocab_size
+    return int(logits * runner.dtype.itemsize + min(4 * logits, MAX_LOGITS_BYTES))

@@ -1,0 +1,174 @@
+"""On CUDA: steady decode steps are replayed whole, alternate with vLLM's own, and say the same to the bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from rose_backend.vllm_plugin.step_graph.steady_steps import SteadySteps
+from rose_backend.vllm_plugin.step_graph.step_counts import STEPS
+from tests.e2e.conftest import GPU_MEMORY, MakeEngine
+from tests.e2e.test_vllm_features import inputs_of, scheduler_of
+from tests.support.random_checkpoints import WRITERS
+from tests.support.reference_generation import parity_prompts
+
+pytestmark = pytest.mark.gpu
+
+GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64, 128, 256]}
+VOCAB_SIZE = 1000
+
+
+def is_never(_: int) -> bool:
+    return False
+
+
+def is_random(seed: int) -> Callable[[int], bool]:
+    choose = random.Random(seed)
+    return lambda _: choose.random() < 0.5
+
+
+@pytest.fixture
+def replay_when(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[int], bool]], None]]:
+    """Return a function that lets steps be replayed only where ``wanted``, given the step's number, is true."""
+    launch = SteadySteps.launch
+
+    def set_rule(wanted: Callable[[int], bool]) -> None:
+        count = 0
+
+        def chosen(self: SteadySteps, output: Any) -> bool:
+            nonlocal count
+            count += 1
+            if wanted(count):
+                return launch(self, output)
+            self._armed = None
+            return False
+
+        monkeypatch.setattr(SteadySteps, "launch", chosen)
+
+    yield set_rule
+
+
+def params_of_every_kind(num_requests: int) -> list[SamplingParams]:
+    """Greedy and drawn requests, and every kind that makes a step vLLM's, with many ends."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_k": 40, "top_p": 0.9},
+        {"temperature": 0.0, "min_tokens": 5},
+        {"temperature": 1.2, "min_p": 0.02},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.4},
+        {"temperature": 0.8, "logprobs": 3},
+        {"temperature": 0.0, "n": 3} | {"temperature": 0.7},
+        {"temperature": 0.0, "stop_token_ids": list(range(0, VOCAB_SIZE, 40)), "ignore_eos": False},
+        {"temperature": 0.0, "logprobs": 2},
+    ]
+    params = []
+    for index in range(num_requests):
+        # Most requests are plain, so that some steps have no other.
+        kind = kinds[index % len(kinds)] if index % 4 == 3 else kinds[index % 2]
+        options = {"ignore_eos": True, "max_tokens": 3 + 7 * (index % 11), "seed": index, **kind}
+        params.append(SamplingParams(**options))
+    return params
+
+
+def said(outputs: list[Any]) -> list[list[Any]]:
+    return [
+        [
+            (
+                tuple(each.token_ids),
+                each.finish_reason,
+                None
+                if each.logprobs is None
+                else [sorted((k, v.logprob) for k, v in at.items()) for at in each.logprobs],
+            )
+            for each in output.outputs
+        ]
+        for output in outputs
+    ]
+
+
+@pytest.mark.parametrize("model", ["GPT-2", "Qwen3", "Llama"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_both_kinds_of_steps_say_the_same_to_the_bit(
+    make_engine: MakeEngine,
+    tiny_model_path: Path,
+    tmp_path: Path,
+    replay_when: Callable[[Callable[[int], bool]], None],
+    model: str,
+    dtype: str,
+) -> None:
+    path = tiny_model_path if model == "GPT-2" else WRITERS[model](tmp_path)
+    prompts = parity_prompts(VOCAB_SIZE)[:60]
+    params = params_of_every_kind(len(prompts))
+    answers = []
+    # Few blocks: requests are preempted and come back. Prefix hits end inside blocks, so blocks are cloned.
+    options: dict[str, Any] = {
+        "num_gpu_blocks_override": 500,
+        "max_num_seqs": 48,
+        "compilation_config": GRAPHS,
+    }
+    with make_engine(model=str(path), dtype=dtype, enforce_eager=False, **options, **GPU_MEMORY) as llm:
+        # Chunks make the same steps in each run only if the cache holds the same, too.
+        for wanted in (is_never, is_random(1), lambda _: True, is_random(2)):
+            replay_when(wanted)
+            assert llm.reset_prefix_cache()
+            before = STEPS.replayed
+            answers.append(said(llm.generate(inputs_of(prompts), params, use_tqdm=False)))
+            assert (STEPS.replayed > before) == (wanted is not is_never), STEPS
+        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
+    assert answers[1] == answers[0]
+    assert answers[2] == answers[0]
+    assert answers[3] == answers[0]
+
+
+def test_steps_with_a_grammar_are_vllms(make_engine: MakeEngine, tiny_model_path: Path) -> None:
+    prompts = parity_prompts(VOCAB_SIZE)[:8]
+    plain = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    choice = StructuredOutputsParams(choice=["yes", "no"])
+    bound = SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=choice)
+    params = [bound if index % 3 == 0 else plain for index in range(len(prompts))]
+    with make_engine(enforce_eager=False, compilation_config=GRAPHS, **GPU_MEMORY) as llm:
+        before = STEPS.vllm.get("structured output", 0)
+        outputs = llm.generate(inputs_of(prompts), params, use_tqdm=False)
+        assert STEPS.vllm.get("structured output", 0) > before
+        alone = llm.generate(inputs_of(prompts), [plain] * len(prompts), use_tqdm=False)
+    for index, (output, free) in enumerate(zip(outputs, alone, strict=True)):
+        if index % 3 == 0:
+            assert output.outputs[0].text in ("yes", "no")
+        else:
+            assert output.outputs[0].token_ids == free.outputs[0].token_ids
+
+
+def test_switched_off_nothing_is_replayed(make_engine: MakeEngine) -> None:
+    prompts = parity_prompts(VOCAB_SIZE)[:8]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    options = {"additional_config": {"rose": {"step_graph": False}}, "compilation_config": GRAPHS}
+    with make_engine(enforce_eager=False, **options, **GPU_MEMORY) as llm:
+        before = (STEPS.replayed, dict(STEPS.vllm))
+        llm.generate(inputs_of(prompts), params, use_tqdm=False)
+        assert (STEPS.replayed, STEPS.vllm) == before
+
+
+def test_memory_does_not_grow(make_engine: MakeEngine) -> None:
+    """Thousands of steps with requests that come and go take no memory of the device or of pinned host memory."""
+    import torch
+
+    prompts = parity_prompts(VOCAB_SIZE)[:40]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=40 + 3 * index, ignore_eos=True)
+        for index in range(len(prompts))
+    ]
+    with make_engine(enforce_eager=False, compilation_config=GRAPHS, **GPU_MEMORY) as llm:
+        sizes = []
+        for _ in range(12):
+            llm.generate(inputs_of(prompts), params, use_tqdm=False)
+            torch.cuda.synchronize()
+            sizes.append(
+                (torch.cuda.memory_allocated(), torch.cuda.host_memory_stats()["allocated_bytes.current"])
+            )
+        assert sizes[-1] <= sizes[3], sizes

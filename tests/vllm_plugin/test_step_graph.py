@@ -1,0 +1,411 @@
+"""Steady steps over a small stand-in for vLLM's model runner: which steps are replayed, and what is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+
+from rose_backend.errors import IntegrityError
+from rose_backend.vllm_plugin.step_graph.steady_choice import FIELDS_OF_PROMPTS, why_step_is_not_steady
+from rose_backend.vllm_plugin.step_graph.steady_steps import SteadySteps
+from rose_backend.vllm_plugin.step_graph.step_counts import STEPS
+
+MAX_REQS, MAX_LEN, VOCAB_SIZE, BLOCK_SIZE, WIDTH = 8, 64, 31, 4, 16
+SIZES = (1, 2, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Desc:
+    num_tokens: int
+    cg_mode: CUDAGraphMode = CUDAGraphMode.FULL
+    uniform_token_count: int = 1
+
+
+class Tables:
+    """Block tables whose writes are staged, as vLLM's are."""
+
+    num_kv_cache_groups = 1
+
+    def __init__(self) -> None:
+        self.block_sizes = [BLOCK_SIZE]
+        self.block_tables = [SimpleNamespace(gpu=torch.zeros(MAX_REQS, WIDTH, dtype=torch.int32))]
+        self.input_block_tables = [torch.zeros(MAX_REQS, WIDTH, dtype=torch.int32)]
+        self.slot_mappings = torch.zeros(1, MAX_LEN, dtype=torch.int64)
+        self.num_blocks = np.zeros(MAX_REQS, np.int32)
+        self._staged: list[tuple[int, int, list[int]]] = []
+
+    def append_block_ids(self, slot: int, block_ids: tuple[list[int], ...], overwrite: bool) -> None:
+        start = 0 if overwrite else int(self.num_blocks[slot])
+        self._staged.append((slot, start, block_ids[0]))
+        self.num_blocks[slot] = start + len(block_ids[0])
+
+    def apply_staged_writes(self) -> None:
+        for slot, start, ids in self._staged:
+            self.block_tables[0].gpu[slot, start : start + len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        self._staged.clear()
+
+
+class Manager:
+    """One decode graph for each size: hidden states that depend on every input of a row."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.graphs = {Desc(size): None for size in SIZES}
+        self.hidden_states = torch.zeros(SIZES[-1], 1)
+        self._runner = runner
+
+    def dispatch(self, num_reqs: int, *_: Any) -> Desc:
+        return Desc(next(size for size in SIZES if size >= num_reqs))
+
+    def run_fullgraph(self, desc: Desc) -> None:
+        runner, rows = self._runner, desc.num_tokens
+        tables, inputs = runner.block_tables, runner.input_buffers
+        read = tables.input_block_tables[0][:rows].float() @ torch.arange(1, WIDTH + 1.0)
+        lengths = runner.attn_groups[0][0].get_metadata_builder().decode_computed_tokens[:rows] + 1
+        of_row = inputs.input_ids[:rows] + 3 * inputs.positions[:rows] + 5 * lengths
+        # Columns behind the sequence may hold anything.
+        used = torch.arange(WIDTH)[None] * BLOCK_SIZE < lengths[:, None]
+        read = (tables.input_block_tables[0][:rows] * used).float() @ torch.arange(1, WIDTH + 1.0)
+        self.hidden_states[:rows, 0] = of_row + 7 * read + 11 * tables.slot_mappings[0, :rows]
+
+
+class Runner:
+    """What the steps touch of vLLM's GPUModelRunner."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.max_num_reqs, self.vocab_size = MAX_REQS, VOCAB_SIZE
+        self.block_tables = Tables()
+        ints = {"dtype": torch.int32}
+        self.input_buffers = SimpleNamespace(
+            input_ids=torch.zeros(MAX_LEN, **ints),
+            positions=torch.zeros(MAX_LEN, dtype=torch.int64),
+            seq_lens=torch.zeros(MAX_REQS, **ints),
+            query_start_loc=torch.zeros(MAX_REQS + 1, **ints),
+            is_padding=torch.zeros(MAX_LEN, dtype=torch.bool),
+        )
+        builder = SimpleNamespace(decode_computed_tokens=torch.full((MAX_REQS,), -1, **ints))
+        self.attn_groups = [[SimpleNamespace(get_metadata_builder=lambda: builder)]]
+        self.req_states = SimpleNamespace(
+            req_id_to_index={},
+            free=list(range(MAX_REQS)),
+            prefill_len=SimpleNamespace(np=np.zeros(MAX_REQS, np.int32)),
+            num_computed_tokens=SimpleNamespace(gpu=torch.zeros(MAX_REQS, **ints)),
+            total_len=SimpleNamespace(gpu=torch.zeros(MAX_REQS, **ints)),
+            all_token_ids=SimpleNamespace(gpu=torch.zeros(MAX_REQS, MAX_LEN, **ints)),
+            last_sampled_tokens=torch.zeros(MAX_REQS, 1, dtype=torch.int64),
+        )
+        self.sampler = SimpleNamespace(
+            sample=None,
+            sampling_states=SimpleNamespace(
+                temperature=SimpleNamespace(np=np.zeros(MAX_REQS)), num_logprobs=np.full(MAX_REQS, -1)
+            ),
+            needs_logits_processing=np.zeros(MAX_REQS, bool),
+            penalties_state=SimpleNamespace(output_bin_counts=torch.zeros(MAX_REQS, VOCAB_SIZE, **ints)),
+            get_logprobs_dims=self._logprobs_dims,
+        )
+        self.model = SimpleNamespace(compute_logits=self._logits, lm_head=torch.nn.Linear(1, 1))
+        self.products: list[int] = []
+        self.execute_model_state: Any = None
+        self.cudagraph_manager = Manager(self)
+
+    def _logprobs_dims(self, slots: Any) -> Any:
+        return (1, 0) if (self.sampler.sampling_states.num_logprobs[slots] >= 0).any() else None
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.products.append(len(hidden))
+        return torch.nn.functional.one_hot(hidden[:, 0].long() % VOCAB_SIZE, VOCAB_SIZE).float()
+
+    def add(self, request_id: str, prompt: list[int], last: int) -> None:
+        """Put a request in whose prompt has been computed, and whose first token is ``last``."""
+        states, slot = self.req_states, self.req_states.free.pop()
+        states.req_id_to_index[request_id] = slot
+        states.prefill_len.np[slot] = len(prompt)
+        states.num_computed_tokens.gpu[slot] = len(prompt)
+        states.total_len.gpu[slot] = len(prompt) + 1
+        states.all_token_ids.gpu[slot, : len(prompt) + 1] = torch.tensor([*prompt, last], dtype=torch.int32)
+        states.last_sampled_tokens[slot] = last
+        self.sampler.penalties_state.output_bin_counts[slot] = 0
+        self.block_tables.append_block_ids(slot, (self.new_blocks(slot, len(prompt)),), overwrite=True)
+        self.block_tables.apply_staged_writes()
+
+    @staticmethod
+    def new_blocks(slot: int, num_tokens: int) -> list[int]:
+        return [100 * slot + index + 1 for index in range(-(-num_tokens // BLOCK_SIZE))]
+
+    def finish_requests(self, output: SchedulerOutput) -> None:
+        for request_id in sorted(output.finished_req_ids | (output.preempted_req_ids or set())):
+            slot = self.req_states.req_id_to_index.pop(request_id)
+            self.req_states.free.append(slot)
+
+    def free_states(self, output: SchedulerOutput) -> None:
+        pass
+
+    add_requests = free_states
+
+    def update_requests(self, output: SchedulerOutput) -> None:
+        cached = output.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if block_ids is not None:
+                slot = self.req_states.req_id_to_index[request_id]
+                self.block_tables.append_block_ids(slot, block_ids, overwrite=False)
+
+
+class Requests:
+    """What the tokens of each request must be: one after the other, from the request's own state alone."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.tokens: dict[str, list[int]] = {}
+        self.blocks: dict[str, list[int]] = {}
+        self.finished: set[str] = set()
+        self.count = 0
+
+    def add(self, num_prompt_tokens: int) -> None:
+        request_id = f"request {self.count}"
+        self.count += 1
+        prompt = [(3 * self.count + index) % VOCAB_SIZE for index in range(num_prompt_tokens)]
+        self.runner.add(request_id, prompt, last=self.count % VOCAB_SIZE)
+        self.tokens[request_id] = [*prompt, self.count % VOCAB_SIZE]
+        slot = self.runner.req_states.req_id_to_index[request_id]
+        self.blocks[request_id] = Runner.new_blocks(slot, num_prompt_tokens)
+
+    def end(self, request_id: str) -> None:
+        del self.tokens[request_id]
+        self.finished.add(request_id)
+
+    def step(self) -> SchedulerOutput:
+        """Return the scheduler's output of a step for all, with a block where one is needed."""
+        ids, new_blocks = list(self.tokens), []
+        computed = [len(self.tokens[each]) - 1 for each in ids]
+        for request_id, num_computed in zip(ids, computed, strict=True):
+            blocks = self.blocks[request_id]
+            is_full = num_computed >= len(blocks) * BLOCK_SIZE
+            if is_full:
+                blocks.append(1000 + 7 * len(blocks) + self.count)
+            new_blocks.append(([blocks[-1]],) if is_full else None)
+        finished, self.finished = self.finished, set()
+        return make_output(ids, computed, new_blocks, finished)
+
+    def expect(self) -> list[int]:
+        """Return the next token of each, and append it."""
+        return [self._next(request_id) for request_id in self.tokens]
+
+    def _next(self, request_id: str) -> int:
+        tokens, blocks = self.tokens[request_id], self.blocks[request_id]
+        position = len(tokens) - 1
+        read = sum((column + 1) * block for column, block in enumerate(blocks[: position // BLOCK_SIZE + 1]))
+        kv_slot = blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+        hidden = tokens[-1] + 3 * position + 5 * (position + 1) + 7 * read + 11 * kv_slot
+        tokens.append(hidden % VOCAB_SIZE)
+        return tokens[-1]
+
+
+def make_output(
+    ids: list[str], computed: list[int], new_blocks: list[Any] | None = None, finished: set[str] | None = None
+) -> SchedulerOutput:
+    output = SchedulerOutput.make_empty()
+    output.finished_req_ids = finished or set()
+    output.num_scheduled_tokens = dict.fromkeys(ids, 1)
+    output.total_num_scheduled_tokens = len(ids)
+    output.scheduled_cached_reqs = CachedRequestData(
+        req_ids=ids,
+        resumed_req_ids=set(),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=new_blocks or [None] * len(ids),
+        num_computed_tokens=computed,
+        num_output_tokens=[1] * len(ids),
+    )
+    return output
+
+
+def run(steps: SteadySteps, output: SchedulerOutput) -> list[int]:
+    assert steps.launch(output), STEPS
+    result = steps.take_output()
+    assert result is not None and steps.take_output() is None
+    told = result.get_output()
+    assert told.req_ids == output.scheduled_cached_reqs.req_ids
+    assert [told.req_id_to_index[each] for each in told.req_ids] == list(range(len(told.req_ids)))
+    return [token for (token,) in told.sampled_token_ids]
+
+
+@pytest.fixture
+def runner() -> Runner:
+    return Runner()
+
+
+def test_requests_come_and_go(runner: Runner) -> None:
+    steps, requests, choose = SteadySteps(runner), Requests(runner), random.Random(5)
+    for _ in range(400):
+        if len(requests.tokens) < MAX_REQS - len(requests.finished) and choose.random() < 0.3:
+            requests.add(choose.randrange(1, 20))
+        for request_id in list(requests.tokens):
+            if len(requests.tokens[request_id]) >= MAX_LEN - 1 or choose.random() < 0.03:
+                requests.end(request_id)
+        if not requests.tokens:
+            continue
+        before = runner.req_states.last_sampled_tokens.clone()
+        got, expected = run(steps, requests.step()), requests.expect()
+        assert got == expected
+        states = runner.req_states
+        for request_id, tokens in requests.tokens.items():
+            slot = states.req_id_to_index[request_id]
+            assert states.all_token_ids.gpu[slot, : len(tokens)].tolist() == tokens
+            assert (
+                int(states.total_len.gpu[slot])
+                == len(tokens)
+                == int(states.num_computed_tokens.gpu[slot]) + 1
+            )
+            assert int(states.last_sampled_tokens[slot]) == tokens[-1]
+        idle = [slot for slot in range(MAX_REQS) if slot not in states.req_id_to_index.values()]
+        assert torch.equal(states.last_sampled_tokens[idle], before[idle])
+    assert requests.count > 50
+
+
+def test_the_same_batch_is_not_taken_over_again(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, requests = SteadySteps(runner), Requests(runner)
+    for _ in range(3):
+        requests.add(5)
+    calls: list[str] = []
+    monkeypatch.setattr(runner, "update_requests", lambda output: calls.append("update"))
+    for _ in range(4):
+        assert run(steps, requests.step()) == requests.expect()
+    assert calls == ["update"]
+    requests.end("request 1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "update_requests", Runner.update_requests.__get__(runner))
+        assert run(steps, requests.step()) == requests.expect()
+
+
+def test_another_step_in_between_disarms(runner: Runner) -> None:
+    """Slots may be given to others by vLLM's own steps, although the requests of the next step are the same."""
+    steps, requests = SteadySteps(runner), Requests(runner)
+    requests.add(3)
+    requests.add(4)
+    assert run(steps, requests.step()) == requests.expect()
+    prompts = make_output(list(requests.tokens), [4, 5])
+    prompts.scheduled_new_reqs = [object()]  # type: ignore[list-item]
+    assert not steps.launch(prompts) and steps.take_output() is None
+    states = runner.req_states
+    # vLLM's step moves the second request to another slot.
+    old, new = states.req_id_to_index["request 1"], states.free.pop()
+    for tensor in (
+        states.num_computed_tokens.gpu,
+        states.total_len.gpu,
+        states.all_token_ids.gpu,
+        states.last_sampled_tokens,
+        runner.block_tables.block_tables[0].gpu,
+    ):
+        tensor[new] = tensor[old]
+        tensor[old] = 1
+    runner.block_tables.num_blocks[new] = runner.block_tables.num_blocks[old]
+    states.req_id_to_index["request 1"] = new
+    assert run(steps, requests.step()) == requests.expect()
+
+
+@pytest.mark.parametrize("name", FIELDS_OF_PROMPTS)
+def test_a_step_with_anything_else_is_vllms(name: str) -> None:
+    output = make_output(["a"], [5])
+    if not hasattr(output, name):
+        pytest.skip(f"this vLLM has no {name}")
+    assert why_step_is_not_steady(output) is None
+    setattr(output, name, [1])
+    assert why_step_is_not_steady(output) is not None
+
+
+def test_every_field_of_a_step_is_known() -> None:
+    """A field that a new vLLM adds may ask for something that a replay does not do."""
+    looked_at = {
+        "scheduled_cached_reqs",
+        "num_scheduled_tokens",
+        "total_num_scheduled_tokens",
+        "finished_req_ids",
+        "preempted_req_ids",
+    }
+    unused = {"scheduled_encoder_input_stats", "kv_connector_block_state", "num_common_prefix_blocks"}
+    names = {each.name for each in dataclasses.fields(SchedulerOutput)}
+    of_later_versions = {"encoder_input_updates", "skip_drafts"}
+    assert names | of_later_versions == looked_at | unused | set(FIELDS_OF_PROMPTS)
+    assert {each.name for each in dataclasses.fields(CachedRequestData)} == {
+        "req_ids",
+        "resumed_req_ids",
+        "new_token_ids",
+        "all_token_ids",
+        "new_block_ids",
+        "num_computed_tokens",
+        "num_output_tokens",
+    }
+
+
+def test_what_a_request_wants_decides(runner: Runner) -> None:
+    steps, requests = SteadySteps(runner), Requests(runner)
+    requests.add(3)
+    slot, sampler = runner.req_states.req_id_to_index["request 0"], runner.sampler
+    output = make_output(["request 0"], [3])
+    for reason, array, value in (
+        ("log-probabilities", sampler.sampling_states.num_logprobs, 2),
+        ("random draws by vLLM's sampler", sampler.sampling_states.temperature.np, 0.7),
+        ("penalties and other logits processors", sampler.needs_logits_processing, True),
+        ("prompts", runner.req_states.prefill_len.np, 4),
+    ):
+        count, kept = STEPS.vllm.get(reason, 0), array[slot]
+        array[slot] = value
+        assert not steps.launch(output)
+        assert STEPS.vllm[reason] == count + 1
+        array[slot] = kept
+    assert steps.launch(output)
+
+
+def test_a_head_that_has_moved_is_not_read(runner: Runner) -> None:
+    steps, requests = SteadySteps(runner), Requests(runner)
+    requests.add(3)
+    assert run(steps, requests.step()) == requests.expect()
+    runner.model.lm_head.weight = torch.nn.Parameter(torch.zeros(1, 1))
+    assert not steps.launch(requests.step())
+    assert STEPS.vllm["a head whose weights have moved"] > 0
+
+
+def test_tokens_that_nobody_asks_for_are_an_error(runner: Runner) -> None:
+    steps, requests = SteadySteps(runner), Requests(runner)
+    requests.add(3)
+    assert steps.launch(requests.step())
+    with pytest.raises(IntegrityError, match="never asked"):
+        steps.launch(requests.step())
+
+
+def test_outputs_may_be_read_late(runner: Runner) -> None:
+    steps, requests = SteadySteps(runner), Requests(runner)
+    requests.add(3)
+    outputs, expected = [], []
+    for _ in range(5):
+        assert steps.launch(requests.step())
+        outputs.append(steps.take_output())
+        expected.append(requests.expect())
+    assert [[t for (t,) in each.get_output().sampled_token_ids] for each in outputs] == expected
+
+
+def test_vllms_own_decode_steps_multiply_as_many_rows(runner: Runner) -> None:
+    SteadySteps(runner)
+    steps = SteadySteps(runner)
+    hidden = runner.cudagraph_manager.hidden_states
+    batch = SimpleNamespace(num_tokens=3, num_reqs=3)
+    runner.execute_model_state = SimpleNamespace(input_batch=batch, hidden_states=hidden[:4])
+    steps.note_vllm_step()
+    runner.products.clear()
+    assert len(runner.model.compute_logits(hidden[:3])) == 3
+    # Once: prompts' log-probabilities and other steps multiply what they have.
+    assert len(runner.model.compute_logits(hidden[:3])) == 3
+    assert runner.products == [4, 3]
+    for other in (SimpleNamespace(num_tokens=5, num_reqs=3), SimpleNamespace(num_tokens=3, num_reqs=2)):
+        runner.execute_model_state = SimpleNamespace(input_batch=other, hidden_states=hidden[:4])
+        steps.note_vllm_step()
+        runner.model.compute_logits(hidden[:2])
+    assert runner.products[2:] == [2, 2]
