@@ -59,7 +59,7 @@ def params_of_every_kind(num_requests: int) -> list[SamplingParams]:
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.9, "top_k": 40, "top_p": 0.9},
-        {"temperature": 0.0, "min_tokens": 5},
+        {"temperature": 0.0, "min_tokens": 3},
         {"temperature": 1.2, "min_p": 0.02},
         {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.4},
         {"temperature": 0.8, "logprobs": 3},
@@ -139,7 +139,8 @@ def test_steps_with_a_grammar_are_vllms(make_engine: MakeEngine, tiny_model_path
         alone = llm.generate(inputs_of(prompts), [plain] * len(prompts), use_tqdm=False)
     for index, (output, free) in enumerate(zip(outputs, alone, strict=True)):
         if index % 3 == 0:
-            assert output.outputs[0].text in ("yes", "no")
+            # The prompt's last bytes may be no whole character yet.
+            assert output.outputs[0].text.endswith(("yes", "no"))
         else:
             assert output.outputs[0].token_ids == free.outputs[0].token_ids
 

@@ -28,6 +28,9 @@ def test_replays_follow_the_slots() -> None:
         end_steady_decode(case.slots, case.tokens, case.state)
     twin = make_case(0, 6)
     twin.begin()
+    for each in (case, twin):
+        each.state.num_computed_tokens.clamp_(max=100)
+        each.state.total_lens.clamp_(max=101)
     for slots in ([3, 1, -1, -1, -1, -1], [3, 1, 7, 0, 8, 2], [1, -1, -1, -1, -1, -1]):
         for each in (case, twin):
             each.slots.copy_(torch.tensor(slots))
