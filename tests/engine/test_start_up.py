@@ -24,8 +24,8 @@ from rose_backend.engine.startup.report import MemoryUse, StartUpReport, show_st
 from rose_backend.engine.startup.warm_up import decode_tunings, padding_passes
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError
-from rose_backend.kernels.gpu.decode_tuning import decode_tuning
-from rose_backend.kernels.gpu.prefill_tuning import TUNED_QUERY_LENS, prefill_tuning, rows_tile
+from rose_backend.kernels.gpu.decode_tuning import decode_tuning, rows_tile
+from rose_backend.kernels.gpu.prefill_tuning import TUNED_QUERY_LENS, prefill_tuning
 from rose_backend.models.config import ModelConfig
 
 GIB = 1 << 30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from vllm.config import CUDAGraphMode, KVEventsConfig, KVTransferConfig
 from vllm.platforms import current_platform
 
 from rose_backend.errors import ConfigError
+from rose_backend.vllm_plugin.hooks.config_hook import keep_compiled_kernels
 from rose_backend.vllm_plugin.hooks.start_up_log import describe_parts
 from rose_backend.vllm_plugin.kv_cache.spec import check_pool_size
 from rose_backend.vllm_plugin.options import (
@@ -386,3 +388,21 @@ def test_a_pool_that_can_never_hold_one_sequence_is_refused() -> None:
         ConfigError, match=r"63 usable blocks of 16 tokens .* max_model_len 1024 \(64 blocks\)"
     ):
         check_pool_size(64, 16, 1024)
+
+
+def test_compiled_kernels_are_kept_in_one_place(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "set so that it is unset again")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/some/cache")
+    make_config()
+    assert "TRITON_CACHE_DIR" not in os.environ  # no kernels on a CPU
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    make_config(attention_backend="CPU_ATTN")
+    assert "TRITON_CACHE_DIR" not in os.environ
+    keep_compiled_kernels()
+    assert os.environ["TRITON_CACHE_DIR"] == "/some/cache/rose_triton_cache"
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
+    keep_compiled_kernels()
+    assert os.environ["TRITON_CACHE_DIR"] == "/mine"

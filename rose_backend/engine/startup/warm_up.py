@@ -124,7 +124,8 @@ def padding_passes(
     Args:
         decode_kind: what decode attention over so many rows is tuned to.
     """
-    from rose_backend.kernels.gpu.prefill_tuning import TUNED_QUERY_LENS, rows_tile
+    from rose_backend.kernels.gpu.decode_tuning import rows_tile
+    from rose_backend.kernels.gpu.prefill_tuning import TUNED_QUERY_LENS
 
     passes = {PaddingPass(num_rows, 0, 0) for num_rows in _row_counts(config.max_num_seqs, decode_kind)}
     for query_len in TUNED_QUERY_LENS:

@@ -151,3 +151,12 @@ def heads_per_program(group: int, num_tokens: int, head_tile: int) -> int:
 def num_processors(device: torch.device) -> int:
     """Return a CUDA device's multiprocessors, 1 elsewhere."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def rows_tile(num_rows: int) -> int:
+    """Return how many rows a program of decode or prefill attention looks through to find its own.
+
+    Each size is a kernel of its own, compiled when it is first needed, and an engine has graphs of dozens of numbers of
+    rows. A warp looks at 32 at once.
+    """
+    return next((size for size in (32, 256, 1024) if size >= num_rows), triton.next_power_of_2(num_rows))

@@ -33,6 +33,7 @@ from rose_backend.kernels.gpu.decode_tuning import (
     decode_tuning,
     heads_per_program,
     num_processors,
+    rows_tile,
 )
 from rose_backend.kernels.gpu.float8 import load_scale, scale_to_half, to_cache
 from rose_backend.kernels.gpu.softmax import HIDDEN, LOG2_E, attention_strides, logit_factors, to_logits
@@ -101,7 +102,7 @@ def _add_sinks(state, sinks_ptr, heads, is_query, is_last_split):
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "window", "table_stride", "table_width"],
+    do_not_specialize=["num_rows", "extra", "window", "table_stride", "table_width"],
     do_not_specialize_on_alignment=[
         "block_table_ptr",
         "num_computed_ptr",
@@ -128,6 +129,7 @@ def _paged_decode_kernel(
     value_scale_ptr,
     scratch,  # records [slots, RECORD] float32, counters [slots] int32
     num_rows,
+    extra,  # pieces of work per head beyond one per row
     window,
     factors,
     strides,  # AttentionStrides
@@ -172,7 +174,8 @@ def _paged_decode_kernel(
     table_end = tl.where(work < num_rows, table_width * BLOCK_SIZE, 0)
     block_ids = load_tiles_block_ids(table_ptr, tokens, table_end, EARLY + 1, BLOCK_SIZE)
     row, length, first_token, query_len, split, num_splits, slot, begin, end = find_split(
-        num_computed_ptr, query_start_ptr, num_rows, window, work, SPLITS, MAX_QUERY_LEN, HAS_NEW, HAS_WINDOW
+        num_computed_ptr, query_start_ptr, num_rows, window, work, extra, SPLITS,
+        MAX_QUERY_LEN, HAS_NEW, HAS_WINDOW,
     )  # fmt: skip
     if (row >= num_rows) | (length < 0) | (own_token >= query_len):
         # What waits for this kernel waits for those in front of it, too, also if no row has anything to do.
@@ -271,7 +274,7 @@ def _paged_decode_kernel(
             out_ptr, strides.out, state[1], state[2], value_scale, queries, query_mask, GROUP, TOKENS
         )
         return
-    slot += share * (2 * SPLITS.EXTRA)
+    slot += share * (2 * extra)
     records_ptr = scratch[0] + slot.to(tl.int64) * COMBINE.RECORD
     record_ptr = records_ptr + split * COMBINE.RECORD
     store_record(record_ptr, state, queries, (is_query, query_mask), GROUP * TOKENS, HEAD_SIZE)
@@ -323,10 +326,9 @@ def paged_decode(
         group = math.gcd(num_kv_heads, tuning.kv_heads)
     kv_heads = 1 if tuning.use_dot else group
     shares = num_query_heads // group * (max_query_len // tokens)
-    # Where there is room for more programs than rows, none has to wait for another. Each ``extra`` is one more kernel.
+    # Where there is room for more programs than rows, none has to wait for another.
     places = max(tuning.num_programs // shares, 1)
-    rows_tile = triton.next_power_of_2(num_rows)
-    extra = max(places - rows_tile, places // 2, 1)
+    extra = max(places - triton.next_power_of_2(num_rows), places // 2, 1)
     record = record_size(group * tokens, head_size)
     query_tile = triton.next_power_of_2(group * tokens)
     new_tile = kv_heads if max_query_len == 1 else 16 if tuning.use_dot else tuning.tile
@@ -347,6 +349,7 @@ def paged_decode(
         options.value_scale,
         split_scratch(query.device, shares * 2 * places, record),
         num_rows,
+        extra,
         options.sliding_window or 0,
         logit_factors(options.scale, options.logits_soft_cap),
         attention_strides(out, query, new_key, new_value, key_cache, value_cache),
@@ -362,7 +365,9 @@ def paged_decode(
             max(query_tile, 16) if tuning.use_dot else query_tile,
             new_tile,
         ),
-        SPLITS=SplitSizes(rows_tile, extra, tuning.max_whole, tuning.min_split, tuning.tile),
+        SPLITS=SplitSizes(
+            1 if num_rows == 1 else rows_tile(num_rows), tuning.max_whole, tuning.min_split, tuning.tile
+        ),
         COMBINE=CombineSizes(record, tuning.fan_in, max(min(query_tile, combined_queries), 1), _COMBINE_TILE),
         LOOPS=DecodeLoops(
             tuning.num_stages,

@@ -13,9 +13,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rose_backend.kernels.attention_options import AttentionOptions
+from rose_backend.kernels.gpu.decode_tuning import rows_tile
 from rose_backend.kernels.gpu.float8 import load_scale
 from rose_backend.kernels.gpu.prefill_tile import attend_range, find_tile, load_rows, store_tile
-from rose_backend.kernels.gpu.prefill_tuning import PrefillTuning, prefill_tuning, rows_tile
+from rose_backend.kernels.gpu.prefill_tuning import PrefillTuning, prefill_tuning
 from rose_backend.kernels.gpu.softmax import LOG2_E, NO_LOGIT, attention_strides, logit_factors
 from rose_backend.kernels.gpu.store_chunk import store_chunk
 from rose_backend.kernels.tensor_checks import device_capability

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +60,3 @@ def prefill_tuning(
 
 TUNED_QUERY_LENS = (1, 17, 128, 512)
 """Mean query lengths from which on tunings change, for one shape or another."""
-
-
-def rows_tile(num_rows: int) -> int:
-    """Return how many rows a program looks through to find its own; one size for up to 32, which a warp does at once.
-
-    Each size is a kernel of its own, compiled when it is first needed.
-    """
-    return max(triton.next_power_of_2(num_rows), 32)

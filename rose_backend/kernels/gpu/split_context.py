@@ -1,8 +1,8 @@
 """Split every row's context over programs, in proportion to its length, and combine the results.
 
 The split follows from all rows' lengths, which only the device reads: one captured launch serves any lengths. A row of
-``n`` tokens out of ``N`` gets at most ``ceil(n / chunk)`` splits where ``chunk = N / EXTRA``. So there are at most
-``R + EXTRA`` pieces of work per head, and the pieces of rows that are really split are at most ``2 * EXTRA``: so many
+``n`` tokens out of ``N`` gets at most ``ceil(n / chunk)`` splits where ``chunk = N / extra``. So there are at most
+``R + extra`` pieces of work per head, and the pieces of rows that are really split are at most ``2 * extra``: so many
 slots of scratch memory are enough for any batch.
 """
 
@@ -22,8 +22,7 @@ class SplitSizes(NamedTuple):
     """How contexts are split."""
 
     ROWS_TILE: int
-    """Rows, rounded up to a power of two."""
-    EXTRA: int
+    """Rows that are looked at, see ``rows_tile``."""
     MAX_WHOLE: int
     """Tokens up to which a row is never split."""
     MIN_SPLIT: int
@@ -89,6 +88,7 @@ def find_split(
     num_rows,
     window,
     work,
+    extra,
     SPLITS: tl.constexpr,  # SplitSizes
     MAX_QUERY_LEN: tl.constexpr,
     HAS_NEW: tl.constexpr,
@@ -115,7 +115,7 @@ def find_split(
             num_computed_ptr, query_start_ptr, rows, num_rows, window, MAX_QUERY_LEN, HAS_NEW, HAS_WINDOW
         )  # fmt: skip
         num_tokens = ends - begins
-        chunk = tl.maximum(tl.cdiv(tl.sum(num_tokens), SPLITS.EXTRA), SPLITS.MIN_SPLIT)
+        chunk = tl.maximum(tl.cdiv(tl.sum(num_tokens), extra), SPLITS.MIN_SPLIT)
         if work >= num_rows:
             row = num_rows
             if tl.max(num_tokens) > MAX_WHOLE:

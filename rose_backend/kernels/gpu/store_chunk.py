@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from rose_backend.kernels.gpu.decode_tuning import rows_tile
 from rose_backend.kernels.gpu.float8 import load_scale
 from rose_backend.kernels.gpu.prefill_tile import find_tile, store_tile
-from rose_backend.kernels.gpu.prefill_tuning import rows_tile
 
 _TOKEN_TILE = 64
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,7 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
         if options.joined_outputs:
             # The process that makes the configuration is the one that receives the engines' outputs.
             apply_patch("merged_outputs")
+        keep_compiled_kernels()
         _log_once(describe_parts(self, options, chosen_model))
         return None
 
@@ -68,6 +70,20 @@ def _log_once(line: str) -> None:
     # Engine core and workers finish copies of the same configuration; vLLM copies it within a process, too.
     if multiprocessing.parent_process() is None:
         logger.info(line)
+
+
+def keep_compiled_kernels() -> None:
+    """Give Triton one cache for all starts, unless the user has chosen one.
+
+    vLLM's compiler sets it in the middle of a start: to one folder where it compiles the model, to another where it
+    finds the model compiled. Rose's kernels, which are compiled later, would be compiled again in the second start.
+    """
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda():
+        # Engine core and workers inherit it.
+        os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(envs.VLLM_CACHE_ROOT, "rose_triton_cache"))
 
 
 def _switch_off_vllm_parts(vllm_config: VllmConfig, options: PluginConfig) -> None:
