@@ -68,7 +68,8 @@ def test_advance_refuses_other_types(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 def test_embed(implementation: str, dtype: torch.dtype) -> None:
-    tokens, positions = torch.tensor([4, 0, 30, 4]), torch.tensor([0, 9, 3, 3])
+    # Columns of wider tensors: the ids of the same token of several sequences.
+    tokens, positions = torch.tensor([[4, 0, 30, 4], [0, 9, 3, 3]]).t().contiguous().unbind(1)
     wide = torch.randn(31, 50).to(dtype)
     token_embedding, position_embedding = wide[:, :40], torch.randn(10, 40).to(dtype)
     arguments = (tokens, positions, token_embedding, position_embedding)

@@ -11,8 +11,8 @@ from rose_backend.kernels.gpu.small_batch_linear import has_dependent_launch
 
 @triton.jit
 def _embed_tokens_kernel(
-    input_ids_ptr,  # [T]
-    positions_ptr,  # [T]
+    input_ids_ptr,  # [T] contiguous
+    positions_ptr,  # [T] contiguous
     token_embedding_ptr,  # [V, E]
     position_embedding_ptr,  # [P, E], with ADD
     out_ptr,  # [T, E] contiguous, written
@@ -52,8 +52,8 @@ def embed_tokens(
     if num_tokens:
         tile = triton.next_power_of_2(width)
         _embed_tokens_kernel[(num_tokens,)](
-            input_ids,
-            positions,
+            input_ids.contiguous(),
+            positions.contiguous(),
             token_embedding,
             token_embedding if position_embedding is None else position_embedding,
             out,
