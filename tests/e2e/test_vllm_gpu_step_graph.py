@@ -172,4 +172,5 @@ def test_memory_does_not_grow(make_engine: MakeEngine) -> None:
             sizes.append(
                 (torch.cuda.memory_allocated(), torch.cuda.host_memory_stats()["allocated_bytes.current"])
             )
-        assert sizes[-1] <= sizes[3], sizes
+        # A pinned buffer of each step would be 700 KiB by now; vLLM itself keeps a little.
+        assert sizes[-1][0] <= sizes[3][0] and sizes[-1][1] <= sizes[3][1] + (64 << 10), sizes

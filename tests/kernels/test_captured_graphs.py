@@ -18,6 +18,7 @@ class Recorder:
     def __init__(self) -> None:
         self.log: list[object] = []
         self.capturing: RecordedGraph | None = None
+        self.used: set[tuple[Any, Any]] = set()  # pools and streams of captures
         self.graphs = CapturedGraphs[int](self.first, self.second, capture_error_mode="thread_local")
 
     def first(self, size: int, _: None) -> str:
@@ -48,8 +49,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
 
     @contextlib.contextmanager
-    def capture(graph: Any, *, pool: str, capture_error_mode: str) -> Iterator[None]:
-        assert (pool, capture_error_mode) == ("the only pool", "thread_local")
+    def capture(graph: Any, *, pool: str, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        recorder.used.add((pool, stream))
         recorder.capturing = graph
         yield
         recorder.capturing = None
@@ -69,6 +71,13 @@ def test_each_size_is_computed_before_it_is_captured_in_the_given_order(recorder
         expected += [("computed", f"first {size}"), ("computed", f"second {size}"), "synchronized"]
         expected += [("captured", f"first {size}"), ("captured", f"second {size}")]
     assert recorder.log == [*expected, "synchronized"]
+    assert recorder.used == {("the only pool", None)}
+
+
+def test_memory_and_stream_may_be_given(recorder: Recorder) -> None:
+    stream: Any = object()
+    recorder.graphs.capture([4, 2], "another's pool", stream)
+    assert recorder.used == {("another's pool", stream)}
 
 
 def test_captured_sizes_are_replayed_and_others_computed_each_up_to_the_part_asked_for(
