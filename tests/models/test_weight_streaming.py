@@ -231,6 +231,21 @@ def test_nothing_is_allocated_or_read_for_a_checkpoint_that_does_not_fit(
     assert set(made) == {"meta"}
 
 
+def test_layers_are_packed_once_their_weights_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "model", "llama")
+    plain = load_model(checkpoint).weights.layers
+    monkeypatch.setattr("rose_backend.models.llama.packs_layers", lambda switches, device: True)
+    packed = load_model(checkpoint).weights.layers
+    assert len(packed) == len(plain)
+    for ours, theirs in zip(packed, plain, strict=True):
+        assert ours.mlp_out.packed is not None and ours.qkv.packed is not None
+        assert torch.equal(ours.mlp_out.weight, theirs.mlp_out.weight)
+        folded = theirs.qkv.weight * theirs.attn_norm.weight[:, None]
+        assert torch.allclose(ours.qkv.weight, folded) and bool((ours.attn_norm.weight == 1).all())
+
+
 def test_progress_counts_all_bytes_that_are_read(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "model", "llama")
     told: list[tuple[int, int]] = []
