@@ -1,4 +1,4 @@
-"""Progress bars: of finished requests, and of the phases of start-up."""
+"""Progress bars: of finished requests, of weights that are read, and of the phases of start-up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from types import TracebackType
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from rose_backend.engine.outputs import RequestOutput
 
@@ -34,6 +42,53 @@ def show_progress(what: str, items: Sequence[_T], /) -> Iterator[_T]:
     with bar:
         yield from bar.track(items)
     logger.info("%s: %d took %.1f s", what, len(items), time.perf_counter() - start)
+
+
+class LoadingProgress:
+    """Shows how many bytes of weights were read, and how fast: a bar on stderr where that is a terminal, which goes.
+
+    Elsewhere a log line every ``LOG_INTERVAL_S``. The log has the end in both cases.
+    """
+
+    LOG_INTERVAL_S = 5.0
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._is_terminal = console.is_terminal
+        self._progress = Progress(
+            TextColumn("loading weights"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("loading weights", total=None)
+        self._start = self._logged = time.perf_counter()
+        self._is_complete = False
+
+    def update(self, num_bytes: int, total: int) -> None:
+        """Show that ``num_bytes`` of ``total`` were read."""
+        self._progress.update(self._task, completed=num_bytes, total=total)
+        now = time.perf_counter()
+        is_due = not self._is_terminal and now - self._logged >= self.LOG_INTERVAL_S
+        if (is_due or num_bytes == total) and not self._is_complete:
+            self._logged, self._is_complete = now, num_bytes == total
+            rate = num_bytes / max(now - self._start, 1e-9)
+            logger.info(
+                "loading weights: %.2f of %.2f GB, %.2f GB/s", num_bytes / 1e9, total / 1e9, rate / 1e9
+            )
+
+    def __enter__(self) -> LoadingProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
 
 
 class GenerationProgress:

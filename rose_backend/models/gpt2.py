@@ -75,21 +75,24 @@ class GPT2:
         chosen = choose_dtype(dtype, device, checkpoint.dtype_of(f"{prefix}wte.weight"))
         config = ModelConfig.from_hf(checkpoint.config, names=_HF_NAMES, dtype=chosen, device=device)
         width, inner = config.hidden_size, config.intermediate_size
-        reader = WeightReader(checkpoint, config, prefix)
-        layers = tuple(
-            DecoderLayer(
-                attn_norm=reader.norm(f"h.{i}.ln_1"),
-                qkv=reader.linear(f"h.{i}.attn.c_attn", width, 3 * width),
-                attn_out=reader.linear(f"h.{i}.attn.c_proj", width, width),
-                mlp_norm=reader.norm(f"h.{i}.ln_2"),
-                mlp_in=reader.linear(f"h.{i}.mlp.c_fc", width, inner),
-                mlp_out=reader.linear(f"h.{i}.mlp.c_proj", inner, width),
+
+        def build(reader: WeightReader) -> GPT2Weights:
+            layers = tuple(
+                DecoderLayer(
+                    attn_norm=reader.norm(f"h.{i}.ln_1"),
+                    qkv=reader.linear(f"h.{i}.attn.c_attn", width, 3 * width),
+                    attn_out=reader.linear(f"h.{i}.attn.c_proj", width, width),
+                    mlp_norm=reader.norm(f"h.{i}.ln_2"),
+                    mlp_in=reader.linear(f"h.{i}.mlp.c_fc", width, inner),
+                    mlp_out=reader.linear(f"h.{i}.mlp.c_proj", inner, width),
+                )
+                for i in range(config.num_layers)
             )
-            for i in range(config.num_layers)
-        )
-        embedding, head = reader.embedding_and_head("wte.weight")
-        positions = reader.tensor("wpe.weight", config.max_position_embeddings, width)
-        return cls(config, GPT2Weights(embedding, positions, layers, reader.norm("ln_f"), head), switches)
+            embedding, head = reader.embedding_and_head("wte.weight")
+            positions = reader.tensor("wpe.weight", config.max_position_embeddings, width)
+            return GPT2Weights(embedding, positions, layers, reader.norm("ln_f"), head)
+
+        return cls(config, WeightReader(checkpoint, config, prefix).load(build), switches)
 
     def forward(
         self,

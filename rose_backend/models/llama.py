@@ -118,26 +118,32 @@ class Llama:
         config = replace(config, dtype=choose_dtype(dtype, device, checkpoint.dtype_of(_PREFIX + _EMBEDDING)))
         reader = WeightReader(checkpoint, config, _PREFIX)
         table = rotary_table(rotary, config.head_size, num_positions, config.device)
-        layers = tuple(
-            cls._read_layer(reader, fields, index, packs=packs_layers(switches, config.device))
-            for index in range(config.num_layers)
-        )
-        embedding, head = reader.embedding_and_head(_EMBEDDING)
-        weights = LlamaWeights(embedding, table, layers, reader.rms_norm("norm"), head)
-        reader.check_all_read(unused_suffixes=_UNUSED)
+
+        def build(reader: WeightReader) -> LlamaWeights:
+            layers = tuple(cls._read_layer(reader, fields, index) for index in range(config.num_layers))
+            embedding, head = reader.embedding_and_head(_EMBEDDING)
+            weights = LlamaWeights(embedding, table, layers, reader.rms_norm("norm"), head)
+            reader.check_all_read(unused_suffixes=_UNUSED)
+            return weights
+
+        weights = reader.load(build)
+        if packs_layers(switches, config.device):
+            layers, weights = list(weights.layers), replace(weights, layers=())
+            for index, layer in enumerate(layers):
+                # One by one: matrices that a norm is folded into are there twice while that is done.
+                layers[index] = pack_layer(layer)
+            weights = replace(weights, layers=tuple(layers))
         return cls(config, weights, switches, rotates)
 
     @classmethod
-    def _read_layer(
-        cls, reader: WeightReader, fields: Mapping[str, Any], index: int, *, packs: bool
-    ) -> DecoderLayer:
+    def _read_layer(cls, reader: WeightReader, fields: Mapping[str, Any], index: int) -> DecoderLayer:
         config, attention, mlp = reader.config, f"layers.{index}.self_attn", f"layers.{index}.mlp"
         width, inner, size = config.hidden_size, config.intermediate_size, config.head_size
         query_width, kv_width = config.num_attention_heads * size, config.num_kv_heads * size
         attention_bias, mlp_bias = bool(fields.get("attention_bias")), bool(fields.get("mlp_bias"))
         widths = {"q_proj": query_width, "k_proj": kv_width, "v_proj": kv_width}
         qkv_bias, has_norms = cls.family.qkv_bias, cls.family.norms_heads
-        layer = DecoderLayer(
+        return DecoderLayer(
             attn_norm=reader.rms_norm(f"layers.{index}.input_layernorm"),
             qkv=reader.joined(
                 width,
@@ -155,8 +161,6 @@ class Llama:
             query_norm=reader.tensor(f"{attention}.q_norm.weight", size) if has_norms else None,
             key_norm=reader.tensor(f"{attention}.k_norm.weight", size) if has_norms else None,
         )
-        # One by one: matrices that a norm is folded into are there twice while that is done.
-        return pack_layer(layer) if packs else layer
 
     def forward(
         self,

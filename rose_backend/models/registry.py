@@ -8,6 +8,7 @@ from pathlib import Path
 from rose_backend.config import Switches
 from rose_backend.errors import ModelError
 from rose_backend.models.base import CausalLM
+from rose_backend.models.streaming import ProgressCallback
 from rose_backend.models.weights import Checkpoint
 
 MODEL_CLASSES = {
@@ -28,6 +29,7 @@ def load_model(
     device: str = "cpu",
     switches: Switches | None = None,
     max_model_len: int | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> CausalLM:
     """Load the model that a checkpoint's config.json asks for.
 
@@ -37,11 +39,12 @@ def load_model(
         device: ``cpu`` or ``cuda``.
         switches: None has everything on.
         max_model_len: no request is longer, in tokens: a sliding window of that length is none. None: the model's.
+        on_progress: told of the bytes of weights that were read.
 
     Raises:
         ModelError: the checkpoint is missing, damaged, or of an architecture that is not supported.
     """
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(path, on_progress)
     architectures = checkpoint.config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise ModelError(f"config.json: architectures must be a list of names, got {architectures!r}")

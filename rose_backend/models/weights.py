@@ -5,17 +5,15 @@ Every way in which a checkpoint can be missing or damaged ends in a ``ModelError
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from safetensors import SafetensorError, safe_open
-
 from rose_backend.errors import ModelError
+from rose_backend.models.weight_files import StoredTensor, find_tensors, read_json
 
 if TYPE_CHECKING:
     # Only looking for a checkpoint or reading its tokenizer must not wait for torch.
@@ -23,10 +21,9 @@ if TYPE_CHECKING:
 
     from rose_backend.layers.linear import Linear, Norm
     from rose_backend.models.config import ModelConfig
+    from rose_backend.models.streaming import Copy, ProgressCallback
 
 CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
 HEAD_ALIGNMENT = 64
 """Rows of the LM head are padded to a multiple of this: on a GPU, products of an unaligned width such as GPT-2's 50,257
@@ -83,100 +80,94 @@ def _resolve_hub_id(name: str) -> Path:
         ) from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        ModelError: missing, unreadable, or not an object.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"model: cannot read {str(path)!r}: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"model: {str(path)!r} holds a {type(content).__name__}, a JSON object is needed")
-    return content
-
-
 class Checkpoint:
-    """A checkpoint's config.json, and its tensors in one or several safetensors files, read one by one.
+    """A checkpoint's config.json, and where its tensors lie in one or several safetensors files.
 
     Args:
         path: local directory or Hugging Face id.
+        on_progress: told of the bytes of weights that were read.
 
     Raises:
-        ModelError: there is no such checkpoint, or its config.json is damaged. Reading tensors also raises it where
+        ModelError: there is no such checkpoint, or its config.json is damaged. Looking for tensors also raises it where
             there is no safetensors file, or one that is damaged.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, on_progress: ProgressCallback | None = None) -> None:
         self.directory = resolve_model_path(path)
         self.config = read_json(self.directory / CONFIG_FILE)
+        self.on_progress = on_progress
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._tensors
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
+        return iter(self._tensors)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the type in which a tensor is stored."""
-        return self._open(name, lambda tensors: tensors.get_slice(name)[:0].dtype)
+        from rose_backend.models.streaming import stored_dtype
 
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a private copy of one tensor.
+        return stored_dtype(self._find(name))
+
+    def find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """Return where a tensor is stored.
 
         Raises:
-            ModelError: the tensor is missing, has another shape, or its file is damaged.
+            ModelError: the tensor is missing, has another shape, or is of a type that cannot be read.
         """
-
-        def copy(tensors: Any) -> torch.Tensor:
-            tensor: torch.Tensor = tensors.get_tensor(name)
-            if tuple(tensor.shape) != shape:
-                raise ModelError(
-                    f"model: tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}"
-                )
-            # Not a view of the mapped file, which is badly aligned and may be replaced while the engine runs.
-            return tensor.clone()
-
-        return self._open(name, copy)
+        stored = self._find(name)
+        if stored.shape != shape:
+            raise ModelError(f"model: tensor {name!r} has shape {list(stored.shape)}, expected {list(shape)}")
+        self.dtype_of(name)
+        return stored
 
     @cached_property
-    def _file_of(self) -> dict[str, Path]:
-        file_of: dict[str, Path] = {}
-        for path in _weight_files(self.directory):
-            try:
-                with safe_open(path, framework="pt") as file:
-                    file_of.update(dict.fromkeys(file.keys(), path))
-            except (SafetensorError, OSError) as error:
-                raise _damaged(path, error) from error
-        return file_of
+    def _tensors(self) -> dict[str, StoredTensor]:
+        return find_tensors(self.directory)
 
-    def _open(self, name: str, use: Callable[[Any], _Result]) -> _Result:
-        path = self._file_of.get(name)
-        if path is None:
+    def _find(self, name: str) -> StoredTensor:
+        if name not in self._tensors:
             raise ModelError(f"model: tensor {name!r} is missing from {str(self.directory)!r}")
-        try:
-            with safe_open(path, framework="pt") as file:
-                return use(file)
-        except (SafetensorError, OSError) as error:
-            raise _damaged(path, error) from error
+        return self._tensors[name]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightReader:
-    """Reads a model's tensors in its type, onto its device. All methods raise what ``Checkpoint.read`` raises."""
+    """Makes a model's tensors, in its type and on its device, and reads all of them at the end of ``load``.
+
+    All methods raise what ``Checkpoint.find`` raises.
+    """
 
     checkpoint: Checkpoint
     config: ModelConfig
     prefix: str
     """Of all names but ``HEAD``."""
-    taken: set[str] = field(default_factory=set)
-    """Names of tensors that were read, prefix included."""
+    device: torch.device | None = None
+    """Where tensors are made; None only outside ``load``."""
+    copies: list[Copy] = field(default_factory=list)
+    """What is to be read."""
+
+    def load(self, build: Callable[[WeightReader], _Result]) -> _Result:
+        """Return what ``build`` makes of the tensors that it takes from the reader it is given, filled.
+
+        It is called twice: on device ``meta``, so that every tensor is checked before memory is allocated, and on the
+        model's. It must not look at values.
+        """
+        import torch
+
+        from rose_backend.models.streaming import stream
+
+        build(replace(self, device=torch.device("meta"), copies=[]))
+        reader = replace(self, device=self.config.device, copies=[])
+        weights = build(reader)
+        stream(reader.copies, on_progress=self.checkpoint.on_progress)
+        return weights
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """Return one tensor."""
-        return self._convert(self._read(self.prefix + name, shape))
+        tensor = self._empty(*shape)
+        self._fill(tensor, self.prefix + name)
+        return tensor
 
     def norm(self, name: str) -> Norm:
         """Return a LayerNorm over the hidden size."""
@@ -206,13 +197,18 @@ class WeightReader:
             fan_outs: by name, in order.
             has_bias: each has one.
         """
-        import torch
-
         from rose_backend.layers.linear import Linear
 
-        matrices = [self.tensor(f"{name}.weight", fan_out, fan_in) for name, fan_out in fan_outs.items()]
-        biases = [self.tensor(f"{name}.bias", fan_out) for name, fan_out in fan_outs.items() if has_bias]
-        return Linear(torch.cat(matrices).t(), torch.cat(biases) if has_bias else None)
+        sizes = list(fan_outs.values())
+        matrix = self._empty(sum(sizes), fan_in)
+        for name, part in zip(fan_outs, matrix.split(sizes), strict=True):
+            self._fill(part, f"{self.prefix}{name}.weight")
+        bias = None
+        if has_bias:
+            bias = self._empty(sum(sizes))
+            for name, part in zip(fan_outs, bias.split(sizes), strict=True):
+                self._fill(part, f"{self.prefix}{name}.bias")
+        return Linear(matrix.t(), bias)
 
     def check_all_read(self, *, unused_suffixes: Collection[str] = ()) -> None:
         """Check that no tensor of the checkpoint was left out: it would be one that the model should compute with.
@@ -220,10 +216,13 @@ class WeightReader:
         Args:
             unused_suffixes: ends of names that no computation needs.
         """
+        taken = {copy.stored.name for copy in self.copies} | (
+            {HEAD} if self.config.tie_word_embeddings else set()
+        )
         left = [
             name
             for name in self.checkpoint
-            if name not in self.taken and not name.endswith(tuple(unused_suffixes))
+            if name not in taken and not name.endswith(tuple(unused_suffixes))
         ]
         if left:
             others = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -239,47 +238,36 @@ class WeightReader:
         Raises:
             ModelError: also where both are stored, are tied, and differ.
         """
-        from torch.nn.functional import pad
+        from rose_backend.models.streaming import have_equal_values
 
         checkpoint, config = self.checkpoint, self.config
-        shape, padding = (
-            (config.vocab_size, config.hidden_size),
-            (0, 0, 0, -config.vocab_size % HEAD_ALIGNMENT),
-        )
-        stored = self._read(self.prefix + name, shape)
-        embedding = head = self._convert(pad(stored, padding))
-        if not config.tie_word_embeddings:
-            head = self._convert(pad(self._read(HEAD, shape), padding))
-        elif HEAD in checkpoint and not self._read(HEAD, shape).equal(stored):
-            raise ModelError(f"config.json: tie_word_embeddings is on, but {HEAD} differs from {name}")
+        shape = (config.vocab_size, config.hidden_size)
+        is_tied = config.tie_word_embeddings
+        if is_tied and self._is_planning and HEAD in checkpoint:
+            stored = checkpoint.find(self.prefix + name, shape)
+            if not have_equal_values(checkpoint.find(HEAD, shape), stored):
+                raise ModelError(f"config.json: tie_word_embeddings is on, but {HEAD} differs from {name}")
+        embedding = self._padded(self.prefix + name, *shape)
+        head = embedding if is_tied else self._padded(HEAD, *shape)
         return embedding[: config.vocab_size], head
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        self.taken.add(name)
-        return self.checkpoint.read(name, shape)
+    @property
+    def _is_planning(self) -> bool:
+        return self.device is not None and self.device.type == "meta"
 
-    def _convert(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device=self.config.device, dtype=self.config.dtype)
+    def _padded(self, name: str, rows: int, width: int) -> torch.Tensor:
+        tensor = self._empty(rows + -rows % HEAD_ALIGNMENT, width)
+        tensor[rows:].zero_()
+        self._fill(tensor[:rows], name)
+        return tensor
 
+    def _empty(self, *shape: int) -> torch.Tensor:
+        import torch
 
-def _weight_files(directory: Path) -> list[Path]:
-    single = directory / WEIGHTS_FILE
-    if single.is_file():
-        return [single]
-    index = directory / WEIGHTS_INDEX_FILE
-    if not index.is_file():
-        raise ModelError(
-            f"model: directory {str(directory)!r} has neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX_FILE}"
-        )
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"model: {str(index)!r} has no weight_map")
-    files = [directory / str(name) for name in sorted(set(weight_map.values()))]
-    for path in files:
-        if path.parent != directory or not path.is_file():
-            raise ModelError(f"model: {str(index)!r} names {path.name!r}, which is missing")
-    return files
+        assert self.device is not None, "tensors are made inside load only"
+        return torch.empty(shape, dtype=self.config.dtype, device=self.device)
 
+    def _fill(self, tensor: torch.Tensor, name: str) -> None:
+        from rose_backend.models.streaming import Copy
 
-def _damaged(path: Path, error: Exception) -> ModelError:
-    return ModelError(f"model: {str(path)!r} is not a complete safetensors file: {error}")
+        self.copies.append(Copy(self.checkpoint.find(name, tuple(tensor.shape)), tensor))

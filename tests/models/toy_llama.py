@@ -101,9 +101,7 @@ def _read_weights(checkpoint: Checkpoint, config: ModelConfig) -> LlamaWeights:
     query_width = config.num_attention_heads * config.head_size
     kv_width = config.num_kv_heads * config.head_size
 
-    reader = WeightReader(checkpoint, config, "model.")
-
-    def layer(stem: str) -> DecoderLayer:
+    def layer(reader: WeightReader, stem: str) -> DecoderLayer:
         attention, mlp = f"{stem}.self_attn", f"{stem}.mlp"
         projections = {"q_proj": query_width, "k_proj": kv_width, "v_proj": kv_width}
         return DecoderLayer(
@@ -115,6 +113,9 @@ def _read_weights(checkpoint: Checkpoint, config: ModelConfig) -> LlamaWeights:
             mlp_out=reader.joined(inner, {f"{mlp}.down_proj": width}),
         )
 
-    layers = tuple(layer(f"layers.{index}") for index in range(config.num_layers))
-    embedding, head = reader.embedding_and_head("embed_tokens.weight")
-    return LlamaWeights(embedding, layers, reader.rms_norm("norm"), head)
+    def build(reader: WeightReader) -> LlamaWeights:
+        layers = tuple(layer(reader, f"layers.{index}") for index in range(config.num_layers))
+        embedding, head = reader.embedding_and_head("embed_tokens.weight")
+        return LlamaWeights(embedding, layers, reader.rms_norm("norm"), head)
+
+    return WeightReader(checkpoint, config, "model.").load(build)

@@ -13,6 +13,7 @@ import torch
 from rose_backend.config import EngineConfig
 from rose_backend.engine.generation_config import generation_eos_token_ids
 from rose_backend.engine.process_settings import CpuThreads, check_num_threads, choose_cpu_threads
+from rose_backend.engine.progress import LoadingProgress
 from rose_backend.engine.scheduling.token_budget import default_token_budget
 from rose_backend.engine.startup.feature_status import captures_graphs, feature_status
 from rose_backend.engine.startup.kv_pool import allocate_kv_cache, choose_num_blocks, gpu_reserve_bytes
@@ -76,13 +77,15 @@ def load(config: EngineConfig, *, is_online: bool = False) -> LoadedModel:
         token_budget = default_token_budget(device, is_online=is_online)
         config = dataclasses.replace(config, max_num_batched_tokens=token_budget)
     directory = resolve_model_path(config.model)
-    model = load_model(
-        directory,
-        dtype=config.dtype,
-        device=device.type,
-        switches=config,
-        max_model_len=config.max_model_len,
-    )
+    with LoadingProgress() as progress:
+        model = load_model(
+            directory,
+            dtype=config.dtype,
+            device=device.type,
+            switches=config,
+            max_model_len=config.max_model_len,
+            on_progress=progress.update,
+        )
     sizes = model.config
     max_model_len = _resolve_max_model_len(config, sizes.max_position_embeddings)
     weights_loaded = time.perf_counter()
