@@ -27,6 +27,7 @@ FIGURES = ROOT / "docs" / "figures"
 DRAWN_RESULTS = ("cpu/block_manager.json", "h200/online_compare.json")
 COMMITS = {
     "0960b50e02957936": "fca7de6",
+    "5976cecf0bef57e8": "1993a73",
     "94facc4f88991104": "52107a4",
     "ba762ad472dd1608": "0d20e9c",
     "cpu/block_manager.json": "df57675",
@@ -91,6 +92,7 @@ TABLES = {
     "offline_compare": Table("engines", "h200/offline_compare.json", engines.offline_table),
     "offline_mixed": Table("engines", "h200/offline_mixed.json", engines.offline_table),
     "offline_switches": Table("engines", "h200/offline_switches.json", engines.parts_table),
+    "vllm_gpt2": Table("inside_vllm", "h200/vllm_gpt2.json", engines.offline_table),
     "vllm_llama": Table("inside_vllm", "h200/vllm_llama.json", engines.offline_table),
     "vllm_parts": Table("inside_vllm", "h200/vllm_parts.json", engines.parts_table),
     "block_manager": Table("parts", "cpu/block_manager.json", parts.block_manager_table),
@@ -115,8 +117,8 @@ _STEP, _STEPS = "decode step of 1 / 32 / 256 requests", [f"step, {n} requests, g
 _SERVER = "server at {:.0f} requests/s, median TTFT"
 SUMMARY: tuple[tuple[str, str, list[Any], str, tuple[str, ...]], ...] = (
     (f"standalone: {_STEP} (ms)", "offline_compare", _STEPS, "rose", PEERS),
-    (f"inside vLLM: {_STEP} (ms)", "offline_compare", _STEPS, HOST, PEERS),
-    (f"inside vLLM, beside vLLM alone: {_STEP} (ms)", "offline_compare", _STEPS, HOST, (STOCK,)),
+    (f"inside vLLM, without the step graph: {_STEP} (ms)", "offline_compare", _STEPS, HOST, PEERS),
+    (f"inside vLLM, with the step graph: {_STEP} (ms)", "vllm_gpt2", _STEPS, HOST, (STOCK,)),
     (f"inside vLLM, Llama 1B: {_STEP} (ms)", "vllm_llama", _STEPS, HOST, (STOCK,)),
     (f"standalone: {_SERVER} (ms)", "online_compare", [0.028], "rose", PEERS),
     (f"inside vLLM: {_SERVER} (ms)", "online_compare", [0.009], HOST, PEERS),

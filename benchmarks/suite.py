@@ -67,6 +67,11 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
         "--cases greedy --kv-cache-tokens 196608 --repeats 3",
         _INSIDE_VLLM,
     ),
+    "vllm_gpt2": (
+        f"{_OFFLINE} --backends rose-in-vllm vllm --scenes decode offline --batches 1 8 32 128 256 --cases greedy "
+        "--repeats 3",
+        _INSIDE_VLLM,
+    ),
     "vllm_llama": (
         f"{_OFFLINE} --shape llama-1b --scenes decode offline --cases greedy --repeats 3",
         _INSIDE_VLLM,

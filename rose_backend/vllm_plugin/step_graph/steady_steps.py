@@ -202,6 +202,10 @@ class SteadySteps:
         tables.apply_staged_writes()
 
     def _replay(self, batch: ArmedBatch) -> None:
+        tables = self._runner.block_tables
+        if hasattr(tables, "_num_dirty_rows"):
+            # From vLLM 0.33 on: rows of the step's table that its next step clears where they are padding then.
+            tables._num_dirty_rows = max(tables._num_dirty_rows, batch.num_rows)
         self._graphs.run(("begin", batch.num_rows))
         self._manager.run_fullgraph(batch.desc)
         self._graphs.run((batch.kind, batch.num_rows))
