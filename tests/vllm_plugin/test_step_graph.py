@@ -14,7 +14,9 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 from rose_backend.errors import IntegrityError
+from rose_backend.vllm_plugin.step_graph import runner_hooks
 from rose_backend.vllm_plugin.step_graph.steady_choice import FIELDS_OF_PROMPTS, why_step_is_not_steady
+from rose_backend.vllm_plugin.step_graph.steady_output import NUM_BUFFERS
 from rose_backend.vllm_plugin.step_graph.steady_steps import SteadySteps
 from rose_backend.vllm_plugin.step_graph.step_counts import STEPS
 
@@ -390,6 +392,82 @@ def test_outputs_may_be_read_late(runner: Runner) -> None:
         outputs.append(steps.take_output())
         expected.append(requests.expect())
     assert [[t for (t,) in each.get_output().sampled_token_ids] for each in outputs] == expected
+
+
+def test_tokens_that_a_later_step_has_overwritten_are_an_error(runner: Runner) -> None:
+    steps, requests = SteadySteps(runner), Requests(runner)
+    requests.add(3)
+    outputs = []
+    for _ in range(NUM_BUFFERS + 1):
+        assert steps.launch(requests.step())
+        outputs.append(steps.take_output())
+        requests.expect()
+    assert len(outputs[1].get_output().sampled_token_ids) == 1
+    with pytest.raises(IntegrityError, match="step 0 were asked for after 9 steps"):
+        outputs[0].get_output()
+
+
+class HookedRunner:
+    """A model runner whose methods, vLLM's part of them, only note that they were called."""
+
+    def __init__(self, runner: Runner, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.calls: list[Any] = []
+        self.cudagraph_manager = SimpleNamespace()
+        self.vllm_config = SimpleNamespace(additional_config={"rose": options})
+        self.max_num_reqs, self.vocab_size, self.dtype = 16, 1000, torch.float16
+        monkeypatch.setattr(runner_hooks, "SteadySteps", lambda _: SimpleNamespace(capture=lambda: None))
+
+    def method(self, name: str, result: Any) -> Any:
+        def call(self: HookedRunner, *args: Any, **kwargs: Any) -> Any:
+            self.calls.append((name, args, kwargs))
+            return result
+
+        return call
+
+    def capture(self, **options: Any) -> int:
+        hooked = runner_hooks.wrap_capture_model(self.method("capture", 7))
+        return int(hooked(self, **options))
+
+
+@pytest.mark.parametrize("reason", [None, "LoRA"])
+@pytest.mark.parametrize("is_on", [True, False])
+def test_graphs_are_captured_behind_vllms(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, reason: str | None, is_on: bool
+) -> None:
+    monkeypatch.setattr(runner_hooks, "why_engine_is_not_steady", lambda _: reason)
+    hooked = HookedRunner(runner, monkeypatch, step_graph=is_on)
+    is_steady = is_on and reason is None
+    # In float16, and the float32 copy that draws are made from.
+    assert hooked.capture(profile_only=True) == 7 + (16 * 1000 * (2 + 4) if is_steady else 0)
+    assert not hasattr(hooked.cudagraph_manager, "rose_steady_steps")
+    assert hooked.capture() == 7
+    assert hasattr(hooked.cudagraph_manager, "rose_steady_steps") == is_steady
+    assert [kwargs["profile_only"] for _, _, kwargs in hooked.calls] == [True, False]
+
+
+def test_other_calls_of_a_step_are_vllms(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked = HookedRunner(runner, monkeypatch)
+    launched, outputs = [], ["output"]
+    steps = SimpleNamespace(
+        launch=lambda output: launched.append(output) or output == "steady",
+        take_output=lambda: outputs.pop() if outputs else None,
+        note_vllm_step=lambda: launched.append("noted"),
+    )
+    execute = runner_hooks.wrap_execute_model(hooked.method("execute", "vLLM's"))
+    sample = runner_hooks.wrap_sample_tokens(hooked.method("sample", "vLLM's"))
+    # Before graphs are captured, while vLLM profiles.
+    assert execute(hooked, "steady") == sample(hooked, None) == "vLLM's"
+    hooked.cudagraph_manager.rose_steady_steps = steps
+    assert execute(hooked, "steady", None) is None
+    assert execute(hooked, "other") == "vLLM's"
+    assert execute(hooked, "steady", object()) == "vLLM's"
+    assert execute(hooked, "steady", dummy_run=True) == "vLLM's"
+    assert launched == ["steady", "other"]
+    assert sample(hooked, None) == "output"
+    assert sample(hooked, "grammar") == "vLLM's" and launched[-1] == "noted"
+    outputs.append("output")
+    with pytest.raises(IntegrityError, match="grammar"):
+        sample(hooked, "grammar")
 
 
 def test_vllms_own_decode_steps_multiply_as_many_rows(runner: Runner) -> None:
