@@ -144,6 +144,7 @@ class SteadySteps:
 
     def note_vllm_step(self) -> None:
         """Let vLLM's next product of a decode-only step have as many rows as the epilogue's."""
+        self._padded_rows = 0
         state = self._runner.execute_model_state
         if state is None or state.hidden_states is None:
             return
