@@ -39,9 +39,9 @@ Cuts = dict[tuple[int, int], LinearConfig]
 
 
 def cuts_in_use(rows: int) -> Cuts:
-    """Return the cut of each product where moments are given."""
+    """Return the cut of each product."""
     return {
-        (columns, depth): choose_config(rows, columns, depth, own_sums=False, exact=False, can_use_tma=True)
+        (columns, depth): choose_config(rows, columns, depth, exact=False, can_use_tma=True)
         for columns, depth in PRODUCTS
     }
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
+from rose_backend.kernels.small_batch_linear import row_moments
 from rose_backend.kernels.tensor_checks import check_same_dtype, check_tensors
 
 
@@ -17,8 +18,11 @@ def embed_tokens(
     positions: torch.Tensor,  # [T] int64
     token_embedding: torch.Tensor,  # [V, E]
     position_embedding: torch.Tensor | None = None,  # [P, E]
-) -> torch.Tensor:
-    """Return ``token_embedding[input_ids] + position_embedding[positions]``, [T, E], rounded once.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``token_embedding[input_ids] + position_embedding[positions]``, rounded once, and its moments.
+
+    The sums are [T, E]. Their moments are for the norm of the first layer, see ``small_batch_linear_and_moments``:
+    float32 [T, 2, 1].
 
     Args:
         input_ids, positions: inside their tables; a GPU does not check that.
@@ -39,7 +43,9 @@ def embed_tokens(
 
         return gpu.embed_tokens(input_ids, positions, token_embedding, position_embedding)
     embedded = F.embedding(input_ids, token_embedding)
-    return embedded if position_embedding is None else embedded + F.embedding(positions, position_embedding)
+    if position_embedding is not None:
+        embedded = embedded + F.embedding(positions, position_embedding)
+    return embedded, row_moments(embedded)
 
 
 def layer_norm(

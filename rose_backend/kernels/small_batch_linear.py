@@ -99,8 +99,8 @@ def small_batch_linear(
         x: at most ``MAX_ROWS`` rows, innermost stride 1.
         gelu: GELU in its tanh form; not of a gated layer.
         out: may be ``residual`` itself, not ``x``; None allocates.
-        x_moments: of ``x``, from ``small_batch_linear_and_moments``, ``P`` a power of two; None has the norm sum up
-            ``x`` itself.
+        x_moments: of ``x``, from ``small_batch_linear_and_moments`` or ``embed_tokens``, ``P`` a power of two; of a
+            layer with a norm None has them summed up first.
 
     Raises:
         ShapeError: shapes or dtypes disagree, there are too many rows, or a gated layer is asked for GELU.
@@ -124,6 +124,14 @@ def small_batch_linear_and_moments(
     out, moments = _compute(x, layer, gelu, residual, out, x_moments, with_moments=True)
     assert moments is not None, "they were asked for"
     return out, moments
+
+
+def row_moments(
+    x: torch.Tensor,  # [T, E]
+) -> torch.Tensor:
+    """Return the sums of each row and of its squares, float32 [T, 2, 1]."""
+    wide = x.float()
+    return torch.stack([wide.sum(1), wide.square().sum(1)], 1).unsqueeze(2)
 
 
 def _compute(
@@ -159,6 +167,8 @@ def _compute(
     if x.is_cuda:
         from rose_backend.kernels.gpu import small_batch_linear as gpu
 
+        if x_moments is None and (layer.has_rms_norm or layer.column_sums is not None):
+            x_moments = row_moments(x)
         moments = gpu.small_batch_linear(
             x,
             layer.weight,
@@ -187,6 +197,5 @@ def _compute(
         result = F.gelu(result, approximate="tanh")
     if residual is not None:
         result = result + residual.float()
-    wide = out.copy_(result).float()
-    moments = torch.stack([wide.sum(1), wide.square().sum(1)], 1).unsqueeze(2) if with_moments else None
-    return out, moments
+    out.copy_(result)
+    return out, row_moments(out) if with_moments else None

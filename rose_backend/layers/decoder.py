@@ -14,7 +14,9 @@ from rose_backend.layers.linear import DecoderLayer, Linear, Norm, ResidualStrea
 
 
 def run_layers(
-    hidden: torch.Tensor,  # [T, E]  written where the batch is small
+    embedded: tuple[
+        torch.Tensor, torch.Tensor
+    ],  # [T, E], written where the batch is small, and [T, 2, 1] float32
     layers: Sequence[DecoderLayer],
     final_norm: Norm,
     kv_cache: torch.Tensor,  # [L, 2, NB, BS, HKV, D]  written
@@ -29,10 +31,11 @@ def run_layers(
     """Return the hidden states behind ``final_norm``: [T, E], or [R, E] with ``last_tokens_only``.
 
     Args:
-        hidden: embeddings, made by a kernel that was launched in the ordinary way.
+        embedded: embeddings and their moments, from ``embed_tokens``, which was launched in the ordinary way.
         mlp: ``ResidualStream.gelu_mlp`` or ``ResidualStream.silu_mlp``.
         rotate: rewrites query [T, HQ, D] and key [T, HKV, D] of the layer with this index.
     """
+    hidden, moments = embedded
     num_tokens, num_kv_heads, head_size = hidden.shape[0], kv_cache.shape[-2], kv_cache.shape[-1]
     attention = PagedAttention(
         metadata,
@@ -43,9 +46,8 @@ def run_layers(
         fused_kv_append=switches.fused_kv_append,
     )
     is_packed = layers[0].qkv.packed is not None
-    stream = ResidualStream(
-        hidden, switches, is_small_batch=is_packed and num_tokens == metadata.num_decodes <= MAX_ROWS
-    )
+    is_small_batch = is_packed and num_tokens == metadata.num_decodes <= MAX_ROWS
+    stream = ResidualStream(hidden, switches, moments, is_small_batch=is_small_batch)
     for index, layer in enumerate(layers):
         qkv = stream.project(layer.attn_norm, layer.qkv).view(num_tokens, -1, head_size)
         query, key, value = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)

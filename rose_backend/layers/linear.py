@@ -92,18 +92,26 @@ class ResidualStream:
     Args:
         hidden: ``[T, E]``; written where the batch is small.
         switches: which operations are fused; results agree within rounding.
+        moments: of ``hidden``, see ``embed_tokens``.
         is_small_batch: every layer is packed and there are at most ``MAX_ROWS`` tokens (see ``small_batch_linear``).
             A layer's norm and residual add are then parts of its products.
     """
 
     __slots__ = ("_delta", "_moments", "hidden", "is_small_batch", "switches")
 
-    def __init__(self, hidden: torch.Tensor, switches: Switches, *, is_small_batch: bool = False) -> None:
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        switches: Switches,
+        moments: torch.Tensor | None = None,  # [T, 2, 1] float32
+        *,
+        is_small_batch: bool = False,
+    ) -> None:
         self.hidden = hidden
         self.switches = switches
         self.is_small_batch = is_small_batch
         self._delta: torch.Tensor | None = None  # [T, E]: the next norm adds it to ``hidden``
-        self._moments: torch.Tensor | None = None  # of ``hidden``, for the next packed norm
+        self._moments = moments  # of ``hidden``, for the next packed norm
 
     def normed(self, norm: Norm) -> torch.Tensor:
         """Return ``norm(hidden states)``, [T, E]."""

@@ -111,10 +111,10 @@ def launch(
     case: Case,
     config: dict[str, Any],
     use_pdl: bool | None = None,
-    num_x_parts: int = 0,
+    num_x_parts: int = 1,
     with_moments: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return the product and, ``with_moments``, its moments; those of ``x`` come in ``num_x_parts`` or not at all."""
+    """Return the product and, ``with_moments``, its moments; those of ``x`` come in ``num_x_parts``."""
     from rose_backend.kernels.gpu import small_batch_linear as gpu
 
     layer = case.layer
@@ -135,7 +135,7 @@ def launch(
             gelu=case.gelu,
             rms_norm=layer.has_rms_norm,
             gated=layer.is_gated,
-            x_moments=moments_of(case.x, num_x_parts) if num_x_parts else None,
+            x_moments=moments_of(case.x, num_x_parts) if case.norm else None,
             with_moments=with_moments,
             config=gpu.LinearConfig(**config),
             use_pdl=use_pdl,
@@ -178,17 +178,14 @@ CUTS = [
     (17, config(32, 32, 32, 3)),
     (21, config(16, 32, 64, 2, weights_left=True)),
 ]
-# All parts on the lanes and on the matrix units; of the other cuts what they sum up themselves: a norm in front needs
-# the whole row in one program, and parts of a split depth come together before anything behind them.
+# All parts on the lanes and on the matrix units; of the other cuts what comes behind a tile's last product.
 CASES = [
     (rows, cut, parts)
     for rows, cut in CUTS
     for parts in (
         PARTS + GATED_PARTS
         if rows in (1, 16)
-        else ["norm gelu", "norm residual", "rms gated nobias"]
-        if cut["split_k"] == 1
-        else ["gelu residual", "gated residual"]
+        else ["norm gelu", "norm residual", "rms gated nobias", "gated residual"]
     )
 ]
 
@@ -312,9 +309,7 @@ def compile_chosen_cut(
             gated=layer.is_gated,
             x_moments=moments_of(x, num_x_parts) if case.norm else None,
             with_moments=case.residual is not None,
-            config=gpu.choose_config(
-                rows, columns, depth, own_sums=False, exact=exact, can_use_tma=capability >= 90
-            ),
+            config=gpu.choose_config(rows, columns, depth, exact=exact, can_use_tma=capability >= 90),
             use_pdl=capability >= 90,
         )
     resources = compile_launch(launches[0], capability)
@@ -329,7 +324,7 @@ def compile_chosen_cut(
 def test_parts_never_outgrow_their_scratch(rows: int, depth: int, columns: int, can_use_tma: bool) -> None:
     from rose_backend.kernels.gpu import small_batch_linear as gpu
 
-    cut = gpu.choose_config(rows, columns, depth, own_sums=False, exact=False, can_use_tma=can_use_tma)
+    cut = gpu.choose_config(rows, columns, depth, exact=False, can_use_tma=can_use_tma)
     partial, arrivals = gpu.scratch_of(torch.device("cpu"))
     num_tiles = -(-columns // cut.block_n) * -(-rows // cut.block_m)
     if cut.split_k > 1:

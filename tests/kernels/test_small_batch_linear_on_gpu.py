@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -28,6 +29,14 @@ LLAMA_8B += [
     (4096, 28_672, "rms gated nobias"),
     (14_336, 4096, "nobias residual"),
 ]
+# And what Qwen3 0.6B has beside the shapes above.
+LLAMA_1B = [
+    (2048, 3072, "rms nobias"),
+    (2048, 2048, "nobias residual"),
+    (2048, 16_384, "rms gated nobias"),
+    (8192, 2048, "nobias residual"),
+    (2048, 1024, "nobias residual"),
+]
 # Depths of Qwen2.5 and SmolLM2, which end inside a tile.
 UNEVEN = [
     (896, 1152, "rms nobias"),
@@ -52,21 +61,21 @@ def test_odd_sizes(rows: int, dtype: torch.dtype, parts: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "row_counts"),
     [(shape, (*range(1, 66), 96, 127, 128, 129, 192, 255, 256)) for shape in SHAPES + GATED_SHAPES]
-    + [(shape, (1, 2, 3, 8, 16, 17, 33, 64, 65, 256)) for shape in LLAMA_8B + UNEVEN],
+    + [(shape, (1, 2, 3, 8, 16, 17, 33, 64, 65, 256)) for shape in LLAMA_1B + LLAMA_8B + UNEVEN],
     ids=str,
 )
 def test_the_shapes_of_models_at_any_number_of_rows(shape: tuple[int, int, str], row_counts: Any) -> None:
     case = make_case(256, *shape, torch.float16, "cuda")
-    # Rows at the places at which tiles are copied.
-    case.x = torch.cat([case.x, case.x[:, :8]], 1)[:, : shape[0]]
+    # As a layer has them, and further apart: how tiles are copied depends on it, and with that what can go wrong.
+    aligned = [case.x.contiguous(), torch.cat([case.x, case.x[:, :8]], 1)[:, : shape[0]]]
     layer, exact, same_dtype = case.layer, case.plain(torch.float64), case.plain(torch.float16)
     x_moments = moments_of(case.x, 16)
-    for rows in row_counts:
+    for rows, x in itertools.product(row_counts, aligned):
         residual = None if case.residual is None else case.residual[:rows]
         for given in (None, x_moments[:rows]) if case.norm is not None else (None,):
             out = torch.full((rows, case.num_outputs), float("nan"), dtype=torch.float16, device="cuda")
             actual, moments = small_batch_linear_and_moments(
-                case.x[:rows], layer, gelu=case.gelu, residual=residual, out=out, x_moments=given
+                x[:rows], layer, gelu=case.gelu, residual=residual, out=out, x_moments=given
             )
             assert_within_budget(actual, exact[:rows], same_dtype[:rows])
             torch.testing.assert_close(moments.sum(2), moments_of(actual, 1)[:, :, 0], rtol=1e-4, atol=1e-2)

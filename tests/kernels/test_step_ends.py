@@ -12,6 +12,7 @@ from rose_backend.errors import ShapeError
 from rose_backend.kernels import advance_rows, embed_tokens
 from rose_backend.kernels.gpu import advance_rows as gpu_advance
 from rose_backend.kernels.gpu import embed_tokens as gpu_embed
+from tests.kernels.test_small_batch_linear import moments_of
 from tests.support.aot import compile_launch, compiles, overlapped, record_launches
 from tests.support.interpreter import run_interpreted
 
@@ -36,7 +37,7 @@ def launch_advance(tensors: dict[str, torch.Tensor]) -> None:
     gpu_advance.advance_rows(**tensors)
 
 
-def launch_embed(*tensors: torch.Tensor) -> torch.Tensor:
+def launch_embed(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return gpu_embed.embed_tokens(*tensors)
 
 
@@ -73,19 +74,21 @@ def test_embed(implementation: str, dtype: torch.dtype) -> None:
     wide = torch.randn(31, 50).to(dtype)
     token_embedding, position_embedding = wide[:, :40], torch.randn(10, 40).to(dtype)
     arguments = (tokens, positions, token_embedding, position_embedding)
-    actual = (
-        embed_tokens(*arguments) if implementation == "torch" else run_interpreted(launch_embed, *arguments)
-    )
-    assert torch.equal(actual, token_embedding[tokens] + position_embedding[positions])
-    alone = (*arguments[:3], None)
-    actual = embed_tokens(*alone) if implementation == "torch" else run_interpreted(launch_embed, *alone)
-    assert torch.equal(actual, token_embedding[tokens])
+    expected = token_embedding[tokens] + position_embedding[positions]
+    for given, wanted in ((arguments, expected), ((*arguments[:3], None), token_embedding[tokens])):
+        actual, moments = (
+            embed_tokens(*given) if implementation == "torch" else run_interpreted(launch_embed, *given)
+        )
+        assert torch.equal(actual, wanted)
+        torch.testing.assert_close(moments, moments_of(wanted, 1))
 
 
 def test_no_tokens() -> None:
     nothing, table = torch.zeros(0, dtype=torch.int64), torch.randn(3, 8)
-    assert run_interpreted(launch_embed, nothing, nothing, table, table).shape == (0, 8)
-    assert embed_tokens(nothing, nothing, table, table).shape == (0, 8)
+    for embed in (launch_embed, embed_tokens):
+        embedded, moments = run_interpreted(embed, nothing, nothing, table, table)
+        assert embedded.shape == (0, 8)
+        assert moments.shape == (0, 2, 1)
 
 
 @compiles("_embed_tokens_kernel", "_advance_rows_kernel")

@@ -265,8 +265,8 @@ def step_ends(device: str) -> list[torch.Tensor]:
     tables = [torch.randn(rows, 257, generator=generator).half().to(device) for rows in (41, 302)]
     return [
         *state,
-        embed_tokens(state[1], state[3], *tables),
-        embed_tokens(state[1], state[3], tables[0]),
+        *embed_tokens(state[1], state[3], *tables),
+        *embed_tokens(state[1], state[3], tables[0]),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Token and, where there is one, position embedding in one launch, one program per token."""
+"""Token and, where there is one, position embedding, and their moments, in one launch: one program per token."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def _embed_tokens_kernel(
     token_embedding_ptr,  # [V, E]
     position_embedding_ptr,  # [P, E], with ADD
     out_ptr,  # [T, E] contiguous, written
+    moments_ptr,  # [T, 2] float32, contiguous, written
     token_stride,
     position_stride,
     WIDTH: tl.constexpr,
@@ -33,11 +34,17 @@ def _embed_tokens_kernel(
     token_id = tl.load(input_ids_ptr + token)
     if ADD:
         position = tl.load(positions_ptr + token)
-    embedded = tl.load(token_embedding_ptr + token_id * token_stride + columns, mask=mask).to(tl.float32)
+    embedded = tl.load(token_embedding_ptr + token_id * token_stride + columns, mask=mask, other=0.0).to(
+        tl.float32
+    )
     if ADD:
         positional = position_embedding_ptr + position * position_stride + columns
-        embedded += tl.load(positional, mask=mask).to(tl.float32)
-    tl.store(out_ptr + token * WIDTH + columns, embedded.to(out_ptr.dtype.element_ty), mask=mask)
+        embedded += tl.load(positional, mask=mask, other=0.0).to(tl.float32)
+    rounded = embedded.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * WIDTH + columns, rounded, mask=mask)
+    wide = rounded.to(tl.float32)
+    tl.store(moments_ptr + token * 2, tl.sum(wide, 0))
+    tl.store(moments_ptr + token * 2 + 1, tl.sum(wide * wide, 0))
 
 
 def embed_tokens(
@@ -45,10 +52,11 @@ def embed_tokens(
     positions: torch.Tensor,  # [T] int64
     token_embedding: torch.Tensor,  # [V, E], innermost stride 1
     position_embedding: torch.Tensor | None,  # [P, E], innermost stride 1
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Twin of ``rose_backend.kernels.embed_tokens``."""
     num_tokens, width = len(input_ids), token_embedding.shape[1]
     out = token_embedding.new_empty((num_tokens, width))
+    moments = token_embedding.new_empty((num_tokens, 2, 1), dtype=torch.float32)
     if num_tokens:
         tile = triton.next_power_of_2(width)
         _embed_tokens_kernel[(num_tokens,)](
@@ -57,6 +65,7 @@ def embed_tokens(
             token_embedding,
             token_embedding if position_embedding is None else position_embedding,
             out,
+            moments,
             token_embedding.stride(0),
             0 if position_embedding is None else position_embedding.stride(0),
             WIDTH=width,
@@ -65,4 +74,4 @@ def embed_tokens(
             PDL=has_dependent_launch(out.device),
             num_warps=min(max(tile // 256, 1), 8),
         )
-    return out
+    return out, moments

@@ -24,25 +24,8 @@ def load_tile(
 
 
 @triton.jit
-def add_tile(
-    x,
-    weight,
-    acc,
-    total,
-    squares,
-    WARP_SPLIT: tl.constexpr,
-    USE_DOT: tl.constexpr,
-    WEIGHTS_LEFT: tl.constexpr,
-    OWN_SUMS: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """Add a tile's products to ``acc`` and, with ``OWN_SUMS``, ``x`` to ``total`` and its squares to ``squares``."""
-    if OWN_SUMS:
-        wide = x.to(tl.float32)
-        if WARP_SPLIT == 1:
-            wide = wide[None, :, :]
-        total += wide
-        squares += wide * wide
+def add_tile(x, weight, acc, USE_DOT: tl.constexpr, WEIGHTS_LEFT: tl.constexpr, EXACT: tl.constexpr):
+    """Return ``acc`` and a tile's products."""
     PRECISION: tl.constexpr = "ieee" if EXACT else "tf32"
     if not USE_DOT:
         acc += x[:, None, :].to(tl.float32) * weight[None, :, :].to(tl.float32)
@@ -50,7 +33,7 @@ def add_tile(
         acc = tl.dot(weight, _transpose(x), acc, input_precision=PRECISION)
     else:
         acc = tl.dot(x, _transpose(weight), acc, input_precision=PRECISION)
-    return acc, total, squares
+    return acc
 
 
 @triton.jit

@@ -24,7 +24,7 @@ class LinearConfig:
     block_k: int
     """Depth that is loaded at once. If it covers a program's whole depth, weights are loaded before ``x`` is there."""
     split_k: int = 1
-    """Programs that share one tile's depth; above 1 only where the moments of ``x`` are given or not needed."""
+    """Programs that share one tile's depth."""
     warp_split: int = 1
     """Warps that share a program's depth, with ``use_dot`` and ``block_k`` covering it: 1 or ``num_warps``."""
     num_warps: int = 4
@@ -48,12 +48,11 @@ _LONGEST = 4096
 
 @lru_cache(maxsize=256)
 def choose_config(
-    num_rows: int, num_columns: int, depth: int, *, own_sums: bool, exact: bool, can_use_tma: bool
+    num_rows: int, num_columns: int, depth: int, *, exact: bool, can_use_tma: bool
 ) -> LinearConfig:
     """Return the measured cut of a product.
 
     Args:
-        own_sums: a norm is in front, and the moments of ``x`` are not given: no split depth.
         exact: float32 inputs, which are multiplied without tensor cores.
         can_use_tma: the GPU has a tensor memory accelerator, and ``x`` and the weight lie as it needs them.
     """
@@ -64,16 +63,16 @@ def choose_config(
         block_m = min(block_m, 64)
         return LinearConfig(block_m, 2, min(whole, 4096 // block_m), num_warps=8, num_stages=2, use_dot=False)
     if block_m <= 32 and not is_long:
-        return _whole_depth(block_m, num_columns, whole, can_use_tma=can_use_tma and not own_sums)
-    is_split = is_long and depth <= _LONGEST and num_columns <= MAX_SPLIT_COLUMNS and not own_sums
+        return _whole_depth(block_m, num_columns, whole, can_use_tma=can_use_tma)
+    is_split = is_long and depth <= _LONGEST and num_columns <= MAX_SPLIT_COLUMNS
     if is_split and block_m <= 64:
         config = _split_depth(block_m, num_columns, depth, can_use_tma=can_use_tma)
         if config is not None:
             return config
     if block_m <= 2:
         return LinearConfig(block_m, 2 * block_m, min(whole, 4096), num_warps=8, use_dot=False)
-    if block_m <= 32 or own_sums or not can_use_tma:
-        return _without_tma(block_m, num_columns, depth, own_sums=own_sums)
+    if block_m <= 32 or not can_use_tma:
+        return _without_tma(block_m, num_columns, depth)
     return _by_tma(block_m, num_columns, is_split=is_long and num_columns <= MAX_SPLIT_COLUMNS)
 
 
@@ -133,12 +132,10 @@ def _by_tma(block_m: int, num_columns: int, *, is_split: bool) -> LinearConfig:
     return LinearConfig(64, 64, 128, num_stages=3, use_tma=True, is_early=False)
 
 
-def _without_tma(block_m: int, num_columns: int, depth: int, *, own_sums: bool) -> LinearConfig:
+def _without_tma(block_m: int, num_columns: int, depth: int) -> LinearConfig:
     whole = triton.next_power_of_2(depth)
     many_rows = block_m > 64
     block_m = min(max(block_m, 16), 64)
-    if own_sums:
-        return LinearConfig(block_m, 32, min(whole, 128), num_warps=8, num_stages=5)
     if num_columns > MAX_SPLIT_COLUMNS:
         # So many columns fill the GPU without a split.
         return LinearConfig(block_m, 32, min(whole, 256 if block_m < 64 else 128))

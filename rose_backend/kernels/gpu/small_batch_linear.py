@@ -8,8 +8,8 @@ At few rows such a product is as long as its weights take to arrive, so everythi
 
       norm(x) @ W.T + b = (x @ W.T - mean(x) * sum(W, 1)) / std(x) + b
 
-  The sums of ``x`` and of its squares, which this needs, are left by the product that made ``x``, one part per tile of
-  columns, or are summed up here while ``x`` passes by. RMSNorm has no mean, and needs the squares only.
+  The sums of ``x`` and of its squares, which this needs, are left by the kernel that made ``x``; a product leaves one
+  part per tile of columns. RMSNorm has no mean, and needs the squares only.
 - Columns of a gated MLP's gate and of its other factor alternate, so that a program has both of a pair.
 - Where programs would have long dot products to do, their depth is split over warps, or over programs: the last of them
   to arrive adds the parts in their order, so that the result does not depend on which was last.
@@ -61,7 +61,7 @@ def small_batch_linear_kernel(
     weight_ptr,  # [O, E]
     bias_ptr,  # [O] float32, with BIAS
     column_sum_ptr,  # [O] float32, with CENTRE
-    x_moments_ptr,  # [T, 2, X_PARTS] float32, with NORM and X_PARTS
+    x_moments_ptr,  # [T, 2, X_PARTS] float32, with NORM
     residual_ptr,  # [T, O], with RESIDUAL; with GATED O / 2 columns, as out
     out_ptr,  # [T, O]  written
     out_moments_ptr,  # [T, 2, OUT_PARTS] float32, with OUT_PARTS  written
@@ -87,7 +87,7 @@ def small_batch_linear_kernel(
     BIAS: tl.constexpr,
     NORM: tl.constexpr,  # RMSNorm, with CENTRE LayerNorm
     CENTRE: tl.constexpr,
-    X_PARTS: tl.constexpr,  # 0: sum up x here
+    X_PARTS: tl.constexpr,
     GELU: tl.constexpr,
     GATED: tl.constexpr,  # silu(first) * second of each pair of columns
     RESIDUAL: tl.constexpr,
@@ -137,7 +137,7 @@ def small_batch_linear_kernel(
         residual = tl.load(
             residual_ptr + wide_rows[:, None] * residual_stride + out_columns[None, :], mask=inside, other=0.0
         )
-    if NORM and X_PARTS > 0:
+    if NORM:
         sums, sums_of_squares = load_moments(x_moments_ptr, rows, num_rows, X_PARTS)
     if WHOLE and TMA:
         x = x_desc.load([row_tile * BLOCK_M, begin])
@@ -153,13 +153,8 @@ def small_batch_linear_kernel(
         acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHTS_LEFT else [BLOCK_M, BLOCK_N], tl.float32)
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
-    OWN_SUMS: tl.constexpr = NORM and X_PARTS == 0
-    total = tl.zeros([WARP_SPLIT, BLOCK_M, BLOCK_K // WARP_SPLIT] if OWN_SUMS else [1, 1, 1], tl.float32)
-    squares = total
     if WHOLE:
-        acc, total, squares = add_tile(
-            x, weight, acc, total, squares, WARP_SPLIT, USE_DOT, WEIGHTS_LEFT, OWN_SUMS, EXACT
-        )
+        acc = add_tile(x, weight, acc, USE_DOT, WEIGHTS_LEFT, EXACT)
     else:
         for start in range(begin, begin + DEPTH, BLOCK_K):
             if TMA:
@@ -168,9 +163,7 @@ def small_batch_linear_kernel(
             else:
                 x = load_tile(x_ptr, rows, in_rows, x_stride, start, K, BLOCK_K, WARP_SPLIT)
                 weight = load_tile(weight_ptr, columns, in_columns, K, start, K, BLOCK_K, WARP_SPLIT)
-            acc, total, squares = add_tile(
-                x, weight, acc, total, squares, WARP_SPLIT, USE_DOT, WEIGHTS_LEFT, OWN_SUMS, EXACT
-            )
+            acc = add_tile(x, weight, acc, USE_DOT, WEIGHTS_LEFT, EXACT)
     if WARP_SPLIT > 1:
         acc = sum_warps(acc)
     elif not USE_DOT:
@@ -182,14 +175,9 @@ def small_batch_linear_kernel(
         is_last, acc = add_parts(acc, partial_ptr, arrivals_ptr, program, part, SPLIT_K)
     if is_last:
         if NORM:
-            if OWN_SUMS:
-                row_total = tl.sum(tl.sum(total, 2), 0)
-                row_squares = tl.sum(tl.sum(squares, 2), 0)
-            else:
-                row_total = tl.sum(sums, 1)
-                row_squares = tl.sum(sums_of_squares, 1)
+            row_squares = tl.sum(sums_of_squares, 1)
             if CENTRE:
-                mean = row_total / K
+                mean = tl.sum(sums, 1) / K
                 variance = row_squares / K - mean * mean
                 acc = (acc - mean[:, None] * column_sum[None, :]) * tl.rsqrt(variance + eps)[:, None]
             else:
@@ -253,7 +241,7 @@ def small_batch_linear(
     gelu: bool,
     rms_norm: bool = False,
     gated: bool = False,
-    x_moments: torch.Tensor | None = None,  # [T, 2, P] float32
+    x_moments: torch.Tensor | None = None,  # [T, 2, P] float32, with a norm
     with_moments: bool = False,
     config: LinearConfig | None = None,
     use_pdl: bool | None = None,
@@ -275,11 +263,8 @@ def small_batch_linear(
     num_columns = weight.shape[0]
     exact = x.dtype == torch.float32
     if config is None:
-        own_sums = (column_sums is not None or rms_norm) and x_moments is None
         can_use_tma = has_dependent_launch(x.device) and _is_aligned(x) and _is_aligned(weight)
-        config = choose_config(
-            num_rows, num_columns, depth, own_sums=own_sums, exact=exact, can_use_tma=can_use_tma
-        )
+        config = choose_config(num_rows, num_columns, depth, exact=exact, can_use_tma=can_use_tma)
     if use_pdl is None:
         use_pdl = has_dependent_launch(x.device)
     tiles, row_tiles = triton.cdiv(num_columns, config.block_n), triton.cdiv(num_rows, config.block_m)
