@@ -38,6 +38,8 @@ Kind = tuple[str, Row]
 """A label, and the columns that tell its turns from others."""
 
 _VLLMS = ("rose-in-vllm", "vllm")
+MAX_CACHED_TOKENS = 1024
+"""More than any scene has in a request; engines with room for longer windows would not fit one GPU together."""
 
 
 class Workload:
@@ -174,7 +176,9 @@ def _add_engine_options(parser: argparse.ArgumentParser, backends: tuple[str, ..
     add_device_options(group)
     group.add_argument("--max-num-seqs", type=int, default=256, help=DEFAULT)
     group.add_argument(
-        "--kv-cache-tokens", type=int, help="KV cache of each engine (default: --max-num-seqs full windows)"
+        "--kv-cache-tokens",
+        type=int,
+        help=f"KV cache of each engine (default: --max-num-seqs windows, of at most {MAX_CACHED_TOKENS:,} tokens)",
     )
 
     def of_backend(text: str) -> tuple[str, str]:
@@ -218,7 +222,7 @@ def engine_options(
 
 def kv_cache_tokens(options: argparse.Namespace, facts: ModelFacts) -> int:
     """Return the size of each engine's KV cache in tokens."""
-    return int(options.kv_cache_tokens or options.max_num_seqs * facts.max_model_len)
+    return int(options.kv_cache_tokens or options.max_num_seqs * min(facts.max_model_len, MAX_CACHED_TOKENS))
 
 
 def _variables(options: argparse.Namespace, backend: str) -> dict[str, str]:
