@@ -28,6 +28,7 @@ DRAWN_RESULTS = ("cpu/block_manager.json", "h200/online_compare.json")
 COMMITS = {
     "0960b50e02957936": "fca7de6",
     "5976cecf0bef57e8": "1993a73",
+    "6dfccb5ad6675fe9": "090fa54",
     "94facc4f88991104": "52107a4",
     "ba762ad472dd1608": "0d20e9c",
     "cpu/block_manager.json": "df57675",
@@ -93,6 +94,7 @@ TABLES = {
     "offline_mixed": Table("engines", "h200/offline_mixed.json", engines.offline_table),
     "offline_switches": Table("engines", "h200/offline_switches.json", engines.parts_table),
     "vllm_gpt2": Table("inside_vllm", "h200/vllm_gpt2.json", engines.offline_table),
+    "vllm_qwen3": Table("inside_vllm", "h200/vllm_qwen3.json", engines.offline_table),
     "vllm_llama": Table("inside_vllm", "h200/vllm_llama.json", engines.offline_table),
     "vllm_parts": Table("inside_vllm", "h200/vllm_parts.json", engines.parts_table),
     "block_manager": Table("parts", "cpu/block_manager.json", parts.block_manager_table),

@@ -72,6 +72,11 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
         "--repeats 3",
         _INSIDE_VLLM,
     ),
+    "vllm_qwen3": (
+        f"{_OFFLINE} --backends rose rose-in-vllm vllm --scenes decode offline --cases greedy --shape qwen3-0.6b "
+        "--dtype bfloat16",
+        _ENGINES[:3],
+    ),
     "vllm_llama": (
         f"{_OFFLINE} --shape llama-1b --scenes decode offline --cases greedy --repeats 3",
         _INSIDE_VLLM,
