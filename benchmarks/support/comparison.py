@@ -39,7 +39,8 @@ Kind = tuple[str, Row]
 
 _VLLMS = ("rose-in-vllm", "vllm")
 MAX_CACHED_TOKENS = 1024
-"""More than any scene has in a request; engines with room for longer windows would not fit one GPU together."""
+"""Of a request, for the size of the KV cache: more than requests have by default. Full windows of several engines would
+not fit one GPU together."""
 
 
 class Workload:

@@ -14,9 +14,8 @@ from rose_backend.layers.linear import DecoderLayer, Linear, Norm, ResidualStrea
 
 
 def run_layers(
-    embedded: tuple[
-        torch.Tensor, torch.Tensor
-    ],  # [T, E], written where the batch is small, and [T, 2, 1] float32
+    hidden: torch.Tensor,  # [T, E]  written where the batch is small
+    moments: torch.Tensor,  # [T, 2, 1] float32
     layers: Sequence[DecoderLayer],
     final_norm: Norm,
     kv_cache: torch.Tensor,  # [L, 2, NB, BS, HKV, D]  written
@@ -31,11 +30,10 @@ def run_layers(
     """Return the hidden states behind ``final_norm``: [T, E], or [R, E] with ``last_tokens_only``.
 
     Args:
-        embedded: embeddings and their moments, from ``embed_tokens``, which was launched in the ordinary way.
+        hidden, moments: from ``embed_tokens``, which was launched in the ordinary way.
         mlp: ``ResidualStream.gelu_mlp`` or ``ResidualStream.silu_mlp``.
         rotate: rewrites query [T, HQ, D] and key [T, HKV, D] of the layer with this index.
     """
-    hidden, moments = embedded
     num_tokens, num_kv_heads, head_size = hidden.shape[0], kv_cache.shape[-2], kv_cache.shape[-1]
     attention = PagedAttention(
         metadata,

@@ -104,7 +104,7 @@ class GPT2:
         """Run all layers; see ``CausalLM``."""
         weights = self.weights
         return run_layers(
-            embed_tokens(input_ids, positions, weights.token_embedding, weights.position_embedding),
+            *embed_tokens(input_ids, positions, weights.token_embedding, weights.position_embedding),
             weights.layers,
             weights.final_norm,
             kv_cache,

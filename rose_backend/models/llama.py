@@ -186,7 +186,7 @@ class Llama:
                 )
 
         return run_layers(
-            embed_tokens(input_ids, positions, weights.embedding),
+            *embed_tokens(input_ids, positions, weights.embedding),
             weights.layers,
             weights.final_norm,
             kv_cache,

@@ -15,6 +15,7 @@ from rose_backend.engine.startup.load import storage_bytes
 from rose_backend.layers.attention import AttentionMetadata
 from rose_backend.models.gpt2 import GPT2
 from rose_backend.models.registry import load_model
+from tests.kernels.test_small_batch_linear import record_moments
 from tests.support.tiny_checkpoint import write_random_gpt2
 
 BLOCK_SIZE = 16
@@ -113,7 +114,9 @@ def test_logits_of_chunks_and_decodes(switched_model: GPT2, reference: torch.nn.
         torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_the_way_for_few_decodes_agrees(checkpoint: Path, reference: torch.nn.Module) -> None:
+def test_the_way_for_few_decodes_agrees(
+    checkpoint: Path, reference: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Taken by itself on a GPU only.
     model = load_model(checkpoint)
     assert isinstance(model, GPT2)
@@ -124,10 +127,12 @@ def test_the_way_for_few_decodes_agrees(checkpoint: Path, reference: torch.nn.Mo
     tokens = [random_tokens(30, seed=1), random_tokens(21, seed=2), random_tokens(17, seed=3)]
     sequences = Sequences(model, tokens)
     sequences.step([20, 16, 1])
+    seen = record_moments(monkeypatch)
     for index in range(5):
         for row, logits in enumerate(sequences.step([1, 1, 1])):
             expected = reference_logits(reference, tokens[row])[(20, 16, 1)[row] + index]
             torch.testing.assert_close(logits[0], expected, rtol=0, atol=TOLERANCE)
+    assert len(seen) == 5 * 2 * model.config.num_layers
 
 
 def test_greedy_tokens_around_block_boundaries(model: GPT2, reference: torch.nn.Module) -> None:

@@ -11,6 +11,7 @@ from rose_backend.config import SWITCH_NAMES
 from rose_backend.engine.startup.load import storage_bytes
 from rose_backend.models import llama
 from rose_backend.models.registry import load_model
+from tests.kernels.test_small_batch_linear import record_moments
 from tests.support.llama_checkpoints import CASES, VOCAB_SIZE, write_checkpoint
 from tests.support.reference_generation import (
     NUM_NEW_TOKENS,
@@ -87,8 +88,10 @@ def test_the_way_for_few_decodes(case: Case, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(llama, "packs_layers", lambda *_: True)
     # No matrix is there twice; a packed layer has vectors of its own.
     assert storage_bytes(load_model(path).weights) < 1.02 * num_bytes
+    seen = record_moments(monkeypatch)
     with LLM(str(path), device="cpu", dtype="float32") as llm:
         check(llm, case, num_prompts=16, num_tokens=24)
+    assert seen
 
 
 @pytest.mark.gpu

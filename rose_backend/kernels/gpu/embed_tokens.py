@@ -34,9 +34,8 @@ def _embed_tokens_kernel(
     token_id = tl.load(input_ids_ptr + token)
     if ADD:
         position = tl.load(positions_ptr + token)
-    embedded = tl.load(token_embedding_ptr + token_id * token_stride + columns, mask=mask, other=0.0).to(
-        tl.float32
-    )
+    of_token = token_embedding_ptr + token_id * token_stride + columns
+    embedded = tl.load(of_token, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         positional = position_embedding_ptr + position * position_stride + columns
         embedded += tl.load(positional, mask=mask, other=0.0).to(tl.float32)
