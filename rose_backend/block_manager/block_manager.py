@@ -124,11 +124,11 @@ class BlockManager:
 
     def hash_blocks(
         self, token_ids: Int32Array, *, namespace: bytes = b"", known: Sequence[bytes] = ()
-    ) -> list[bytes]:
-        """Hash a prompt once for any number of lookups.
+    ) -> Sequence[bytes]:
+        """Hash a prompt once for any number of lookups; each block when a lookup first asks for it.
 
         Args:
-            token_ids: the prompt, int32 ``[P]``.
+            token_ids: the prompt, int32 ``[P]``; not to be changed later.
             namespace: see ``match``.
             known: earlier answer for a prefix of the same tokens in the same namespace; only the rest is hashed.
 
@@ -261,6 +261,20 @@ class BlockManager:
                 f"reserve: got {int(wanted.max())} tokens in a row, max_model_len is {self.max_model_len}"
             )
         return self._reservations.reserve(rows, wanted, idle)
+
+    def reserve_next_blocks(self, rows: IntArray) -> bool:
+        """As ``reserve`` of one more block for each of ``rows``, whose blocks are all reserved by that row alone.
+
+        Returns:
+            False when blocks are short; nothing has changed then.
+
+        Raises:
+            RowError: a row is not in use, is listed twice, is as long as it may be, or reads a block that it has not
+                reserved.
+        """
+        rows = np.asarray(rows, np.int64)
+        self.table.check_distinct(rows)
+        return self._reservations.append_to_each(rows)
 
     def commit(self, rows: IntArray, num_tokens: IntArray | int, token_ids: IntArray) -> None:
         """Declare reserved positions written: they count as computed, and lookups find them.

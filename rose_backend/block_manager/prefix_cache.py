@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import overload
 
 import numpy as np
 
@@ -47,6 +48,48 @@ class PrefixMatch:
     """Digest of the chain of the full blocks that match."""
     epoch: int
     """Version of the cache: ``BlockManager.add`` repeats the lookup for a match of another epoch."""
+
+
+class BlockDigests(Sequence[bytes]):
+    """Digests of a prompt's blocks, each computed when it is first asked for, once.
+
+    A lookup asks for the blocks that it finds and one more. What is computed behind them is hashed when it is indexed.
+
+    Args:
+        count: of all of them.
+        known: the first of them.
+        rest: yields those behind them.
+    """
+
+    def __init__(self, count: int, known: Sequence[bytes], rest: Iterator[bytes]) -> None:
+        self._count, self._known, self._rest = count, list(known), rest
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._known
+        for digest in self._rest:
+            self._known.append(digest)
+            yield digest
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
+        """Return one digest, or those of a slice."""
+        if isinstance(index, slice):
+            return [*self][index]
+        index = range(self._count)[index]  # from the end, too
+        for _ in range(index + 1 - len(self._known)):
+            self._known.append(next(self._rest))
+        return self._known[index]
+
+    @property
+    def known(self) -> Sequence[bytes]:
+        """Those that have been computed."""
+        return self._known
 
 
 class PrefixCache:
@@ -94,15 +137,17 @@ class PrefixCache:
             self._last_root = namespace, digest.digest()
         return self._last_root[1]
 
-    def chain_digest(self, parent: bytes, tokens: bytes) -> bytes:
+    def chain_digest(self, parent: bytes, tokens: bytes | memoryview) -> bytes:
         """Return the digest of a full block. ``tokens``: its int32 ids as bytes."""
         state = _EMPTY_CHAIN.copy()  # faster than another constructor call
         state.update(parent + tokens)
         return state.digest()
 
-    def hash_blocks(self, token_ids: Int32Array, namespace: bytes, known: Sequence[bytes]) -> list[bytes]:
+    def hash_blocks(self, token_ids: Int32Array, namespace: bytes, known: Sequence[bytes]) -> BlockDigests:
         """Return the root digest and the digest of each full block; ``known`` are the first of them."""
-        return [*known, *self._digests(token_ids, namespace, known)]
+        num_digests = 1 + len(token_ids) // self.block_size
+        known = [*(known.known if isinstance(known, BlockDigests) else known)]
+        return BlockDigests(num_digests, known, self._digests(token_ids, namespace, known))
 
     def match(
         self, token_ids: Int32Array, namespace: bytes, max_tokens: int, block_hashes: Sequence[bytes] | None
@@ -133,7 +178,7 @@ class PrefixCache:
             known = [self.root_digest(namespace)]
             yield known[0]
         digest = known[-1]
-        data, step = token_ids.tobytes(), 4 * self.block_size
+        data, step = token_ids.data.cast("B"), 4 * self.block_size
         for start in range((len(known) - 1) * step, len(data) - step + 1, step):
             digest = self.chain_digest(digest, data[start : start + step])
             yield digest

@@ -90,6 +90,8 @@ class Reservations:
             wanted: ``[N]`` tokens each row must be able to hold.
             idle: ``[N]``, rows that already can.
         """
+        if len(rows) == 1 and (reservation := self._reserve_one(int(rows[0]), int(wanted[0]))) is not None:
+            return reservation
         needy = np.flatnonzero(~idle)
         rows, wanted = rows[needy], wanted[needy]
         num_blocks = self._table.num_row_blocks[rows]
@@ -110,6 +112,42 @@ class Reservations:
             return Reservation(False, servable, 0)
         self._serve(rows, num_new, tails, total)
         return Reservation(True, np.ones(len(idle), np.bool_), total)
+
+    def _reserve_one(self, row: int, wanted: int) -> Reservation | None:
+        """Serve one row without arrays of its numbers, which cost more than what they save; None if its end is shared.
+
+        A prompt is admitted so.
+        """
+        table = self._table
+        num_blocks = int(table.num_row_blocks[row])
+        if table.capacity[row] < table.full_capacity_of(num_blocks):
+            return None
+        num_new = max(-(-wanted // self._block_size) - num_blocks, 0)
+        is_ok = num_new <= self._pool.num_free_blocks
+        if is_ok:
+            block_ids = self._take(num_new)
+            table.append_to(row, num_blocks, block_ids)
+            self._pool.writers[block_ids] = row
+        return Reservation(is_ok, np.full(1, is_ok), num_new if is_ok else 0)
+
+    def append_to_each(self, rows: Int64Array) -> bool:
+        """See ``BlockManager.reserve_next_blocks``."""
+        table = self._table
+        counts = table.num_row_blocks[rows]
+        if any_of((table.capacity[rows] != counts * self._block_size) | (counts == table.width)):
+            raise RowError(
+                f"reserve_next_blocks: one of rows {rows.tolist()} cannot get a block behind its own"
+            )
+        if len(rows) > self._pool.num_free_blocks:
+            return False
+        block_ids = self._take(len(rows))
+        table.changed[rows] = True
+        table.block_table[rows, counts] = block_ids
+        counts += 1
+        table.num_row_blocks[rows] = counts
+        table.capacity[rows] = table.full_capacity(counts)
+        self._pool.writers[block_ids] = rows
+        return True
 
     def _shared_tails(self, rows: Int64Array, num_blocks: Int32Array, num_new: Int32Array) -> _Tails | None:
         table, pool = self._table, self._pool

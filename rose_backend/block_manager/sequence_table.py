@@ -102,6 +102,18 @@ class SequenceTable:
         self.capacity[rows] = self.full_capacity(new_counts)
         return row_of_block
 
+    def append_to(self, row: int, num_blocks: int, block_ids: Int64Array) -> None:
+        """Append blocks to one row, which has ``num_blocks``."""
+        end = num_blocks + len(block_ids)
+        self.block_table[row, num_blocks:end] = block_ids
+        self.num_row_blocks[row] = end
+        self.capacity[row] = self.full_capacity_of(end)
+        self.changed[row] = True
+
+    def full_capacity_of(self, num_row_blocks: int) -> int:
+        """Return the tokens that so many blocks of one row hold."""
+        return min(num_row_blocks * self._block_size, self._max_model_len)
+
     def full_capacity(self, num_row_blocks: Int32Array) -> Int32Array:
         """Return the tokens that so many blocks of a row hold."""
         capacity: Int32Array = np.minimum(num_row_blocks * self._block_size, self._max_model_len)
@@ -131,10 +143,12 @@ class SequenceTable:
 
     def check_distinct(self, rows: Int64Array) -> None:
         """Raise RowError unless every row exists and is listed once."""
+        num_rows = len(self._order)
+        if len(rows) == 1 and 0 <= rows[0] < num_rows:
+            return
         packed = rows.tobytes()
         if packed == self._scratch_distinct:  # a step passes the same rows several times
             return
-        num_rows = len(self._order)
         if len(rows) and (rows.min() < 0 or rows.max() >= num_rows):
             raise RowError(f"rows {rows.tolist()}: allowed are 0 to {num_rows - 1}")
         order = self._order[: len(rows)]

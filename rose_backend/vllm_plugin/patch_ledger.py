@@ -60,6 +60,13 @@ LEDGER: dict[str, Patch] = {
         build="",
         only_while="RoseScheduler.__init__ runs, in its thread",
     ),
+    "request_block_hashes": Patch(
+        target="vllm.v1.engine.core:EngineCore.preprocess_add_request",
+        reason="vLLM hashes every block of every prompt for its own prefix cache; Rose's block manager has digests of "
+        "its own, and without KV events nobody reads vLLM's. The engine makes its hash function itself.",
+        remove_when="a KV cache manager can say that it does not read Request.block_hashes",
+        build=f"{_PLUGIN}.kv_cache.prompt_hashes:wrap_preprocess_add_request",
+    ),
     "gpt2_inner_model": Patch(
         target="vllm.model_executor.models.gpt2:GPT2Model",
         reason="GPT2LMHeadModel.__init__ builds its decoder from this name; building a second one would register every "

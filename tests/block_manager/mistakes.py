@@ -22,6 +22,7 @@ def possible_mistakes(simulation: Simulation, rng: random.Random) -> list[Mistak
         ("add an empty prompt", lambda m: m.add(np.zeros(0, np.int32))),
         ("add a prompt that is too long", lambda m: m.add(np.zeros(longest + 1, np.int32))),
         ("reserve for a row not in use", lambda m: m.reserve(np.array([bad]), 1)),
+        ("reserve a block for a row not in use", lambda m: m.reserve_next_blocks(np.array([bad]))),
         ("commit a row not in use", lambda m: m.commit(np.array([bad]), 1, one)),
         ("roll back a row not in use", lambda m: m.roll_back(np.array([bad]))),
         ("free a row not in use", lambda m: m.free(np.array([bad]))),
@@ -43,6 +44,7 @@ def _mistakes_with_a_row(simulation: Simulation, row: int) -> list[Mistake]:
     ids = np.zeros(writable + 1, np.int32)
     mistakes: list[Mistake] = [
         ("reserve for a row twice", lambda m: m.reserve(np.array([row, row]), min(room, 1))),
+        ("reserve a block for a row twice", lambda m: m.reserve_next_blocks(np.array([row, row]))),
         ("reserve a negative number", lambda m: m.reserve(np.array([row]), -1)),
         ("reserve beyond max_model_len", lambda m: m.reserve(np.array([row]), room + 1)),
         ("commit more than was reserved", lambda m: m.commit(np.array([row]), writable + 1, ids)),

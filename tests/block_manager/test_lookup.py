@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rose_backend.block_manager import BlockManager
+from rose_backend.block_manager.prefix_cache import PrefixCache
 from rose_backend.errors import RowError
 from tests.block_manager.test_block_manager import admit, compute, make, table
 
@@ -18,7 +19,7 @@ def test_hashes_known_before_are_not_computed_again(monkeypatch: pytest.MonkeyPa
     manager = make()
     prompt = np.arange(19, dtype=np.int32)
     hashes = manager.hash_blocks(prompt)
-    assert len(hashes) == 1 + 4 and manager.hash_blocks(prompt, known=hashes[:3]) == hashes
+    assert len(hashes) == 1 + 4 and [*manager.hash_blocks(prompt, known=hashes[:3])] == [*hashes]
     assert manager.cache is not None
     hashed: list[bytes] = []
     chain_digest = manager.cache.chain_digest
@@ -27,9 +28,27 @@ def test_hashes_known_before_are_not_computed_again(monkeypatch: pytest.MonkeyPa
         "chain_digest",
         lambda parent, tokens: hashed.append(tokens) or chain_digest(parent, tokens),
     )
-    manager.hash_blocks(prompt, known=hashes[:4])
+    assert manager.hash_blocks(prompt, known=hashes[:4])[4] == hashes[4]
     assert len(hashed) == 1
-    assert manager.hash_blocks(prompt, known=hashes) == hashes and len(hashed) == 1
+    assert [*manager.hash_blocks(prompt, known=hashes)] == [*hashes] and len(hashed) == 1
+
+
+def test_a_block_is_hashed_when_a_lookup_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make()
+    admit(manager, list(range(9)))
+    prompt = np.array([*range(8), *range(50, 63)], np.int32)
+    hashed: list[int] = []
+    chain_digest = PrefixCache.chain_digest
+    monkeypatch.setattr(PrefixCache, "chain_digest", lambda *args: hashed.append(1) or chain_digest(*args))
+    hashes = manager.hash_blocks(prompt)
+    assert not hashed and len(hashes) == 1 + 5
+    for _ in range(3):
+        # Two blocks are found, the third is not.
+        assert manager.match(prompt, block_hashes=hashes).num_tokens == 8
+        assert len(hashed) == 3
+    # A longer prompt goes on with what is known.
+    longer = manager.hash_blocks(np.append(prompt, prompt), known=hashes)
+    assert longer[5] == [*hashes][5] and len(hashed) == 3 + 2 + 2
 
 
 def test_lookup_with_hashes_hashes_nothing_and_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +57,7 @@ def test_lookup_with_hashes_hashes_nothing_and_finds_the_same(monkeypatch: pytes
     prompt = np.array([*range(17), 99, 99], np.int32)
     plain = manager.match(prompt, namespace=b"tenant")
     hashes = manager.hash_blocks(prompt, namespace=b"tenant")
+    assert len([*hashes]) == 1 + 4
     monkeypatch.setattr("hashlib.blake2b", None)
     hashed = manager.match(prompt, namespace=b"tenant", block_hashes=hashes)
     assert hashed.num_tokens == plain.num_tokens == 17

@@ -9,13 +9,16 @@ import pytest
 
 from rose_backend.block_manager import BlockManager
 from rose_backend.errors import RowError
+from tests.block_manager.deep_state import state_of
 from tests.block_manager.test_block_manager import admit, compute, make, table
 
 
-def scarce_manager(seed: int) -> tuple[BlockManager, np.ndarray, np.ndarray]:
+def scarce_manager(seed: int, num_more_blocks: int = 0) -> tuple[BlockManager, np.ndarray, np.ndarray]:
     """Return a manager with rows that share tails in every way, few free blocks, and what the rows ask for."""
     rng = np.random.default_rng(seed)
-    manager = make(num_blocks=int(rng.integers(6, 11)), block_size=4, max_num_seqs=7)
+    manager = make(
+        num_blocks=int(rng.integers(6, 11)) + num_more_blocks, block_size=4, max_num_seqs=7, hash_key=b"key"
+    )
     known = [[symbol] * int(rng.integers(2, 8)) for symbol in range(3)]
     for prompt in known[: int(rng.integers(1, 4))]:
         row, _ = admit(manager, prompt)
@@ -50,6 +53,41 @@ def test_the_servable_rows_are_as_many_as_can_be_served_together(seed: int) -> N
         fresh, _, _ = scarce_manager(seed)
         index = np.array(subset)
         assert not fresh.reserve(rows[index], counts[index]).ok, f"rows {subset} could have been served"
+
+
+def test_next_blocks_are_reserved_as_by_reserve() -> None:
+    num_reserved = num_short = 0
+    for seed in range(60):
+        (one, rows, _), (other, _, _) = scarce_manager(seed, 9), scarce_manager(seed, 9)
+        has_own = [one.reserve(rows[[index]], 1).ok for index in range(len(rows))]
+        assert has_own == [other.reserve(rows[[index]], 1).ok for index in range(len(rows))]
+        rows = rows[has_own]
+        for num_rows in (1, 1, 2, 3, 1, 2, 5):
+            some = rows[:num_rows]
+            wanted = (one.num_row_blocks[some] + 1) * 4 - one.num_computed_tokens[some]
+            is_ok = one.reserve_next_blocks(some)
+            assert other.reserve(some, wanted).ok == is_ok
+            assert state_of(one) == state_of(other)
+            one.check_integrity()
+            num_reserved += is_ok
+            num_short += not is_ok
+    assert min(num_reserved, num_short) > 20, (num_reserved, num_short)
+
+
+def test_no_row_gets_a_block_behind_one_that_it_reads_or_beyond_its_length() -> None:
+    manager = make(num_blocks=30, block_size=4)
+    row, _ = admit(manager, [1, 2])
+    manager.free(np.array([row]))
+    reads = manager.add(np.array([1, 2, 3], np.int32)).row
+    before = state_of(manager)
+    with pytest.raises(RowError, match="cannot get a block behind its own"):
+        manager.reserve_next_blocks(np.array([reads]))
+    assert state_of(manager) == before
+    assert manager.reserve(np.array([reads]), manager.max_model_len - 2).ok
+    before = state_of(manager)
+    with pytest.raises(RowError, match="cannot get a block behind its own"):
+        manager.reserve_next_blocks(np.array([reads]))
+    assert state_of(manager) == before
 
 
 def test_the_scarce_managers_are_short_of_blocks_in_every_way() -> None:

@@ -17,6 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from rose_backend.vllm_plugin.options import batches_decode_steps
+from rose_backend.vllm_plugin.scheduler.output_fast_path import FastOutputs
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.fake_worker import VOCAB_SIZE
 from tests.vllm_plugin.lockstep import Pair, batching
@@ -89,7 +90,7 @@ def test_every_step_and_output_is_vllms(make_config: MakeConfig, options: str, d
     if options == "events":
         assert len(pair.published[0]) > 20
     # Without placeholders a request waits for its token before it can be scheduled again.
-    assert depth == "pipelined" or pair.num_batched_steps > 30
+    assert depth == "pipelined" or pair.num_batched_steps > 20
     may_split = depth != "pipelined" and options not in ("priority", "watermark")
     assert (pair.num_split_steps > 15) == may_split
     assert pair.num_batched_tokens > pair.num_tokens // 3
@@ -209,19 +210,13 @@ def test_a_steady_step_asks_nothing_request_by_request(
             simulation.step()
 
     def refuse(*args: Any) -> None:
-        raise AssertionError("a steady step takes vLLM's loop over requests")
-
-    update_from_output, left = Scheduler.update_from_output, []
-
-    def watch(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        left.append(len(scheduler_output.num_scheduled_tokens))
-        return update_from_output(self, scheduler_output, model_runner_output)
+        raise AssertionError("a steady step looks at each request")
 
     monkeypatch.setattr(Scheduler, "schedule", refuse)
-    monkeypatch.setattr(Scheduler, "update_from_output", watch)
+    monkeypatch.setattr(Scheduler, "update_from_output", refuse)
+    monkeypatch.setattr(FastOutputs, "_which_are_usual", refuse)
     for _ in range(40):
         simulation.step()
-    assert left == [0] * 40
     assert [len(simulation.outputs[f"r{index}"]) for index in range(6)] == [47] * 4 + [43] * 2
 
 
@@ -246,3 +241,36 @@ def test_the_switch_turns_batched_scheduling_off(
     assert line.endswith("switched off: " + ("nothing" if is_on else "batched_scheduling"))
     assert not batches_decode_steps(make_config(speculative_config=NGRAM))
     assert not batches_decode_steps(make_config(additional_config={"rose": {"block_manager": False}}))
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+@pytest.mark.parametrize("num_logprobs", [None, 1])
+def test_first_tokens_are_sent_before_the_tokens_of_running_requests(
+    make_config: MakeConfig, is_on: bool, num_logprobs: int | None
+) -> None:
+    simulation = make_simulation(
+        make_config, num_blocks=60, block_size=16, max_num_seqs=8, additional_config=batching(is_on)
+    )
+    scheduler, orders = simulation.scheduler, list[list[str]]()
+    update = scheduler.update_from_output
+
+    def note_order(*step: Any) -> Any:
+        results = update(*step)
+        orders.extend([output.request_id for output in result.outputs] for result in results.values())
+        return results
+
+    scheduler.update_from_output = note_order
+    for request_id, prompt in (("a", [1] * 20), ("b", [2] * 20)):
+        request = make_request(request_id, prompt, 30)
+        # Log-probabilities take vLLM's own code for each request.
+        request.sampling_params.logprobs = num_logprobs
+        scheduler.add_request(request)
+    for _ in range(3):
+        simulation.step()
+    assert orders[-1] == ["a", "b"]
+    for request_id, prompt in (("c", [3] * 20), ("d", [4] * 20)):
+        scheduler.add_request(make_request(request_id, prompt, 30))
+    simulation.step()
+    assert orders[-1] == ["c", "d", "a", "b"]
+    simulation.step()
+    assert sorted(orders[-1]) == ["a", "b", "c", "d"]

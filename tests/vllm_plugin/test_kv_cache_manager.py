@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request, RequestStatus
 
+from rose_backend.block_manager import BlockManager
 from rose_backend.errors import ConfigError, IntegrityError
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
@@ -187,6 +188,19 @@ def test_a_hit_inside_a_block_travels_as_a_copy() -> None:
     manager.manager.check_integrity()
 
 
+@pytest.mark.parametrize(("num_shared", "num_hits"), [(1, 0), (3, 0), (4, 4), (16, 16), (17, 17), (20, 20)])
+def test_a_block_is_not_copied_for_a_few_tokens(num_shared: int, num_hits: int) -> None:
+    manager = make_manager()
+    admit(manager, make_request("a", list(range(40))))
+    late = make_request("late", [*range(num_shared), *range(900, 910)])
+    manager.new_step_starts()
+    assert manager.get_computed_blocks(late)[1] == num_hits
+    admit(manager, late)
+    copies, _ = manager.take_kv_cache_block_copies()
+    assert len(copies) == (num_hits % BLOCK_SIZE > 0)
+    assert len(manager.get_block_ids("late")[0]) == -(-(num_shared + 10) // BLOCK_SIZE)
+
+
 def test_lookups_respect_the_request_and_the_limit_asked_for() -> None:
     manager = make_manager()
     first = make_request("first", list(range(40)))
@@ -225,6 +239,27 @@ def test_the_cache_is_reset_only_while_no_request_holds_blocks() -> None:
     assert stats is not None and stats.reset
     manager.new_step_starts()
     assert manager.get_computed_blocks(make_request("b", list(range(40))))[1] == 0
+
+
+def test_requests_that_end_together_are_released_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make_manager()
+    requests = [make_request(f"r{index}", [100 * index, *range(1, 40)]) for index in range(3)]
+    for request in requests:
+        admit(manager, request)
+    calls: list[int] = []
+    for name in ("commit", "free"):
+        original = getattr(BlockManager, name)
+        monkeypatch.setattr(
+            BlockManager, name, lambda *args, call=original: calls.append(len(args[1])) or call(*args)
+        )
+    for request in requests:
+        manager.free(request)
+        # As vLLM sets back a request that it preempts.
+        request.num_computed_tokens = 0
+    assert not calls and manager.usage == 0.0
+    assert calls == [3, 3]
+    for request in requests:
+        assert manager.get_computed_blocks(request)[1] == 39
 
 
 def test_blocks_of_a_finished_request_may_return_later() -> None:

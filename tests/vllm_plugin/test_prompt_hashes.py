@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,11 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
 
 from rose_backend.block_manager import PrefixCache
-from rose_backend.vllm_plugin.kv_cache.prompt_hashes import namespace_of
+from rose_backend.vllm_plugin.kv_cache.prompt_hashes import namespace_of, wrap_preprocess_add_request
 from tests.vllm_plugin.test_kv_cache_manager import BLOCK_SIZE, admit, make_manager, make_request
 
 PROMPT = list(range(40))
@@ -77,12 +81,12 @@ def test_a_waiting_request_is_hashed_once(num_hashed: list[int]) -> None:
     for _ in range(5):
         assert admit(manager, late) is None
     manager._flush()
-    num_of_holder = len(num_hashed) - 100 // BLOCK_SIZE
-    assert num_of_holder == 120 // BLOCK_SIZE, "committing the holder's blocks hashes them, once"
-    # Tokens that arrive while it waits again are hashed alone.
+    # Committing the holder's blocks hashes them, once. Of the late one only the first block is asked for.
+    assert len(num_hashed) == 120 // BLOCK_SIZE + 1
+    # So it is when tokens arrive while it waits again.
     late._all_token_ids.extend(range(100, 130))
     assert admit(manager, late) is None
-    assert len(num_hashed) == num_of_holder + 130 // BLOCK_SIZE
+    assert len(num_hashed) == 120 // BLOCK_SIZE + 1
     assert len(manager._prompts) == 1
 
 
@@ -124,3 +128,33 @@ def test_hits_are_the_same_with_and_without_kept_hashes() -> None:
     fresh = manager.manager.match(np.array(late._all_token_ids, np.int32))
     assert kept.num_tokens == fresh.num_tokens == 37
     assert kept.block_ids.tolist() == fresh.block_ids.tolist() and kept.chain_digest == fresh.chain_digest
+
+
+@pytest.mark.parametrize(
+    ("events", "connector", "is_stock", "hashes"),
+    [
+        (False, None, False, False),
+        (True, None, False, True),
+        (False, "a connector", False, True),
+        (False, None, True, True),
+    ],
+    ids=["Rose's manager", "KV events", "connector", "vLLM's manager"],
+)
+def test_vllm_hashes_prompts_only_where_someone_reads_it(
+    events: bool, connector: Any, is_stock: bool, hashes: bool
+) -> None:
+    init_none_hash(sha256_cbor)
+    manager = object() if is_stock else make_manager(11, enable_kv_cache_events=events)
+    core: Any = SimpleNamespace(
+        scheduler=SimpleNamespace(kv_cache_manager=manager, connector=connector),
+        request_block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256_cbor),
+        mm_receiver_cache=None,
+    )
+    request = make_request("a", PROMPT)
+    wire = EngineCoreRequest("a", PROMPT, None, request.sampling_params, None, 0.0, None, None, None)
+    preprocess = wrap_preprocess_add_request(inspect.unwrap(EngineCore.preprocess_add_request))
+    made, _ = preprocess(core, wire)
+    assert made._all_token_ids == PROMPT
+    assert len(made.block_hashes) == (len(PROMPT) // BLOCK_SIZE if hashes else 0)
+    made.append_output_token_ids(list(range(BLOCK_SIZE)))
+    assert len(made.block_hashes) == ((len(PROMPT) + BLOCK_SIZE) // BLOCK_SIZE if hashes else 0)

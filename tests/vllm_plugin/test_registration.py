@@ -183,7 +183,8 @@ def test_register_touches_only_what_the_ledger_names(fresh: dict[str, Any]) -> N
         always.remove(LEDGER["cpu_backend_choice"].target)
     # Only where ROSE is selected.
     step_graph = {name for name in LEDGER if name.startswith("step_graph_")}
-    always -= {LEDGER[name].target for name in {"decode_graphs", "merged_outputs"} | step_graph}
+    others = {"decode_graphs", "merged_outputs", "request_block_hashes"}
+    always -= {LEDGER[name].target for name in others | step_graph}
     enum = {name for name in result["changed"] if "AttentionBackendEnum" in name}
     assert set(result["changed"]) - enum == always
     assert enum == {"vllm.v1.attention.backends.registry:AttentionBackendEnum.ROSE"}

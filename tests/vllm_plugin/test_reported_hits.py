@@ -81,7 +81,7 @@ def test_guesses_inside_a_block_are_told_alike(make_config: MakeConfig) -> None:
     assert told == {((16, 6), (22, 16))}
 
 
-@pytest.mark.parametrize("num_lookahead", [0, 3])
+@pytest.mark.parametrize("num_lookahead", [0, 1, 3])
 @pytest.mark.parametrize(("full_blocks_only", "num_found"), [(False, 37), (True, 32)])
 def test_where_hits_end_beside_a_drafter(full_blocks_only: bool, num_found: int, num_lookahead: int) -> None:
     manager = make_manager(

@@ -67,6 +67,19 @@ def test_a_pool_too_small_for_all_full_rows_serves_the_one_that_asks(monkeypatch
     assert manager.manager.num_free_blocks == 3
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (1,)])
+def test_blocks_of_a_batch_are_those_that_requests_get_one_by_one(order: tuple[int, ...]) -> None:
+    managers = make_manager(), make_manager()
+    requests = [full_requests(manager, 3) for manager in managers]
+    one_by_one = [managers[0].allocate_slots(requests[0][index], 1).get_block_ids() for index in order]
+    rows = managers[1].get_decode_rows([requests[1][index] for index in order]).tolist()
+    assert managers[1].running.allocate_next_blocks(rows, len(order)) == one_by_one
+    for first, second in zip(*requests, strict=True):
+        assert table(managers[0], first) == table(managers[1], second)
+    # One block more in each row, and the next step has room.
+    assert [managers[1].running.capacity[row] for row in rows] == [2 * BLOCK_SIZE] * len(rows)
+
+
 def test_a_request_that_leaves_before_it_asks_gives_its_share_back() -> None:
     manager = make_manager()
     first, second = full_requests(manager, 2)

@@ -5,11 +5,18 @@ Run it against any installed vLLM, as test_interface_drift.py; test_batched_sche
 
 from __future__ import annotations
 
+import ast
 import inspect
+import pickle
+import textwrap
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched import async_scheduler, utils
+from vllm.v1.core.sched import scheduler as scheduler_module
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -17,6 +24,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeRequestData
 from rose_backend.vllm_plugin.scheduler.scheduler import BatchedScheduling
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.simulation import make_simulation
@@ -80,7 +88,28 @@ SCHEDULER_MEMBERS = {
     *("max_num_active_reqs", "max_num_scheduled_tokens", "max_model_len", "current_step", "_pause_state"),
     *("prefill_capacity_bound", "use_v2_model_runner", "encoder_cache_manager"),
     *("sched_step_seq", "enable_kv_cache_events", "get_request_counts", "_free_cow_retained_blocks"),
-    "_handle_blocked_waiting_request",
+    *("_handle_blocked_waiting_request", "_preempt_request", "finish_requests", "make_stats"),
+    *("finished_req_ids_dict", "grammar_compile_error_reqs", "encoder_cache_mismatch_reqs"),
+}
+# Outside its loop over requests, ``update_from_output`` reads these of the scheduler: what a steady step reports itself
+# is what is left of it without connectors, errors and stopped requests.
+END_OF_STEP_MEMBERS = {
+    *("make_stats", "kv_cache_manager", "kv_event_publisher", "finished_req_ids_dict", "perf_metrics"),
+    *("grammar_compile_error_reqs", "encoder_cache_mismatch_reqs", "finish_requests"),
+    # Only with a connector.
+    *("connector", "ec_connector", "recompute_kv_load_failures", "_handle_failed_recving"),
+    *("_handle_invalid_blocks", "_update_from_kv_xfer_finished", "defer_block_free", "processed_step_seq"),
+    *("_drain_deferred_frees", "_drain_deferred_loads"),
+    # Only for stopped requests.
+    *("running", "waiting", "kv_holding_waiting", "deferred_waiting", "_enqueue_waiting_request"),
+}
+# What may end the usual course of a running request, and the functions that change it.
+COURSE_OF_A_REQUEST = {"status", "events", "prefill_stats", "num_stale_output_tokens"}
+CHANGES_OF_COURSE = {
+    *("finish_requests", "_preempt_request"),  # They count as interventions.
+    *("update_from_output", "check_stop", "_handle_stopped_request"),  # Of requests that are left to vLLM.
+    *("schedule", "_handle_blocked_waiting_request", "add_request"),  # Of requests that are not running.
+    "_update_request_as_session",  # Sessions are always left to vLLM.
 }
 REQUEST_MEMBERS = {
     *("num_computed_tokens", "num_output_placeholders", "num_in_flight_tokens", "num_stale_output_tokens"),
@@ -136,3 +165,52 @@ def test_scheduler_and_requests_have_what_the_batched_path_uses(make_config: Mak
     assert lists[0] is request._all_token_ids and lists[1] is request._output_token_ids
     assert RequestStatus.is_finished(RequestStatus.FINISHED_ABORTED)
     assert not RequestStatus.is_finished(RequestStatus.RUNNING)
+
+
+def test_the_end_of_a_step_uses_nothing_new() -> None:
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(Scheduler.update_from_output))).body
+    assert isinstance(function, ast.FunctionDef)
+    statements = [each for each in function.body if not _is_loop_over_requests(each)]
+    assert len(statements) == len(function.body) - 1, "the loop over requests is written otherwise"
+    used = {
+        node.attr
+        for statement in statements
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+    assert not used - END_OF_STEP_MEMBERS, f"Scheduler.update_from_output uses {used - END_OF_STEP_MEMBERS}"
+
+
+def _is_loop_over_requests(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.For) and ast.unparse(statement.iter) == "num_scheduled_tokens.items()"
+
+
+@pytest.mark.parametrize("module", [scheduler_module, async_scheduler, utils])
+def test_nothing_new_changes_the_course_of_a_request(module: Any) -> None:
+    functions = [
+        node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.FunctionDef)
+    ]
+    changing = {function.name for function in functions if any(_changes_of_course(function))}
+    assert not changing - CHANGES_OF_COURSE, f"{module.__name__} changes requests in {changing}"
+    assert module is not scheduler_module or changing >= {"finish_requests", "_preempt_request"}
+
+
+def _changes_of_course(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    for node in ast.walk(function):
+        is_stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if is_stored and node.attr in COURSE_OF_A_REQUEST:
+            yield node
+        if isinstance(node, ast.Attribute) and node.attr == "record_event":
+            yield node
+
+
+def test_data_of_decodes_is_vllms_own() -> None:
+    numbers = np.array([[0, 1], [32, 32], [20, 9], [17, 4], [99, 99]])
+    lazy = DecodeRequestData.of(["a", "b"], [None, ([3],)], numbers, 2)
+    other = pickle.loads(pickle.dumps(lazy))
+    wanted = CachedRequestData(["a", "b"], set(), [], {}, [None, ([3],)], [22, 11], [6, 8])
+    assert type(other) is CachedRequestData
+    assert other == wanted
+    assert repr(lazy).replace("DecodeRequestData", "CachedRequestData") == repr(wanted)
+    assert lazy.num_reqs == 2 and not lazy.is_context_phase("a")
+    assert lazy.num_computed_tokens is lazy.num_computed_tokens

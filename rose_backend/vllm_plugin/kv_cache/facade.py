@@ -45,7 +45,9 @@ class KVCacheFacade:
     def __init__(
         self, manager: BlockManager, enable_caching: bool, log_stats: bool, exact_cached_tokens: bool
     ) -> None:
-        self.manager = manager
+        self._manager = manager
+        self._ended: list[tuple[int, Request, int]] = []
+        """Rows of requests that have ended, with the tokens that they had computed: released all at once, soon."""
         self.block_size = manager.block_size
         self.enable_caching = enable_caching
         self.log_stats = log_stats
@@ -56,6 +58,16 @@ class KVCacheFacade:
         self._last_log = float("-inf")
 
     # Read
+
+    @property
+    def manager(self) -> BlockManager:
+        """Rose's block manager, without the requests that have ended."""
+        if self._ended:
+            self._release_ended()
+        return self._manager
+
+    def _release_ended(self) -> None:
+        raise NotImplementedError
 
     @property
     def usage(self) -> float:

@@ -40,12 +40,17 @@ from rose_backend.vllm_plugin.kv_cache.prompt_hashes import HashedPrompt, Prompt
 from rose_backend.vllm_plugin.kv_cache.running_requests import RunningRequests
 from rose_backend.vllm_plugin.kv_cache.spec import block_bytes, check_pool_size, the_rose_group
 from rose_backend.vllm_plugin.options import check_retention_interval
+from rose_backend.vllm_plugin.patch_ledger import apply_patch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+MIN_TOKENS_WORTH_COPYING = 4
+"""A shorter hit is none: using it means to copy a block, which costs the host more than these tokens cost a GPU.
+Without this, every prompt would copy a block for the token or two that all prompts of a model begin with."""
 
 
 class RoseKVCacheManager(KVCacheFacade):
@@ -114,11 +119,20 @@ class RoseKVCacheManager(KVCacheFacade):
         self._full_blocks_only = full_blocks_only
         self._num_prefill_lookahead = num_prefill_lookahead
         self._events = KVEventLog(manager, spec) if enable_kv_cache_events else None
+        if not self.reads_block_hashes:
+            apply_patch("request_block_hashes")
+
+    @property
+    def reads_block_hashes(self) -> bool:
+        """Whether vLLM has to hash blocks of requests: for its events only, lookups have digests of their own."""
+        return self._events is not None
 
     # Lookup and admission
 
     def new_step_starts(self) -> None:
         """Note that everything scheduled so far belongs to earlier steps."""
+        if self._ended:
+            self._release_ended()
         self._is_flushed = False
         self._in_flight_prefixes.new_step_starts()
         self._num_deferred_rows = self._num_deferred_blocks = 0
@@ -155,9 +169,7 @@ class RoseKVCacheManager(KVCacheFacade):
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         _, match = self._look_up(request, max_cache_hit_length)
-        if match.num_tokens == 0:
-            return self.empty_kv_cache_blocks, 0, 0
-        if self._events is not None:
+        if self._events is not None and match.num_tokens:
             self._events.report_reuse(request, match.num_tokens // self.block_size)
         return RoseBlocks(match.block_ids, match), match.num_tokens, 0
 
@@ -168,11 +180,13 @@ class RoseKVCacheManager(KVCacheFacade):
             return prompt, last[1]
         self._flush()
         match = prompt.match(self.manager, max_tokens)
-        if self._num_prefill_lookahead:
-            # The drafter's cache entries at the last positions depend on tokens that did not match.
-            num_tokens = match.num_tokens - self._num_prefill_lookahead
-            if self._full_blocks_only:
-                num_tokens -= num_tokens % self.block_size
+        # The drafter's cache entries at the last positions depend on tokens that did not match.
+        num_tokens = max(match.num_tokens - self._num_prefill_lookahead, 0)
+        if num_tokens < MIN_TOKENS_WORTH_COPYING:
+            num_tokens = 0
+        if self._full_blocks_only:
+            num_tokens -= num_tokens % self.block_size
+        if num_tokens != match.num_tokens:
             match = prompt.shorten(match, num_tokens, self.block_size)
         return prompt, match
 
@@ -203,6 +217,8 @@ class RoseKVCacheManager(KVCacheFacade):
             The blocks that are new to vLLM (a running request's appended ones), or None when blocks are short or the
             request is deferred to the next step; then nothing has changed.
         """
+        if self._ended:
+            self._release_ended()
         row = self._row_of.get(request.request_id)
         if row is not None:
             target = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
@@ -270,21 +286,22 @@ class RoseKVCacheManager(KVCacheFacade):
     def _commit(self, rows: list[int]) -> None:
         if not rows or not self.enable_caching:
             return
+        requests = [self.running.requests[row] for row in rows]
+        ends = self._commit_up_to(rows, requests, [_num_certain_tokens(request) for request in requests])
+        self.running.note_published(rows, ends)
+
+    def _commit_up_to(self, rows: list[int], requests: list[Request], ends: list[int]) -> list[int]:
+        """Commit the first ``ends`` tokens of requests, or what is committed already if that is more; return which."""
         row_array = np.array(rows)
         starts = self.manager.num_computed_tokens[row_array]
-        requests = [self.running.requests[row] for row in rows]
-        # vLLM counts drafts and placeholders as computed, too, but only tokens with an id are certain.
-        ends = np.minimum(
-            [request.num_computed_tokens for request in requests],
-            [len(request._all_token_ids) for request in requests],
-        )
-        counts = np.maximum(ends - starts, 0)
-        spans = zip(requests, starts.tolist(), ends.tolist(), strict=True)
+        counts = np.maximum(np.array(ends) - starts, 0)
+        spans = zip(requests, starts.tolist(), ends, strict=True)
         token_ids = chain.from_iterable([request._all_token_ids[start:end] for request, start, end in spans])
         self.manager.commit(row_array, counts, np.fromiter(token_ids, np.int32, int(counts.sum())))
-        self.running.note_published(rows, (starts + counts).tolist())
         if self._events is not None:
             self._events.collect(list(zip(rows, requests, strict=True)), starts.tolist())
+        committed: list[int] = (starts + counts).tolist()
+        return committed
 
     def take_events(self) -> list[Any]:
         """Return the events of the prefix cache since the last call, as vLLM's."""
@@ -301,21 +318,35 @@ class RoseKVCacheManager(KVCacheFacade):
         return self._events.take()
 
     def free(self, request: Request) -> None:
-        """Release the blocks of a finished, aborted or preempted request; committed tokens stay in the prefix cache."""
+        """Release the blocks of a finished, aborted or preempted request; committed tokens stay in the prefix cache.
+
+        Several requests of one step are released together, before anything else is asked of the block manager.
+        """
         row = self._detach(request)
         if row is not None:
-            self._free_row(row)
+            # Counted now: vLLM sets a preempted request back.
+            self._ended.append((row, request, _num_certain_tokens(request)))
+
+    def _release_ended(self) -> None:
+        ended, self._ended = self._ended, []
+        rows, requests, ends = map(list, zip(*ended, strict=True))
+        if self.enable_caching:
+            self._commit_up_to(rows, requests, ends)
+        self.manager.free(np.array(rows))
 
     def pop_blocks_for_free(self, request: Request) -> list[Any]:
         """As ``free``, but the blocks are released only when ``block_pool.free_blocks`` gets the returned list."""
         row = self._detach(request)
-        return [] if row is None else [HeldBlocks(functools.partial(self._free_row, row))]
+        if row is None:
+            return []
+        if self.enable_caching:
+            self._commit_up_to([row], [request], [_num_certain_tokens(request)])
+        return [HeldBlocks(functools.partial(self._free_row, row))]
 
     def _detach(self, request: Request) -> int | None:
         self._prompts.drop(request.request_id)
         row = self._row_of.pop(request.request_id, None)
         if row is not None:
-            self._commit([row])
             self.running.remove(row)
         return row
 
@@ -324,3 +355,8 @@ class RoseKVCacheManager(KVCacheFacade):
 
     def _num_row_blocks(self, request_id: str) -> int:
         return int(self.manager.num_row_blocks[self._row_of[request_id]]) if request_id in self._row_of else 0
+
+
+def _num_certain_tokens(request: Request) -> int:
+    """Return how many tokens of a request are computed and known: vLLM counts drafts and placeholders as computed."""
+    return min(request.num_computed_tokens, len(request._all_token_ids))

@@ -32,6 +32,8 @@ class RunningRequests:
         # Blocks of each row that vLLM knows; a row has more between their allocation and vLLM's next request for it.
         self._num_reported = [0] * max_num_seqs
         self._has_extended_full_rows = False
+        # Where each row stands in the order of ``requests``.
+        self._num_admitted, self._num_admitted_before = 0, [0] * max_num_seqs
         # Number of computed tokens of each row from which a commit lets lookups find more of it.
         self._publish_from = [0] * max_num_seqs
 
@@ -46,6 +48,8 @@ class RunningRequests:
             num_published: length of its cached prefix.
         """
         self.requests[row] = request
+        self._num_admitted_before[row] = self._num_admitted
+        self._num_admitted += 1
         self._num_reported[row] = 0
         self.note_published([row], [num_published])
 
@@ -82,27 +86,41 @@ class RunningRequests:
             if num_spare < 0:
                 return None
             others = [] if self._has_extended_full_rows else self._other_full_rows(row)
+            self._has_extended_full_rows = True
             if not self.reserve([row, *others] if len(others) <= num_spare else [row], target):
                 return None
         return self.report(row)
 
-    def allocate_next_blocks(self, rows: list[int]) -> list[RoseBlocks] | None:
+    def allocate_next_blocks(self, rows: list[int], num_decoding: int) -> list[tuple[list[int]]] | None:
         """Allocate the next block of each of ``rows``, which are all full, as ``extend`` would one after the other.
 
+        Args:
+            num_decoding: requests among which ``rows`` are all that are full.
+
         Returns:
-            The blocks that are new to vLLM, row by row, or None when blocks are short; then nothing has changed.
+            The block that is new to vLLM, row by row, as ``CachedRequestData.new_block_ids`` has them; or None when
+            blocks are short, and nothing has changed then.
         """
-        num_row_blocks = self._manager.num_row_blocks
-        first = next((row for row in rows if self._num_reported[row] == num_row_blocks[row]), None)
-        if first is not None:
-            full_rows = [first, *self._other_full_rows(first)]
-            if not self.reserve(full_rows, self.capacity[first] + 1):
+        row_array, num_row_blocks = np.array(rows), self._manager.num_row_blocks
+        counts = num_row_blocks[row_array].tolist()
+        needy = [row for row, count in zip(rows, counts, strict=True) if self._num_reported[row] == count]
+        if needy:
+            self._has_extended_full_rows = True
+            if len(self.requests) > num_decoding:
+                needy[1:] = self._other_full_rows(needy[0])
+            else:
+                needy[1:] = sorted(needy[1:], key=self._num_admitted_before.__getitem__)
+            if not self._manager.reserve_next_blocks(np.array(needy)):
                 return None
-        return [self.report(row) for row in rows]
+        # Rows are extended by a block at a time, and only if vLLM knows all they have: exactly one is new.
+        counts = num_row_blocks[row_array].tolist()
+        last_blocks = self._manager.block_table[row_array, num_row_blocks[row_array] - 1].tolist()
+        for row, count in zip(rows, counts, strict=True):
+            self._note_reported(row, count)
+        return [([block],) for block in last_blocks]
 
     def _other_full_rows(self, row: int) -> list[int]:
         """Return the other full rows, which need their next block in this step, too: one call serves all of them."""
-        self._has_extended_full_rows = True
         num_row_blocks = self._manager.num_row_blocks
         return [
             other
@@ -126,8 +144,11 @@ class RunningRequests:
         """Return the blocks of a row that vLLM does not know yet, and count them as known."""
         manager = self._manager
         old_count, new_count = self._num_reported[row], int(manager.num_row_blocks[row])
-        self._num_reported[row] = new_count
-        # Only look-ahead slots reach beyond max_model_len, and vLLM never writes to those.
-        capacity = new_count * manager.block_size
-        self.capacity[row] = capacity if capacity < manager.max_model_len else sys.maxsize
+        self._note_reported(row, new_count)
         return RoseBlocks(manager.block_table[row, old_count:new_count].copy())
+
+    def _note_reported(self, row: int, num_blocks: int) -> None:
+        self._num_reported[row] = num_blocks
+        # Only look-ahead slots reach beyond max_model_len, and vLLM never writes to those.
+        capacity = num_blocks * self._manager.block_size
+        self.capacity[row] = capacity if capacity < self._manager.max_model_len else sys.maxsize

@@ -5,7 +5,9 @@ The state of a request stays on vLLM's own object and is always up to date; this
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.v1.core.sched.output import CachedRequestData
@@ -21,6 +23,47 @@ if TYPE_CHECKING:
 NewBlockIds = list[tuple[list[int], ...] | None]
 
 
+class DecodeRequestData(CachedRequestData):
+    """vLLM's ``CachedRequestData`` of decodes, whose numbers of tokens become lists when they are first read.
+
+    Steps that are replayed whole read neither. Other processes get vLLM's own class.
+    """
+
+    _batch_numbers: NDArray[np.int64]
+    _num_steps: int
+
+    @classmethod
+    def of(
+        cls, request_ids: list[str], new_block_ids: NewBlockIds, numbers: NDArray[np.int64], num_steps: int
+    ) -> DecodeRequestData:
+        """Build the data of step ``num_steps``, counted from 0, of a batch with ``numbers``; see ``DecodeBatch``."""
+        data = cls.__new__(cls)
+        data.req_ids = request_ids
+        data.resumed_req_ids = set()
+        data.new_token_ids = []
+        data.all_token_ids = {}
+        data.new_block_ids = new_block_ids
+        data._batch_numbers, data._num_steps = numbers, num_steps
+        return data
+
+    @cached_property
+    def num_computed_tokens(self) -> list[int]:  # type: ignore[override]
+        """Of each request, before the step."""
+        computed: list[int] = (self._batch_numbers[2] + self._num_steps).tolist()
+        return computed
+
+    @cached_property
+    def num_output_tokens(self) -> list[int]:  # type: ignore[override]
+        """Of each request; all tokens but the one that this step computes are computed, placeholders included."""
+        numbers = self._batch_numbers
+        outputs: list[int] = (numbers[2] - numbers[3] + (self._num_steps + 1)).tolist()
+        return outputs
+
+    def __reduce__(self) -> tuple[type[CachedRequestData], tuple[Any, ...]]:
+        fields = dataclasses.fields(CachedRequestData)
+        return CachedRequestData, tuple(getattr(self, field.name) for field in fields)
+
+
 class DecodeBatch:
     """The leading running requests, as far as they only decode. Steps share it while these stay the same.
 
@@ -28,8 +71,8 @@ class DecodeBatch:
         running: the requests it stands for, in vLLM's order.
         requests: those of them that get a token.
         constants: of each of these.
-        numbers: int64 ``[5, N]``, of each: row in the block manager, tokens that fit into it, computed tokens, tokens
-            of the prompt, and computed tokens from which a step may be the last.
+        numbers: int64 ``[5, N]``, of each: row in the block manager, tokens that fit into it, computed tokens now,
+            tokens of the prompt, and computed tokens from which a step may be the last.
         kv_cache_manager: holds their blocks.
     """
 
@@ -43,14 +86,18 @@ class DecodeBatch:
     ) -> None:
         self.running = running
         self.request_ids = [request.request_id for request in requests]
+        """Shared by all steps of the batch, as ``num_scheduled_tokens``: nobody changes them."""
+        self.num_scheduled_tokens = dict.fromkeys(self.request_ids, 1)
         self.fast_outputs = FastOutputs(requests, constants)
         self._requests, self._constants, self._numbers = requests, constants, numbers
         self._grammar_requests = [r for r, each in zip(requests, constants, strict=True) if each.has_grammar]
         self._kv_cache_manager = kv_cache_manager
-        self._rows, self._capacity, self._num_computed_tokens, self._num_prompt_tokens, last_steps = numbers
+        self._rows, self._capacity, num_computed_tokens, _, last_steps = numbers
+        self._num_steps = 0
         # A request that gets no token now may be gone at the next step.
         is_complete = len(requests) == len(running)
-        self._num_steps_left = int((last_steps - self._num_computed_tokens).min()) if is_complete else 0
+        self._last_step = int((last_steps - num_computed_tokens).min()) if is_complete else 0
+        self._full_at_step = int((self._capacity - num_computed_tokens).min())
 
     @classmethod
     def at_head_of(
@@ -90,7 +137,7 @@ class DecodeBatch:
         if last is not None:
             constants = last._constants + constants
             constants = [constants[position] for position in positions]
-            numbers = np.concatenate((last._numbers, numbers), 1)[:, positions]
+            numbers = np.concatenate((last._numbers_now(), numbers), 1)[:, positions]
         return cls(running[:num_seen], requests, constants, numbers, kv_cache_manager)
 
     def _positions_of_next(self) -> dict[Request, int]:
@@ -98,9 +145,14 @@ class DecodeBatch:
         if not self._has_outputs_or_placeholders():
             return {}
         known = dict(zip(self._requests, range(len(self._requests)), strict=True))
-        for position in np.flatnonzero(self._numbers[2] >= self._numbers[4]).tolist():
+        for position in np.flatnonzero(self._numbers[2] + self._num_steps >= self._numbers[4]).tolist():
             del known[self._requests[position]]
         return known
+
+    def _numbers_now(self) -> NDArray[np.int64]:
+        numbers = self._numbers.copy()
+        numbers[2] += self._num_steps
+        return numbers
 
     def _has_outputs_or_placeholders(self) -> bool:
         """Whether the step before has its tokens or placeholders for them; the same for all requests."""
@@ -111,13 +163,11 @@ class DecodeBatch:
     def is_at_head_of(self, running: list[Request]) -> bool:
         """Whether it is still the batch of the leading requests: all get a token again, and no other would join."""
         num_requests = len(self.running)
-        if (
-            self._num_steps_left <= 0
-            or running[:num_requests] != self.running
-            or not self._has_outputs_or_placeholders()
-        ):
+        if self._num_steps >= self._last_step or not self._has_outputs_or_placeholders():
             return False
-        return len(running) == num_requests or running[num_requests].is_prefill_chunk
+        if len(running) == num_requests:
+            return running == self.running
+        return running[:num_requests] == self.running and running[num_requests].is_prefill_chunk
 
     def allocate_slots(self) -> NewBlockIds | None:
         """Make room for one token of each request.
@@ -126,15 +176,17 @@ class DecodeBatch:
             ``new_block_ids`` of vLLM's ``CachedRequestData``, or None when blocks are short; then nothing has changed.
         """
         new_block_ids: NewBlockIds = [None] * len(self._requests)
-        full = np.flatnonzero(self._num_computed_tokens >= self._capacity)
-        if len(full):
+        if self._num_steps >= self._full_at_step:
+            num_computed_tokens = self._numbers[2] + self._num_steps
+            full = np.flatnonzero(num_computed_tokens >= self._capacity)
             full_rows, running = self._rows[full].tolist(), self._kv_cache_manager.running
-            blocks = running.allocate_next_blocks(full_rows)
+            blocks = running.allocate_next_blocks(full_rows, len(self._requests))
             if blocks is None:
                 return None
             self._capacity[full] = [running.capacity[row] for row in full_rows]
+            self._full_at_step = int((self._capacity - self._numbers[2]).min())
             for position, new in zip(full.tolist(), blocks, strict=True):
-                new_block_ids[position] = new.get_block_ids(allow_none=True)
+                new_block_ids[position] = new
         return new_block_ids
 
     @property
@@ -157,22 +209,12 @@ class DecodeBatch:
         Returns:
             The part of the scheduler output that the workers get.
         """
-        data = CachedRequestData(
-            req_ids=self.request_ids.copy(),
-            resumed_req_ids=set(),
-            new_token_ids=[],
-            all_token_ids={},
-            new_block_ids=new_block_ids,
-            num_computed_tokens=self._num_computed_tokens.tolist(),
-            # All tokens but the one that this step computes are computed, placeholders included.
-            num_output_tokens=(self._num_computed_tokens - self._num_prompt_tokens + 1).tolist(),
-        )
+        data = DecodeRequestData.of(self.request_ids, new_block_ids, self._numbers, self._num_steps)
+        self._num_steps += 1
         for request in self._requests:
             request.num_computed_tokens += 1
             request.num_in_flight_tokens += 1
             request.num_output_placeholders += num_placeholders
-        self._num_computed_tokens += 1
-        self._num_steps_left -= 1
         return data
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import compress
+from operator import sub
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine import EngineCoreOutput
@@ -95,30 +96,79 @@ class FastOutputs:
     def __init__(self, requests: Sequence[Request], constants: Sequence[RequestConstants]) -> None:
         is_simple = [each.has_tokens_only for each in constants]
         self._requests = list(compress(requests, is_simple))
+        self._request_ids = [request.request_id for request in self._requests]
         constants = list(compress(constants, is_simple))
         self._output_token_ids = [each.output_token_ids for each in constants]
+        self._appends = [
+            (request, each.output_token_ids.append, each.all_token_ids.append)
+            for request, each in zip(self._requests, constants, strict=True)
+        ]
         self._last_outputs = [each.last_output for each in constants]
         # The union over all requests: a token in it is left to vLLM, which checks the stop tokens of its own request.
         self._stop_token_ids = frozenset[int | None]().union(*{each.stop_token_ids for each in constants})
         self._clients = {request.client_index for request in self._requests}
+        self._hashes_blocks = any(request._block_hasher is not None for request in self._requests)
+        # Tokens that all requests may get before each is to be looked at again, as long as nobody intervenes.
+        self._num_usual_tokens, self._num_interventions = 0, -1
 
     def append_tokens(
-        self, model_runner_output: Any, num_placeholders: int
+        self, model_runner_output: Any, num_placeholders: int, num_interventions: int
     ) -> tuple[list[str], dict[int, list[EngineCoreOutput]]]:
         """Append this step's token to every request that does not finish and has no other event.
 
         Args:
             model_runner_output: of the step.
             num_placeholders: that the step had added to each request.
+            num_interventions: changes with every call that may have changed a request.
 
         Returns:
             The ids of these requests, and their outputs by client. All other requests are unchanged.
         """
         index, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
+        request_ids, appends = self._request_ids, self._appends
+        if model_runner_output.req_ids != request_ids:
+            sampled = [sampled[index[request_id]] for request_id in request_ids]
+        if not self._are_all_usual(sampled, num_interventions):
+            is_usual = self._which_are_usual(sampled)
+            request_ids, appends = list(compress(request_ids, is_usual)), list(compress(appends, is_usual))
+            sampled = list(compress(sampled, is_usual))
+        for (request, append_output, append_to_all), (token,) in zip(appends, sampled, strict=True):
+            append_output(token)
+            append_to_all(token)
+            request.num_in_flight_tokens -= 1
+            request.num_output_placeholders -= num_placeholders
+        if self._hashes_blocks:
+            for request, _, _ in appends:
+                request.update_block_hashes()
+        outputs = list(map(EngineCoreOutput, request_ids, sampled))
+        return request_ids, self._by_client(appends, outputs)
+
+    def _are_all_usual(self, sampled: list[list[int]], num_interventions: int) -> bool:
+        """Whether the token of each request is appended as usual; False if it is to be found out one by one.
+
+        Once all requests were, they are until a token may be the last of one, stops one, or somebody intervenes.
+        """
+        is_known = self._num_usual_tokens > 0 and num_interventions == self._num_interventions
+        if is_known and self._stop_nothing(sampled):
+            self._num_usual_tokens -= 1
+            return True
+        self._num_usual_tokens, self._num_interventions = 0, num_interventions
+        if not all(self._which_are_usual(sampled)):
+            return False
+        num_outputs = map(len, self._output_token_ids)
+        self._num_usual_tokens = min(map(sub, self._last_outputs, num_outputs), default=1) - 1
+        return True
+
+    def _stop_nothing(self, sampled: list[list[int]]) -> bool:
+        """Whether each row is one token, and none that may stop a request."""
+        try:
+            return self._stop_token_ids.isdisjoint([token for (token,) in sampled])
+        except ValueError:
+            return False
+
+    def _which_are_usual(self, sampled: list[list[int]]) -> list[bool]:
         running, stop_token_ids = RequestStatus.RUNNING, self._stop_token_ids
-        requests = self._requests
-        tokens = [sampled[index[request.request_id]] for request in requests]
-        is_usual = [
+        return [
             len(new) == 1
             and new[0] not in stop_token_ids
             and len(output) < last
@@ -127,27 +177,16 @@ class FastOutputs:
             and request.prefill_stats is None
             and not request.events
             for request, output, new, last in zip(
-                requests, self._output_token_ids, tokens, self._last_outputs, strict=True
+                self._requests, self._output_token_ids, sampled, self._last_outputs, strict=True
             )
         ]
-        if not all(is_usual):
-            requests, tokens = list(compress(requests, is_usual)), list(compress(tokens, is_usual))
-        for request, (token,) in zip(requests, tokens, strict=True):
-            request._output_token_ids.append(token)
-            request._all_token_ids.append(token)
-            request.num_in_flight_tokens -= 1
-            request.num_output_placeholders -= num_placeholders
-            if request._block_hasher is not None:
-                request.update_block_hashes()
-        request_ids = [request.request_id for request in requests]
-        return request_ids, self._by_client(requests, list(map(EngineCoreOutput, request_ids, tokens)))
 
     def _by_client(
-        self, requests: list[Request], outputs: list[EngineCoreOutput]
+        self, appends: list[Any], outputs: list[EngineCoreOutput]
     ) -> dict[int, list[EngineCoreOutput]]:
         if outputs and len(self._clients) == 1:
             return dict.fromkeys(self._clients, outputs)
         by_client: dict[int, list[EngineCoreOutput]] = defaultdict(list)
-        for request, output in zip(requests, outputs, strict=True):
+        for (request, _, _), output in zip(appends, outputs, strict=True):
             by_client[request.client_index].append(output)
         return by_client

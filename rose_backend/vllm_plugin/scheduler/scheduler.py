@@ -17,7 +17,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.options import batches_decode_steps, rose_options, splits_steps
@@ -56,6 +56,8 @@ class BatchedScheduling(Scheduler):
         self._batch: DecodeBatch | None = None
         # Steps whose outputs are outstanding, oldest first, and their requests on the fast path.
         self._in_flight: deque[tuple[SchedulerOutput, FastOutputs]] = deque()
+        # Calls that may have changed running requests other than by a step's usual course.
+        self._num_interventions = 0
 
     def add_request(self, request: Request) -> None:
         """Take a request in."""
@@ -130,22 +132,24 @@ class BatchedScheduling(Scheduler):
         copies, retained = self.kv_cache_manager.take_kv_cache_block_copies()
         if copies:
             self._free_cow_retained_blocks(retained, self.sched_step_seq + 1)
+        lacks_grammar_tokens = batch.lacks_grammar_tokens  # before the step adds placeholders
         output = SchedulerOutput(
             scheduled_new_reqs=[],
-            scheduled_cached_reqs=CachedRequestData.make_empty(),
-            num_scheduled_tokens={},
-            total_num_scheduled_tokens=0,
+            scheduled_cached_reqs=batch.advance(new_block_ids, self._num_placeholders),
+            num_scheduled_tokens=batch.num_scheduled_tokens,
+            total_num_scheduled_tokens=len(batch.request_ids),
             scheduled_spec_decode_tokens={},
             scheduled_encoder_inputs={},
             preempted_req_ids=self.reset_preempted_req_ids,
             finished_req_ids=self.finished_req_ids,
             free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes(),
+            has_structured_output_requests=batch.has_grammar,
+            pending_structured_output_tokens=lacks_grammar_tokens,
             kv_cache_block_copies=copies or None,
             ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
         )
         self.finished_req_ids = set()
         self.reset_preempted_req_ids = set()
-        self._put_first(batch, new_block_ids, output)
         return output
 
     def _schedule_rest(self, batch: DecodeBatch, new_block_ids: NewBlockIds) -> SchedulerOutput:
@@ -170,21 +174,33 @@ class BatchedScheduling(Scheduler):
         output.has_structured_output_requests |= batch.has_grammar
         output.pending_structured_output_tokens |= batch.lacks_grammar_tokens
         first, rest = batch.advance(new_block_ids, self._num_placeholders), output.scheduled_cached_reqs
-        for name in ("req_ids", "new_token_ids", "new_block_ids", "num_computed_tokens", "num_output_tokens"):
-            getattr(first, name).extend(getattr(rest, name))
-        first.resumed_req_ids, first.all_token_ids = rest.resumed_req_ids, rest.all_token_ids
-        output.scheduled_cached_reqs = first
-        output.num_scheduled_tokens = dict.fromkeys(batch.request_ids, 1) | output.num_scheduled_tokens
+        output.scheduled_cached_reqs = CachedRequestData(
+            req_ids=first.req_ids + rest.req_ids,
+            resumed_req_ids=rest.resumed_req_ids,
+            new_token_ids=first.new_token_ids + rest.new_token_ids,
+            all_token_ids=rest.all_token_ids,
+            new_block_ids=first.new_block_ids + rest.new_block_ids,
+            num_computed_tokens=first.num_computed_tokens + rest.num_computed_tokens,
+            num_output_tokens=first.num_output_tokens + rest.num_output_tokens,
+        )
+        output.num_scheduled_tokens = batch.num_scheduled_tokens | output.num_scheduled_tokens
         output.total_num_scheduled_tokens += len(batch.request_ids)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Process the sampled tokens of a step; return the outputs by front end."""
+        """Process the sampled tokens of a step; return the outputs by front end, first tokens of requests first."""
         fast_outputs = self._fast_outputs_of(scheduler_output)
         if fast_outputs is None or _concerns_more_than_tokens(model_runner_output):
-            return super().update_from_output(scheduler_output, model_runner_output)
-        request_ids, outputs = fast_outputs.append_tokens(model_runner_output, self._num_placeholders)
+            self._num_interventions += 1
+            results = super().update_from_output(scheduler_output, model_runner_output)
+            _put_first_tokens_first(results)
+            return results
+        request_ids, outputs = fast_outputs.append_tokens(
+            model_runner_output, self._num_placeholders, self._num_interventions
+        )
+        if len(request_ids) == len(scheduler_output.num_scheduled_tokens) and self._reports_stats_only():
+            return self._report(outputs, model_runner_output)
         # vLLM's code does the rest: requests off the fast path, and what is reported once per step.
         rest = copy.copy(scheduler_output)
         rest.num_scheduled_tokens = {}
@@ -196,11 +212,47 @@ class BatchedScheduling(Scheduler):
                 if request_id not in taken
             }
         results = super().update_from_output(rest, model_runner_output)
+        _put_first_tokens_first(results)
         for client_index, client_outputs in outputs.items():
-            result = results.setdefault(client_index, EngineCoreOutputs())
-            result.outputs = client_outputs + result.outputs
+            # None of them is a first token.
+            results.setdefault(client_index, EngineCoreOutputs()).outputs += client_outputs
         _move_stats(results)
         return results
+
+    def _reports_stats_only(self) -> bool:
+        """Whether a step without special requests ends with nothing but outputs and statistics.
+
+        Connectors and utilization metrics are refused or turn batched scheduling off.
+        """
+        return not (
+            self.enable_kv_cache_events
+            or self.finished_req_ids_dict
+            or self.grammar_compile_error_reqs
+            or self.encoder_cache_mismatch_reqs
+        )
+
+    def _report(
+        self, outputs: dict[int, list[EngineCoreOutput]], model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Return what ``Scheduler.update_from_output`` does at the end of such a step."""
+        results = {
+            client: EngineCoreOutputs(outputs=client_outputs) for client, client_outputs in outputs.items()
+        }
+        stats = self.make_stats(cudagraph_stats=model_runner_output.cudagraph_stats)
+        if stats is not None:
+            # Only one of the front ends gets them.
+            next(iter(results.values())).scheduler_stats = stats
+        return results
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """Finish requests from outside of the scheduler."""
+        self._num_interventions += 1
+        return super().finish_requests(*args, **kwargs)
+
+    def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
+        """Preempt a running request."""
+        self._num_interventions += 1
+        super()._preempt_request(*args, **kwargs)
 
     def _fast_outputs_of(self, scheduler_output: SchedulerOutput) -> FastOutputs | None:
         """Return the fast path of a step. Those of earlier steps are dropped: their outputs will not come."""
@@ -220,6 +272,17 @@ class RoseAsyncScheduler(BatchedScheduling, AsyncScheduler):
     """Scheduler of engines that schedule the next step while one is running."""
 
     _num_placeholders = 1
+
+
+def _put_first_tokens_first(results: dict[int, EngineCoreOutputs]) -> None:
+    """Reorder each front end's outputs, at most one per request, so that it makes first texts before all others.
+
+    A front end handles outputs in their order, and pauses to send texts within a long list: a first token at its end,
+    where vLLM's order has it, waits for all running requests.
+    """
+    for result in results.values():
+        if any(output.prefill_stats is not None for output in result.outputs):
+            result.outputs.sort(key=lambda output: output.prefill_stats is None)
 
 
 def _move_stats(results: dict[int, EngineCoreOutputs]) -> None:
