@@ -145,6 +145,17 @@ def why_steps_are_not_replayed(vllm_config: VllmConfig) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def has_rust_front_end(vllm_config: VllmConfig) -> bool:
+    """Whether ``vllm serve`` starts vLLM's Rust API server, ``vllm-rs``, in place of a Python one.
+
+    Only the process that starts engines and API server together knows; the engines are the same with both.
+    """
+    from vllm import envs
+
+    is_launcher = vllm_config.parallel_config._api_process_rank == -1
+    return is_launcher and bool(envs.VLLM_USE_RUST_FRONTEND)
+
+
 def check_retention_interval(interval: int | None) -> None:
     """Refuse an interval that has no effect, as vLLM's own manager does: full attention keeps every block anyway.
 

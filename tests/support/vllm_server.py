@@ -137,9 +137,11 @@ def start_server(
 
 
 @contextlib.contextmanager
-def running_server(model: str | Path, log_path: Path, *arguments: str) -> Iterator[VllmServer]:
+def running_server(
+    model: str | Path, log_path: Path, *arguments: str, environment: dict[str, str] | None = None
+) -> Iterator[VllmServer]:
     """Start a server, wait until it is ready, and stop it; a process that is left over fails the test."""
-    server = start_server(model, log_path, *arguments)
+    server = start_server(model, log_path, *arguments, environment=environment)
     try:
         server.wait_until_ready()
         yield server

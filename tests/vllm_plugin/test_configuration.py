@@ -154,6 +154,25 @@ def test_what_is_not_in_force_is_named_with_its_reason(
     assert ("prefix_cache" in idle) is not config.cache_config.enable_prefix_caching
 
 
+@pytest.mark.parametrize(
+    ("use_rust", "rank", "is_idle"),
+    # Rank -1: this process starts engines and API servers, but is no API server.
+    [("1", -1, True), ("0", -1, False), ("1", 0, False)],
+)
+def test_the_rust_front_end_is_named_where_it_answers_for_this_server(
+    make_config: MakeConfig,
+    rose_log: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    use_rust: str,
+    rank: int,
+    is_idle: bool,
+) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", use_rust)
+    make_config(_api_process_rank=rank)
+    (line,) = rose_log
+    assert idle_parts(line).get("joined_outputs") == ("vLLM's Rust front end" if is_idle else None)
+
+
 def test_what_is_switched_off_is_not_said_to_be_idle_too(
     make_config: MakeConfig, rose_log: list[str]
 ) -> None:

@@ -20,6 +20,7 @@ from rose_backend.vllm_plugin.models.model_choice import choose_model_class
 from rose_backend.vllm_plugin.options import (
     ASYNC_SCHEDULER_CLASS,
     SCHEDULER_CLASS,
+    has_rust_front_end,
     is_rose_selected,
     rose_options,
 )
@@ -55,7 +56,7 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
             _choose_scheduler(self)
         if leaves_graphs:
             choose_mixed_graphs(self)
-        if options.joined_outputs:
+        if options.joined_outputs and not has_rust_front_end(self):
             # The process that makes the configuration is the one that receives the engines' outputs.
             apply_patch("merged_outputs")
         keep_compiled_kernels()

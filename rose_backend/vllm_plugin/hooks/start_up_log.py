@@ -9,6 +9,7 @@ from rose_backend.vllm_plugin.options import (
     NEEDS_MANAGER,
     appends_in_attention,
     batches_decode_steps,
+    has_rust_front_end,
     uses_rose_manager,
     why_decodes_go_one_by_one,
     why_kv_is_written_first,
@@ -62,6 +63,7 @@ def _describe_idle_parts(vllm_config: VllmConfig, options: PluginConfig, chosen_
         "chunked_prefill": None if vllm_config.scheduler_config.enable_chunked_prefill else "off in vLLM",
         "prefix_cache": None if vllm_config.cache_config.enable_prefix_caching else "off in vLLM",
         "exact_cached_tokens": None if uses_rose_manager(vllm_config) else NEEDS_MANAGER,
+        "joined_outputs": "vLLM's Rust front end" if has_rust_front_end(vllm_config) else None,
     }
     names_of: dict[str, list[str]] = {}
     for name, reason in why_idle.items():
