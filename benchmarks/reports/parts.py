@@ -5,7 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from benchmarks.reports.text import Result, Row, all_figures, caption, command, markdown, micros, verdict
+from benchmarks.reports.text import (
+    Result,
+    Row,
+    all_figures,
+    caption,
+    command,
+    grouped,
+    markdown,
+    micros,
+    verdict,
+)
 
 SIDES = {"rose_core": "Rose", "rose_in_vllm": "Rose behind vLLM's interface", "stock": "vLLM's manager"}
 WAYS = {
@@ -106,6 +116,22 @@ def variant_losses(rows: Sequence[Row], ours: Sequence[str]) -> list[Row]:
     ``us`` and ``faster_us``.
     """
     return [pair for pair in _variant_pairs(rows, ours) if pair["us"] > pair["faster_us"]]
+
+
+def prefill_flash_attention_table(result: Result) -> str:
+    """Return Rose's time over FlashAttention 3's by new and cached tokens of a row, least and most over rows."""
+    rows, settings, lines = result["rows"], result["settings"], []
+    for (heads, context), found in sorted(grouped(rows, "heads", "context").items()):
+        ratios = {
+            length: [row["ratio"] for row in group] for length, group in grouped(found, "query_len").items()
+        }
+        name = "{}, {} / {} heads".format(heads, *settings["heads"][heads])
+        lines.append([name, f"{context:,}", *(f"{min(x):.2f} to {max(x):.2f}x" for x in ratios.values())])
+    header = ("Rose / FlashAttention 3", "cached tokens", *(f"{length:,} new" for length in ratios))
+    facts = (result["device"], settings["dtype"], f"blocks of {settings['block_size']}")
+    num_rows = f"{' / '.join(str(count) for count in grouped(rows, 'rows'))} rows of equal lengths"
+    slower = f"Slower in {sum(row['ratio'] > 1 for row in rows)} of {len(rows)} cases: those above 1."
+    return markdown(header, lines, caption(result, *facts, num_rows), slower)
 
 
 def kernel_problems(result: Result) -> list[str]:

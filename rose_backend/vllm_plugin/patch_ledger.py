@@ -92,7 +92,8 @@ LEDGER: dict[str, Patch] = {
     "decode_graphs": Patch(
         target="vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
         reason="cudagraph_mode FULL captures one graph per size for any step; steps that only decode would run prefill "
-        "attention for nothing, and there is no mode of full graphs for both, each with its own",
+        "attention for nothing, and there is no mode of full graphs for both, each with its own; steps of long rows "
+        "are launched, so that FlashAttention 3 can attend them",
         remove_when="CUDAGraphMode has full graphs of mixed steps beside full graphs of decodes",
         build=f"{_PLUGIN}.attention.mixed_graphs:wrap_init_candidates",
     ),

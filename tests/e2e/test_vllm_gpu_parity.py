@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 from vllm.lora.request import LoRARequest
 
+from rose_backend.vllm_plugin.attention import flash_attention, mixed_graphs
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.e2e.test_vllm_features import (
     NGRAM,
@@ -155,6 +157,34 @@ def test_200_prompts(
             assert min(manager.stats.partial_hits, manager.stats.clones) > 0, manager.stats
         if manner == "eager, few blocks":
             assert manager.stats.evictions > 0
+
+
+@RUNNERS
+@pytest.mark.parametrize("stock", ["Qwen3"], indirect=True)
+@pytest.mark.parametrize("manner", MANNERS)
+def test_prompts_that_flash_attention_attends(
+    make_engine: MakeEngine, stock: Stock, monkeypatch: pytest.MonkeyPatch, runner: str, manner: str
+) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("FlashAttention 3 needs compute capability 9.0")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "V2")))
+    # Prompts here are short: graphs serve most steps of runner V2, and the first ones are launched.
+    monkeypatch.setattr(flash_attention, "FASTER_FROM", (flash_attention.Threshold(0, 64),))
+    monkeypatch.setattr(mixed_graphs, "LAUNCHED_FROM", 64)
+    num_rows: list[int] = []
+    attend = flash_attention.flash_prefill
+
+    def record(*args: Any) -> None:
+        num_rows.append(len(args[5].seq_lens))
+        attend(*args)
+
+    monkeypatch.setattr(flash_attention, "flash_prefill", record)
+    with make_engine(model=str(stock.model_path), **HALF, **MANNERS[manner]) as llm:
+        assert_same_but_for_ties(stock, complete(llm, stock.prompts, stock.num_new_tokens))
+        assert num_rows and max(num_rows) > 1
+        # What it stored is found in the cache now, and little is left to prefill.
+        assert_same_but_for_ties(stock, complete(llm, stock.prompts, stock.num_new_tokens))
+        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
 
 
 @RUNNERS

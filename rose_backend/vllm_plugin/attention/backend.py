@@ -9,11 +9,13 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 
 from rose_backend.errors import ConfigError
-from rose_backend.kernels import AttentionOptions, DecodePlan, PrefillPlan
+from rose_backend.kernels import AttentionOptions, DecodePlan, PrefillPlan, write_kv
 from rose_backend.layers.attention import AttentionRows, AttentionStep, attend
+from rose_backend.vllm_plugin.attention import flash_attention
 from rose_backend.vllm_plugin.attention.metadata import (
     RoseAttentionMetadata,
     RoseAttentionMetadataBuilder,
+    is_first_run,
     prefill_lens_to_tune_for,
 )
 from rose_backend.vllm_plugin.backend_name import BACKEND_NAME
@@ -110,9 +112,9 @@ class RoseAttentionBackend(AttentionBackend):
 class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
     """One layer's attention.
 
-    New K/V of decodes is stored by decode attention, that of prefills by prefill attention. So a request may not read
-    blocks that another one writes in the same step; Rose's block manager guarantees that. Under vLLM's own manager all
-    new K/V is stored by a separate write before anything is read.
+    New K/V of decodes is stored by decode attention, that of prefills by prefill attention, or by a write in front of
+    FlashAttention 3. So a request may not read blocks that another one writes in the same step; Rose's block manager
+    guarantees that. Under vLLM's own manager all new K/V is stored by a separate write before anything is read.
     """
 
     def __init__(
@@ -150,6 +152,12 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         self._sinks: torch.Tensor | None = None
         vllm_config = get_current_vllm_config()
         self.appends_in_attention = appends_in_attention(vllm_config, rose_options(vllm_config))
+        special = (alibi_slopes, sliding_window, self.logits_soft_cap, sinks)
+        self.may_use_flash = (
+            head_size == flash_attention.HEAD_SIZE
+            and all(option is None for option in special)
+            and flash_attention.uses_flash_attention(vllm_config)
+        )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Bring the loaded sinks into the kernels' type. A reload keeps their address, which graphs hold."""
@@ -183,16 +191,29 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
             step = attn_metadata.step = _attention_step(attn_metadata, appends=self.appends_in_attention)
         if self.kv_sharing_target_layer_name is not None:
             key = value = None
-        return attend(
+        caches = self._caches(kv_cache)
+        rows = None
+        if self.may_use_flash and flash_attention.takes_blocks_of(caches[0].shape[1]):
+            rows = attn_metadata.flash_rows
+            if key is not None and value is not None and is_first_run(attn_metadata):
+                # Compiles the write that comes in front of FlashAttention. Attention stores the same again.
+                slots = attn_metadata.slot_mapping[: attn_metadata.num_actual_tokens]
+                write_kv(key[: len(slots)], value[: len(slots)], *caches, slots)
+        attend(
             query,
             key,
             value,
-            *self._caches(kv_cache),
-            step,
+            *caches,
+            step if rows is None else AttentionStep(step.decode, None, step.slot_mapping),
             self._options(layer, query.device),
             output,
             mean_query_lens=prefill_lens_to_tune_for(attn_metadata),
         )
+        if rows is not None:
+            if not self.appends_in_attention:
+                key = value = None
+            flash_attention.flash_prefill(query, key, value, *caches, rows, self.scale, output)
+        return output
 
     def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V as [NB, BS, HKV, D] views of vLLM's [NB, HKV, BS, 2 * D] view."""

@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from rose_backend.kernels.paged_attention import MAX_QUERY_LEN
 from rose_backend.layers.attention import AttentionStep
+from rose_backend.vllm_plugin.attention.flash_attention import FlashRows, choose_rows, uses_flash_attention
 from rose_backend.vllm_plugin.attention.mixed_graphs import captures_mixed_steps
 from rose_backend.vllm_plugin.options import replays_steps
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
@@ -51,8 +52,15 @@ class RoseAttentionMetadata:
     prefill_start_loc: torch.Tensor  # [R - first_prefill_row + 1] int32, counted from the first prefill token
     mean_prefill_len: float | None = None
     """Prompt tokens of a row to choose tiles for; None computes it from this step."""
+    flash_rows: FlashRows | None = None
+    """The prefill rows, where layers with plain attention leave them to FlashAttention 3. Never in a captured graph."""
     step: AttentionStep | None = None
     """This step as ``layers.attention`` takes it; made by the first one, shared by the others."""
+
+
+def is_first_run(metadata: RoseAttentionMetadata) -> bool:
+    """Whether this is the run in front of a capture of mixed steps, in which every kernel variant is compiled."""
+    return metadata.mean_prefill_len is not None and not torch.cuda.is_current_stream_capturing()
 
 
 def prefill_lens_to_tune_for(metadata: RoseAttentionMetadata) -> tuple[float | None, ...]:
@@ -61,7 +69,7 @@ def prefill_lens_to_tune_for(metadata: RoseAttentionMetadata) -> tuple[float | N
     vLLM runs a step once before it captures its graph. That run uses all tuned lengths, so that every kernel variant is
     compiled before serving.
     """
-    if metadata.mean_prefill_len is None or torch.cuda.is_current_stream_capturing():
+    if not is_first_run(metadata):
         return (metadata.mean_prefill_len,)
     from rose_backend.kernels.gpu.prefill_tuning import TUNED_QUERY_LENS
 
@@ -81,6 +89,7 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
             (2, vllm_config.scheduler_config.max_num_seqs), -1, dtype=torch.int32, device=device
         )
         self._has_prefills = False
+        self._uses_flash = uses_flash_attention(vllm_config)
         if captures_mixed_steps(vllm_config):
             # Here because workers build this before they capture graphs, and only if ROSE is selected.
             apply_patch("decode_graphs")
@@ -128,6 +137,7 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
             num_prefill_tokens=num_tokens,
             prefill_start_loc=common.query_start_loc,
             mean_prefill_len=min(num_tokens, _USUAL_PREFILL_LEN),
+            flash_rows=None,
         )
 
     def build(
@@ -143,8 +153,11 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
         num_decodes = min(first_prefill_row, first_prefill_token)
         start_loc = common.query_start_loc
         prefill_start_loc = start_loc[first_prefill_row:]
+        flash_rows = None
         if num_prefills:
             prefill_start_loc = prefill_start_loc - first_prefill_token
+            if self._uses_flash:
+                flash_rows = choose_rows(common, first_prefill_row, first_prefill_token, prefill_start_loc)
         decode_computed_tokens, prefill_computed_tokens = self._count_computed_tokens(
             common, num_decodes, first_prefill_row
         )
@@ -161,6 +174,7 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             prefill_start_loc=prefill_start_loc,
+            flash_rows=flash_rows,
         )
 
     def _count_computed_tokens(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rose_backend.vllm_plugin.attention.flash_attention import LAUNCHED_FROM, uses_flash_attention
 from rose_backend.vllm_plugin.options import is_rose_selected, rose_options
 
 if TYPE_CHECKING:
@@ -96,6 +97,9 @@ def wrap_init_candidates(original: Callable[..., None]) -> Callable[..., None]:
 
         if self.cudagraph_mode == CUDAGraphMode.FULL and captures_mixed_steps(self.vllm_config):
             add_decode_graphs(self)
+            # Data-parallel ranks agree on tokens, not on requests: some would find a graph and others none.
+            if uses_flash_attention(self.vllm_config) and self.dp_size == 1:
+                launch_long_prefills(self)
 
     return _init_candidates
 
@@ -120,3 +124,24 @@ def add_decode_graphs(manager: Any) -> None:
     by_size = {desc.num_tokens: desc for desc in decodes}
     for candidates in manager._candidates.values():
         candidates[:0] = [by_size[desc.num_tokens] for desc in candidates if desc.num_tokens in by_size]
+
+
+def launch_long_prefills(manager: Any) -> None:
+    """Replay no graph of mixed steps where rows are so long that FlashAttention 3 may be faster.
+
+    A graph's kernels are chosen before its rows are known. vLLM looks through the candidates for a number of tokens in
+    order: the first one that has room for the requests is taken, and one without a graph means launches.
+
+    Args:
+        manager: vLLM's ``CudaGraphManager`` whose graphs are all full ones.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+    for (num_tokens, num_active_loras), candidates in manager._candidates.items():
+        candidates[:0] = [
+            BatchExecutionDescriptor(
+                CUDAGraphMode.NONE, num_tokens, num_requests, num_active_loras=num_active_loras
+            )
+            for num_requests in range(1, num_tokens // LAUNCHED_FROM + 1)
+        ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rose_backend.config import SWITCH_NAMES
+from rose_backend.vllm_plugin.attention.flash_attention import describe_thresholds, uses_flash_attention
 from rose_backend.vllm_plugin.options import (
     NEEDS_MANAGER,
     appends_in_attention,
@@ -37,7 +38,7 @@ def describe_parts(vllm_config: VllmConfig, options: PluginConfig, chosen_model:
     switches = (*SWITCH_NAMES, "block_manager", "batched_scheduling", "step_graph", "joined_outputs")
     off = [name for name in switches if not getattr(options, name)]
     parts = (
-        f"attention ROSE ({'stores K/V itself' if fused else 'separate K/V write'})",
+        f"attention ROSE ({'stores K/V itself' if fused else 'separate K/V write'}{_describe_flash(vllm_config)})",
         f"block manager {manager} ({_describe_hits(vllm_config, options)})",
         f"decodes scheduled {'at once' if batches_decode_steps(vllm_config) else 'one by one'}",
         f"model {_describe_model(vllm_config, options, chosen_model)}",
@@ -46,6 +47,12 @@ def describe_parts(vllm_config: VllmConfig, options: PluginConfig, chosen_model:
         f"switched off: {', '.join(off) or 'nothing'}",
     )
     return f"Rose is active: {'; '.join(parts)}"
+
+
+def _describe_flash(vllm_config: VllmConfig) -> str:
+    if not uses_flash_attention(vllm_config):
+        return ""
+    return f", FlashAttention 3 for {describe_thresholds()}, outside full CUDA graphs"
 
 
 def _describe_idle_parts(vllm_config: VllmConfig, options: PluginConfig, chosen_model: str | None) -> str:

@@ -1,0 +1,374 @@
+"""Which prefill rows are FlashAttention 3's, and what it is handed. Its kernels are replaced by their torch twin."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends import fa_utils
+
+from rose_backend.kernels import AttentionOptions
+from rose_backend.kernels.reference.paged_prefill import paged_prefill
+from rose_backend.vllm_plugin.attention import flash_attention
+from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl
+from rose_backend.vllm_plugin.attention.flash_attention import (
+    LAUNCHED_FROM,
+    Threshold,
+    choose_rows,
+    is_faster,
+    uses_flash_attention,
+)
+from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
+from rose_backend.vllm_plugin.hooks.start_up_log import describe_parts
+from rose_backend.vllm_plugin.options import rose_options
+from tests.vllm_plugin.conftest import MakeConfig
+from tests.vllm_plugin.test_attention_backend import (
+    BLOCK_SIZE,
+    HEAD_SIZE,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    SCALE,
+    STEPS,
+    Step,
+)
+from tests.vllm_plugin.test_mixed_graphs import Manager, OnGpu, on_gpu  # noqa: F401
+
+PLUGIN = "rose_backend.vllm_plugin.attention"
+PREFILLS_OF = {"mixed": (3, 3), "prefills": (0, 0)}
+"""Step -> its first prefill row and that row's first token."""
+
+
+def real_interface() -> ModuleType:
+    """Return vLLM's module of FlashAttention's Python functions, without the kernels, which a CPU build lacks."""
+    path = Path(vllm.__file__).parent / "vllm_flash_attn" / "flash_attn_interface.py"
+    spec = importlib.util.spec_from_file_location("flash_attn_interface_alone", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class FakeFlash(ModuleType):
+    """FlashAttention's functions as plain torch. Takes exactly the arguments that vLLM's functions take."""
+
+    def __init__(self) -> None:
+        super().__init__("vllm.vllm_flash_attn")
+        real = real_interface()
+        self._attend, self._plan = (
+            inspect.signature(function)
+            for function in (real.flash_attn_varlen_func, real.get_scheduler_metadata)
+        )
+        self.calls: list[dict[str, Any]] = []
+        self.schedules: list[dict[str, Any]] = []
+
+    def get_scheduler_metadata(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        bound = self._plan.bind(*args, **kwargs)
+        bound.apply_defaults()
+        self.schedules.append(bound.arguments)
+        return torch.tensor([len(self.schedules)])
+
+    def flash_attn_varlen_func(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        bound = self._attend.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        self.calls.append(given)
+        query, starts, seq_lens = given["q"], given["cu_seqlens_q"], given["seqused_k"]
+        assert (
+            given["causal"]
+            and given["fa_version"] == 3
+            and given["window_size"] in (None, [-1, -1], (-1, -1))
+        )
+        query_lens = starts.diff()
+        assert given["max_seqlen_q"] >= query_lens.max() and given["max_seqlen_k"] >= seq_lens.max()
+        for name in ("cu_seqlens_q", "seqused_k", "block_table"):
+            assert given[name].dtype == torch.int32 and given[name].stride(-1) == 1
+        for name in ("q", "k", "v", "out"):
+            *strides, last = given[name].stride()
+            assert last == 1 and all(stride % 8 == 0 for stride in strides), "the copy engine takes 16 bytes"
+        return paged_prefill(
+            query,
+            None,
+            None,
+            given["k"],
+            given["v"],
+            given["block_table"],
+            starts,
+            seq_lens - query_lens,
+            options=AttentionOptions(given["softmax_scale"]),
+            out=given["out"],
+        )
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> FakeFlash:
+    """Return what stands in for FlashAttention 3; rows of two tokens and more are its own, of this test's head size."""
+    fake = FakeFlash()
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", fake)
+    monkeypatch.setattr(flash_attention, "HEAD_SIZE", HEAD_SIZE)
+    monkeypatch.setattr(flash_attention, "FASTER_FROM", (Threshold(0, 2),))
+    for module in ("flash_attention", "metadata"):
+        monkeypatch.setattr(f"{PLUGIN}.{module}.uses_flash_attention", lambda config: True)
+    return fake
+
+
+Run = Callable[..., RoseAttentionMetadata]
+
+
+@pytest.fixture(params=[True, False], ids=["fused", "separate"])
+def run(request: pytest.FixtureRequest, make_config: MakeConfig) -> Run:
+    """Return a function that runs layers of one step and checks each one's output."""
+    config = make_config(additional_config={"rose": {"fused_kv_append": request.param}})
+
+    def run_layers(step: Step, layers: tuple[dict[str, Any], ...] = ({},)) -> RoseAttentionMetadata:
+        with set_current_vllm_config(config):
+            impls = [
+                RoseAttentionImpl(NUM_HEADS, HEAD_SIZE, SCALE, NUM_KV_HEADS, **layer) for layer in layers
+            ]
+            builder = RoseAttentionMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
+        metadata = builder.build(0, step.common_metadata())
+        for impl, layer in zip(impls, layers, strict=True):
+            output = torch.full_like(step.query, 7.0)
+            assert (
+                impl.forward(None, step.query, step.key, step.value, step.cache, metadata, output) is output
+            )
+            expected = step.expected(layer.get("sliding_window"))
+            torch.testing.assert_close(output[: step.num_tokens], expected, rtol=1e-5, atol=1e-5)
+            assert (output[step.num_tokens :] == 7.0).all(), "padding was written"
+        return metadata
+
+    return run_layers
+
+
+@pytest.mark.parametrize("order", ["BHNC", "BNHC", "HBNC"])
+@pytest.mark.parametrize("name", PREFILLS_OF)
+def test_it_gets_the_prefill_rows_and_all_is_stored(
+    flash: FakeFlash, run: Run, name: str, order: str
+) -> None:
+    step = Step(STEPS[name], cache_order=order, padding=3)
+    wanted = step.cache.clone()
+    for token, slot in enumerate(step.slot_mapping[: step.num_tokens].tolist()):
+        wanted[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE] = torch.cat((step.key[token], step.value[token]), -1)
+    run(step)
+    assert torch.equal(step.cache.nan_to_num(nan=-1e9), wanted.nan_to_num(nan=-1e9))
+    [call] = flash.calls
+    first_row, first_token = PREFILLS_OF[name]
+    rows = STEPS[name][first_row:]
+    assert call["cu_seqlens_q"].tolist() == [start - first_token for start in step.starts[first_row:]]
+    assert call["seqused_k"].tolist() == [computed + new for computed, new in rows]
+    assert torch.equal(call["block_table"], step.table[first_row:])
+    assert call["q"].data_ptr() == step.query[first_token].data_ptr()
+    assert call["q"].shape[0] == call["out"].shape[0] == step.num_tokens - first_token
+    for tensor, offset in ((call["k"], 0), (call["v"], HEAD_SIZE)):
+        view = step.cache.transpose(1, 2)[..., offset : offset + HEAD_SIZE]
+        assert tensor.data_ptr() == view.data_ptr() and tensor.stride() == view.stride()
+    assert call["softmax_scale"] == SCALE and call["scheduler_metadata"].tolist() == [1]
+    [schedule] = flash.schedules
+    for name, given in schedule.items():
+        if name in call and name not in ("window_size", "scheduler_metadata"):
+            assert given is call[name] or given == call[name], name
+    assert schedule["cache_seqlens"] is call["seqused_k"]
+    sizes = ("batch_size", "num_heads_q", "num_heads_kv", "headdim", "page_size", "qkv_dtype")
+    assert [schedule[size] for size in sizes] == [
+        *(len(rows), NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, torch.float32)
+    ]
+
+
+def test_layers_share_a_schedule_and_special_ones_stay_roses(flash: FakeFlash, run: Run) -> None:
+    special: list[dict[str, Any]] = [{"sliding_window": 9}]
+    run(Step(STEPS["mixed"]), ({}, *special, {}))
+    assert len(flash.calls) == 2 and len(flash.schedules) == 1
+    flash.calls.clear()
+    run(Step(STEPS["mixed"]), ({"kv_sharing_target_layer_name": None}, *special))
+    assert len(flash.calls) == 1
+
+
+def test_a_layer_that_shares_anothers_cache_writes_nothing(flash: FakeFlash, run: Run) -> None:
+    step = Step(STEPS["mixed"])
+    run(step)
+    before = step.cache.clone()
+    key, step.key = step.key, torch.zeros_like(step.key)
+    with pytest.raises(AssertionError):  # It attends what is stored, not these keys.
+        run(step, ({"kv_sharing_target_layer_name": "other"},))
+    assert torch.equal(step.cache.nan_to_num(), before.nan_to_num())
+    step.key = key
+    run(step, ({"kv_sharing_target_layer_name": "other"},))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [{"alibi_slopes": [0.1] * NUM_HEADS}, {"logits_soft_cap": 5.0}, {"sinks": torch.zeros(NUM_HEADS)}],
+    ids=str,
+)
+def test_layers_with_options_of_the_softmax_are_roses(
+    flash: FakeFlash, make_config: MakeConfig, layer: dict[str, Any]
+) -> None:
+    with set_current_vllm_config(make_config()):
+        assert RoseAttentionImpl(NUM_HEADS, HEAD_SIZE, SCALE, NUM_KV_HEADS).may_use_flash
+        assert not RoseAttentionImpl(NUM_HEADS, HEAD_SIZE, SCALE, NUM_KV_HEADS, **layer).may_use_flash
+        assert not RoseAttentionImpl(NUM_HEADS, HEAD_SIZE // 2, SCALE, NUM_KV_HEADS).may_use_flash
+
+
+def test_blocks_that_are_loaded_whole_are_roses(
+    flash: FakeFlash, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_attention, "_KEY_TILE", BLOCK_SIZE)
+    run(Step(STEPS["mixed"]))
+    assert flash.calls == []
+
+
+def test_decodes_and_captured_graphs_are_roses(flash: FakeFlash, run: Run, make_config: MakeConfig) -> None:
+    assert run(Step(STEPS["decodes"])).flash_rows is None
+    builder = RoseAttentionMetadataBuilder(None, ["layer"], make_config(), torch.device("cpu"))
+    common = Step(STEPS["mixed"]).common_metadata()
+    assert builder.build(0, common).flash_rows is not None
+    assert builder.build_for_cudagraph_capture(common).flash_rows is None
+    assert flash.calls == []
+
+
+def test_the_run_before_a_capture_compiles_the_write(
+    flash: FakeFlash, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, step = make_config(), Step([(0, 17), (31, 2)])
+    with set_current_vllm_config(config):
+        impl = RoseAttentionImpl(NUM_HEADS, HEAD_SIZE, SCALE, NUM_KV_HEADS)
+        builder = RoseAttentionMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
+    metadata = builder.build_for_cudagraph_capture(step.common_metadata())
+    written: list[int] = []
+    monkeypatch.setattr(f"{PLUGIN}.backend.write_kv", lambda key, *rest: written.append(len(key)))
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=capturing: answer)
+        impl.forward(
+            None, step.query, step.key, step.value, step.cache, metadata, torch.empty_like(step.query)
+        )
+    assert written == [step.num_tokens] and flash.calls == []
+
+
+def test_measured_shapes_take_the_faster_side() -> None:
+    # benchmarks/results/h200/kernels.json: 0.95 and 0.73 times FlashAttention's speed with Llama-8B's heads.
+    assert is_faster(8192, 0) and is_faster(2048, 6144)
+    assert not is_faster(512, 0) and not is_faster(64, 8192)
+    contexts, lengths = zip(*flash_attention.FASTER_FROM, strict=True)
+    assert list(contexts) == sorted(set(contexts)), "a threshold that another one covers"
+    assert list(lengths) == sorted(set(lengths), reverse=True), "a threshold that another one covers"
+    # Steps that may have rows for FlashAttention are launched, the others are replayed.
+    assert min(lengths) <= LAUNCHED_FROM
+
+
+@pytest.mark.parametrize(
+    ("rows", "threshold", "chosen"),
+    [
+        ([(0, 60)], Threshold(0, 60), True),
+        ([(0, 60)], Threshold(0, 61), False),
+        # The row of an average token: one long row decides, many short ones do, and decodes do not.
+        ([(90, 1), (0, 60), (0, 2), (0, 2)], Threshold(0, 50), True),
+        ([(90, 1), (0, 20), *[(0, 5)] * 12], Threshold(0, 15), False),
+        ([(90, 1), (0, 60), (0, 2)], Threshold(0, 60), False),
+        ([(48, 40), (0, 2)], Threshold(40, 20), True),
+        ([(90, 1), (0, 40)], Threshold(40, 20), False),
+        ([(48, 40)], Threshold(49, 20), False),
+    ],
+    ids=str,
+)
+def test_rows_are_chosen_by_an_average_token(
+    monkeypatch: pytest.MonkeyPatch, rows: list[tuple[int, int]], threshold: Threshold, chosen: bool
+) -> None:
+    monkeypatch.setattr(flash_attention, "FASTER_FROM", (threshold,))
+    step = Step(rows)
+    common = step.common_metadata()
+    num_decodes = sum(new == 1 for _, new in rows)
+    common.seq_lens_cpu_upper_bound = common.seq_lens
+    flash_rows = choose_rows(
+        common, num_decodes, num_decodes, common.query_start_loc[num_decodes:] - num_decodes
+    )
+    assert (flash_rows is not None) == chosen
+    # Without lengths on the host a context counts as none.
+    common.seq_lens_cpu_upper_bound = None
+    flash_rows = choose_rows(
+        common, num_decodes, num_decodes, common.query_start_loc[num_decodes:] - num_decodes
+    )
+    assert (flash_rows is not None) == (chosen and threshold.num_computed_tokens == 0)
+
+
+@pytest.fixture
+def on_hopper(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return a function that builds a configuration for a GPU of compute capability 9.0, and heads of 128."""
+
+    def make(head_size: int = 128, **options: Any) -> Any:
+        config = make_config(**{"dtype": "bfloat16", "block_size": 16, **options})
+        platform = type(current_platform)
+        monkeypatch.setattr(platform, "is_cuda", lambda self: True)
+        monkeypatch.setattr(platform, "is_device_capability_family", lambda self, family: family == 90)
+        monkeypatch.setattr(fa_utils, "is_fa_version_supported", lambda version: version == 3)
+        monkeypatch.setattr(type(config.model_config), "get_head_size", lambda self: head_size)
+        return config
+
+    return make
+
+
+def test_it_needs_hopper_half_precision_and_its_head_size(
+    on_hopper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = on_hopper()
+    assert uses_flash_attention(config)
+    line = describe_parts(config, rose_options(config), None)
+    assert "(stores K/V itself, FlashAttention 3 for prefill rows from 4,096 behind 0, " in line
+    assert " tokens on, outside full CUDA graphs);" in line
+    assert uses_flash_attention(on_hopper(dtype="float16"))
+    for options in ({"head_size": 64}, {"dtype": "float32"}, {"block_size": 128}, {"block_size": 256}):
+        other = on_hopper(**options)
+        assert not uses_flash_attention(other), options
+        assert "FlashAttention" not in describe_parts(other, rose_options(other), None)
+    config = on_hopper(block_size=64)
+    assert uses_flash_attention(config)
+    config.cache_config.cache_dtype = "fp8"
+    assert not uses_flash_attention(config)
+    for target, name, answer in (
+        (fa_utils, "is_fa_version_supported", lambda version: False),
+        (type(current_platform), "is_device_capability_family", lambda self, family: family == 100),
+        (type(current_platform), "is_cuda", lambda self: False),
+    ):
+        config = on_hopper()
+        monkeypatch.setattr(target, name, answer)
+        assert not uses_flash_attention(config), name
+
+
+@pytest.mark.parametrize("data_parallel_size", [1, 2])
+def test_steps_of_long_rows_are_launched(
+    on_gpu: OnGpu,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    data_parallel_size: int,
+) -> None:
+    monkeypatch.setattr(f"{PLUGIN}.mixed_graphs.uses_flash_attention", lambda config: True)
+    monkeypatch.setattr(f"{PLUGIN}.mixed_graphs.LAUNCHED_FROM", 16)
+    sizes = [1, 2, 4, 8, 16, 20, 32, 64]
+    config = on_gpu(sizes, max_num_seqs=20)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    config.parallel_config.data_parallel_size = data_parallel_size
+    manager = Manager(config, CUDAGraphMode.FULL, 20)
+    assert all(desc.cg_mode == CUDAGraphMode.FULL for desc in manager._capture_descs[CUDAGraphMode.FULL])
+    for num_tokens in range(1, 65):
+        for num_requests in range(1, min(num_tokens, 20) + 1):
+            desc = manager.dispatch(num_requests, num_tokens, None, 0, None)
+            if num_tokens >= 16 * num_requests and data_parallel_size == 1:
+                assert desc.cg_mode == CUDAGraphMode.NONE
+                assert (desc.num_tokens, desc.num_reqs) == (num_tokens, num_requests), "nothing is padded"
+            else:
+                assert desc.cg_mode == CUDAGraphMode.FULL
+    assert manager.dispatch(20, 20, 1, 0, 1).uniform_token_count == 1
+
+
+def test_graphs_serve_long_rows_without_flash_attention(on_gpu: OnGpu) -> None:  # noqa: F811
+    config = on_gpu([1, LAUNCHED_FROM * 2], max_num_seqs=20)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    manager = Manager(config, CUDAGraphMode.FULL, 20)
+    assert manager.dispatch(1, LAUNCHED_FROM, None, 0, None).cg_mode == CUDAGraphMode.FULL
