@@ -174,26 +174,20 @@ def test_a_reset_while_steps_are_in_flight(
             manager.check_integrity()
 
 
-# Without stages beside drafts under V1: vLLM 0.32 looks for the drafter on each stage, and only the last one has it.
+# Without stages beside drafts, which vLLM 0.32 does not run with any attention backend: under V1 it looks for the
+# drafter on each stage, and only the last one has it; under V2 the first stage counts more drafts than it was given
+# tokens (`assert (num_scheduled_tokens_np >= num_logits).all()` in prepare_inputs, seen with TRITON_ATTN) and is lost.
 PARALLEL: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2},
     "pipeline": {"pipeline_parallel_size": 2},
-    "pipeline, drafts": {"pipeline_parallel_size": 2, "speculative_config": NGRAM},
     "tensor, drafts": {"tensor_parallel_size": 2, "speculative_config": NGRAM},
     "pipeline, small chunks": {"pipeline_parallel_size": 2, "max_num_batched_tokens": 77},
 }
 
 
 @needs_two_gpus
-@pytest.mark.parametrize(
-    ("manner", "runner"),
-    [
-        (manner, runner)
-        for manner in PARALLEL
-        for runner in ("V2", "V1")
-        if (manner, runner) != ("pipeline, drafts", "V1")
-    ],
-)
+@RUNNERS
+@pytest.mark.parametrize("manner", PARALLEL)
 def test_two_gpus(
     make_engine: MakeEngine,
     case: tuple[Prompts, GreedyReference],

@@ -1,7 +1,11 @@
-"""On CUDA: steady decode steps are replayed whole, alternate with vLLM's own, and say the same to the bit."""
+"""On CUDA: steady decode steps are replayed whole, alternate with vLLM's own, and say the same to the bit.
+
+``ROSE_STEP_GRAPH_REQUESTS`` and ``ROSE_STEP_GRAPH_STEPS`` make the two long tests longer.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +24,8 @@ from tests.support.reference_generation import parity_prompts
 
 pytestmark = pytest.mark.gpu
 
+NUM_REQUESTS = int(os.environ.get("ROSE_STEP_GRAPH_REQUESTS", "1000"))
+NUM_STEPS = int(os.environ.get("ROSE_STEP_GRAPH_STEPS", "2000"))
 GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64, 128, 256]}
 VOCAB_SIZE = 1000
 
@@ -54,8 +60,12 @@ def replay_when(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[
     yield set_rule
 
 
-def params_of_every_kind(num_requests: int) -> list[SamplingParams]:
-    """Greedy and drawn requests, and every kind that makes a step vLLM's, with many ends."""
+def params_of_every_kind(num_requests: int, one_in: int = 4) -> list[SamplingParams]:
+    """Greedy and drawn requests, and every kind that makes a step vLLM's, with many ends.
+
+    Args:
+        one_in: how many requests have one that is not plain: steps with none of those are replayed.
+    """
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.9, "top_k": 40, "top_p": 0.9},
@@ -69,8 +79,7 @@ def params_of_every_kind(num_requests: int) -> list[SamplingParams]:
     ]
     params = []
     for index in range(num_requests):
-        # Most requests are plain, so that some steps have no other.
-        kind = kinds[index % len(kinds)] if index % 4 == 3 else kinds[index % 2]
+        kind = kinds[index // one_in % len(kinds)] if index % one_in == one_in - 1 else kinds[index % 2]
         options = {"ignore_eos": True, "max_tokens": 3 + 7 * (index % 11), "seed": index, **kind}
         params.append(SamplingParams(**options))
     return params
@@ -126,6 +135,99 @@ def test_both_kinds_of_steps_say_the_same_to_the_bit(
     assert answers[3] == answers[0]
 
 
+def come_and_go(llm: Any, prompts: Any, num_requests: int) -> dict[str, list[Any]]:
+    """Run requests of every kind that arrive and are aborted at random, the same in each call; return the answers.
+
+    What an aborted request has said until then is part of them.
+    """
+    choose = random.Random(7)
+    params = params_of_every_kind(220, one_in=11)
+    engine, said_so_far = llm.llm_engine, {}
+    waiting, running = iter(range(num_requests)), set()
+    is_complete = False
+    while not is_complete or engine.has_unfinished_requests():
+        # In bursts, with steps between them that nobody joins.
+        for _ in range(choose.choice((1, 2, 5, 12)) if choose.random() < 0.06 else 0):
+            index = next(waiting, None)
+            if index is None:
+                is_complete = True
+                break
+            prompt = prompts[choose.randrange(len(prompts))]
+            running.add(name := f"{num_requests}-{index}")
+            engine.add_request(name, {"prompt_token_ids": list(prompt)}, params[index % len(params)])
+        if running and choose.random() < 0.005:
+            aborted = choose.choice(sorted(running))
+            running.discard(aborted)
+            engine.abort_request([aborted])
+        for output in engine.step():
+            said_so_far[output.request_id] = said([output])
+            if output.finished:
+                running.discard(output.request_id)
+    return said_so_far
+
+
+@pytest.mark.parametrize("model", ["GPT-2", "Qwen3", "Llama"])
+def test_requests_that_come_and_go_get_the_same_answers(
+    make_engine: MakeEngine,
+    tiny_model_path: Path,
+    tmp_path: Path,
+    replay_when: Callable[[Callable[[int], bool]], None],
+    model: str,
+) -> None:
+    path = tiny_model_path if model == "GPT-2" else WRITERS[model](tmp_path)
+    prompts = [prompt for prompt in parity_prompts(VOCAB_SIZE) if len(prompt) < 300]
+    options: dict[str, Any] = {
+        "num_gpu_blocks_override": 400,
+        "max_num_seqs": 48,
+        "compilation_config": GRAPHS,
+    }
+    answers = []
+    with make_engine(model=str(path), dtype="float16", enforce_eager=False, **options, **GPU_MEMORY) as llm:
+        manager = scheduler_of(llm).kv_cache_manager.manager
+        for wanted in (is_never, lambda _: True, is_random(3)):
+            replay_when(wanted)
+            assert llm.reset_prefix_cache()
+            before = STEPS.replayed
+            answers.append(come_and_go(llm, prompts, NUM_REQUESTS))
+            assert (STEPS.replayed - before > NUM_REQUESTS // 4) == (wanted is not is_never), STEPS
+        manager.check_integrity()
+        assert manager.usage == 0.0 and min(manager.stats.clones, manager.stats.evictions) > 0
+    assert len(answers[0]) > 0.9 * NUM_REQUESTS
+    for others in answers[1:]:
+        different = [name for name, answer in others.items() if answer != answers[0].get(name)]
+        assert different == [] and others.keys() == answers[0].keys()
+
+
+@pytest.mark.parametrize("model", ["Qwen3", "Llama"])  # with a tied head, and with one of its own
+def test_new_weights_speak_in_replayed_steps(make_engine: MakeEngine, tmp_path: Path, model: str) -> None:
+    write: Any = WRITERS[model]
+    old, new = write(tmp_path / "old"), write(tmp_path / "new", seed=1)
+    prompts = parity_prompts(VOCAB_SIZE)[:16]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    options: dict[str, Any] = {
+        "dtype": "float16",
+        "enforce_eager": False,
+        "compilation_config": GRAPHS,
+        **GPU_MEMORY,
+    }
+
+    def run(llm: Any) -> list[Any]:
+        before = STEPS.replayed
+        answers = [
+            output.outputs[0].token_ids for output in llm.generate(inputs_of(prompts), params, use_tqdm=False)
+        ]
+        assert STEPS.replayed > before, STEPS
+        return answers
+
+    with make_engine(model=str(new), **options) as llm:
+        expected = run(llm)
+    with make_engine(model=str(old), **options) as llm:
+        first = run(llm)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(new)})
+        assert llm.reset_prefix_cache()
+        assert run(llm) == expected != first
+
+
 def test_steps_with_a_grammar_are_vllms(make_engine: MakeEngine, tiny_model_path: Path) -> None:
     prompts = parity_prompts(VOCAB_SIZE)[:8]
     plain = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
@@ -166,7 +268,8 @@ def test_memory_does_not_grow(make_engine: MakeEngine) -> None:
     ]
     with make_engine(enforce_eager=False, compilation_config=GRAPHS, **GPU_MEMORY) as llm:
         sizes = []
-        for _ in range(12):
+        # A round has about 160 steps.
+        for _ in range(max(NUM_STEPS // 160, 12)):
             llm.generate(inputs_of(prompts), params, use_tqdm=False)
             torch.cuda.synchronize()
             sizes.append(
