@@ -1,4 +1,4 @@
-"""The ``rose`` command: ``rose generate``, ``rose serve``, ``rose blocks`` and ``rose env``."""
+"""The ``rose`` command: ``rose generate``, ``serve``, ``warmup``, ``blocks`` and ``env``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rose_backend.cli_options import (
     unknown_option_message,
 )
 from rose_backend.cli_serve import add_serve_command
+from rose_backend.cli_warmup import add_warmup_command
 from rose_backend.config import SWITCH_NAMES, EngineConfig, Switches
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.errors import RequestError, RoseError
@@ -93,6 +94,7 @@ def build_parser() -> RoseParser:
     add_engine_options(generate)
     generate.set_defaults(run=_generate)
     add_serve_command(commands)
+    add_warmup_command(commands)
     add_blocks_command(commands)
     env = commands.add_parser(
         "env",

@@ -31,11 +31,13 @@ ALLOWED = {
     "server": ENGINE_CORE | {"engine"},
     "vllm_plugin": CORE,
     "block_view": frozenset({"errors", "config", "block_manager"}),
-    "cli": EVERYTHING | {"cli_blocks", "cli_generate", "cli_options", "cli_serve", "environment_report"},
+    "cli": EVERYTHING
+    | {"cli_blocks", "cli_generate", "cli_options", "cli_serve", "cli_warmup", "environment_report"},
     "cli_blocks": frozenset({"errors", "block_view"}),
     "cli_generate": EVERYTHING - {"server"} | {"cli_options"},
     "cli_options": EVERYTHING - {"server"},
     "cli_serve": EVERYTHING | {"cli_options"},
+    "cli_warmup": EVERYTHING | {"cli_options"},
     "environment_report": EVERYTHING - {"server"},
     "__init__": EVERYTHING - {"server"},
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sized
 from types import TracebackType
 from typing import TypeVar
 
@@ -20,14 +20,27 @@ from rich.progress import (
 )
 
 from rose_backend.engine.outputs import RequestOutput
+from rose_backend.kernels.gpu_properties import is_recording
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
 
-def show_progress(what: str, items: Sequence[_T], /) -> Iterator[_T]:
-    """Yield ``items`` and show a bar on stderr where that is a terminal, which goes when all are done. Log it, too."""
+def show_progress(what: str, items: Iterable[_T], /, *, total: int | None = None) -> Iterator[_T]:
+    """Yield ``items`` and show a bar on stderr where that is a terminal, which goes when all are done. Log it, too.
+
+    Nothing is shown while kernels are only recorded.
+
+    Args:
+        total: their number; None takes their length.
+    """
+    if is_recording():
+        yield from items
+        return
+    if total is None:
+        assert isinstance(items, Sized)
+        total = len(items)
     console = Console(stderr=True)
     bar = Progress(
         TextColumn(what),
@@ -38,10 +51,10 @@ def show_progress(what: str, items: Sequence[_T], /) -> Iterator[_T]:
         disable=not console.is_terminal,
     )
     start = time.perf_counter()
-    logger.info("%s: %d", what, len(items))
+    logger.info("%s: %d", what, total)
     with bar:
-        yield from bar.track(items)
-    logger.info("%s: %d took %.1f s", what, len(items), time.perf_counter() - start)
+        yield from bar.track(items, total)
+    logger.info("%s: %d took %.1f s", what, total, time.perf_counter() - start)
 
 
 class LoadingProgress:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rose_backend.kernels.gpu_properties import is_recording
+
 Size = TypeVar("Size", bound=Hashable)
 _ALIGNMENT = 16
 
@@ -41,6 +43,10 @@ class CapturedGraphs(Generic[Size]):
             pool: of memory, shared with other graphs that never run at the same time; None takes a new one.
             stream: to capture on; None takes torch's own.
         """
+        if is_recording():
+            for size in sizes:
+                self._compute(size, len(self._parts))
+            return
         pool = torch.cuda.graph_pool_handle() if pool is None else pool
         for size in sizes:
             # Outside of a graph first: kernels are compiled and their scratch memory is allocated there.

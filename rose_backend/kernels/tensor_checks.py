@@ -7,11 +7,12 @@ takes the size of the first tensor that has it; every later tensor must agree. T
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 
 from rose_backend.errors import ShapeError
+from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE
 
 FLOAT8_CAPABILITY = (8, 9)
@@ -111,7 +112,7 @@ def check_cache_dtype(
         if scale is not None:
             _check_scale(scale_name, scale, key_cache, is_float8)
     if is_float8 and key_cache.is_cuda:
-        check_float8_capability(device_capability(key_cache.device))
+        check_float8_capability(gpu_properties(key_cache.device).capability)
 
 
 def check_float8_capability(capability: tuple[int, int]) -> None:
@@ -136,12 +137,6 @@ def check_sinks(sinks: torch.Tensor | None, query: torch.Tensor) -> None:
     check_tensors(query=(query, "T HQ D"), sinks=(sinks, "HQ", torch.float32))
     if sinks.device != query.device:
         raise ShapeError(f"sinks: expected device {query.device} as query, got {sinks.device}")
-
-
-@cache
-def device_capability(device: torch.device) -> tuple[int, int]:
-    """Return a CUDA device's compute capability."""
-    return torch.cuda.get_device_capability(device)
 
 
 def _check_scale(name: str, scale: torch.Tensor, key_cache: torch.Tensor, is_float8: bool) -> None:

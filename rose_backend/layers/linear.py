@@ -64,7 +64,7 @@ class DecoderLayer:
 def packs_layers(switches: Switches, device: torch.device) -> bool:
     """Whether to use ``pack_layer``: packed products fuse everything at once, and are faster on a GPU only."""
     is_fused = switches.fused_kv_append and switches.fused_mlp and switches.fused_add_layernorm
-    return device.type == "cuda" and is_fused
+    return device.type != "cpu" and is_fused
 
 
 def pack_layer(layer: DecoderLayer) -> DecoderLayer:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rose_backend.errors import ModelError
+from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.models.end_tokens import read_eos_token_ids
 
 MAX_SIZE = 2**24
@@ -181,5 +182,5 @@ def choose_dtype(dtype: str, device: str, stored: torch.dtype) -> torch.dtype:
         return torch.float32
     if stored in (torch.float16, torch.bfloat16):
         return stored
-    has_bfloat16 = torch.cuda.get_device_capability(device)[0] >= 8
+    has_bfloat16 = gpu_properties(torch.device(device)).capability[0] >= 8
     return torch.bfloat16 if has_bfloat16 else torch.float16

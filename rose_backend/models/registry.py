@@ -9,7 +9,8 @@ from rose_backend.config import Switches
 from rose_backend.errors import ModelError
 from rose_backend.models.base import CausalLM
 from rose_backend.models.streaming import ProgressCallback
-from rose_backend.models.weights import Checkpoint
+from rose_backend.models.weight_files import has_weights
+from rose_backend.models.weights import Checkpoint, resolve_model_path
 
 MODEL_CLASSES = {
     "GPT2LMHeadModel": "rose_backend.models.gpt2:GPT2",
@@ -36,7 +37,7 @@ def load_model(
     Args:
         path: local directory or Hugging Face id.
         dtype: ``auto`` is float32 on a CPU, the checkpoint's own type elsewhere; for float32 bfloat16, as in vLLM.
-        device: ``cpu`` or ``cuda``.
+        device: ``cpu`` or ``cuda``; or ``meta`` for a model without memory, where config.json is enough.
         switches: None has everything on.
         max_model_len: no request is longer, in tokens: a sliding window of that length is none. None: the model's.
         on_progress: told of the bytes of weights that were read.
@@ -44,7 +45,9 @@ def load_model(
     Raises:
         ModelError: the checkpoint is missing, damaged, or of an architecture that is not supported.
     """
-    checkpoint = Checkpoint(path, on_progress)
+    directory = resolve_model_path(path)
+    without_weights = device == "meta" and not has_weights(directory)
+    checkpoint = Checkpoint(directory, on_progress, without_weights=without_weights)
     architectures = checkpoint.config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise ModelError(f"config.json: architectures must be a list of names, got {architectures!r}")

@@ -44,6 +44,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether there is anything that ``find_tensors`` would look into."""
+    return (directory / WEIGHTS_FILE).is_file() or (directory / WEIGHTS_INDEX_FILE).is_file()
+
+
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return all tensors of a checkpoint by name.
 

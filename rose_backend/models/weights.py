@@ -86,16 +86,25 @@ class Checkpoint:
     Args:
         path: local directory or Hugging Face id.
         on_progress: told of the bytes of weights that were read.
+        without_weights: every tensor that is looked for is there, of the type that config.json names: for tensors
+            without memory.
 
     Raises:
         ModelError: there is no such checkpoint, or its config.json is damaged. Looking for tensors also raises it where
             there is no safetensors file, or one that is damaged.
     """
 
-    def __init__(self, path: str | Path, on_progress: ProgressCallback | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        on_progress: ProgressCallback | None = None,
+        *,
+        without_weights: bool = False,
+    ) -> None:
         self.directory = resolve_model_path(path)
         self.config = read_json(self.directory / CONFIG_FILE)
         self.on_progress = on_progress
+        self._without_weights = without_weights
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -107,6 +116,8 @@ class Checkpoint:
         """Return the type in which a tensor is stored."""
         from rose_backend.models.streaming import stored_dtype
 
+        if self._without_weights:
+            return self._named_dtype()
         return stored_dtype(self._find(name))
 
     def find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
@@ -115,6 +126,8 @@ class Checkpoint:
         Raises:
             ModelError: the tensor is missing, has another shape, or is of a type that cannot be read.
         """
+        if self._without_weights:
+            return StoredTensor(name, self.directory, 0, 0, "", shape)
         stored = self._find(name)
         if stored.shape != shape:
             raise ModelError(f"model: tensor {name!r} has shape {list(stored.shape)}, expected {list(shape)}")
@@ -123,7 +136,16 @@ class Checkpoint:
 
     @cached_property
     def _tensors(self) -> dict[str, StoredTensor]:
-        return find_tensors(self.directory)
+        return {} if self._without_weights else find_tensors(self.directory)
+
+    def _named_dtype(self) -> torch.dtype:
+        import torch
+
+        name = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
+        dtype = getattr(torch, str(name).removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ModelError(f"config.json: dtype must be the name of a type, got {name!r}")
+        return dtype
 
     def _find(self, name: str) -> StoredTensor:
         if name not in self._tensors:
@@ -157,7 +179,9 @@ class WeightReader:
 
         from rose_backend.models.streaming import stream
 
-        build(replace(self, device=torch.device("meta"), copies=[]))
+        planned = build(replace(self, device=torch.device("meta"), copies=[]))
+        if self.config.device.type == "meta":
+            return planned
         reader = replace(self, device=self.config.device, copies=[])
         weights = build(reader)
         stream(reader.copies, on_progress=self.checkpoint.on_progress)
@@ -243,7 +267,7 @@ class WeightReader:
         checkpoint, config = self.checkpoint, self.config
         shape = (config.vocab_size, config.hidden_size)
         is_tied = config.tie_word_embeddings
-        if is_tied and self._is_planning and HEAD in checkpoint:
+        if is_tied and self._is_checking and HEAD in checkpoint:
             stored = checkpoint.find(self.prefix + name, shape)
             if not have_equal_values(checkpoint.find(HEAD, shape), stored):
                 raise ModelError(f"config.json: tie_word_embeddings is on, but {HEAD} differs from {name}")
@@ -252,8 +276,10 @@ class WeightReader:
         return embedding[: config.vocab_size], head
 
     @property
-    def _is_planning(self) -> bool:
-        return self.device is not None and self.device.type == "meta"
+    def _is_checking(self) -> bool:
+        """Whether this is the look at all tensors in front of reading them."""
+        assert self.device is not None
+        return self.device.type == "meta" and self.config.device.type != "meta"
 
     def _padded(self, name: str, rows: int, width: int) -> torch.Tensor:
         tensor = self._empty(rows + -rows % HEAD_ALIGNMENT, width)

@@ -20,8 +20,8 @@ from rose_backend.engine import progress
 from rose_backend.engine.scheduling.token_budget import default_token_budget
 from rose_backend.engine.startup import report as start_up_report
 from rose_backend.engine.startup.load import storage_bytes
+from rose_backend.engine.startup.padding import decode_tunings, padding_passes
 from rose_backend.engine.startup.report import MemoryUse, StartUpReport, show_start_up
-from rose_backend.engine.startup.warm_up import decode_tunings, padding_passes
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError
 from rose_backend.kernels.gpu.decode_tuning import decode_tuning, rows_tile

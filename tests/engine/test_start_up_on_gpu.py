@@ -14,9 +14,10 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from rose_backend import LLM, SamplingParams
-from rose_backend.engine.startup import warm_up
+from rose_backend.engine.startup import padding
 from rose_backend.kernels.compilations import watch_compilations
 from tests.support.crowd import crowd
+from tests.support.random_checkpoints import write_random_qwen3
 from tests.support.tiny_checkpoint import write_random_gpt2_124m
 
 pytestmark = pytest.mark.gpu
@@ -87,10 +88,29 @@ def test_serving_compiles_nothing(tiny_model_path: Path, options: dict[str, Any]
     assert not seen.names, f"{len(seen.names)} kernels: {sorted(set(seen.names))}"
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"cuda_graph": False}, {"fused_kv_append": False}, {"dtype": "float32"}], ids=str
+)
+@pytest.mark.parametrize("model", ["gpt2", "qwen3"])
+def test_a_first_start_compiles_in_other_processes(
+    model: str,
+    options: dict[str, Any],
+    tiny_model_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    path = tiny_model_path if model == "gpt2" else write_random_qwen3(tmp_path / "qwen3")
+    with watch_compilations() as seen:
+        LLM(str(path), **{**OPTIONS, **options}).close()
+    in_this_process = len(seen.names) - seen.num_from_cache
+    assert seen.names and not in_this_process, f"{in_this_process} of {sorted(seen.names)}"
+
+
 def test_without_a_warm_up_serving_would_compile(
     tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warm_up, "warm_kernels", lambda loaded: None)
+    monkeypatch.setattr(padding, "warm_kernels", lambda loaded: None)
     with LLM(str(tiny_model_path), **OPTIONS, cuda_graph=False) as llm, watch_compilations() as seen:
         serve_everything(llm)
     assert seen.names

@@ -10,6 +10,7 @@ import torch
 from rose_backend.kernels import AttentionOptions
 from rose_backend.kernels.gpu import paged_prefill as gpu
 from rose_backend.kernels.gpu import store_chunk
+from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE
 from tests.support.aot import Launch, compile_launch, compiles, record_launches
 from tests.support.error_budget import assert_within_budget
@@ -219,7 +220,7 @@ def test_tiles_suit_the_length_that_is_stated(
     mean_query_len: float | None, by_descriptor: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Of 64 rows only a few are real, as in a captured graph: tokens per row say nothing.
-    monkeypatch.setattr(gpu, "device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu, "gpu_properties", lambda device: GpuProperties((9, 0), 132))
     projected = torch.empty(2048, 36, 64, dtype=FLOAT16)
     query, key, value = projected.split(12, dim=1)
     cache = torch.empty(4, 16, 12, 64, dtype=FLOAT16)

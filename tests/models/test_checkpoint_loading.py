@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rose_backend.errors import ModelError
+from rose_backend.kernels.gpu_properties import GpuProperties
+from rose_backend.models import config
 from rose_backend.models.base import CausalLM
 from rose_backend.models.config import choose_dtype
 from rose_backend.models.registry import load_model
@@ -88,7 +90,7 @@ def test_auto_dtype_on_cpu_is_float32(checkpoint: Path) -> None:
 def test_auto_dtype_on_a_gpu_is_that_of_vllm(
     monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, capability: tuple[int, int], expected: torch.dtype
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(config, "gpu_properties", lambda device: GpuProperties(capability, 132))
     assert choose_dtype("auto", "cuda", stored) is expected
 
 

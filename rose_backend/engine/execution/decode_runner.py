@@ -84,7 +84,6 @@ class DecodeRunner:
         """Capture a step of each of ``widths``."""
         self._graphs.capture(show_progress("capturing decode steps", self.widths[::-1]))
         self.buffers.capture()
-        torch.cuda.synchronize()
         self.buffers.reset()
 
     @torch.inference_mode()

@@ -27,6 +27,13 @@ def default_token_budget(device: torch.device, *, is_online: bool) -> int:
     return (_LARGE_GPU if is_large else _SMALL_GPU)["online" if is_online else "offline"]
 
 
+def default_token_budgets(device: torch.device | None) -> list[int]:
+    """Return all that ``default_token_budget`` may return for ``device``; None: for any GPU."""
+    if device is not None:
+        return sorted({default_token_budget(device, is_online=each) for each in (False, True)})
+    return sorted({*_SMALL_GPU.values(), *_LARGE_GPU.values()})
+
+
 def min_tokens_worth_waiting(device: torch.device) -> int:
     """Return for how many tokens that another prompt computes in the same step a prompt waits for the next one."""
     return _WORTH_WAITING_ON_A_GPU if device.type == "cuda" else MIN_TOKENS_WORTH_WAITING

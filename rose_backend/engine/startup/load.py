@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +16,21 @@ from rose_backend.engine.generation_config import generation_eos_token_ids
 from rose_backend.engine.process_settings import CpuThreads, check_num_threads, choose_cpu_threads
 from rose_backend.engine.progress import LoadingProgress
 from rose_backend.engine.scheduling.token_budget import default_token_budget
+from rose_backend.engine.startup.compile_ahead import compile_starts
 from rose_backend.engine.startup.feature_status import captures_graphs, feature_status
 from rose_backend.engine.startup.kv_pool import allocate_kv_cache, choose_num_blocks, gpu_reserve_bytes
 from rose_backend.engine.tokenizer import Tokenizer
-from rose_backend.errors import ConfigError
+from rose_backend.errors import ConfigError, RoseError, kind_and_text
 from rose_backend.kernels import PackedLinear
+from rose_backend.kernels.ahead_compilation import AheadCompilation
+from rose_backend.kernels.compilation_pool import COMPILES_ALONE
+from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.models.base import CausalLM
 from rose_backend.models.config import ModelConfig
 from rose_backend.models.registry import load_model
 from rose_backend.models.weights import resolve_model_path
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_RUN_AHEAD = {"cpu": 0, "cuda": 1}
 """On a CPU the host itself computes the step, so running ahead hides nothing."""
@@ -56,6 +63,8 @@ class LoadedModel:
     """Further copies of weights, laid out for small batches."""
     reserve_bytes: int
     """Device memory kept free for steps and captured graphs; 0 on a CPU."""
+    compilation: AheadCompilation | None
+    """Kernels that other processes compile meanwhile; None: none do."""
     seconds: dict[str, float]
     """How long each part of loading took."""
 
@@ -77,6 +86,8 @@ def load(config: EngineConfig, *, is_online: bool = False) -> LoadedModel:
         token_budget = default_token_budget(device, is_online=is_online)
         config = dataclasses.replace(config, max_num_batched_tokens=token_budget)
     directory = resolve_model_path(config.model)
+    compilation = None if device.type == "cpu" else _start_compilation(directory, config, device)
+    kernels_known = time.perf_counter()
     with LoadingProgress() as progress:
         model = load_model(
             directory,
@@ -113,12 +124,27 @@ def load(config: EngineConfig, *, is_online: bool = False) -> LoadedModel:
         weight_bytes=weight_bytes,
         packed_bytes=storage_bytes(model.weights) - weight_bytes,
         reserve_bytes=0 if device.type == "cpu" else gpu_reserve_bytes(config, sizes),
+        compilation=compilation,
         seconds={
-            "weights": weights_loaded - start,
+            "kernel list": kernels_known - start,
+            "weights": weights_loaded - kernels_known,
             "KV pool": pool_made - weights_loaded,
             "tokenizer": time.perf_counter() - pool_made,
         },
     )
+
+
+def _start_compilation(
+    directory: Path, config: EngineConfig, device: torch.device
+) -> AheadCompilation | None:
+    """Let processes compile while this one reads weights."""
+    try:
+        return compile_starts(directory, [config], gpu_properties(device))
+    except RoseError:
+        raise
+    except Exception as error:  # the start itself has not failed
+        logger.warning("%s: %s", COMPILES_ALONE, kind_and_text(error))
+        return None
 
 
 def resolve_device(name: str) -> torch.device:

@@ -41,16 +41,16 @@ class BlockLayout:
         return math.prod(self.shape)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _block_clone_kernel(
     cache_ptr,
     src_ptr,  # [N]
     dst_ptr,  # [N]
     num_pairs,
+    strides,  # no constants: that of layers follows from the number of blocks, which differs between starts
     ELEMENT: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     SHAPE: tl.constexpr,
-    STRIDES: tl.constexpr,
     BLOCK_ELEMENTS: tl.constexpr,
     TILE_PAIRS: tl.constexpr,
     TILE_ELEMENTS: tl.constexpr,
@@ -64,7 +64,7 @@ def _block_clone_kernel(
 
     offsets = tl.zeros([TILE_ELEMENTS], tl.int64)
     for dim in tl.static_range(len(SHAPE)):
-        offsets += (elements % SHAPE[dim]).to(tl.int64) * STRIDES[dim]
+        offsets += (elements % SHAPE[dim]).to(tl.int64) * strides[dim]
         elements = elements // SHAPE[dim]
     src = tl.load(src_ptr + pairs, mask=is_pair, other=0).to(tl.int64) * BLOCK_STRIDE
     dst = tl.load(dst_ptr + pairs, mask=is_pair, other=0).to(tl.int64) * BLOCK_STRIDE
@@ -108,10 +108,10 @@ def block_clone(
         src_block_ids,
         dst_block_ids,
         num_pairs,
+        layout.strides,
         ELEMENT=layout.element,
         BLOCK_STRIDE=layout.block_stride,
         SHAPE=layout.shape,
-        STRIDES=layout.strides,
         BLOCK_ELEMENTS=layout.num_elements,
         TILE_PAIRS=tile_pairs,
         TILE_ELEMENTS=tile_elements,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
 import torch
 import triton
+
+from rose_backend.kernels.gpu_properties import gpu_properties
 
 MAX_QUERY_ELEMENTS = 8192
 """Numbers that one program attends, unless one head's tokens are more: they stay in registers."""
@@ -147,10 +148,9 @@ def heads_per_program(group: int, num_tokens: int, head_tile: int) -> int:
     return 1
 
 
-@functools.cache
 def num_processors(device: torch.device) -> int:
     """Return a CUDA device's multiprocessors, 1 elsewhere."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return 1 if device.type == "cpu" else gpu_properties(device).num_processors
 
 
 def rows_tile(num_rows: int) -> int:

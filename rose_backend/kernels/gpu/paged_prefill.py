@@ -19,7 +19,7 @@ from rose_backend.kernels.gpu.prefill_tile import attend_range, find_tile, load_
 from rose_backend.kernels.gpu.prefill_tuning import PrefillTuning, prefill_tuning
 from rose_backend.kernels.gpu.softmax import LOG2_E, NO_LOGIT, attention_strides, logit_factors
 from rose_backend.kernels.gpu.store_chunk import store_chunk
-from rose_backend.kernels.tensor_checks import device_capability
+from rose_backend.kernels.gpu_properties import gpu_properties
 
 _FLOAT32_SLICE = 32
 _REST_TILE = 32
@@ -238,7 +238,7 @@ def paged_prefill(
             num_tokens / num_rows if mean_query_len is None else mean_query_len,
             head_size,
             query.dtype,
-            device_capability(query.device),
+            gpu_properties(query.device).capability,
             is_describable=_is_describable(new_key) and _is_describable(new_value),
         )
     head_tile = max(triton.next_power_of_2(head_size), 16)

@@ -17,8 +17,6 @@ At few rows such a product is as long as its weights take to arrive, so everythi
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -34,6 +32,7 @@ from rose_backend.kernels.gpu.linear_tile import (
     sum_warps,
 )
 from rose_backend.kernels.gpu.linear_tuning import MAX_SPLIT_COLUMNS, LinearConfig, choose_config
+from rose_backend.kernels.gpu_properties import gpu_properties
 
 _LINE_BYTES = 128
 
@@ -199,10 +198,9 @@ def small_batch_linear_kernel(
         tl.store(out_ptr + wide_rows[:, None] * out_stride + out_columns[None, :], result, mask=inside)
 
 
-@lru_cache(maxsize=16)
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether kernels on ``device`` may start before the one in front has ended (compute capability 9.0 and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type != "cpu" and gpu_properties(device).capability >= (9, 0)
 
 
 def _is_aligned(matrix: torch.Tensor) -> bool:

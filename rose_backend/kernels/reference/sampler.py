@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from rose_backend.kernels.gpu_properties import is_recording
 from rose_backend.kernels.reference.philox import exponential_noise, token_bits, vocabulary_bits
 from rose_backend.kernels.sampling_tensors import SampleOutput, SamplingTensors
 
@@ -301,6 +302,9 @@ def sample_unfused(
     params: SamplingTensors,
 ) -> SampleOutput:
     """Twin of ``rose_backend.kernels.sample_unfused``."""
+    if is_recording():
+        # The rest reads values, and launches none of our kernels.
+        return _report(logits, logits.argmax(dim=-1), params.num_logprobs)
     scores = apply_penalties(add_bias(logits, params), params)
     token_ids = _choose_number(_choose_unfused, scores, params)
     return _report(logits, token_ids, params.num_logprobs)

@@ -27,6 +27,7 @@ from rose_backend.vllm_plugin.options import (
     appends_in_attention,
     rose_options,
 )
+from rose_backend.vllm_plugin.pending_kernels import begin as begin_to_compile
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
@@ -158,6 +159,12 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
             and all(option is None for option in special)
             and flash_attention.uses_flash_attention(vllm_config)
         )
+        kind = (
+            (num_heads, self.num_kv_heads, head_size, self.scale > 0, sliding_window, kv_cache_dtype),
+            (alibi_slopes is None, self.logits_soft_cap, sinks is None, kv_sharing_target_layer_name is None),
+            self.appends_in_attention,
+        )
+        begin_to_compile(vllm_config, self, kind)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Bring the loaded sinks into the kernels' type. A reload keeps their address, which graphs hold."""

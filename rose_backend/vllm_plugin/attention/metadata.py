@@ -16,12 +16,14 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from rose_backend.kernels.gpu_properties import is_recording
 from rose_backend.kernels.paged_attention import MAX_QUERY_LEN
 from rose_backend.layers.attention import AttentionStep
 from rose_backend.vllm_plugin.attention.flash_attention import FlashRows, choose_rows, uses_flash_attention
 from rose_backend.vllm_plugin.attention.mixed_graphs import captures_mixed_steps
 from rose_backend.vllm_plugin.options import replays_steps
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
+from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
 
 _USUAL_PREFILL_LEN = 256
 """Tokens of a chunk that prefill attention of mixed steps is tuned for when its graph is captured."""
@@ -60,7 +62,9 @@ class RoseAttentionMetadata:
 
 def is_first_run(metadata: RoseAttentionMetadata) -> bool:
     """Whether this is the run in front of a capture of mixed steps, in which every kernel variant is compiled."""
-    return metadata.mean_prefill_len is not None and not torch.cuda.is_current_stream_capturing()
+    return metadata.mean_prefill_len is not None and (
+        is_recording() or not torch.cuda.is_current_stream_capturing()
+    )
 
 
 def prefill_lens_to_tune_for(metadata: RoseAttentionMetadata) -> tuple[float | None, ...]:
@@ -96,6 +100,9 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
         if replays_steps(vllm_config):
             for name in ("step_graph_capture", "step_graph_execution", "step_graph_sampling"):
                 apply_patch(name)
+        if not is_recording():
+            # No attention layer launches anything before this.
+            wait_for_kernels()
 
     @property
     def decode_computed_tokens(self) -> torch.Tensor:

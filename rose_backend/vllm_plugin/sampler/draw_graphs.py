@@ -5,9 +5,11 @@ Launched one by one, these dozen operations take the host longer than a small mo
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from rose_backend.vllm_plugin.sampler.sampler_v1 import draw
+from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
+from rose_backend.vllm_plugin.sampler.sampler_v1 import draw, is_sampler_chosen, why_vllm_draws
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
 
 MAX_LOGITS_BYTES = 64 << 20
 """Of float32 logits that graphs read: 333 rows of 50,257 tokens, 110 of 151,936. With more the device is the limit."""
+
+DRAW_KERNELS = ("_choose_kernel", "_scan_kernel")
+"""All of Rose's that a draw launches."""
 
 PARAMETERS = ("temperature", "min_p", "top_k", "top_p", "seeds")
 """Of vLLM's ``SamplingStates``, all that a draw takes."""
@@ -82,6 +87,10 @@ class DrawGraphs:
 
     def capture(self) -> None:
         """Capture a graph of each size."""
+        from rose_backend.kernels.gpu_properties import is_recording
+
+        if not is_recording():
+            wait_for_kernels(*DRAW_KERNELS)
         self._graphs.capture(reversed(self.sizes))
 
     def take_parameters(self) -> None:
@@ -142,3 +151,28 @@ class DrawGraphs:
 
     def _compute(self, size: int, _: None = None) -> None:
         self._token_ids[:size] = self.compute(self._logits[:size], self._slots[:size], self._positions[:size])
+
+
+def launch_draws(vllm_config: VllmConfig, layer: Any) -> None:
+    """Launch what an engine's draw graphs launch, if it has any, on tensors without memory."""
+    import torch
+
+    if not (
+        is_sampler_chosen(vllm_config)
+        and vllm_config.speculative_config is None
+        and why_vllm_draws(vllm_config) is None
+        and captures_draws(vllm_config)
+    ):
+        return
+    num_slots, integers = (
+        vllm_config.scheduler_config.max_num_seqs,
+        {"top_k": torch.int32, "seeds": torch.int64},
+    )
+    states = {
+        name: SimpleNamespace(
+            gpu=torch.empty(num_slots, dtype=integers.get(name, torch.float32), device="meta")
+        )
+        for name in PARAMETERS
+    }
+    sizes = {"max_num_reqs": num_slots, "vocab_size": vllm_config.model_config.get_vocab_size()}
+    DrawGraphs(SimpleNamespace(**states, **sizes)).capture()

@@ -1,0 +1,151 @@
+"""Passes over padding that launch every kernel: the start runs them, and ``compile_ahead.py`` records them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from rose_backend import kernels
+from rose_backend.config import EngineConfig
+from rose_backend.engine.execution.model_runner import ModelRunner
+from rose_backend.engine.progress import show_progress
+from rose_backend.layers.attention import AttentionMetadata
+from rose_backend.models.base import CausalLM
+from rose_backend.models.config import ModelConfig
+
+_ROW_STEP = 16
+"""Triton specializes a kernel for integer arguments that are multiples of this."""
+
+
+class PaddedModel(Protocol):
+    """What passes over padding need; of a ``LoadedModel``, or without its weights."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+
+    @property
+    def model(self) -> CausalLM: ...
+
+    @property
+    def kv_cache(self) -> torch.Tensor: ...
+
+
+class PaddingPass(NamedTuple):
+    """A forward pass in which all rows are padding: it launches kernels that neither read nor write K/V."""
+
+    num_decodes: int
+    num_prefills: int
+    tokens_per_prefill: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all rows."""
+        return self.num_decodes + self.num_prefills * self.tokens_per_prefill
+
+
+def launch_everything(
+    runner: ModelRunner,
+    model: PaddedModel,
+    captures_graphs: bool,
+    part: Callable[[str], contextlib.AbstractContextManager[None]] = lambda name: contextlib.nullcontext(),
+) -> None:
+    """Launch each kernel that a step can launch, on padding, and capture the graphs.
+
+    Args:
+        part: entered around each part of the work, given its name.
+    """
+    with part("kernels"):
+        warm_kernels(model)
+        runner.warm_up_draws()
+        if not captures_graphs:
+            runner.decoder.warm_up()
+    if captures_graphs:
+        with part("decode graphs"):
+            runner.decoder.capture()
+        with part("prompt graphs"):
+            runner.capture_prompts()
+
+
+@torch.inference_mode()
+def warm_kernels(loaded: PaddedModel) -> None:
+    """Launch each kernel that a step can reach outside captured graphs, on padding."""
+    from rose_backend.kernels.gpu.decode_tuning import num_processors
+
+    config, device = loaded.config, loaded.kv_cache.device
+    decode_kind = decode_tunings(loaded.model.config, num_processors(device))
+    for each in show_progress("preparing kernels", padding_passes(config, decode_kind)):
+        _run_padding(loaded, each)
+    for num_pairs in _row_counts(config.max_num_seqs):
+        null_block = torch.zeros(num_pairs, dtype=torch.int32, device=device)
+        kernels.block_clone(loaded.kv_cache, null_block, null_block, block_dim=2)
+
+
+def decode_tunings(model: ModelConfig, num_processors: int) -> Callable[[int], Hashable]:
+    """Return a function from a number of rows to what decode attention over them is tuned to.
+
+    Args:
+        num_processors: multiprocessors of the GPU.
+    """
+    from rose_backend.kernels.gpu.decode_tuning import decode_tuning, heads_per_program
+
+    group = model.num_attention_heads // model.num_kv_heads
+    head_tile = max(1 << (model.head_size - 1).bit_length(), 16)
+    return lambda num_rows: decode_tuning(
+        model.head_size,
+        model.dtype,
+        num_processors,
+        num_rows=num_rows,
+        num_queries=heads_per_program(group, 1, head_tile),
+        num_kv_heads=model.num_kv_heads,
+    )
+
+
+def padding_passes(
+    config: EngineConfig, decode_kind: Callable[[int], Hashable] = lambda num_rows: None
+) -> list[PaddingPass]:
+    """Return passes that reach every kernel that a forward pass within the limits can launch, the largest first.
+
+    Args:
+        decode_kind: what decode attention over so many rows is tuned to.
+    """
+    from rose_backend.kernels.gpu.decode_tuning import rows_tile
+    from rose_backend.kernels.gpu.prefill_tuning import TUNED_QUERY_LENS
+
+    passes = {PaddingPass(num_rows, 0, 0) for num_rows in _row_counts(config.max_num_seqs, decode_kind)}
+    for query_len in TUNED_QUERY_LENS:
+        for num_rows in _row_counts(config.max_num_seqs):
+            fitting = max(min(num_rows, config.token_budget // query_len), 1)
+            if rows_tile(fitting) == rows_tile(num_rows):
+                passes.add(PaddingPass(0, fitting, min(query_len, config.token_budget)))
+    return sorted(passes, key=lambda each: each.num_tokens, reverse=True)
+
+
+def _row_counts(limit: int, kind: Callable[[int], Hashable] = lambda num_rows: None) -> list[int]:
+    """Return numbers of rows up to ``limit``, one for each group that Triton compiles a kernel of its own for.
+
+    Groups differ in the power of two that numbers are rounded up to, in divisibility by ``_ROW_STEP``, or in ``kind``.
+    """
+    first_of_each: dict[Hashable, int] = {}
+    for count in range(1, limit + 1):
+        key = ((count - 1).bit_length(), count % _ROW_STEP == 0, kind(count))
+        first_of_each.setdefault(key, count)
+    return sorted(first_of_each.values())
+
+
+def _run_padding(loaded: PaddedModel, each: PaddingPass) -> None:
+    num_decodes, num_prefills, tokens_per_prefill = each
+    num_rows, num_tokens, device = num_decodes + num_prefills, each.num_tokens, loaded.kv_cache.device
+    starts = torch.arange(num_rows + 1, dtype=torch.int32)
+    starts[num_decodes:] = num_decodes + torch.arange(num_prefills + 1) * tokens_per_prefill
+    zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    metadata = AttentionMetadata(
+        query_start_loc=starts.to(device),
+        num_computed_tokens=torch.full((num_rows,), -1, dtype=torch.int32, device=device),
+        block_table=torch.zeros((num_rows, 1), dtype=torch.int32, device=device),
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        num_decodes=num_decodes,
+    )
+    loaded.model.forward(zeros, zeros, loaded.kv_cache, metadata)

@@ -1,0 +1,86 @@
+"""Kernels that other processes compile while this one does something else, until it needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from rose_backend.kernels.compilation_pool import (
+    CompilationPool,
+    CompiledKernel,
+    CompleteStarts,
+    check_cache_is_writable,
+)
+from rose_backend.kernels.recorded_launches import KernelSource
+
+Progress = Callable[[Iterable[CompiledKernel], int], Iterator[CompiledKernel]]
+"""Shows how far an iteration is, given what to yield and how many there will be."""
+
+
+class AheadCompilation:
+    """Compiles what one start or several need, from its construction on.
+
+    Args:
+        starts: notes of these starts.
+        record: returns what they launch; what it raises is raised. Not called where all starts are complete.
+        again: look at every kernel, also where an earlier start has noted that all are there.
+        num_processes: None takes one per core of this process.
+    """
+
+    def __init__(
+        self,
+        starts: Sequence[CompleteStarts],
+        record: Callable[[], Sequence[KernelSource]],
+        *,
+        again: bool = False,
+        num_processes: int | None = None,
+    ) -> None:
+        self.kernels: list[CompiledKernel] = []
+        """Those that are done, as far as this process has looked."""
+        self._starts = starts
+        self._sources: Sequence[KernelSource] = ()
+        self._pool: CompilationPool | None = None
+        if not again and all(start.is_complete() for start in starts):
+            return
+        # It starts while this process looks for kernels.
+        self._pool = CompilationPool(num_processes)
+        self._sources = record()
+        self._pool.submit(self._sources)
+        self._finished = iter(self._pool.finished())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self._pool is None
+
+    def wait_for(self, *names: str) -> None:
+        """Wait for the kernels of these names only."""
+        if self._pool is None:
+            return
+        left = sum(source.name in names for source in self._sources)
+        left -= sum(kernel.source.name in names for kernel in self.kernels)
+        while left and (kernel := next(self._finished, None)) is not None:
+            self.kernels.append(kernel)
+            left -= kernel.source.name in names
+
+    def wait(self, progress: Progress = lambda kernels, total: iter(kernels)) -> str | None:
+        """Wait for the last kernel.
+
+        Returns:
+            Why some are not compiled; None where all are.
+
+        Raises:
+            ConfigError: some are not, because Triton's cache cannot be written.
+        """
+        if self._pool is None:
+            return None
+        pool, self._pool = self._pool, None
+        self.kernels += progress(self._finished, len(self._sources) - len(self.kernels))
+        pool.close()
+        failed = [kernel for kernel in self.kernels if kernel.error is not None]
+        if failed:
+            check_cache_is_writable()
+            return f"{len(failed)} failed, the first is {failed[0].source.name}: {failed[0].error}"
+        if pool.failure is None and all(kernel.has_launcher for kernel in self.kernels):
+            for start in self._starts:
+                start.note(self.kernels)
+        return pool.failure

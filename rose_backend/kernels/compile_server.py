@@ -1,0 +1,109 @@
+"""A process of its own that compiles kernels for ``compilation_pool.py``: it imports what they need once, then forks.
+
+Reads pickled ``KernelSource`` objects from stdin, writes one line of JSON per kernel to stdout. Ends with its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import multiprocessing
+import os
+import pickle
+import pkgutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.nvidia import driver
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.cache import triton_key
+
+from rose_backend.kernels.compilations import watch_compilations
+from rose_backend.kernels.recorded_launches import KernelSource
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve one list of kernels."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    # Triton and what it calls print now and then.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    _import_kernels()
+    sources, num_processes = pickle.load(sys.stdin.buffer)
+    # What every process would compute again.
+    triton_key()
+    make_backend(sources[0].target).hash()
+    with ProcessPoolExecutor(
+        num_processes, multiprocessing.get_context("fork"), _die_with_parent, (os.getpid(),)
+    ) as pool:
+        # Forked with the first of these: no thread has started yet.
+        futures = {pool.submit(compile_source, source): index for index, source in enumerate(sources)}
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        for future in as_completed(futures):
+            answer: dict[str, Any] = {"index": futures[future], "error": None}
+            try:
+                answer |= future.result()
+            except BrokenProcessPool:
+                print(json.dumps({"fatal": "a process ended, possibly because memory ran out"}), file=answers)
+                return
+            except Exception as error:  # whatever a compiler raises
+                answer["error"] = f"{type(error).__name__}: {error}"
+            print(json.dumps(answer), file=answers)
+
+
+def compile_source(source: KernelSource) -> dict[str, Any]:
+    """Compile one kernel into Triton's cache, with what launches it where this Triton compiles that too.
+
+    Returns:
+        Fields of ``CompiledKernel``.
+    """
+    start = time.perf_counter()
+    with watch_compilations() as seen:
+        kernel = triton.compile(
+            ASTSource(source.function(), source.signature, source.constexprs, source.attributes),
+            target=source.target,
+            options=source.options,
+        )
+    has_launcher = True
+    if hasattr(driver, "make_launcher"):
+        # Triton 3.6 compiles C for each signature, which it cannot where CUDA's driver is missing.
+        try:
+            driver.CudaLauncher(kernel.src, kernel.metadata)
+        except Exception:  # of the C compiler, or of what looks for libraries
+            has_launcher = False
+    folder = Path(next(iter(kernel.metadata_group.values()))).parent.name
+    return {
+        "seconds": time.perf_counter() - start,
+        "folder": folder,
+        "was_cached": seen.num_from_cache == 1,
+        "has_launcher": has_launcher,
+    }
+
+
+def _import_kernels() -> None:
+    from rose_backend.kernels import gpu
+
+    names: Sequence[str] = [each.name for each in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}.")]
+    for name in names:
+        importlib.import_module(name)
+
+
+def _die_with_parent(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)

@@ -1,0 +1,61 @@
+"""What kernels are chosen by: the GPU's compute capability and its number of multiprocessors.
+
+Tensors on ``meta`` stand for those of a GPU that kernels are compiled for without launching them
+(``recorded_launches.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProperties:
+    """Of one GPU."""
+
+    capability: tuple[int, int]
+    num_processors: int
+
+
+class _Recording(threading.local):
+    """What ``meta`` stands for in this thread."""
+
+    gpu: GpuProperties | None = None
+
+
+_recording = _Recording()
+
+
+def gpu_properties(device: torch.device) -> GpuProperties:
+    """Return the properties of a CUDA device, or of the GPU that device ``meta`` stands for."""
+    if device.type == "meta":
+        assert _recording.gpu is not None, "meta stands for a GPU inside meta_stands_for only"
+        return _recording.gpu
+    return _cuda_properties(device)
+
+
+@cache
+def _cuda_properties(device: torch.device) -> GpuProperties:
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return GpuProperties(torch.cuda.get_device_capability(device), num_processors)
+
+
+@contextlib.contextmanager
+def meta_stands_for(properties: GpuProperties) -> Iterator[None]:
+    """Let device ``meta`` have ``properties`` inside the block, for this thread."""
+    outer, _recording.gpu = _recording.gpu, properties
+    try:
+        yield
+    finally:
+        _recording.gpu = outer
+
+
+def is_recording() -> bool:
+    """Whether this thread only records kernels: device ``meta`` stands for a GPU."""
+    return _recording.gpu is not None

@@ -1,0 +1,93 @@
+"""Attention of every size of step that vLLM captures or runs, on tensors without memory: its kernels are recorded."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_NUM_BLOCKS = 1024
+"""No kernel depends on how many there are."""
+_META = torch.device("meta")
+
+
+def launch_steps(vllm_config: VllmConfig, layer: Any) -> None:
+    """Launch attention of ``layer``, a ``RoseAttentionImpl``, for decodes and for mixed steps of each size."""
+    scheduler = vllm_config.scheduler_config
+    layer = copy.copy(layer)
+    if layer.sinks is not None:
+        layer._sinks = torch.empty(layer.sinks.shape, dtype=torch.float32, device=_META)
+    builder = RoseAttentionMetadataBuilder(None, ["layer"], vllm_config, _META)
+    for num_tokens in step_sizes(
+        vllm_config.compilation_config.cudagraph_capture_sizes, scheduler.max_num_seqs
+    ):
+        num_rows = min(num_tokens, scheduler.max_num_seqs)
+        if num_tokens <= scheduler.max_num_seqs:
+            _launch(vllm_config, layer, builder, num_rows, num_rows, 1)
+        query_len = builder.reorder_batch_threshold
+        if query_len > 1 and num_tokens % query_len == 0 and num_tokens // query_len <= num_rows:
+            _launch(vllm_config, layer, builder, num_tokens // query_len, num_tokens, query_len)
+        if num_tokens > query_len:
+            _launch(vllm_config, layer, builder, num_rows, num_tokens, num_tokens)
+
+
+def step_sizes(captured: list[int] | None, max_num_seqs: int) -> list[int]:
+    """Return numbers of tokens: those of captured graphs, and of batches that kernels are compiled apart for."""
+    powers = [1 << exponent for exponent in range((max_num_seqs - 1).bit_length() + 1)]
+    others = [each + 1 for each in powers]  # no multiples of 16, which Triton compiles apart
+    return sorted({*(captured or ()), *powers, *others, max_num_seqs}, reverse=True)
+
+
+def _launch(
+    vllm_config: VllmConfig,
+    layer: Any,
+    builder: RoseAttentionMetadataBuilder,
+    num_rows: int,
+    num_tokens: int,
+    max_query_len: int,
+) -> None:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.worker.block_table import get_block_table_width
+
+    max_model_len, block_size = vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size
+    starts = torch.arange(num_rows + 1, dtype=torch.int32)
+    starts[-1] = num_tokens
+    common = CommonAttentionMetadata(
+        query_start_loc=starts.to(_META),
+        query_start_loc_cpu=starts,
+        seq_lens=torch.empty(num_rows, dtype=torch.int32, device=_META),
+        num_reqs=num_rows,
+        num_actual_tokens=num_tokens,
+        max_query_len=max_query_len,
+        max_seq_len=max_model_len,
+        block_table_tensor=torch.empty(
+            (num_rows, get_block_table_width(-(-max_model_len // block_size), block_size)),
+            dtype=torch.int32,
+            device=_META,
+        ),
+        slot_mapping=torch.empty(num_tokens, dtype=torch.int64, device=_META),
+    )
+    metadata = builder.build_for_cudagraph_capture(common)
+    heads, kv_heads, head_size = layer.num_heads, layer.num_kv_heads, layer.head_size
+    dtype = vllm_config.model_config.dtype
+    projected = torch.empty((num_tokens, (heads + 2 * kv_heads) * head_size), dtype=dtype, device=_META)
+    query, key, value = projected.unflatten(1, (-1, head_size)).split((heads, kv_heads, kv_heads), dim=1)
+    cache_dtype = torch.uint8 if layer.has_float8_cache else dtype
+    cache = torch.empty((_NUM_BLOCKS, kv_heads, block_size, 2 * head_size), dtype=cache_dtype, device=_META)
+    scale = torch.empty((), dtype=torch.float32, device=_META)
+    layer.forward(
+        SimpleNamespace(_k_scale=scale, _v_scale=scale),
+        query,
+        key,
+        value,
+        cache,
+        metadata,
+        torch.empty_like(query),
+    )

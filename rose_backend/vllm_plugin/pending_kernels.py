@@ -1,0 +1,129 @@
+"""Rose's kernels, compiled in other processes while vLLM loads and compiles the model.
+
+Layers are built before weights are read. The first one begins: what this engine launches is found by running it on
+tensors of device ``meta``. Whoever launches first waits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from rose_backend.vllm_plugin.plugin_logger import logger
+from rose_backend.vllm_plugin.version_gate import installed_vllm_version
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from rose_backend.kernels.ahead_compilation import AheadCompilation
+    from rose_backend.kernels.gpu_properties import GpuProperties
+    from rose_backend.kernels.recorded_launches import KernelSource
+
+_ROOM = "rose_backend.vllm_plugin"
+LAUNCHERS = (
+    f"{_ROOM}.attention.recorded_steps:launch_steps",
+    f"{_ROOM}.sampler.draw_graphs:launch_draws",
+    f"{_ROOM}.models.recorded_operations:launch_operations",
+)
+"""``module:function``; each launches what an engine may launch, given its configuration and an attention layer."""
+
+_begun: set[Hashable] = set()
+_pending: list[AheadCompilation] = []
+
+
+def begin(vllm_config: VllmConfig, layer: Any, kind: Hashable) -> None:
+    """Begin to compile for an engine with such a layer, unless that has begun in this process.
+
+    Args:
+        layer: a ``RoseAttentionImpl``.
+        kind: what its kernels depend on.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda() or kind in _begun:
+        return
+    _begun.add(kind)
+    try:
+        import torch
+
+        from rose_backend.kernels.gpu_properties import gpu_properties
+
+        _pending.append(compile_ahead(vllm_config, layer, kind, gpu_properties(torch.device("cuda"))))
+    except Exception as error:  # the start itself has not failed
+        _warn(f"{type(error).__name__}: {error}")
+
+
+def compile_ahead(
+    vllm_config: VllmConfig, layer: Any, kind: Hashable, gpu: GpuProperties
+) -> AheadCompilation:
+    """Compile for an engine on ``gpu``; see ``begin``."""
+    from rose_backend.kernels.ahead_compilation import AheadCompilation
+    from rose_backend.kernels.compilation_pool import CompleteStarts
+
+    start = CompleteStarts(gpu, installed_vllm_version(), kind, *_key(vllm_config))
+    # Each worker of this machine has processes of its own.
+    num_workers = max(vllm_config.parallel_config.local_world_size, 1)
+    return AheadCompilation(
+        [start],
+        lambda: record(vllm_config, layer, gpu),
+        num_processes=max(len(os.sched_getaffinity(0)) // num_workers, 1),
+    )
+
+
+def record(vllm_config: VllmConfig, layer: Any, gpu: GpuProperties) -> list[KernelSource]:
+    """Return the kernels of Rose that an engine on ``gpu`` launches."""
+    import torch
+
+    from rose_backend.kernels.recorded_launches import record_launches
+
+    dtype = torch.get_default_dtype()
+    # vLLM builds models with other defaults.
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"), torch.inference_mode(), record_launches(gpu) as recorded:
+            for launcher in LAUNCHERS:
+                module, _, function = launcher.partition(":")
+                getattr(import_module(module), function)(vllm_config, layer)
+    finally:
+        torch.set_default_dtype(dtype)
+    # vLLM's own kernels among them are vLLM's to compile.
+    return [source for source in recorded.sources if source.module.startswith("rose_backend.")]
+
+
+def wait_for_kernels(*names: str) -> None:
+    """Wait until all kernels that were begun are compiled, or all of these names."""
+    for compilation in _pending:
+        if names:
+            compilation.wait_for(*names)
+        elif (failure := compilation.wait()) is not None:
+            _warn(failure)
+    if not names:
+        _pending.clear()
+
+
+def _warn(why: str) -> None:
+    from rose_backend.kernels.compilation_pool import COMPILES_ALONE
+
+    logger.warning("Rose: %s: %s", COMPILES_ALONE, why)
+
+
+def _key(vllm_config: VllmConfig) -> list[object]:
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    speculative = vllm_config.speculative_config
+    return [
+        model.architecture,
+        model.dtype,
+        model.max_model_len,
+        model.get_hidden_size(),
+        model.get_vocab_size(),
+        model.enforce_eager,
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+        vllm_config.cache_config.block_size,
+        vllm_config.compilation_config.cudagraph_mode,
+        vllm_config.compilation_config.cudagraph_capture_sizes,
+        None if speculative is None else speculative.num_speculative_tokens,
+        vllm_config.additional_config,
+    ]

@@ -1,0 +1,238 @@
+"""The kernels of a start are found without a GPU, from config.json alone, and ``rose warmup`` compiles them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rose_backend.cli import main
+from rose_backend.config import EngineConfig
+from rose_backend.engine.startup import compile_ahead
+from rose_backend.engine.startup.compile_ahead import compile_starts, record_start, warm_cache
+from rose_backend.errors import ConfigError, ModelError
+from rose_backend.kernels import ahead_compilation
+from rose_backend.kernels.compilation_pool import CompiledKernel
+from rose_backend.kernels.gpu_properties import GpuProperties
+from rose_backend.kernels.recorded_launches import KernelSource
+
+H100 = GpuProperties((9, 0), 132)
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 1000,
+}
+ALWAYS = {
+    "_advance_rows_kernel",
+    "_block_clone_kernel",
+    "_choose_kernel",
+    "_embed_tokens_kernel",
+    "_norm_kernel",
+    "_paged_decode_kernel",
+    "_paged_prefill_kernel",
+    "_scan_kernel",
+    "small_batch_linear_kernel",
+}
+
+
+@pytest.fixture
+def qwen3_path(tmp_path: Path) -> Path:
+    path = tmp_path / "qwen3"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(QWEN3))
+    return path
+
+
+def record(path: Path, **options: Any) -> Counter[str]:
+    config = EngineConfig(model=str(path), **{"max_num_batched_tokens": 8192, **options})
+    return Counter(source.name for source in record_start(path, config, H100))
+
+
+def test_a_start_is_recorded_from_config_alone(qwen3_path: Path, tiny_model_path: Path) -> None:
+    qwen3 = record(qwen3_path)
+    assert set(qwen3) == ALWAYS | {"_rotate_kernel", "_silu_mul_kernel"}
+    gpt2 = record(tiny_model_path)
+    assert set(gpt2) == ALWAYS
+    # Kernels that only captured graphs launch, and one for each size of a batch.
+    assert gpt2["_advance_rows_kernel"] > 5 and gpt2["small_batch_linear_kernel"] > 5
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "less"),
+    [
+        ({"cuda_graph": False}, set(), set()),
+        ({"fused_sampler": False}, set(), {"_choose_kernel", "_scan_kernel"}),
+        (
+            {"fused_mlp": False, "fused_add_layernorm": False},
+            set(),
+            {"small_batch_linear_kernel"},
+        ),
+        ({"fused_kv_append": False}, {"_write_kv_kernel"}, {"small_batch_linear_kernel"}),
+    ],
+    # The order of a set differs from process to process, and all have to collect the same tests.
+    ids=["no graphs", "no sampler", "no small batches", "separate write"],
+)
+def test_switches_decide(
+    tiny_model_path: Path, options: dict[str, bool], more: set[str], less: set[str]
+) -> None:
+    assert set(record(tiny_model_path, **options)) == (ALWAYS | more) - less
+
+
+def test_weights_or_their_type_in_config_make_no_difference(tiny_model_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((tiny_model_path / "config.json").read_text())
+    config = EngineConfig(model="m", max_num_batched_tokens=2048)
+    with_weights, without = (record_start(path, config, H100) for path in (tiny_model_path, tmp_path))
+    assert with_weights == without
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "dtype": "float99"}))
+    with pytest.raises(ModelError, match=r"config\.json: dtype must be the name of a type, got 'float99'"):
+        record_start(tmp_path, config, H100)
+
+
+def test_kernels_do_not_depend_on_the_number_of_blocks(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(model="m", max_num_batched_tokens=2048, max_num_seqs=8)
+    few = record_start(tiny_model_path, config, H100)
+    monkeypatch.setattr(compile_ahead, "_NUM_BLOCKS", 77_777)
+    assert record_start(tiny_model_path, config, H100) == few
+
+
+def test_recording_is_quick_to_import(qwen3_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tests.engine.test_compile_ahead import record; "
+        f"record(Path({str(qwen3_path)!r})); assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Pool:
+    """Stands for the processes: 'compiles' at once."""
+
+    failure: str | None = None
+    error: str | None = None
+
+    def __init__(self, num_processes: int | None) -> None:
+        self.sources: list[KernelSource] = []
+
+    def submit(self, sources: list[KernelSource]) -> None:
+        self.sources = sources
+
+    def finished(self) -> list[CompiledKernel]:
+        return [CompiledKernel(source, self.error, folder=".") for source in self.sources]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Pool]:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(ahead_compilation, "CompilationPool", Pool)
+    return Pool
+
+
+def test_a_second_start_looks_for_nothing(tiny_model_path: Path, pool: type[Pool]) -> None:
+    configs = [EngineConfig(model="m", max_num_batched_tokens=2048, max_num_seqs=2)]
+    first = compile_starts(tiny_model_path, configs, H100)
+    assert first.wait() is None and first.kernels
+    second = compile_starts(tiny_model_path, configs, H100)
+    assert second.is_over and second.wait() is None
+    for gpu, options in ((GpuProperties((9, 0), 78), {}), (H100, {"fused_mlp": False})):
+        changed = EngineConfig(model="m", max_num_batched_tokens=2048, max_num_seqs=2, **options)
+        assert not compile_starts(tiny_model_path, [changed], gpu).is_over
+
+
+def test_failures_are_reported_and_not_noted(
+    tiny_model_path: Path, pool: type[Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = [EngineConfig(model="m", max_num_batched_tokens=2048, max_num_seqs=2)]
+    monkeypatch.setattr(pool, "error", "CompilationError: no")
+    failure = compile_starts(tiny_model_path, configs, H100).wait()
+    assert failure is not None and "failed, the first is _" in failure and failure.endswith("nError: no")
+    monkeypatch.setattr(pool, "error", None)
+    monkeypatch.setattr(pool, "failure", "a process ended")
+    assert compile_starts(tiny_model_path, configs, H100).wait() == "a process ended"
+    assert not compile_starts(tiny_model_path, configs, H100).is_over
+
+
+def test_a_cache_that_cannot_be_written_is_an_error(
+    tiny_model_path: Path, pool: type[Pool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    configs = [EngineConfig(model="m", max_num_batched_tokens=2048, max_num_seqs=2)]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(pool, "error", "NotADirectoryError")
+    with pytest.raises(ConfigError, match="TRITON_CACHE_DIR"):
+        compile_starts(tiny_model_path, configs, H100).wait()
+
+
+def test_warmup_notes_starts_online_and_offline(
+    qwen3_path: Path, pool: type[Pool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["warmup", str(qwen3_path), "--compute-capability", "9.0", "--max-num-seqs", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "0 there before" in out and "cache: " in out
+    for budget in (2048, 8192, 16_384):
+        config = EngineConfig(model="m", max_num_batched_tokens=budget, max_num_seqs=2)
+        assert compile_starts(qwen3_path, [config], H100).is_over
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "compute_capability: there is no GPU here to compile for; name one"),
+        (["--compute-capability", "nine"], "compute_capability: got 'nine', allowed are numbers such as"),
+        (["--compute-capability", "7.5"], "compute_capability: got 7.5, allowed are 8.0 and later"),
+        (["--compute-capability", "12.0"], "multiprocessors: needed for other compute capabilities than"),
+        (["--multiprocessors", "9"], "multiprocessors: allowed with --compute-capability only"),
+        (
+            ["--compute-capability", "9.0", "--multiprocessors", "0"],
+            "multiprocessors: got 0, allowed is an integer from 1 to",
+        ),
+    ],
+    ids=str,
+)
+def test_mistakes_are_one_line(
+    qwen3_path: Path,
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(compile_ahead.torch.cuda, "is_available", lambda: False)
+    assert main(["warmup", str(qwen3_path), *options]) == 2
+    assert capsys.readouterr().err.startswith(f"rose: error: {message}")
+
+
+def test_warm_cache_really_compiles(
+    qwen3_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    sources: list[KernelSource] = []
+
+    def two(*args: Any) -> list[KernelSource]:
+        sources[:] = [source for source in record_start(*args) if source.name.startswith(("_emb", "_norm"))]
+        return sources
+
+    monkeypatch.setattr(compile_ahead, "record_start", two)
+    config = EngineConfig(model=str(qwen3_path), max_num_batched_tokens=2048, max_num_seqs=2)
+    kernels, failure = warm_cache(config, (9, 0), None)
+    assert failure is None and len(kernels) == len(sources) > 1
+    assert all((tmp_path / "cache" / kernel.folder).is_dir() for kernel in kernels)

@@ -1,0 +1,161 @@
+"""Launches on tensors without memory are written down, and what the pool compiles of them is what launches look for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from rose_backend import kernels
+from rose_backend.kernels import recorded_launches
+from rose_backend.kernels.compilation_pool import CompilationPool
+from rose_backend.kernels.compilations import watch_compilations
+from rose_backend.kernels.gpu_properties import GpuProperties, is_recording, meta_stands_for
+from rose_backend.kernels.recorded_launches import record_launches
+
+H100 = GpuProperties((9, 0), 132)
+
+
+class CompilingDriver:
+    """Of a GPU that is not there: enough to compile for it."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def compiling_launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Let launches compile as they do on a GPU, and then launch nothing."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", CompilingDriver())
+    run = JITFunction.run
+    monkeypatch.setattr(
+        JITFunction, "run", lambda self, *args, warmup, **kwargs: run(self, *args, warmup=True, **kwargs)
+    )
+    with meta_stands_for(H100), recorded_launches._MetaAsGpu():
+        yield
+
+
+def launch_some() -> None:
+    """Launch kernels with descriptors of tensors, tuples, unaligned pointers and launch options."""
+    hidden, weight = (torch.empty(size, dtype=torch.float16, device="meta") for size in ((3, 64), (192, 64)))
+    norm = torch.empty(64, dtype=torch.float16, device="meta")
+    packed = kernels.pack_linear(weight, norm_weight=norm)
+    kernels.small_batch_linear(hidden, packed)
+    kernels.rms_norm(hidden[:, 1:33], norm[:32], 1e-6)
+    cache = torch.empty((2, 2, 50, 4, 1, 64), dtype=torch.float16, device="meta")
+    ids = torch.empty(3, dtype=torch.int32, device="meta")
+    kernels.block_clone(cache, ids, ids, block_dim=2)
+    table = torch.empty((9, 64), dtype=torch.float16, device="meta")
+    kernels.embed_tokens(ids.long(), ids.long(), table)
+
+
+NAMES = ["_block_clone_kernel", "_embed_tokens_kernel", "_norm_kernel", "small_batch_linear_kernel"]
+
+
+def test_launches_find_what_the_pool_has_compiled(compiling_launches: None) -> None:
+    with record_launches(H100) as recorded:
+        launch_some()
+    with watch_compilations() as seen:
+        pool = CompilationPool(num_processes=2)
+        pool.submit(recorded.sources)
+        finished = list(pool.finished())
+        pool.close()
+    assert pool.failure is None and not seen.names
+    assert [(kernel.error, kernel.was_cached) for kernel in finished] == [(None, False)] * 4
+    with watch_compilations() as seen:
+        launch_some()
+    assert sorted(seen.names) == sorted(kernel.source.name for kernel in finished) == NAMES
+    assert seen.num_from_cache == 4
+    # As a proof that the cache tells kernels apart.
+    with watch_compilations() as seen:
+        ids = torch.empty(3, dtype=torch.int64, device="meta")
+        kernels.embed_tokens(ids, ids, torch.empty((9, 72), dtype=torch.float16, device="meta"))
+    assert len(seen.names) == 1 and seen.num_from_cache == 0
+
+
+def test_each_kernel_is_recorded_once_and_nothing_is_left_behind() -> None:
+    before, do_compile = driver._active, JITFunction._do_compile
+    with record_launches(H100) as recorded:
+        launch_some()
+        num_sources = len(recorded.sources)
+        launch_some()
+    assert len(recorded.sources) == num_sources == 4
+    assert driver._active is before and JITFunction._do_compile is do_compile and not is_recording()
+    for source in recorded.sources:
+        assert source.target.arch == 90 and source.length() > 1000
+        assert not any(isinstance(device, type(driver)) for device in source.function().device_caches)
+    with record_launches(GpuProperties((8, 0), 108)) as older:
+        launch_some()
+    assert {source.target.arch for source in older.sources} == {80}
+    assert not any(source.options["launch_pdl"] for source in older.sources)
+    assert any(source.options["launch_pdl"] for source in recorded.sources)
+
+
+def test_other_threads_launch_as_ever(compiling_launches: None) -> None:
+    seen: list[Any] = []
+
+    def look() -> None:
+        seen.append(driver.active.get_current_device())
+        seen.append(driver.active.get_current_target().arch)
+        seen.append(is_recording())
+
+    with record_launches(GpuProperties((8, 0), 108)):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        assert driver.active.get_current_target().arch == 80
+    assert seen == [0, 90, False]
+
+
+def operations() -> list[Callable[..., torch.Tensor]]:
+    return [
+        lambda wide, row, flags: wide + row,
+        lambda wide, row, flags: wide.t() * 2.5,
+        lambda wide, row, flags: 1 - wide,
+        lambda wide, row, flags: wide.float() * row,
+        lambda wide, row, flags: row[:, None] * wide.t(),
+        lambda wide, row, flags: row.int() - 1,
+        lambda wide, row, flags: row < wide,
+        lambda wide, row, flags: (row >= 0) & (row != 1),
+        lambda wide, row, flags: torch.where(flags, row, -1),
+        lambda wide, row, flags: row.where(flags, 0.5),
+        lambda wide, row, flags: row.int().where(flags, -1),
+        lambda wide, row, flags: row.clamp(min=0),
+        lambda wide, row, flags: torch.cat((row[:, None], wide.t()), dim=1),
+        lambda wide, row, flags: torch.cat([row.int(), flags]),
+        lambda wide, row, flags: torch.addmm(row, wide, wide.t() @ wide),
+        lambda wide, row, flags: wide @ row,
+        lambda wide, row, flags: wide @ wide.t(),
+    ]
+
+
+@pytest.mark.parametrize("index", range(len(operations())))
+def test_shapes_are_those_that_torch_computes(index: int) -> None:
+    operation = operations()[index]
+    wide, row = torch.ones(4, 6), torch.ones(6)
+    expected = operation(wide, row, row > 0)
+    with meta_stands_for(H100), recorded_launches._MetaAsGpu():
+        got = operation(wide.to("meta"), row.to("meta"), (row > 0).to("meta"))
+        assert got.is_cuda and not wide.is_cuda
+    assert (got.shape, got.dtype, got.stride()) == (expected.shape, expected.dtype, expected.stride())
+
+
+def test_host_memory_stays_as_it_is() -> None:
+    with meta_stands_for(H100), recorded_launches._MetaAsGpu():
+        host = torch.zeros(3, pin_memory=True)
+        host.copy_(torch.empty(3, device="meta"))
+        assert host.tolist() == [0.0, 0.0, 0.0]

@@ -1,0 +1,176 @@
+"""What an engine inside vLLM launches is recorded without a GPU, compiled while it loads, and waited for once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.v1.worker.gpu.sample import gumbel, min_p
+
+from rose_backend.kernels import ahead_compilation
+from rose_backend.kernels.compilation_pool import CompiledKernel
+from rose_backend.kernels.gpu_properties import GpuProperties
+from rose_backend.kernels.recorded_launches import KernelSource
+from rose_backend.vllm_plugin import pending_kernels
+from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl
+from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
+from rose_backend.vllm_plugin.attention.recorded_steps import step_sizes
+from rose_backend.vllm_plugin.sampler.draw_graphs import DRAW_KERNELS
+from tests.vllm_plugin.conftest import MakeConfig
+
+H200 = GpuProperties((9, 0), 132)
+GPT2_KERNELS = {"_bias_kernel", "_norm_kernel"}
+N_GRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+ATTENTION_KERNELS = {"_paged_decode_kernel", "_paged_prefill_kernel"}
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[None]:
+    """Let the parts that ask vLLM's platform believe in a GPU, and vLLM's own kernels launch nothing."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(gumbel, "apply_temperature", lambda *args: None)
+    monkeypatch.setattr(min_p, "apply_min_p", lambda *args: None)
+    monkeypatch.setattr(pending_kernels, "_begun", set())
+    monkeypatch.setattr(pending_kernels, "_pending", [])
+    yield
+
+
+def make_layer(config: Any, **options: Any) -> RoseAttentionImpl:
+    with set_current_vllm_config(config):
+        return RoseAttentionImpl(2, 64, 0.125, 2, **options)
+
+
+def make_gpu_config(make_config: MakeConfig, **options: Any) -> Any:
+    config = make_config(**{"dtype": "float16", "enforce_eager": False, "max_num_seqs": 48, **options})
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    config.compilation_config.cudagraph_capture_sizes = [1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 512]
+    return config
+
+
+def record(make_config: MakeConfig, layer: dict[str, Any] | None = None, **options: Any) -> Counter[str]:
+    config = make_gpu_config(make_config, **options)
+    made = make_layer(config, **(layer or {}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
+        sources = pending_kernels.record(config, made, H200)
+    assert all(source.module.startswith("rose_backend.kernels.gpu.") for source in sources)
+    return Counter(source.name for source in sources)
+
+
+def test_all_parts_are_recorded(make_config: MakeConfig) -> None:
+    dtype = torch.get_default_dtype()
+    recorded = record(make_config)
+    assert set(recorded) == ATTENTION_KERNELS | set(DRAW_KERNELS) | GPT2_KERNELS
+    # One for each length of prompts that prefill attention is tuned for.
+    assert recorded["_paged_prefill_kernel"] > 3
+    assert torch.get_default_dtype() is dtype
+
+
+@pytest.mark.parametrize(
+    ("layer", "options", "names"),
+    [
+        ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}, {"_store_chunk_kernel"}),
+        ({}, {"additional_config": {"rose": {"fused_kv_append": False}}}, {"_write_kv_kernel"}),
+        ({"sinks": torch.zeros(2), "sliding_window": 64}, {}, set()),
+        ({"logits_soft_cap": 30.0, "alibi_slopes": [0.5, 0.25]}, {}, set()),
+        ({}, {"speculative_config": N_GRAMS}, set()),
+    ],
+    ids=str,
+)
+def test_other_layers_are_recorded(
+    make_config: MakeConfig, layer: dict[str, Any], options: dict[str, Any], names: set[str]
+) -> None:
+    assert ATTENTION_KERNELS | names <= set(record(make_config, layer, **options))
+
+
+def test_parts_that_are_off_are_left_out(make_config: MakeConfig) -> None:
+    off = {"fused_sampler": False, "fused_mlp": False, "fused_add_layernorm": False}
+    assert set(record(make_config, additional_config={"rose": off})) == ATTENTION_KERNELS
+    assert set(record(make_config, additional_config={"rose": {"cuda_graph": False}})) == (
+        ATTENTION_KERNELS | GPT2_KERNELS
+    )
+
+
+def test_steps_are_those_of_graphs_and_of_kernels() -> None:
+    sizes = step_sizes([1, 2, 512], 48)
+    assert sizes[0] == 512 and {1, 2, 16, 17, 33, 48, 64} <= set(sizes)
+    assert step_sizes(None, 1) == [2, 1]
+
+
+class Pool:
+    """Stands for the processes: 'compiles' a kernel when it is asked for."""
+
+    failure: str | None = None
+    num_processes: int | None = None
+    num_finished = 0
+
+    def __init__(self, num_processes: int | None) -> None:
+        Pool.num_processes = num_processes
+        self.sources: list[KernelSource] = []
+
+    def submit(self, sources: list[KernelSource]) -> None:
+        self.sources = sources
+
+    def finished(self) -> Iterator[CompiledKernel]:
+        for source in self.sources:
+            Pool.num_finished += 1
+            yield CompiledKernel(source, None, folder=".")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> type[Pool]:
+    monkeypatch.setattr(ahead_compilation, "CompilationPool", Pool)
+    monkeypatch.setattr(Pool, "num_finished", 0)
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
+    monkeypatch.setattr("rose_backend.kernels.gpu_properties.gpu_properties", lambda device: H200)
+    return Pool
+
+
+def test_the_first_layer_begins_and_launches_wait(make_config: MakeConfig, pool: type[Pool]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.platforms.current_platform.is_cuda", lambda: False)
+        config = make_gpu_config(make_config)
+    for _ in range(3):
+        make_layer(config)
+    assert len(pending_kernels._pending) == 1 and pool.num_finished == 0
+    pending_kernels.wait_for_kernels(*DRAW_KERNELS)
+    num_finished = pool.num_finished
+    assert num_finished > 0
+    pending_kernels.wait_for_kernels(*DRAW_KERNELS)
+    assert pool.num_finished == num_finished
+    RoseAttentionMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
+    assert pending_kernels._pending == [] and pool.num_finished > num_finished
+    # Everything is in the cache now.
+    pending_kernels._begun.clear()
+    make_layer(config)
+    assert [each.is_over for each in pending_kernels._pending] == [True]
+    make_layer(config, sliding_window=64)
+    assert [each.is_over for each in pending_kernels._pending] == [True, False]
+
+
+def test_a_start_survives_what_goes_wrong(
+    make_config: MakeConfig, pool: type[Pool], rose_log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.platforms.current_platform.is_cuda", lambda: False)
+        config = make_gpu_config(make_config)
+    monkeypatch.setattr(pool, "failure", "a process ended")
+    make_layer(config)
+    pending_kernels.wait_for_kernels()
+    message = "Rose: kernels are compiled one after the other, in this process: "
+    assert rose_log[-1] == f"{message}a process ended"
+
+    def fail(*args: Any) -> None:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(pending_kernels, "record", fail)
+    make_layer(config, sliding_window=64)
+    assert rose_log[-1] == f"{message}ValueError: no such thing"
+    pending_kernels.wait_for_kernels()
