@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from benchmarks.reports.text import LABELS, Result, Row, caption, grouped, markdown, milliseconds, verdict
+from benchmarks.reports.text import (
+    LABELS,
+    Result,
+    Row,
+    caption,
+    grouped,
+    markdown,
+    medians,
+    milliseconds,
+    verdict,
+)
 from benchmarks.support.run_facts import bar
 
 ROSE_HOSTS, PEERS = ("rose", "rose-in-vllm"), ("vllm", "sglang")
@@ -18,6 +28,9 @@ MIXED_TIMES = {"vllm": 1 / 2, "sglang": 1 / 1.6}
 # Rose inside vLLM over vLLM's own time, the same model and GPU.
 INSIDE_VLLM_TIMES = {f"step, {n} requests, greedy": share for n, share in ((1, 0.95), (128, 0.6), (256, 0.5))}
 INSIDE_VLLM_TIMES["offline, 256 x 512 in, 128 out, greedy"] = 1 / 1.4
+
+# Seconds by which Rose inside vLLM may start later than vLLM alone, and the share of its KV cache.
+START_UP_LATER_S, MIN_KV_CACHE_SHARE = {"cold": 10.0, "warm": 3.0}, 0.99
 
 # Of Rose's switches inside vLLM; the others are vLLM's own options under another name.
 _FUSED = ["fused_kv_append", "fused_mlp", "fused_add_layernorm", "fused_sampler"]
@@ -38,6 +51,7 @@ PAIRS = {
     **{part: (f"{HOST}, {part} off", HOST) for part in _SINGLE_PARTS},
 }
 """Part -> the side without and the side with it; they differ in nothing else."""
+START_UP = ("ready_s", "first_token_s", "kv_cache_tokens")
 NOISE = 0.02
 """Share of a time by which two sides may differ without a reason: a part within it neither pays nor costs."""
 
@@ -166,3 +180,37 @@ def source(result: Result) -> str:
         for row in result["rows"]
     )
     return caption(result, turns=turns)
+
+
+def start_up_bars(rows: Sequence[Row]) -> list[Row]:
+    """Return the goals of Rose inside vLLM: how much later than vLLM it is ready, and how large its KV cache is."""
+    found = {side: medians(group, START_UP) for side, group in grouped(rows, "backend", "caches").items()}
+    bars = []
+    for caches, later in START_UP_LATER_S.items():
+        ours, stock = found.get((HOST, caches)), found.get((STOCK, caches))
+        if ours and stock:
+            bars.append(
+                bar(f"{caches} start, later than vLLM", ours["ready_s"] - stock["ready_s"], later, "s")
+            )
+            share = ours["kv_cache_tokens"] / stock["kv_cache_tokens"]
+            bars.append(bar(f"KV cache, {caches} start", share, MIN_KV_CACHE_SHARE, "x", at_least=True))
+    return bars
+
+
+def start_up_table(result: Result) -> str:
+    """Return seconds to an engine that is ready and to its first token, and the size of the KV cache."""
+    rows = []
+    for (backend, caches), group in grouped(result["rows"], "backend", "caches").items():
+        median, ready = medians(group, START_UP), sorted(row["ready_s"] for row in group)
+        cells = (f"{median['ready_s']:.1f} s", f"{ready[0]:.1f} to {ready[-1]:.1f} s")
+        rows.append(
+            (
+                f"{LABELS[backend]}, {caches}",
+                *cells,
+                f"{median['first_token_s']:.1f} s",
+                f"{median['kv_cache_tokens']:,.0f}",
+            )
+        )
+    counts = [len(group) for group in grouped(result["rows"], "backend", "caches").values()]
+    header = ("", "ready after", "range", "first token after", "KV cache, tokens")
+    return markdown(header, rows, caption(result, turns=counts))

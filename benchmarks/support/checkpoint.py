@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig, Qwen3Config
 
 END_OF_TEXT = "<|endoftext|>"
-GPT2_124M, LLAMA_1B, QWEN3_06B = "gpt2-124m", "llama-1b", "qwen3-0.6b"
-SHAPES = {GPT2_124M: "GPT-2 124M", LLAMA_1B: "Llama 1B", QWEN3_06B: "Qwen3 0.6B"}
+GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_06B = "gpt2-124m", "llama-1b", "llama-8b", "qwen3-0.6b"
+SHAPES = {GPT2_124M: "GPT-2 124M", LLAMA_1B: "Llama 1B", LLAMA_8B: "Llama 8B", QWEN3_06B: "Qwen3 0.6B"}
 """What a random checkpoint can look like, and what people call it."""
 
 KEPT_IN = "ROSE_BENCHMARK_CHECKPOINTS"
@@ -28,6 +28,7 @@ KEPT_IN = "ROSE_BENCHMARK_CHECKPOINTS"
 
 VOCAB_SIZE = 50_257
 QWEN3_VOCAB_SIZE = 151_936
+LLAMA_8B_VOCAB_SIZE = 128_256
 
 
 @contextlib.contextmanager
@@ -36,7 +37,7 @@ def checkpoint(model: str | None, shape: str = GPT2_124M, *, small: bool = False
 
     Args:
         shape: one of ``SHAPES``.
-        small: of the Llama shape only two narrow layers, for a CPU.
+        small: of Llama's and Qwen3's shapes only two narrow layers, for a CPU.
     """
     if model is not None:
         yield model
@@ -65,9 +66,10 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool) -> None:
         write_random_gpt2_124m(folder)
         _write_tokenizer(folder, VOCAB_SIZE)
         return
-    config = llama_config(small=small) if shape == LLAMA_1B else qwen3_config(small=small)
+    make_config = {LLAMA_1B: llama_1b_config, LLAMA_8B: llama_8b_config, QWEN3_06B: qwen3_config}[shape]
+    config = make_config(small=small)
     torch.manual_seed(0)
-    # A billion numbers: seconds on a GPU.
+    # A billion numbers and more: seconds on a GPU.
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, str(config.dtype).split(".")[-1])
@@ -76,7 +78,7 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool) -> None:
     _write_tokenizer(folder, config.vocab_size)
 
 
-def llama_config(*, small: bool = False) -> LlamaConfig:
+def llama_1b_config(*, small: bool = False) -> LlamaConfig:
     """Return Llama 3.2 1B's layers, with the vocabulary of the tokenizer here and a window of 2,048 tokens."""
     from transformers import LlamaConfig
 
@@ -97,6 +99,30 @@ def llama_config(*, small: bool = False) -> LlamaConfig:
         bos_token_id=0,
         eos_token_id=0,
         dtype="float16",
+    )
+
+
+def llama_8b_config(*, small: bool = False) -> LlamaConfig:
+    """Return Llama 3.1 8B's layers and vocabulary, with a window of 4,096 tokens."""
+    from transformers import LlamaConfig
+
+    width, num_layers = (256, 2) if small else (4096, 32)
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=1000 if small else LLAMA_8B_VOCAB_SIZE,
+        hidden_size=width,
+        intermediate_size=7 * width // 2,
+        num_hidden_layers=num_layers,
+        num_attention_heads=width // 128,
+        num_key_value_heads=1 if small else 8,
+        head_dim=128,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        dtype="bfloat16",
     )
 
 

@@ -148,27 +148,40 @@ def parse_comparison(
         help="keep the whole turns of an earlier report of the same sources, device, versions and settings, and take "
         "those that it lacks",
     )
-    _add_engine_options(parser, workload.backends)
+    group = add_engine_options(parser, workload.backends)
+    group.add_argument(
+        "--kv-cache-tokens",
+        type=int,
+        help=f"KV cache of each engine (default: --max-num-seqs windows, of at most {MAX_CACHED_TOKENS:,} tokens)",
+    )
+    run_on = "let idle engines run on beside the one that has its turn"
+    group.add_argument("--no-pause", dest="pause", action="store_false", help=run_on)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     workload.add_options(parser, quick="--quick" in arguments)
     options = parser.parse_args(arguments)
     options.workload = workload
-    set_device_defaults(options)
-    if options.backends is None:
+    if options.backends is None and options.shape != GPT2_124M:
         # This comparison is about what Rose is worth inside vLLM.
-        usual = _VLLMS if options.shape != GPT2_124M else workload.backends
-        options.backends = [backend for backend in workload.backends if backend in usual]
+        options.backends = [backend for backend in workload.backends if backend in _VLLMS]
+    set_engine_defaults(options, workload.backends)
+    workload.check_options(parser, options)
+    return options
+
+
+def set_engine_defaults(options: argparse.Namespace, backends: Sequence[str]) -> None:
+    """Fill in which engines run, what depends on the machine, and a short run's small model."""
+    set_device_defaults(options)
+    options.backends = options.backends or list(backends)
     if options.quick:
         if options.shape == GPT2_124M:
             options.model = options.model or QUICK_MODEL
         options.max_num_seqs = min(options.max_num_seqs, 16)
     size = ", two narrow layers" if options.quick else ""
     options.model_name = options.model or f"random weights, {SHAPES[options.shape]}'s shapes{size}"
-    workload.check_options(parser, options)
-    return options
 
 
-def _add_engine_options(parser: argparse.ArgumentParser, backends: tuple[str, ...]) -> None:
+def add_engine_options(parser: argparse.ArgumentParser, backends: Sequence[str]) -> argparse._ArgumentGroup:
+    """Add what says which engines run, on what model, and how their processes are started; return the group."""
     group = parser.add_argument_group("engines")
     group.add_argument("--backends", nargs="+", choices=backends)
     weights = group.add_mutually_exclusive_group()
@@ -176,11 +189,6 @@ def _add_engine_options(parser: argparse.ArgumentParser, backends: tuple[str, ..
     weights.add_argument("--shape", choices=SHAPES, default=GPT2_124M, help=f"of random weights {DEFAULT}")
     add_device_options(group)
     group.add_argument("--max-num-seqs", type=int, default=256, help=DEFAULT)
-    group.add_argument(
-        "--kv-cache-tokens",
-        type=int,
-        help=f"KV cache of each engine (default: --max-num-seqs windows, of at most {MAX_CACHED_TOKENS:,} tokens)",
-    )
 
     def of_backend(text: str) -> tuple[str, str]:
         backend, equals, value = text.partition("=")
@@ -195,8 +203,7 @@ def _add_engine_options(parser: argparse.ArgumentParser, backends: tuple[str, ..
     several(
         "--engine-options", metavar="BACKEND=JSON", help="options in its own words, over those given here"
     )
-    run_on = "let idle engines run on beside the one that has its turn"
-    group.add_argument("--no-pause", dest="pause", action="store_false", help=run_on)
+    return group
 
 
 def engine_options(

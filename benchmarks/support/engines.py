@@ -36,6 +36,7 @@ class EngineOptions:
     device: str
     max_num_seqs: int
     kv_cache_tokens: int
+    """Size of the KV cache, of which ``kv_cache_bytes`` are the bytes; 0: the engine chooses, from free memory."""
     kv_cache_bytes: int
     variables: dict[str, str]
     """The environment of its process."""
@@ -61,23 +62,24 @@ def as_flags(options: Mapping[str, Any]) -> list[str]:
 
 def rose_options(options: EngineOptions) -> dict[str, Any]:
     """Return fields of Rose's ``EngineConfig``. One block more: block 0 holds nothing."""
-    switches: dict[str, Any] = dict.fromkeys(options.switches_off, False)
-    if "run_ahead" in switches:
-        switches["run_ahead"] = 0
+    chosen: dict[str, Any] = dict.fromkeys(options.switches_off, False)
+    if "run_ahead" in chosen:
+        chosen["run_ahead"] = 0
+    if options.kv_cache_tokens:
+        chosen["num_blocks"] = -(-options.kv_cache_tokens // BLOCK_SIZE) + 1
     return {
         "model": options.model,
         "dtype": options.dtype,
         "device": options.device,
         "max_num_seqs": options.max_num_seqs,
         "block_size": BLOCK_SIZE,
-        "num_blocks": -(-options.kv_cache_tokens // BLOCK_SIZE) + 1,
-        **switches,
+        **chosen,
         **options.extra,
     }
 
 
 def vllm_options(options: EngineOptions) -> dict[str, Any]:
-    """Return vLLM's engine arguments. The size of the KV cache is given, so that nothing is measured at start-up."""
+    """Return vLLM's engine arguments. Where the size of the KV cache is given, nothing is measured at start-up."""
     chosen: dict[str, Any] = {}
     if options.backend == "rose-in-vllm":
         chosen["attention_backend"] = "rose"
@@ -91,13 +93,14 @@ def vllm_options(options: EngineOptions) -> dict[str, Any]:
     if "mixed_graphs" in options.switches_off:
         # vLLM's own default; Rose keeps a mode that is set explicitly.
         chosen["compilation_config"] = {"cudagraph_mode": "FULL_AND_PIECEWISE"}
+    if options.kv_cache_bytes:
+        chosen["kv_cache_memory_bytes"] = options.kv_cache_bytes
+        # Only checked against free memory, of which other engines on the same device have taken their part.
+        chosen["gpu_memory_utilization"] = 0.05
     return {
         "model": options.model,
         "dtype": options.dtype,
         "max_num_seqs": options.max_num_seqs,
-        "kv_cache_memory_bytes": options.kv_cache_bytes,
-        # Only checked against free memory, of which other engines on the same device have taken their part.
-        "gpu_memory_utilization": 0.05,
         **chosen,
         **options.extra,
     }
@@ -157,6 +160,10 @@ class Rose(Offline):
         outputs = self._llm.generate(prompts, params)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
+    def kv_cache_tokens(self) -> int:
+        """Return how many tokens the KV cache holds."""
+        return int(self._llm.core.num_blocks - 1) * BLOCK_SIZE
+
     def close(self) -> None:
         self._llm.core.check_integrity()
         self._llm.close()
@@ -176,6 +183,11 @@ class Vllm(Offline):
         params = [self._params(max_tokens=length, ignore_eos=True, **sampling) for length in output_lens]
         outputs = self._llm.generate(inputs, params, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    def kv_cache_tokens(self) -> int:
+        """Return how many tokens the KV cache holds."""
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        return int(cache.num_gpu_blocks - 1) * int(cache.block_size)
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()

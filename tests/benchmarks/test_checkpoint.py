@@ -12,11 +12,16 @@ from benchmarks import offline_compare, online_compare
 from benchmarks.support.checkpoint import (
     GPT2_124M,
     LLAMA_1B,
+    LLAMA_8B,
+    LLAMA_8B_VOCAB_SIZE,
+    QWEN3_06B,
     VOCAB_SIZE,
     checkpoint,
-    llama_config,
+    llama_1b_config,
+    llama_8b_config,
     model_facts,
 )
+from rose_backend import LLM, SamplingParams
 
 
 def test_a_small_llama_is_a_model_that_transformers_reads() -> None:
@@ -40,13 +45,31 @@ def test_a_small_llama_is_a_model_that_transformers_reads() -> None:
 def test_the_llama_shape_is_that_of_1b() -> None:
     from transformers import AutoModelForCausalLM
 
-    config = llama_config()
+    config = llama_1b_config()
     config.vocab_size = 128_256
     with torch.device("meta"):
         weights = dict(AutoModelForCausalLM.from_config(config).named_parameters())
     # Llama 3.2 1B, its own vocabulary: 1,235,814,400 weights in 146 tensors.
     assert sum(weight.numel() for weight in weights.values()) == 1_235_814_400
     assert len(weights) == 146
+
+
+def test_the_other_llama_shape_is_that_of_8b() -> None:
+    config = llama_8b_config()
+    layer = 4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * config.intermediate_size
+    assert config.intermediate_size == 14336
+    # Without norms: 8.03 billion.
+    assert 32 * layer + 2 * LLAMA_8B_VOCAB_SIZE * 4096 == 8_029_995_008
+
+
+@pytest.mark.parametrize("shape", [LLAMA_8B, QWEN3_06B])
+def test_small_shapes_are_models_that_rose_serves(shape: str) -> None:
+    with (
+        checkpoint(None, shape, small=True) as model,
+        LLM(model, dtype="float32", max_model_len=64, num_blocks=8, device="cpu") as llm,
+    ):
+        (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 4
 
 
 def test_a_model_that_is_given_is_taken_as_it_is() -> None:

@@ -32,6 +32,7 @@ SCRIPTS = (
     "kv_append",
     "offline_compare",
     "online_compare",
+    "start_up",
     "step_profile",
     "kernels",
     "suite",
@@ -109,6 +110,8 @@ def test_help_names_the_script_and_its_options(script: str, capsys: pytest.Captu
             ["poisson", "--step-ms", "1", "--device", "cuda"],
             "--step-ms: got --device cuda, ",
         ),
+        ("start_up", ["--repeats", "0"], "--repeats: got 0, at least 1"),
+        ("start_up", ["--backends", "sglang"], "invalid choice: 'sglang'"),
         ("step_profile", ["--batches", "4", "0"], "--batches: got 0, at least 1"),
     ],
 )
