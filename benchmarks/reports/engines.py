@@ -31,6 +31,8 @@ INSIDE_VLLM_TIMES["offline, 256 x 512 in, 128 out, greedy"] = 1 / 1.4
 
 # Seconds by which Rose inside vLLM may start later than vLLM alone, and the share of its KV cache.
 START_UP_LATER_S, MIN_KV_CACHE_SHARE = {"cold": 10.0, "warm": 3.0}, 0.99
+# The rate at which weights reach a GPU over that of reading their files, and how host memory may grow meanwhile.
+MIN_LOADING_SHARE, MAX_LOADING_BYTES = 0.80, 2e9
 
 # Of Rose's switches inside vLLM; the others are vLLM's own options under another name.
 _FUSED = ["fused_kv_append", "fused_mlp", "fused_add_layernorm", "fused_sampler"]
@@ -214,3 +216,27 @@ def start_up_table(result: Result) -> str:
     counts = [len(group) for group in grouped(result["rows"], "backend", "caches").values()]
     header = ("", "ready after", "range", "first token after", "KV cache, tokens")
     return markdown(header, rows, caption(result, turns=counts))
+
+
+def loading_bars(rows: Sequence[Row]) -> list[Row]:
+    """Return the goals of loading weights."""
+    bars = []
+    for row in rows:
+        share = row["load_bytes_per_s"]["median"] / row["read_bytes_per_s"]["median"]
+        name = f"loading over reading, {row['caches']} page cache"
+        bars.append(bar(name, share, MIN_LOADING_SHARE, "x", at_least=True))
+    growth = max((row["memory_growth_max_bytes"] for row in rows), default=0.0)
+    return [*bars, bar("host memory that loading takes", growth / 1e9, MAX_LOADING_BYTES / 1e9, "GB")]
+
+
+def loading_table(result: Result) -> str:
+    """Return the rates of reading a checkpoint's files and of loading it, and the host memory that loading takes."""
+    rows = []
+    for row in result["rows"]:
+        read, load = row["read_bytes_per_s"], row["load_bytes_per_s"]
+        rates = (f"{each['median'] / 1e9:.2f} GB/s" for each in (read, load))
+        share = f"{load['median'] / read['median']:.2f}"
+        rows.append((row["caches"], *rates, share, f"{row['memory_growth_max_bytes'] / 1e9:.2f} GB"))
+    facts = (f"{result['rows'][0]['num_bytes'] / 1e9:.1f} GB", result["settings"]["model"], result["device"])
+    header = ("page cache", "reading the files", "loading", "loading / reading", "host memory")
+    return markdown(header, rows, caption(result, *facts, turns=[result["settings"]["repeats"]]))

@@ -97,20 +97,18 @@ def stream(
 
     Args:
         buffer_bytes: of one staging buffer, at least 8; there are ``BUFFERS_PER_READER`` for each reader.
-        num_readers: threads; None: as many as there are cores for this process, within 4 and ``MAX_READERS``.
+        num_readers: threads; None takes ``usual_num_readers``.
 
     Raises:
         ModelError: a file cannot be read or was cut short; it names the file and the tensor.
     """
     pieces = deque(piece for copy in _in_file_order(copies) for piece in _cut(copy, buffer_bytes))
     total = sum(piece.num_bytes for piece in pieces)
-    if num_readers is None:
-        num_readers = min(max(len(os.sched_getaffinity(0)), _MIN_READERS), MAX_READERS)
-    num_readers = min(num_readers, len(pieces))
+    num_threads = min(usual_num_readers() if num_readers is None else num_readers, len(pieces))
     with ExitStack() as stack:
         files = {path: _open(path, stack) for path in sorted({copy.stored.path for copy in copies})}
-        readers = [_Reader(pieces, files) for _ in range(num_readers)]
-        pool = stack.enter_context(ThreadPoolExecutor(max(num_readers, 1), "rose-weights"))
+        readers = [_Reader(pieces, files) for _ in range(num_threads)]
+        pool = stack.enter_context(ThreadPoolExecutor(max(num_threads, 1), "rose-weights"))
         futures = [pool.submit(reader.run) for reader in readers]
         try:
             while wait(futures, timeout=_POLL_S).not_done:
@@ -123,6 +121,11 @@ def stream(
             future.result()
     if on_progress is not None:
         on_progress(total, total)
+
+
+def usual_num_readers() -> int:
+    """Return as many threads as there are cores for this process, within 4 and ``MAX_READERS``."""
+    return min(max(len(os.sched_getaffinity(0)), _MIN_READERS), MAX_READERS)
 
 
 def have_equal_values(left: StoredTensor, right: StoredTensor) -> bool:
