@@ -14,7 +14,7 @@ import argparse
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -159,21 +159,43 @@ def _replay(decoder: Any, width: int) -> tuple[list[dict[str, Any]], float]:
         rewind()
         times.append(timed_us(replay) / num_replays)
     rewind()
+    kernels, _ = kernel_times(replay, num_replays)
+    rewind()
+    return kernels, min(times)
+
+
+def kernel_times(run: Callable[[], object], num_steps: int) -> tuple[list[dict[str, Any]], float]:
+    """Run something of ``num_steps`` steps under torch's profiler, and wait for the device.
+
+    Returns:
+        Kernels per step, longest first, and the microseconds of a step in which the device works on any of them. On a
+        CPU torch's operations stand for kernels.
+    """
+    on_gpu = torch.cuda.is_available()
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profiler:
-        replay()
-    rewind()
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
     launches: Counter[str] = Counter()
     us: Counter[str] = Counter()
-    for event in profiler.events():
-        if not on_gpu or event.device_type == torch.autograd.DeviceType.CUDA:
-            launches[event.name] += 1
-            us[event.name] += event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+    busy_us, busy_until = 0.0, 0.0
+    events = [
+        event
+        for event in profiler.events()
+        if not on_gpu or event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        launches[event.name] += 1
+        us[event.name] += event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+        # Kernels may overlap.
+        busy_us += max(event.time_range.end - max(event.time_range.start, busy_until), 0)
+        busy_until = max(busy_until, event.time_range.end)
     kernels = [
-        {"name": name, "launches": launches[name] / num_replays, "us": total / num_replays}
+        {"name": name, "launches": launches[name] / num_steps, "us": total / num_steps}
         for name, total in us.most_common()
     ]
-    return kernels, min(times)
+    return kernels, busy_us / num_steps
 
 
 def table(report: dict[str, Any]) -> str:
@@ -184,14 +206,19 @@ def table(report: dict[str, Any]) -> str:
     )
     parts = []
     for step in report["profiles"]:
-        parts.append(line.format(**step))
-        rows = []
-        for kernel in step["kernels"][:16]:
-            share = f"{kernel['us'] / step['busy_us']:.1%}"
-            name = kernel["name"][:70].replace("|", "/")
-            rows.append((name, f"{kernel['launches']:.0f}", f"{kernel['us']:.2f}", share))
-        parts.append(markdown(("kernel", "launches", "us", "share"), rows))
+        parts += [line.format(**step), kernel_table(step["kernels"], step["busy_us"])]
     return "\n\n".join(parts)
+
+
+def kernel_table(kernels: Sequence[dict[str, Any]], busy_us: float) -> str:
+    """Return the longest kernels of a step, with their shares of the device's time."""
+    rows = []
+    for kernel in kernels[:16]:
+        name = kernel["name"][:70].replace("|", "/")
+        rows.append(
+            (name, f"{kernel['launches']:.0f}", f"{kernel['us']:.2f}", f"{kernel['us'] / busy_us:.1%}")
+        )
+    return markdown(("kernel", "launches", "us", "share"), rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -35,6 +35,7 @@ SCRIPTS = (
     "start_up",
     "loading",
     "step_profile",
+    "vllm_step_profile",
     "kernels",
     "suite",
     "report",
@@ -114,6 +115,11 @@ def test_help_names_the_script_and_its_options(script: str, capsys: pytest.Captu
         ("loading", ["--repeats", "0"], "--repeats: got 0, at least 1"),
         ("start_up", ["--repeats", "0"], "--repeats: got 0, at least 1"),
         ("start_up", ["--backends", "sglang"], "invalid choice: 'sglang'"),
+        (
+            "vllm_step_profile",
+            ["--backends", "vllm", "rose-in-vllm"],
+            "--backends: got vllm rose-in-vllm, allowed is one",
+        ),
         ("step_profile", ["--batches", "4", "0"], "--batches: got 0, at least 1"),
     ],
 )

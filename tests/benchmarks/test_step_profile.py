@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,8 @@ from benchmarks import step_profile
 from benchmarks.step_profile import time_decoding
 from benchmarks.support.cli import QUICK_MODEL
 from rose_backend import LLM, SamplingParams
+from tests.conftest import ROOT
+from tests.support.patience import HANG_S
 
 DEVICE = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
@@ -46,3 +51,47 @@ def test_quick_step_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     times = [kernel["us"] for kernel in step["kernels"]]
     assert times == sorted(times, reverse=True) and sum(times) == pytest.approx(step["busy_us"])
     assert "2 requests, greedy" in capsys.readouterr().out
+
+
+def test_time_in_which_kernels_overlap_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = [("b", 20, 30), ("a", 0, 10), ("a", 5, 8), ("b", 8, 14)]
+    events = [
+        SimpleNamespace(
+            name=name,
+            device_type=torch.autograd.DeviceType.CUDA,
+            time_range=SimpleNamespace(start=start, end=end, elapsed_us=lambda us=end - start: us),
+        )
+        for name, start, end in spans
+    ]
+    events.append(SimpleNamespace(name="a launch", device_type=torch.autograd.DeviceType.CPU))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    profiler = contextlib.nullcontext(SimpleNamespace(events=lambda: events))
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: profiler)
+    kernels, busy_us = step_profile.kernel_times(lambda: None, 2)
+    assert busy_us == (14 + 10) / 2
+    assert kernels == [{"name": "b", "launches": 1, "us": 8.0}, {"name": "a", "launches": 1, "us": 6.5}]
+
+
+@pytest.mark.parametrize("backend", ["rose-in-vllm", "vllm"])
+def test_quick_profile_inside_vllm(backend: str, tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    path = tmp_path / "profile.json"
+    arguments = ["--quick", "--backends", backend, "--batches", "2", "--json", str(path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.vllm_step_profile", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("Rose is active" in done.stdout + done.stderr) == (backend == "rose-in-vllm")
+    decode, prompts = json.loads(path.read_text())["profiles"]
+    assert (decode["scene"], decode["num_requests"]) == ("decode", 2)
+    assert (prompts["num_requests"], prompts["prompt_tokens"]) == (8, 32) and prompts["num_steps"] >= 1
+    for step in (decode, prompts):
+        assert step["busy_us"] > 0 and step["launches"] > 10
+        assert step["idle_us"] == pytest.approx(step["step_us"] - step["busy_us"])
+        called = {each["function"].partition("(")[2]: each for each in step["host"]}
+        assert called["execute_model)"]["calls"] >= 1
