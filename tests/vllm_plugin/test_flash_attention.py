@@ -342,6 +342,16 @@ def test_it_needs_hopper_half_precision_and_its_head_size(
         assert not uses_flash_attention(config), name
 
 
+def test_a_build_without_its_extensions_attends_with_roses_kernel(
+    on_hopper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = on_hopper()
+    # Importing it raises ImportError, as vLLM's module does where its compiled extensions are missing.
+    monkeypatch.setitem(sys.modules, fa_utils.__name__, None)
+    assert not uses_flash_attention(config)
+    assert "FlashAttention" not in describe_parts(config, rose_options(config), None)
+
+
 @pytest.mark.parametrize("data_parallel_size", [1, 2])
 def test_steps_of_long_rows_are_launched(
     on_gpu: OnGpu,  # noqa: F811

@@ -85,8 +85,11 @@ def uses_flash_attention(vllm_config: VllmConfig) -> bool:
         or not takes_blocks_of(cache_config.block_size)
     ):
         return False
-    from vllm.v1.attention.backends.fa_utils import is_fa_version_supported
-
+    try:
+        from vllm.v1.attention.backends.fa_utils import is_fa_version_supported
+    except ImportError:
+        # A build of vLLM without FlashAttention's extensions; other backends run with it.
+        return False
     return bool(is_fa_version_supported(3))
 
 
