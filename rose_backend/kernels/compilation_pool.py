@@ -12,6 +12,8 @@ import hashlib
 import json
 import os
 import pickle
+import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,8 @@ from rose_backend.kernels.recorded_launches import KernelSource
 
 MAX_PROCESSES = 32
 """A start has about as many kernels as this, twice."""
+MAX_SILENCE_S = 300.0
+"""A kernel takes seconds; where none is finished for so long, something hangs, and the start goes on alone."""
 COMPILES_ALONE = "kernels are compiled one after the other, in this process"
 """What is logged where other processes could not."""
 _START_SERVER = (
@@ -54,12 +58,11 @@ class CompilationPool:
     """Processes that compile; started at once, because they import what they need meanwhile.
 
     Args:
-        num_processes: None takes one per core of this process.
+        num_processes: None takes ``usable_cores``; never more than ``MAX_PROCESSES``.
     """
 
     def __init__(self, num_processes: int | None = None) -> None:
-        cores = len(os.sched_getaffinity(0))
-        self._num_processes = min(cores, MAX_PROCESSES) if num_processes is None else num_processes
+        self._num_processes = min(num_processes or usable_cores(), MAX_PROCESSES)
         self._sources: Sequence[KernelSource] = ()
         environment = {
             **os.environ,
@@ -67,13 +70,18 @@ class CompilationPool:
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             "TRITON_CACHE_DIR": cache_directory(),
         }
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the pool
         self._server = subprocess.Popen(
-            [sys.executable, "-c", _START_SERVER],
+            [sys.executable, "-c", _START_SERVER, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             env=environment,
+            # All of its processes are ended together, and an interrupt from the keyboard is for the start alone.
+            start_new_session=True,
         )
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=_receive, args=(self._server, self._lines), daemon=True).start()
         self.close = weakref.finalize(self, _end, self._server)
         """Ends the processes."""
         self.failure: str | None = None
@@ -91,11 +99,17 @@ class CompilationPool:
     def finished(self) -> Iterator[CompiledKernel]:
         """Yield each kernel when it is done. Ends early where ``failure`` says why."""
         num_finished = 0
-        assert self._server.stdout is not None
         while num_finished < len(self._sources) and self.failure is None:
-            line = self._server.stdout.readline()
+            try:
+                line = self._lines.get(timeout=MAX_SILENCE_S)
+            except queue.Empty:
+                self.failure = f"no kernel was finished within {MAX_SILENCE_S:.0f} s"
+                self.close()
+                return
             if not line:
-                self.failure = f"the compiling process ended with exit code {self._server.wait()}"
+                self.failure = (
+                    f"the compiling process ended with exit code {self._server.wait()}{self._last_words()}"
+                )
                 return
             answer = json.loads(line)
             if "fatal" in answer:
@@ -103,6 +117,29 @@ class CompilationPool:
                 return
             num_finished += 1
             yield CompiledKernel(self._sources[answer.pop("index")], **answer)
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").split("\n")
+        return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
+
+
+def usable_cores() -> int:
+    """Return the cores of this process: those that it may run on, or fewer if its control group has less time."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # no control groups, no limit
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(int(quota) // int(period), 1))
+    return cores
+
+
+def _receive(server: subprocess.Popen[bytes], lines: queue.SimpleQueue[bytes]) -> None:
+    """Pass on the lines of a server, and an empty one behind the last."""
+    assert server.stdout is not None
+    with server.stdout:
+        for line in server.stdout:
+            lines.put(line)
+    lines.put(b"")
 
 
 def _send(server: subprocess.Popen[bytes], message: bytes) -> None:
@@ -113,13 +150,12 @@ def _send(server: subprocess.Popen[bytes], message: bytes) -> None:
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    # Its children end with it.
-    server.kill()
-    for pipe in (server.stdin, server.stdout):
-        assert pipe is not None
-        with contextlib.suppress(BrokenPipeError):
-            pipe.close()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
     server.wait()
+    assert server.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        server.stdin.close()
 
 
 class CompleteStarts:
@@ -143,7 +179,9 @@ class CompleteStarts:
             folders = json.loads(self._path.read_text())
         except (OSError, ValueError):
             return False
-        return all((self._path.parent / folder).is_dir() for folder in folders)
+        if not isinstance(folders, list):
+            return False
+        return all(isinstance(each, str) and (self._path.parent / each).is_dir() for each in folders)
 
     def note(self, kernels: Sequence[CompiledKernel]) -> None:
         """Note that such a start needs just these, if the cache can be written."""

@@ -1,10 +1,12 @@
 """A process of its own that compiles kernels for ``compilation_pool.py``: it imports what they need once, then forks.
 
-Reads pickled ``KernelSource`` objects from stdin, writes one line of JSON per kernel to stdout. Ends with its parent.
+Reads pickled ``KernelSource`` objects from stdin, writes one line of JSON per kernel to stdout. It leads a session,
+which ends with its parent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -12,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import pkgutil
+import select
 import signal
 import sys
 import threading
@@ -31,24 +34,30 @@ from rose_backend.kernels.compilations import watch_compilations
 from rose_backend.kernels.recorded_launches import KernelSource
 
 _PR_SET_PDEATHSIG = 1
+_LOOK_EVERY_S = 1.0
 
 
 def main() -> None:
     """Serve one list of kernels."""
+    parent = int(sys.argv[1])
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     # Triton and what it calls print now and then.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     _import_kernels()
+    _wait_for_input(parent)
     sources, num_processes = pickle.load(sys.stdin.buffer)
     # What every process would compute again.
     triton_key()
     make_backend(sources[0].target).hash()
     with ProcessPoolExecutor(
-        num_processes, multiprocessing.get_context("fork"), _die_with_parent, (os.getpid(),)
+        num_processes,
+        multiprocessing.get_context("fork"),
+        _prepare_process,
+        (os.getpid(), answers.fileno()),
     ) as pool:
         # Forked with the first of these: no thread has started yet.
         futures = {pool.submit(compile_source, source): index for index, source in enumerate(sources)}
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
         for future in as_completed(futures):
             answer: dict[str, Any] = {"index": futures[future], "error": None}
             try:
@@ -98,12 +107,26 @@ def _import_kernels() -> None:
         importlib.import_module(name)
 
 
-def _die_with_parent(parent: int) -> None:
+def _prepare_process(server: int, answers: int) -> None:
+    """Let a forked process end with the server, and before others where memory runs out."""
+    os.close(answers)  # the server's end of it is the only one: when it closes, the start knows
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if os.getppid() != server:
         os._exit(1)
 
 
-def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
-    os._exit(0)
+def _wait_for_input(parent: int) -> None:
+    """Return when stdin has something or has ended. End this session if the parent is gone.
+
+    A process that the parent has forked may keep the pipe open.
+    """
+    while not select.select([sys.stdin.buffer], [], [], _LOOK_EVERY_S)[0]:
+        if os.getppid() != parent:
+            os.killpg(0, signal.SIGKILL)
+
+
+def _end_with(parent: int) -> None:
+    _wait_for_input(parent)  # nothing more is sent: it is the end
+    os.killpg(0, signal.SIGKILL)

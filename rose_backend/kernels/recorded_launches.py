@@ -24,6 +24,8 @@ from triton.runtime.jit import JITCallable, JITFunction
 from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
 
 _WARP_SIZE = 32
+_recording = threading.RLock()
+"""Recordings of several threads come one after the other: each puts back what it found in Triton."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,11 @@ def record_launches(gpu: GpuProperties) -> Iterator[RecordedLaunches]:
     Args:
         gpu: what device ``meta`` stands for.
     """
-    recorded = RecordedLaunches(gpu)
+    with _recording:
+        yield from _record(RecordedLaunches(gpu))
+
+
+def _record(recorded: RecordedLaunches) -> Iterator[RecordedLaunches]:
     device = _RecordingDriver(recorded, driver._active)
     do_compile = JITFunction._do_compile
 
@@ -113,7 +119,7 @@ def record_launches(gpu: GpuProperties) -> Iterator[RecordedLaunches]:
     JITFunction._do_compile = record
     driver.set_active(device)
     try:
-        with meta_stands_for(gpu), _MetaAsGpu():
+        with meta_stands_for(recorded.gpu), _MetaAsGpu():
             yield recorded
     finally:
         driver.set_active(device.real)

@@ -6,7 +6,6 @@ tensors of device ``meta``. Whoever launches first waits.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -42,9 +41,9 @@ def begin(vllm_config: VllmConfig, layer: Any, kind: Hashable) -> None:
     """
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cuda() or kind in _begun:
+    if not current_platform.is_cuda() or (key := (kind, repr(_key(vllm_config)))) in _begun:
         return
-    _begun.add(kind)
+    _begun.add(key)
     try:
         import torch
 
@@ -60,7 +59,7 @@ def compile_ahead(
 ) -> AheadCompilation:
     """Compile for an engine on ``gpu``; see ``begin``."""
     from rose_backend.kernels.ahead_compilation import AheadCompilation
-    from rose_backend.kernels.compilation_pool import CompleteStarts
+    from rose_backend.kernels.compilation_pool import CompleteStarts, usable_cores
 
     start = CompleteStarts(gpu, installed_vllm_version(), kind, *_key(vllm_config))
     # Each worker of this machine has processes of its own.
@@ -68,7 +67,7 @@ def compile_ahead(
     return AheadCompilation(
         [start],
         lambda: record(vllm_config, layer, gpu),
-        num_processes=max(len(os.sched_getaffinity(0)) // num_workers, 1),
+        num_processes=max(usable_cores() // num_workers, 1),
     )
 
 
@@ -125,5 +124,7 @@ def _key(vllm_config: VllmConfig) -> list[object]:
         vllm_config.compilation_config.cudagraph_mode,
         vllm_config.compilation_config.cudagraph_capture_sizes,
         None if speculative is None else speculative.num_speculative_tokens,
+        vllm_config.parallel_config.tensor_parallel_size,
+        getattr(model.hf_config, "n_inner", None),
         vllm_config.additional_config,
     ]

@@ -198,6 +198,10 @@ def test_warmup_notes_starts_online_and_offline(
     ("options", "message"),
     [
         ([], "compute_capability: there is no GPU here to compile for; name one"),
+        (
+            ["--compute-capability", "9.0", "--max-model-len", "99999"],
+            "max_model_len: got 99999, allowed are at most",
+        ),
         (["--compute-capability", "nine"], "compute_capability: got 'nine', allowed are numbers such as"),
         (["--compute-capability", "7.5"], "compute_capability: got 7.5, allowed are 8.0 and later"),
         (["--compute-capability", "12.0"], "multiprocessors: needed for other compute capabilities than"),
@@ -219,6 +223,14 @@ def test_mistakes_are_one_line(
     monkeypatch.setattr(compile_ahead.torch.cuda, "is_available", lambda: False)
     assert main(["warmup", str(qwen3_path), *options]) == 2
     assert capsys.readouterr().err.startswith(f"rose: error: {message}")
+
+
+def test_nothing_is_compiled_for_the_interpreter(
+    qwen3_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert main(["warmup", str(qwen3_path), "--compute-capability", "9.0"]) == 2
+    assert capsys.readouterr().err.startswith("rose: error: TRITON_INTERPRET: got 1")
 
 
 def test_warm_cache_really_compiles(

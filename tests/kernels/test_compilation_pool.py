@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +17,7 @@ import torch
 
 from rose_backend import kernels
 from rose_backend.errors import ConfigError
+from rose_backend.kernels import compilation_pool
 from rose_backend.kernels.compilation_pool import (
     CompilationPool,
     CompiledKernel,
@@ -80,6 +87,103 @@ def test_a_server_that_ends_is_reported(source: KernelSource) -> None:
     pool.close()
 
 
+class Endless(KernelSource):
+    """Never finished."""
+
+    def length(self) -> int:
+        return 0
+
+    def function(self) -> None:  # type: ignore[override]
+        threading.Event().wait()
+
+
+def test_a_kernel_that_hangs_does_not_hold_up_the_start(
+    source: KernelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
+    pool = CompilationPool(num_processes=1)
+    pool.submit([source, Endless(**fields)])
+    finished = pool.finished()
+    assert next(finished).error is None
+    monkeypatch.setattr(compilation_pool, "MAX_SILENCE_S", 0.2)
+    assert list(finished) == [] and pool.failure == "no kernel was finished within 0 s"
+    assert pool._server.returncode == -signal.SIGKILL and not members_of(pool._server.pid)
+
+
+def members_of(session: int) -> list[int]:
+    """Return the processes of a session that are alive."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit():
+                state, _, _, its_session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+                found += [int(folder.name)] if int(its_session) == session and state != "Z" else []
+    return found
+
+
+def test_all_processes_end_with_a_parent_that_is_killed(source: KernelSource) -> None:
+    # The parent's child keeps the pipe to the server open.
+    script = (
+        "import os, sys, time\n"
+        "from rose_backend.kernels.compilation_pool import CompilationPool\n"
+        "pool = CompilationPool(num_processes=1)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    time.sleep(600)\n"
+        "print(pool._server.pid, child, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdin is not None and parent.stdout is not None
+    server, child = map(int, parent.stdout.readline().split())
+    try:
+        assert members_of(server)
+        parent.kill()
+        parent.wait()
+        while members_of(server):
+            time.sleep(0.05)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.stdin.close()
+        parent.stdout.close()
+
+
+def test_there_are_never_more_processes_than_the_limit(source: KernelSource) -> None:
+    pool = CompilationPool(num_processes=192)
+    assert pool._num_processes == compilation_pool.MAX_PROCESSES
+    pool.close()
+
+
+def test_the_last_words_of_a_server_are_passed_on(
+    source: KernelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilation_pool, "_START_SERVER", "raise SystemExit('no such thing')")
+    pool = CompilationPool(num_processes=1)
+    pool.submit([source])
+    assert list(pool.finished()) == []
+    assert pool.failure == "the compiling process ended with exit code 1: no such thing"
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("max 100000", 6), ("250000 100000", 2), ("50000 100000", 1), (None, 6)]
+)
+def test_cores_are_those_of_the_control_group(
+    text: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_text(path: Path) -> str:
+        assert str(path) == "/sys/fs/cgroup/cpu.max"
+        if text is None:
+            raise FileNotFoundError
+        return text
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert compilation_pool.usable_cores() == expected
+
+
 def test_processes_end_with_the_pool(source: KernelSource) -> None:
     pool = CompilationPool(num_processes=1)
     server = pool._server
@@ -100,6 +204,9 @@ def test_a_start_is_complete_as_long_as_all_its_kernels_are_there(
     assert CompleteStarts("gpt2", 256).is_complete() and not CompleteStarts("gpt2", 255).is_complete()
     (tmp_path / "B").rmdir()
     assert not start.is_complete()
+    for damaged in ("5", "[1]", "{"):
+        start._path.write_text(damaged)
+        assert not start.is_complete()
 
 
 def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

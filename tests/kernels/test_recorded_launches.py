@@ -159,3 +159,30 @@ def test_host_memory_stays_as_it_is() -> None:
         host = torch.zeros(3, pin_memory=True)
         host.copy_(torch.empty(3, device="meta"))
         assert host.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_recordings_of_two_threads_leave_triton_as_it_was() -> None:
+    compile_one, active = JITFunction._do_compile, driver._active
+    first_is_in, second_is_there = threading.Event(), threading.Event()
+    seen: list[type] = []
+
+    def first() -> None:
+        with record_launches(H100):
+            first_is_in.set()
+            second_is_there.wait()
+
+    def second() -> None:
+        first_is_in.wait()
+        second_is_there.set()
+        with record_launches(H100):
+            # The other one has ended, and left nothing behind.
+            seen.append(type(driver._active))
+            seen.append(type(driver._active.real))
+
+    threads = [threading.Thread(target=each) for each in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [recorded_launches._RecordingDriver, type(active)]
+    assert JITFunction._do_compile is compile_one and driver._active is active

@@ -17,7 +17,7 @@ from rose_backend.engine.progress import show_progress
 from rose_backend.engine.scheduling.token_budget import default_token_budgets
 from rose_backend.engine.sequence_state import SequenceState
 from rose_backend.engine.startup.feature_status import captures_graphs
-from rose_backend.engine.startup.kv_pool import allocate_kv_cache
+from rose_backend.engine.startup.kv_pool import allocate_kv_cache, choose_max_model_len
 from rose_backend.engine.startup.padding import launch_everything
 from rose_backend.errors import ConfigError
 from rose_backend.kernels.ahead_compilation import AheadCompilation
@@ -98,7 +98,7 @@ def record_start(directory: Path, config: EngineConfig, gpu: GpuProperties) -> l
             max_model_len=config.max_model_len,
         )
         sizes = model.config
-        max_model_len = config.max_model_len or sizes.max_position_embeddings
+        max_model_len = choose_max_model_len(config, sizes.max_position_embeddings)
         kv_cache = allocate_kv_cache(_NUM_BLOCKS, config.block_size, sizes, meta)
         manager = BlockManager(
             num_blocks=_NUM_BLOCKS,
@@ -136,6 +136,10 @@ def warm_cache(
         ConfigError: there is no such GPU, or Triton's cache cannot be written.
         ModelError: the model cannot be loaded.
     """
+    from triton import knobs
+
+    if knobs.runtime.interpret:
+        raise ConfigError("TRITON_INTERPRET: got 1, with which nothing is compiled; leave it unset")
     device = None
     if capability is None:
         if not torch.cuda.is_available():

@@ -19,6 +19,20 @@ def block_bytes(model: ModelConfig, block_size: int) -> int:
     return model.num_layers * 2 * block_size * model.num_kv_heads * model.head_size * model.dtype.itemsize
 
 
+def choose_max_model_len(config: EngineConfig, window: int) -> int:
+    """Return prompt plus output of the longest request, in tokens.
+
+    Raises:
+        ConfigError: more than the model's ``window`` was asked for.
+    """
+    max_model_len = window if config.max_model_len is None else config.max_model_len
+    if max_model_len > window:
+        raise ConfigError(
+            f"max_model_len: got {max_model_len}, allowed are at most {window}, the model's window"
+        )
+    return max_model_len
+
+
 def choose_num_blocks(
     config: EngineConfig, model: ModelConfig, *, max_model_len: int, device: torch.device
 ) -> int:

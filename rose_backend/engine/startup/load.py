@@ -18,7 +18,12 @@ from rose_backend.engine.progress import LoadingProgress
 from rose_backend.engine.scheduling.token_budget import default_token_budget
 from rose_backend.engine.startup.compile_ahead import compile_starts
 from rose_backend.engine.startup.feature_status import captures_graphs, feature_status
-from rose_backend.engine.startup.kv_pool import allocate_kv_cache, choose_num_blocks, gpu_reserve_bytes
+from rose_backend.engine.startup.kv_pool import (
+    allocate_kv_cache,
+    choose_max_model_len,
+    choose_num_blocks,
+    gpu_reserve_bytes,
+)
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError, RoseError, kind_and_text
 from rose_backend.kernels import PackedLinear
@@ -98,7 +103,7 @@ def load(config: EngineConfig, *, is_online: bool = False) -> LoadedModel:
             on_progress=progress.update,
         )
     sizes = model.config
-    max_model_len = _resolve_max_model_len(config, sizes.max_position_embeddings)
+    max_model_len = _check_max_model_len(config, sizes.max_position_embeddings)
     weights_loaded = time.perf_counter()
     num_blocks = choose_num_blocks(config, sizes, max_model_len=max_model_len, device=device)
     kv_cache = allocate_kv_cache(num_blocks, config.block_size, sizes, device)
@@ -168,12 +173,8 @@ def _eos_token_ids(directory: Path, sizes: ModelConfig, tokenizer: Tokenizer) ->
     return tuple(each for each in named if 0 <= each < sizes.vocab_size)
 
 
-def _resolve_max_model_len(config: EngineConfig, window: int) -> int:
-    max_model_len = window if config.max_model_len is None else config.max_model_len
-    if max_model_len > window:
-        raise ConfigError(
-            f"max_model_len: got {max_model_len}, allowed are at most {window}, the model's window"
-        )
+def _check_max_model_len(config: EngineConfig, window: int) -> int:
+    max_model_len = choose_max_model_len(config, window)
     if not config.chunked_prefill and config.token_budget < max_model_len:
         raise ConfigError(
             f"max_num_batched_tokens: got {config.token_budget}, with chunked_prefill off at least "
