@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 
 from rose_backend.vllm_plugin.kv_cache.manager import MIN_TOKENS_WORTH_COPYING
@@ -14,6 +17,7 @@ from tests.support.half_precision import first_differences, judge, mixed_prompts
 from tests.support.random_checkpoints import (
     VOCAB_SIZE,
     write_random_adapter,
+    write_random_idefics3,
     write_random_llama,
     write_random_qwen3,
 )
@@ -57,3 +61,34 @@ def test_qwen3(make_engine: MakeEngine, tmp_path: Path) -> None:
         manager = scheduler_of(llm).kv_cache_manager.manager
         manager.check_integrity()
         assert manager.stats.partial_hits > 0, manager.stats
+
+
+def test_a_multimodal_model_without_its_other_inputs(make_engine: MakeEngine, tmp_path: Path) -> None:
+    model = str(write_random_idefics3(tmp_path))
+    prompts = mixed_prompts(VOCAB_SIZE, max_len=200)[0][:16]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
+
+    def said(llm: Any) -> tuple[list[Any], list[list[float]]]:
+        outputs = llm.generate(inputs_of(prompts), params, use_tqdm=False)
+        tokens = [output.outputs[0].token_ids for output in outputs]
+        leads = [
+            [entry[token].logprob for entry, token in zip(o.outputs[0].logprobs, row, strict=True)]
+            for o, row in zip(outputs, tokens, strict=True)
+        ]
+        return tokens, leads
+
+    options = {"model": model, "language_model_only": True, "max_num_batched_tokens": 300}
+    with make_engine(**options, attention_backend=None, block_size=32) as llm:
+        tokens, leads = said(llm)
+    with make_engine(**options) as llm:
+        # Computed, then from the cache.
+        for _ in range(2):
+            again = said(llm)
+            assert again[0] == tokens
+            for row, expected in zip(again[1], leads, strict=True):
+                assert row == pytest.approx(expected, abs=ROUNDING)
+        manager = scheduler_of(llm).kv_cache_manager.manager
+        manager.check_integrity()
+        assert manager.stats.partial_hits > 0, manager.stats
+    with pytest.raises(ValueError, match="multimodal models without --language-model-only"):
+        EngineArgs(model=model, attention_backend="rose").create_engine_config()

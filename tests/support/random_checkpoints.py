@@ -15,8 +15,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -62,6 +65,35 @@ def write_random_qwen3(path: str | Path, seed: int = 0) -> Path:
     return _write(Qwen3ForCausalLM, config, Path(path), seed)
 
 
+def write_random_idefics3(path: str | Path, seed: int = 0) -> Path:
+    """Write a checkpoint as Idefics3's and SmolVLM's, for text and images: a small Llama, and 2 layers of vision.
+
+    Without what prepares images for it.
+    """
+    text = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=MAX_MODEL_LEN,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.05,
+    )
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 64,
+        "patch_size": 16,
+    }
+    config = Idefics3Config(
+        text_config=text, vision_config=vision, image_token_id=VOCAB_SIZE - 1, scale_factor=2, pad_token_id=0
+    )
+    return _write(Idefics3ForConditionalGeneration, config, Path(path), seed)
+
+
 def write_random_gpt2_124m_half(path: str | Path) -> Path:
     """Write a checkpoint with the shapes of GPT-2 124M."""
     return write_random_gpt2_124m(path, dtype=torch.float16)
@@ -74,9 +106,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def _write(
-    model_class: type[PreTrainedModel], config: LlamaConfig | Qwen3Config, path: Path, seed: int
-) -> Path:
+def _write(model_class: type[PreTrainedModel], config: PreTrainedConfig, path: Path, seed: int) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     end_of_text_id = write_tokenizer(path, vocab_size=VOCAB_SIZE, model_max_length=MAX_MODEL_LEN)
     config.bos_token_id = config.eos_token_id = end_of_text_id

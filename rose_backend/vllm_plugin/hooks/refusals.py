@@ -60,6 +60,15 @@ def _model(attribute: str) -> Check:
     return lambda c: c.model_config is not None and bool(getattr(c.model_config, attribute))
 
 
+def _takes_other_inputs_than_text(vllm_config: VllmConfig) -> bool:
+    model_config = vllm_config.model_config
+    if model_config is None or not model_config.is_multimodal_model:
+        return False
+    multimodal = model_config.multimodal_config
+    # vLLM then allows 0 items of each kind in a prompt.
+    return multimodal is None or not multimodal.language_model_only
+
+
 def _speculation(holds: Callable[[SpeculativeConfig], bool]) -> Check:
     return lambda c: c.speculative_config is not None and holds(c.speculative_config)
 
@@ -102,7 +111,7 @@ _MANAGER_CHECKS: tuple[tuple[str, Check], ...] = (
         "sliding-window models",
         lambda c: c.model_config is not None and c.model_config.get_sliding_window() is not None,
     ),
-    ("multimodal models", _model("is_multimodal_model")),
+    ("multimodal models without --language-model-only", _takes_other_inputs_than_text),
     ("prompt embeddings (--enable-prompt-embeds)", _model("enable_prompt_embeds")),
     ("diffusion models (--diffusion-config)", lambda c: c.diffusion_config is not None),
     (
