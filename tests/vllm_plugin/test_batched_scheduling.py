@@ -75,12 +75,15 @@ def test_every_step_and_output_is_vllms(make_config: MakeConfig, options: str, d
         for name, value in VARIANTS.get(depth, {}).items():
             setattr(side.scheduler, name, value)
     is_crowd = options.startswith("crowd")
-    run_random_traffic(
-        pair,
-        is_priority=options == "priority",
-        num_requests=80 if is_crowd else 45,
-        arrival_rate=1.0 if is_crowd else 0.12,
-    )
+    # While a crowd waits without room, steps are split; those behind its last arrival are batched, so it comes twice.
+    for seed in (11, 12) if is_crowd else (11,):
+        run_random_traffic(
+            pair,
+            seed,
+            is_priority=options == "priority",
+            num_requests=80 if is_crowd else 45,
+            arrival_rate=1.0 if is_crowd else 0.12,
+        )
     if is_crowd:
         assert pair.num_steps_with_waiting > 150
     if options == "crowd":
@@ -90,14 +93,16 @@ def test_every_step_and_output_is_vllms(make_config: MakeConfig, options: str, d
     if options == "events":
         assert len(pair.published[0]) > 20
     # Without placeholders a request waits for its token before it can be scheduled again.
-    assert depth == "pipelined" or pair.num_batched_steps > 20
+    assert depth == "pipelined" or pair.num_batched_steps > 30
     may_split = depth != "pipelined" and options not in ("priority", "watermark")
     assert (pair.num_split_steps > 15) == may_split
     assert pair.num_batched_tokens > pair.num_tokens // 3
 
 
-def run_random_traffic(pair: Pair, *, is_priority: bool, num_requests: int, arrival_rate: float) -> None:
-    rng = random.Random(11)
+def run_random_traffic(
+    pair: Pair, seed: int, *, is_priority: bool, num_requests: int, arrival_rate: float
+) -> None:
+    rng = random.Random(seed)
     prompts: list[list[int]] = []
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(100)] for _ in range(3)]
     num_added = 0
