@@ -206,12 +206,15 @@ def test_a_layer_that_shares_anothers_cache_writes_nothing(flash: FakeFlash, run
 
 @pytest.mark.parametrize(
     "layer",
-    [{"alibi_slopes": [0.1] * NUM_HEADS}, {"logits_soft_cap": 5.0}, {"sinks": torch.zeros(NUM_HEADS)}],
+    [
+        {"alibi_slopes": [0.1] * NUM_HEADS},
+        {"logits_soft_cap": 5.0},
+        {"sinks": torch.zeros(NUM_HEADS)},
+        {"kv_cache_dtype": "fp8"},
+    ],
     ids=str,
 )
-def test_layers_with_options_of_the_softmax_are_roses(
-    flash: FakeFlash, make_config: MakeConfig, layer: dict[str, Any]
-) -> None:
+def test_special_layers_are_roses(flash: FakeFlash, make_config: MakeConfig, layer: dict[str, Any]) -> None:
     with set_current_vllm_config(make_config()):
         assert RoseAttentionImpl(NUM_HEADS, HEAD_SIZE, SCALE, NUM_KV_HEADS).may_use_flash
         assert not RoseAttentionImpl(NUM_HEADS, HEAD_SIZE, SCALE, NUM_KV_HEADS, **layer).may_use_flash

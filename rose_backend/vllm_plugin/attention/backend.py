@@ -156,6 +156,7 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         special = (alibi_slopes, sliding_window, self.logits_soft_cap, sinks)
         self.may_use_flash = (
             head_size == flash_attention.HEAD_SIZE
+            and not self.has_float8_cache  # A checkpoint may ask for it, layer by layer.
             and all(option is None for option in special)
             and flash_attention.uses_flash_attention(vllm_config)
         )
