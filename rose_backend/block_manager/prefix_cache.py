@@ -68,10 +68,11 @@ class BlockDigests(Sequence[bytes]):
         return self._count
 
     def __iter__(self) -> Iterator[bytes]:
-        yield from self._known
-        for digest in self._rest:
-            self._known.append(digest)
-            yield digest
+        known = self._known
+        for index in range(self._count):
+            if index == len(known):  # not hashed for another iteration meanwhile
+                known.append(next(self._rest))
+            yield known[index]
 
     @overload
     def __getitem__(self, index: int) -> bytes: ...
@@ -80,7 +81,7 @@ class BlockDigests(Sequence[bytes]):
     def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
         """Return one digest, or those of a slice."""
         if isinstance(index, slice):
-            return [*self][index]
+            return [self[each] for each in range(self._count)[index]]
         index = range(self._count)[index]  # from the end, too
         for _ in range(index + 1 - len(self._known)):
             self._known.append(next(self._rest))

@@ -51,6 +51,14 @@ def test_a_block_is_hashed_when_a_lookup_asks_for_it(monkeypatch: pytest.MonkeyP
     assert longer[5] == [*hashes][5] and len(hashed) == 3 + 2 + 2
 
 
+def test_lookups_of_one_prompt_may_take_turns() -> None:
+    hashes = make().hash_blocks(np.arange(16, dtype=np.int32))
+    first, second = iter(hashes), iter(hashes)
+    taken = [next(first), next(first)], [next(second)]
+    assert [*taken[1], *second] == [*taken[0], *first] == [hashes[index] for index in range(5)]
+    assert hashes[1:4] == [*hashes][1:4] and hashes[-1] == [*hashes][4]
+
+
 def test_lookup_with_hashes_hashes_nothing_and_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = make()
     admit(manager, list(range(18)), b"tenant")
