@@ -80,6 +80,20 @@ def test_blocks_of_a_batch_are_those_that_requests_get_one_by_one(order: tuple[i
     assert [managers[1].running.capacity[row] for row in rows] == [2 * BLOCK_SIZE] * len(rows)
 
 
+def test_a_batch_that_blocks_are_short_for_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make_manager(num_blocks=9)
+    first, second, third = requests = full_requests(manager, 3)
+    holder = make_request("holder", list(range(5000, 5000 + 2 * BLOCK_SIZE + 8)))
+    assert len(admit(manager, holder).block_ids) == 3 and manager.manager.num_free_blocks == 2
+    rows = manager.get_decode_rows(requests).tolist()
+    assert manager.running.allocate_next_blocks(rows, 3) is None
+    assert [len(table(manager, request)) for request in requests] == [1, 1, 1]
+    manager.free(third)
+    calls = count_calls(manager, monkeypatch)
+    assert all(manager.allocate_slots(request, 1) is not None for request in (first, second))
+    assert [len(rows) for rows in calls] == [2], "the first that asks still asks for all"
+
+
 def test_a_request_that_leaves_before_it_asks_gives_its_share_back() -> None:
     manager = make_manager()
     first, second = full_requests(manager, 2)

@@ -105,13 +105,13 @@ class RunningRequests:
         counts = num_row_blocks[row_array].tolist()
         needy = [row for row, count in zip(rows, counts, strict=True) if self._num_reported[row] == count]
         if needy:
-            self._has_extended_full_rows = True
             if len(self.requests) > num_decoding:
                 needy[1:] = self._other_full_rows(needy[0])
             else:
                 needy[1:] = sorted(needy[1:], key=self._num_admitted_before.__getitem__)
             if not self._manager.reserve_next_blocks(np.array(needy)):
                 return None
+            self._has_extended_full_rows = True
         # Rows are extended by a block at a time, and only if vLLM knows all they have: exactly one is new.
         counts = num_row_blocks[row_array].tolist()
         last_blocks = self._manager.block_table[row_array, num_row_blocks[row_array] - 1].tolist()
