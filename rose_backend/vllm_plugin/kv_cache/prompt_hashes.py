@@ -33,11 +33,10 @@ class HashedPrompt:
         )
 
     def shorten(self, match: PrefixMatch, num_tokens: int, block_size: int) -> PrefixMatch:
-        """Return the first ``num_tokens`` of a match; an empty match if that is negative.
+        """Return the first ``num_tokens`` of a match.
 
         A lookup with a lower limit may find another block, with other tokens behind the limit.
         """
-        num_tokens = max(num_tokens, 0)
         return PrefixMatch(
             block_ids=match.block_ids[: -(-num_tokens // block_size)],
             num_tokens=num_tokens,

@@ -59,13 +59,6 @@ class BatchedScheduling(Scheduler):
         # Calls that may have changed running requests other than by a step's usual course.
         self._num_interventions = 0
 
-    def add_request(self, request: Request) -> None:
-        """Take a request in."""
-        if self._batches_decode_steps and not self.enable_kv_cache_events:
-            # Rose's manager hashes prompts itself. vLLM's hashes are needed for KV cache events only.
-            request._block_hasher = None
-        super().add_request(request)
-
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule the next step."""
         if not self._batches_decode_steps:
