@@ -67,7 +67,9 @@ class Pair:
             other = self.batched.scheduler.requests[request_id]
             assert_equal(*map(comparable_request, (other, request)), request_id)
         assert self.published[0] == self.published[1]
-        self.batched.manager.check_integrity()
+        # On both sides: asking for the manager releases what has ended, and when that is decides on later blocks.
+        for side in self.sides:
+            side.manager.check_integrity()
 
     def _update(self) -> None:
         results = [side.scheduler.update_from_output(*side.in_flight.popleft()) for side in self.sides]
