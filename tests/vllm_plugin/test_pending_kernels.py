@@ -155,6 +155,18 @@ def test_the_first_layer_begins_and_launches_wait(make_config: MakeConfig, pool:
     assert [each.is_over for each in pending_kernels._pending] == [True, False]
 
 
+def test_another_engine_of_the_process_begins_too(make_config: MakeConfig, pool: type[Pool]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.platforms.current_platform.is_cuda", lambda: False)
+        config, other = make_gpu_config(make_config), make_gpu_config(make_config)
+    # The same layers, in steps of more requests.
+    other.scheduler_config.max_num_seqs = 2 * config.scheduler_config.max_num_seqs
+    for each in (config, other, config):
+        make_layer(each)
+    assert len(pending_kernels._pending) == 2
+    pending_kernels.wait_for_kernels()
+
+
 def test_a_start_survives_what_goes_wrong(
     make_config: MakeConfig, pool: type[Pool], rose_log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
