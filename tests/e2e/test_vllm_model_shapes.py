@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PaliGemmaConfig
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
@@ -21,6 +22,7 @@ from tests.support.random_checkpoints import (
     write_random_llama,
     write_random_qwen3,
 )
+from tests.support.tiny_checkpoint import write_tokenizer
 
 ROUNDING = 1e-3
 """Leads that two ways of computing in float32 may see on different sides."""
@@ -90,5 +92,16 @@ def test_a_multimodal_model_without_its_other_inputs(make_engine: MakeEngine, tm
         manager = scheduler_of(llm).kv_cache_manager.manager
         manager.check_integrity()
         assert manager.stats.partial_hits > 0, manager.stats
-    with pytest.raises(ValueError, match="multimodal models without --language-model-only"):
-        EngineArgs(model=model, attention_backend="rose").create_engine_config()
+
+
+def test_attention_in_both_directions_is_refused_where_an_image_may_arrive(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, vocab_size=512, model_max_length=512)
+    text = {"model_type": "gemma", "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
+    config = PaliGemmaConfig(text_config=text | {"head_dim": 64, "vocab_size": 512}, vision_config=vision)
+    config.architectures = ["PaliGemmaForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    options = {"model": str(tmp_path), "attention_backend": "rose"}
+    with pytest.raises(ValueError, match="attention in both directions within an image"):
+        EngineArgs(**options).create_engine_config()
+    EngineArgs(**options, language_model_only=True).create_engine_config()

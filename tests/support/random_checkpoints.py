@@ -15,20 +15,26 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
+    PaddleOCRVLConfig,
+    PaddleOCRVLForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
+from transformers.models.paddleocr_vl.processing_paddleocr_vl import PaddleOCRVLProcessor
 
 from tests.support.tiny_checkpoint import write_random_gpt2_124m, write_tokenizer
 
 VOCAB_SIZE = 4096
 MAX_MODEL_LEN = 2048
+IMAGE_TOKEN, IMAGE_TOKEN_ID = "<|image|>", VOCAB_SIZE - 1
 LORA_MODULES = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("down_proj",)}
 
 
@@ -89,9 +95,58 @@ def write_random_idefics3(path: str | Path, seed: int = 0) -> Path:
         "patch_size": 16,
     }
     config = Idefics3Config(
-        text_config=text, vision_config=vision, image_token_id=VOCAB_SIZE - 1, scale_factor=2, pad_token_id=0
+        text_config=text, vision_config=vision, image_token_id=IMAGE_TOKEN_ID, scale_factor=2, pad_token_id=0
     )
     return _write(Idefics3ForConditionalGeneration, config, Path(path), seed)
+
+
+def write_random_paddleocr_vl(path: str | Path, seed: int = 0) -> Path:
+    """Write a checkpoint as PaddleOCR-VL's, with what prepares images for it.
+
+    As in Qwen2.5-VL and Qwen3-VL, an image has as many tokens as its size asks for, one for each 28 x 28 pixels, and
+    its positions are rotary in three directions. Those need torchvision to prepare images, this one does not.
+    """
+    path = Path(path)
+    text = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0, "mrope_section": [8, 12, 12]},
+    }
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 84,
+        "patch_size": 14,
+    }
+    config = PaddleOCRVLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE_TOKEN_ID,
+        video_token_id=VOCAB_SIZE - 2,
+        vision_start_token_id=VOCAB_SIZE - 3,
+        vision_end_token_id=VOCAB_SIZE - 4,
+        tie_word_embeddings=False,
+    )
+    _write(PaddleOCRVLForConditionalGeneration, config, path, seed)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    unused = [f"<|{index}|>" for index in range(len(tokenizer), IMAGE_TOKEN_ID)]
+    tokenizer.add_tokens([*unused, IMAGE_TOKEN], special_tokens=True)
+    tokenizer.save_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path, extra_special_tokens={"image_token": IMAGE_TOKEN})
+    size = {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 36}
+    images = PaddleOCRVLImageProcessorPil(patch_size=14, merge_size=2, size=size)
+    PaddleOCRVLProcessor(images, tokenizer).save_pretrained(path)
+    return path
 
 
 def write_random_gpt2_124m_half(path: str | Path) -> Path:

@@ -47,10 +47,16 @@ class SteppedEngine:
         return bool(self.engine.has_unfinished_requests())
 
     def add(
-        self, name: str, prompt: Sequence[int], params: Any, *, salt: str | None = None, **options: Any
+        self,
+        name: str,
+        prompt: Sequence[int] | dict[str, Any],
+        params: Any,
+        *,
+        salt: str | None = None,
+        **options: Any,
     ) -> None:
-        """Queue a request; ``options`` go to ``LLMEngine.add_request``."""
-        inputs: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+        """Queue a request, of tokens or of an input as vLLM's; ``options`` go to ``LLMEngine.add_request``."""
+        inputs = dict(prompt) if isinstance(prompt, dict) else {"prompt_token_ids": list(prompt)}
         if salt is not None:
             inputs["cache_salt"] = salt
         self.engine.add_request(name, inputs, params, **options)
@@ -82,7 +88,7 @@ class SteppedEngine:
         outputs, self.outputs = self.outputs, {}
         return outputs
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
+    def generate(self, prompts: Sequence[Sequence[int] | dict[str, Any]], params: Any) -> list[Any]:
         """Generate for all prompts at once, ``params`` one for all or one for each."""
         params_list = params if isinstance(params, list) else [params] * len(prompts)
         for index, (prompt, one) in enumerate(zip(prompts, params_list, strict=True)):

@@ -30,8 +30,18 @@ def next_token(state: int) -> int:
     return state % VOCAB_SIZE
 
 
+def with_contents(tokens: list[int], features: list[Any]) -> list[int]:
+    """Return tokens with what a model reads in place of the placeholders: a number for each position of each item."""
+    contents = list(tokens)
+    for feature in features:
+        first, length = feature.mm_position.offset, feature.mm_position.length
+        content = 1000 * int(feature.identifier)
+        contents[first : first + length] = range(content, content + length)
+    return contents
+
+
 def expected_output(prompt: list[int], num_tokens: int) -> list[int]:
-    """Generate without any cache."""
+    """Generate without any cache, from a prompt ``with_contents``."""
     state = 0
     for token in prompt:
         state = chain(state, token)
@@ -53,6 +63,7 @@ class _Sequence:
     states: list[int]  # states[p] = content of position p
     table: list[int]
     drafts: list[int] = field(default_factory=list)
+    features: list[Any] = field(default_factory=list)
 
     def extend(self, tokens: list[int]) -> None:
         for token in tokens:
@@ -93,6 +104,8 @@ class FakeWorker:
         self._max_model_len = max_model_len
         self._random = random.Random(5)
         self._sequences: dict[str, _Sequence] = {}
+        self._encoded: set[str] = set()
+        self.num_encoded = 0
 
     def run(self, output: Any, requests: dict[str, Any]) -> Any:
         """Execute one step; return its ``ModelRunnerOutput``. Raises AssertionError where a read would be wrong."""
@@ -102,7 +115,12 @@ class FakeWorker:
             self._sequences.pop(request_id, None)
         if output.kv_cache_block_copies:
             self._copy(output.kv_cache_block_copies)
+        self._encoded.difference_update(output.free_encoder_mm_hashes)
         starts = self._update(output, requests)
+        for request_id, indices in output.scheduled_encoder_inputs.items():
+            features = self._sequences[request_id].features
+            self._encoded.update(features[index].identifier for index in indices)
+            self.num_encoded += len(indices)
         for request_id, start in starts.items():
             self._check_reads(request_id, start)
         sampled = {}
@@ -129,9 +147,9 @@ class FakeWorker:
     def _update(self, output: Any, requests: dict[str, Any]) -> dict[str, int]:
         starts = {}
         for new in output.scheduled_new_reqs:
-            sequence = _Sequence([], [], list(new.block_ids[0]))
+            sequence = _Sequence([], [], list(new.block_ids[0]), features=new.mm_features)
             # Model runner V2 gets resumed requests as new ones, with all their tokens.
-            sequence.extend(new.prefill_token_ids or new.prompt_token_ids)
+            sequence.extend(with_contents(new.prefill_token_ids or new.prompt_token_ids, new.mm_features))
             self._sequences[new.req_id] = sequence
             starts[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
@@ -142,7 +160,7 @@ class FakeWorker:
                 sequence.table = list(new_ids[0])
                 # Tokens whose delivery was outstanding when the request was preempted count from now on.
                 sequence.tokens, sequence.states = [], []
-                sequence.extend(list(requests[request_id].all_token_ids))
+                sequence.extend(with_contents(list(requests[request_id].all_token_ids), sequence.features))
             elif new_ids is not None:
                 sequence.table.extend(new_ids[0])
             # The scheduler counts drafts that may have been rejected meanwhile (asynchronous scheduling).
@@ -186,6 +204,10 @@ class FakeWorker:
         sequence = self._sequences[request_id]
         end = start + count
         assert end <= len(sequence.tokens), f"{request_id}: token {end - 1} is not known"
+        for feature in sequence.features:
+            first, length = feature.mm_position.offset, feature.mm_position.length
+            if first < end and first + length > start:
+                assert feature.identifier in self._encoded, f"{request_id}: item at {first} is not encoded"
         states = sequence.states[start:end]
         for draft in drafts:
             states.append(chain(states[-1], draft))

@@ -131,6 +131,10 @@ def comparable_scheduler(scheduler: Any) -> dict[str, Any]:
             *("prefill_capacity_bound", "max_num_scheduled_tokens", "max_num_active_reqs"),
         )
     }
+    encoder_cache = scheduler.encoder_cache_manager
+    fields["freeable"] = list(encoder_cache.freeable)
+    for name in ("cached", "request_cached_ids"):
+        fields[name] = {key: sorted(value) for key, value in getattr(encoder_cache, name).items() if value}
     for name in ("running", "waiting", "kv_holding_waiting"):
         fields[name] = [request.request_id for request in getattr(scheduler, name)]
     return fields

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
@@ -18,9 +20,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
 from rose_backend.vllm_plugin.scheduler.scheduler import RoseAsyncScheduler, RoseScheduler
 from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.fake_worker import VOCAB_SIZE, FakeWorker, expected_output
+from tests.vllm_plugin.fake_worker import VOCAB_SIZE, FakeWorker, expected_output, with_contents
 
 MAX_MODEL_LEN = 160
+ITEM_PLACES = ((10, 23), (40, 9), (49, 16))
+"""First position and length of the multimodal items in a prompt that is long enough."""
 
 
 @dataclass
@@ -65,9 +69,14 @@ def make_simulation(
     depth: int = 1,
     is_async: bool | None = None,
     worker_options: dict[str, Any] | None = None,
+    encoder_budget: int = 0,
     **options: Any,
 ) -> Simulation:
-    """Build both, with ``depth`` steps in flight; asynchronous scheduling if that is more than one, unless told."""
+    """Build both, with ``depth`` steps in flight; asynchronous scheduling if that is more than one, unless told.
+
+    Args:
+        encoder_budget: positions of multimodal items that are encoded in a step, and kept, at most.
+    """
     is_async = depth > 1 if is_async is None else is_async
     config = make_config(
         block_size=block_size,
@@ -89,6 +98,8 @@ def make_simulation(
         block_size=block_size,
         log_stats=True,
     )
+    scheduler.max_num_encoder_input_tokens = encoder_budget
+    scheduler.encoder_cache_manager = EncoderCacheManager(encoder_budget)
     worker = FakeWorker(num_blocks, block_size, max_model_len=MAX_MODEL_LEN, **(worker_options or {}))
     simulation = Simulation(scheduler, worker, depth, deque(), {})
     preempt = scheduler._preempt_request
@@ -114,10 +125,22 @@ def make_request(
     )
 
 
+def items_of(prompt: list[int], choice: int) -> list[MultiModalFeatureSpec]:
+    """Return the multimodal items of a prompt: at each of ``ITEM_PLACES`` one of two, as the bits of ``choice`` say."""
+    return [
+        MultiModalFeatureSpec(
+            None, "image", str(1 + 2 * index + (choice >> index & 1)), PlaceholderRange(first, length)
+        )
+        for index, (first, length) in enumerate(ITEM_PLACES)
+        if first + length <= len(prompt)
+    ]
+
+
 def run_random_traffic(
     simulation: Simulation,
     *,
     num_requests: int = 150,
+    has_items: bool = False,
     after_step: Callable[[], None] | None = None,
     **request_options: Any,
 ) -> None:
@@ -137,12 +160,14 @@ def run_random_traffic(
             suffix = [rng.randrange(VOCAB_SIZE)] * rng.randrange(0, 3)
             prompt = rng.choice(stems)[: rng.randrange(1, 100)] + suffix
             request_id, max_tokens = f"r{num_added}", rng.randrange(1, 40)
+            choice = rng.randrange(8) if has_items else 0
+            items = items_of(prompt, choice) if has_items else []
             # A follow-up of a finished request: prompt and answer, as in a conversation.
             if rng.random() < 0.2 and expected:
-                prompt = (prompt + expected_output(prompt, 20))[:120]
-            expected[request_id] = expected_output(prompt, max_tokens)
+                prompt = (prompt + expected_output(with_contents(prompt, items), 20))[:120]
+            expected[request_id] = expected_output(with_contents(prompt, items), max_tokens)
             salt = rng.choice([None, None, None, "other"])
-            request = make_request(request_id, prompt, max_tokens, salt, **request_options)
+            request = make_request(request_id, prompt, max_tokens, salt, mm_features=items, **request_options)
             request.priority = rng.randrange(3)
             scheduler.add_request(request)
             num_added += 1

@@ -21,7 +21,7 @@ from rose_backend.vllm_plugin.scheduler.output_fast_path import FastOutputs
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.fake_worker import VOCAB_SIZE
 from tests.vllm_plugin.lockstep import Pair, batching
-from tests.vllm_plugin.simulation import make_request, make_simulation
+from tests.vllm_plugin.simulation import ITEM_PLACES, items_of, make_request, make_simulation
 
 init_none_hash(sha256)
 HASHER = get_request_block_hasher(16, sha256)
@@ -51,6 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # Far more requests than rows, or than blocks: a request waits in nearly every step.
     "crowd": {"num_blocks": 120, "block_size": 16, "max_num_seqs": 10, "max_num_batched_tokens": 300},
     "crowd without room": {"num_blocks": 30, "block_size": 16, "max_num_seqs": 40},
+    "images": {"num_blocks": 40, "block_size": 16, "max_num_seqs": 8, "encoder_budget": 50},
 }
 DEPTHS = {"sync": (1, False), "async": (2, True), "async deep": (3, True), "pipelined": (3, False)}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -59,7 +60,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 CASES = [
     *(("roomy", depth) for depth in DEPTHS),
-    *((options, depth) for options in ("tight", "events", "priority") for depth in ("sync", "async")),
+    *(
+        (options, depth)
+        for options in ("tight", "events", "priority", "images")
+        for depth in ("sync", "async")
+    ),
     *((options, "async") for options in ("watermark", "wide blocks", "no cache")),
     *(("tight", "async, runner V2"), ("priority", "async, no stats")),
     *(("crowd", depth) for depth in ("sync", "async, runner V2")),
@@ -81,6 +86,7 @@ def test_every_step_and_output_is_vllms(make_config: MakeConfig, options: str, d
             pair,
             seed,
             is_priority=options == "priority",
+            has_items=options == "images",
             num_requests=80 if is_crowd else 45,
             arrival_rate=1.0 if is_crowd else 0.12,
         )
@@ -90,6 +96,8 @@ def test_every_step_and_output_is_vllms(make_config: MakeConfig, options: str, d
         assert pair.num_batched_with_waiting > 0.8 * pair.num_steps_with_waiting
     if options in ("tight", "priority", "watermark"):
         assert pair.stock.num_preemptions > 0
+    if options == "images":
+        assert pair.stock.worker.num_encoded > 20
     if options == "events":
         assert len(pair.published[0]) > 20
     # Without placeholders a request waits for its token before it can be scheduled again.
@@ -100,7 +108,13 @@ def test_every_step_and_output_is_vllms(make_config: MakeConfig, options: str, d
 
 
 def run_random_traffic(
-    pair: Pair, seed: int, *, is_priority: bool, num_requests: int, arrival_rate: float
+    pair: Pair,
+    seed: int,
+    *,
+    is_priority: bool,
+    has_items: bool = False,
+    num_requests: int,
+    arrival_rate: float,
 ) -> None:
     rng = random.Random(seed)
     prompts: list[list[int]] = []
@@ -113,7 +127,7 @@ def run_random_traffic(
                 prompt = [*rng.choice(stems)[: rng.randrange(1, 90)], *([rng.randrange(VOCAB_SIZE)] * 2)]
                 # One that is found to its last token starts with a single token.
                 prompts.append(rng.choice(prompts) if prompts and rng.random() < 0.2 else prompt)
-                pair.add(*random_request(rng, f"r{num_added}", prompts[-1], is_priority))
+                pair.add(*random_request(rng, f"r{num_added}", prompts[-1], is_priority, has_items))
                 num_added += 1
         if rng.random() < 0.04 and pair.stock.scheduler.running:
             victim = rng.choice(pair.stock.scheduler.running).request_id
@@ -132,7 +146,7 @@ def run_random_traffic(
 
 
 def random_request(
-    rng: random.Random, request_id: str, prompt: list[int], is_priority: bool
+    rng: random.Random, request_id: str, prompt: list[int], is_priority: bool, has_items: bool = False
 ) -> list[Callable[[], Request]]:
     """Return functions that build the same request each time, most of them plain; a session is several in a row."""
     kinds = ["logprobs", "grammar", "stop", "eos", "repetition", "trace", "session", "other client"]
@@ -147,6 +161,10 @@ def random_request(
     if kind == "repetition":
         params["repetition_detection"] = RepetitionDetectionParams(1, 1, 2)
     priority, eos = rng.randrange(3) if is_priority else 0, rng.randrange(VOCAB_SIZE)
+    choice = rng.randrange(8) if has_items else 0
+    if has_items and rng.random() < 0.5:
+        # To the end of an item.
+        prompt = prompt[: sum(rng.choice(ITEM_PLACES))]
 
     def make(prompt_len: int | None = None, **session: Any) -> Request:
         sampling_params = SamplingParams(**params | session)
@@ -163,6 +181,7 @@ def random_request(
             client_index=int(kind == "other client"),
             block_hasher=HASHER,
             resumable=bool(session),
+            mm_features=items_of(prompt[:prompt_len], choice) if has_items else [],
         )
         if request.structured_output_request is not None:
             request.structured_output_request.grammar = SomeGrammar()  # type: ignore[assignment]

@@ -325,7 +325,7 @@ def test_what_the_block_manager_does_not_serve_is_refused_by_name(
         ("is_hybrid", "hybrid and Mamba models"),
         ("has_inner_state", "hybrid and Mamba models"),
         ("is_attention_free", "models without attention"),
-        ("is_multimodal_model", "multimodal models without --language-model-only"),
+        ("is_mm_prefix_lm", "attention in both directions within an image"),
     ],
 )
 def test_model_kinds_are_refused_by_name(

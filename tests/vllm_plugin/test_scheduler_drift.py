@@ -123,6 +123,7 @@ REQUEST_MEMBERS = {
     ),
     *("status", "structured_output_request", "resumable", "trace_headers", "client_index", "_block_hasher"),
     *("_all_token_ids", "_output_token_ids", "update_block_hashes", "sampling_params"),
+    *("mm_features", "has_encoder_inputs"),
 }
 SAMPLING_MEMBERS = {
     *("eos_token_id", "stop_token_ids", "logprobs", "logprob_token_ids", "repetition_detection"),
@@ -152,7 +153,7 @@ def test_scheduler_and_requests_have_what_the_batched_path_uses(make_config: Mak
     scheduler = make_simulation(make_config, num_blocks=20, block_size=16, max_num_seqs=2).scheduler
     missing = SCHEDULER_MEMBERS - set(dir(scheduler))
     assert not missing, f"vLLM's Scheduler has lost {sorted(missing)}"
-    for name in ("get_freed_mm_hashes", "get_manager_metadata"):
+    for name in ("get_freed_mm_hashes", "get_manager_metadata", "get_cached_input_ids"):
         assert callable(getattr(scheduler.encoder_cache_manager, name))
     params = SamplingParams(max_tokens=1)
     request = Request("a", [1, 2, 3], params, None)

@@ -24,8 +24,9 @@ from tests.vllm_plugin.simulation import make_request, make_simulation, run_rand
         (32, 9, 4, {"max_num_batched_tokens": 37}),
         (16, 60, 12, {"enable_prefix_caching": False}),
         (16, 22, 8, {"scheduling_policy": "priority", "watermark": 0.1}),
+        (16, 22, 8, {"encoder_budget": 60}),
     ],
-    ids=["small_blocks", "tight_pool_odd_chunks", "no_prefix_cache", "priority_watermark"],
+    ids=["small_blocks", "tight_pool_odd_chunks", "no_prefix_cache", "priority_watermark", "images"],
 )
 def test_no_step_reads_what_is_not_there(
     make_config: MakeConfig,
@@ -45,7 +46,9 @@ def test_no_step_reads_what_is_not_there(
         is_async=is_async,
         **options,
     )
-    run_random_traffic(simulation)
+    has_items = "encoder_budget" in options
+    run_random_traffic(simulation, has_items=has_items)
+    assert (simulation.worker.num_encoded > 50) == has_items
     if options.get("enable_prefix_caching", True):
         stats = simulation.manager.stats
         assert min(stats.hit_tokens, stats.partial_hits, stats.clones, stats.evictions) > 0, stats

@@ -60,15 +60,6 @@ def _model(attribute: str) -> Check:
     return lambda c: c.model_config is not None and bool(getattr(c.model_config, attribute))
 
 
-def _takes_other_inputs_than_text(vllm_config: VllmConfig) -> bool:
-    model_config = vllm_config.model_config
-    if model_config is None or not model_config.is_multimodal_model:
-        return False
-    multimodal = model_config.multimodal_config
-    # vLLM then allows 0 items of each kind in a prompt.
-    return multimodal is None or not multimodal.language_model_only
-
-
 def _speculation(holds: Callable[[SpeculativeConfig], bool]) -> Check:
     return lambda c: c.speculative_config is not None and holds(c.speculative_config)
 
@@ -90,6 +81,12 @@ def _has_foreign_scheduler(vllm_config: VllmConfig) -> bool:
 _ATTENTION_CHECKS: tuple[tuple[str, Check], ...] = (
     ("multi-head latent attention (MLA)", _model("use_mla")),
     ("encoder-decoder models", _model("is_encoder_decoder")),
+    # vLLM's selector asks again for each layer. With that option no image can arrive, and the property is false.
+    (
+        "attention in both directions within an image (models such as Gemma 3 and PaliGemma without "
+        "--language-model-only)",
+        _model("is_mm_prefix_lm"),
+    ),
     ("decode context parallelism", lambda c: c.parallel_config.decode_context_parallel_size > 1),
     ("prefill context parallelism", lambda c: c.parallel_config.prefill_context_parallel_size > 1),
     ("non-causal attention (use_non_causal)", lambda c: c.attention_config.use_non_causal),
@@ -111,7 +108,6 @@ _MANAGER_CHECKS: tuple[tuple[str, Check], ...] = (
         "sliding-window models",
         lambda c: c.model_config is not None and c.model_config.get_sliding_window() is not None,
     ),
-    ("multimodal models without --language-model-only", _takes_other_inputs_than_text),
     ("prompt embeddings (--enable-prompt-embeds)", _model("enable_prompt_embeds")),
     ("diffusion models (--diffusion-config)", lambda c: c.diffusion_config is not None),
     (

@@ -36,6 +36,7 @@ from rose_backend.vllm_plugin.kv_cache.blocks import (
 )
 from rose_backend.vllm_plugin.kv_cache.events import KVEventLog
 from rose_backend.vllm_plugin.kv_cache.facade import KVCacheFacade
+from rose_backend.vllm_plugin.kv_cache.item_ids import ItemIds
 from rose_backend.vllm_plugin.kv_cache.prompt_hashes import HashedPrompt, PromptHashes
 from rose_backend.vllm_plugin.kv_cache.running_requests import RunningRequests
 from rose_backend.vllm_plugin.kv_cache.spec import block_bytes, check_pool_size, the_rose_group
@@ -111,7 +112,8 @@ class RoseKVCacheManager(KVCacheFacade):
         self.coordinator = CoordinatorShim(group, self._num_row_blocks)
         self.running = RunningRequests(manager, max_num_seqs)
         self._is_flushed = False
-        self._prompts = PromptHashes(manager)
+        self._item_ids = ItemIds()
+        self._prompts = PromptHashes(manager, self._item_ids)
         self._in_flight_prefixes = InFlightPrefixes(manager)
         # Kept for requests that were deferred in this step.
         self._num_deferred_rows = self._num_deferred_blocks = 0
@@ -296,7 +298,7 @@ class RoseKVCacheManager(KVCacheFacade):
         starts = self.manager.num_computed_tokens[row_array]
         counts = np.maximum(np.array(ends) - starts, 0)
         spans = zip(requests, starts.tolist(), ends, strict=True)
-        token_ids = chain.from_iterable([request._all_token_ids[start:end] for request, start, end in spans])
+        token_ids = chain.from_iterable([self._item_ids.tokens_of(*span) for span in spans])
         self.manager.commit(row_array, counts, np.fromiter(token_ids, np.int32, int(counts.sum())))
         if self._events is not None:
             self._events.collect(list(zip(rows, requests, strict=True)), starts.tolist())

@@ -11,6 +11,7 @@ import numpy as np
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from rose_backend.block_manager import BlockManager, PrefixMatch
+from rose_backend.vllm_plugin.kv_cache.item_ids import NEVER_SHARED, ItemIds
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,16 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HashedPrompt:
-    """A request's tokens, int32 ``[P]``, with namespace and digests."""
+    """A request's tokens, int32 ``[P]``, ids of its multimodal items among them, with namespace and digests."""
 
     token_ids: NDArray[np.int32]
     namespace: bytes
     block_hashes: Sequence[bytes]
+    num_shareable: int
+    """Tokens before the first that is never shared."""
 
     def match(self, manager: BlockManager, max_tokens: int | None) -> PrefixMatch:
         """Look up the longest cached prefix of at most ``max_tokens``."""
+        limit = self.num_shareable if max_tokens is None else min(max_tokens, self.num_shareable)
         return manager.match(
-            self.token_ids, namespace=self.namespace, max_tokens=max_tokens, block_hashes=self.block_hashes
+            self.token_ids, namespace=self.namespace, max_tokens=limit, block_hashes=self.block_hashes
         )
 
     def shorten(self, match: PrefixMatch, num_tokens: int, block_size: int) -> PrefixMatch:
@@ -52,10 +56,12 @@ class PromptHashes:
 
     Args:
         manager: hashes with its own key.
+        item_ids: of multimodal items.
     """
 
-    def __init__(self, manager: BlockManager) -> None:
+    def __init__(self, manager: BlockManager, item_ids: ItemIds) -> None:
         self._manager = manager
+        self._item_ids = item_ids
         self._of_request: dict[str, HashedPrompt] = {}
 
     def __len__(self) -> int:
@@ -66,16 +72,27 @@ class PromptHashes:
         known = self._of_request.get(request.request_id)
         if known is not None and len(known.token_ids) == request.num_tokens:
             return known
-        token_ids = np.array(request._all_token_ids, np.int32)
+        known_hashes: Sequence[bytes] = ()
+        if known is None:
+            token_ids = self._tokens_of(request, 0)
+        else:
+            # Its items keep the ids that the digests were made of.
+            known_hashes = known.block_hashes
+            new_ids = self._tokens_of(request, len(known.token_ids))
+            token_ids = np.concatenate((known.token_ids, new_ids))
         namespace = namespace_of(request)
-        block_hashes = self._manager.hash_blocks(
-            token_ids, namespace=namespace, known=() if known is None else known.block_hashes
-        )
-        prompt = HashedPrompt(token_ids, namespace, block_hashes)
+        block_hashes = self._manager.hash_blocks(token_ids, namespace=namespace, known=known_hashes)
+        num_shareable = len(token_ids)
+        if request.mm_features and NEVER_SHARED in token_ids:
+            num_shareable = int((token_ids == NEVER_SHARED).argmax())
+        prompt = HashedPrompt(token_ids, namespace, block_hashes, num_shareable)
         # A streaming session removes tokens between its turns; all others only append.
         if not request.resumable:
             self._of_request[request.request_id] = prompt
         return prompt
+
+    def _tokens_of(self, request: Request, start: int) -> NDArray[np.int32]:
+        return np.array(self._item_ids.tokens_of(request, start), np.int32)
 
     def drop(self, request_id: str) -> None:
         """Forget a request that was admitted or has finished."""
@@ -85,10 +102,11 @@ class PromptHashes:
 def namespace_of(request: Request) -> bytes:
     """Return the namespace of a request: two requests may share blocks if and only if vLLM's own keys are equal.
 
-    These are the keys that vLLM hashes into a request's first block: adapter name and path, and the cache salt. (Keys
-    of images and prompt embeddings would differ from block to block; both are refused at start-up.)
+    These are the keys that vLLM hashes into a request's first block: adapter name and path, and the cache salt. (Those
+    of multimodal items differ from block to block, see ``ItemIds``; those of prompt embeddings do, too, and are
+    refused at start-up.)
     """
-    keys, _ = generate_block_hash_extra_keys(request, 0, 1, 0)
+    keys, _ = generate_block_hash_extra_keys(request, 0, 1, len(request.mm_features))
     return b"" if keys is None else repr(keys).encode()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
 from operator import sub
@@ -112,7 +113,11 @@ class FastOutputs:
         self._num_usual_tokens, self._num_interventions = 0, -1
 
     def append_tokens(
-        self, model_runner_output: Any, num_placeholders: int, num_interventions: int
+        self,
+        model_runner_output: Any,
+        num_placeholders: int,
+        num_interventions: int,
+        holds_encoder_outputs: Callable[[Request], bool],
     ) -> tuple[list[str], dict[int, list[EngineCoreOutput]]]:
         """Append this step's token to every request that does not finish and has no other event.
 
@@ -120,6 +125,8 @@ class FastOutputs:
             model_runner_output: of the step.
             num_placeholders: that the step had added to each request.
             num_interventions: changes with every call that may have changed a request.
+            holds_encoder_outputs: whether outputs of an encoder are kept for a request, which vLLM releases when the
+                step behind them is over.
 
         Returns:
             The ids of these requests, and their outputs by client. All other requests are unchanged.
@@ -128,8 +135,8 @@ class FastOutputs:
         request_ids, appends = self._request_ids, self._appends
         if model_runner_output.req_ids != request_ids:
             sampled = [sampled[index[request_id]] for request_id in request_ids]
-        if not self._are_all_usual(sampled, num_interventions):
-            is_usual = self._which_are_usual(sampled)
+        if not self._are_all_usual(sampled, num_interventions, holds_encoder_outputs):
+            is_usual = self._which_are_usual(sampled, holds_encoder_outputs)
             request_ids, appends = list(compress(request_ids, is_usual)), list(compress(appends, is_usual))
             sampled = list(compress(sampled, is_usual))
         for (request, append_output, append_to_all), (token,) in zip(appends, sampled, strict=True):
@@ -143,7 +150,12 @@ class FastOutputs:
         outputs = list(map(EngineCoreOutput, request_ids, sampled))
         return request_ids, self._by_client(appends, outputs)
 
-    def _are_all_usual(self, sampled: list[list[int]], num_interventions: int) -> bool:
+    def _are_all_usual(
+        self,
+        sampled: list[list[int]],
+        num_interventions: int,
+        holds_encoder_outputs: Callable[[Request], bool],
+    ) -> bool:
         """Whether the token of each request is appended as usual; False if it is to be found out one by one.
 
         Once all requests were, they are until a token may be the last of one, stops one, or somebody intervenes.
@@ -153,7 +165,7 @@ class FastOutputs:
             self._num_usual_tokens -= 1
             return True
         self._num_usual_tokens, self._num_interventions = 0, num_interventions
-        if not all(self._which_are_usual(sampled)):
+        if not all(self._which_are_usual(sampled, holds_encoder_outputs)):
             return False
         num_outputs = map(len, self._output_token_ids)
         self._num_usual_tokens = min(map(sub, self._last_outputs, num_outputs), default=1) - 1
@@ -166,7 +178,9 @@ class FastOutputs:
         except ValueError:
             return False
 
-    def _which_are_usual(self, sampled: list[list[int]]) -> list[bool]:
+    def _which_are_usual(
+        self, sampled: list[list[int]], holds_encoder_outputs: Callable[[Request], bool]
+    ) -> list[bool]:
         running, stop_token_ids = RequestStatus.RUNNING, self._stop_token_ids
         return [
             len(new) == 1
@@ -176,6 +190,7 @@ class FastOutputs:
             and not request.num_stale_output_tokens
             and request.prefill_stats is None
             and not request.events
+            and not (request.has_encoder_inputs and holds_encoder_outputs(request))
             for request, output, new, last in zip(
                 self._requests, self._output_token_ids, sampled, self._last_outputs, strict=True
             )

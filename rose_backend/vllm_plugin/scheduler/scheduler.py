@@ -61,6 +61,22 @@ class BatchedScheduling(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule the next step."""
+        output = self._schedule(throttle_prefills)
+        if not self.use_v2_model_runner:
+            self._send_whole_items(output)
+        return output
+
+    def _send_whole_items(self, output: SchedulerOutput) -> None:
+        """Send the data of multimodal items with a new request even if a prefix hit covers them; vLLM leaves it out.
+
+        Model runner V1 gets no data when a preempted request is resumed. If its blocks were evicted meanwhile, its
+        items have to be computed again, and without their data the engine would end.
+        """
+        for new in output.scheduled_new_reqs:
+            if new.mm_features:
+                new.mm_features = self.requests[new.req_id].mm_features
+
+    def _schedule(self, throttle_prefills: bool) -> SchedulerOutput:
         if not self._batches_decode_steps:
             return super().schedule(throttle_prefills)
         output = None
@@ -190,7 +206,10 @@ class BatchedScheduling(Scheduler):
             _put_first_tokens_first(results)
             return results
         request_ids, outputs = fast_outputs.append_tokens(
-            model_runner_output, self._num_placeholders, self._num_interventions
+            model_runner_output,
+            self._num_placeholders,
+            self._num_interventions,
+            self._holds_encoder_outputs,
         )
         if len(request_ids) == len(scheduler_output.num_scheduled_tokens) and self._reports_stats_only():
             return self._report(outputs, model_runner_output)
@@ -211,6 +230,9 @@ class BatchedScheduling(Scheduler):
             results.setdefault(client_index, EngineCoreOutputs()).outputs += client_outputs
         _move_stats(results)
         return results
+
+    def _holds_encoder_outputs(self, request: Request) -> bool:
+        return bool(self.encoder_cache_manager.get_cached_input_ids(request))
 
     def _reports_stats_only(self) -> bool:
         """Whether a step without special requests ends with nothing but outputs and statistics.

@@ -1,0 +1,185 @@
+"""Prompts with images inside vLLM: what stock vLLM says, hits to the token, never across a difference in an image.
+
+The model is PaddleOCR-VL's, the one with rotary positions in three directions whose images need no torchvision.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from vllm import SamplingParams
+
+from tests.e2e.conftest import MakeEngine
+from tests.support.random_checkpoints import IMAGE_TOKEN_ID, write_random_paddleocr_vl
+from tests.support.stepped_engine import SteppedEngine, overlap_steps_on_cpu, tokens_of
+
+ROUNDING = 1e-3
+NUM_TOKENS = 10
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
+TOKENS_PER_IMAGE = {(84, 140): 15, (140, 84): 15, (112, 112): 16, (168, 168): 36}
+
+Part = Sequence[int] | Image.Image
+Expected = tuple[dict[str, Any], list[tuple[int, ...]]]
+
+
+def picture(seed: int, size: tuple[int, int] = (168, 168)) -> Image.Image:
+    """Make a picture of ``size``, height and width; neighbouring ones share neither colours nor edges."""
+    colours = np.random.default_rng(seed).integers(0, 256, (*(side // 14 for side in size), 3), np.uint8)
+    return Image.fromarray(colours.repeat(14, 0).repeat(14, 1))
+
+
+def prompt_of(*parts: Part) -> dict[str, Any]:
+    """Return vLLM's input of texts and pictures, one behind the other."""
+    tokens: list[int] = []
+    for part in parts:
+        tokens += [IMAGE_TOKEN_ID] if isinstance(part, Image.Image) else part
+    pictures = [part for part in parts if isinstance(part, Image.Image)]
+    return {"prompt_token_ids": tokens} | ({"multi_modal_data": {"image": pictures}} if pictures else {})
+
+
+rng = random.Random(4)
+HEAD, QUESTION, OTHER = ([rng.randrange(260, 4000) for _ in range(length)] for length in (21, 13, 30))
+A, B, WIDE, HIGH = picture(1), picture(2), picture(3, (84, 140)), picture(3, (140, 84))
+PROMPTS: dict[str, dict[str, Any]] = {
+    "text": prompt_of(HEAD, QUESTION),
+    "a picture": prompt_of(HEAD, A, QUESTION),
+    "another picture": prompt_of(HEAD, B, QUESTION),
+    "another question": prompt_of(HEAD, A, OTHER),
+    "first": prompt_of(A, QUESTION),
+    "another one first": prompt_of(B, QUESTION),
+    "last": prompt_of(HEAD, A),
+    "two": prompt_of(HEAD, A, QUESTION, B, OTHER),
+    "two, another second": prompt_of(HEAD, A, QUESTION, WIDE, OTHER),
+    "two, the other way round": prompt_of(HEAD, B, QUESTION, A, OTHER),
+    "twice the same, side by side": prompt_of(HEAD, A, A, QUESTION),
+    "wide": prompt_of(HEAD, WIDE, QUESTION),
+    "high, of the same number of tokens": prompt_of(HEAD, HIGH, QUESTION),
+    "many": prompt_of(HEAD, WIDE, A, HIGH, B, picture(5, (112, 112)), OTHER),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_random_paddleocr_vl(tmp_path_factory.mktemp("paddleocr_vl")))
+
+
+def crowd() -> list[dict[str, Any]]:
+    """Return 200 prompts of few beginnings, pictures and ends."""
+    draw = random.Random(9)
+    pictures = [picture(seed, draw.choice(list(TOKENS_PER_IMAGE))) for seed in range(10, 18)]
+    prompts = []
+    for _ in range(200):
+        parts: list[Part] = [HEAD[: draw.choice((3, 17, 21))]]
+        for _ in range(draw.randrange(4)):
+            parts += [draw.choice(pictures), OTHER[: draw.choice((0, 1, 30))]]
+        prompts.append(prompt_of(*parts, QUESTION[: draw.randrange(1, 13)]))
+    return prompts
+
+
+@pytest.fixture(scope="module")
+def expected(make_engine: MakeEngine, model: str) -> Expected:
+    """Return what stock vLLM says without a prefix cache: to each of ``PROMPTS``, and the tokens to the crowd."""
+    stock = {"attention_backend": None, "enable_prefix_caching": False, "block_size": 32}
+    with make_engine(model=model, **stock) as llm:
+        assert llm.llm_engine.vllm_config.model_config.uses_mrope
+        said = llm.generate(list(PROMPTS.values()), GREEDY, use_tqdm=False)
+        tokens = [tokens_of(output) for output in llm.generate(crowd(), GREEDY, use_tqdm=False)]
+    return dict(zip(PROMPTS, said, strict=True)), tokens
+
+
+@pytest.fixture(scope="module", params=["awaited steps", "overlapped steps"])
+def engine(
+    expected: Expected, make_engine: MakeEngine, model: str, request: pytest.FixtureRequest
+) -> Iterator[SteppedEngine]:
+    """Return an engine whose chunks end inside pictures, with a tenth of the 1,000 blocks that the crowd asks for."""
+    with pytest.MonkeyPatch.context() as environment:
+        if request.param == "overlapped steps":
+            overlap_steps_on_cpu(environment)
+        options = {"max_num_batched_tokens": 53, "max_num_seqs": 32, "num_gpu_blocks_override": 101}
+        with make_engine(model=model, **options) as llm:
+            yield SteppedEngine(llm)
+
+
+def assert_same(output: Any, stock: Any) -> None:
+    assert tokens_of(output) == tokens_of(stock)
+    for entry, expected_entry, token in zip(
+        output.outputs[0].logprobs, stock.outputs[0].logprobs, tokens_of(stock), strict=True
+    ):
+        assert entry[token].logprob == pytest.approx(expected_entry[token].logprob, abs=ROUNDING)
+
+
+def test_texts_and_logprobs_are_stock_vllms(engine: SteppedEngine, expected: Expected) -> None:
+    assert len({tokens_of(output) for output in expected[0].values()}) == len(PROMPTS)
+    # Computed, all at once; then from the cache; then each alone, with an empty cache and from it.
+    for _ in range(2):
+        for name, output in zip(PROMPTS, engine.generate(list(PROMPTS.values()), GREEDY), strict=True):
+            assert_same(output, expected[0][name])
+    for name, prompt in PROMPTS.items():
+        assert engine.llm.reset_prefix_cache()
+        for is_cached in (False, True):
+            (output,) = engine.generate([prompt], GREEDY)
+            assert_same(output, expected[0][name])
+            num_tokens = len(output.prompt_token_ids)
+            assert output.num_cached_tokens == (num_tokens - 1 if is_cached else 0), name
+
+
+HEAD_AND_PICTURE = len(HEAD) + TOKENS_PER_IMAGE[168, 168]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "num_hits"),
+    [
+        ("a picture", "another picture", len(HEAD)),
+        ("a picture", "another question", HEAD_AND_PICTURE),
+        ("a picture", "two", HEAD_AND_PICTURE + len(QUESTION)),
+        ("two", "two, another second", HEAD_AND_PICTURE + len(QUESTION)),
+        ("two", "two, the other way round", len(HEAD)),
+        ("first", "another one first", 0),
+        ("wide", "high, of the same number of tokens", len(HEAD)),
+        ("last", "a picture", HEAD_AND_PICTURE),
+        ("twice the same, side by side", "a picture", HEAD_AND_PICTURE),
+    ],
+)
+def test_hits_end_where_pictures_differ(
+    engine: SteppedEngine,
+    expected: Expected,
+    first: str,
+    second: str,
+    num_hits: int,
+) -> None:
+    assert engine.llm.reset_prefix_cache()
+    engine.generate([PROMPTS[first]], GREEDY)
+    (output,) = engine.generate([PROMPTS[second]], GREEDY)
+    assert output.num_cached_tokens == num_hits
+    assert_same(output, expected[0][second])
+
+
+def test_200_requests_through_a_tenth_of_the_blocks(engine: SteppedEngine, expected: Expected) -> None:
+    assert engine.llm.reset_prefix_cache()
+    draw, aborted = random.Random(3), set()
+    before, num_preemptions = engine.manager.stats.as_dict(), engine.num_preemptions
+    for index, prompt in enumerate(crowd()):
+        engine.add(f"{index}", prompt, GREEDY)
+        if draw.random() < 0.3:
+            engine.step()
+        if draw.random() < 0.1:
+            victim = draw.randrange(index + 1)
+            aborted.add(victim)
+            engine.abort(f"{victim}")
+        if index == 120:
+            assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    outputs = engine.drain()
+    grown = {name: count - before[name] for name, count in engine.manager.stats.as_dict().items()}
+    assert engine.num_preemptions > num_preemptions and len(aborted) > 5
+    assert min(grown[name] for name in ("evictions", "clones", "partial_hits", "hit_tokens")) > 0, grown
+    wrong = [
+        index
+        for index, tokens in enumerate(expected[1])
+        if index not in aborted and tokens_of(outputs[f"{index}"]) != tokens
+    ]
+    assert not wrong
