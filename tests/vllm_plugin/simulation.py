@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -129,7 +129,10 @@ def items_of(prompt: list[int], choice: int) -> list[MultiModalFeatureSpec]:
     """Return the multimodal items of a prompt: at each of ``ITEM_PLACES`` one of two, as the bits of ``choice`` say."""
     return [
         MultiModalFeatureSpec(
-            None, "image", str(1 + 2 * index + (choice >> index & 1)), PlaceholderRange(first, length)
+            MultiModalKwargsItem({}),
+            "image",
+            str(1 + 2 * index + (choice >> index & 1)),
+            PlaceholderRange(first, length),
         )
         for index, (first, length) in enumerate(ITEM_PLACES)
         if first + length <= len(prompt)

@@ -66,7 +66,8 @@ CASES = [
         for depth in ("sync", "async")
     ),
     *((options, "async") for options in ("watermark", "wide blocks", "no cache")),
-    *(("tight", "async, runner V2"), ("priority", "async, no stats")),
+    *((options, "async, runner V2") for options in ("tight", "images")),
+    ("priority", "async, no stats"),
     *(("crowd", depth) for depth in ("sync", "async, runner V2")),
     ("crowd without room", "async"),
 ]
@@ -77,7 +78,8 @@ def test_every_step_and_output_is_vllms(make_config: MakeConfig, options: str, d
     num_in_flight, is_async = DEPTHS[depth.partition(",")[0]]
     pair = Pair(make_config, depth=num_in_flight, is_async=is_async, **OPTIONS[options])
     for side in pair.sides:
-        for name, value in VARIANTS.get(depth, {}).items():
+        # Whatever this vLLM takes by itself.
+        for name, value in {"use_v2_model_runner": False, **VARIANTS.get(depth, {})}.items():
             setattr(side.scheduler, name, value)
     is_crowd = options.startswith("crowd")
     # While a crowd waits without room, steps are split; those behind its last arrival are batched, so it comes twice.

@@ -141,7 +141,8 @@ class BatchedScheduling(Scheduler):
         copies, retained = self.kv_cache_manager.take_kv_cache_block_copies()
         if copies:
             self._free_cow_retained_blocks(retained, self.sched_step_seq + 1)
-        lacks_grammar_tokens = batch.lacks_grammar_tokens  # before the step adds placeholders
+        # Both before the step counts its tokens and adds placeholders.
+        lacks_grammar_tokens, encoded = batch.lacks_grammar_tokens, self._encoded_items(batch)
         output = SchedulerOutput(
             scheduled_new_reqs=[],
             scheduled_cached_reqs=batch.advance(new_block_ids, self._num_placeholders),
@@ -157,9 +158,19 @@ class BatchedScheduling(Scheduler):
             kv_cache_block_copies=copies or None,
             ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
         )
+        if encoded:
+            output.encoder_input_updates = encoded
         self.finished_req_ids = set()
         self.reset_preempted_req_ids = set()
         return output
+
+    def _encoded_items(self, batch: DecodeBatch) -> dict[str, Any]:
+        """Return the multimodal items of a batch whose data workers need no more; vLLM says so from 0.33 on."""
+        pending = getattr(self, "_pending_encoder_input_ids", {})
+        if not any(pending.values()):
+            return {}
+        encoded: dict[str, Any] = self._get_encoder_input_updates(batch.num_scheduled_tokens, [], {})
+        return encoded
 
     def _schedule_rest(self, batch: DecodeBatch, new_block_ids: NewBlockIds) -> SchedulerOutput:
         """Let vLLM schedule the requests behind the batch, with each limit reduced by the batch's share."""
@@ -180,6 +191,8 @@ class BatchedScheduling(Scheduler):
 
     def _put_first(self, batch: DecodeBatch, new_block_ids: NewBlockIds, output: SchedulerOutput) -> None:
         """Add the batch to a step, before its other requests, as in ``running``."""
+        if encoded := self._encoded_items(batch):
+            output.encoder_input_updates |= encoded
         output.has_structured_output_requests |= batch.has_grammar
         output.pending_structured_output_tokens |= batch.lacks_grammar_tokens
         first, rest = batch.advance(new_block_ids, self._num_placeholders), output.scheduled_cached_reqs
