@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -126,17 +127,18 @@ def make_request(
 
 
 def items_of(prompt: list[int], choice: int) -> list[MultiModalFeatureSpec]:
-    """Return the multimodal items of a prompt: at each of ``ITEM_PLACES`` one of two, as the bits of ``choice`` say."""
-    return [
-        MultiModalFeatureSpec(
-            MultiModalKwargsItem({}),
-            "image",
-            str(1 + 2 * index + (choice >> index & 1)),
-            PlaceholderRange(first, length),
-        )
-        for index, (first, length) in enumerate(ITEM_PLACES)
-        if first + length <= len(prompt)
-    ]
+    """Return the multimodal items of a prompt: at each of ``ITEM_PLACES`` one of two, as the bits of ``choice`` say.
+
+    As with vLLM's own names of items, equal names have equal placeholder tokens.
+    """
+    items = []
+    for index, (first, length) in enumerate(ITEM_PLACES):
+        if first + length <= len(prompt):
+            tokens = zlib.crc32(repr(prompt[first : first + length]).encode())
+            name = str(2 * (tokens + index) + (choice >> index & 1))
+            place = PlaceholderRange(first, length)
+            items.append(MultiModalFeatureSpec(MultiModalKwargsItem({}), "image", name, place))
+    return items
 
 
 def run_random_traffic(

@@ -13,7 +13,13 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, hash_block_tok
 
 from rose_backend.errors import IntegrityError
 from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.simulation import Simulation, make_request, make_simulation, run_random_traffic
+from tests.vllm_plugin.simulation import (
+    Simulation,
+    items_of,
+    make_request,
+    make_simulation,
+    run_random_traffic,
+)
 
 BLOCK_SIZE = 16
 EVENTS_ON = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
@@ -162,6 +168,34 @@ def test_adapters_are_named(make_config: MakeConfig, block_hasher: Any) -> None:
     ((stored,),) = batches
     assert (stored.lora_id, stored.lora_name) == (3, "poet")
     assert stored.extra_keys == [("poet", "salt"), ("poet",)]
+
+
+def test_blocks_of_images_have_vllms_hashes_and_keys(make_config: MakeConfig, block_hasher: Any) -> None:
+    simulation = make_simulation(
+        make_config,
+        num_blocks=24,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=8,
+        encoder_budget=60,
+        kv_events_config=EVENTS_ON,
+    )
+    batches: list[list[Any]] = []
+    simulation.scheduler.kv_event_publisher.publish = lambda batch: batches.append(batch.events)
+    prompt = list(range(70))
+    for choice in (0, 1):
+        items = items_of(prompt, choice)
+        request = make_request(f"r{choice}", prompt, 2, block_hasher=block_hasher, mm_features=items)
+        run_to_the_end(simulation, request)
+        first, second, third = (item.identifier for item in items)
+        stored = [event for batch in batches for event in batch]
+        batches.clear()
+        assert [each for event in stored for each in event.block_hashes] == request.block_hashes[:4]
+        assert [each for event in stored for each in event.extra_keys] == [
+            ((first, 10),),
+            ((first, -6),),
+            ((first, -22), (second, 8)),
+            ((second, -8), (third, 1)),
+        ]
 
 
 def test_hashes_are_numbers_where_vllm_publishes_numbers(

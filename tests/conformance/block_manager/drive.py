@@ -7,10 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.request import Request
 
 from tests.conformance.block_manager.host import Host
-from tests.vllm_plugin.fake_worker import VOCAB_SIZE, expected_output
+from tests.vllm_plugin.fake_worker import VOCAB_SIZE, expected_output, with_contents
+from tests.vllm_plugin.simulation import items_of
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,18 @@ class Arrival:
     num_outputs: int
     abort_after: int | None = None
     """Outputs after which the client leaves."""
+    items: tuple[MultiModalFeatureSpec, ...] = ()
+
+    @property
+    def contents(self) -> list[int]:
+        """The prompt with what a model reads in place of its items' placeholders."""
+        return with_contents(self.prompt, list(self.items))
 
     @property
     def expected(self) -> list[int]:
         """What the request must generate before it ends or leaves."""
         return expected_output(
-            self.prompt, self.num_outputs if self.abort_after is None else self.abort_after
+            self.contents, self.num_outputs if self.abort_after is None else self.abort_after
         )
 
 
@@ -46,17 +54,24 @@ class Record:
     num_preemptions: int = 0
 
 
-def make_traffic(seed: int, *, num_requests: int, one_per_step: bool) -> list[Arrival]:
-    """Return requests that share stems, repeat each other and continue earlier conversations."""
+def make_traffic(
+    seed: int, *, num_requests: int, one_per_step: bool, has_items: bool = False
+) -> list[Arrival]:
+    """Return requests that share stems, repeat each other and continue earlier conversations.
+
+    Args:
+        has_items: whether they have multimodal items, one of two at each of three places.
+    """
     rng = random.Random(seed)
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(90)] for _ in range(3)]
     traffic: list[Arrival] = []
     step = 0
     for index in range(num_requests):
-        kind = rng.random()
+        kind, items = rng.random(), None
         if kind < 0.25 and traffic:  # a conversation goes on
             earlier = rng.choice(traffic)
-            prompt = (earlier.prompt + expected_output(earlier.prompt, earlier.num_outputs))[:100]
+            prompt = (earlier.prompt + expected_output(earlier.contents, earlier.num_outputs))[:100]
+            items = earlier.items
         elif kind < 0.4 and traffic:
             prompt = rng.choice(traffic).prompt
         else:
@@ -65,7 +80,9 @@ def make_traffic(seed: int, *, num_requests: int, one_per_step: bool) -> list[Ar
         step += rng.randrange(1, 4) if one_per_step else rng.choice((0, 0, 1, 3))
         num_outputs = rng.randrange(1, 24)
         abort_after = rng.randrange(num_outputs) if rng.random() < 0.1 else None
-        traffic.append(Arrival(f"r{index}", step, prompt, num_outputs, abort_after))
+        if items is None:
+            items = tuple(items_of(prompt, rng.randrange(8))) if has_items else ()
+        traffic.append(Arrival(f"r{index}", step, prompt, num_outputs, abort_after, items))
     return traffic
 
 
@@ -85,7 +102,7 @@ def drive(host: Host, traffic: Sequence[Arrival], *, token_budget: int, max_num_
             arrival = arrivals.popleft()
             record.outputs[arrival.name] = []
             if limits[arrival.name]:
-                waiting.append(host.new_request(arrival.name, arrival.prompt))
+                waiting.append(host.new_request(arrival.name, arrival.prompt, items=arrival.items))
         if not (arrivals or waiting or running):
             return record
         host.start_step()

@@ -9,17 +9,19 @@ handed out twice shows at once, whichever manager answered.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
 from tests.conformance.block_manager.managers import BLOCK_SIZE, ManagerEntry
-from tests.vllm_plugin.fake_worker import chain, next_token
+from tests.vllm_plugin.fake_worker import chain, next_token, with_contents
 
 init_none_hash(sha256)
 _BLOCK_HASHER = get_request_block_hasher(BLOCK_SIZE, sha256)
@@ -65,6 +67,7 @@ class Host:
         adapter: str | None = None,
         adapter_path: str = "first",
         skip_reading: bool = False,
+        items: Sequence[MultiModalFeatureSpec] = (),
     ) -> Request:
         """Return a waiting request as the engine core builds it."""
         request = Request(
@@ -75,6 +78,7 @@ class Host:
             cache_salt=salt,
             lora_request=LoRARequest(adapter, 1, adapter_path) if adapter else None,
             block_hasher=_BLOCK_HASHER,
+            mm_features=list(items),
         )
         request.skip_reading_prefix_cache = skip_reading
         return request
@@ -222,7 +226,7 @@ class Host:
 
     def _states_of(self, request: Request) -> list[int]:
         states = self._states.setdefault(request.request_id, [])
-        tokens = request._all_token_ids
+        tokens = with_contents(request._all_token_ids, request.mm_features)
         for token in tokens[len(states) :]:
             states.append(chain(states[-1] if states else _seed(request), token))
         return states

@@ -30,8 +30,9 @@ def drive_all(
 
 
 @cache
-def under_pressure(seed: int) -> dict[str, Record]:
-    return drive_all(make_traffic(seed, num_requests=60, one_per_step=False), 18, 48)
+def under_pressure(seed: int, has_items: bool) -> dict[str, Record]:
+    traffic = make_traffic(seed, num_requests=60, one_per_step=False, has_items=has_items)
+    return drive_all(traffic, 18, 48)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -44,10 +45,13 @@ def test_without_caching_both_hold_the_same_number_of_blocks_at_every_step(seed:
     assert rose.hit_tokens == stock.hit_tokens == 0
 
 
+@pytest.mark.parametrize("has_items", [False, True], ids=["text", "images"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_with_room_for_all_rose_finds_at_least_as_much_for_every_single_request(seed: int) -> None:
+def test_with_room_for_all_rose_finds_at_least_as_much_for_every_single_request(
+    seed: int, has_items: bool
+) -> None:
     # One newcomer per step, its prompt computed at once, no eviction: when a step starts, both have seen the same.
-    traffic = make_traffic(seed, num_requests=60, one_per_step=True)
+    traffic = make_traffic(seed, num_requests=60, one_per_step=True, has_items=has_items)
     records = drive_all(traffic, 800, 10_000)
     rose, stock = records["rose"], records["stock"]
     assert rose.hits.keys() == stock.hits.keys()
@@ -55,9 +59,10 @@ def test_with_room_for_all_rose_finds_at_least_as_much_for_every_single_request(
     assert rose.hit_tokens > stock.hit_tokens > 0
 
 
+@pytest.mark.parametrize("has_items", [False, True], ids=["text", "images"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_under_pressure_both_serve_everybody_and_rose_finds_no_less(seed: int) -> None:
-    records = under_pressure(seed)
+def test_under_pressure_both_serve_everybody_and_rose_finds_no_less(seed: int, has_items: bool) -> None:
+    records = under_pressure(seed, has_items)
     rose, stock = records["rose"], records["stock"]
     assert rose.num_preemptions > 0 and stock.num_preemptions > 0
     assert rose.hit_tokens >= stock.hit_tokens > 0
