@@ -1,21 +1,28 @@
 """Prompts with images inside vLLM: what stock vLLM says, hits to the token, never across a difference in an image.
 
-The model is PaddleOCR-VL's, the one with rotary positions in three directions whose images need no torchvision.
+Qwen's models need torchvision to prepare images, which the set-up for CPUs does not install.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from transformers.utils import is_torchvision_available
 from vllm import SamplingParams
 
 from tests.e2e.conftest import MakeEngine
-from tests.support.random_checkpoints import IMAGE_TOKEN_ID, write_random_paddleocr_vl
+from tests.support.random_checkpoints import (
+    IMAGE_IN_PROMPT,
+    write_random_paddleocr_vl,
+    write_random_qwen2_5_vl,
+    write_random_qwen3_vl,
+)
 from tests.support.stepped_engine import SteppedEngine, overlap_steps_on_cpu, tokens_of
 
 ROUNDING = 1e-3
@@ -37,7 +44,7 @@ def prompt_of(*parts: Part) -> dict[str, Any]:
     """Return vLLM's input of texts and pictures, one behind the other."""
     tokens: list[int] = []
     for part in parts:
-        tokens += [IMAGE_TOKEN_ID] if isinstance(part, Image.Image) else part
+        tokens += IMAGE_IN_PROMPT if isinstance(part, Image.Image) else part
     pictures = [part for part in parts if isinstance(part, Image.Image)]
     return {"prompt_token_ids": tokens} | ({"multi_modal_data": {"image": pictures}} if pictures else {})
 
@@ -63,9 +70,18 @@ PROMPTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_random_paddleocr_vl(tmp_path_factory.mktemp("paddleocr_vl")))
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "PaddleOCR-VL": write_random_paddleocr_vl,
+    "Qwen2.5-VL": write_random_qwen2_5_vl,
+    "Qwen3-VL": write_random_qwen3_vl,
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> str:
+    if request.param.startswith("Qwen") and not is_torchvision_available():
+        pytest.skip("torchvision is not installed")
+    return str(MODELS[request.param](tmp_path_factory.mktemp("model")))
 
 
 def crowd() -> list[dict[str, Any]]:
@@ -128,21 +144,22 @@ def test_texts_and_logprobs_are_stock_vllms(engine: SteppedEngine, expected: Exp
             assert output.num_cached_tokens == (num_tokens - 1 if is_cached else 0), name
 
 
-HEAD_AND_PICTURE = len(HEAD) + TOKENS_PER_IMAGE[168, 168]
+TO_PICTURE = len(HEAD) + 1
+BEHIND_PICTURE = TO_PICTURE + TOKENS_PER_IMAGE[168, 168] + 1
 
 
 @pytest.mark.parametrize(
     ("first", "second", "num_hits"),
     [
-        ("a picture", "another picture", len(HEAD)),
-        ("a picture", "another question", HEAD_AND_PICTURE),
-        ("a picture", "two", HEAD_AND_PICTURE + len(QUESTION)),
-        ("two", "two, another second", HEAD_AND_PICTURE + len(QUESTION)),
-        ("two", "two, the other way round", len(HEAD)),
+        ("a picture", "another picture", TO_PICTURE),
+        ("a picture", "another question", BEHIND_PICTURE),
+        ("a picture", "two", BEHIND_PICTURE + len(QUESTION)),
+        ("two", "two, another second", BEHIND_PICTURE + len(QUESTION) + 1),
+        ("two", "two, the other way round", TO_PICTURE),
         ("first", "another one first", 0),
-        ("wide", "high, of the same number of tokens", len(HEAD)),
-        ("last", "a picture", HEAD_AND_PICTURE),
-        ("twice the same, side by side", "a picture", HEAD_AND_PICTURE),
+        ("wide", "high, of the same number of tokens", TO_PICTURE),
+        ("last", "a picture", BEHIND_PICTURE),
+        ("twice the same, side by side", "a picture", BEHIND_PICTURE),
     ],
 )
 def test_hits_end_where_pictures_differ(
