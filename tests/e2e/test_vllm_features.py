@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import sys
 from collections.abc import Iterator
@@ -16,8 +17,15 @@ from vllm import SamplingParams
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
+from rose_backend.vllm_plugin.kv_cache.manager import MIN_TOKENS_WORTH_COPYING
 from tests.e2e.conftest import MakeEngine
-from tests.support.reference_generation import NUM_NEW_TOKENS, GreedyReference, Prompts, tie_free_case
+from tests.support.reference_generation import (
+    NUM_NEW_TOKENS,
+    GreedyReference,
+    Prompts,
+    load_reference_model,
+    tie_free_case,
+)
 
 # The drafter of n-grams is compiled in its first engine.
 VOCAB_SIZE = 2559
@@ -83,6 +91,31 @@ def test_a_draft_model_generates_what_the_model_does_alone(
         manager = scheduler_of(llm).kv_cache_manager.manager
         manager.check_integrity()
         assert min(manager.stats.partial_hits, manager.stats.clones) > 0, manager.stats
+
+
+def test_prompt_embeddings_are_answered_as_their_tokens(
+    make_engine: MakeEngine, case: tuple[Prompts, GreedyReference], tiny_model_path: Path
+) -> None:
+    prompts, reference = first(24, case)
+    table = load_reference_model(tiny_model_path).get_input_embeddings().weight.detach().float()
+    inputs = [{"prompt_embeds": table[list(prompt)]} for prompt in prompts]
+    with make_engine(enable_prompt_embeds=True, max_num_batched_tokens=300) as llm:
+        for _ in range(2):
+            outputs = llm.generate(inputs, GREEDY, use_tqdm=False)
+            assert_greedy(outputs, reference)
+        assert [output.num_cached_tokens for output in outputs] == [
+            len(prompt) - 1 if len(prompt) > MIN_TOKENS_WORTH_COPYING else 0 for prompt in prompts
+        ]
+        # The first block of one, then something else.
+        head, other = next(
+            (one, two)
+            for one, two in itertools.permutations(prompts, 2)
+            if min(len(one), len(two)) > 40 and one[16:32] != two[16:32]
+        )
+        mixed = table[[*head[:20], *other[20:40]]]
+        (output,) = llm.generate([{"prompt_embeds": mixed}], GREEDY, use_tqdm=False)
+        assert output.num_cached_tokens == 16
+        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
 
 
 @dataclass

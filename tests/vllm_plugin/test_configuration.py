@@ -276,7 +276,6 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
             "num_speculative_tokens": 2,
         }
     },
-    "prompt embeddings": {"enable_prompt_embeds": True},
     "KV cache residency metrics": {"kv_cache_metrics": True},
     "a scheduler of your own": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
 }
@@ -288,6 +287,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "n-gram speculation": {"speculative_config": NGRAM},
     "LoRA": {"enable_lora": True},
     "priorities": {"scheduling_policy": "priority"},
+    "prompt embeddings": {"enable_prompt_embeds": True},
     "pipeline parallelism": {"pipeline_parallel_size": 2},
     "tensor parallelism": {"tensor_parallel_size": 2},
 }

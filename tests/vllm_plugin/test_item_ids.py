@@ -8,7 +8,9 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import NewRequestData
@@ -152,7 +154,7 @@ def test_random_prompts_share_what_vllms_hashes_share_and_more() -> None:
 
 
 def test_parts_of_a_prompt_have_the_ids_of_the_whole() -> None:
-    ids = ItemIds()
+    ids = ItemIds(BLOCK_SIZE)
     request = with_items("a", TEXT, ("a", 7), ("b", 5), [IMAGE] * 3, ("a", 7), TEXT)
     request.append_output_token_ids([IMAGE, 7])
     whole = ids.tokens_of(request)
@@ -160,6 +162,40 @@ def test_parts_of_a_prompt_have_the_ids_of_the_whole() -> None:
     for start, end in itertools.combinations(range(len(whole) + 1), 2):
         assert ids.tokens_of(request, start, end) == whole[start:end]
     assert request._all_token_ids[10] == IMAGE
+
+
+def embedded(name: str, embeddings: torch.Tensor, **options: Any) -> Request:
+    return Request(name, None, SamplingParams(max_tokens=50), None, prompt_embeds=embeddings, **options)
+
+
+def test_prompt_embeddings_are_shared_as_vllms_hashes_say_and_to_the_token() -> None:
+    rows = torch.randn(40, 8)
+    other, shorter, longer = rows.clone(), rows[:25], torch.cat((rows, rows))
+    other[20, 3] += 1
+    assert hits_of(embedded("first", rows), embedded("second", rows.clone())) == 39
+    # Blocks of embeddings are the same or they are not.
+    assert hits_of(embedded("first", rows), embedded("second", other)) == 16
+    assert hits_of(embedded("first", rows), embedded("second", longer)) == 32
+    assert hits_of(embedded("first", rows), embedded("second", shorter)) == 16
+    assert hits_of(embedded("first", rows), make_request("second", [0] * 40)) == 0
+    # Tokens that follow.
+    answered = embedded("first", rows)
+    answered.append_output_token_ids([5, 6])
+    again = embedded("second", rows)
+    again.append_output_token_ids([5, 7, 8])
+    assert hits_of(answered, again) == 41
+
+
+def test_tokens_between_prompt_embeddings_are_told_from_them() -> None:
+    rows, tokens = torch.zeros(40, 8), [7] * 20 + [0] * 20
+    masks = [[True] * 20 + [False] * 20, [True] * 40]
+    first, second = (
+        Request("r", tokens, SamplingParams(), None, prompt_embeds=rows, prompt_is_token_ids=mask)
+        for mask in masks
+    )
+    other = Request("r", [8] * 40, SamplingParams(), None, prompt_embeds=rows, prompt_is_token_ids=masks[1])
+    assert hits_of(first, second) == 16
+    assert hits_of(second, other) == 0
 
 
 def test_a_dropped_item_is_computed_once_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,9 +113,6 @@ REFUSALS = {
         "AuxOutputConfig.enable_return_routed_experts",
         change=change("aux_output_config", "enable_return_routed_experts", True),
     ),
-    "prompt embeddings": Refusal(
-        "EngineArgs.enable_prompt_embeds ModelConfig.enable_prompt_embeds", {"enable_prompt_embeds": True}
-    ),
     "cache type": Refusal(
         "EngineArgs.kv_cache_dtype CacheConfig.cache_dtype", {"kv_cache_dtype": "fp8_e5m2"}, hands_back=False
     ),

@@ -95,10 +95,10 @@ ENGINE_ARGUMENTS: dict[str, Options] = {
             "logits_processors": "before Rose's draws",
             "async_scheduling": "Rose's scheduler of the same kind",
             "stream_interval": "with joined outputs, too",
+            "enable_prompt_embeds": "blocks of embeddings are told by vLLM's hashes",
         },
         refused={
             "enable_return_routed_experts": "routed experts",
-            "enable_prompt_embeds": "prompt embeddings",
             "kv_cache_dtype": "this K/V cache type",
             "prefill_context_parallel_size": "prefill context parallelism",
             "decode_context_parallel_size": "decode context parallelism",

@@ -85,9 +85,7 @@ CONFIGURATION: dict[str, Options] = {
             "enable_sleep_mode": "draws are not replayed from graphs",
             "model_impl": "Rose's layers for vLLM's own GPT-2 only",
             "logits_processors": "before Rose's draws",
-        },
-        refused={
-            "enable_prompt_embeds": "prompt embeddings",
+            "enable_prompt_embeds": "blocks of embeddings are told by vLLM's hashes",
         },
     ),
     "QuantizationConfigArgs": Options(passes="linear moe ignore targets"),

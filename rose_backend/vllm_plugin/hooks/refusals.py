@@ -108,7 +108,6 @@ _MANAGER_CHECKS: tuple[tuple[str, Check], ...] = (
         "sliding-window models",
         lambda c: c.model_config is not None and c.model_config.get_sliding_window() is not None,
     ),
-    ("prompt embeddings (--enable-prompt-embeds)", _model("enable_prompt_embeds")),
     ("diffusion models (--diffusion-config)", lambda c: c.diffusion_config is not None),
     (
         "KV connectors (--kv-transfer-config, --kv-offloading-size)",

@@ -112,7 +112,7 @@ class RoseKVCacheManager(KVCacheFacade):
         self.coordinator = CoordinatorShim(group, self._num_row_blocks)
         self.running = RunningRequests(manager, max_num_seqs)
         self._is_flushed = False
-        self._item_ids = ItemIds()
+        self._item_ids = ItemIds(self.block_size)
         self._prompts = PromptHashes(manager, self._item_ids)
         self._in_flight_prefixes = InFlightPrefixes(manager)
         # Kept for requests that were deferred in this step.

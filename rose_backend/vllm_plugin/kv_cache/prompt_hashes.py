@@ -11,7 +11,7 @@ import numpy as np
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from rose_backend.block_manager import BlockManager, PrefixMatch
-from rose_backend.vllm_plugin.kv_cache.item_ids import NEVER_SHARED, ItemIds
+from rose_backend.vllm_plugin.kv_cache.item_ids import NEVER_SHARED, ItemIds, has_items
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -83,7 +83,7 @@ class PromptHashes:
         namespace = namespace_of(request)
         block_hashes = self._manager.hash_blocks(token_ids, namespace=namespace, known=known_hashes)
         num_shareable = len(token_ids)
-        if request.mm_features and NEVER_SHARED in token_ids:
+        if has_items(request) and NEVER_SHARED in token_ids:
             num_shareable = int((token_ids == NEVER_SHARED).argmax())
         prompt = HashedPrompt(token_ids, namespace, block_hashes, num_shareable)
         # A streaming session removes tokens between its turns; all others only append.
@@ -103,10 +103,10 @@ def namespace_of(request: Request) -> bytes:
     """Return the namespace of a request: two requests may share blocks if and only if vLLM's own keys are equal.
 
     These are the keys that vLLM hashes into a request's first block: adapter name and path, and the cache salt. (Those
-    of multimodal items differ from block to block, see ``ItemIds``; those of prompt embeddings do, too, and are
-    refused at start-up.)
+    of multimodal items and prompt embeddings differ from block to block, see ``ItemIds``.)
     """
-    keys, _ = generate_block_hash_extra_keys(request, 0, 1, len(request.mm_features))
+    # Of no tokens, and behind the last item: the keys of the request alone.
+    keys, _ = generate_block_hash_extra_keys(request, 0, 0, len(request.mm_features))
     return b"" if keys is None else repr(keys).encode()
 
 
