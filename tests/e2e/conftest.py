@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,6 +76,9 @@ def make_engine(tiny_model_path: Path) -> Iterator[MakeEngine]:
                 patch.setattr(gc, "unfreeze", lambda: None)
                 # The engine before was held by its test until now; vLLM measures free memory while it starts.
                 cleanup_dist_env_and_memory()
+                # An n-gram drafter has loaded numba, and vLLM's CPU platform looks at every attribute of every module:
+                # one of llvmlite's has an answer to any name, and vLLM stumbles over it.
+                sys.modules.pop("llvmlite.binding.ffi", None)
                 # Model runner V1 forbids captures for the rest of the process; V2 does not allow them again.
                 set_cudagraph_capturing_enabled(True)
                 llm = LLM(**{**defaults, **options})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import socket
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,9 +171,6 @@ def speculating(make_engine: MakeEngine) -> Iterator[Speculating]:
     ) as llm:
         yield Speculating(llm, Subscriber(connection, set()))
     context.destroy(linger=0)
-    # The n-gram drafter has loaded numba, and vLLM's CPU platform, at the start of the next engine, looks at every
-    # attribute of every module: one of llvmlite's has an answer to any name, and vLLM stumbles over it.
-    sys.modules.pop("llvmlite.binding.ffi", None)
 
 
 def test_ngram_speculation_generates_what_the_model_does_alone(

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 from transformers.utils import is_torchvision_available
 from vllm import SamplingParams
+from vllm.config import KVEventsConfig
 
 from tests.e2e.conftest import MakeEngine
 from tests.support.random_checkpoints import (
@@ -28,6 +29,7 @@ from tests.support.stepped_engine import SteppedEngine, overlap_steps_on_cpu, to
 ROUNDING = 1e-3
 NUM_TOKENS = 10
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 TOKENS_PER_IMAGE = {(84, 140): 15, (140, 84): 15, (112, 112): 16, (168, 168): 36}
 
 Part = Sequence[int] | Image.Image
@@ -200,3 +202,19 @@ def test_200_requests_through_a_tenth_of_the_blocks(engine: SteppedEngine, expec
         if index not in aborted and tokens_of(outputs[f"{index}"]) != tokens
     ]
     assert not wrong
+
+
+EXTRAS: dict[str, dict[str, Any]] = {
+    "n-gram drafts": {"speculative_config": NGRAM},
+    "KV cache events": {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")},
+    "hits at block borders only": {"additional_config": {"rose": {"token_granular_hits": False}}},
+    "vLLM's own block manager": {"additional_config": {"rose": {"block_manager": False}}, "block_size": 32},
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_images_beside(make_engine: MakeEngine, model: str, expected: Expected, extra: str) -> None:
+    with make_engine(model=model, max_num_batched_tokens=97, **EXTRAS[extra]) as llm:
+        for _ in range(2):
+            outputs = llm.generate(list(PROMPTS.values()), GREEDY, use_tqdm=False)
+            assert [tokens_of(output) for output in outputs] == list(map(tokens_of, expected[0].values()))
