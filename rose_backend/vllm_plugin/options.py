@@ -58,6 +58,19 @@ def uses_rose_manager(vllm_config: VllmConfig) -> bool:
     return vllm_config.scheduler_config.scheduler_cls in (SCHEDULER_CLASS, ASYNC_SCHEDULER_CLASS)
 
 
+def has_sliding_windows(vllm_config: VllmConfig) -> bool:
+    """Whether layers of the model or of its drafter have sliding windows, as far as their configurations tell."""
+    speculative = vllm_config.speculative_config
+    models = (vllm_config.model_config, None if speculative is None else speculative.draft_model_config)
+    for model in models:
+        if model is None or model.get_sliding_window() is None:
+            continue
+        layer_types = getattr(model.hf_text_config, "layer_types", None)
+        if layer_types is None or "sliding_attention" in layer_types:
+            return True
+    return False
+
+
 def appends_in_attention(vllm_config: VllmConfig, options: PluginConfig) -> bool:
     """Whether attention stores the new K/V itself instead of a separate write before it."""
     return options.fused_kv_append and why_kv_is_written_first(vllm_config) is None
@@ -157,13 +170,13 @@ def has_rust_front_end(vllm_config: VllmConfig) -> bool:
 
 
 def check_retention_interval(interval: int | None) -> None:
-    """Refuse an interval that has no effect, as vLLM's own manager does: full attention keeps every block anyway.
+    """Refuse an interval that has no effect: Rose's block manager keeps what windows have passed anyway.
 
     Raises:
         ConfigError: names what is allowed.
     """
     if interval:
         raise ConfigError(
-            f"prefix_cache_retention_interval: got {interval}, which is for sliding-window and Mamba layers; "
-            "allowed with full attention alone are 0 and none"
+            f"prefix_cache_retention_interval: got {interval}, which is for block managers that drop what sliding "
+            "windows have passed; allowed with Rose's, which keeps it, are 0 and none"
         )

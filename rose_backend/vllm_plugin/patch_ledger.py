@@ -60,6 +60,15 @@ LEDGER: dict[str, Patch] = {
         build="",
         only_while="RoseScheduler.__init__ runs, in its thread",
     ),
+    "windowed_layer_spec": Patch(
+        target="vllm.model_executor.layers.attention.attention:Attention.get_kv_cache_spec",
+        reason="a layer with a sliding window asks for a KV cache group whose old blocks are dropped; Rose's block "
+        "manager keeps one group whole. AttentionBackend.customize_spec may return another specification, but is not "
+        "told the configuration, and vLLM's own way (disable_hybrid_kv_cache_manager) does nothing where all layers "
+        "slide",
+        remove_when="customize_spec gets the configuration, or vLLM can keep every model's windows whole",
+        build=f"{_PLUGIN}.kv_cache.spec:wrap_get_kv_cache_spec",
+    ),
     "request_block_hashes": Patch(
         target="vllm.v1.engine.core:EngineCore.preprocess_add_request",
         reason="vLLM hashes every block of every prompt for its own prefix cache; Rose's block manager has digests of "

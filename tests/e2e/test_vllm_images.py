@@ -18,7 +18,7 @@ from vllm import SamplingParams
 from vllm.config import KVEventsConfig
 
 from tests.e2e.conftest import MakeEngine
-from tests.support.random_checkpoints import (
+from tests.support.random_vision_checkpoints import (
     IMAGE_IN_PROMPT,
     write_random_paddleocr_vl,
     write_random_qwen2_5_vl,

@@ -10,66 +10,44 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
-    PaddleOCRVLConfig,
-    PaddleOCRVLForConditionalGeneration,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
 )
-from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
-from transformers.models.paddleocr_vl.processing_paddleocr_vl import PaddleOCRVLProcessor
 
 from tests.support.tiny_checkpoint import write_random_gpt2_124m, write_tokenizer
 
 VOCAB_SIZE = 4096
 MAX_MODEL_LEN = 2048
-VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
-IMAGE_IN_PROMPT = [VOCAB_SIZE - 4, VOCAB_SIZE - 3, VOCAB_SIZE - 2]
-"""What stands for an image in a prompt: its start, a placeholder, its end."""
-VISION_TOKEN_IDS: dict[str, Any] = {
-    "vision_start_token_id": VOCAB_SIZE - 4,
-    "image_token_id": VOCAB_SIZE - 3,
-    "vision_end_token_id": VOCAB_SIZE - 2,
-    "video_token_id": VOCAB_SIZE - 1,
-    "tie_word_embeddings": False,
-}
-VISION_TEXT: dict[str, Any] = {
+SLIDING_WINDOW = 40
+"""Tokens that windowed layers attend to. It begins inside a block of 16 more often than not."""
+LORA_MODULES = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("down_proj",)}
+_SMALL = {
     "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": MAX_MODEL_LEN,
     "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 3,
+    "intermediate_size": 512,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_MODEL_LEN,
-    "initializer_range": 0.1,
-    "tie_word_embeddings": False,
+    "head_dim": 64,
+    "initializer_range": 0.05,
 }
-VISION: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-}
-IMAGE_SIZES = {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 36}
-"""Pixels of an image, at least and at most."""
-LORA_MODULES = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("down_proj",)}
 
 
 def write_random_llama(path: str | Path, seed: int = 0) -> Path:
@@ -85,7 +63,7 @@ def write_random_llama(path: str | Path, seed: int = 0) -> Path:
         initializer_range=0.05,
         tie_word_embeddings=False,
     )
-    return _write(LlamaForCausalLM, config, Path(path), seed)
+    return write_random(LlamaForCausalLM, config, Path(path), seed)
 
 
 def write_random_qwen3(path: str | Path, seed: int = 0) -> Path:
@@ -102,7 +80,7 @@ def write_random_qwen3(path: str | Path, seed: int = 0) -> Path:
         initializer_range=0.05,
         tie_word_embeddings=True,
     )
-    return _write(Qwen3ForCausalLM, config, Path(path), seed)
+    return write_random(Qwen3ForCausalLM, config, Path(path), seed)
 
 
 def write_random_idefics3(path: str | Path, seed: int = 0) -> Path:
@@ -131,81 +109,38 @@ def write_random_idefics3(path: str | Path, seed: int = 0) -> Path:
     config = Idefics3Config(
         text_config=text, vision_config=vision, image_token_id=VOCAB_SIZE - 1, scale_factor=2, pad_token_id=0
     )
-    return _write(Idefics3ForConditionalGeneration, config, Path(path), seed)
+    return write_random(Idefics3ForConditionalGeneration, config, Path(path), seed)
 
 
-def write_random_paddleocr_vl(path: str | Path, seed: int = 0) -> Path:
-    """Write a checkpoint as PaddleOCR-VL's, with what prepares images for it.
-
-    As in Qwen2.5-VL and Qwen3-VL, an image has one token for each 28 x 28 pixels, and positions are rotary in three
-    directions. Those two need torchvision to prepare images, this one does not.
-    """
-    rope = {"rope_type": "default", "rope_theta": 500_000.0, "mrope_section": [8, 12, 12]}
-    text = VISION_TEXT | {"head_dim": 64, "rope_parameters": rope}
-    vision = VISION | {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 84}
-    config = PaddleOCRVLConfig(text_config=text, vision_config=vision, **VISION_TOKEN_IDS)
-    path = _write(PaddleOCRVLForConditionalGeneration, config, Path(path), seed)
-    images = PaddleOCRVLImageProcessorPil(patch_size=14, merge_size=2, size=IMAGE_SIZES)
-    PaddleOCRVLProcessor(images, _add_vision_tokens(path)).save_pretrained(path)
-    return path
+def write_random_mistral(path: str | Path, seed: int = 0) -> Path:
+    """Write a checkpoint as Mistral 7B v0.1's: a Llama of 3 layers, all of them with a sliding window."""
+    config = MistralConfig(**_SMALL, num_hidden_layers=3, sliding_window=SLIDING_WINDOW)
+    return write_random(MistralForCausalLM, config, Path(path), seed)
 
 
-def write_random_qwen2_5_vl(path: str | Path, seed: int = 0) -> Path:
-    """Write a checkpoint as Qwen2.5-VL's, with what prepares images for it. Needs torchvision."""
-    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
-
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
-    blocks = {
-        "depth": 2,
-        "num_heads": 2,
-        "out_hidden_size": 256,
-        "initializer_range": 0.2,
-        "window_size": 112,
-    }
-    config = Qwen2_5_VLConfig(
-        text_config=VISION_TEXT | {"rope_parameters": rope},
-        vision_config=VISION | blocks | {"fullatt_block_indexes": [1]},
-        **VISION_TOKEN_IDS,
+def write_random_gemma3(path: str | Path, seed: int = 0) -> Path:
+    """Write a checkpoint as Gemma 3's for text: one of 4 layers has no window, and turns by another frequency."""
+    sliding, full = "sliding_attention", "full_attention"
+    config = Gemma3TextConfig(
+        **_SMALL,
+        num_hidden_layers=4,
+        sliding_window=SLIDING_WINDOW,
+        layer_types=[sliding, sliding, full, sliding],
+        query_pre_attn_scalar=64,
     )
-    path = _write(Qwen2_5_VLForConditionalGeneration, config, Path(path), seed)
-    images = Qwen2VLImageProcessor(patch_size=14, merge_size=2, size=IMAGE_SIZES)
-    videos = Qwen2VLVideoProcessor(patch_size=14, merge_size=2)
-    Qwen2_5_VLProcessor(images, _add_vision_tokens(path), video_processor=videos).save_pretrained(path)
-    return path
+    return write_random(Gemma3ForCausalLM, config, Path(path), seed)
 
 
-def write_random_qwen3_vl(path: str | Path, seed: int = 0) -> Path:
-    """Write a checkpoint as Qwen3-VL's, with what prepares images for it. Needs torchvision."""
-    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
-
-    rope = {
-        "rope_type": "default",
-        "rope_theta": 1e6,
-        "mrope_section": [12, 10, 10],
-        "mrope_interleaved": True,
-    }
-    blocks = {"depth": 3, "num_heads": 2, "out_hidden_size": 256, "initializer_range": 0.2}
-    config = Qwen3VLConfig(
-        text_config=VISION_TEXT | {"head_dim": 64, "rope_parameters": rope},
-        vision_config=VISION | blocks | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
-        **VISION_TOKEN_IDS,
+def write_random_gpt_oss(path: str | Path, seed: int = 0) -> Path:
+    """Write a checkpoint as gpt-oss': every other of 4 layers has a window, all have sinks; 2 of 4 experts a token."""
+    config = GptOssConfig(
+        **_SMALL,
+        num_hidden_layers=4,
+        sliding_window=SLIDING_WINDOW,
+        num_local_experts=4,
+        num_experts_per_tok=2,
     )
-    path = _write(Qwen3VLForConditionalGeneration, config, Path(path), seed)
-    images = Qwen2VLImageProcessor(patch_size=14, merge_size=2, size=IMAGE_SIZES)
-    videos = Qwen3VLVideoProcessor(patch_size=14, merge_size=2)
-    Qwen3VLProcessor(images, _add_vision_tokens(path), video_processor=videos).save_pretrained(path)
-    return path
-
-
-def _add_vision_tokens(path: Path) -> PreTrainedTokenizerBase:
-    """Give the tokenizer of a checkpoint the tokens around images, with ``VISION_TOKEN_IDS``."""
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    unused = [f"<|{index}|>" for index in range(len(tokenizer), VOCAB_SIZE - len(VISION_TOKENS))]
-    tokenizer.add_tokens([*unused, *VISION_TOKENS], special_tokens=True)
-    tokenizer.save_pretrained(path)
-    tokenizer = AutoTokenizer.from_pretrained(path, extra_special_tokens={"image_token": "<|image_pad|>"})
-    assert tokenizer.convert_tokens_to_ids(VISION_TOKENS[0]) == VOCAB_SIZE - len(VISION_TOKENS)
-    return tokenizer
+    return write_random(GptOssForCausalLM, config, Path(path), seed)
 
 
 def write_random_gpt2_124m_half(path: str | Path) -> Path:
@@ -220,16 +155,19 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def _write(model_class: type[PreTrainedModel], config: PreTrainedConfig, path: Path, seed: int) -> Path:
+def write_random(model_class: type[PreTrainedModel], config: PreTrainedConfig, path: Path, seed: int) -> Path:
+    """Write a tokenizer, and random weights of a model in float16."""
     path.mkdir(parents=True, exist_ok=True)
     end_of_text_id = write_tokenizer(path, vocab_size=VOCAB_SIZE, model_max_length=MAX_MODEL_LEN)
     config.bos_token_id = config.eos_token_id = end_of_text_id
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).eval()
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                # They start at 1, which would hide one that is forgotten or swapped.
+        for name, parameter in model.named_parameters():
+            # They start at 0 or 1, which would hide one that is forgotten or swapped.
+            if name.endswith("bias"):
+                parameter.data.normal_(0.0, 0.1)
+            elif parameter.ndim == 1:
                 parameter.data.normal_(1.0, 0.1)
     model.generation_config.eos_token_id = end_of_text_id
     model.half().save_pretrained(path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,7 @@ from rose_backend.vllm_plugin.options import (
     SCHEDULER_CLASS,
     appends_in_attention,
     batches_decode_steps,
+    has_sliding_windows,
     is_rose_selected,
     rose_options,
 )
@@ -265,6 +268,8 @@ def test_prompts_that_no_step_could_hold_are_refused_at_start_up(make_config: Ma
         make_config(max_num_batched_tokens=512, **rose(chunked_prefill=False))
 
 
+EVENTS = {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}
+WINDOWS = {"hf_overrides": {"sliding_window": 64}}
 UNSUPPORTED: dict[str, dict[str, Any]] = {
     "KV connectors": {
         "kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
@@ -278,12 +283,23 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
     },
     "KV cache residency metrics": {"kv_cache_metrics": True},
     "a scheduler of your own": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+    "vLLM's hybrid KV cache manager (--no-disable-hybrid-kv-cache-manager) for sliding windows": {
+        "disable_hybrid_kv_cache_manager": False,
+        **WINDOWS,
+    },
+    "KV cache events of sliding windows": {**EVENTS, **WINDOWS},
 }
 
 
 SERVED: dict[str, dict[str, Any]] = {
     "float8 K/V": {"kv_cache_dtype": "fp8"},
-    "KV cache events": {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")},
+    "KV cache events": EVENTS,
+    "sliding windows": WINDOWS,
+    "windows of no layer beside events": {
+        **EVENTS,
+        "hf_overrides": {"sliding_window": 64, "layer_types": ["full_attention"] * 4},
+    },
+    "vLLM's hybrid KV cache manager without windows": {"disable_hybrid_kv_cache_manager": False},
     "n-gram speculation": {"speculative_config": NGRAM},
     "LoRA": {"enable_lora": True},
     "priorities": {"scheduling_policy": "priority"},
@@ -339,15 +355,35 @@ def test_model_kinds_are_refused_by_name(
         check_supported(config, rose_options(config))
 
 
-def test_sliding_windows_are_refused_by_name(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from rose_backend.vllm_plugin.hooks.refusals import check_supported
+def test_layers_of_one_group_are_asked_of_vllm_too(make_config: MakeConfig) -> None:
+    """Otherwise the layers of a drafter that has another backend got groups of their own."""
 
+    def is_asked(**options: Any) -> bool | None:
+        config = make_config(**options)
+        # vLLM finishes copies: what Rose has set does not look like what a user has set.
+        copy = replace(config)
+        asked: bool | None = config.scheduler_config.disable_hybrid_kv_cache_manager
+        assert copy.scheduler_config.disable_hybrid_kv_cache_manager == asked
+        return asked
+
+    assert is_asked() and is_asked(**WINDOWS) and is_asked(disable_hybrid_kv_cache_manager=True, **WINDOWS)
+    assert not is_asked(disable_hybrid_kv_cache_manager=False)
+    assert not is_asked(**WINDOWS, **rose(block_manager=False))
+    assert not is_asked(**WINDOWS, attention_backend="CPU_ATTN")
+
+
+def test_windows_of_a_drafter_are_windows(make_config: MakeConfig, tiny_model_path: Path) -> None:
     config = make_config()
-    monkeypatch.setattr(type(config.model_config), "get_sliding_window", lambda self: 128)
-    with pytest.raises(ConfigError, match="sliding-window models"):
-        check_supported(config, rose_options(config))
+    assert not has_sliding_windows(config)
+    draft = {"method": "draft_model", "model": str(tiny_model_path), "num_speculative_tokens": 2}
+    config = make_config(speculative_config=draft)
+    assert not has_sliding_windows(config)
+    config.speculative_config.draft_model_config.hf_text_config.sliding_window = 64
+    assert has_sliding_windows(config)
+    types = ["full_attention", "sliding_attention"]
+    for layer_types, has_windows in ((types, True), (types[:1], False)):
+        config.speculative_config.draft_model_config.hf_text_config.layer_types = layer_types
+        assert has_sliding_windows(config) is has_windows
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])

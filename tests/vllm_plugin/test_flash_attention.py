@@ -335,6 +335,13 @@ def test_it_needs_hopper_half_precision_and_its_head_size(
     assert uses_flash_attention(config)
     config.cache_config.cache_dtype = "fp8"
     assert not uses_flash_attention(config)
+    # All layers slide: none is left that FlashAttention 3 may attend.
+    for overrides, has_plain_layers in (
+        ({"sliding_window": 64}, False),
+        ({"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}, True),
+    ):
+        config = on_hopper(hf_overrides=overrides)
+        assert uses_flash_attention(config) is has_plain_layers
     for target, name, answer in (
         (fa_utils, "is_fa_version_supported", lambda version: False),
         (type(current_platform), "is_device_capability_family", lambda self, family: family == 100),

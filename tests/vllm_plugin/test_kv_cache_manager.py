@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -299,11 +300,16 @@ def test_groups_that_rose_does_not_attend_to_are_refused_by_name() -> None:
         ((full_spec(),), "FullAttentionSpec"),
         ((rose, window), "RoseAttentionSpec, SlidingWindowSpec"),
         ((window,), "SlidingWindowSpec"),
+        ((replace(rose, attention_chunk_size=32),), "RoseAttentionSpec"),
+        ((replace(rose, non_causal=True),), "RoseAttentionSpec"),
     ):
         with pytest.raises(ConfigError, match=kinds) as caught:
             make_manager(specs=specs)
         assert HAND_BACK_OPTION in str(caught.value)
     make_manager(specs=(UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": rose, "b": rose}),))
+    # vLLM's way to write down the window of a layer whose K/V is kept whole: of a drafter's, with another backend.
+    drafter = replace(full_spec(), sliding_window=32)
+    make_manager(specs=(UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": rose, "b": drafter}),))
 
 
 def test_a_pool_for_less_than_one_sequence_is_refused() -> None:

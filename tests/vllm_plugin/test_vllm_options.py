@@ -134,6 +134,10 @@ REFUSALS = {
         {"prefix_cache_retention_interval": 64},
         hands_back=False,
     ),
+    "hybrid manager": Refusal(
+        "EngineArgs.disable_hybrid_kv_cache_manager SchedulerConfig.disable_hybrid_kv_cache_manager",
+        {"disable_hybrid_kv_cache_manager": False, "hf_overrides": {"sliding_window": 64}},
+    ),
     "fast prefill": Refusal(
         "EngineArgs.kv_sharing_fast_prefill CacheConfig.kv_sharing_fast_prefill",
         {"kv_sharing_fast_prefill": True},

@@ -37,7 +37,7 @@ ENGINE_ARGUMENTS: dict[str, Options] = {
             default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype lora_target_modules
             enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format
             enable_moe_shared_loras max_lora_cls_labels ray_workers_use_nsight model_loader_extra_config
-            ignore_patterns disable_chunked_mm_input disable_hybrid_kv_cache_manager reasoning_parser
+            ignore_patterns disable_chunked_mm_input reasoning_parser
             reasoning_parser_plugin spec_model spec_tokens show_hidden_metrics_for_version
             otlp_traces_endpoint collect_detailed_traces per_request_spec_decode_metrics
             kv_cache_metrics_sample custom_histogram_buckets cudagraph_metrics enable_layerwise_nvtx_tracing
@@ -119,6 +119,7 @@ ENGINE_ARGUMENTS: dict[str, Options] = {
             "kv_events_config": "a drafter that reads ahead",
             "kv_sharing_fast_prefill": "fast prefill",
             "kv_offloading_size": "KV connectors",
+            "disable_hybrid_kv_cache_manager": "vLLM's hybrid KV cache manager",
         },
     ),
     "AsyncEngineArgs": Options(passes="enable_log_requests"),

@@ -171,7 +171,6 @@ CONFIGURATION: dict[str, Options] = {
         passes="""
             runner_type max_num_queued_reqs max_num_queued_tokens is_multimodal_model
             max_num_encoder_input_tokens encoder_cache_size disable_chunked_mm_input
-            disable_hybrid_kv_cache_manager
         """,
         served={
             "max_num_scheduled_tokens": "above max_num_batched_tokens steps are not split",
@@ -190,6 +189,7 @@ CONFIGURATION: dict[str, Options] = {
         refused={
             "max_num_batched_tokens": "needs --max-num-batched-tokens",
             "scheduler_cls": "a scheduler of your own",
+            "disable_hybrid_kv_cache_manager": "vLLM's hybrid KV cache manager",
         },
     ),
     "DeviceConfig": Options(passes="device device_type"),

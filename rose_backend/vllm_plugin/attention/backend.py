@@ -26,7 +26,9 @@ from rose_backend.vllm_plugin.options import (
     FLOAT8_DTYPES,
     appends_in_attention,
     rose_options,
+    uses_rose_manager,
 )
+from rose_backend.vllm_plugin.patch_ledger import apply_patch
 from rose_backend.vllm_plugin.pending_kernels import begin as begin_to_compile
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ class RoseAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """The kernels mask it; the block manager has to be vLLM's then."""
+        """The kernels mask it, whether blocks in front of it are kept or not."""
         return True
 
     @classmethod
@@ -153,6 +155,9 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         self._sinks: torch.Tensor | None = None
         vllm_config = get_current_vllm_config()
         self.appends_in_attention = appends_in_attention(vllm_config, rose_options(vllm_config))
+        if sliding_window is not None and uses_rose_manager(vllm_config):
+            # Here because layers are built before anybody asks them what they keep.
+            apply_patch("windowed_layer_spec")
         special = (alibi_slopes, sliding_window, self.logits_soft_cap, sinks)
         self.may_use_flash = (
             head_size == flash_attention.HEAD_SIZE

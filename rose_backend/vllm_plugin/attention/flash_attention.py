@@ -82,6 +82,7 @@ def uses_flash_attention(vllm_config: VllmConfig) -> bool:
         or model_config.dtype not in (torch.float16, torch.bfloat16)
         or model_config.get_head_size() != HEAD_SIZE
         or cache_config.cache_dtype in FLOAT8_DTYPES
+        or cache_config.sliding_window is not None  # vLLM sets it where all layers slide
         or not takes_blocks_of(cache_config.block_size)
     ):
         return False

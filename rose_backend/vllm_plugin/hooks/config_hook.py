@@ -44,6 +44,9 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
         try:
             options = rose_options(self)
             _switch_off_vllm_parts(self, options)
+            if options.block_manager and self.scheduler_config.disable_hybrid_kv_cache_manager is None:
+                # One group of blocks for all layers; those of a drafter with another backend follow.
+                self.scheduler_config.disable_hybrid_kv_cache_manager = True
             leaves_graphs = leaves_graphs_to_vllm(self)
             original(self, *args, **kwargs)
             check_supported(self, options)

@@ -13,6 +13,7 @@ from rose_backend.vllm_plugin.options import (
     HAND_BACK_OPTION,
     SCHEDULER_CLASS,
     check_retention_interval,
+    has_sliding_windows,
 )
 
 if TYPE_CHECKING:
@@ -67,9 +68,12 @@ def _speculation(holds: Callable[[SpeculativeConfig], bool]) -> Check:
 def _has_events_of_lookahead_hashes(vllm_config: VllmConfig) -> bool:
     # From vLLM 0.33 on such drafters make a block's published hash depend on tokens behind it, which may not be there
     # when the block is full.
+    return _has_events(vllm_config) and getattr(vllm_config, "num_hash_lookahead_tokens", 0) > 0
+
+
+def _has_events(vllm_config: VllmConfig) -> bool:
     config = vllm_config.kv_events_config
-    has_events = config is not None and config.enable_kv_cache_events
-    return has_events and getattr(vllm_config, "num_hash_lookahead_tokens", 0) > 0
+    return config is not None and config.enable_kv_cache_events
 
 
 def _has_foreign_scheduler(vllm_config: VllmConfig) -> bool:
@@ -104,10 +108,13 @@ _ATTENTION_CHECKS: tuple[tuple[str, Check], ...] = (
 _MANAGER_CHECKS: tuple[tuple[str, Check], ...] = (
     ("hybrid and Mamba models", lambda c: _model("is_hybrid")(c) or _model("has_inner_state")(c)),
     ("models without attention", _model("is_attention_free")),
+    # Rose's hook has set it to True where the user left it open.
     (
-        "sliding-window models",
-        lambda c: c.model_config is not None and c.model_config.get_sliding_window() is not None,
+        "vLLM's hybrid KV cache manager (--no-disable-hybrid-kv-cache-manager) for sliding windows",
+        lambda c: has_sliding_windows(c) and c.scheduler_config.disable_hybrid_kv_cache_manager is False,
     ),
+    # An event names its group's window, and Rose's group has layers of several.
+    ("KV cache events of sliding windows", lambda c: _has_events(c) and has_sliding_windows(c)),
     ("diffusion models (--diffusion-config)", lambda c: c.diffusion_config is not None),
     (
         "KV connectors (--kv-transfer-config, --kv-offloading-size)",

@@ -6,21 +6,36 @@ registry finds managers by base class, hence the subclass needs no entry of its 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from rose_backend.errors import ConfigError
-from rose_backend.vllm_plugin.options import HAND_BACK_OPTION
+from rose_backend.vllm_plugin.backend_name import BACKEND_NAME
+from rose_backend.vllm_plugin.options import HAND_BACK_OPTION, uses_rose_manager
+from rose_backend.vllm_plugin.plugin_logger import logger
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+    OwnSpec = Callable[[Any, VllmConfig], KVCacheSpec | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoseAttentionSpec(FullAttentionSpec):
-    """Full attention by ROSE. Same fields, same bytes."""
+    """Attention by ROSE over K/V that is kept whole. Same fields, same bytes as full attention.
+
+    A layer with a sliding window has none here: its window hides keys from its queries, the blocks stay.
+    """
 
 
 def as_rose_spec(spec: AttentionSpec) -> AttentionSpec:
@@ -28,6 +43,89 @@ def as_rose_spec(spec: AttentionSpec) -> AttentionSpec:
     if type(spec) is not FullAttentionSpec:
         return spec
     return RoseAttentionSpec(**{field.name: getattr(spec, field.name) for field in fields(spec)})
+
+
+def wrap_get_kv_cache_spec(original: OwnSpec) -> OwnSpec:
+    """Build the replacement of ``Attention.get_kv_cache_spec``; see the patch ledger.
+
+    Under Rose's block manager every layer keeps all its K/V in one KV cache group, so that a prefix hit may end at any
+    token.
+    """
+
+    @functools.wraps(original)
+    def get_kv_cache_spec(self: Any, vllm_config: VllmConfig) -> KVCacheSpec | None:
+        spec = original(self, vllm_config)
+        has_window = type(spec) is SlidingWindowSpec and _is_rose_layer(self)
+        if not has_window or not uses_rose_manager(vllm_config):
+            return spec
+        if _speaks_for_the_others(self, vllm_config):
+            _log_once(describe_kept_windows(vllm_config, original))
+        return _kept_whole(spec, vllm_config.cache_config.block_size)
+
+    return get_kv_cache_spec
+
+
+def _is_rose_layer(layer: Any) -> bool:
+    backend = getattr(layer, "attn_backend", None)
+    return backend is not None and backend.get_name() == BACKEND_NAME
+
+
+def _speaks_for_the_others(layer: Any, vllm_config: VllmConfig) -> bool:
+    """Whether a layer is the first one with a window, on the first rank of those that have the same layers."""
+    parallel_config, layers = (
+        vllm_config.parallel_config,
+        vllm_config.compilation_config.static_forward_context,
+    )
+    windowed = (one for one in layers.values() if _is_rose_layer(one) and one.sliding_window is not None)
+    return next(windowed, None) is layer and parallel_config.rank % parallel_config.tensor_parallel_size == 0
+
+
+def _kept_whole(spec: SlidingWindowSpec, block_size: int) -> RoseAttentionSpec:
+    """Return what the layer would ask for without its window."""
+    same = {field.name: getattr(spec, field.name) for field in fields(AttentionSpec)}
+    # Another block size, and a page that is filled up to other layers' pages, are for groups of their own.
+    return RoseAttentionSpec(**{**same, "block_size": block_size, "page_size_padded": None})
+
+
+@functools.lru_cache(maxsize=8)
+def _log_once(line: str) -> None:
+    # vLLM asks more than once.
+    logger.info(line)
+
+
+def describe_kept_windows(vllm_config: VllmConfig, own_spec: OwnSpec) -> str:
+    """Return the line at start-up that says what keeping K/V whole costs one request of the longest length.
+
+    Counted are blocks that the request holds while it generates, over the layers of this worker. vLLM's own manager
+    would hold those of a layer's window only, which may begin inside one.
+
+    Args:
+        own_spec: vLLM's own ``get_kv_cache_spec`` of a layer.
+    """
+    max_model_len, block_size = vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size
+    num_blocks = -(-max_model_len // block_size)
+    whole = windowed = num_layers = 0
+    windows = []
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        if not _is_rose_layer(layer) or layer.kv_sharing_target_layer_name is not None:
+            continue
+        spec = own_spec(layer, vllm_config)
+        if not isinstance(spec, AttentionSpec):
+            continue
+        num_layers += 1
+        block_bytes = block_size * spec.real_page_size_bytes // spec.block_size
+        whole += num_blocks * block_bytes
+        num_held = num_blocks
+        if type(spec) is SlidingWindowSpec:
+            windows.append(spec.sliding_window)
+            num_held = min(-(-(spec.sliding_window - 1) // block_size) + 1, num_blocks)
+        windowed += num_held * block_bytes
+    sizes = " and ".join(f"{window:,}" for window in sorted(set(windows)))
+    return (
+        f"Rose's block manager keeps the K/V of sliding windows whole ({len(windows)} of {num_layers} layers, windows "
+        f"of {sizes} tokens): a request of max_model_len {max_model_len:,} holds {whole / 2**20:,.1f} MiB, "
+        f"{whole / windowed:.1f} times as much as with vLLM's own block manager"
+    )
 
 
 def the_rose_group(kv_cache_config: KVCacheConfig) -> KVCacheGroupSpec:
@@ -47,18 +145,18 @@ def the_rose_group(kv_cache_config: KVCacheConfig) -> KVCacheGroupSpec:
 
 
 def is_rose_group(spec: Any) -> bool:
-    """Whether all layers of a KV cache group are full attention, at least one with ROSE.
+    """Whether all layers of a KV cache group keep their K/V whole, at least one with ROSE.
 
-    The others belong to a draft model, whose attention backend vLLM chooses itself.
+    The others belong to a draft model, whose attention backend vLLM chooses itself; their specification names the
+    window of a layer that keeps all K/V nevertheless.
     """
     specs = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    return all(map(_is_full_attention, specs)) and any(isinstance(one, RoseAttentionSpec) for one in specs)
+    return all(map(_is_kept_whole, specs)) and any(isinstance(one, RoseAttentionSpec) for one in specs)
 
 
-def _is_full_attention(spec: Any) -> bool:
+def _is_kept_whole(spec: Any) -> bool:
     return (
         type(spec) in (FullAttentionSpec, RoseAttentionSpec)
-        and spec.sliding_window is None
         and spec.attention_chunk_size is None
         and not spec.non_causal
     )

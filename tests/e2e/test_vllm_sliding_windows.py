@@ -1,0 +1,128 @@
+"""Models with sliding windows: Rose's block manager keeps all their K/V; the text is that of vLLM's own CPU backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
+from tests.e2e.conftest import MakeEngine
+from tests.e2e.test_vllm_features import draft_counts, inputs_of, scheduler_of
+from tests.support.half_precision import mixed_prompts
+from tests.support.random_checkpoints import (
+    SLIDING_WINDOW,
+    VOCAB_SIZE,
+    write_random_gemma3,
+    write_random_gpt_oss,
+    write_random_mistral,
+)
+from tests.support.reference_generation import Prompts
+from tests.support.stepped_engine import SteppedEngine
+
+ROUNDING = 1e-3
+"""Log-probabilities that two ways of computing in float32 may differ by."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True, logprobs=2)
+BLOCK_SIZE = 16
+OPTIONS: dict[str, Any] = {"max_model_len": 560, "max_num_seqs": 32, "kv_cache_memory_bytes": 48 << 20}
+
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "Mistral": write_random_mistral,
+    "Gemma 3": write_random_gemma3,
+    "gpt-oss": write_random_gpt_oss,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts up to twelve windows long, and what vLLM's own parts make of them."""
+
+    model: str
+    prompts: Prompts
+    expected: list[list[tuple[int, float]]]
+    """Tokens and log-probabilities."""
+
+    def differences(self, indices: Any, outputs: list[Any]) -> list[str]:
+        lines = []
+        for index, output in zip(indices, outputs, strict=True):
+            pairs = zip(said(output), self.expected[index], strict=True)
+            for place, ((token, logprob), (wanted, known)) in enumerate(pairs):
+                if token != wanted or abs(logprob - known) > ROUNDING:
+                    lines.append(f"prompt {index}, place {place}: {token} {logprob}, not {wanted} {known}")
+                    break
+        return lines
+
+
+def said(output: Any) -> list[tuple[int, float]]:
+    tokens, logprobs = output.outputs[0].token_ids, output.outputs[0].logprobs
+    return [(token, entry[token].logprob) for token, entry in zip(tokens, logprobs, strict=True)]
+
+
+def lead(output: Any) -> float:
+    """Return by how much the likeliest token is ahead of the next, where it is least."""
+    ranked = [sorted(entry.values(), key=lambda one: one.rank) for entry in output.outputs[0].logprobs]
+    return min(first.logprob - second.logprob for first, second, *_ in ranked)
+
+
+@pytest.fixture(scope="module", params=WRITERS)
+def case(
+    request: pytest.FixtureRequest, make_engine: MakeEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Case:
+    model = str(WRITERS[request.param](tmp_path_factory.mktemp("windows")))
+    prompts = mixed_prompts(VOCAB_SIZE, max_len=400)[0][:64]
+    own = {"attention_backend": None, "block_size": 32, "enable_prefix_caching": False}
+    with make_engine(model=model, **OPTIONS, **own) as llm:
+        outputs = llm.generate(inputs_of(prompts), GREEDY, use_tqdm=False)
+    # Rounding may decide between tokens that are almost equally likely.
+    clear = [index for index, output in enumerate(outputs) if lead(output) > 2 * ROUNDING]
+    assert len(clear) > 40 and sum(len(prompts[index]) > 4 * SLIDING_WINDOW for index in clear) > 12
+    return Case(model, tuple(prompts[index] for index in clear), [said(outputs[index]) for index in clear])
+
+
+def test_through_a_tenth_of_the_blocks_in_chunks_then_alone_and_from_the_cache(
+    make_engine: MakeEngine, case: Case
+) -> None:
+    num_blocks = sum(-(-(len(prompt) + GREEDY.max_tokens) // BLOCK_SIZE) for prompt in case.prompts)
+    few = {"num_gpu_blocks_override": 1 + num_blocks // 10, "max_num_batched_tokens": 77}
+    with make_engine(model=case.model, **OPTIONS, **few) as llm:
+        (group,) = scheduler_of(llm).kv_cache_config.kv_cache_groups
+        assert type(group.kv_cache_spec) is RoseAttentionSpec
+        engine = SteppedEngine(llm)
+        everyone = range(len(case.prompts))
+        assert case.differences(everyone, engine.generate(case.prompts, GREEDY)) == []
+        stats = engine.manager.stats
+        assert engine.num_preemptions > 0
+        assert min(stats.evictions, stats.clones, stats.partial_hits) > 0, stats
+
+        # Shared heads are longer than a window: what the last tokens attend to is all in the cache.
+        longest = sorted(everyone, key=lambda index: -len(case.prompts[index]))[:8]
+        for index in longest:
+            assert engine.llm.reset_prefix_cache()
+            for num_cached in (0, len(case.prompts[index]) - 1):
+                outputs = engine.generate([case.prompts[index]], GREEDY)
+                assert case.differences([index], outputs) == []
+                assert outputs[0].num_cached_tokens == num_cached
+
+
+@pytest.mark.parametrize("backend", [None, "ROSE"], ids=["of its own", "ROSE"])
+def test_a_drafter_with_windows(make_engine: MakeEngine, case: Case, backend: str | None) -> None:
+    draft: dict[str, Any] = {"method": "draft_model", "model": case.model, "num_speculative_tokens": 3}
+    if backend:
+        draft["attention_backend"] = backend
+    few = {"block_size": 32, "max_num_batched_tokens": 300, "disable_log_stats": False}
+    with make_engine(model=case.model, **OPTIONS, **few, speculative_config=draft) as llm:
+        chosen, num_accepted = range(16), draft_counts(llm)[1]
+        for _ in range(2):
+            inputs = inputs_of(tuple(case.prompts[index] for index in chosen))
+            assert case.differences(chosen, llm.generate(inputs, GREEDY, use_tqdm=False)) == []
+        num_accepted = draft_counts(llm)[1] - num_accepted
+        # The drafter is the model itself: what it gets wrong, it was told wrong by its cache. Three of four tokens
+        # behind the first are drafts.
+        assert num_accepted > 0.97 * 2 * len(chosen) * (GREEDY.max_tokens - 1) * 3 / 4
+        manager = scheduler_of(llm).kv_cache_manager.manager
+        manager.check_integrity()
+        assert min(manager.stats.partial_hits, manager.stats.clones) > 0, manager.stats

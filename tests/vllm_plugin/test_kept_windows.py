@@ -1,0 +1,145 @@
+"""Layers with sliding windows keep all their K/V under Rose's block manager: what vLLM is told, and the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec, _log_once, block_bytes, is_rose_group
+from tests.vllm_plugin.conftest import MakeConfig
+
+BLOCK_SIZE, NUM_HEADS, HEAD_SIZE, WINDOW = 16, 2, 64, 40
+HANDED_BACK = {"additional_config": {"rose": {"block_manager": False}}}
+TOKEN_BYTES = 2 * NUM_HEADS * HEAD_SIZE * 4
+
+MakeLayers = Callable[..., Any]
+
+
+@pytest.fixture
+def make_layers(make_config: MakeConfig) -> MakeLayers:
+    """Return a function that makes a configuration with vLLM's own layers, one for each window given."""
+    _log_once.cache_clear()
+
+    def make(
+        *windows: int | None, layer_options: dict[int, dict[str, Any]] | None = None, **options: Any
+    ) -> Any:
+        config = make_config(block_size=BLOCK_SIZE, **options)
+        with set_current_vllm_config(config), torch.device("cpu"):
+            for index, window in enumerate(windows):
+                sizes = {"num_heads": NUM_HEADS, "head_size": HEAD_SIZE, "scale": 0.1}
+                Attention(
+                    **{**sizes, **(layer_options or {}).get(index, {})},
+                    cache_config=config.cache_config,
+                    prefix=f"layers.{index}.attn",
+                    per_layer_sliding_window=window,
+                )
+        return config
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "windows", [(WINDOW,) * 3, (WINDOW, WINDOW, None), (None, 128, WINDOW)], ids=["all", "mixed", "two sizes"]
+)
+def test_all_layers_are_one_group_of_whole_kv(
+    make_layers: MakeLayers, windows: tuple[int | None, ...]
+) -> None:
+    config = make_layers(*windows)
+    specs = get_kv_cache_spec(config)
+    plain = RoseAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=NUM_HEADS, head_size=HEAD_SIZE, dtype=torch.float32
+    )
+    assert list(specs.values()) == [plain] * 3
+    # vLLM's own arithmetic: room for max_model_len, and its groups.
+    assert plain.max_memory_usage_bytes(config) == 1024 * TOKEN_BYTES
+    (group,) = get_kv_cache_groups(config, specs)
+    assert is_rose_group(group.kv_cache_spec) and len(group.layer_names) == 3
+    assert block_bytes(group) == 3 * BLOCK_SIZE * TOKEN_BYTES
+    # The kernels still have the windows.
+    layers = config.compilation_config.static_forward_context.values()
+    assert [layer.impl.sliding_window for layer in layers] == list(windows)
+
+
+def test_layers_of_different_shapes_are_one_group(make_layers: MakeLayers) -> None:
+    config = make_layers(WINDOW, None, layer_options={1: {"head_size": 128}})
+    specs = get_kv_cache_spec(config)
+    assert [type(spec) for spec in specs.values()] == [RoseAttentionSpec] * 2
+    (group,) = get_kv_cache_groups(config, specs)
+    assert type(group.kv_cache_spec) is UniformTypeKVCacheSpecs and is_rose_group(group.kv_cache_spec)
+    assert block_bytes(group) == (1 + 2) * BLOCK_SIZE * TOKEN_BYTES
+
+
+def test_windows_are_vllms_without_roses_block_manager_or_backend(
+    make_layers: MakeLayers, rose_log: list[str]
+) -> None:
+    # Replaced already, in this process.
+    get_kv_cache_spec(make_layers(WINDOW))
+    rose_log.clear()
+    for options in (HANDED_BACK, {"attention_backend": "CPU_ATTN"}):
+        config = make_layers(WINDOW, None, **options)
+        specs = list(get_kv_cache_spec(config).values())
+        assert type(specs[0]) is SlidingWindowSpec and isinstance(specs[1], FullAttentionSpec)
+        assert specs[0].sliding_window == WINDOW
+        assert not any("windows whole" in line for line in rose_log)
+
+
+def test_a_drafter_of_another_backend_joins_the_group(make_layers: MakeLayers) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    config = make_layers(None, WINDOW, layer_options={1: {"attn_backend": CPUAttentionBackend}})
+    specs = get_kv_cache_spec(config)
+    assert [type(spec) for spec in specs.values()] == [RoseAttentionSpec, SlidingWindowSpec]
+    (group,) = get_kv_cache_groups(config, specs)
+    assert is_rose_group(group.kv_cache_spec)
+
+
+LINE = "Rose's block manager keeps the K/V of sliding windows whole ({} layers, windows of {} tokens): a request of "
+LINE += "max_model_len {} holds {} MiB, {} times as much as with vLLM's own block manager"
+
+
+@pytest.mark.parametrize(
+    ("windows", "max_model_len", "said"),
+    [
+        # 39 tokens before the newest one, from inside a block: 4 of 64 blocks.
+        ((WINDOW,) * 2, 1024, ("2 of 2", "40", "1,024", "2.0", "16.0")),
+        ((WINDOW, None, 600), 1024, ("2 of 3", "40 and 600", "1,024", "3.0", f"{192 / (4 + 64 + 39):.1f}")),
+        # 17: 16 tokens before the newest one, which may begin in one block and end in the next.
+        ((17, None), 1024, ("1 of 2", "17", "1,024", "2.0", f"{128 / (2 + 64):.1f}")),
+        ((WINDOW, None), 32, ("1 of 2", "40", "32", "0.1", "1.0")),
+    ],
+    ids=["all", "two sizes", "block borders", "never filled"],
+)
+def test_what_it_costs_is_said_once(
+    make_layers: MakeLayers,
+    rose_log: list[str],
+    windows: tuple[int | None, ...],
+    max_model_len: int,
+    said: Any,
+) -> None:
+    config = make_layers(*windows, max_model_len=max_model_len)
+    rose_log.clear()
+    for _ in range(2):
+        get_kv_cache_spec(config)
+    assert rose_log == [LINE.format(*said)]
+
+
+def test_only_one_rank_says_it_and_shared_caches_count_once(
+    make_layers: MakeLayers, rose_log: list[str]
+) -> None:
+    shares = {2: {"kv_sharing_target_layer_name": "layers.0.attn"}}
+    config = make_layers(WINDOW, None, WINDOW, layer_options=shares, tensor_parallel_size=2)
+    rose_log.clear()
+    config.parallel_config.rank = 1
+    get_kv_cache_spec(config)
+    assert rose_log == []
+    config.parallel_config.rank = 0
+    get_kv_cache_spec(config)
+    assert rose_log == [LINE.format("1 of 2", "40", "1,024", "2.0", f"{128 / (4 + 64):.1f}")]
