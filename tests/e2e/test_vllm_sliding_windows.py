@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
 from tests.e2e.conftest import MakeEngine
@@ -108,6 +109,19 @@ def test_through_a_tenth_of_the_blocks_in_chunks_then_alone_and_from_the_cache(
                 assert outputs[0].num_cached_tokens == num_cached
 
 
+@pytest.mark.parametrize("case", ["Gemma 3"], indirect=True)
+def test_vllms_own_block_manager_drops_what_windows_have_passed(make_engine: MakeEngine, case: Case) -> None:
+    handed_back = {"additional_config": {"rose": {"block_manager": False}}}
+    with make_engine(model=case.model, **OPTIONS, **handed_back, max_num_batched_tokens=77) as llm:
+        groups = scheduler_of(llm).kv_cache_config.kv_cache_groups
+        kinds = [type(group.kv_cache_spec) for group in groups for _ in group.layer_names]
+        assert kinds.count(SlidingWindowSpec) == 3 and kinds.count(RoseAttentionSpec) == 1
+        chosen = range(16)
+        inputs = inputs_of(tuple(case.prompts[index] for index in chosen))
+        assert case.differences(chosen, llm.generate(inputs, GREEDY, use_tqdm=False)) == []
+
+
+@pytest.mark.parametrize("case", ["Mistral", "Gemma 3"], indirect=True)
 @pytest.mark.parametrize("backend", [None, "ROSE"], ids=["of its own", "ROSE"])
 def test_a_drafter_with_windows(make_engine: MakeEngine, case: Case, backend: str | None) -> None:
     draft: dict[str, Any] = {"method": "draft_model", "model": case.model, "num_speculative_tokens": 3}

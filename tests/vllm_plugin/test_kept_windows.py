@@ -77,6 +77,19 @@ def test_layers_of_different_shapes_are_one_group(make_layers: MakeLayers) -> No
     assert block_bytes(group) == (1 + 2) * BLOCK_SIZE * TOKEN_BYTES
 
 
+def test_windows_with_a_cache_of_another_type_are_in_the_group(make_layers: MakeLayers) -> None:
+    """For groups of their own vLLM gives them other blocks, in pages as large as those of the other layers."""
+    config = make_layers(WINDOW, None, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["sliding_window"])
+    for shared_page in (None, 3 * BLOCK_SIZE * TOKEN_BYTES):
+        config.cache_config.skip_page_size_padded = shared_page
+        specs = get_kv_cache_spec(config)
+        windowed, plain = specs.values()
+        assert (windowed.block_size, windowed.page_size_bytes) == (BLOCK_SIZE, BLOCK_SIZE * TOKEN_BYTES)
+        assert (plain.block_size, plain.page_size_bytes) == (BLOCK_SIZE, BLOCK_SIZE * TOKEN_BYTES // 4)
+        (group,) = get_kv_cache_groups(config, specs)
+        assert is_rose_group(group.kv_cache_spec)
+
+
 def test_windows_are_vllms_without_roses_block_manager_or_backend(
     make_layers: MakeLayers, rose_log: list[str]
 ) -> None:
@@ -112,7 +125,7 @@ LINE += "max_model_len {} holds {} MiB, {} times as much as with vLLM's own bloc
         ((WINDOW,) * 2, 1024, ("2 of 2", "40", "1,024", "2.0", "16.0")),
         ((WINDOW, None, 600), 1024, ("2 of 3", "40 and 600", "1,024", "3.0", f"{192 / (4 + 64 + 39):.1f}")),
         # 17: 16 tokens before the newest one, which may begin in one block and end in the next.
-        ((17, None), 1024, ("1 of 2", "17", "1,024", "2.0", f"{128 / (2 + 64):.1f}")),
+        ((17, 17), 1024, ("2 of 2", "17", "1,024", "2.0", "32.0")),
         ((WINDOW, None), 32, ("1 of 2", "40", "32", "0.1", "1.0")),
     ],
     ids=["all", "two sizes", "block borders", "never filled"],
