@@ -22,7 +22,7 @@ from rose_backend.kernels.tensor_checks import (
     check_tensors,
 )
 
-MAX_GPU_HEAD_SIZE = 256
+MAX_GPU_HEAD_SIZE = 512
 """Larger heads do not fit a program's registers."""
 
 MAX_QUERY_LEN = 8

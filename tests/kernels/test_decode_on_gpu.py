@@ -231,8 +231,8 @@ def test_no_plan_is_made() -> None:
 
 
 def test_what_the_kernel_cannot_do_is_named() -> None:
-    with pytest.raises(ShapeError, match=r"query: expected D of at most 256 on a GPU, got 272"):
-        make_step([3], shape=(1, 1, 272, 16)).decode()
+    with pytest.raises(ShapeError, match=r"query: expected D of at most 512 on a GPU, got 520"):
+        make_step([3], shape=(1, 1, 520, 16)).decode()
     step = make_step([3])
     step.key_cache = step.key_cache.transpose(1, 3).contiguous().transpose(1, 3)
     with pytest.raises(ShapeError, match=r"key_cache: expected an innermost stride of 1"):

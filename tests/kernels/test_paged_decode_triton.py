@@ -143,6 +143,8 @@ def check(inputs: PagedInputs, out: torch.Tensor, **options: Any) -> None:
         ((2, 2), 16, 8, FLOAT16, "layer_of_stack"),
         ((5, 1), 40, 6, FLOAT16, "vllm"),
         ((4, 1), 32, 16, BFLOAT16, "contiguous"),
+        ((2, 1), 512, 16, FLOAT16, "vllm"),
+        ((2, 1), 392, 16, FLOAT32, "vllm"),
     ],
     ids=str,
 )
@@ -321,8 +323,8 @@ def test_nothing_to_do(lengths: list[int]) -> None:
 def test_what_the_kernels_cannot_do_is_named() -> None:
     query, cache = torch.zeros(2, 3, 16), torch.zeros(2, 16, 3, 16)
     check_gpu_tensors(query, key_cache=cache, new_key=None)
-    with pytest.raises(ShapeError, match=r"query: expected D of at most 256 on a GPU, got 272"):
-        check_gpu_tensors(torch.zeros(2, 3, 272))
+    with pytest.raises(ShapeError, match=r"query: expected D of at most 512 on a GPU, got 520"):
+        check_gpu_tensors(torch.zeros(2, 3, 520))
     with pytest.raises(ShapeError, match=r"query: expected one of .* on a GPU, got torch.float64"):
         check_gpu_tensors(query.double())
     with pytest.raises(ShapeError, match=r"key_cache: expected an innermost stride of 1, got strides"):

@@ -12,7 +12,7 @@ from rose_backend.kernels.gpu import paged_prefill as gpu
 from rose_backend.kernels.gpu import store_chunk
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE
-from tests.support.aot import Launch, compile_launch, compiles, record_launches
+from tests.support.aot import SHARED_BYTES, Launch, compile_launch, compiles, record_launches
 from tests.support.error_budget import assert_within_budget
 from tests.support.interpreter import run_interpreted
 from tests.support.paged_inputs import (
@@ -84,6 +84,8 @@ def check(inputs: PagedInputs, out: torch.Tensor, *, scale: float = SCALE, **opt
         ((3, 1), 32, 16, FLOAT16, "vllm", "wide tiles"),
         ((2, 1), 40, 6, FLOAT32, "vllm", "wide tiles"),
         ((4, 2), 16, 2, FLOAT16, "vllm", "descriptors"),
+        ((2, 1), 512, 16, FLOAT16, "vllm", "two loops"),
+        ((2, 1), 392, 16, FLOAT32, "vllm", "one loop"),
     ],
     ids=str,
 )
@@ -254,6 +256,12 @@ def test_compiles_without_spills(
     resources = compile_launch(launch, capability)
     assert {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}[capability] in resources.ptx
     assert ("cp.async.bulk.tensor" in resources.ptx) == (capability >= 90)
+
+
+@compiles("_paged_prefill_kernel")
+def test_heads_of_512_compile_without_spills(capability: int) -> None:
+    (launch,) = record((16, 2), 512, BFLOAT16, capability)
+    assert compile_launch(launch, capability).shared_bytes <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("query_len", [16, 128])

@@ -27,6 +27,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 CAPABILITIES = (80, 90, 100)
 """Compute capabilities that every kernel must compile for: A100, H100 and H200, B200."""
 
+SHARED_BYTES = 99 << 10
+"""Shared memory that a program may use on every GPU of these generations: 8.6, 8.9 and 12.0 have the least."""
+
 COMPILED: list[tuple[Launch, int, Resources]] = []
 """What ``compile_launch`` has compiled in this process: launch, capability, resources."""
 

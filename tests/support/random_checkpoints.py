@@ -17,6 +17,8 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     Idefics3Config,
@@ -129,6 +131,21 @@ def write_random_gemma3(path: str | Path, seed: int = 0) -> Path:
         query_pre_attn_scalar=64,
     )
     return write_random(Gemma3ForCausalLM, config, Path(path), seed)
+
+
+def write_random_gemma4(path: str | Path, seed: int = 0) -> Path:
+    """Write a checkpoint as Gemma 4's for text: one of 4 layers has no window, and heads of 512 instead of 64."""
+    sliding, full = "sliding_attention", "full_attention"
+    config = Gemma4TextConfig(
+        **_SMALL,
+        num_hidden_layers=4,
+        sliding_window=SLIDING_WINDOW,
+        layer_types=[sliding, sliding, sliding, full],
+        global_head_dim=512,
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0,
+    )
+    return write_random(Gemma4ForCausalLM, config, Path(path), seed)
 
 
 def write_random_gpt_oss(path: str | Path, seed: int = 0) -> Path:

@@ -201,7 +201,7 @@ def test_the_platform_refuses_what_the_backend_does_not_support() -> None:
     assert "CPUAttentionBackend" in CpuPlatform.get_attn_backend_cls(None, good)
     for change, reason in (
         ({"head_size": 60}, "head_size"),
-        ({"head_size": 512}, "head_size"),
+        ({"head_size": 520}, "head_size"),
         ({"dtype": torch.float64}, "dtype not supported"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype float16 with a model in float32"),

@@ -66,7 +66,7 @@ def decode_tuning(
             min_split=64,
             num_programs=4 * num_processors,
             use_dot=False,
-            num_warps=4,
+            num_warps=4 if head_tile <= 256 else 8,
             num_stages=1,
         )
     # A warp has registers for about 1024 attended numbers.
@@ -96,12 +96,13 @@ def decode_tuning(
         )
     tile = 8192 if is_large and head_tile == 128 else 4096
     return DecodeTuning(
-        tile=tile // head_tile,
+        tile=max(tile // head_tile, 16),
         min_split=128,
         num_programs=(2 if is_large else 3) * num_processors,
         use_dot=True,
-        num_warps=min(max(query_warps, 4), 8),
-        num_stages=3 if head_tile == 128 else 4,
+        num_warps=min(max(query_warps, 4 if head_tile <= 256 else 8), 8),
+        # Four tiles of heads of 512 would fit the shared memory of some GPUs only.
+        num_stages={128: 3, 256: 4}.get(head_tile, 2),
         max_registers=128 if head_tile == 128 and not is_large else None,
     )
 

@@ -55,7 +55,9 @@ def prefill_tuning(
         return PrefillTuning(64, 32, num_warps=4, num_stages=2, **pointers)
     if head_size <= 128:
         return PrefillTuning(128, 64, num_warps=8, num_stages=3, **pointers)
-    return PrefillTuning(64, 32, num_warps=8, num_stages=2, **pointers)
+    if head_size <= 256:
+        return PrefillTuning(64, 32, num_warps=8, num_stages=2, **pointers)
+    return PrefillTuning(32, 16, num_warps=8, num_stages=2, **pointers)
 
 
 TUNED_QUERY_LENS = (1, 17, 128, 512)

@@ -34,7 +34,7 @@ from rose_backend.vllm_plugin.pending_kernels import begin as begin_to_compile
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
 
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 512
 
 
 class RoseAttentionBackend(AttentionBackend):

@@ -76,6 +76,17 @@ def _has_events(vllm_config: VllmConfig) -> bool:
     return config is not None and config.enable_kv_cache_events
 
 
+def _shares_kv_between_layers_of_several_shapes(vllm_config: VllmConfig) -> bool:
+    # vLLM looks a layer that shares K/V up in its group's specifications, where those of several shapes are by layer
+    # and only layers with a cache of their own are there.
+    model = vllm_config.model_config
+    config = None if model is None else model.hf_text_config
+    if not getattr(config, "num_kv_shared_layers", 0):
+        return False
+    layers = getattr(config, "per_layer_config", None) or ()
+    return len({(layer.head_dim, layer.num_key_value_heads) for layer in layers}) > 1
+
+
 def _has_foreign_scheduler(vllm_config: VllmConfig) -> bool:
     known = (None, SCHEDULER_CLASS, ASYNC_SCHEDULER_CLASS)
     # vLLM brings one for diffusion models, which are refused as such.
@@ -112,6 +123,10 @@ _MANAGER_CHECKS: tuple[tuple[str, Check], ...] = (
     (
         "vLLM's hybrid KV cache manager (--no-disable-hybrid-kv-cache-manager) for sliding windows",
         lambda c: has_sliding_windows(c) and c.scheduler_config.disable_hybrid_kv_cache_manager is False,
+    ),
+    (
+        "layers that share K/V beside layers of other shapes (num_kv_shared_layers)",
+        _shares_kv_between_layers_of_several_shapes,
     ),
     # An event names its group's window, and Rose's group has layers of several.
     ("KV cache events of sliding windows", lambda c: _has_events(c) and has_sliding_windows(c)),

@@ -87,6 +87,7 @@ HEAD_SHAPES = (
     Case(heads=6, kv_heads=2, head_size=128),
     Case(heads=1, kv_heads=1, head_size=64),
     Case(heads=2, kv_heads=1, head_size=256),
+    Case(heads=4, kv_heads=2, head_size=512),
     Case(heads=2, kv_heads=2, head_size=96),
 )
 TYPES = tuple(Case(dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32))
