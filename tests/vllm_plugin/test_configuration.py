@@ -356,11 +356,11 @@ def test_model_kinds_are_refused_by_name(
 
 
 def test_layers_of_one_group_are_asked_of_vllm_too(make_config: MakeConfig) -> None:
-    """Otherwise the layers of a drafter that has another backend got groups of their own."""
+    """What Rose sets is not taken for what a user has set."""
 
     def is_asked(**options: Any) -> bool | None:
         config = make_config(**options)
-        # vLLM finishes copies: what Rose has set does not look like what a user has set.
+        # vLLM finishes copies.
         copy = replace(config)
         asked: bool | None = config.scheduler_config.disable_hybrid_kv_cache_manager
         assert copy.scheduler_config.disable_hybrid_kv_cache_manager == asked

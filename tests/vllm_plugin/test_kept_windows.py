@@ -10,9 +10,15 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
+from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec, _log_once, block_bytes, is_rose_group
 from tests.vllm_plugin.conftest import MakeConfig
 
@@ -21,6 +27,18 @@ HANDED_BACK = {"additional_config": {"rose": {"block_manager": False}}}
 TOKEN_BYTES = 2 * NUM_HEADS * HEAD_SIZE * 4
 
 MakeLayers = Callable[..., Any]
+
+
+class OtherBackend(RoseAttentionBackend):
+    """Stands for one of vLLM's, on any platform."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # vLLM takes no name that it does not know
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        return spec
 
 
 @pytest.fixture
@@ -34,9 +52,10 @@ def make_layers(make_config: MakeConfig) -> MakeLayers:
         config = make_config(block_size=BLOCK_SIZE, **options)
         with set_current_vllm_config(config), torch.device("cpu"):
             for index, window in enumerate(windows):
-                sizes = {"num_heads": NUM_HEADS, "head_size": HEAD_SIZE, "scale": 0.1}
+                given = {"num_heads": NUM_HEADS, "head_size": HEAD_SIZE, "scale": 0.1}
+                given |= {"attn_backend": RoseAttentionBackend, **(layer_options or {}).get(index, {})}
                 Attention(
-                    **{**sizes, **(layer_options or {}).get(index, {})},
+                    **given,
                     cache_config=config.cache_config,
                     prefix=f"layers.{index}.attn",
                     per_layer_sliding_window=window,
@@ -96,7 +115,8 @@ def test_windows_are_vllms_without_roses_block_manager_or_backend(
     # Replaced already, in this process.
     get_kv_cache_spec(make_layers(WINDOW))
     rose_log.clear()
-    for options in (HANDED_BACK, {"attention_backend": "CPU_ATTN"}):
+    other = {"attn_backend": OtherBackend}
+    for options in (HANDED_BACK, {"layer_options": {0: other, 1: other}, "attention_backend": "CPU_ATTN"}):
         config = make_layers(WINDOW, None, **options)
         specs = list(get_kv_cache_spec(config).values())
         assert type(specs[0]) is SlidingWindowSpec and isinstance(specs[1], FullAttentionSpec)
@@ -105,13 +125,14 @@ def test_windows_are_vllms_without_roses_block_manager_or_backend(
 
 
 def test_a_drafter_of_another_backend_joins_the_group(make_layers: MakeLayers) -> None:
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    config = make_layers(None, WINDOW, layer_options={1: {"attn_backend": CPUAttentionBackend}})
-    specs = get_kv_cache_spec(config)
-    assert [type(spec) for spec in specs.values()] == [RoseAttentionSpec, SlidingWindowSpec]
-    (group,) = get_kv_cache_groups(config, specs)
-    assert is_rose_group(group.kv_cache_spec)
+    shapes: tuple[dict[str, Any], ...] = ({}, {"head_size": 128})
+    for shape in shapes:
+        drafter = {"attn_backend": OtherBackend, **shape}
+        config = make_layers(None, WINDOW, 2 * WINDOW, layer_options={1: drafter, 2: drafter})
+        specs = get_kv_cache_spec(config)
+        assert [type(spec) for spec in specs.values()] == [RoseAttentionSpec, *[FullAttentionSpec] * 2]
+        (group,) = get_kv_cache_groups(config, specs)
+        assert is_rose_group(group.kv_cache_spec)
 
 
 LINE = "Rose's block manager keeps the K/V of sliding windows whole ({} layers, windows of {} tokens): a request of "

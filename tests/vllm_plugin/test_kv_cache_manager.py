@@ -300,6 +300,7 @@ def test_groups_that_rose_does_not_attend_to_are_refused_by_name() -> None:
         ((full_spec(),), "FullAttentionSpec"),
         ((rose, window), "RoseAttentionSpec, SlidingWindowSpec"),
         ((window,), "SlidingWindowSpec"),
+        ((replace(rose, sliding_window=32),), "RoseAttentionSpec"),
         ((replace(rose, attention_chunk_size=32),), "RoseAttentionSpec"),
         ((replace(rose, non_causal=True),), "RoseAttentionSpec"),
     ):
@@ -307,8 +308,8 @@ def test_groups_that_rose_does_not_attend_to_are_refused_by_name() -> None:
             make_manager(specs=specs)
         assert HAND_BACK_OPTION in str(caught.value)
     make_manager(specs=(UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": rose, "b": rose}),))
-    # vLLM's way to write down the window of a layer whose K/V is kept whole: of a drafter's, with another backend.
-    drafter = replace(full_spec(), sliding_window=32)
+    # A drafter's layer has a backend that vLLM chooses.
+    drafter = full_spec()
     make_manager(specs=(UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": rose, "b": drafter}),))
 
 

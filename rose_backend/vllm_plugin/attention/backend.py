@@ -155,8 +155,8 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         self._sinks: torch.Tensor | None = None
         vllm_config = get_current_vllm_config()
         self.appends_in_attention = appends_in_attention(vllm_config, rose_options(vllm_config))
-        if sliding_window is not None and uses_rose_manager(vllm_config):
-            # Here because layers are built before anybody asks them what they keep.
+        if uses_rose_manager(vllm_config):
+            # Here because layers are built before anybody asks them, or a drafter's, what they keep.
             apply_patch("windowed_layer_spec")
         special = (alibi_slopes, sliding_window, self.logits_soft_cap, sinks)
         self.may_use_flash = (

@@ -45,7 +45,7 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
             options = rose_options(self)
             _switch_off_vllm_parts(self, options)
             if options.block_manager and self.scheduler_config.disable_hybrid_kv_cache_manager is None:
-                # One group of blocks for all layers; those of a drafter with another backend follow.
+                # One group of blocks for all layers. A copy that is finished again finds it, or what the user has set.
                 self.scheduler_config.disable_hybrid_kv_cache_manager = True
             leaves_graphs = leaves_graphs_to_vllm(self)
             original(self, *args, **kwargs)

@@ -19,7 +19,6 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from rose_backend.errors import ConfigError
-from rose_backend.vllm_plugin.backend_name import BACKEND_NAME
 from rose_backend.vllm_plugin.options import HAND_BACK_OPTION, uses_rose_manager
 from rose_backend.vllm_plugin.plugin_logger import logger
 
@@ -49,14 +48,13 @@ def wrap_get_kv_cache_spec(original: OwnSpec) -> OwnSpec:
     """Build the replacement of ``Attention.get_kv_cache_spec``; see the patch ledger.
 
     Under Rose's block manager every layer keeps all its K/V in one KV cache group, so that a prefix hit may end at any
-    token.
+    token. That goes for a drafter's layers, too, whatever their backend is.
     """
 
     @functools.wraps(original)
     def get_kv_cache_spec(self: Any, vllm_config: VllmConfig) -> KVCacheSpec | None:
         spec = original(self, vllm_config)
-        has_window = type(spec) is SlidingWindowSpec and _is_rose_layer(self)
-        if not has_window or not uses_rose_manager(vllm_config):
+        if type(spec) is not SlidingWindowSpec or not uses_rose_manager(vllm_config):
             return spec
         if _speaks_for_the_others(self, vllm_config):
             _log_once(describe_kept_windows(vllm_config, original))
@@ -65,26 +63,25 @@ def wrap_get_kv_cache_spec(original: OwnSpec) -> OwnSpec:
     return get_kv_cache_spec
 
 
-def _is_rose_layer(layer: Any) -> bool:
-    backend = getattr(layer, "attn_backend", None)
-    return backend is not None and backend.get_name() == BACKEND_NAME
+def _attention_layers(vllm_config: VllmConfig) -> list[Any]:
+    from vllm.model_executor.layers.attention import Attention
+
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    return [layer for layer in layers if isinstance(layer, Attention)]
 
 
 def _speaks_for_the_others(layer: Any, vllm_config: VllmConfig) -> bool:
     """Whether a layer is the first one with a window, on the first rank of those that have the same layers."""
-    parallel_config, layers = (
-        vllm_config.parallel_config,
-        vllm_config.compilation_config.static_forward_context,
-    )
-    windowed = (one for one in layers.values() if _is_rose_layer(one) and one.sliding_window is not None)
+    parallel_config = vllm_config.parallel_config
+    windowed = (one for one in _attention_layers(vllm_config) if one.sliding_window is not None)
     return next(windowed, None) is layer and parallel_config.rank % parallel_config.tensor_parallel_size == 0
 
 
-def _kept_whole(spec: SlidingWindowSpec, block_size: int) -> RoseAttentionSpec:
-    """Return what the layer would ask for without its window."""
+def _kept_whole(spec: SlidingWindowSpec, block_size: int) -> FullAttentionSpec:
+    """Return what the layer would ask for without its window; its backend makes its own of it."""
     same = {field.name: getattr(spec, field.name) for field in fields(AttentionSpec)}
     # Another block size, and a page that is filled up to other layers' pages, are for groups of their own.
-    return RoseAttentionSpec(**{**same, "block_size": block_size, "page_size_padded": None})
+    return FullAttentionSpec(**{**same, "block_size": block_size, "page_size_padded": None})
 
 
 @functools.lru_cache(maxsize=8)
@@ -106,11 +103,9 @@ def describe_kept_windows(vllm_config: VllmConfig, own_spec: OwnSpec) -> str:
     num_blocks = -(-max_model_len // block_size)
     whole = windowed = num_layers = 0
     windows = []
-    for layer in vllm_config.compilation_config.static_forward_context.values():
-        if not _is_rose_layer(layer) or layer.kv_sharing_target_layer_name is not None:
-            continue
+    for layer in _attention_layers(vllm_config):
         spec = own_spec(layer, vllm_config)
-        if not isinstance(spec, AttentionSpec):
+        if not isinstance(spec, AttentionSpec) or layer.kv_sharing_target_layer_name is not None:
             continue
         num_layers += 1
         block_bytes = block_size * spec.real_page_size_bytes // spec.block_size
@@ -147,8 +142,7 @@ def the_rose_group(kv_cache_config: KVCacheConfig) -> KVCacheGroupSpec:
 def is_rose_group(spec: Any) -> bool:
     """Whether all layers of a KV cache group keep their K/V whole, at least one with ROSE.
 
-    The others belong to a draft model, whose attention backend vLLM chooses itself; their specification names the
-    window of a layer that keeps all K/V nevertheless.
+    The others belong to a draft model, whose attention backend vLLM chooses itself.
     """
     specs = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
     return all(map(_is_kept_whole, specs)) and any(isinstance(one, RoseAttentionSpec) for one in specs)
@@ -157,6 +151,7 @@ def is_rose_group(spec: Any) -> bool:
 def _is_kept_whole(spec: Any) -> bool:
     return (
         type(spec) in (FullAttentionSpec, RoseAttentionSpec)
+        and spec.sliding_window is None
         and spec.attention_chunk_size is None
         and not spec.non_causal
     )
