@@ -302,6 +302,16 @@ class BlockManager:
         if any_of(shrinks):
             self.clones.release_blocks(self.table.cut(rows[shrinks], num_kept[shrinks]))
 
+    def uncache(self, block_ids: IntArray) -> None:
+        """Remove blocks that rows hold from the prefix cache: what they hold turned out to be wrong.
+
+        Args:
+            block_ids: those that are not in the prefix cache are left alone.
+        """
+        if self.cache is not None:
+            block_ids = np.asarray(block_ids, np.int64)
+            self.cache.forget(block_ids[self.pool.is_cached[block_ids]].tolist())
+
     def take_clone_plan(self) -> ClonePlan | None:
         """Drain the copies that must run before the next forward pass; None when there are none."""
         return self.clones.take_plan()

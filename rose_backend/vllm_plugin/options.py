@@ -58,6 +58,12 @@ def uses_rose_manager(vllm_config: VllmConfig) -> bool:
     return vllm_config.scheduler_config.scheduler_cls in (SCHEDULER_CLASS, ASYNC_SCHEDULER_CLASS)
 
 
+def has_kv_connector(vllm_config: VllmConfig) -> bool:
+    """Whether K/V is also kept elsewhere, by a KV connector of vLLM."""
+    config = vllm_config.kv_transfer_config
+    return config is not None and config.kv_connector is not None
+
+
 def has_sliding_windows(vllm_config: VllmConfig) -> bool:
     """Whether layers of the model or of its drafter have sliding windows, as far as their configurations tell."""
     speculative = vllm_config.speculative_config
@@ -105,6 +111,7 @@ def why_decodes_go_one_by_one(vllm_config: VllmConfig) -> str | None:
         "pipeline stages": parallel_config.pipeline_parallel_size > 1,
         "a model that does not generate": model_config is None or model_config.runner_type != "generate",
         "sampling masks": model_config is not None and model_config.return_sampling_mask,
+        "a KV connector": has_kv_connector(vllm_config),
         "encoder caches elsewhere": vllm_config.ec_transfer_config is not None,
         "utilization metrics": vllm_config.observability_config.enable_mfu_metrics,
         # From vLLM 0.33 on each engine counts steps between prefills; engines of a mixture of experts do it together.

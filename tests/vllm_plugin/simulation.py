@@ -42,7 +42,9 @@ class Simulation:
     def step(self) -> None:
         """Schedule and run a step; process the oldest result once ``depth`` steps are in flight."""
         output = self.scheduler.schedule()
-        if output.total_num_scheduled_tokens:
+        # Engines also run steps without tokens, so that a connector goes on.
+        connector = self.worker.connector
+        if output.total_num_scheduled_tokens or (connector is not None and connector.is_busy):
             self.in_flight.append((output, self.worker.run(output, self.scheduler.requests)))
             if len(self.in_flight) < self.depth:
                 return
@@ -71,12 +73,14 @@ def make_simulation(
     is_async: bool | None = None,
     worker_options: dict[str, Any] | None = None,
     encoder_budget: int = 0,
+    connector: Any = None,
     **options: Any,
 ) -> Simulation:
     """Build both, with ``depth`` steps in flight; asynchronous scheduling if that is more than one, unless told.
 
     Args:
         encoder_budget: positions of multimodal items that are encoded in a step, and kept, at most.
+        connector: takes the place of the one that ``options`` configure.
     """
     is_async = depth > 1 if is_async is None else is_async
     config = make_config(
@@ -102,6 +106,9 @@ def make_simulation(
     scheduler.max_num_encoder_input_tokens = encoder_budget
     scheduler.encoder_cache_manager = EncoderCacheManager(encoder_budget)
     worker = FakeWorker(num_blocks, block_size, max_model_len=MAX_MODEL_LEN, **(worker_options or {}))
+    if connector is not None:
+        scheduler.connector = worker.connector = connector
+        connector.follow(worker)
     simulation = Simulation(scheduler, worker, depth, deque(), {})
     preempt = scheduler._preempt_request
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
@@ -21,6 +20,12 @@ from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec, _log_once, block_bytes, is_rose_group
 from tests.vllm_plugin.conftest import MakeConfig
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
+except ImportError:  # before vLLM 0.33
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+
 
 BLOCK_SIZE, NUM_HEADS, HEAD_SIZE, WINDOW = 16, 2, 64, 40
 HANDED_BACK = {"additional_config": {"rose": {"block_manager": False}}}

@@ -13,6 +13,7 @@ from rose_backend.vllm_plugin.options import (
     HAND_BACK_OPTION,
     SCHEDULER_CLASS,
     check_retention_interval,
+    has_kv_connector,
     has_sliding_windows,
 )
 
@@ -93,6 +94,9 @@ def _has_foreign_scheduler(vllm_config: VllmConfig) -> bool:
     return vllm_config.diffusion_config is None and vllm_config.scheduler_config.scheduler_cls not in known
 
 
+KV_CONNECTORS = ("ExampleConnector", "OffloadingConnector")
+"""Those that neither touch the block pool nor need what was not tried."""
+
 _ATTENTION_CHECKS: tuple[tuple[str, Check], ...] = (
     ("multi-head latent attention (MLA)", _model("use_mla")),
     ("encoder-decoder models", _model("is_encoder_decoder")),
@@ -132,8 +136,8 @@ _MANAGER_CHECKS: tuple[tuple[str, Check], ...] = (
     ("KV cache events of sliding windows", lambda c: _has_events(c) and has_sliding_windows(c)),
     ("diffusion models (--diffusion-config)", lambda c: c.diffusion_config is not None),
     (
-        "KV connectors (--kv-transfer-config, --kv-offloading-size)",
-        lambda c: c.kv_transfer_config is not None and c.kv_transfer_config.kv_connector is not None,
+        f"this KV connector (--kv-transfer-config with another one than {', '.join(KV_CONNECTORS)})",
+        lambda c: has_kv_connector(c) and c.kv_transfer_config.kv_connector not in KV_CONNECTORS,
     ),
     # vLLM stores the experts of full blocks, under its own hashes; a hit that ends inside a block has none.
     ("routed experts (--enable-return-routed-experts)", lambda c: c.aux_output_config.enabled),

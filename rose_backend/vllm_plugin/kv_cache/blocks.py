@@ -18,7 +18,8 @@ class BlockHandle:
     """The attributes of one block that vLLM's code reads."""
 
     block_id: int
-    block_hash: None = None
+    block_hash: bytes | None = None
+    """Not None for a full block whose K/V was there before: connectors load the others only."""
     ref_cnt: int = 1
 
     @property
@@ -35,11 +36,14 @@ class RoseBlocks:
     """int32 ``[N]``, owned by this object."""
     match: PrefixMatch | None = None
     """The lookup that returned these blocks, if any."""
+    num_cached: int = 0
+    """Full blocks at the beginning whose K/V is committed."""
 
     @property
     def blocks(self) -> tuple[list[BlockHandle]]:
         """One list of handles, as vLLM's own class has them."""
-        return ([BlockHandle(block_id) for block_id in self.block_ids.tolist()],)
+        ids = enumerate(self.block_ids.tolist())
+        return ([BlockHandle(each, b"cached" if index < self.num_cached else None) for index, each in ids],)
 
     def get_block_ids(
         self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
@@ -48,6 +52,15 @@ class RoseBlocks:
         if allow_none and not len(self.block_ids):
             return None
         return (self.block_ids.tolist(),) * (1 if group_ids is None else len(group_ids))
+
+    def get_unhashed_block_ids(self) -> list[int]:
+        """Return the ids of the blocks behind the full, committed ones."""
+        ids: list[int] = self.block_ids[self.num_cached :].tolist()
+        return ids
+
+    def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
+        """Return ``get_unhashed_block_ids`` of the only group."""
+        return [self.get_unhashed_block_ids()]
 
     def new_empty(self) -> RoseBlocks:
         """Return an empty object of this kind."""

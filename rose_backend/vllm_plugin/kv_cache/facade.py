@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -12,7 +11,6 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 from rose_backend.block_manager import BlockManager, reporting_unit
-from rose_backend.errors import IntegrityError
 from rose_backend.vllm_plugin.kv_cache.blocks import HeldBlocks, RoseBlocks
 from rose_backend.vllm_plugin.plugin_logger import logger
 
@@ -20,13 +18,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _LOG_INTERVAL_S = 10.0
-
-
-def _unreachable(method: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise IntegrityError(f"{method}: called although KV connectors were refused at start-up")
-
-    return refuse
 
 
 class KVCacheFacade:
@@ -79,7 +70,11 @@ class KVCacheFacade:
         row = self._row_of.get(request_id)
         if row is None:
             return self.empty_kv_cache_blocks
-        return RoseBlocks(self.manager.block_table[row, : self.manager.num_row_blocks[row]].copy())
+        manager = self.manager
+        num_cached = int(manager.num_computed_tokens[row]) // self.block_size
+        return RoseBlocks(
+            manager.block_table[row, : manager.num_row_blocks[row]].copy(), num_cached=num_cached
+        )
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Return the ids of all blocks of a request, as one group."""
@@ -174,11 +169,5 @@ class KVCacheFacade:
     def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: full attention needs every block to the end."""
 
-    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Do nothing: tokens are committed before the next lookup."""
-
-    # Called by KV connectors only, which are refused at start-up
-
-    truncate_computed_blocks = _unreachable("truncate_computed_blocks")
-    record_blocks_for_zeroing = _unreachable("record_blocks_for_zeroing")
-    evict_blocks = _unreachable("evict_blocks")
+    def record_blocks_for_zeroing(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: full attention never reads what was not written."""

@@ -35,6 +35,7 @@ from rose_backend.vllm_plugin.kv_cache.blocks import (
     RoseBlocks,
 )
 from rose_backend.vllm_plugin.kv_cache.events import KVEventLog
+from rose_backend.vllm_plugin.kv_cache.external_loads import ExternalLoads
 from rose_backend.vllm_plugin.kv_cache.facade import KVCacheFacade
 from rose_backend.vllm_plugin.kv_cache.item_ids import ItemIds
 from rose_backend.vllm_plugin.kv_cache.prompt_hashes import HashedPrompt, PromptHashes
@@ -111,6 +112,7 @@ class RoseKVCacheManager(KVCacheFacade):
         group = GroupShim(self.block_size, spec, self.block_pool)
         self.coordinator = CoordinatorShim(group, self._num_row_blocks)
         self.running = RunningRequests(manager, max_num_seqs)
+        self._loads = ExternalLoads()
         self._is_flushed = False
         self._item_ids = ItemIds(self.block_size)
         self._prompts = PromptHashes(manager, self._item_ids)
@@ -198,6 +200,22 @@ class RoseKVCacheManager(KVCacheFacade):
         """Return ``get_computed_blocks`` and False: with one group no hit differs between groups."""
         return *self.get_computed_blocks(request, max_cache_hit_length), False
 
+    def truncate_computed_blocks(self, blocks: Any, num_computed_tokens: int) -> Any:
+        """Return the first blocks of a hit, up to ``num_computed_tokens``, a multiple of the block size.
+
+        A connector is asked for what lies behind full blocks; if it has more than the last, partial one holds, that one
+        is not used.
+        """
+        match: PrefixMatch = blocks.match
+        num_full_tokens = match.num_tokens - match.num_tokens % self.block_size
+        if num_computed_tokens != num_full_tokens:
+            raise IntegrityError(
+                f"truncate_computed_blocks: got {num_computed_tokens} tokens of a hit of {match.num_tokens}, expected "
+                f"those of its full blocks, {num_full_tokens}"
+            )
+        block_ids = match.block_ids[: num_full_tokens // self.block_size]
+        return RoseBlocks(block_ids, PrefixMatch(block_ids, num_full_tokens, match.chain_digest, match.epoch))
+
     def allocate_slots(
         self,
         request: Request,
@@ -227,26 +245,32 @@ class RoseKVCacheManager(KVCacheFacade):
             if target <= self.running.capacity[row]:
                 return self.empty_kv_cache_blocks
             return self.running.extend(row, target, reserved_blocks)
-        if num_external_computed_tokens or num_encoder_tokens:
+        if num_encoder_tokens:
             raise IntegrityError("allocate_slots: a feature that is refused at start-up asks for blocks")
-        if self._num_deferred_rows and num_new_computed_tokens + num_new_tokens < request.num_tokens:
+        num_computed = num_new_computed_tokens + num_external_computed_tokens
+        if self._num_deferred_rows and num_computed + num_new_tokens < request.num_tokens:
             # A partial prompt may not overtake deferred requests: vLLM would compute the rest of it before theirs.
             return None
         prompt = self._prompts.get(request)
         match = getattr(new_computed_blocks, "match", None)
         if match is None or match.num_tokens != num_new_computed_tokens:
             match = prompt.match(self.manager, num_new_computed_tokens)
-        num_tokens = min(num_new_computed_tokens + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        num_tokens = min(num_computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         watermark = self.watermark_blocks if has_scheduled_reqs and is_waiting else 0
         num_full = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else num_tokens
         if not self._fits(match, num_tokens, num_full, watermark, reserved_blocks):
             return None
-        if self.prefix_cache_lookup_enabled(request):
+        is_loaded = num_external_computed_tokens > 0 or delay_cache_blocks
+        if not is_loaded and self.prefix_cache_lookup_enabled(request):
             if self._in_flight_prefixes.cover(prompt.token_ids, match):
                 return None
             self._in_flight_prefixes.add(prompt.token_ids, match, num_new_tokens)
-        return self._admit(request, prompt, match, num_tokens)
+        blocks = self._admit(request, prompt, match, num_tokens)
+        if is_loaded and blocks is not None:
+            row = self._row_of[request.request_id]
+            self._loads.add(row, num_computed, is_async=delay_cache_blocks)
+        return blocks
 
     def _fits(
         self, match: PrefixMatch, num_tokens: int, num_full_tokens: int, watermark: int, reserved_blocks: int
@@ -283,7 +307,9 @@ class RoseKVCacheManager(KVCacheFacade):
         if not self._is_flushed:
             self._is_flushed = True
             if self.enable_caching:
-                self._commit(self.running.worth_publishing())
+                requests = self.running.requests
+                rows = self.running.worth_publishing()
+                self._commit([row for row in rows if not self._loads.cover(row, requests[row])])
 
     def _commit(self, rows: list[int]) -> None:
         if not rows or not self.enable_caching:
@@ -315,7 +341,11 @@ class RoseKVCacheManager(KVCacheFacade):
             self.block_size,
             self.running.requests.items(),
         )
-        ends = {row: min(request.num_computed_tokens, request.num_tokens) for row, request in requests}
+        ends = {
+            row: min(request.num_computed_tokens, request.num_tokens)
+            for row, request in requests
+            if not self._loads.cover(row, request)
+        }
         self._commit([row for row, end in ends.items() if end // size > computed[row] // size])
         return self._events.take()
 
@@ -324,10 +354,9 @@ class RoseKVCacheManager(KVCacheFacade):
 
         Several requests of one step are released together, before anything else is asked of the block manager.
         """
-        row = self._detach(request)
-        if row is not None:
-            # Counted now: vLLM sets a preempted request back.
-            self._ended.append((row, request, _num_certain_tokens(request)))
+        if (detached := self._detach(request)) is not None:
+            row, num_certain = detached
+            self._ended.append((row, request, num_certain))
 
     def _release_ended(self) -> None:
         ended, self._ended = self._ended, []
@@ -338,19 +367,39 @@ class RoseKVCacheManager(KVCacheFacade):
 
     def pop_blocks_for_free(self, request: Request) -> list[Any]:
         """As ``free``, but the blocks are released only when ``block_pool.free_blocks`` gets the returned list."""
-        row = self._detach(request)
-        if row is None:
+        if (detached := self._detach(request)) is None:
             return []
+        row, num_certain = detached
         if self.enable_caching:
-            self._commit_up_to([row], [request], [_num_certain_tokens(request)])
+            self._commit_up_to([row], [request], [num_certain])
         return [HeldBlocks(functools.partial(self._free_row, row))]
 
-    def _detach(self, request: Request) -> int | None:
+    def _detach(self, request: Request) -> tuple[int, int] | None:
+        """Take the row of a request that ends away from it, if it has one.
+
+        Returns:
+            The row, and how many of its tokens may be committed. vLLM sets a preempted request back behind this call.
+        """
         self._prompts.drop(request.request_id)
         row = self._row_of.pop(request.request_id, None)
-        if row is not None:
-            self.running.remove(row)
-        return row
+        if row is None:
+            return None
+        num_certain = 0 if self._loads.cover(row, request) else _num_certain_tokens(request)
+        self.running.remove(row)
+        self._loads.end(row)
+        return row, num_certain
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Note that what a connector has loaded for a request is there.
+
+        Otherwise nothing is to be done: tokens are committed before the next lookup.
+        """
+        if (row := self._row_of.get(request.request_id)) is not None:
+            self._loads.end(row)
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Forget blocks of requests whose load failed: lookups no longer find them."""
+        self.manager.uncache(np.array(sorted(block_ids), np.int64))
 
     def _free_row(self, row: int) -> None:
         self.manager.free(np.array([row]))

@@ -20,7 +20,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
-from rose_backend.vllm_plugin.options import batches_decode_steps, rose_options, splits_steps
+from rose_backend.vllm_plugin.options import (
+    batches_decode_steps,
+    has_kv_connector,
+    rose_options,
+    splits_steps,
+)
 from rose_backend.vllm_plugin.patch_ledger import swapped
 from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeBatch, NewBlockIds
 from rose_backend.vllm_plugin.scheduler.output_fast_path import FastOutputs, KnownConstants
@@ -28,6 +33,10 @@ from rose_backend.vllm_plugin.scheduler.output_fast_path import FastOutputs, Kno
 if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
+
+
+_ROWS_WITH_CONNECTOR = 4
+"""Requests that hold blocks for each that may run: one more, when rows are short, waits for others to be sent."""
 
 
 class BatchedScheduling(Scheduler):
@@ -44,7 +53,7 @@ class BatchedScheduling(Scheduler):
         options = rose_options(vllm_config)
         make_manager = functools.partial(
             RoseKVCacheManager,
-            max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+            max_num_seqs=_num_rows(vllm_config),
             full_blocks_only=not options.token_granular_hits,
             exact_cached_tokens=options.exact_cached_tokens,
         )
@@ -300,6 +309,12 @@ class RoseAsyncScheduler(BatchedScheduling, AsyncScheduler):
     """Scheduler of engines that schedule the next step while one is running."""
 
     _num_placeholders = 1
+
+
+def _num_rows(vllm_config: Any) -> int:
+    """Return how many requests may hold blocks at once: with a connector, also those that are loaded or being sent."""
+    max_num_seqs: int = vllm_config.scheduler_config.max_num_seqs
+    return _ROWS_WITH_CONNECTOR * max_num_seqs if has_kv_connector(vllm_config) else max_num_seqs
 
 
 def _put_first_tokens_first(results: dict[int, EngineCoreOutputs]) -> None:
