@@ -14,6 +14,11 @@ from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+    TransferJob,
+)
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -192,7 +197,9 @@ class FakeConnector(KVConnectorBase_V1):
         blocks, offsets = self._slots(load)
         self.worker.memory[blocks, offsets] = WRONG if load.fails else load.states[load.first :]
         if load.fails:
-            self.worker.broken.add(load.request.request_id)
+            if load.request.request_id not in self._loading:
+                # Its step runs all the same.
+                self.worker.broken.add(load.request.request_id)
             output.invalid_block_ids.update(int(block) for block in blocks)
 
     def _slots(self, transfer: Transfer) -> tuple[Any, Any]:
@@ -211,3 +218,71 @@ def states_of(request: Request, num_tokens: int) -> list[int]:
     for token in with_contents(request._all_token_ids[:num_tokens], request.mm_features):
         states.append(chain(states[-1] if states else 0, token))
     return states
+
+
+class FakeOffloading:
+    """The worker's side of vLLM's ``OffloadingConnector``: chunks of blocks, copied as late as it may.
+
+    Args:
+        max_steps: that a copy takes at most, unless the scheduler has it waited for.
+    """
+
+    def __init__(self, max_steps: int = 12) -> None:
+        self._random, self._max_steps = random.Random(3), max_steps
+        self._chunks: dict[int, Any] = {}
+        self._unsubmitted: dict[int, Any] = {}
+        self._under_way: dict[int, tuple[Any, bool, int]] = {}
+        self.num_stored = self.num_loaded = self.num_waited_for = 0
+
+    def follow(self, worker: FakeWorker) -> None:
+        """Load into, and store from, a worker."""
+        self.worker = worker
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a copy is under way."""
+        return bool(self._unsubmitted or self._under_way)
+
+    def load(self, metadata: OffloadingConnectorMetadata) -> KVConnectorOutput:
+        """Go on at the beginning of a step; return what is done."""
+        done = OffloadingWorkerMetadata()
+        output = KVConnectorOutput(finished_recving=set(), kv_connector_worker_meta=done)
+        # Blocks of these jobs are about to be written.
+        flushed = {
+            job_id: metadata.store_jobs.pop(job_id)
+            for job_id in metadata.jobs_to_flush or ()
+            if job_id in metadata.store_jobs
+        }
+        for job_id, job in {**self._unsubmitted, **flushed}.items():
+            self._begin(job_id, job, is_load=False)
+        for job_id in metadata.jobs_to_flush or ():
+            if job_id in self._under_way:
+                self.num_waited_for += 1
+                self._finish(job_id, output, done)
+        for job_id, job in metadata.load_jobs.items():
+            self._begin(job_id, job, is_load=True)
+        self._unsubmitted = dict(metadata.store_jobs)
+        for job_id, (job, is_load, num_steps) in list(self._under_way.items()):
+            if num_steps == 0:
+                self._finish(job_id, output, done)
+            else:
+                self._under_way[job_id] = job, is_load, num_steps - 1
+        return output
+
+    def _begin(self, job_id: int, job: TransferJob, *, is_load: bool) -> None:
+        self._under_way[job_id] = job, is_load, self._random.randrange(self._max_steps)
+
+    def _finish(self, job_id: int, output: KVConnectorOutput, done: OffloadingWorkerMetadata) -> None:
+        job, is_load, _ = self._under_way.pop(job_id)
+        memory = self.worker.memory
+        here, there = (job.dst_spec, job.src_spec) if is_load else (job.src_spec, job.dst_spec)
+        for block_id, chunk_id in zip(here.block_ids.tolist(), there.block_ids.tolist(), strict=True):
+            if is_load:
+                memory[block_id] = self._chunks[chunk_id]
+            else:
+                self._chunks[chunk_id] = memory[block_id].copy()
+        self.num_loaded += is_load
+        self.num_stored += not is_load
+        done.mark_completed(job_id)
+        if is_load:
+            output.finished_recving.add(job.req_id)

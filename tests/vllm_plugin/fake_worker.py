@@ -116,9 +116,10 @@ class FakeWorker:
 
         for request_id in output.finished_req_ids:
             self._sequences.pop(request_id, None)
+        # A connector may have to read blocks before they are written.
+        transferred = self.connector and self.connector.load(output.kv_connector_metadata)
         if output.kv_cache_block_copies:
             self._copy(output.kv_cache_block_copies)
-        transferred = self.connector and self.connector.load(output.kv_connector_metadata)
         self._encoded.difference_update(output.free_encoder_mm_hashes)
         starts = self._update(output, requests)
         for request_id, indices in output.scheduled_encoder_inputs.items():
@@ -169,6 +170,11 @@ class FakeWorker:
                 sequence.extend(with_contents(list(requests[request_id].all_token_ids), sequence.features))
             elif new_ids is not None:
                 sequence.table.extend(new_ids[0])
+            num_known = requests[request_id].num_prompt_tokens + cached.num_output_tokens[index]
+            if request_id in self.broken and num_known < len(sequence.tokens):
+                # What was sampled behind a load that failed was dropped, and is computed again.
+                del sequence.tokens[num_known:], sequence.states[num_known:]
+                self.broken.discard(request_id)
             # The scheduler counts drafts that may have been rejected meanwhile (asynchronous scheduling).
             starts[request_id] = min(cached.num_computed_tokens[index], len(sequence.tokens) - 1)
         return starts

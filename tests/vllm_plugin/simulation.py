@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -80,7 +81,7 @@ def make_simulation(
 
     Args:
         encoder_budget: positions of multimodal items that are encoded in a step, and kept, at most.
-        connector: takes the place of the one that ``options`` configure.
+        connector: the worker's side of a KV connector; the scheduler's side, too, if it has one.
     """
     is_async = depth > 1 if is_async is None else is_async
     config = make_config(
@@ -107,7 +108,10 @@ def make_simulation(
     scheduler.encoder_cache_manager = EncoderCacheManager(encoder_budget)
     worker = FakeWorker(num_blocks, block_size, max_model_len=MAX_MODEL_LEN, **(worker_options or {}))
     if connector is not None:
-        scheduler.connector = worker.connector = connector
+        worker.connector = connector
+        if isinstance(connector, KVConnectorBase_V1):
+            # In place of the one that the options configure.
+            scheduler.connector = connector
         connector.follow(worker)
     simulation = Simulation(scheduler, worker, depth, deque(), {})
     preempt = scheduler._preempt_request

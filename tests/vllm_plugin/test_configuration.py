@@ -271,8 +271,12 @@ def test_prompts_that_no_step_could_hold_are_refused_at_start_up(make_config: Ma
 EVENTS = {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}
 WINDOWS = {"hf_overrides": {"sliding_window": 64}}
 UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "KV connectors": {
-        "kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    "this KV connector": {
+        "kv_transfer_config": KVTransferConfig(kv_connector="SimpleCPUOffloadConnector", kv_role="kv_both")
+    },
+    "a KV connector beside speculative decoding": {
+        "kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"),
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
     },
     "this kind of speculative decoding": {
         "speculative_config": {
@@ -304,6 +308,9 @@ SERVED: dict[str, dict[str, Any]] = {
     "LoRA": {"enable_lora": True},
     "priorities": {"scheduling_policy": "priority"},
     "prompt embeddings": {"enable_prompt_embeds": True},
+    "KV connectors": {
+        "kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    },
     "pipeline parallelism": {"pipeline_parallel_size": 2},
     "tensor parallelism": {"tensor_parallel_size": 2},
 }

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import RequestStatus
 
 from rose_backend.errors import IntegrityError
 from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.fake_connector import FakeConnector
+from tests.vllm_plugin.fake_connector import FakeConnector, FakeOffloading
 from tests.vllm_plugin.fake_worker import VOCAB_SIZE, expected_output
 from tests.vllm_plugin.simulation import Simulation, make_request, make_simulation
 
+init_none_hash(sha256)
+HASHER = get_request_block_hasher(16, sha256)
 EXAMPLE = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
 DEPTHS = {"sync": (1, False), "async": (2, True), "async deep": (3, True)}
 
@@ -44,10 +48,11 @@ def run_traffic(
                 prompt = [*stem[: draw.randrange(1, 100)], draw.randrange(VOCAB_SIZE)]
                 name, max_tokens = f"r{len(expected)}", draw.randrange(1, 30)
                 expected[name] = expected_output(prompt, max_tokens)
-                requests[name] = make_request(name, prompt, max_tokens)
+                requests[name] = make_request(name, prompt, max_tokens, block_hasher=HASHER)
                 scheduler.add_request(requests[name])
         if draw.random() < 0.15 and scheduler.requests:
-            victim = draw.choice(simulation.worker.connector.loading or list(scheduler.requests))
+            loading = getattr(simulation.worker.connector, "loading", [])
+            victim = draw.choice(loading or list(scheduler.requests))
             if not requests[victim].is_finished():
                 scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
                 ended[victim] = "aborted"
@@ -81,6 +86,22 @@ def test_what_is_loaded_is_used_and_what_is_sent_stays(
     assert simulation.num_preemptions > 0 or num_blocks > 24
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_blocks_that_were_offloaded_come_back(make_config: MakeConfig, depth: str) -> None:
+    offloading = KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"cpu_bytes_to_use": 1 << 20},
+    )
+    worker = FakeOffloading()
+    simulation = simulate(make_config, depth, connector=worker, num_blocks=24, kv_transfer_config=offloading)
+    run_traffic(simulation, num_requests=300, num_stems=8)
+    assert min(worker.num_stored, worker.num_loaded, worker.num_waited_for) > 0, vars(worker)
+    stats = simulation.manager.stats
+    assert min(stats.hit_tokens, stats.partial_hits, stats.clones, stats.evictions) > 0, stats
+    assert simulation.num_preemptions > 0
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["waited for", "meanwhile"])
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_load_that_fails_ends_its_request_alone(
@@ -92,6 +113,18 @@ def test_a_load_that_fails_ends_its_request_alone(
     ended = run_traffic(simulation, num_stems=6, arrivals=4)
     assert connector.counts["failed"] > 10
     assert list(ended.values()).count("failed") > 10
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["waited for", "meanwhile"])
+def test_what_failed_to_load_is_computed_where_the_user_wants_that(
+    make_config: MakeConfig, is_async: bool
+) -> None:
+    connector = FakeConnector(share_failing=0.5, share_sent=0.0, is_async=is_async)
+    simulation = simulate(make_config, connector=connector, max_num_batched_tokens=200)
+    simulation.scheduler.recompute_kv_load_failures = True
+    ended = run_traffic(simulation, num_stems=6, arrivals=4)
+    assert connector.counts["failed"] > 10
+    assert "failed" not in ended.values()
 
 
 def test_what_was_loaded_meanwhile_is_found(make_config: MakeConfig) -> None:

@@ -105,7 +105,7 @@ def read_ahead(config: Any) -> None:
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 CUSTOM = {"method": "custom_class", "model": "a_module.AProposer", "num_speculative_tokens": 2}
 EVENTS = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-CONNECTOR = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+CONNECTOR = KVTransferConfig(kv_connector="SimpleCPUOffloadConnector", kv_role="kv_both")
 
 REFUSALS = {
     "routed experts": Refusal(
@@ -153,9 +153,6 @@ REFUSALS = {
     ),
     "connectors": Refusal(
         "EngineArgs.kv_transfer_config KVTransferConfig.kv_connector", {"kv_transfer_config": CONNECTOR}
-    ),
-    "offloaded K/V": Refusal(
-        "EngineArgs.kv_offloading_size CacheConfig.kv_offloading_size", {"kv_offloading_size": 1.0}
     ),
     "scheduler": Refusal(
         "EngineArgs.scheduler_cls SchedulerConfig.scheduler_cls",

@@ -118,6 +118,7 @@ CONFIGURATION: dict[str, Options] = {
             _block_size_resolved simple_cpu_offload_num_blocks
         """,
         served={
+            "kv_offloading_size": "decodes are scheduled one by one",
             "kv_cache_layout": "any: kernels go by strides",
             "num_gpu_blocks_override": "one sequence must fit into the pool",
             "enable_prefix_caching": "as the rose option prefix_cache",
@@ -129,7 +130,6 @@ CONFIGURATION: dict[str, Options] = {
             "cache_dtype": "this K/V cache type",
             "prefix_cache_retention_interval": "prefix_cache_retention_interval",
             "kv_sharing_fast_prefill": "fast prefill",
-            "kv_offloading_size": "KV connectors",
         },
     ),
     "ParallelConfig": Options(
@@ -352,7 +352,7 @@ CONFIGURATION: dict[str, Options] = {
             enable_permute_local_kv kv_load_failure_policy
         """,
         refused={
-            "kv_connector": "KV connectors",
+            "kv_connector": "this KV connector",
         },
     ),
     "KVEventsConfig": Options(

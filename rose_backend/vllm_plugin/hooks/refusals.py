@@ -139,6 +139,10 @@ _MANAGER_CHECKS: tuple[tuple[str, Check], ...] = (
         f"this KV connector (--kv-transfer-config with another one than {', '.join(KV_CONNECTORS)})",
         lambda c: has_kv_connector(c) and c.kv_transfer_config.kv_connector not in KV_CONNECTORS,
     ),
+    (
+        "a KV connector beside speculative decoding",
+        lambda c: has_kv_connector(c) and c.speculative_config is not None,
+    ),
     # vLLM stores the experts of full blocks, under its own hashes; a hit that ends inside a block has none.
     ("routed experts (--enable-return-routed-experts)", lambda c: c.aux_output_config.enabled),
     (

@@ -133,17 +133,6 @@ def hashed_blocks(make_host: MakeHost) -> int:
     return sum(block.block_hash is not None for block in host.manager.get_blocks("a").blocks[0])
 
 
-def evict_on_demand(make_host: MakeHost) -> str:
-    host = make_host()
-    request = host.new_request("a", PROMPT)
-    host.run(request)
-    try:
-        host.manager.evict_blocks(set(host.block_ids(request)))
-    except Exception as error:
-        return type(error).__name__
-    return "done"
-
-
 def pool_below_one_sequence(make_host: MakeHost) -> str:
     try:
         make_host(8, max_model_len=128)

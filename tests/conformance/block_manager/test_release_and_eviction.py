@@ -31,6 +31,18 @@ def test_unused_blocks_go_before_cached_ones(host: Any) -> None:
     assert host.hits(probe) == 64
 
 
+def test_evicted_blocks_of_a_running_request_are_not_found(host: Any) -> None:
+    prompt = list(range(100, 148))
+    request, probe = host.new_request("a", prompt), host.new_request("probe", [*prompt, 1])
+    assert host.run(request) is not None
+    assert host.hits(probe) == 48
+    host.manager.evict_blocks(set(host.block_ids(request)[1:]))
+    assert host.hits(probe) == 16
+    host.decode(request, steps=20)
+    host.free(request)
+    assert host.hits(probe) == 16
+
+
 @pytest.mark.parametrize(
     ("num_evicted", "expected"), [(1, [32, 48]), (3, [0, 48]), (4, [0, 32]), (6, [0, 0])]
 )
