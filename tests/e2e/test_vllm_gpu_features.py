@@ -72,6 +72,25 @@ def test_ngram_speculation(
 
 
 @RUNNERS
+def test_blocks_that_were_offloaded_come_back(
+    make_engine: MakeEngine,
+    case: tuple[Prompts, GreedyReference],
+    monkeypatch: pytest.MonkeyPatch,
+    runner: str,
+) -> None:
+    choose_runner(monkeypatch, runner)
+    options: dict[str, Any] = {"kv_offloading_size": 1.0, "max_num_batched_tokens": 500, **GPU_MEMORY}
+    with make_engine(num_gpu_blocks_override=200, disable_log_stats=False, **options) as llm:
+        for _ in range(3):
+            assert_greedy(llm.generate(inputs_of(case[0]), GREEDY, use_tqdm=False), case[1])
+            # What was offloaded stays.
+            assert llm.reset_prefix_cache()
+        values = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+        assert values["vllm:external_prefix_cache_hits"] > 1000
+        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
+
+
+@RUNNERS
 def test_random_draws_with_speculation_follow_the_seed(
     make_engine: MakeEngine,
     case: tuple[Prompts, GreedyReference],
