@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.v1.request import RequestStatus
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
@@ -12,27 +14,30 @@ class ExternalLoads:
     """Which rows wait for a connector.
 
     A load that its step waits for has arrived when the outcome of that step is known: a token that the step computed
-    behind the loaded ones is then no longer in flight. Any other load has arrived when vLLM says so.
+    behind the loaded ones is then no longer in flight. Any other load has arrived when vLLM takes its request up again.
     """
 
     def __init__(self) -> None:
-        # Tokens up to the last loaded one; None where vLLM tells the end of the load.
-        self._num_tokens: dict[int, int | None] = {}
+        # Tokens up to the last loaded one, and whether no step waits for them.
+        self._loads: dict[int, tuple[int, bool]] = {}
 
     def add(self, row: int, num_tokens: int, *, is_async: bool) -> None:
         """Note that what lies below ``num_tokens`` of a row, and is not cached here, is loaded."""
-        self._num_tokens[row] = None if is_async else num_tokens
+        self._loads[row] = num_tokens, is_async
 
     def end(self, row: int) -> None:
-        """Note that what a row waited for has arrived, or that the row is given back."""
-        self._num_tokens.pop(row, None)
+        """Note that a row is given back."""
+        self._loads.pop(row, None)
 
     def cover(self, row: int, request: Request) -> bool:
         """Whether a row waits for something."""
-        if row not in self._num_tokens:
+        if row not in self._loads:
             return False
-        num_tokens = self._num_tokens[row]
-        if num_tokens is None or request.num_computed_tokens - request.num_in_flight_tokens <= num_tokens:
-            return True
-        del self._num_tokens[row]
-        return False
+        num_tokens, is_async = self._loads[row]
+        if is_async and not request.is_finished():
+            is_covered = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        else:
+            is_covered = request.num_computed_tokens - request.num_in_flight_tokens <= num_tokens
+        if not is_covered:
+            del self._loads[row]
+        return is_covered

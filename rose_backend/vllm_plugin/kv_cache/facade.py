@@ -169,5 +169,8 @@ class KVCacheFacade:
     def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: full attention needs every block to the end."""
 
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Do nothing: tokens are committed before the next lookup."""
+
     def record_blocks_for_zeroing(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: full attention never reads what was not written."""

@@ -389,14 +389,6 @@ class RoseKVCacheManager(KVCacheFacade):
         self._loads.end(row)
         return row, num_certain
 
-    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Note that what a connector has loaded for a request is there.
-
-        Otherwise nothing is to be done: tokens are committed before the next lookup.
-        """
-        if (row := self._row_of.get(request.request_id)) is not None:
-            self._loads.end(row)
-
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Forget blocks of requests whose load failed: lookups no longer find them."""
         self.manager.uncache(np.array(sorted(block_ids), np.int64))
