@@ -10,7 +10,8 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.metrics.stats import PrefixCacheStats
 
-from rose_backend.block_manager import BlockManager, reporting_unit
+from rose_backend.block_manager import BlockManager, PrefixMatch, reporting_unit
+from rose_backend.errors import IntegrityError
 from rose_backend.vllm_plugin.kv_cache.blocks import HeldBlocks, RoseBlocks
 from rose_backend.vllm_plugin.plugin_logger import logger
 
@@ -80,6 +81,22 @@ class KVCacheFacade:
         """Return the ids of all blocks of a request, as one group."""
         ids: tuple[list[int], ...] = self.get_blocks(request_id).get_block_ids()
         return ids
+
+    def truncate_computed_blocks(self, blocks: Any, num_computed_tokens: int) -> Any:
+        """Return the first blocks of a hit, up to ``num_computed_tokens``, a multiple of the block size.
+
+        A connector is asked for what lies behind full blocks; if it has more than the last, partial one holds, that one
+        is not used.
+        """
+        match: PrefixMatch = blocks.match
+        num_full_tokens = match.num_tokens - match.num_tokens % self.block_size
+        if num_computed_tokens != num_full_tokens:
+            raise IntegrityError(
+                f"truncate_computed_blocks: got {num_computed_tokens} tokens of a hit of {match.num_tokens}, expected "
+                f"those of its full blocks, {num_full_tokens}"
+            )
+        block_ids = match.block_ids[: num_full_tokens // self.block_size]
+        return RoseBlocks(block_ids, PrefixMatch(block_ids, num_full_tokens, match.chain_digest, match.epoch))
 
     def get_block_ids_for_computed_tokens(
         self, request_id: str, num_computed_tokens: int

@@ -200,22 +200,6 @@ class RoseKVCacheManager(KVCacheFacade):
         """Return ``get_computed_blocks`` and False: with one group no hit differs between groups."""
         return *self.get_computed_blocks(request, max_cache_hit_length), False
 
-    def truncate_computed_blocks(self, blocks: Any, num_computed_tokens: int) -> Any:
-        """Return the first blocks of a hit, up to ``num_computed_tokens``, a multiple of the block size.
-
-        A connector is asked for what lies behind full blocks; if it has more than the last, partial one holds, that one
-        is not used.
-        """
-        match: PrefixMatch = blocks.match
-        num_full_tokens = match.num_tokens - match.num_tokens % self.block_size
-        if num_computed_tokens != num_full_tokens:
-            raise IntegrityError(
-                f"truncate_computed_blocks: got {num_computed_tokens} tokens of a hit of {match.num_tokens}, expected "
-                f"those of its full blocks, {num_full_tokens}"
-            )
-        block_ids = match.block_ids[: num_full_tokens // self.block_size]
-        return RoseBlocks(block_ids, PrefixMatch(block_ids, num_full_tokens, match.chain_digest, match.epoch))
-
     def allocate_slots(
         self,
         request: Request,
