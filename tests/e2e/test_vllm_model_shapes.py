@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.support.random_checkpoints import (
     write_random_adapter,
     write_random_idefics3,
     write_random_llama,
+    write_random_mistral,
     write_random_qwen3,
 )
 from tests.support.tiny_checkpoint import write_tokenizer
@@ -29,8 +31,13 @@ ROUNDING = 1e-3
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-def test_llama_with_and_without_an_adapter(make_engine: MakeEngine, tmp_path: Path) -> None:
-    base = write_random_llama(tmp_path / "base")
+@pytest.mark.parametrize(
+    "write", [write_random_llama, write_random_mistral], ids=["Llama", "Mistral with sliding windows"]
+)
+def test_with_and_without_an_adapter(
+    make_engine: MakeEngine, tmp_path: Path, write: Callable[[Path], Path]
+) -> None:
+    base = write(tmp_path / "base")
     merged = write_random_adapter(base, tmp_path / "adapter")
     prompts = mixed_prompts(VOCAB_SIZE, max_len=200)[0][:16]
     adapter = LoRARequest("an adapter", 1, str(tmp_path / "adapter"))
