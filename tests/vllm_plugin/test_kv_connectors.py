@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import RequestStatus
@@ -84,6 +84,15 @@ def test_what_is_loaded_is_used_and_what_is_sent_stays(
     stats = simulation.manager.stats
     assert min(stats.hit_tokens, stats.partial_hits, stats.clones, stats.evictions) > 0, stats
     assert simulation.num_preemptions > 0 or num_blocks > 24
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_events_do_not_publish_what_has_not_arrived(make_config: MakeConfig, depth: str) -> None:
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    connector = FakeConnector(share_failing=0.5, share_sent=0.0)
+    simulation = simulate(make_config, depth, connector=connector, kv_events_config=events)
+    run_traffic(simulation, num_stems=6, arrivals=4)
+    assert connector.counts["failed"] > 10 and simulation.manager.stats.hit_tokens > 0
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

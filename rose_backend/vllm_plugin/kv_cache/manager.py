@@ -291,11 +291,10 @@ class RoseKVCacheManager(KVCacheFacade):
         if not self._is_flushed:
             self._is_flushed = True
             if self.enable_caching:
-                requests = self.running.requests
-                rows = self.running.worth_publishing()
-                self._commit([row for row in rows if not self._loads.cover(row, requests[row])])
+                self._commit(self.running.worth_publishing())
 
     def _commit(self, rows: list[int]) -> None:
+        rows = [row for row in rows if not self._loads.cover(row, self.running.requests[row])]
         if not rows or not self.enable_caching:
             return
         requests = [self.running.requests[row] for row in rows]
@@ -325,11 +324,7 @@ class RoseKVCacheManager(KVCacheFacade):
             self.block_size,
             self.running.requests.items(),
         )
-        ends = {
-            row: min(request.num_computed_tokens, request.num_tokens)
-            for row, request in requests
-            if not self._loads.cover(row, request)
-        }
+        ends = {row: min(request.num_computed_tokens, request.num_tokens) for row, request in requests}
         self._commit([row for row, end in ends.items() if end // size > computed[row] // size])
         return self._events.take()
 
