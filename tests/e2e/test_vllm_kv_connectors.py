@@ -1,12 +1,16 @@
-"""vLLM's ``ExampleConnector``, which keeps the K/V of prompts in files, in engines with Rose's block manager."""
+"""vLLM's ``ExampleConnector`` and ``OffloadingConnector`` in engines with Rose's block manager."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from tests.e2e.conftest import MakeEngine
 from tests.e2e.test_vllm_features import assert_greedy, inputs_of, scheduler_of
@@ -15,6 +19,57 @@ from tests.support.stepped_engine import overlap_steps_on_cpu
 
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+
+
+class HostCopies(OffloadingWorker):
+    """Copies blocks at once, in place of vLLM's worker, which needs streams of a GPU."""
+
+    def __init__(self, kv_caches: Any) -> None:
+        self._caches: list[torch.Tensor] = [each.tensor for each in kv_caches.tensors]
+        self._kept: dict[int, list[torch.Tensor]] = {}
+        self._done: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        for block, place in zip(src_spec.block_ids.tolist(), dst_spec.block_ids.tolist(), strict=True):
+            self._kept[place] = [cache[block].clone() for cache in self._caches]
+        return self._finish(job_id)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        for place, block in zip(src_spec.block_ids.tolist(), dst_spec.block_ids.tolist(), strict=True):
+            for cache, kept in zip(self._caches, self._kept[place], strict=True):
+                cache[block] = kept
+        return self._finish(job_id)
+
+    def _finish(self, job_id: int) -> bool:
+        self._done.append(TransferResult(job_id, success=True))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Nothing is under way."""
+
+
+@pytest.mark.parametrize("steps", ["awaited", "overlapped"])
+def test_offloaded_blocks_come_back(
+    make_engine: MakeEngine, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, steps: str
+) -> None:
+    if steps == "overlapped":
+        overlap_steps_on_cpu(monkeypatch)
+    monkeypatch.setattr(CPUOffloadingSpec, "get_worker", lambda spec, kv_caches: HostCopies(kv_caches))
+    # With prompts of whole blocks, of which everything is offloaded: their last token is computed again.
+    prompts, reference = tie_free_case(tiny_model_path, vocab_size=2559)
+    # Requests are preempted: what they had is loaded again.
+    options = {"max_num_batched_tokens": 500, "num_gpu_blocks_override": 200}
+    with make_engine(kv_offloading_size=1.0, disable_log_stats=False, **options) as llm:
+        for _ in range(3):
+            assert_greedy(llm.generate(inputs_of(prompts), GREEDY, use_tqdm=False), reference)
+            assert llm.reset_prefix_cache()
+        hits = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+        assert hits["vllm:external_prefix_cache_hits"] > 1000
+        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
 
 
 @pytest.mark.parametrize("steps", ["awaited", "overlapped"])

@@ -18,6 +18,8 @@ from rose_backend.vllm_plugin.plugin_logger import logger
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from rose_backend.vllm_plugin.kv_cache.running_requests import RunningRequests
+
 _LOG_INTERVAL_S = 10.0
 
 
@@ -33,6 +35,7 @@ class KVCacheFacade:
 
     mamba_shared_prefix_checkpoint = False
     num_kv_cache_groups = 1
+    running: RunningRequests
 
     def __init__(
         self, manager: BlockManager, enable_caching: bool, log_stats: bool, exact_cached_tokens: bool
@@ -67,14 +70,14 @@ class KVCacheFacade:
         return self.manager.usage
 
     def get_blocks(self, request_id: str) -> Any:
-        """Return all blocks of a request."""
+        """Return all blocks of a request, without those allocated ahead: ``allocate_slots`` will return them as new."""
         row = self._row_of.get(request_id)
         if row is None:
             return self.empty_kv_cache_blocks
         manager = self.manager
         num_cached = int(manager.num_computed_tokens[row]) // self.block_size
         return RoseBlocks(
-            manager.block_table[row, : manager.num_row_blocks[row]].copy(), num_cached=num_cached
+            manager.block_table[row, : self.running.num_reported[row]].copy(), num_cached=num_cached
         )
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:

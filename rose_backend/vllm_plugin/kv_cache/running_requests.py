@@ -29,8 +29,8 @@ class RunningRequests:
         self.capacity = [0] * max_num_seqs
         """Tokens that fit into the blocks of each row. A list: a decode costs one lookup per request and step."""
         self._manager = manager
-        # Blocks of each row that vLLM knows; a row has more between their allocation and vLLM's next request for it.
-        self._num_reported = [0] * max_num_seqs
+        self.num_reported = [0] * max_num_seqs
+        """Blocks of each row that vLLM knows. A row has more between an allocation and vLLM's next request for it."""
         self._has_extended_full_rows = False
         # Where each row stands in the order of ``requests``.
         self._num_admitted, self._num_admitted_before = 0, [0] * max_num_seqs
@@ -50,7 +50,7 @@ class RunningRequests:
         self.requests[row] = request
         self._num_admitted_before[row] = self._num_admitted
         self._num_admitted += 1
-        self._num_reported[row] = 0
+        self.num_reported[row] = 0
         self.note_published([row], [num_published])
 
     def remove(self, row: int) -> None:
@@ -103,7 +103,7 @@ class RunningRequests:
         """
         row_array, num_row_blocks = np.array(rows), self._manager.num_row_blocks
         counts = num_row_blocks[row_array].tolist()
-        needy = [row for row, count in zip(rows, counts, strict=True) if self._num_reported[row] == count]
+        needy = [row for row, count in zip(rows, counts, strict=True) if self.num_reported[row] == count]
         if needy:
             if len(self.requests) > num_decoding:
                 needy[1:] = self._other_full_rows(needy[0])
@@ -126,7 +126,7 @@ class RunningRequests:
             other
             for other, request in self.requests.items()
             if request.num_computed_tokens >= self.capacity[other]
-            and self._num_reported[other] == num_row_blocks[other]
+            and self.num_reported[other] == num_row_blocks[other]
             and other != row
         ]
 
@@ -143,12 +143,12 @@ class RunningRequests:
     def report(self, row: int) -> RoseBlocks:
         """Return the blocks of a row that vLLM does not know yet, and count them as known."""
         manager = self._manager
-        old_count, new_count = self._num_reported[row], int(manager.num_row_blocks[row])
+        old_count, new_count = self.num_reported[row], int(manager.num_row_blocks[row])
         self._note_reported(row, new_count)
         return RoseBlocks(manager.block_table[row, old_count:new_count].copy())
 
     def _note_reported(self, row: int, num_blocks: int) -> None:
-        self._num_reported[row] = num_blocks
+        self.num_reported[row] = num_blocks
         # Only look-ahead slots reach beyond max_model_len, and vLLM never writes to those.
         capacity = num_blocks * self._manager.block_size
         self.capacity[row] = capacity if capacity < self._manager.max_model_len else sys.maxsize
