@@ -183,13 +183,13 @@ def test_requests_that_come_and_go_get_the_same_answers(
     }
     answers = []
     with make_engine(model=str(path), dtype="float16", enforce_eager=False, **options, **GPU_MEMORY) as llm:
-        manager = scheduler_of(llm).kv_cache_manager.manager
         for wanted in (is_never, lambda _: True, is_random(3)):
             replay_when(wanted)
             assert llm.reset_prefix_cache()
             before = STEPS.replayed
             answers.append(come_and_go(llm, prompts, NUM_REQUESTS))
             assert (STEPS.replayed - before > NUM_REQUESTS // 4) == (wanted is not is_never), STEPS
+        manager = scheduler_of(llm).kv_cache_manager.manager
         manager.check_integrity()
         assert manager.usage == 0.0 and min(manager.stats.clones, manager.stats.evictions) > 0
     assert len(answers[0]) > 0.9 * NUM_REQUESTS

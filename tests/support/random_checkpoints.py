@@ -1,8 +1,8 @@
 """Randomly initialised checkpoints of the shapes that models in use have, small enough to start in seconds.
 
 Like those of ``tiny_checkpoint``, their weights are wide: one other token early in a prompt changes every third to
-second greedy token that follows it by hundreds of places. Stored in float16, so that both sides of a comparison in
-half precision have the same weights.
+second greedy token that follows it by hundreds of places. Stored in float16, or bfloat16 where that is said, so that
+both sides of a comparison in half precision have the same weights.
 """
 
 from __future__ import annotations
@@ -160,6 +160,49 @@ def write_random_gpt_oss(path: str | Path, seed: int = 0) -> Path:
     return write_random(GptOssForCausalLM, config, Path(path), seed)
 
 
+def write_random_gemma3_4b(path: str | Path, seed: int = 0) -> Path:
+    """Write 4 layers with the shapes of Gemma 3 4B's text model, one without a window. vLLM refuses it in float16."""
+    sliding, full = "sliding_attention", "full_attention"
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=MAX_MODEL_LEN,
+        hidden_size=2560,
+        intermediate_size=10240,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        query_pre_attn_scalar=256,
+        num_hidden_layers=4,
+        sliding_window=1024,
+        layer_types=[sliding, sliding, full, sliding],
+        initializer_range=0.03,
+    )
+    return write_random(Gemma3ForCausalLM, config, Path(path), seed, dtype=torch.bfloat16)
+
+
+def write_random_gpt_oss_20b(path: str | Path, seed: int = 0) -> Path:
+    """Write 4 layers with the shapes of gpt-oss 20B's, but for its experts. FlashAttention takes sinks in bfloat16 only.
+
+    Each token takes all of 4 experts: where it takes some of many, rounding decides which, and half precision cannot be
+    held to float32.
+    """
+    config = GptOssConfig(
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=MAX_MODEL_LEN,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_hidden_layers=4,
+        sliding_window=128,
+        num_local_experts=4,
+        num_experts_per_tok=4,
+        initializer_range=0.03,
+    )
+    return write_random(GptOssForCausalLM, config, Path(path), seed, dtype=torch.bfloat16)
+
+
 def write_random_gpt2_124m_half(path: str | Path) -> Path:
     """Write a checkpoint with the shapes of GPT-2 124M."""
     return write_random_gpt2_124m(path, dtype=torch.float16)
@@ -172,8 +215,14 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def write_random(model_class: type[PreTrainedModel], config: PreTrainedConfig, path: Path, seed: int) -> Path:
-    """Write a tokenizer, and random weights of a model in float16."""
+def write_random(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    path: Path,
+    seed: int,
+    dtype: torch.dtype = torch.float16,
+) -> Path:
+    """Write a tokenizer, and random weights of a model."""
     path.mkdir(parents=True, exist_ok=True)
     end_of_text_id = write_tokenizer(path, vocab_size=VOCAB_SIZE, model_max_length=MAX_MODEL_LEN)
     config.bos_token_id = config.eos_token_id = end_of_text_id
@@ -187,7 +236,7 @@ def write_random(model_class: type[PreTrainedModel], config: PreTrainedConfig, p
             elif parameter.ndim == 1:
                 parameter.data.normal_(1.0, 0.1)
     model.generation_config.eos_token_id = end_of_text_id
-    model.half().save_pretrained(path)
+    model.to(dtype).save_pretrained(path)
     return path
 
 
