@@ -181,7 +181,7 @@ def write_random_gemma3_4b(path: str | Path, seed: int = 0) -> Path:
 
 
 def write_random_gpt_oss_20b(path: str | Path, seed: int = 0) -> Path:
-    """Write 4 layers with the shapes of gpt-oss 20B's, but for its experts. FlashAttention takes sinks in bfloat16 only.
+    """Write 4 layers with the shapes of gpt-oss 20B's, but for its experts. In bfloat16, as FlashAttention's sinks are.
 
     Each token takes all of 4 experts: where it takes some of many, rounding decides which, and half precision cannot be
     held to float32.
