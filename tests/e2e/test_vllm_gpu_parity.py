@@ -103,8 +103,8 @@ def as_stock(
     errors = logprob_errors(judged, completions)
     tolerance = 2 * float(errors.max())
     leads = sorted(float(lead) for output in judged for lead in output.leads)
-    # bfloat16 rounds eight times as coarsely. Wrong attention puts tokens behind by several times the median.
-    sharpness = 5 if options["dtype"] == "float16" else 1.5
+    # bfloat16 rounds eight times as coarsely. Mean errors, which are compared below, tell wrong attention there, too.
+    sharpness = 5 if options["dtype"] == "float16" else 0.5
     assert tolerance < leads[len(leads) // 2] / sharpness, "the logits are too flat to tell right from wrong"
     assert not wrong_tokens(judged, tolerance)
     return Stock(model_path, options, prompts, num_new_tokens, judged, float(errors.mean()), tolerance)

@@ -198,7 +198,7 @@ def write_random_gpt_oss_20b(path: str | Path, seed: int = 0) -> Path:
         sliding_window=128,
         num_local_experts=4,
         num_experts_per_tok=4,
-        initializer_range=0.03,
+        initializer_range=0.02,
     )
     return write_random(GptOssForCausalLM, config, Path(path), seed, dtype=torch.bfloat16)
 
