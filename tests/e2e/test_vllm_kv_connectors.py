@@ -14,6 +14,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from tests.e2e.conftest import MakeEngine
 from tests.e2e.test_vllm_features import assert_greedy, inputs_of, scheduler_of
+from tests.support.half_precision import mixed_prompts
 from tests.support.reference_generation import NUM_NEW_TOKENS, GreedyReference, tie_free_case
 from tests.support.stepped_engine import overlap_steps_on_cpu
 
@@ -28,13 +29,16 @@ class HostCopies(OffloadingWorker):
         self._caches: list[torch.Tensor] = [each.tensor for each in kv_caches.tensors]
         self._kept: dict[int, list[torch.Tensor]] = {}
         self._done: list[TransferResult] = []
+        self.num_stored = self.num_loaded = 0
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        self.num_stored += len(src_spec.block_ids)
         for block, place in zip(src_spec.block_ids.tolist(), dst_spec.block_ids.tolist(), strict=True):
             self._kept[place] = [cache[block].clone() for cache in self._caches]
         return self._finish(job_id)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        self.num_loaded += len(dst_spec.block_ids)
         for place, block in zip(src_spec.block_ids.tolist(), dst_spec.block_ids.tolist(), strict=True):
             for cache, kept in zip(self._caches, self._kept[place], strict=True):
                 cache[block] = kept
@@ -70,6 +74,34 @@ def test_offloaded_blocks_come_back(
         hits = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
         assert hits["vllm:external_prefix_cache_hits"] > 1000
         scheduler_of(llm).kv_cache_manager.manager.check_integrity()
+
+
+def test_as_many_blocks_move_as_behind_vllms_own_block_manager(
+    make_engine: MakeEngine, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, _ = mixed_prompts(2559, max_len=400)
+    moved = []
+    for block_manager in (True, False):
+        workers: list[HostCopies] = []
+
+        def make_worker(spec: Any, kv_caches: Any, workers: list[HostCopies] = workers) -> HostCopies:
+            workers.append(HostCopies(kv_caches))
+            return workers[-1]
+
+        monkeypatch.setattr(CPUOffloadingSpec, "get_worker", make_worker)
+        rose = {"rose": {"block_manager": block_manager}}
+        with make_engine(kv_offloading_size=1.0, additional_config=rose) as llm:
+            counts = []
+            # From the second round on heads of prompts are in the tier, or here, or in both. Those that come together
+            # share no head: whether one waits for another is up to the block manager.
+            for turn in range(3):
+                for together in (prompts[:40:2], *([prompt] for prompt in prompts[turn : 40 + turn : 3])):
+                    llm.generate(inputs_of(together), GREEDY, use_tqdm=False)
+                    counts.append((workers[0].num_stored, workers[0].num_loaded))
+                assert llm.reset_prefix_cache()
+        moved.append(counts)
+    assert moved[0] == moved[1]
+    assert min(moved[0][-1]) > 100
 
 
 @pytest.mark.parametrize("steps", ["awaited", "overlapped"])
