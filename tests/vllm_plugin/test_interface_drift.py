@@ -27,6 +27,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_to
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.watermarking.gpu_sampler import GPUWatermarkSampler
 from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
 from vllm.v1.worker.gpu.sample.min_p import apply_min_p
@@ -214,6 +215,16 @@ def test_a_graph_of_decodes_is_captured_with_queries_of_one_token_and_a_mixed_on
     manager.vllm_config.parallel_config.data_parallel_size = 1
     manager.capture(MagicMock(), model_state, MagicMock(), None, MagicMock(), [], MagicMock())
     assert longest_queries == [8, 1]
+
+
+def test_block_tables_hold_what_steady_steps_write() -> None:
+    # Steady steps write new blocks and vLLM's count of them; vLLM's next step brings the count to the device.
+    source = inspect.getsource(BlockTables.append_block_ids)
+    assert "self.num_blocks.np[i, req_index] = end" in source and "stage_write(req_index, start, " in source
+    assert "self.num_blocks.copy_to_uva()" in inspect.getsource(BlockTables.apply_staged_writes)
+    assert "self.block_tables.apply_staged_writes()" in inspect.getsource(
+        model_runner.GPUModelRunner.execute_model
+    )
 
 
 def test_samplers_call_what_rose_puts_in_its_place_with_the_same_arguments() -> None:

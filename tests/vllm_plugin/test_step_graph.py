@@ -41,13 +41,13 @@ class Tables:
         self.block_tables = [SimpleNamespace(gpu=torch.zeros(MAX_REQS, WIDTH, dtype=torch.int32))]
         self.input_block_tables = [torch.zeros(MAX_REQS, WIDTH, dtype=torch.int32)]
         self.slot_mappings = torch.zeros(1, MAX_LEN, dtype=torch.int64)
-        self.num_blocks = np.zeros(MAX_REQS, np.int32)
+        self.num_blocks = SimpleNamespace(np=np.zeros((1, MAX_REQS), np.int32))
         self._staged: list[tuple[int, int, list[int]]] = []
 
     def append_block_ids(self, slot: int, block_ids: tuple[list[int], ...], overwrite: bool) -> None:
-        start = 0 if overwrite else int(self.num_blocks[slot])
+        start = 0 if overwrite else int(self.num_blocks.np[0, slot])
         self._staged.append((slot, start, block_ids[0]))
-        self.num_blocks[slot] = start + len(block_ids[0])
+        self.num_blocks.np[0, slot] = start + len(block_ids[0])
 
     def apply_staged_writes(self) -> None:
         for slot, start, ids in self._staged:
@@ -308,9 +308,21 @@ def test_another_step_in_between_disarms(runner: Runner) -> None:
     ):
         tensor[new] = tensor[old]
         tensor[old] = 1
-    runner.block_tables.num_blocks[new] = runner.block_tables.num_blocks[old]
+    counts = runner.block_tables.num_blocks.np[0]
+    counts[new] = counts[old]
     states.req_id_to_index["request 1"] = new
     assert run(steps, requests.step()) == requests.expect()
+
+
+def test_a_row_without_room_is_an_error(runner: Runner) -> None:
+    steps, requests = SteadySteps(runner), Requests(runner)
+    requests.add(3)
+    assert run(steps, requests.step()) == requests.expect()
+    runner.block_tables.num_blocks.np[0, runner.req_states.req_id_to_index["request 0"]] = WIDTH
+    output = requests.step()
+    output.scheduled_cached_reqs.new_block_ids[0] = ([5],)
+    with pytest.raises(IntegrityError, match=f"blocks {WIDTH} to {WIDTH + 1}, a row has {WIDTH}"):
+        steps.launch(output)
 
 
 @pytest.mark.parametrize("name", FIELDS_OF_PROMPTS)
