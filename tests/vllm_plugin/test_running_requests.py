@@ -36,7 +36,8 @@ def count_calls(manager: RoseKVCacheManager, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def table(manager: RoseKVCacheManager, request: Request) -> list[int]:
-    return manager.get_block_ids(request.request_id)[0]
+    row = manager._row_of[request.request_id]
+    return manager.manager.block_table[row, : manager.manager.num_row_blocks[row]].tolist()
 
 
 def test_one_call_serves_all_full_requests_and_each_hears_of_its_own_block(
@@ -133,6 +134,10 @@ def test_a_request_with_room_gets_no_block() -> None:
     first, second = full_requests(manager, 2)
     manager.allocate_slots(first, 1)
     assert [len(table(manager, request)) for request in (roomy, first, second)] == [1, 2, 2]
+    # vLLM hears of the block ahead once: when it asks for the request's next block.
+    assert len(manager.get_block_ids(second.request_id)[0]) == 1
+    assert manager.allocate_slots(second, 1).get_block_ids() == (table(manager, second)[1:],)
+    assert manager.get_block_ids(second.request_id) == (table(manager, second),)
 
 
 def test_a_row_that_is_used_again_reports_all_its_blocks() -> None:
