@@ -14,7 +14,8 @@ class Compilations:
 
     names: list[str] = field(default_factory=list)
     """In order; a kernel that is compiled for other constants or argument types comes again."""
-    num_from_cache: int = 0
+    compiled: list[str] = field(default_factory=list)
+    """Those of them that were not on disk."""
     seconds: float = 0.0
 
 
@@ -28,7 +29,8 @@ def watch_compilations() -> Iterator[Compilations]:
 
     def listen(*, src: Any, times: Any, cache_hit: bool, **details: Any) -> None:
         seen.names.append(src.name)
-        seen.num_from_cache += cache_hit
+        if not cache_hit:
+            seen.compiled.append(src.name)
         seen.seconds += times.total * 1e-6
         if listener is not None:
             listener(src=src, times=times, cache_hit=cache_hit, **details)

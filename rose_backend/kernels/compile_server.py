@@ -94,7 +94,7 @@ def compile_source(source: KernelSource) -> dict[str, Any]:
     return {
         "seconds": time.perf_counter() - start,
         "folder": folder,
-        "was_cached": seen.num_from_cache == 1,
+        "was_cached": not seen.compiled,
         "has_launcher": has_launcher,
     }
 
