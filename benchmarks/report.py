@@ -27,10 +27,10 @@ FIGURES = ROOT / "docs" / "figures"
 DRAWN_RESULTS = ("cpu/block_manager.json", "h200/online_compare.json")
 COMMITS = {
     "0960b50e02957936": "fca7de6",
-    "5976cecf0bef57e8": "1993a73",
     "6dfccb5ad6675fe9": "090fa54",
     "94facc4f88991104": "52107a4",
     "ba762ad472dd1608": "0d20e9c",
+    "e401c90beb095677": "6bda30a",
     "cpu/block_manager.json": "df57675",
     "cpu/vllm_serving_host.json": "a427036",
     "h200/kv_append.json": "8323458",
