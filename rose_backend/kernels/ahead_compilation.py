@@ -10,6 +10,7 @@ from rose_backend.kernels.compilation_pool import (
     CompleteStarts,
     check_cache_is_writable,
 )
+from rose_backend.kernels.compilations import settle_cache_keys
 from rose_backend.kernels.recorded_launches import KernelSource
 
 Progress = Callable[[Iterable[CompiledKernel], int], Iterator[CompiledKernel]]
@@ -39,6 +40,7 @@ class AheadCompilation:
         self._starts = starts
         self._sources: Sequence[KernelSource] = ()
         self._pool: CompilationPool | None = None
+        settle_cache_keys()
         if not again and all(start.is_complete() for start in starts):
             return
         # It starts while this process looks for kernels.

@@ -1,8 +1,11 @@
-"""Watch Triton compile: each kernel's first launch in a process takes milliseconds to seconds."""
+"""Watch Triton compile, and let it find what it has compiled: a first launch takes milliseconds to seconds."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib
+import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,3 +43,45 @@ def watch_compilations() -> Iterator[Compilations]:
         yield seen
     finally:
         knobs.compilation.listener = listener
+
+
+def settle_cache_keys() -> None:
+    """Give each of this package's kernels the key in Triton's cache that it has in every other process.
+
+    Triton 3.6 (``DependenciesFinder._update_hash``) puts the constants of a called function into the caller's key only
+    if the key of the called function was computed before. So keys depend on the order of first launches, and what one
+    process has compiled another one does not find. Here each function's key is computed behind those of all it calls.
+    """
+    from rose_backend.kernels import gpu
+
+    settled: set[int] = set()
+    for info in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}."):
+        for value in vars(importlib.import_module(info.name)).values():
+            _settle(value, settled)
+
+
+def called_functions(function: Any) -> list[Any]:
+    """Return the ``triton.jit`` functions that the text of another one names, each once, Triton's own among them."""
+    from triton.runtime.jit import JITCallable
+
+    named = (_resolve(node, function.__globals__) for node in ast.walk(function.parse()))
+    return list({id(each): each for each in named if isinstance(each, JITCallable)}.values())
+
+
+def _settle(value: Any, settled: set[int]) -> None:
+    from triton.runtime.jit import JITCallable
+
+    # By id: the hash of such a function is its key.
+    if isinstance(value, JITCallable) and id(value) not in settled:
+        settled.add(id(value))
+        for called in called_functions(value):
+            _settle(called, settled)
+        _ = value.cache_key
+
+
+def _resolve(node: ast.AST, variables: dict[str, Any]) -> Any:
+    if isinstance(node, ast.Name):
+        return variables.get(node.id)
+    if isinstance(node, ast.Attribute):
+        return getattr(_resolve(node.value, variables), node.attr, None)
+    return None

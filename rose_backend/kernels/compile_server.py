@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import json
 import multiprocessing
 import os
 import pickle
-import pkgutil
 import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -30,7 +27,7 @@ from triton.backends.nvidia import driver
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import triton_key
 
-from rose_backend.kernels.compilations import watch_compilations
+from rose_backend.kernels.compilations import settle_cache_keys, watch_compilations
 from rose_backend.kernels.recorded_launches import KernelSource
 
 _PR_SET_PDEATHSIG = 1
@@ -43,7 +40,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     # Triton and what it calls print now and then.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    _import_kernels()
+    settle_cache_keys()
     _wait_for_input(parent)
     sources, num_processes = pickle.load(sys.stdin.buffer)
     # What every process would compute again.
@@ -97,14 +94,6 @@ def compile_source(source: KernelSource) -> dict[str, Any]:
         "was_cached": not seen.compiled,
         "has_launcher": has_launcher,
     }
-
-
-def _import_kernels() -> None:
-    from rose_backend.kernels import gpu
-
-    names: Sequence[str] = [each.name for each in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}.")]
-    for name in names:
-        importlib.import_module(name)
 
 
 def _prepare_process(server: int, answers: int) -> None:

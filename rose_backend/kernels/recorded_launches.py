@@ -6,7 +6,6 @@ down what it would compile. Nothing runs, and no GPU is needed.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import importlib
@@ -21,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITCallable, JITFunction
 
+from rose_backend.kernels.compilations import called_functions
 from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
 
 _WARP_SIZE = 32
@@ -51,10 +51,9 @@ class KernelSource:
         return _length(self.function(), set())
 
 
-def _length(function: JITCallable, seen: set[str]) -> int:
-    names = {node.id for node in ast.walk(function.parse()) if isinstance(node, ast.Name)} - seen
-    seen |= names
-    called = [each for each in map(function.__globals__.get, names) if isinstance(each, JITCallable)]
+def _length(function: JITCallable, seen: set[int]) -> int:
+    called = [each for each in called_functions(function) if id(each) not in seen]
+    seen |= set(map(id, called))
     return len(function.src) + sum(_length(each, seen) for each in called)
 
 

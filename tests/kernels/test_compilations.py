@@ -11,8 +11,9 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITCallable
 
-from rose_backend.kernels.compilations import watch_compilations
+from rose_backend.kernels.compilations import called_functions, settle_cache_keys, watch_compilations
 from rose_backend.kernels.gpu import embed_tokens as gpu
 from tests.support.aot import Launch, compile_launch, record_launches
 
@@ -33,6 +34,21 @@ def test_compilations_are_seen_inside_the_block_only(monkeypatch: pytest.MonkeyP
     assert seen.compiled == seen.names and 0 < seen.seconds < 100
     compile_launch(launch(), 80)
     assert len(seen.names) == 1 and len(heard) == 2
+
+
+def test_keys_of_called_functions_are_computed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, order = JITCallable.cache_key.fget, []
+
+    def compute_and_note(function: JITCallable) -> str:
+        order.append(function)
+        return compute(function)
+
+    monkeypatch.setattr(JITCallable, "cache_key", property(compute_and_note))
+    settle_cache_keys()
+    first = {id(function): place for place, function in reversed([*enumerate(order)])}
+    calls = [(id(caller), id(called)) for caller in order for called in called_functions(caller)]
+    assert len(calls) > 100
+    assert all(first[called] < first[caller] for caller, called in calls)
 
 
 def test_what_comes_from_the_disk_is_told_apart(tmp_path: Path) -> None:
