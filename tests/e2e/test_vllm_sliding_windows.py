@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +120,32 @@ def test_through_a_tenth_of_the_blocks_in_chunks_then_alone_and_from_the_cache(
                 outputs = engine.generate([case.prompts[index]], GREEDY)
                 assert case.differences([index], outputs) == []
                 assert outputs[0].num_cached_tokens == num_cached
+
+
+def test_200_requests_come_and_go(make_engine: MakeEngine, case: Case) -> None:
+    choose = random.Random(5)
+    # A tenth of what all of them need, and room for the longest.
+    chosen = [choose.randrange(len(case.prompts)) for _ in range(200)]
+    num_blocks = sum(-(-(len(case.prompts[index]) + GREEDY.max_tokens) // BLOCK_SIZE) for index in chosen)
+    few = {"num_gpu_blocks_override": 1 + num_blocks // 10, "max_num_batched_tokens": 301}
+    with make_engine(model=case.model, **OPTIONS, **few) as llm:
+        engine = SteppedEngine(llm)
+        for name, index in enumerate(chosen):
+            engine.add(f"{name}", case.prompts[index], GREEDY)
+            if choose.random() < 0.3:
+                engine.step()
+            if choose.random() < 0.1:
+                engine.abort(f"{choose.randrange(max(name - 20, 0), name + 1)}")
+            if name == 120:
+                assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        outputs = engine.drain()
+        stats = engine.manager.stats
+        assert engine.num_preemptions > 0
+        assert min(stats.evictions, stats.clones, stats.partial_hits) > 0, stats
+    # An aborted one has said something, or nothing.
+    whole = [name for name in range(200) if f"{name}" in outputs and outputs[f"{name}"].finished]
+    assert 150 < len(whole) < 200
+    assert case.differences([chosen[name] for name in whole], [outputs[f"{name}"] for name in whole]) == []
 
 
 @pytest.mark.parametrize("case", ["Gemma 3"], indirect=True)
