@@ -59,7 +59,14 @@ def on_gpu(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> OnGpu:
 
 @pytest.mark.parametrize(
     ("max_tokens", "hidden_size", "largest"),
-    [(8192, 768, 8192), (16384, 768, 16384), (1000, 768, 1000), (512, 768, 512), (8192, 2048, 4100)],
+    [
+        (8192, 768, 8192),
+        (16384, 768, 16384),
+        (1000, 768, 1000),
+        (512, 768, 512),
+        (8192, 2048, 4100),
+        (16384, 1024, 16384),
+    ],
 )
 def test_vllms_sizes_go_on_up_to_what_a_step_may_have(
     max_tokens: int, hidden_size: int, largest: int
