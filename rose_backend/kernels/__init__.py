@@ -36,7 +36,7 @@ Letters that shapes are written in, everywhere in this package:
 
 from __future__ import annotations
 
-from rose_backend.kernels.attention_options import AttentionOptions
+from rose_backend.kernels.attention_options import AttentionOptions, HeadRotation
 from rose_backend.kernels.elementwise import (
     add_layer_norm,
     add_rms_norm,
@@ -69,6 +69,7 @@ from rose_backend.kernels.small_batch_linear import (
 __all__ = [
     "AttentionOptions",
     "DecodePlan",
+    "HeadRotation",
     "PackedLinear",
     "PrefillPlan",
     "SampleOutput",

@@ -1,4 +1,4 @@
-"""What a layer's attention computes, apart from its tensors."""
+"""What a layer's attention computes, apart from queries, keys and values."""
 
 from __future__ import annotations
 
@@ -26,3 +26,15 @@ class AttentionOptions:
     by it, limited to +-448 and rounded to the nearest, ties to even; new tokens are attended as they are stored."""
     value_scale: torch.Tensor | None = None
     """As ``key_scale``, of the values."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadRotation:
+    """How heads of queries and keys are rotated by their positions, each behind an RMSNorm where a model has one."""
+
+    cos_sin: torch.Tensor
+    """[P, DR] float32: ``DR / 2`` cosines and then as many sines of each position; ``DR`` is even and at most ``D``."""
+    query_norm: torch.Tensor | None = None  # [D]
+    key_norm: torch.Tensor | None = None  # [D]; both or neither
+    eps: float = 0.0
+    """Of the norms."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.attention_options import AttentionOptions
+from rose_backend.kernels.attention_options import AttentionOptions, HeadRotation
 from rose_backend.kernels.reference import paged_decode as decode_reference
 from rose_backend.kernels.reference import paged_prefill as prefill_reference
 from rose_backend.kernels.reference.paged_decode import DecodePlan
 from rose_backend.kernels.reference.paged_prefill import PrefillPlan
+from rose_backend.kernels.rotary import check_rotation, rotate_query_key
 from rose_backend.kernels.tensor_checks import (
     Spec,
     check_cache_dtype,
@@ -79,6 +80,7 @@ def paged_decode(
     max_query_len: int = 1,
     plan: DecodePlan | None = None,
     overlap: bool = False,
+    rotation: HeadRotation | None = None,
 ) -> torch.Tensor:
     """Store one or a few new tokens per request and attend over its whole history.
 
@@ -106,6 +108,8 @@ def paged_decode(
             ``new_key``, ``new_value`` and ``out``. All else, the cached tokens too, is read ahead and must be complete:
             it is if whatever made it is followed, before this call, by a kernel that was launched without programmatic
             dependence. Without ``new_key`` the last tokens come from a kernel in front, and nothing overlaps.
+        rotation: ``query`` and ``new_key`` are rotated by the tokens' positions on their way, as by
+            ``rotate_query_key``; both stay as they are. With one new token per request only.
 
     Calls on one GPU share scratch memory and must follow one another on one stream. They can be captured in a CUDA
     graph after a first call outside, and one captured call serves any lengths.
@@ -115,13 +119,23 @@ def paged_decode(
 
     Raises:
         ShapeError: shapes or dtypes disagree, ``HQ`` is not a multiple of ``HKV``, only one new tensor is given, a
-            scale is given without float8 caches, or ``max_query_len`` is not allowed. On a GPU also: the dtype is
+            scale is given without float8 caches, ``max_query_len`` is not allowed, or ``rotation`` is given without
+            ``new_key`` or with ``query_start_loc``. On a GPU also: the dtype is
             another, ``D`` is over ``MAX_GPU_HEAD_SIZE``, an innermost stride is not 1, or it cannot convert float8.
     """
     tensors = (query, new_key, new_value, key_cache, value_cache, block_table, num_computed_tokens)
     _check_query_lens(query_start_loc, max_query_len)
     _check_call(*tensors, query_start_loc, out, options)
+    if rotation is not None:
+        if new_key is None or query_start_loc is not None:
+            raise ShapeError("rotation: expected new_key and no query_start_loc beside it")
+        check_rotation(query, rotation)
     if not query.is_cuda:
+        if rotation is not None and new_key is not None:
+            query, new_key = query.clone(), new_key.clone()
+            # Padding rows need a position, too.
+            rotate_query_key(query, new_key, num_computed_tokens.clamp(min=0).long(), rotation)
+            tensors = (query, new_key, *tensors[2:])
         return decode_reference.paged_decode(
             *tensors,
             options=options,
@@ -140,6 +154,7 @@ def paged_decode(
         query_start_loc=query_start_loc,
         max_query_len=max_query_len,
         overlap=overlap and new_key is not None and has_dependent_launch(query.device),
+        rotation=rotation,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from rose_backend.kernels import (
     AttentionOptions,
     DecodePlan,
+    HeadRotation,
     PrefillPlan,
     paged_decode,
     paged_prefill,
@@ -118,8 +119,13 @@ class PagedAttention:
         value: torch.Tensor,  # [T, HKV, D]
         *,
         overlap: bool = False,
+        rotation: HeadRotation | None = None,
     ) -> torch.Tensor:
-        """Store keys and values of a layer, attend, and return [T, HQ * D], valid until the next layer's call."""
+        """Store keys and values of a layer, attend, and return [T, HQ * D], valid until the next layer's call.
+
+        Args:
+            overlap, rotation: see ``attend``.
+        """
         key_cache, value_cache = self._caches[layer].unbind(0)
         attend(
             query,
@@ -132,6 +138,7 @@ class PagedAttention:
             self._out,
             mean_query_lens=self._mean_query_lens,
             overlap=overlap,
+            rotation=rotation,
         )
         return self._out.flatten(1)
 
@@ -148,6 +155,7 @@ def attend(
     *,
     mean_query_lens: Sequence[float | None] = (None,),
     overlap: bool = False,
+    rotation: HeadRotation | None = None,
 ) -> torch.Tensor:
     """Run one layer: store the step's keys and values and attend over each request's whole history.
 
@@ -158,10 +166,12 @@ def attend(
         key, value: None where they are stored already, as with layers that share a cache.
         mean_query_lens: tokens per row that prefill attention chooses its tiles for, one call each.
         overlap: decode attention may start before ``query``, ``key`` and ``value`` are complete; see ``paged_decode``.
+        rotation: of ``query`` and ``key``, only where all requests take decode attention and the kernels store.
 
     Returns:
         ``out``.
     """
+    assert rotation is None or step.prefill is None, "prefill attention does not rotate"
     if key is not None and value is not None and (slots := step.slot_mapping) is not None:
         write_kv(
             key[: slots.shape[0]],
@@ -200,6 +210,7 @@ def attend(
             max_query_len=decode.max_query_len,
             plan=decode.plans[window],
             overlap=overlap,
+            rotation=rotation,
         )
     if (prefill := step.prefill) is not None:
         tokens, start_loc = prefill.tokens, prefill.query_start_loc

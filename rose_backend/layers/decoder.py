@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rose_backend.config import Switches
-from rose_backend.kernels import AttentionOptions
+from rose_backend.kernels import AttentionOptions, HeadRotation, rotate_query_key
 from rose_backend.kernels.small_batch_linear import MAX_ROWS
 from rose_backend.layers.attention import AttentionMetadata, PagedAttention
 from rose_backend.layers.linear import DecoderLayer, Linear, Norm, ResidualStream
@@ -25,14 +25,15 @@ def run_layers(
     options: AttentionOptions,
     switches: Switches,
     mlp: Callable[[ResidualStream, Norm, Linear, Linear], None],
-    rotate: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
+    positions: torch.Tensor,  # [T] int64
+    rotations: Sequence[HeadRotation | None] | None = None,
 ) -> torch.Tensor:
     """Return the hidden states behind ``final_norm``: [T, E], or [R, E] with ``last_tokens_only``.
 
     Args:
         hidden, moments: from ``embed_tokens``, which was launched in the ordinary way.
         mlp: ``ResidualStream.gelu_mlp`` or ``ResidualStream.silu_mlp``.
-        rotate: rewrites query [T, HQ, D] and key [T, HKV, D] of the layer with this index.
+        rotations: of queries and keys, by layer; None: none.
     """
     num_tokens, num_kv_heads, head_size = hidden.shape[0], kv_cache.shape[-2], kv_cache.shape[-1]
     attention = PagedAttention(
@@ -46,13 +47,16 @@ def run_layers(
     is_packed = layers[0].qkv.packed is not None
     is_small_batch = is_packed and num_tokens == metadata.num_decodes <= MAX_ROWS
     stream = ResidualStream(hidden, switches, moments, is_small_batch=is_small_batch)
+    fuses_rotation = switches.fused_kv_append and num_tokens == metadata.num_decodes
     for index, layer in enumerate(layers):
         qkv = stream.project(layer.attn_norm, layer.qkv).view(num_tokens, -1, head_size)
         query, key, value = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        if rotate is not None:
-            rotate(index, query, key)
+        rotation = None if rotations is None else rotations[index]
+        if rotation is not None and not fuses_rotation:
+            rotate_query_key(query, key, positions, rotation)
+            rotation = None
         # The embedding was launched in the ordinary way: all but the projection and its rotation is complete.
-        attended = attention(index, query, key, value, overlap=stream.is_small_batch)
+        attended = attention(index, query, key, value, overlap=stream.is_small_batch, rotation=rotation)
         if attention.last_tokens is not None and index + 1 == len(layers):
             attended = attended[attention.last_tokens]
             stream.keep(attention.last_tokens)

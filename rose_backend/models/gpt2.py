@@ -113,6 +113,7 @@ class GPT2:
             options=self._attention_options,
             switches=self.switches,
             mlp=ResidualStream.gelu_mlp,
+            positions=positions,
         )
 
     def compute_logits(

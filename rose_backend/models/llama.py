@@ -10,7 +10,7 @@ import torch
 
 from rose_backend.config import Switches
 from rose_backend.errors import ModelError
-from rose_backend.kernels import AttentionOptions, embed_tokens, rotate_query_key
+from rose_backend.kernels import AttentionOptions, HeadRotation, embed_tokens
 from rose_backend.layers.attention import AttentionMetadata
 from rose_backend.layers.decoder import run_layers
 from rose_backend.layers.linear import (
@@ -81,7 +81,12 @@ class Llama:
         self.config = config
         self.weights = weights
         self.switches = switches
-        self._rotates = rotates  # by layer
+        self._rotations = [
+            HeadRotation(weights.rotary_table, layer.query_norm, layer.key_norm, config.norm_eps)
+            if rotates_heads
+            else None
+            for layer, rotates_heads in zip(weights.layers, rotates, strict=True)
+        ]
         self._attention_options = AttentionOptions(scale=config.head_size**-0.5)
 
     @classmethod
@@ -171,20 +176,6 @@ class Llama:
     ) -> torch.Tensor:
         """Run all layers; see ``CausalLM``."""
         weights = self.weights
-
-        def rotate(index: int, query: torch.Tensor, key: torch.Tensor) -> None:
-            if self._rotates[index]:
-                layer = weights.layers[index]
-                rotate_query_key(
-                    query,
-                    key,
-                    positions,
-                    weights.rotary_table,
-                    query_norm=layer.query_norm,
-                    key_norm=layer.key_norm,
-                    eps=self.config.norm_eps,
-                )
-
         return run_layers(
             *embed_tokens(input_ids, positions, weights.embedding),
             weights.layers,
@@ -195,7 +186,8 @@ class Llama:
             options=self._attention_options,
             switches=self.switches,
             mlp=ResidualStream.silu_mlp,
-            rotate=rotate,
+            positions=positions,
+            rotations=self._rotations,
         )
 
     def compute_logits(

@@ -9,7 +9,7 @@ import torch
 
 from rose_backend.kernels import AttentionOptions, PackedLinear, pack_linear, paged_decode, small_batch_linear
 from tests.support.gpu_steps import Shape, as_bits, make_step
-from tests.support.paged_inputs import same_bits
+from tests.support.paged_inputs import random_rotation, same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -25,9 +25,10 @@ LENGTHS = [
 
 @pytest.mark.parametrize("shape", [(12, 12, 64, 16), (8, 2, 128, 16)], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} rows, first {lengths[0]}")
-def test_overlap_changes_no_bit(shape: Shape, lengths: list[int]) -> None:
+@pytest.mark.parametrize("rotates", [False, True], ids=["plain", "rotates"])
+def test_overlap_changes_no_bit(shape: Shape, lengths: list[int], rotates: bool) -> None:
     """Two graphs of the same layers, whose lengths change with every replay, over caches of their own."""
-    one_by_one, overlapped = (_Layers(shape, lengths, overlap=overlap) for overlap in (False, True))
+    one_by_one, overlapped = (_Layers(shape, lengths, rotates, overlap=overlap) for overlap in (False, True))
     different = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(1000):
         one_by_one.graph.replay()
@@ -42,10 +43,15 @@ def test_overlap_changes_no_bit(shape: Shape, lengths: list[int]) -> None:
 class _Layers:
     """Products that let the kernel behind them start early, with decode attention between them."""
 
-    def __init__(self, shape: Shape, lengths: list[int], *, overlap: bool) -> None:
+    def __init__(self, shape: Shape, lengths: list[int], rotates: bool, *, overlap: bool) -> None:
         num_query_heads, num_kv_heads, head_size, _ = shape
         self._heads = [num_query_heads, num_kv_heads, num_kv_heads]
         self._overlap = overlap
+        self._rotation = None
+        if rotates:
+            self._rotation = random_rotation(
+                head_size, norms=True, num_positions=max(lengths) + 2, dtype=torch.float16, device="cuda"
+            )
         self._step = make_step([n + 1 if n >= 0 else n for n in lengths], shape=shape, layout="tokens first")
         # Padding rows, too, go through the products: no NaN anywhere.
         self.caches = self._step.storage.nan_to_num().repeat(NUM_LAYERS, 1, 1, 1, 1, 1)
@@ -84,6 +90,7 @@ class _Layers:
                 options=AttentionOptions(self._step.scale),
                 out=self._attended,
                 overlap=self._overlap,
+                rotation=self._rotation,
             )
             small_batch_linear(
                 self._attended.flatten(1), out_layer, residual=self.residual, out=self.residual

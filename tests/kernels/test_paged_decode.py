@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import AttentionOptions, paged_decode, plan_paged_decode, write_kv
+from rose_backend.kernels import (
+    AttentionOptions,
+    paged_decode,
+    plan_paged_decode,
+    rotate_query_key,
+    write_kv,
+)
 from rose_backend.kernels.reference import paged_decode as twin
 from tests.support.error_budget import assert_within_budget
 from tests.support.paged_inputs import (
@@ -18,6 +25,7 @@ from tests.support.paged_inputs import (
     expected_storage,
     grouped,
     naive_attention,
+    random_rotation,
     same_bits,
 )
 
@@ -158,6 +166,19 @@ def test_strided_query_and_new_tokens() -> None:
     torch.testing.assert_close(run(inputs).double(), exact, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
+def test_rotation_on_the_way_equals_one_in_front(norms: bool) -> None:
+    turned, plain = (build_paged_inputs([0, 5, -1, 17]) for _ in range(2))
+    rotation = random_rotation(turned.query.shape[-1], norms=norms)
+    positions = turned.num_computed_tokens.clamp(min=0).long()
+    rotate_query_key(turned.query, turned.new_key, positions, rotation)
+    before = plain.query.clone(), plain.new_key.clone()
+    out = run(plain, rotation=rotation)
+    assert same_bits(out, run(turned)) and same_bits(plain.storage, turned.storage)
+    assert torch.equal(plain.query, before[0]) and torch.equal(plain.new_key, before[1])
+    assert not torch.equal(turned.query, plain.query)
+
+
 @pytest.mark.parametrize("window", [None, 11])
 def test_many_chunks_give_the_same_as_one(window: int | None) -> None:
     lengths = [31, 0, 8, 15, 16, -1, 3, 31, 100, 7]
@@ -237,6 +258,16 @@ def test_mismatches_are_named(change: dict[str, Any], message: str) -> None:
             options=AttentionOptions(SCALE),
             out=torch.zeros(2, 4, 16),
         )
+
+
+def test_rotation_needs_one_new_token_each() -> None:
+    inputs, rotation = build_paged_inputs([3, 8]), random_rotation(16, norms=True)
+    with pytest.raises(ShapeError, match="rotation: expected new_key and no query_start_loc beside it"):
+        run(inputs, rotation=rotation, stored_before=True)
+    with pytest.raises(ShapeError, match="rotation: expected new_key and no query_start_loc beside it"):
+        run(inputs, rotation=rotation, query_start_loc=inputs.query_start_loc)
+    with pytest.raises(ShapeError, match="query_norm: expected D=16, got 18"):
+        run(inputs, rotation=replace(random_rotation(18, norms=True), cos_sin=rotation.cos_sin))
 
 
 def test_head_groups_must_divide() -> None:

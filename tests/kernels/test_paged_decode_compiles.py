@@ -11,12 +11,13 @@ import torch
 from rose_backend.kernels.gpu import paged_decode as gpu
 from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE
 from tests.support.aot import SHARED_BYTES, Resources, compile_launch, compiles, record_launches
-from tests.support.paged_inputs import grouped
+from tests.support.paged_inputs import grouped, random_rotation
 
 Shape = tuple[int, int, int, torch.dtype]
 """Query heads, KV heads, head size, dtype."""
 
 GPT2, LLAMA_8B = (12, 12, 64, torch.float16), (32, 8, 128, torch.bfloat16)
+QWEN3_06B = (16, 8, 128, torch.bfloat16)
 GEMMA_4 = (16, 2, 512, torch.bfloat16)
 """Its layers without a window."""
 WIDE_LOAD = re.compile(r"ld\.global\S*\.v4")
@@ -55,15 +56,28 @@ def check(resources: Resources, *, lane_by_lane: bool) -> None:
     assert "griddepcontrol" not in resources.ptx
 
 
+@pytest.mark.parametrize("num_rows", [1, 32, 256])
+@pytest.mark.parametrize("shape", [QWEN3_06B, LLAMA_8B], ids=str)
+def test_rotating_kernels_compile_without_spills(shape: Shape, num_rows: int) -> None:
+    resources = compile_decode(shape, num_rows, 1, None, 90, norms=shape == QWEN3_06B)
+    assert resources.spill_bytes == 0 and WIDE_LOAD.search(resources.ptx)
+
+
 @pytest.mark.parametrize(
-    ("shape", "num_rows", "is_early"),
-    [(GPT2, 8, True), (GPT2, 64, False), (LLAMA_8B, 64, True)],
+    ("shape", "num_rows", "is_early", "norms"),
+    [
+        (GPT2, 8, True, None),
+        (GPT2, 64, False, None),
+        (LLAMA_8B, 64, True, None),
+        (LLAMA_8B, 64, True, False),
+        (GPT2, 8, True, True),
+    ],
     ids=str,
 )
 def test_overlap_reads_ahead_and_writes_only_after_the_wait(
-    shape: Shape, num_rows: int, is_early: bool
+    shape: Shape, num_rows: int, is_early: bool, norms: bool | None
 ) -> None:
-    resources = compile_decode(shape, num_rows, 1, None, 90, overlap=True)
+    resources = compile_decode(shape, num_rows, 1, None, 90, overlap=True, norms=norms)
     ptx = resources.ptx
     assert resources.spill_bytes == 0
     # One wait is that of a program without work.
@@ -90,8 +104,9 @@ def compile_decode(
     capability: int,
     *,
     overlap: bool = False,
+    norms: bool | None = None,
 ) -> Resources:
-    """Compile as for an H200, with the tuning that is used there."""
+    """Compile as for an H200, with the tuning that is used there; ``norms`` says of what kind a rotation is."""
     num_query_heads, num_kv_heads, head_size, dtype = shape
     query = torch.empty(num_rows * max_query_len, num_query_heads, head_size, dtype=dtype)
     new = torch.empty(num_rows * max_query_len, num_kv_heads, head_size, dtype=dtype)
@@ -109,6 +124,8 @@ def compile_decode(
             "key_scale": torch.empty(1),
             "value_scale": torch.empty(1),
         }
+    if norms is not None:
+        options["rotation"] = random_rotation(head_size, norms=norms, dtype=dtype)
     tuning = gpu.decode_tuning(
         head_size,
         dtype,

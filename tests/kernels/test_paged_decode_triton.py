@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
+from rose_backend.kernels import rotate_query_key
 from rose_backend.kernels.gpu import decode_tuning
 from rose_backend.kernels.gpu import paged_decode as gpu
 from rose_backend.kernels.gpu.decode_tuning import heads_per_program
@@ -23,6 +24,7 @@ from tests.support.paged_inputs import (
     expected_storage,
     grouped,
     naive_attention,
+    random_rotation,
     same_bits,
 )
 
@@ -254,6 +256,52 @@ def test_float8_caches(query_lens: list[int] | None, dtype: torch.dtype) -> None
     out = run_tokens(inputs) if query_lens else run(inputs)[0]
     check(inputs, out)
     assert same_bits(inputs.storage, stored)
+
+
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
+@pytest.mark.parametrize(
+    ("heads", "head_size", "rotated", "dtype"),
+    [
+        ((2, 2), 16, 16, FLOAT32),
+        ((4, 2), 24, 24, FLOAT32),
+        ((4, 2), 32, 32, FLOAT16),
+        ((5, 1), 40, 16, FLOAT16),
+        ((3, 3), 16, 4, FLOAT16),
+    ],
+    ids=str,
+)
+def test_heads_are_rotated_on_the_way(
+    heads: tuple[int, int], head_size: int, rotated: int, dtype: torch.dtype, norms: bool
+) -> None:
+    shape = {"num_query_heads": heads[0], "num_kv_heads": heads[1], "head_size": head_size, "dtype": dtype}
+    plain, turned = (build_paged_inputs(LENGTHS, **shape) for _ in range(2))
+    rotation = random_rotation(head_size, rotated, norms=norms, dtype=dtype)
+    rotate_query_key(turned.query, turned.new_key, turned.num_computed_tokens.clamp(min=0).long(), rotation)
+    before = plain.query.clone(), plain.new_key.clone()
+    out, _ = run(plain, rotation=rotation)
+    check(turned, out)
+    # The last bit may differ: squares are added in another order.
+    torch.testing.assert_close(
+        plain.storage, expected_storage(turned), rtol=torch.finfo(dtype).eps, atol=1e-6, equal_nan=True
+    )
+    assert same_bits(plain.query, before[0]) and same_bits(plain.new_key, before[1])
+
+
+def test_float8_caches_hold_rotated_keys() -> None:
+    shape = {"dtype": FLOAT16, "cache_dtype": CACHE_DTYPE}
+    plain, turned = (build_paged_inputs([0, 2, 23], **shape) for _ in range(2))
+    rotation = random_rotation(16, norms=True, dtype=FLOAT16)
+    for each in (plain, turned):
+        # Triton's interpreter itself rounds wrongly to float8: take keys and angles that give numbers which it holds.
+        each.new_key.fill_(2.0)
+        each.new_value.fill_(0.5)
+    rotation.key_norm.fill_(1.0)
+    rotation.cos_sin[:] = torch.tensor([0.5] * 8 + [0.25] * 8)
+    rotate_query_key(turned.query, turned.new_key, turned.num_computed_tokens.long(), rotation)
+    stored = expected_storage(turned)
+    out, _ = run(plain, rotation=rotation)
+    check(turned, out)
+    assert same_bits(plain.storage, stored)
 
 
 def test_long_rows_get_most_splits() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import rotate_query_key
+from rose_backend.kernels import HeadRotation, rotate_query_key
 from tests.support.error_budget import assert_within_budget
 
 EPS = 1e-5
@@ -40,9 +39,8 @@ class Case:
         both = self.projected[:, : heads * size].unflatten(1, (heads, size))
         return both[:, : self.num_heads], both[:, self.num_heads :]
 
-    def arguments(self) -> dict[str, Any]:
-        query_norm, key_norm = self.norms or (None, None)
-        return {"query_norm": query_norm, "key_norm": key_norm, "eps": EPS}
+    def rotation(self, eps: float = EPS) -> HeadRotation:
+        return HeadRotation(self.cos_sin, *(self.norms or (None, None)), eps)
 
     def rest(self) -> torch.Tensor:
         """Return what lies behind query and key in each row."""
@@ -131,7 +129,7 @@ def test_query_and_key_turn_in_place(
     unwritten = [case.rest(), case.positions, case.cos_sin, *(case.norms or ())]
     copies = [tensor.clone() for tensor in unwritten]
     query, key = case.query_key()
-    assert rotate_query_key(query, key, case.positions, case.cos_sin, **case.arguments()) is None
+    assert rotate_query_key(query, key, case.positions, case.rotation()) is None
     before.check(query, key)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(unwritten, copies, strict=True))
 
@@ -139,9 +137,9 @@ def test_query_and_key_turn_in_place(
 def test_position_zero_and_what_is_not_rotated_stay_as_they_are() -> None:
     case = make_case(4, (2, 1, 16, 8), torch.bfloat16)
     before, size = case.copy(), case.cos_sin.shape[1]
-    rotate_query_key(*case.query_key(), torch.zeros_like(case.positions), case.cos_sin)
+    rotate_query_key(*case.query_key(), torch.zeros_like(case.positions), case.rotation())
     assert torch.equal(case.projected, before.projected)
-    rotate_query_key(*case.query_key(), case.positions, case.cos_sin)
+    rotate_query_key(*case.query_key(), case.positions, case.rotation())
     for now, then in zip(case.query_key(), before.query_key(), strict=True):
         assert torch.equal(now[..., size:], then[..., size:])
         assert not torch.equal(now[..., :size], then[..., :size])
@@ -153,7 +151,7 @@ def test_half_types_round_once(dtype: torch.dtype, norms: bool) -> None:
     case = make_case(2, (2, 1, 64, 32), dtype, norms=norms)
     exact = [each.to(dtype) for each in case.exact()]
     query, key = case.query_key()
-    rotate_query_key(query, key, case.positions, case.cos_sin, **case.arguments())
+    rotate_query_key(query, key, case.positions, case.rotation())
     assert torch.equal(query, exact[0]) and torch.equal(key, exact[1])
 
 
@@ -161,7 +159,7 @@ def test_eps_counts() -> None:
     case = make_case(3, HEADS[0], norms=True)
     tiny, larger = case.copy(), case.copy()
     for each, eps in ((tiny, 1e-9), (larger, 3.0)):
-        rotate_query_key(*each.query_key(), each.positions, each.cos_sin, **each.arguments() | {"eps": eps})
+        rotate_query_key(*each.query_key(), each.positions, each.rotation(eps))
     assert larger.query_key()[0].norm() < 0.6 * tiny.query_key()[0].norm()
 
 
@@ -184,7 +182,7 @@ def test_bad_input_is_named() -> None:
         ),
     ):
         with pytest.raises(ShapeError, match=match):
-            rotate_query_key(*arguments)
+            rotate_query_key(*arguments[:3], HeadRotation(arguments[3]))
     for match, norms in (
         ("both or neither, got one", {"query_norm": norm}),
         ("both or neither, got one", {"key_norm": norm}),
@@ -192,4 +190,4 @@ def test_bad_input_is_named() -> None:
         ("key_norm: expected dtype", {"query_norm": norm, "key_norm": norm.half()}),
     ):
         with pytest.raises(ShapeError, match=match):
-            rotate_query_key(query, key, positions, table, **norms)
+            rotate_query_key(query, key, positions, HeadRotation(table, **norms))

@@ -24,7 +24,7 @@ def test_query_and_key_turn_in_place(
     unwritten = [case.rest(), case.positions, case.cos_sin, *(case.norms or ())]
     copies = [tensor.clone() for tensor in unwritten]
     query, key = case.query_key()
-    rotate_query_key(query, key, case.positions, case.cos_sin, **case.arguments())
+    rotate_query_key(query, key, case.positions, case.rotation())
     before.check(query, key)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(unwritten, copies, strict=True))
 
@@ -35,9 +35,9 @@ def test_tokens_past_two_to_the_31() -> None:
     wide = torch.zeros(far + 3, width, dtype=torch.float16, device="cuda")
     wide[far:] = case.projected
     positions = torch.cat((case.positions.new_zeros(far), case.positions))
-    rotate_query_key(*case.query_key(), case.positions, case.cos_sin, **case.arguments())
+    rotate_query_key(*case.query_key(), case.positions, case.rotation())
     expected, case.projected = case.projected, wide
-    rotate_query_key(*case.query_key(), positions, case.cos_sin, **case.arguments())
+    rotate_query_key(*case.query_key(), positions, case.rotation())
     assert torch.equal(wide[far:], expected)
 
 
@@ -59,7 +59,7 @@ def test_a_chain_of_dependent_launches_in_a_graph(rows: int, norms: bool) -> Non
             small_batch_linear(hidden, layers[0], out=projected)
             if after_each:
                 torch.cuda.synchronize()
-            rotate_query_key(*case.query_key(), case.positions, case.cos_sin, **case.arguments())
+            rotate_query_key(*case.query_key(), case.positions, case.rotation())
             if after_each:
                 torch.cuda.synchronize()
             small_batch_linear(projected, layers[1], out=hidden)
@@ -81,10 +81,10 @@ def test_a_chain_of_dependent_launches_in_a_graph(rows: int, norms: bool) -> Non
 def test_a_thousand_runs_are_bitwise_equal(norms: bool) -> None:
     case = make_case(300, SHAPES[0], torch.bfloat16, norms=norms, device="cuda")
     first = case.copy()
-    rotate_query_key(*first.query_key(), case.positions, case.cos_sin, **case.arguments())
+    rotate_query_key(*first.query_key(), case.positions, case.rotation())
     different = torch.zeros((), dtype=torch.bool, device="cuda")
     for _ in range(1000):
         again = case.copy()
-        rotate_query_key(*again.query_key(), case.positions, case.cos_sin, **case.arguments())
+        rotate_query_key(*again.query_key(), case.positions, case.rotation())
         different |= (again.projected != first.projected).any()
     assert not different

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.test_rotary import EPS, HEADS, Case, make_case
+from tests.kernels.test_rotary import HEADS, Case, make_case
 from tests.support.aot import compile_launch, compiles, overlapped, record_launches
 from tests.support.interpreter import run_interpreted
 
@@ -18,8 +18,7 @@ DTYPES = [torch.float32, torch.float16]
 def launch(case: Case) -> None:
     from rose_backend.kernels.gpu import rotary as gpu
 
-    query_norm, key_norm = case.norms or (None, None)
-    gpu.rotate_query_key(*case.query_key(), case.positions, case.cos_sin, query_norm, key_norm, EPS)
+    gpu.rotate_query_key(*case.query_key(), case.positions, case.rotation())
 
 
 @pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
@@ -45,7 +44,7 @@ def test_query_and_key_turn_in_place(
 def launch_apart(query: torch.Tensor, key: torch.Tensor, case: Case) -> None:
     from rose_backend.kernels.gpu import rotary as gpu
 
-    gpu.rotate_query_key(query, key, case.positions, case.cos_sin, *case.norms, EPS)
+    gpu.rotate_query_key(query, key, case.positions, case.rotation())
 
 
 def test_tensors_of_their_own_and_heads_far_apart() -> None:

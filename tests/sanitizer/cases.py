@@ -179,8 +179,8 @@ def rotary(num_tokens: int, heads: int, kv_heads: int, size: int, rotated: int) 
         projected = torch.randn(num_tokens, width, generator=generator).half().to(device)
         both = projected.unflatten(1, (-1, size))
         pair = both[:, :heads], both[:, heads : heads + kv_heads]
-        kernels.rotate_query_key(*pair, positions, table)
-        kernels.rotate_query_key(*pair, positions, table, query_norm=norms[0], key_norm=norms[1], eps=EPS)
+        kernels.rotate_query_key(*pair, positions, kernels.HeadRotation(table))
+        kernels.rotate_query_key(*pair, positions, kernels.HeadRotation(table, *norms, EPS))
         return [projected]
 
     return run

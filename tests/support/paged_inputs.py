@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rose_backend.kernels import AttentionOptions
+from rose_backend.kernels import AttentionOptions, HeadRotation
 from rose_backend.kernels.reference.kv_cache import to_cache
 
 CACHE_LAYOUTS = ("contiguous", "vllm", "layer_of_stack")
@@ -182,6 +182,23 @@ def expected_storage(inputs: PagedInputs) -> torch.Tensor:
             key_view[slot // block_size, slot % block_size] = keys[token]
             value_view[slot // block_size, slot % block_size] = values[token]
     return clone
+
+
+def random_rotation(
+    head_size: int,
+    rotated: int | None = None,
+    *,
+    norms: bool,
+    num_positions: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> HeadRotation:
+    """Return a rotation of the first ``rotated`` numbers of a head, None: of all, with random angles."""
+    generator = torch.Generator().manual_seed(head_size)
+    angles = torch.rand(num_positions, (rotated or head_size) // 2, generator=generator) * 6.3
+    weights = (1 + 0.3 * torch.randn(2, head_size, generator=generator)).to(device, dtype)
+    table = torch.cat((angles.cos(), angles.sin()), 1).to(device)
+    return HeadRotation(table, *(weights if norms else (None, None)), eps=1e-5)
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from rose_backend.kernels.gpu.float8 import to_half
-from rose_backend.kernels.gpu.softmax import HIDDEN, NO_LOGIT, cached_offsets, to_logits
+from rose_backend.kernels.gpu.softmax import HIDDEN, LOG2_E, NO_LOGIT, cached_offsets, to_logits
 
 
 @triton.jit
@@ -255,3 +255,22 @@ def add_logit(state, logits):
     weights = tl.exp2(logits - new_top)
     shrink = tl.exp2(top - new_top)
     return new_top, total * shrink + weights, attended * shrink[:, None], weights
+
+
+@triton.jit
+def add_new_token(
+    state, query, key, value, slopes, factors, is_last, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr
+):
+    """Add a row's one new token to the state of its last split."""
+    products = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1)
+    logits = to_logits(products, 0.0, slopes, factors, HAS_CAP, HAS_ALIBI)
+    top, total, attended, weights = add_logit(state, tl.where(is_last, logits, HIDDEN))
+    return top, total, attended + weights[:, None] * value.to(tl.float32)
+
+
+@triton.jit
+def add_sinks(state, sinks_ptr, heads, is_query, is_last_split):
+    """Add the sinks of ``heads`` to the state of a row's last split."""
+    logits = tl.load(sinks_ptr + heads, mask=is_query, other=0.0).to(tl.float32) * LOG2_E
+    top, total, attended, _ = add_logit(state, tl.where(is_last_split, logits, HIDDEN))
+    return top, total, attended

@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from rose_backend.kernels.attention_options import AttentionOptions
+from rose_backend.kernels.attention_options import AttentionOptions, HeadRotation
 from rose_backend.kernels.gpu.decode_tile import (
-    add_logit,
+    add_new_token,
+    add_sinks,
     attend_cached,
     attend_tile,
     empty_state,
@@ -36,7 +37,8 @@ from rose_backend.kernels.gpu.decode_tuning import (
     rows_tile,
 )
 from rose_backend.kernels.gpu.float8 import load_scale, scale_to_half, to_cache
-from rose_backend.kernels.gpu.softmax import HIDDEN, LOG2_E, attention_strides, logit_factors, to_logits
+from rose_backend.kernels.gpu.rotary import inside_another_kernel, load_angles, load_head_norm, rotated
+from rose_backend.kernels.gpu.softmax import attention_strides, logit_factors
 from rose_backend.kernels.gpu.split_context import (
     CombineSizes,
     SplitSizes,
@@ -82,25 +84,6 @@ class DecodeLoops(NamedTuple):
     EARLY_DEPENDENTS: bool
 
 
-@triton.jit
-def _add_new_token(
-    state, query, key, value, slopes, factors, is_last, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr
-):
-    """Add a row's one new token to the state of its last split."""
-    products = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1)
-    logits = to_logits(products, 0.0, slopes, factors, HAS_CAP, HAS_ALIBI)
-    top, total, attended, weights = add_logit(state, tl.where(is_last, logits, HIDDEN))
-    return top, total, attended + weights[:, None] * value.to(tl.float32)
-
-
-@triton.jit
-def _add_sinks(state, sinks_ptr, heads, is_query, is_last_split):
-    """Add the sinks of ``heads`` to the state of a row's last split."""
-    logits = tl.load(sinks_ptr + heads, mask=is_query, other=0.0).to(tl.float32) * LOG2_E
-    top, total, attended, _ = add_logit(state, tl.where(is_last_split, logits, HIDDEN))
-    return top, total, attended
-
-
 @triton.jit(
     do_not_specialize=["num_rows", "extra", "window", "table_stride", "table_width"],
     do_not_specialize_on_alignment=[
@@ -127,6 +110,7 @@ def _paged_decode_kernel(
     sinks_ptr,
     key_scale_ptr,
     value_scale_ptr,
+    rotation,  # RotationTensors, None where the heads are not rotated here
     scratch,  # records [slots, RECORD] float32, counters [slots] int32
     num_rows,
     extra,  # pieces of work per head beyond one per row
@@ -139,6 +123,7 @@ def _paged_decode_kernel(
     SPLITS: tl.constexpr,  # SplitSizes
     COMBINE: tl.constexpr,  # CombineSizes
     LOOPS: tl.constexpr,  # DecodeLoops
+    ROTATION: tl.constexpr,  # RotationSizes, None as above
     HEAD_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -212,12 +197,21 @@ def _paged_decode_kernel(
             new_heads, new_tokens = new_tokens.to(tl.int64), new_tokens * 0
         is_new = new_tokens < query_len
         new_block_ids = load_block_ids(table_ptr, length + new_tokens, length + query_len, BLOCK_SIZE)
+    if ROTATION is not None:
+        tl.static_assert(HAS_NEW and MAX_QUERY_LEN == 1, "all heads have the new token's position")
+        angles = load_angles(rotation, length, HEAD_TILE, ROTATION)
+        query_norm = load_head_norm(rotation.query_norm, angles, HEAD_SIZE, ROTATION.NORM)
+        key_norm = load_head_norm(rotation.key_norm, angles, HEAD_SIZE, ROTATION.NORM)
     if OVERLAP:
         # Until here nothing was read that the kernel in front makes, and nothing was written.
         tl.extra.cuda.gdc_wait()
     query_ptr += (first_token + own_token) * strides.query[0] + first_head * strides.query[1]
     query_rows = query_ptr + query_offsets(queries, strides.query, GROUP, TOKENS)
     query = tl.load(query_rows[:, None] + dims[None, :], mask=query_mask, other=0.0)
+    if ROTATION is not None:
+        query = rotated(
+            query, query_rows, query_mask, angles, query_norm, rotation.eps, HEAD_SIZE, ROTATION.NORM
+        )
     slopes = tl.zeros([QUERY_TILE], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(slopes_ptr + heads, mask=is_query, other=0.0).to(tl.float32)
@@ -237,6 +231,13 @@ def _paged_decode_kernel(
         new_key, new_value = load_new_tokens(
             new_key_ptr, new_value_ptr, strides, first_token + new_tokens, kv_head + new_heads, new_mask
         )  # fmt: skip
+        if ROTATION is not None:
+            key_rows = (
+                new_key_ptr + first_token * strides.new_key[0] + (kv_head + new_heads) * strides.new_key[1]
+            )
+            new_key = rotated(
+                new_key, key_rows, new_mask, angles, key_norm, rotation.eps, HEAD_SIZE, ROTATION.NORM
+            )
         new_key = to_cache(new_key, key_scale, key_cache_ptr.dtype.element_ty)
         new_value = to_cache(new_value, value_scale, value_cache_ptr.dtype.element_ty)
 
@@ -262,11 +263,11 @@ def _paged_decode_kernel(
     if not USE_DOT:
         state = sum_lanes(state, HEAD_TILE)
     if HAS_NEW and MAX_QUERY_LEN == 1:
-        state = _add_new_token(
+        state = add_new_token(
             state, query, new_key, new_value, slopes, factors, is_last_split, HAS_CAP, HAS_ALIBI
         )
     if sinks_ptr is not None:
-        state = _add_sinks(state, sinks_ptr, heads, is_query, is_last_split)
+        state = add_sinks(state, sinks_ptr, heads, is_query, is_last_split)
 
     out_ptr += (first_token + own_token) * strides.out[0] + first_head * strides.out[1]
     if num_splits == 1:
@@ -298,6 +299,7 @@ def paged_decode(
     query_start_loc: torch.Tensor | None = None,  # [R + 1] int32
     max_query_len: int = 1,
     overlap: bool = False,
+    rotation: HeadRotation | None = None,
     tuning: DecodeTuning | None = None,
 ) -> torch.Tensor:
     """Twin of ``rose_backend.kernels.paged_decode``; with ``overlap`` the device has to be able to."""
@@ -332,6 +334,7 @@ def paged_decode(
     record = record_size(group * tokens, head_size)
     query_tile = triton.next_power_of_2(group * tokens)
     new_tile = kv_heads if max_query_len == 1 else 16 if tuning.use_dot else tuning.tile
+    rotation_tensors, rotation_sizes = (None, None) if rotation is None else inside_another_kernel(rotation)
     combined_queries = _COMBINE_ELEMENTS * tuning.num_warps // (_COMBINE_TILE * head_tile)
     _paged_decode_kernel[(shares * (num_rows + extra),)](
         out,
@@ -347,6 +350,7 @@ def paged_decode(
         options.sinks,
         options.key_scale,
         options.value_scale,
+        rotation_tensors,
         split_scratch(query.device, shares * 2 * places, record),
         num_rows,
         extra,
@@ -376,6 +380,7 @@ def paged_decode(
             overlap,
             tuning.early_dependents,
         ),
+        ROTATION=rotation_sizes,
         HEAD_SIZE=head_size,
         HEAD_TILE=head_tile,
         BLOCK_SIZE=block_size,

@@ -1,15 +1,18 @@
-"""Rotary positions of queries and keys, and the norms of their heads in front, in one launch.
+"""Rotary positions of queries and keys, and the norms of their heads in front: in one launch, or inside another kernel.
 
-A program has one token and some heads of it, the first programs of a token its keys as well. Norm and rotation are
-float32, so that the result is rounded once.
+In the launch a program has one token and some heads of it, the first programs of a token its keys as well. Norm and
+rotation are float32, so that the result is rounded once.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from rose_backend.kernels.attention_options import HeadRotation
 from rose_backend.kernels.gpu.small_batch_linear import has_dependent_launch
 
 _PAIRS = 512
@@ -109,18 +112,81 @@ def _rotate_kernel(
         )  # fmt: skip
 
 
+class RotationSizes(NamedTuple):
+    """What of a rotation is constant in a kernel that rotates heads on its way."""
+
+    HALF: int  # DR / 2
+    NORM: bool
+
+
+class RotationTensors(NamedTuple):
+    """Tensors and numbers of a rotation inside another kernel."""
+
+    cos_sin: torch.Tensor  # [P, DR]
+    query_norm: torch.Tensor  # [D], with NORM
+    key_norm: torch.Tensor  # [D], with NORM
+    eps: float
+
+
+def inside_another_kernel(rotation: HeadRotation) -> tuple[RotationTensors, RotationSizes]:
+    """Return what a kernel that calls ``rotated`` takes."""
+    table, query_norm, key_norm = rotation.cos_sin.contiguous(), rotation.query_norm, rotation.key_norm
+    tensors = RotationTensors(
+        table,
+        table if query_norm is None else query_norm.contiguous(),
+        table if key_norm is None else key_norm.contiguous(),
+        rotation.eps,
+    )
+    return tensors, RotationSizes(table.shape[1] // 2, query_norm is not None)
+
+
+@triton.jit
+def load_angles(rotation, position, HEAD_TILE: tl.constexpr, SIZES: tl.constexpr):
+    """Return a position's angles: cosines, signed sines, and the number that each number of a head turns with."""
+    HALF: tl.constexpr = SIZES.HALF
+    dims = tl.arange(0, HEAD_TILE)
+    is_rotated = dims < 2 * HALF
+    angles = rotation.cos_sin + position.to(tl.int64) * (2 * HALF) + tl.where(dims < HALF, dims, dims - HALF)
+    cos = tl.load(angles, mask=is_rotated, other=1.0)
+    sin = tl.load(angles + HALF, mask=is_rotated, other=0.0)
+    partners = tl.where(dims < HALF, dims + HALF, tl.where(is_rotated, dims - HALF, dims))
+    return cos, tl.where(dims < HALF, -sin, sin), partners
+
+
+@triton.jit
+def load_head_norm(norm_ptr, angles, HEAD_SIZE: tl.constexpr, NORM: tl.constexpr):
+    """Return the norm's weights of a head's numbers and of those that they turn with; without NORM nothing."""
+    weights = ()
+    if NORM:
+        dims = tl.arange(0, angles[2].shape[0])
+        weights += (tl.load(norm_ptr + dims, mask=dims < HEAD_SIZE, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+        weights += (tl.load(norm_ptr + angles[2], mask=dims < HEAD_SIZE, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    return weights
+
+
+@triton.jit
+def rotated(x, rows, mask, angles, weights, eps, HEAD_SIZE: tl.constexpr, NORM: tl.constexpr):
+    """Return ``x`` [heads, HEAD_TILE] normed and rotated, in its own type; ``rows`` [heads] is where it was read."""
+    first = x.to(tl.float32)
+    # From memory once more: cheaper than an exchange between threads.
+    second = tl.load(rows[:, None] + angles[2][None, :], mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(first * first, axis=1) / HEAD_SIZE + eps)[:, None]
+        first *= scale * weights[0][None, :]
+        second *= scale * weights[1][None, :]
+    return (first * angles[0][None, :] + second * angles[1][None, :]).to(x.dtype)
+
+
 def rotate_query_key(
     query: torch.Tensor,  # [T, HQ, D]  written
     key: torch.Tensor,  # [T, HKV, D]  written
     positions: torch.Tensor,  # [T] int64
-    cos_sin: torch.Tensor,  # [P, DR] float32
-    query_norm: torch.Tensor | None,  # [D]
-    key_norm: torch.Tensor | None,  # [D]
-    eps: float,
+    rotation: HeadRotation,
 ) -> None:
     """Twin of ``rose_backend.kernels.rotate_query_key``."""
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads = key.shape[1]
+    cos_sin, query_norm, key_norm = rotation.cos_sin, rotation.query_norm, rotation.key_norm
     most_heads = max(num_heads, num_kv_heads)
     if num_tokens == 0 or most_heads == 0:
         return
@@ -140,7 +206,7 @@ def rotate_query_key(
         *key.stride()[:2],
         positions.stride(0),
         *cos_sin.stride(),
-        eps,
+        rotation.eps,
         HEAD_SIZE=head_size,
         HALF=half,
         HALF_TILE=half_tile,
