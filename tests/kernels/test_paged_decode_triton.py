@@ -39,6 +39,7 @@ def launch(
     num_programs: int,
     max_whole: int,
     num_stages: int,
+    early_tiles: int,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, int, int]:
     """Return output, records written by split rows, and what the counters add up to afterwards."""
@@ -56,6 +57,7 @@ def launch(
         max_whole=max_whole,
         fan_in=3,
         kv_heads=2,
+        early_tiles=early_tiles,
     )
     scratch: list[torch.Tensor] = []
     modules = {
@@ -104,11 +106,12 @@ def run(
     num_programs: int = 48,
     max_whole: int = 0,
     num_stages: int = 2,
+    early_tiles: int = 0,
     **options: Any,
 ) -> tuple[torch.Tensor, int]:
     """Return output and the number of records of split rows."""
     out, num_records, counted = run_interpreted(
-        launch, inputs, stored_before, num_programs, max_whole, num_stages, options
+        launch, inputs, stored_before, num_programs, max_whole, num_stages, early_tiles, options
     )
     assert counted == 0, "a counter was left behind for the next launch"
     return out, num_records
@@ -332,6 +335,20 @@ def test_any_number_of_tiles_may_be_on_their_way(num_stages: int) -> None:
     stored = expected_storage(inputs)
     options = {"num_programs": 1, "num_stages": num_stages, "sliding_window": 26}
     check(inputs, run(inputs, **options)[0], sliding_window=26)
+    assert same_bits(inputs.storage, stored)
+
+
+@pytest.mark.parametrize("num_programs", [1, 48])
+@pytest.mark.parametrize("query_lens", [None, [1, 3, 0, 2, 4, 1]], ids=["one token", "several tokens"])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 11, "logits_soft_cap": 2.0}], ids=str)
+def test_a_tile_that_is_loaded_early(
+    query_lens: list[int] | None, num_programs: int, options: dict[str, Any]
+) -> None:
+    inputs = build_paged_inputs(LENGTHS, query_lens, dtype=FLOAT16)
+    stored = expected_storage(inputs)
+    arguments = {"early_tiles": 1, "num_programs": num_programs, **options}
+    out = run(inputs, **arguments)[0] if query_lens is None else run_tokens(inputs, **arguments)
+    check(inputs, out, **options)
     assert same_bits(inputs.storage, stored)
 
 

@@ -195,12 +195,19 @@ def attend_cached(
     """Add the cached tokens ``begin .. end - 1`` to ``state``.
 
     Lane by lane, ``early`` are the keys and values of the first ``STAGES`` tiles and ``block_ids`` those of the next
-    one: while a tile is attended, so many are on their way into registers. With ``USE_DOT`` ``block_ids`` are the first
-    tile's, and tiles pass through shared memory, ``STAGES`` at once.
+    one: while a tile is attended, so many are on their way into registers. With ``USE_DOT`` ``early`` is the first tile
+    or nothing, and ``block_ids`` are those of the next: further tiles pass through shared memory, ``STAGES`` at once.
     """
     top, total, attended = state
     tokens = tl.arange(0, TILE)
     if USE_DOT:
+        if len(early) > 0:
+            positions = begin + tokens
+            top, total, attended = attend_tile(
+                (top, total, attended), query, early[0], early[1], positions, positions < end, queries, factors,
+                CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI, USE_DOT, BY_ASSEMBLER,
+            )  # fmt: skip
+            begin += TILE
         for start in tl.range(begin, end, TILE, num_stages=STAGES):
             positions = start + tokens
             key, value = load_tile(cache, columns, block_ids, positions, end, BLOCK_SIZE)

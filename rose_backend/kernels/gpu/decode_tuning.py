@@ -37,6 +37,9 @@ class DecodeTuning:
     """Splits whose partial results the last of them adds up; at least 2."""
     kv_heads: int = 1
     """Lane by lane: heads that one program attends where each has one query; a power of two."""
+    early_tiles: int = 0
+    """With ``use_dot``, 0 or 1: the first tile waits in registers for the query. Short rows take less time; with many
+    programs the registers are worth more."""
     early_dependents: bool = True
     """Where launches overlap: the next kernel may start as soon as all programs have. Else not before their last tiles:
     with many rows it, and those behind it, would take memory's time from these."""
@@ -84,16 +87,8 @@ def decode_tuning(
             num_stages=3,
         )
     is_large = num_queries > 16 or not is_16_bit
-    if num_rows * num_kv_heads <= num_processors and head_tile == 128 and not is_large:
-        # Every program is there from the start: fewer and larger ones have less to combine.
-        return DecodeTuning(
-            tile=64,
-            min_split=128,
-            num_programs=2 * num_processors,
-            use_dot=True,
-            num_warps=8,
-            num_stages=3,
-        )
+    if head_tile == 128 and not is_large:
+        return _grouped_tuning(num_rows * num_kv_heads, num_processors)
     tile = 8192 if is_large and head_tile == 128 else 4096
     return DecodeTuning(
         tile=max(tile // head_tile, 16),
@@ -103,7 +98,32 @@ def decode_tuning(
         num_warps=min(max(query_warps, 4 if head_tile <= 256 else 8), 8),
         # Four tiles of heads of 512 would fit the shared memory of some GPUs only.
         num_stages={128: 3, 256: 4}.get(head_tile, 2),
-        max_registers=128 if head_tile == 128 and not is_large else None,
+    )
+
+
+def _grouped_tuning(wanted: int, num_processors: int) -> DecodeTuning:
+    """Return the tuning of heads of 128 elements, ``wanted`` of which are read: KV heads of all rows."""
+    if wanted <= 2 * num_processors:
+        # Nearly all programs are there from the start: larger ones have less to combine.
+        is_few = wanted <= num_processors
+        return DecodeTuning(
+            tile=64,
+            min_split=64 if is_few else 128,
+            num_programs=(2 if is_few else 3) * num_processors,
+            use_dot=True,
+            num_warps=8,
+            num_stages=3,
+            early_tiles=1,
+        )
+    is_many = wanted > 8 * num_processors
+    return DecodeTuning(
+        tile=32,
+        min_split=128,
+        num_programs=3 * num_processors,
+        use_dot=True,
+        num_warps=2 if is_many else 4,
+        num_stages=3,
+        early_tiles=0 if is_many else 1,
     )
 
 

@@ -8,6 +8,8 @@ from functools import lru_cache
 import triton
 
 MAX_SPLIT_COLUMNS = 4096
+MAX_SPLIT_FLOATS = MAX_SPLIT_COLUMNS * 768
+"""Scratch memory for the parts of a product whose depth is split over programs."""
 
 
 # Not every cut that compiles is right: Triton 3.6 miscompiles 64 rows x 64 columns x 128 depth with 3 stages and 4
@@ -40,6 +42,8 @@ class LinearConfig:
     up processors for longer."""
 
 
+_NARROW = 768
+"""Up to this width products are cut as GPT-2 124M's, wider ones as Qwen3 0.6B's, Llama 3.2 1B's and Llama 3.1 8B's."""
 _WIDE = 1024
 _LONG = 1024
 _LONGEST = 4096
@@ -62,6 +66,10 @@ def choose_config(
     if exact:
         block_m = min(block_m, 64)
         return LinearConfig(block_m, 2, min(whole, 4096 // block_m), num_warps=8, num_stages=2, use_dot=False)
+    if can_use_tma and min(num_columns, depth) > _NARROW:
+        wide = _wide(num_rows, num_columns, depth)
+        if wide is not None:
+            return wide
     if block_m <= 32 and not is_long:
         return _whole_depth(block_m, num_columns, whole, can_use_tma=can_use_tma)
     is_split = is_long and depth <= _LONGEST and num_columns <= MAX_SPLIT_COLUMNS
@@ -143,3 +151,86 @@ def _without_tma(block_m: int, num_columns: int, depth: int) -> LinearConfig:
         split_k, block_k = (2 if many_rows else 4, 256) if block_m == 64 else (8, min(whole // 8, 512))
         return LinearConfig(block_m, 32, block_k, split_k)
     return LinearConfig(block_m, 16, min(whole, 256))
+
+
+_WANTED_PROGRAMS = 120
+"""Of a product at least, where that is possible: an H200 has 132 multiprocessors."""
+
+
+def _wide(num_rows: int, num_columns: int, depth: int) -> LinearConfig | None:
+    """Cut a product that is wide and deep; None leaves it to the rules above."""
+    block_m = triton.next_power_of_2(num_rows)
+    if block_m <= 32 and depth <= _LONG:
+        if block_m <= 16 or num_columns <= _WIDE:
+            return None
+        return LinearConfig(32, 64, 128, num_stages=4, weights_left=True, use_tma=True)
+    if num_columns <= _WIDE:
+        return _wide_to_narrow(block_m, depth)
+    if block_m <= 2:
+        # A processor multiplies faster than memory delivers, and no tile has to be full.
+        deep = min(triton.next_power_of_2(depth), _LONGEST)
+        return LinearConfig(block_m, 4, deep, num_warps=deep * block_m // 512, use_dot=False)
+    if block_m <= 16:
+        return _wide_few_rows(block_m, num_columns, depth)
+    tiles = triton.cdiv(num_columns, 64)
+    if block_m == 32:
+        if num_columns > MAX_SPLIT_COLUMNS and tiles < _WANTED_PROGRAMS:
+            return LinearConfig(32, 32, 256, 2, num_stages=3, weights_left=True, use_tma=True, is_early=False)
+        is_longest, parts = depth > _LONGEST, 1
+        if tiles < _WANTED_PROGRAMS:
+            parts = 2 if is_longest else 4
+        return LinearConfig(
+            32, 64, 128, parts, num_stages=8 if is_longest else 4, weights_left=True, use_tma=True
+        )
+    if block_m == 64:
+        parts = 2 if tiles < 90 and depth >= _LONGEST else 1
+        block_n = 64 if tiles >= 90 or parts == 2 else 32
+        return LinearConfig(64, block_n, 128, parts, num_stages=6 if block_n == 64 else 8, use_tma=True)
+    return _wide_many_rows(num_rows, num_columns, depth)
+
+
+def _wide_to_narrow(block_m: int, depth: int) -> LinearConfig | None:
+    if block_m <= 16 and depth <= 2048:
+        return LinearConfig(max(block_m, 8), 16, 2048, warp_split=8, num_warps=8, weights_left=True)
+    if block_m <= 32:
+        return None
+    if block_m == 256 and depth <= 2048:
+        return LinearConfig(64, 64, 128, num_stages=6, use_tma=True, is_early=False)
+    parts = 256 // block_m if depth > 2048 else 1
+    return LinearConfig(64, 32, 128, parts, num_stages=8, use_tma=True, is_early=block_m <= 128)
+
+
+def _wide_few_rows(block_m: int, num_columns: int, depth: int) -> LinearConfig:
+    if depth > _LONGEST and num_columns <= MAX_SPLIT_COLUMNS:
+        return LinearConfig(16, 128, 128, 4, num_stages=5, weights_left=True, use_tma=True)
+    if depth > 2048 and num_columns <= MAX_SPLIT_COLUMNS:
+        parts = triton.cdiv(depth, 2048)
+        return LinearConfig(max(block_m, 8), 16, 2048, parts, warp_split=8, num_warps=8, weights_left=True)
+    if depth > 2048:
+        return LinearConfig(16, 32, 512, num_stages=4, weights_left=True, use_tma=True)
+    parts = 1 if num_columns > MAX_SPLIT_COLUMNS else 2
+    return LinearConfig(16, 64, 128, parts, num_stages=4, weights_left=True, use_tma=True, is_early=False)
+
+
+def _wide_many_rows(num_rows: int, num_columns: int, depth: int) -> LinearConfig:
+    """Take the largest tiles of which there are enough, and halve the depth of deep ones to have more."""
+    wanted = 96 if num_rows <= 128 and depth <= _LONG else _WANTED_PROGRAMS
+    largest = ((128, 128), (128, 64), (128, 32) if num_rows <= 128 else (64, 64), (64, 32))
+    for block_m, block_n in largest:
+        programs = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
+        parts = 2 if depth >= _LONGEST and programs < wanted else 1
+        if parts == 2 and 2 * programs * block_m * block_n > MAX_SPLIT_FLOATS:
+            continue
+        if programs * parts >= wanted:
+            break
+    is_largest = block_n == 128
+    return LinearConfig(
+        block_m,
+        block_n,
+        128,
+        parts,
+        num_warps=8 if is_largest else 4,
+        num_stages=3 if is_largest else 4,
+        use_tma=True,
+        is_early=False,
+    )

@@ -82,6 +82,7 @@ class DecodeLoops(NamedTuple):
     BY_ASSEMBLER: bool
     OVERLAP: bool
     EARLY_DEPENDENTS: bool
+    EARLY_TILES: int
 
 
 @triton.jit(
@@ -141,8 +142,8 @@ def _paged_decode_kernel(
     BY_ASSEMBLER: tl.constexpr = LOOPS.BY_ASSEMBLER
     OVERLAP: tl.constexpr = LOOPS.OVERLAP
     MASK_WINDOW: tl.constexpr = HAS_WINDOW and MAX_QUERY_LEN > 1
-    # Tiles prefetched before anything waits for the query; the block ids of one more are loaded, too.
-    EARLY: tl.constexpr = 0 if USE_DOT else LOOPS.STAGES
+    # Tiles loaded before anything waits for the query; the block ids of one more are loaded, too.
+    EARLY: tl.constexpr = LOOPS.EARLY_TILES
     if OVERLAP and LOOPS.EARLY_DEPENDENTS:
         tl.extra.cuda.gdc_launch_dependents()
     # Neighbouring programs read neighbouring heads of the same tokens. ``SHARERS`` programs read the same KV head:
@@ -379,6 +380,7 @@ def paged_decode(
             not triton.knobs.runtime.interpret,
             overlap,
             tuning.early_dependents,
+            tuning.early_tiles if tuning.use_dot else tuning.num_stages,
         ),
         ROTATION=rotation_sizes,
         HEAD_SIZE=head_size,

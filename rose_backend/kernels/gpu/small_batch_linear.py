@@ -31,7 +31,7 @@ from rose_backend.kernels.gpu.linear_tile import (
     store_moments,
     sum_warps,
 )
-from rose_backend.kernels.gpu.linear_tuning import MAX_SPLIT_COLUMNS, LinearConfig, choose_config
+from rose_backend.kernels.gpu.linear_tuning import MAX_SPLIT_FLOATS, LinearConfig, choose_config
 from rose_backend.kernels.gpu_properties import gpu_properties
 
 _LINE_BYTES = 128
@@ -209,8 +209,6 @@ def _is_aligned(matrix: torch.Tensor) -> bool:
 
 
 _scratch: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-_SCRATCH_FLOATS = MAX_SPLIT_COLUMNS * 768
-"""Parts of the widest product that is split: columns, and rows times parts."""
 _SCRATCH_TILES = 1 << 14
 
 
@@ -221,7 +219,7 @@ def scratch_of(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if device not in _scratch:
         _scratch[device] = (
-            torch.empty(_SCRATCH_FLOATS, dtype=torch.float32, device=device),
+            torch.empty(MAX_SPLIT_FLOATS, dtype=torch.float32, device=device),
             torch.zeros(_SCRATCH_TILES, dtype=torch.int32, device=device),
         )
     return _scratch[device]
@@ -271,10 +269,10 @@ def small_batch_linear(
     if num_rows == 0:
         return out_moments
     num_floats = tiles * row_tiles * config.split_k * config.block_m * config.block_n
-    if config.split_k > 1 and (num_floats > _SCRATCH_FLOATS or tiles * row_tiles > _SCRATCH_TILES):
+    if config.split_k > 1 and (num_floats > MAX_SPLIT_FLOATS or tiles * row_tiles > _SCRATCH_TILES):
         raise ShapeError(
             f"config: {config} needs {num_floats} floats for the parts of {num_rows} x {num_columns} results, "
-            f"allowed are {_SCRATCH_FLOATS}"
+            f"allowed are {MAX_SPLIT_FLOATS}"
         )
     partial, arrivals = scratch_of(x.device)
     unused = weight if bias is None else bias
