@@ -259,10 +259,15 @@ def write_random_adapter(model_path: Path, path: Path, *, rank: int = 8, seed: i
                 tensors[f"{stem}.lora_A.weight"], tensors[f"{stem}.lora_B.weight"] = down, up
                 # Scaled by alpha / rank.
                 weight.data += up.float() @ down.float()
+    save_adapter(tensors, path, rank)
+    model.save_pretrained(path / "merged")
+    return path / "merged"
+
+
+def save_adapter(tensors: dict[str, torch.Tensor], path: Path, rank: int) -> None:
+    """Write a LoRA adapter of ``LORA_MODULES``."""
     path.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path / "adapter_model.safetensors")
     modules = [name for names in LORA_MODULES.values() for name in names]
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
     (path / "adapter_config.json").write_text(json.dumps(config))
-    model.save_pretrained(path / "merged")
-    return path / "merged"
