@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from vllm.platforms import current_platform
 
 from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin.hooks.config_hook import keep_compiled_kernels
+from rose_backend.vllm_plugin.hooks.refusals import KV_CONNECTORS
 from rose_backend.vllm_plugin.hooks.start_up_log import describe_parts
 from rose_backend.vllm_plugin.kv_cache.spec import check_pool_size
 from rose_backend.vllm_plugin.options import (
@@ -270,12 +272,27 @@ def test_prompts_that_no_step_could_hold_are_refused_at_start_up(make_config: Ma
 
 EVENTS = {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}
 WINDOWS = {"hf_overrides": {"sliding_window": 64}}
+
+
+def connector(name: str, extra: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    return {
+        "kv_transfer_config": KVTransferConfig(
+            kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra or {}, **options
+        )
+    }
+
+
 UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "this KV connector": {
-        "kv_transfer_config": KVTransferConfig(kv_connector="SimpleCPUOffloadConnector", kv_role="kv_both")
-    },
+    "this KV connector": connector("SimpleCPUOffloadConnector"),
+    "a KV connector of your own": connector(
+        "ExampleConnector",
+        kv_connector_module_path="vllm.distributed.kv_transfer.kv_connector.v1.example_connector",
+    ),
+    # vLLM looks for LMCache's package if its connector is named.
+    "LMCache's lazy offload": connector("ExampleConnector", {"lmcache.mp.lazy_offload": True}),
+    "NIXL's transfers back": connector("NixlConnector", {"bidirectional_kv_xfer": True}),
     "a KV connector beside speculative decoding": {
-        "kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"),
+        **connector("ExampleConnector"),
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
     },
     "this kind of speculative decoding": {
@@ -308,8 +325,10 @@ SERVED: dict[str, dict[str, Any]] = {
     "LoRA": {"enable_lora": True},
     "priorities": {"scheduling_policy": "priority"},
     "prompt embeddings": {"enable_prompt_embeds": True},
-    "KV connectors": {
-        "kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    **{
+        name: connector(name)
+        for name in KV_CONNECTORS
+        if name != "LMCacheMPConnector" or find_spec("lmcache")
     },
     "pipeline parallelism": {"pipeline_parallel_size": 2},
     "tensor parallelism": {"tensor_parallel_size": 2},

@@ -106,6 +106,17 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 CUSTOM = {"method": "custom_class", "model": "a_module.AProposer", "num_speculative_tokens": 2}
 EVENTS = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
 CONNECTOR = KVTransferConfig(kv_connector="SimpleCPUOffloadConnector", kv_role="kv_both")
+OWN_CONNECTOR = KVTransferConfig(
+    kv_connector="ExampleConnector",
+    kv_role="kv_both",
+    kv_connector_module_path="vllm.distributed.kv_transfer.kv_connector.v1.example_connector",
+)
+# Not by its name, for which vLLM looks for LMCache's package.
+LAZY_CONNECTOR = KVTransferConfig(
+    kv_connector="ExampleConnector",
+    kv_role="kv_both",
+    kv_connector_extra_config={"lmcache.mp.lazy_offload": True},
+)
 
 REFUSALS = {
     "routed experts": Refusal(
@@ -153,6 +164,12 @@ REFUSALS = {
     ),
     "connectors": Refusal(
         "EngineArgs.kv_transfer_config KVTransferConfig.kv_connector", {"kv_transfer_config": CONNECTOR}
+    ),
+    "own connector": Refusal(
+        "KVTransferConfig.kv_connector_module_path", {"kv_transfer_config": OWN_CONNECTOR}
+    ),
+    "lazy connector": Refusal(
+        "KVTransferConfig.kv_connector_extra_config", {"kv_transfer_config": LAZY_CONNECTOR}
     ),
     "scheduler": Refusal(
         "EngineArgs.scheduler_cls SchedulerConfig.scheduler_cls",

@@ -348,11 +348,12 @@ CONFIGURATION: dict[str, Options] = {
     ),
     "KVTransferConfig": Options(
         passes="""
-            engine_id kv_buffer_device kv_role kv_port kv_connector_extra_config kv_connector_module_path
-            enable_permute_local_kv kv_load_failure_policy
+            engine_id kv_buffer_device kv_role kv_port enable_permute_local_kv kv_load_failure_policy
         """,
         refused={
             "kv_connector": "this KV connector",
+            "kv_connector_extra_config": "LMCache's lazy offload",
+            "kv_connector_module_path": "a KV connector of your own",
         },
     ),
     "KVEventsConfig": Options(

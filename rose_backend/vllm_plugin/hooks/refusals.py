@@ -94,8 +94,17 @@ def _has_foreign_scheduler(vllm_config: VllmConfig) -> bool:
     return vllm_config.diffusion_config is None and vllm_config.scheduler_config.scheduler_cls not in known
 
 
-KV_CONNECTORS = ("ExampleConnector", "OffloadingConnector")
+KV_CONNECTORS = (
+    *("ExampleConnector", "OffloadingConnector", "LMCacheMPConnector"),
+    # The first is vLLM's other name for the second.
+    *("NixlConnector", "NixlPullConnector"),
+)
 """Those that neither touch the block pool nor need what was not tried."""
+
+
+def _has_connector_option(option: str) -> Check:
+    return lambda c: has_kv_connector(c) and bool(c.kv_transfer_config.get_from_extra_config(option, False))
+
 
 _ATTENTION_CHECKS: tuple[tuple[str, Check], ...] = (
     ("multi-head latent attention (MLA)", _model("use_mla")),
@@ -138,6 +147,17 @@ _MANAGER_CHECKS: tuple[tuple[str, Check], ...] = (
     (
         f"this KV connector (--kv-transfer-config with another one than {', '.join(KV_CONNECTORS)})",
         lambda c: has_kv_connector(c) and c.kv_transfer_config.kv_connector not in KV_CONNECTORS,
+    ),
+    # A class of any other behaviour, under one of these names.
+    (
+        "a KV connector of your own (kv_connector_module_path)",
+        lambda c: has_kv_connector(c) and bool(c.kv_transfer_config.kv_connector_module_path),
+    ),
+    # It looks into the block pool for what is about to be evicted.
+    ("LMCache's lazy offload (lmcache.mp.lazy_offload)", _has_connector_option("lmcache.mp.lazy_offload")),
+    (
+        "NIXL's transfers back to the prefill engine (bidirectional_kv_xfer)",
+        _has_connector_option("bidirectional_kv_xfer"),
     ),
     (
         "a KV connector beside speculative decoding",
