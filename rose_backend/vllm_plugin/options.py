@@ -111,7 +111,6 @@ def why_decodes_go_one_by_one(vllm_config: VllmConfig) -> str | None:
         "pipeline stages": parallel_config.pipeline_parallel_size > 1,
         "a model that does not generate": model_config is None or model_config.runner_type != "generate",
         "sampling masks": model_config is not None and model_config.return_sampling_mask,
-        "a KV connector": has_kv_connector(vllm_config),
         "encoder caches elsewhere": vllm_config.ec_transfer_config is not None,
         "utilization metrics": vllm_config.observability_config.enable_mfu_metrics,
         # From vLLM 0.33 on each engine counts steps between prefills; engines of a mixture of experts do it together.

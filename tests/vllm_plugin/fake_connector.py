@@ -32,7 +32,7 @@ WRONG = -9
 class Transfer:
     """One load or send: token positions ``first`` to ``last``, in blocks of a request."""
 
-    request: Request
+    request: Request = field(repr=False)
     block_ids: list[int]
     first: int
     last: int
@@ -73,6 +73,8 @@ class FakeConnector(KVConnectorBase_V1):
         self._to_load: list[Transfer] = []
         self._loading: dict[str, Transfer] = {}
         self._sending: dict[str, Transfer] = {}
+        self._requests: dict[str, Request] = {}
+        self._tables: dict[str, list[int]] = {}
         self.counts = dict.fromkeys(("loads", "async loads", "failed", "sends", "ended while loading"), 0)
 
     @property
@@ -89,6 +91,7 @@ class FakeConnector(KVConnectorBase_V1):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Return how many more tokens of the prompt the other side has, the same for each call."""
+        self._requests[request.request_id] = request
         draw = random.Random(zlib.crc32(request.request_id.encode()))
         is_async, num_prompt_tokens = draw.random() < 0.5, request.num_prompt_tokens
         if self._is_async is not None:
@@ -131,9 +134,29 @@ class FakeConnector(KVConnectorBase_V1):
         return (0,)
 
     def build_connector_meta(self, scheduler_output: Any) -> Loads:
-        """Hand over what the step needs."""
+        """Hand over what the step needs, and check that it tells of all requests, as they are before it."""
+        self._follow_step(scheduler_output)
         now, self._to_load = self._to_load, []
         return Loads(now)
+
+    def _follow_step(self, output: Any) -> None:
+        for request_id in output.finished_req_ids:
+            self._tables.pop(request_id, None)
+        cached = output.scheduled_cached_reqs
+        for new in output.scheduled_new_reqs:
+            self._tables[new.req_id] = list(new.block_ids[0])
+        for request_id, new_ids, num_computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if request_id in cached.resumed_req_ids:
+                self._tables[request_id] = []
+            self._tables[request_id] += new_ids[0] if new_ids else []
+            assert self._requests[request_id].num_computed_tokens == num_computed
+        names = [*cached.req_ids, *(new.req_id for new in output.scheduled_new_reqs)]
+        assert sorted(names) == sorted(output.num_scheduled_tokens)
+        assert output.total_num_scheduled_tokens == sum(output.num_scheduled_tokens.values())
+        for name in names:
+            assert output.kv_connector_block_state.get_block_ids(name) == (self._tables[name],)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Forget loads whose end the scheduler has heard of."""

@@ -18,11 +18,21 @@ class Pair:
     """Rose's scheduler with batched steps and without, in lockstep.
 
     Steps, outputs and the requests that are left must be equal, field by field, block ids included.
+
+    Args:
+        make_connector: makes the KV connector of a side.
     """
 
-    def __init__(self, make_config: MakeConfig, **options: Any) -> None:
+    def __init__(
+        self, make_config: MakeConfig, make_connector: Callable[[], Any] | None = None, **options: Any
+    ) -> None:
         self.batched, self.stock = self.sides = tuple(
-            make_simulation(make_config, additional_config=batching(is_batched), **options)
+            make_simulation(
+                make_config,
+                additional_config=batching(is_batched),
+                connector=make_connector and make_connector(),
+                **options,
+            )
             for is_batched in (True, False)
         )
         self.published: list[list[Any]] = [[], []]
@@ -60,7 +70,8 @@ class Pair:
         self.num_batched_with_waiting += has_waiting and is_batched
         assert_equal(*map(comparable_step, outputs), "SchedulerOutput")
         in_flight = self.batched.in_flight
-        if in_flight and (len(in_flight) >= self.batched.depth or not outputs[0].total_num_scheduled_tokens):
+        was_run = in_flight and in_flight[-1][0] is outputs[0]
+        if in_flight and (len(in_flight) >= self.batched.depth or not was_run):
             self._update()
         assert_equal(*(comparable_scheduler(side.scheduler) for side in self.sides), "Scheduler")
         for request_id, request in self.stock.scheduler.requests.items():
@@ -72,7 +83,10 @@ class Pair:
             side.manager.check_integrity()
 
     def _update(self) -> None:
+        num_batched, transferred = self.num_batched_tokens, self.batched.in_flight[0][1].kv_connector_output
         results = [side.scheduler.update_from_output(*side.in_flight.popleft()) for side in self.sides]
+        if transferred is not None and transferred.invalid_block_ids:
+            assert self.num_batched_tokens == num_batched, "tokens of a step whose loads failed"
         self.num_tokens += sum(len(o.new_token_ids) for result in results[1].values() for o in result.outputs)
         assert_equal(*map(comparable_results, results), "EngineCoreOutputs")
 
@@ -106,9 +120,11 @@ def batching(is_on: bool) -> dict[str, Any]:
 
 def _schedule(side: Simulation) -> Any:
     output = side.scheduler.schedule()
-    if output.total_num_scheduled_tokens:
+    connector = side.worker.connector
+    if output.total_num_scheduled_tokens or (connector is not None and connector.is_busy):
         result = side.worker.run(output, side.scheduler.requests)
-        tokens = np.array([new[0] if new else -1 for new in result.sampled_token_ids], np.int32)[:, None]
+        tokens = np.array([[new[0] if new else -1] for new in result.sampled_token_ids], np.int32)
+        tokens = tokens.reshape(-1, 1)
         result.logprobs = LogprobsLists(tokens, -tokens.astype(np.float32), tokens[:, 0])
         if side.scheduler.current_step % 7 == 0:
             # Something that vLLM's code handles for the whole step.
@@ -129,8 +145,10 @@ def comparable_scheduler(scheduler: Any) -> dict[str, Any]:
         for name in (
             *("finished_req_ids", "reset_preempted_req_ids", "prev_step_scheduled_req_ids", "current_step"),
             *("prefill_capacity_bound", "max_num_scheduled_tokens", "max_num_active_reqs"),
+            *("sched_step_seq", "processed_step_seq", "finished_recving_kv_req_ids"),
         )
     }
+    fields["deferred_frees"] = [fence for fence, _ in scheduler.deferred_frees]
     encoder_cache = scheduler.encoder_cache_manager
     fields["freeable"] = list(encoder_cache.freeable)
     for name in ("cached", "request_cached_ids"):
@@ -145,6 +163,7 @@ def comparable_step(output: Any) -> dict[str, Any]:
     fields["scheduled_cached_reqs"] = dataclasses.asdict(output.scheduled_cached_reqs)
     fields["scheduled_new_reqs"] = [str(new) for new in output.scheduled_new_reqs]
     fields["order"] = list(output.num_scheduled_tokens)
+    fields["kv_connector_metadata"] = repr(output.kv_connector_metadata)
     return fields
 
 
@@ -152,6 +171,9 @@ def comparable_results(results: dict[int, Any]) -> dict[str, Any]:
     """By request: those to which something happens come first in a batched step, and their order says nothing."""
     by_name: dict[str, Any] = {"clients": sorted(results)}
     by_name["stats"] = [r.scheduler_stats for r in results.values() if r.scheduler_stats is not None]
+    for stats in by_name["stats"]:
+        # Times among them.
+        stats.kv_connector_stats = None
     for client, result in results.items():
         by_name[f"finished of {client}"] = result.finished_requests
         for output in result.outputs:

@@ -199,23 +199,29 @@ class DecodeBatch:
         """Whether a grammar needs tokens of a step in flight before it can make its mask."""
         return any(request.num_output_placeholders for request in self._grammar_requests)
 
-    def advance(self, new_block_ids: NewBlockIds, num_placeholders: int) -> CachedRequestData:
-        """Count the next token of every request as scheduled.
+    def data_of_next_step(self, new_block_ids: NewBlockIds) -> CachedRequestData:
+        """Return the part of the next step's scheduler output that the workers get.
 
         Args:
             new_block_ids: from ``allocate_slots``.
-            num_placeholders: that the step adds to a request: 1 when the next step is scheduled before its end, else 0.
-
-        Returns:
-            The part of the scheduler output that the workers get.
         """
-        data = DecodeRequestData.of(self.request_ids, new_block_ids, self._numbers, self._num_steps)
+        return DecodeRequestData.of(self.request_ids, new_block_ids, self._numbers, self._num_steps)
+
+    def advance(self, num_placeholders: int, step_seq: int | None) -> None:
+        """Count the next token of every request as scheduled.
+
+        Args:
+            num_placeholders: that the step adds to a request: 1 when the next step is scheduled before its end, else 0.
+            step_seq: number of the step, where blocks may be freed only behind the last one that writes them; or None.
+        """
         self._num_steps += 1
         for request in self._requests:
             request.num_computed_tokens += 1
             request.num_in_flight_tokens += 1
             request.num_output_placeholders += num_placeholders
-        return data
+        if step_seq is not None:
+            for request in self._requests:
+                request.last_sched_seq = step_seq
 
 
 def _read(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
@@ -63,6 +63,8 @@ class BatchedScheduling(Scheduler):
         self._may_split = splits_steps(vllm_config)
         self._known_constants = KnownConstants(self.max_model_len)
         self._batch: DecodeBatch | None = None
+        # While vLLM schedules what is behind it: the batch, and its part of the step.
+        self._ahead_of_rest: tuple[DecodeBatch, CachedRequestData] | None = None
         # Steps whose outputs are outstanding, oldest first, and their requests on the fast path.
         self._in_flight: deque[tuple[SchedulerOutput, FastOutputs]] = deque()
         # Calls that may have changed running requests other than by a step's usual course.
@@ -150,11 +152,9 @@ class BatchedScheduling(Scheduler):
         copies, retained = self.kv_cache_manager.take_kv_cache_block_copies()
         if copies:
             self._free_cow_retained_blocks(retained, self.sched_step_seq + 1)
-        # Both before the step counts its tokens and adds placeholders.
-        lacks_grammar_tokens, encoded = batch.lacks_grammar_tokens, self._encoded_items(batch)
         output = SchedulerOutput(
             scheduled_new_reqs=[],
-            scheduled_cached_reqs=batch.advance(new_block_ids, self._num_placeholders),
+            scheduled_cached_reqs=batch.data_of_next_step(new_block_ids),
             num_scheduled_tokens=batch.num_scheduled_tokens,
             total_num_scheduled_tokens=len(batch.request_ids),
             scheduled_spec_decode_tokens={},
@@ -163,15 +163,34 @@ class BatchedScheduling(Scheduler):
             finished_req_ids=self.finished_req_ids,
             free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes(),
             has_structured_output_requests=batch.has_grammar,
-            pending_structured_output_tokens=lacks_grammar_tokens,
+            pending_structured_output_tokens=batch.lacks_grammar_tokens,
             kv_cache_block_copies=copies or None,
             ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
         )
-        if encoded:
+        if encoded := self._encoded_items(batch):
             output.encoder_input_updates = encoded
+        if self.connector is not None:
+            output.kv_connector_block_state = KVConnectorBlockState(
+                req_ids=set(batch.request_ids),
+                resolve_block_ids=self.kv_cache_manager.get_block_ids,
+                boundary_state_offloads={},
+            )
+            output.kv_connector_metadata = self._build_kv_connector_meta(self.connector, output)
+            output.kv_connector_block_state = None
+        self._advance(batch, is_new_step=True)
         self.finished_req_ids = set()
         self.reset_preempted_req_ids = set()
         return output
+
+    def _advance(self, batch: DecodeBatch, *, is_new_step: bool) -> None:
+        """Count a step of a batch, behind everything that reads its requests as they were before.
+
+        Args:
+            is_new_step: whether vLLM has not counted it, as a step with tokens.
+        """
+        if self.defer_block_free and is_new_step:
+            self.sched_step_seq += 1
+        batch.advance(self._num_placeholders, self.sched_step_seq if self.defer_block_free else None)
 
     def _encoded_items(self, batch: DecodeBatch) -> dict[str, Any]:
         """Return the multimodal items of a batch whose data workers need no more; vLLM says so from 0.33 on."""
@@ -187,42 +206,43 @@ class BatchedScheduling(Scheduler):
         self.running = self.running[num_requests:]
         self.max_num_scheduled_tokens -= num_tokens
         self.max_num_active_reqs -= num_requests
+        data = batch.data_of_next_step(new_block_ids)
+        self._ahead_of_rest = batch, data
         try:
             output = super().schedule()
         finally:
+            self._ahead_of_rest = None
             self.running = batch.running + self.running
             self.max_num_scheduled_tokens += num_tokens
             self.max_num_active_reqs += num_requests
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids.update(batch.request_ids)
-        self._put_first(batch, new_block_ids, output)
-        return output
-
-    def _put_first(self, batch: DecodeBatch, new_block_ids: NewBlockIds, output: SchedulerOutput) -> None:
-        """Add the batch to a step, before its other requests, as in ``running``."""
         if encoded := self._encoded_items(batch):
             output.encoder_input_updates |= encoded
         output.has_structured_output_requests |= batch.has_grammar
         output.pending_structured_output_tokens |= batch.lacks_grammar_tokens
-        first, rest = batch.advance(new_block_ids, self._num_placeholders), output.scheduled_cached_reqs
-        output.scheduled_cached_reqs = CachedRequestData(
-            req_ids=first.req_ids + rest.req_ids,
-            resumed_req_ids=rest.resumed_req_ids,
-            new_token_ids=first.new_token_ids + rest.new_token_ids,
-            all_token_ids=rest.all_token_ids,
-            new_block_ids=first.new_block_ids + rest.new_block_ids,
-            num_computed_tokens=first.num_computed_tokens + rest.num_computed_tokens,
-            num_output_tokens=first.num_output_tokens + rest.num_output_tokens,
-        )
-        output.num_scheduled_tokens = batch.num_scheduled_tokens | output.num_scheduled_tokens
-        output.total_num_scheduled_tokens += len(batch.request_ids)
+        is_new_step = not output.total_num_scheduled_tokens
+        _put_first(batch, data, output)
+        self._advance(batch, is_new_step=is_new_step)
+        return output
+
+    def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput) -> Any:
+        """Tell a KV connector of the whole step; vLLM's code knows of the requests behind the batch only."""
+        if self._ahead_of_rest is not None:
+            scheduler_output = copy.copy(scheduler_output)
+            _put_first(*self._ahead_of_rest, scheduler_output)
+            scheduler_output.kv_connector_block_state.req_ids.update(self._ahead_of_rest[0].request_ids)
+        return super()._build_kv_connector_meta(connector, scheduler_output)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Process the sampled tokens of a step; return the outputs by front end, first tokens of requests first."""
         fast_outputs = self._fast_outputs_of(scheduler_output)
-        if fast_outputs is None or _concerns_more_than_tokens(model_runner_output):
+        if has_failed_loads := _has_failed_loads(model_runner_output):
+            # It sets requests back, those of the batch, too.
+            self._batch = None
+        if fast_outputs is None or has_failed_loads or _concerns_more_than_tokens(model_runner_output):
             self._num_interventions += 1
             results = super().update_from_output(scheduler_output, model_runner_output)
             _put_first_tokens_first(results)
@@ -259,10 +279,11 @@ class BatchedScheduling(Scheduler):
     def _reports_stats_only(self) -> bool:
         """Whether a step without special requests ends with nothing but outputs and statistics.
 
-        Connectors and utilization metrics are refused or turn batched scheduling off.
+        Utilization metrics turn batched scheduling off.
         """
         return not (
-            self.enable_kv_cache_events
+            self.connector is not None
+            or self.enable_kv_cache_events
             or self.finished_req_ids_dict
             or self.grammar_compile_error_reqs
             or self.encoder_cache_mismatch_reqs
@@ -317,6 +338,22 @@ def _num_rows(vllm_config: Any) -> int:
     return _ROWS_WITH_CONNECTOR * max_num_seqs if has_kv_connector(vllm_config) else max_num_seqs
 
 
+def _put_first(batch: DecodeBatch, first: CachedRequestData, output: SchedulerOutput) -> None:
+    """Add a batch to a step, before its other requests, as in ``running``; what the step holds is left as it is."""
+    rest = output.scheduled_cached_reqs
+    output.scheduled_cached_reqs = CachedRequestData(
+        req_ids=first.req_ids + rest.req_ids,
+        resumed_req_ids=rest.resumed_req_ids,
+        new_token_ids=first.new_token_ids + rest.new_token_ids,
+        all_token_ids=rest.all_token_ids,
+        new_block_ids=first.new_block_ids + rest.new_block_ids,
+        num_computed_tokens=first.num_computed_tokens + rest.num_computed_tokens,
+        num_output_tokens=first.num_output_tokens + rest.num_output_tokens,
+    )
+    output.num_scheduled_tokens = batch.num_scheduled_tokens | output.num_scheduled_tokens
+    output.total_num_scheduled_tokens += len(batch.request_ids)
+
+
 def _put_first_tokens_first(results: dict[int, EngineCoreOutputs]) -> None:
     """Reorder each front end's outputs, at most one per request, so that it makes first texts before all others.
 
@@ -336,11 +373,16 @@ def _move_stats(results: dict[int, EngineCoreOutputs]) -> None:
         next(iter(results.values())).scheduler_stats = first.scheduler_stats
 
 
+def _has_failed_loads(output: ModelRunnerOutput) -> bool:
+    """Whether a KV connector reports loads that have failed."""
+    loads = output.kv_connector_output
+    return loads is not None and bool(loads.invalid_block_ids or loads.failed_recving)
+
+
 def _concerns_more_than_tokens(output: ModelRunnerOutput) -> bool:
     """Whether a worker's output has parts that vLLM's own code handles request by request."""
     return (
         not output.sampled_token_ids
         or bool(output.prompt_logprobs_dict or output.prompt_token_id_logprobs_dict or output.pooler_output)
-        or output.kv_connector_output is not None
         or output.num_nans_in_logits is not None
     )
