@@ -15,7 +15,13 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from tests.e2e.conftest import MakeEngine
 from tests.e2e.test_vllm_features import assert_greedy, inputs_of, scheduler_of
 from tests.support.half_precision import mixed_prompts
-from tests.support.reference_generation import NUM_NEW_TOKENS, GreedyReference, tie_free_case
+from tests.support.reference_generation import (
+    NUM_NEW_TOKENS,
+    SAFE_LEAD,
+    GreedyReference,
+    Prompts,
+    tie_free_case,
+)
 from tests.support.stepped_engine import overlap_steps_on_cpu
 
 BLOCK_SIZE = 16
@@ -104,6 +110,20 @@ def test_as_many_blocks_move_as_behind_vllms_own_block_manager(
     assert min(moved[0][-1]) > 100
 
 
+def prompts_for_files(model_path: Path) -> tuple[Prompts, GreedyReference]:
+    """Return prompts for ``ExampleConnector``: of a single token it says that it has 16 less than none."""
+    prompts, reference = tie_free_case(model_path, vocab_size=2559)
+    long = [index for index, prompt in enumerate(prompts) if len(prompt) > 1]
+    tokens, leads = (tuple(each[index] for index in long) for each in (reference.token_ids, reference.leads))
+    return tuple(prompts[index] for index in long), GreedyReference(tokens, leads)
+
+
+def files_below(path: Path, role: str = "kv_both") -> KVTransferConfig:
+    """Return the configuration of ``ExampleConnector``, which keeps K/V in files."""
+    extra = {"shared_storage_path": str(path)}
+    return KVTransferConfig(kv_connector="ExampleConnector", kv_role=role, kv_connector_extra_config=extra)
+
+
 @pytest.mark.parametrize("steps", ["awaited", "overlapped"])
 def test_prompts_are_loaded_after_a_reset(
     make_engine: MakeEngine,
@@ -114,18 +134,8 @@ def test_prompts_are_loaded_after_a_reset(
 ) -> None:
     if steps == "overlapped":
         overlap_steps_on_cpu(monkeypatch)
-    everything, answers = tie_free_case(tiny_model_path, vocab_size=2559)
-    # Of a single token it says that it has 16 less than none.
-    long = [index for index, prompt in enumerate(everything) if len(prompt) > 1]
-    prompts = [everything[index] for index in long]
-    reference = GreedyReference(
-        *([each[index] for index in long] for each in (answers.token_ids, answers.leads))
-    )
-    connector = KVTransferConfig(
-        kv_connector="ExampleConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
-    )
+    prompts, reference = prompts_for_files(tiny_model_path)
+    connector = files_below(tmp_path)
     # The connector stores a prompt when it is admitted, so all of it has to be computed in that step.
     num_tokens = sum(map(len, prompts))
     with make_engine(
@@ -144,3 +154,32 @@ def test_prompts_are_loaded_after_a_reset(
         (len(prompt) - 2) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts
     ]
     assert len(list(tmp_path.glob("*/*.safetensors"))) == num_files
+
+
+def test_one_engine_decodes_what_another_wrote_to_shared_storage(
+    make_engine: MakeEngine, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    prompts, reference = prompts_for_files(tiny_model_path)
+    prefill = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    decode = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True, logprobs=0)
+    options = {"max_num_batched_tokens": sum(map(len, prompts)), "max_num_seqs": 256}
+    with make_engine(**options) as llm:
+        alone = llm.generate(inputs_of(prompts), decode, use_tqdm=False)
+    with make_engine(kv_transfer_config=files_below(tmp_path, "kv_producer"), **options) as llm:
+        llm.generate(inputs_of(prompts), prefill, use_tqdm=False)
+    num_files = len(list(tmp_path.glob("*/*.safetensors")))
+    assert num_files > 0
+    with make_engine(kv_transfer_config=files_below(tmp_path, "kv_consumer"), **options) as llm:
+        outputs = llm.generate(inputs_of(prompts), decode, use_tqdm=False)
+        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
+    assert_greedy(outputs, reference)
+    # Its own cache was empty: blocks before the last two tokens came from the files.
+    assert [output.num_cached_tokens for output in outputs] == [
+        (len(prompt) - 2) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts
+    ]
+    for output, other in zip(outputs, alone, strict=True):
+        ours, theirs = (
+            [next(iter(step.values())).logprob for step in each.outputs[0].logprobs]
+            for each in (output, other)
+        )
+        assert ours == pytest.approx(theirs, abs=SAFE_LEAD / 4)
