@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
-from vllm.distributed import nixl_utils
 from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
 from tests.e2e.conftest import MakeEngine
 from tests.support.pretended_nixl import PretendedAgent
@@ -69,6 +69,11 @@ class Member:
     def is_idle(self) -> bool:
         """Whether nothing runs, and nothing waits for the other engine."""
         return not self.engine.is_busy and not self.engine.scheduler.requests
+
+    @property
+    def nixl(self) -> Any:
+        """NIXL's agent, or the pretended one."""
+        return self._agent.connector_worker.nixl_wrapper
 
     def end_leases(self) -> None:
         """Keep blocks no longer for engines that did not say that they have read them, as after 30 seconds."""
@@ -163,8 +168,8 @@ MakePair = Callable[..., contextlib.AbstractContextManager[Pair]]
 def agent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "pretended":
         PretendedAgent.forget_all()
-        monkeypatch.setattr(nixl_utils, "NixlWrapper", PretendedAgent, raising=False)
-        monkeypatch.setattr(nixl_utils, "nixl_agent_config", None, raising=False)
+        monkeypatch.setattr(base_worker, "NixlWrapper", PretendedAgent)
+        monkeypatch.setattr(base_worker, "nixl_agent_config", None)
     elif find_spec("nixl") is None:
         pytest.skip("needs the package nixl, which CI does not install")
     return str(request.param)
@@ -174,9 +179,14 @@ def agent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 def make_pair(make_engine: MakeEngine, agent: str, monkeypatch: pytest.MonkeyPatch) -> MakePair:
     @contextlib.contextmanager
     def pair(
-        *, policy: str = "fail", num_decode_blocks: int | None = None, is_stock: bool = False, **options: Any
+        *,
+        policy: str = "fail",
+        num_decode_blocks: int | None = None,
+        is_batched: bool = True,
+        is_stock: bool = False,
     ) -> Iterator[Pair]:
-        options["additional_config"] = {"rose": {"block_manager": not is_stock}}
+        rose = {"block_manager": not is_stock, "batched_scheduling": is_batched}
+        options: dict[str, Any] = {"additional_config": {"rose": rose}}
         cores = os.sched_getaffinity(0)
         with contextlib.ExitStack() as stack:
             members = []
@@ -195,6 +205,7 @@ def make_pair(make_engine: MakeEngine, agent: str, monkeypatch: pytest.MonkeyPat
                 # The connector moves the thread that made it to a core of its own.
                 os.sched_setaffinity(0, cores)
                 member = Member(llm, StockEngine if is_stock else SteppedEngine)
+                assert isinstance(member.nixl, PretendedAgent) == (agent == "pretended")
                 stack.enter_context(member.active())
                 members.append(member)
             yield Pair(*members)
@@ -222,7 +233,7 @@ def assert_same(outputs: list[Any], others: list[Any], reference: GreedyReferenc
         assert of_two == pytest.approx(of_one, abs=SAFE_LEAD / 4)
 
 
-@pytest.mark.parametrize("steps", ["awaited", "overlapped"])
+@pytest.mark.parametrize("steps", ["awaited", "overlapped", "one by one"])
 def test_one_engine_decodes_what_another_computed(
     make_pair: MakePair,
     case: tuple[Prompts, GreedyReference],
@@ -232,7 +243,7 @@ def test_one_engine_decodes_what_another_computed(
     if steps == "overlapped":
         overlap_steps_on_cpu(monkeypatch)
     prompts, reference = case
-    with make_pair() as pair:
+    with make_pair(is_batched=steps != "one by one") as pair:
         alone = pair.generate(prompts, [None] * len(prompts))
         # Nothing, parts and all of it are here already.
         for kept in (0, 0, 8, len(prompts)):
