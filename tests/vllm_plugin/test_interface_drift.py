@@ -48,7 +48,7 @@ from rose_backend.vllm_plugin.sampler.sampler_v2 import ReplayedSampling, RoseDr
 from rose_backend.vllm_plugin.scheduler.merged_outputs import has_tokens_only
 
 NOT_CALLED_ON_BLOCKS = {
-    "get_unhashed_block_ids",  # KV connectors only, which are refused at start-up
+    "get_unhashed_block_ids",  # by KV connectors only, outside of the scheduler
     "get_unhashed_block_ids_all_groups",
 }
 
