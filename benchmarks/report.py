@@ -27,7 +27,7 @@ FIGURES = ROOT / "docs" / "figures"
 DRAWN_RESULTS = ("cpu/block_manager.json", "h200/online_compare.json")
 COMMITS = {
     "0960b50e02957936": "fca7de6",
-    "6dfccb5ad6675fe9": "090fa54",
+    "46beff57b023f1fb": "891e8cf",
     "94facc4f88991104": "52107a4",
     "ba762ad472dd1608": "0d20e9c",
     "e401c90beb095677": "6bda30a",
