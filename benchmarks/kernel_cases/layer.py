@@ -47,7 +47,7 @@ class Layer:
 
         self.x = random(num_rows, WIDTH)
         self.weights = [random(columns, depth, scale=depth**-0.5) for columns, depth in GPT2_124M.products]
-        self.biases = [random(columns) for columns, _, _ in SHAPES]
+        self.biases = [random(columns) for columns, _ in GPT2_124M.products]
         self.norms = [(1 + random(WIDTH, scale=0.1), random(WIDTH, scale=0.1)) for _ in range(2)]
 
     def rose(self) -> Callable[[], tuple[torch.Tensor, ...]]:

@@ -29,7 +29,7 @@ def small_cases(family: str) -> list[KernelCase]:
         "decode": [kv_cache.decode_case(HEADS, 3, 40)],
         "prefill": [kv_cache.prefill_case(HEADS, 2, 32, 32)],
         "clone": [kv_cache.clone_case(3)],
-        "linear": [layer.layer_case(3)],
+        "linear": [layer.layer_case(3), layer.layer_case(3, layer.QWEN3_06B)],
     }[family]
 
 
