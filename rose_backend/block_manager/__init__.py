@@ -6,6 +6,7 @@ Start reading at ``README.md`` in this folder. Imports NumPy only, no torch, Tri
 from rose_backend.block_manager.block_manager import AddedSequence, BlockManager
 from rose_backend.block_manager.block_pool import NULL_BLOCK, BlockPool
 from rose_backend.block_manager.clone_queue import ClonePlan
+from rose_backend.block_manager.kind_table import GroupKind
 from rose_backend.block_manager.observability import (
     BlockRemoved,
     BlockStored,
@@ -29,6 +30,7 @@ __all__ = [
     "CacheEvent",
     "CacheStats",
     "ClonePlan",
+    "GroupKind",
     "InFlightPrefixes",
     "PrefixCache",
     "PrefixMatch",

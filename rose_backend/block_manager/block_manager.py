@@ -10,6 +10,7 @@ import numpy as np
 from rose_backend.block_manager.block_pool import NO_BLOCKS, NO_WRITER, BlockPool, Int32Array, IntArray
 from rose_backend.block_manager.clone_queue import ClonePlan, CloneQueue
 from rose_backend.block_manager.integrity import check_all
+from rose_backend.block_manager.kind_table import GroupKind, check_kinds
 from rose_backend.block_manager.observability import CacheEvent, CacheStats
 from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
 from rose_backend.block_manager.reservation import Reservation, Reservations
@@ -30,7 +31,7 @@ class AddedSequence:
 
 
 class BlockManager:
-    """Block tables, copy-on-write and the prefix cache. One block table per sequence, shared by all layers.
+    """Block tables, copy-on-write and the prefix cache. One block table per sequence and KV cache group.
 
     The life of one row's positions (``bs`` = block size)::
 
@@ -56,10 +57,14 @@ class BlockManager:
         block_size: tokens per block.
         max_num_seqs: rows.
         max_model_len: tokens a row can hold.
+        kinds: of KV cache groups, one group that keeps everything unless told otherwise. The first kind keeps
+            everything; what the windows of the others have passed becomes free, and a prefix hit may end at any token
+            whose window is there in all of them. All have the same ``block_size``.
         prefix_cache: reuse K/V of other sequences.
         full_blocks_only: with ``prefix_cache``, let hits end at block boundaries only.
         hash_key: key of the prefix hashes, at most 64 bytes; None draws a random one.
-        bytes_per_block: of one block over all layers, keys and values; ``stats.bytes_cloned`` counts with it.
+        bytes_per_block: of one block over all layers of its group, keys and values; ``stats.bytes_cloned`` counts with
+            it.
         record_events: record events for ``take_events``.
 
     Raises: ConfigError if a number is out of range.
@@ -72,6 +77,7 @@ class BlockManager:
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
+        kinds: Sequence[GroupKind] = (GroupKind(),),
         prefix_cache: bool = True,
         full_blocks_only: bool = False,
         hash_key: bytes | None = None,
@@ -85,13 +91,17 @@ class BlockManager:
         check_int("bytes_per_block", bytes_per_block, 0, 1 << 50)
         if hash_key is not None and len(hash_key) > 64:
             raise ConfigError(f"hash_key: got {len(hash_key)} bytes, allowed are at most 64")
+        check_kinds(kinds)
         self.block_size = block_size
         self.max_model_len = max_model_len
-        self.pool = BlockPool(num_blocks)
-        self.table = SequenceTable(max_num_seqs, max_model_len, block_size)
+        self.pool = BlockPool(num_blocks, [kind.num_groups for kind in kinds])
+        self.table = SequenceTable(max_num_seqs, max_model_len, block_size, kinds)
         self.cache: PrefixCache | None = None
         if prefix_cache:
-            self.cache = PrefixCache(self.pool, block_size, full_blocks_only, hash_key, record_events)
+            windows = [kind.window for kind in kinds if kind.window is not None]
+            self.cache = PrefixCache(
+                self.pool, block_size, full_blocks_only, hash_key, record_events, windows
+            )
         self.clones = CloneQueue(self.pool)
         self.stats = CacheStats(bytes_per_block)
         self._reservations = Reservations(
@@ -166,9 +176,14 @@ class BlockManager:
         token_ids = np.ascontiguousarray(token_ids, dtype=np.int32)
         return self.cache.match(token_ids, namespace, limit, block_hashes)
 
-    def blocks_needed(self, match: PrefixMatch, num_tokens: int) -> int:
-        """Return how much ``num_free_blocks`` shrinks, at least, when a match is added and holds ``num_tokens``."""
-        return self._reservations.blocks_needed(match, num_tokens)
+    def blocks_needed(self, match: PrefixMatch, num_tokens: int, num_at_once: int | None = None) -> int:
+        """Return how much ``num_free_blocks`` shrinks, at least, when a match is added and holds ``num_tokens``.
+
+        Args:
+            num_at_once: tokens that are reserved behind the computed ones at most, so that windows let go of blocks on
+                the way; None: all at once.
+        """
+        return self._reservations.blocks_needed(match, num_tokens, num_at_once)
 
     def add(
         self, token_ids: Int32Array, *, namespace: bytes = b"", match: PrefixMatch | None = None
@@ -192,11 +207,13 @@ class BlockManager:
             return None
         if match is None or (self.cache is not None and match.epoch != self.cache.epoch):
             match = self.match(token_ids, namespace=namespace)
-        if len(match.block_ids):
-            self.pool.share(match.block_ids.astype(np.int64))
-        (row,) = self.table.take_rows(
-            1, match.block_ids, match.num_tokens, match.chain_digest, namespace
-        ).tolist()
+        blocks = [match.block_ids]
+        if self.table.windowed:
+            blocks += match.window_block_ids or [NO_BLOCKS] * len(self.table.windowed)
+        if match.num_tokens:
+            block_ids = match.block_ids if len(blocks) == 1 else np.concatenate(blocks)
+            self.pool.share(block_ids.astype(np.int64))
+        (row,) = self.table.take_rows(1, blocks, match.num_tokens, match.chain_digest, namespace).tolist()
         if self.cache is not None:
             self.stats.count_lookup(len(token_ids), match.num_tokens, self.block_size)
         return AddedSequence(row, match.num_tokens)
@@ -217,8 +234,10 @@ class BlockManager:
         if num_children > table.num_free_rows:
             return None
         num_tokens = int(table.num_computed_tokens[row])
-        shared = table.block_table[row, : -(-num_tokens // self.block_size)]
-        self.pool.share(shared.astype(np.int64), num_children)
+        num_blocks = -(-num_tokens // self.block_size)
+        shared = [kind.block_table[row, kind.first_block[row] : num_blocks] for kind in table.kinds]
+        for block_ids in shared:
+            self.pool.share(block_ids.astype(np.int64), num_children)
         self.stats.forks += num_children
         digest, namespace = table.chain_digests[row], table.namespaces[row]
         return table.take_rows(num_children, shared, num_tokens, digest, namespace).astype(np.int32)
@@ -230,12 +249,38 @@ class BlockManager:
         table.check_active(rows)
         if self.cache is not None:
             last_columns = np.maximum(table.num_computed_tokens[rows] - 1, 0) // self.block_size
-            self.cache.retire_tails(rows, table.entries[rows * table.width + last_columns].astype(np.int64))
+            tails = rows * table.width + last_columns
+            for kind, index in zip(table.kinds, self.cache.indexes, strict=True):
+                index.retire_tails(rows, kind.entries[tails].astype(np.int64))
         entries = table.entries_tail_first(rows)
-        block_ids = table.entries[entries].astype(np.int64)
-        writers[block_ids[writers[block_ids] == entries // table.width]] = NO_WRITER
+        block_ids, row_of_block = table.blocks_at(entries)
+        writers[block_ids[writers[block_ids] == row_of_block]] = NO_WRITER
         table.give_back(rows, entries)
         self.clones.release_blocks(block_ids)
+
+    def let_go_of_passed(self, rows: IntArray) -> None:
+        """Release the blocks that the windows of rows have passed: no later token attends to them.
+
+        ``reserve`` does it, too. Every step that reads them must be ordered before what is reserved from now on. They
+        stay in the prefix cache until they are taken.
+
+        Raises:
+            RowError: a row is not in use or is listed twice.
+        """
+        if self.table.windowed:
+            rows = np.asarray(rows, np.int64)
+            self.table.check_active(rows)
+            self._reservations.let_go_of_passed(rows)
+
+    def group_block_ids(self, row: int, start: int, stop: int) -> list[Int32Array]:
+        """Return the blocks of a row in columns ``start`` to ``stop``: of each kind int32 ``[num_groups, columns]``.
+
+        The null block where a window has passed.
+        """
+        return [
+            self.pool.blocks_of_groups(kind.block_table[row, start:stop], kind.num_groups)
+            for kind in self.table.kinds
+        ]
 
     def reserve(self, rows: IntArray, num_tokens: IntArray | int) -> Reservation:
         """Make the next ``num_tokens`` positions of each row writable by that row alone. All rows or none.

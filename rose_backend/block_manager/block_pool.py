@@ -11,6 +11,7 @@ Block ids are stored as int32, and converted once to int64 when used as an index
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -100,14 +101,26 @@ class EvictionQueue:
 
 
 class BlockPool:
-    """Owns the state of every block. Memory: 29 bytes per block.
+    """Owns the state of every block. Memory: 29 bytes per block; with several groups 1 and 4 per further group more.
+
+    Where several groups have a block each for the same positions, the first one's stands for all: the state is kept by
+    its id, and the followers share its references, its place in the eviction queue and its fate.
 
     Args:
         num_blocks: blocks of the KV cache, the null block included.
+        group_counts: of each kind of KV cache groups.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, group_counts: Sequence[int] = (1,)) -> None:
         self.num_blocks = num_blocks
+        self.has_groups = len(group_counts) > 1 or group_counts[0] > 1
+        """Whether there is more than one group."""
+        self._group_counts: Int64Array = np.array(group_counts, np.int64)
+        size = num_blocks if self.has_groups else 0
+        self.kind_of: npt.NDArray[np.int8] = np.zeros(size, np.int8)
+        """int8 ``[num_blocks]``: the kind of groups of a held or cached block; only with several groups."""
+        self.followers: Int32Array = np.zeros((max(group_counts) - 1, size), np.int32)
+        """int32 ``[groups - 1, num_blocks]``: the blocks of the other groups of its kind; 0 for none."""
         self.ref_counts: Int32Array = np.zeros(num_blocks, np.int32)
         self.writers: Int32Array = np.full(num_blocks, NO_WRITER, np.int32)
         """int32 ``[num_blocks]``: the row that may append to a block, or NO_WRITER; always NO_WRITER if not held."""
@@ -119,16 +132,17 @@ class BlockPool:
         self._free_stack: Int32Array = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_stacked = num_blocks - 1
         self._queue = EvictionQueue(num_blocks)
+        self._num_queued = 0  # with the followers
         self._scratch: Int32Array = np.zeros(num_blocks, np.int32)
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that ``take`` can allocate: free and cached ones."""
-        return self._num_stacked + len(self._queue)
+        return self._num_stacked + self._num_queued
 
     @property
     def num_cached_blocks(self) -> int:
-        """Unreferenced blocks that the prefix cache still indexes."""
+        """Unreferenced blocks that the prefix cache still indexes, without followers."""
         return len(self._queue)
 
     @property
@@ -151,14 +165,55 @@ class BlockPool:
         evicted = block_ids[:0]
         if count > top:
             evicted = self._queue.pop(count - top)
+            self._num_queued -= len(evicted)
             block_ids = np.concatenate((block_ids, evicted))
         self.ref_counts[block_ids] = 1
         return block_ids, evicted
 
+    def evict(self, num_blocks: int) -> Int64Array:
+        """Take the least recently released blocks out of the queue, so many that ``num_blocks`` will be free.
+
+        The caller makes the prefix cache forget them, then calls ``recycle``. It has checked ``num_free_blocks``.
+        """
+        popped, most = [np.zeros(0, np.int64)], int(self._group_counts.max())
+        while (missing := num_blocks - self._num_stacked - sum(map(self._count, popped))) > 0:
+            popped.append(self._queue.pop(-(-missing // most)))
+        block_ids = np.concatenate(popped)
+        self._num_queued -= self._count(block_ids)
+        return block_ids
+
+    def recycle(self, block_ids: Int64Array) -> None:
+        """Put blocks that were evicted on the free stack."""
+        self._push_stack(block_ids)
+
+    def take_for(self, kind: int, count: int) -> Int64Array:
+        """Allocate ``count`` blocks for each group of a kind, all of them free; return the first group's.
+
+        Their reference count is one.
+        """
+        num_groups = int(self._group_counts[kind])
+        top = self._num_stacked
+        self._num_stacked = top - count * num_groups
+        blocks = self._free_stack[self._num_stacked : top][::-1].reshape(num_groups, count)
+        block_ids: Int64Array = blocks[0].astype(np.int64)
+        self.followers[: num_groups - 1, block_ids] = blocks[1:]
+        self.kind_of[block_ids] = kind
+        self.ref_counts[block_ids] = 1
+        return block_ids
+
+    def blocks_of_groups(self, block_ids: IntArray, num_groups: int) -> Int32Array:
+        """Return int32 ``[num_groups, N]``: blocks, and those of the other groups of their kind."""
+        blocks = np.empty((num_groups, len(block_ids)), np.int32)
+        blocks[0] = block_ids
+        blocks[1:] = self.followers[: num_groups - 1, block_ids]
+        return blocks
+
     def share(self, block_ids: Int64Array, times: int = 1) -> None:
         """Add ``times`` references to each of ``block_ids`` (no id twice); cached ones leave the queue."""
         counts = self.ref_counts[block_ids]
-        self._queue.remove(block_ids[counts == 0])
+        queued = block_ids[counts == 0]
+        self._queue.remove(queued)
+        self._num_queued -= self._count(queued)
         self.ref_counts[block_ids] = counts + np.int32(times)
 
     def share_held(self, block_ids: IntArray) -> None:
@@ -181,7 +236,9 @@ class BlockPool:
             np.subtract.at(self.ref_counts, block_ids, np.int32(1))
         dropped: Int64Array = block_ids[is_last & (self.ref_counts[block_ids] == 0)]
         is_cached = self.is_cached[dropped]
-        self._queue.push(dropped[is_cached])
+        queued = dropped[is_cached]
+        self._queue.push(queued)
+        self._num_queued += self._count(queued)
         self._push_stack(dropped[~is_cached])
         self.writers[dropped] = NO_WRITER
         return dropped
@@ -191,6 +248,7 @@ class BlockPool:
         block_ids: Int64Array = np.flatnonzero(self.is_cached)
         self.is_cached[block_ids] = False
         self._queue.clear()
+        self._num_queued = 0
         self._push_stack(block_ids)
 
     def last_of_each(self, ids: Int64Array) -> BoolArray:
@@ -208,8 +266,21 @@ class BlockPool:
         """Return the blocks on the free stack."""
         return self._free_stack[: self._num_stacked]
 
+    def num_groups_of(self, block_ids: Int64Array) -> Int64Array:
+        """Return the number of groups of each block's kind. Only with several groups."""
+        num_groups: Int64Array = self._group_counts[self.kind_of[block_ids]]
+        return num_groups
+
+    def _count(self, block_ids: Int64Array) -> int:
+        """Return the number of blocks with their followers."""
+        return int(self.num_groups_of(block_ids).sum()) if self.has_groups else len(block_ids)
+
     def _push_stack(self, block_ids: Int64Array) -> None:
+        self.num_written_tokens[block_ids] = 0
+        if self.has_groups:
+            followers = self.followers[:, block_ids]
+            self.followers[:, block_ids] = 0
+            block_ids = np.concatenate((block_ids, followers[followers != NULL_BLOCK]))
         end = self._num_stacked + len(block_ids)
         self._free_stack[self._num_stacked : end] = block_ids
         self._num_stacked = end
-        self.num_written_tokens[block_ids] = 0

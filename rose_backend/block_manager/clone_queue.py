@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rose_backend.block_manager.block_pool import BlockPool, Int32Array, Int64Array, IntArray
+from rose_backend.block_manager.block_pool import NULL_BLOCK, BlockPool, Int32Array, Int64Array, IntArray
 from rose_backend.errors import RowError
 
 _NO_SOURCE = -1
@@ -23,6 +23,8 @@ class ClonePlan:
     src_block_ids: Int32Array  # [N]
     dst_block_ids: Int32Array  # [N]
     num_tokens: Int32Array  # [N]
+    num_held: int
+    """So many at the beginning hold their sources; with several KV cache groups the rest are their followers'."""
 
     def __len__(self) -> int:
         return len(self.src_block_ids)
@@ -73,8 +75,9 @@ class CloneQueue:
         """Drain the pending copies into a plan whose sources stay held until ``finish``."""
         if not self._pending.shape[1]:
             return None
-        plan = ClonePlan(*self._pending)
-        self._pending_source_of[plan.dst_block_ids.astype(np.int64)] = _NO_SOURCE
+        self._pending_source_of[self._pending[1].astype(np.int64)] = _NO_SOURCE
+        src_block_ids, dst_block_ids, num_tokens = self._with_followers(self._pending)
+        plan = ClonePlan(src_block_ids, dst_block_ids, num_tokens, self._pending.shape[1])
         self._pending = self._pending[:, :0]
         self._in_flight.append(plan)
         return plan
@@ -88,8 +91,19 @@ class CloneQueue:
         if plan not in self._in_flight:
             raise RowError(f"clone plan of {len(plan)} copies is not in flight: it was finished before")
         self._in_flight.remove(plan)
-        self.release_blocks(plan.src_block_ids.astype(np.int64))
+        self.release_blocks(plan.src_block_ids[: plan.num_held].astype(np.int64))
 
     def held_sources(self) -> Int32Array:
         """Return the source of every pending and in-flight copy, an id once per copy."""
-        return np.concatenate([self._pending[0], *(plan.src_block_ids for plan in self._in_flight)])
+        in_flight = (plan.src_block_ids[: plan.num_held] for plan in self._in_flight)
+        return np.concatenate([self._pending[0], *in_flight])
+
+    def _with_followers(self, copies: Int32Array) -> Int32Array:
+        """Return copies of blocks and, behind them, those of the other groups; int32 ``[3, N]``."""
+        if not self._pool.has_groups:
+            return copies
+        sources, destinations = (self._pool.followers[:, block_ids] for block_ids in copies[:2])
+        exists = sources != NULL_BLOCK
+        num_tokens = np.broadcast_to(copies[2], sources.shape)
+        followers = np.stack((sources[exists], destinations[exists], num_tokens[exists]))
+        return np.concatenate((copies, followers), axis=1)

@@ -19,6 +19,7 @@ from rose_backend.block_manager.block_pool import (
     Int64Array,
 )
 from rose_backend.block_manager.clone_queue import CloneQueue
+from rose_backend.block_manager.kind_table import KindTable
 from rose_backend.block_manager.prefix_cache import PrefixCache
 from rose_backend.block_manager.sequence_table import SequenceTable
 from rose_backend.errors import IntegrityError
@@ -31,6 +32,8 @@ def check_all(
     check_tables(table, block_size)
     entries = _TableEntries.of(table)
     check_reference_counts(pool, entries, clones)
+    check_followers(pool)
+    check_kinds(pool, entries)
     check_states(pool)
     check_writers(pool, table, entries, block_size)
     check_written_lengths(pool, table, entries, block_size)
@@ -40,20 +43,27 @@ def check_all(
 
 @dataclass(frozen=True, slots=True)
 class _TableEntries:
-    """Every block that a row in use lists, row after row. All arrays are ``[entries]``."""
+    """Every block that a row in use lists, kind after kind, row after row. All arrays are ``[entries]``."""
 
     rows: Int64Array
     columns: Int64Array
     blocks: Int32Array
+    kinds: Int64Array
 
     @classmethod
     def of(cls, table: SequenceTable) -> _TableEntries:
         active = np.flatnonzero(table.is_active)
         counts = table.num_row_blocks[active]
         width = int(counts.max()) if len(active) else 0
-        index, columns = np.nonzero(np.arange(width) < counts[:, None])
-        rows = active[index]
-        return cls(rows, columns, table.block_table[rows, columns])
+        found = []
+        for kind in table.kinds:
+            is_listed = np.arange(width) < counts[:, None]
+            is_listed &= np.arange(width) >= kind.first_block[active][:, None]
+            index, columns = np.nonzero(is_listed)
+            rows = active[index]
+            found.append((rows, columns, kind.block_table[rows, columns], np.full(len(rows), kind.index)))
+        rows, columns, blocks, kinds = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return cls(rows, columns, blocks, kinds)
 
 
 def _refuse(is_bad: BoolArray, message: Callable[[int], str]) -> None:
@@ -66,11 +76,14 @@ def _refuse(is_bad: BoolArray, message: Callable[[int], str]) -> None:
 def check_tables(table: SequenceTable, block_size: int) -> None:
     """Computed tokens lie inside a row's blocks; entries behind them point to the null block; idle rows are empty."""
     computed, num_blocks = table.num_computed_tokens, table.num_row_blocks
-    behind = np.arange(table.block_table.shape[1]) >= num_blocks[:, None]
-    _refuse(
-        ((table.block_table != NULL_BLOCK) & behind).any(axis=1),
-        lambda row: f"row {row} has an entry behind its last block",
-    )
+    columns = np.arange(table.width)
+    behind = columns >= num_blocks[:, None]
+    for kind in table.kinds:
+        _refuse(
+            ((kind.block_table != NULL_BLOCK) & behind).any(axis=1),
+            lambda row: f"row {row} has an entry behind its last block",
+        )
+        check_passed(table, kind, block_size)
     _refuse(
         computed > num_blocks * block_size,
         lambda row: f"row {row}: {computed[row]} computed tokens in {num_blocks[row]} blocks",
@@ -83,6 +96,60 @@ def check_tables(table: SequenceTable, block_size: int) -> None:
     if num_active + table.num_free_rows != num_rows:
         raise IntegrityError(
             f"rows: {num_active} in use + {table.num_free_rows} free, expected {num_rows} in all"
+        )
+
+
+def check_passed(table: SequenceTable, kind: KindTable, block_size: int) -> None:
+    """A row has the null block exactly in columns that the window has passed, and in none that its next token needs."""
+    columns, first = np.arange(table.width), kind.first_block
+    passed = columns < first[:, None]
+    _refuse(
+        ((kind.block_table != NULL_BLOCK) & passed).any(axis=1),
+        lambda row: f"row {row} has an entry before its first block, {first[row]}",
+    )
+    needed = table.num_computed_tokens - (kind.window or table.num_computed_tokens.max(initial=0) + 1) + 1
+    _refuse(
+        first * block_size > np.maximum(needed, 0),
+        lambda row: (
+            f"row {row}: the first block is that of column {first[row]}, its next token needs position {needed[row]}"
+        ),
+    )
+
+
+def check_followers(pool: BlockPool) -> None:
+    """Blocks of further groups are followers of one block that is held or cached, and have no state of their own."""
+    if not pool.has_groups:
+        return
+    leaders = np.flatnonzero(pool.followers.any(axis=0))
+    followers = pool.followers[:, leaders].reshape(-1)
+    followers = followers[followers != NULL_BLOCK]
+    _refuse(
+        np.bincount(followers, minlength=pool.num_blocks) > 1,
+        lambda block: f"block {block} follows several blocks",
+    )
+    has_state = (pool.ref_counts != 0) | pool.is_cached | (pool.num_written_tokens != 0)
+    _refuse(
+        has_state[followers], lambda at: f"block {followers[at]} follows another and has a state of its own"
+    )
+    _refuse(~has_state[leaders], lambda at: f"block {leaders[at]} is free but has followers")
+    in_use = np.flatnonzero((pool.ref_counts > 0) | pool.is_cached)
+    expected = pool.num_groups_of(in_use) - 1
+    counted = np.count_nonzero(pool.followers[:, in_use], axis=0)
+    _refuse(
+        counted != expected,
+        lambda at: f"block {in_use[at]} has {counted[at]} followers, expected {expected[at]}",
+    )
+
+
+def check_kinds(pool: BlockPool, entries: _TableEntries) -> None:
+    """A row lists a block under the kind of groups that it was taken for."""
+    if pool.has_groups:
+        _refuse(
+            pool.kind_of[entries.blocks] != entries.kinds,
+            lambda at: (
+                f"block {entries.blocks[at]} is of kind {pool.kind_of[entries.blocks[at]]}, "
+                f"row {entries.rows[at]} lists it under {entries.kinds[at]}"
+            ),
         )
 
 
@@ -115,6 +182,8 @@ def check_states(pool: BlockPool) -> None:
     is_held = pool.ref_counts > 0
     num_states = is_held + np.bincount(free, minlength=pool.num_blocks)
     num_states += np.bincount(cached, minlength=pool.num_blocks)
+    # Followers are in the state of the block that they follow.
+    num_states += np.bincount(pool.followers[pool.followers != NULL_BLOCK], minlength=pool.num_blocks)
     # The null block is never allocated and never released.
     num_states[NULL_BLOCK] += 1
     _refuse(
@@ -195,7 +264,13 @@ def check_cache(pool: BlockPool, cache: PrefixCache) -> None:
         written[indexed] < 1,
         lambda at: f"block {indexed[at]} can be found but holds {written[indexed[at]]} tokens",
     )
-    full_index = cache.full_index()
+    for index in cache.indexes:
+        check_full_index(pool, cache, index.full)
+
+
+def check_full_index(pool: BlockPool, cache: PrefixCache, full_index: dict[bytes, int]) -> None:
+    """A digest leads to a full block, and each to another one."""
+    written = pool.num_written_tokens
     full = np.fromiter(full_index.values(), np.int64, len(full_index))
     _refuse(
         ~pool.is_cached[full] | (written[full] != cache.block_size),

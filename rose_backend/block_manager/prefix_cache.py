@@ -1,25 +1,18 @@
 """The prefix cache: chained hashes find full blocks, a comparison of tokens finds the longest prefix of the next one.
 
-Two indexes lead to a block:
-
-    full      digest of (parent digest, its tokens)  -> the block that holds exactly these tokens
-    children  parent digest                          -> every cached block behind this parent, full or partial
-
-The root digest is keyed, so no client can compute a digest; every hit compares the tokens all the same. The namespace
-(tenant salt, adapter, ...) is part of the root digest, so that namespaces share no blocks.
+Hashes are keyed, so no client can compute one; every hit compares the tokens all the same. Each kind of KV cache groups
+has an index of its own over the same chain of hashes: a hit ends where all of them have what the next token attends to.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import overload
 
 import numpy as np
 
+from rose_backend.block_manager.block_index import BlockIndex, Link
 from rose_backend.block_manager.block_pool import (
     NO_BLOCKS,
     BlockPool,
@@ -28,12 +21,10 @@ from rose_backend.block_manager.block_pool import (
     Int64Array,
     IntArray,
 )
-from rose_backend.block_manager.child_index import ChildIndex
 from rose_backend.block_manager.observability import BlockRemoved, BlockStored, CacheCleared, CacheEvent
+from rose_backend.block_manager.prefix_hashes import BlockDigests, PrefixHasher
+from rose_backend.block_manager.window_cursor import WindowCursor
 from rose_backend.errors import RowError
-
-DIGEST_BYTES = 32
-_EMPTY_CHAIN = hashlib.blake2b(digest_size=DIGEST_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,49 +39,8 @@ class PrefixMatch:
     """Digest of the chain of the full blocks that match."""
     epoch: int
     """Version of the cache: ``BlockManager.add`` repeats the lookup for a match of another epoch."""
-
-
-class BlockDigests(Sequence[bytes]):
-    """Digests of a prompt's blocks, each computed when it is first asked for, once.
-
-    A lookup asks for the blocks that it finds and one more. What is computed behind them is hashed when it is indexed.
-
-    Args:
-        count: of all of them.
-        known: the first of them.
-        rest: yields those behind them.
-    """
-
-    def __init__(self, count: int, known: Sequence[bytes], rest: Iterator[bytes]) -> None:
-        self._count, self._known, self._rest = count, list(known), rest
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[bytes]:
-        known = self._known
-        for index in range(self._count):
-            if index == len(known):  # not hashed for another iteration meanwhile
-                known.append(next(self._rest))
-            yield known[index]
-
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[bytes]: ...
-    def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
-        """Return one digest, or those of a slice."""
-        if isinstance(index, slice):
-            return [self[each] for each in range(self._count)[index]]
-        index = range(self._count)[index]  # from the end, too
-        for _ in range(index + 1 - len(self._known)):
-            self._known.append(next(self._rest))
-        return self._known[index]
-
-    @property
-    def known(self) -> Sequence[bytes]:
-        """Those that have been computed."""
-        return self._known
+    window_block_ids: tuple[Int32Array, ...] = ()
+    """Of each kind of groups with a sliding window its last blocks, int32 ``[B']``: those that the window reaches."""
 
 
 class PrefixCache:
@@ -99,11 +49,12 @@ class PrefixCache:
     Memory: ``4 * block_size + 16`` bytes per block, and at most 350 more while it is cached.
 
     Args:
-        pool: its ``num_written_tokens`` tell how much of a block is valid.
+        pool: its ``num_written_tokens`` tell how much of a block is valid, and ``kind_of`` whose index it belongs to.
         block_size: tokens per block.
         full_blocks_only: find full blocks only.
         hash_key: at most 64 bytes; None draws a random one.
-        record_events: record events for ``take_events``.
+        record_events: record events for ``take_events``; of blocks of the first kind only.
+        windows: of each further kind of groups, in tokens. Those of the first kind keep everything.
     """
 
     def __init__(
@@ -113,42 +64,33 @@ class PrefixCache:
         full_blocks_only: bool,
         hash_key: bytes | None,
         record_events: bool,
+        windows: Sequence[int] = (),
     ) -> None:
         self._pool = pool
         self.block_size = block_size
         self.full_blocks_only = full_blocks_only
-        self._hash_key = os.urandom(32) if hash_key is None else hash_key
-        self._last_root: tuple[bytes | None, bytes] = (None, b"")
+        self.hasher = PrefixHasher(block_size, hash_key)
         self._block_tokens: Int32Array = np.zeros((pool.num_blocks, block_size), np.int32)
         self._slot_tokens: Int32Array = self._block_tokens.reshape(-1)
-        self._full: dict[bytes, int] = {}
-        self._children = ChildIndex(pool, self._block_tokens)
-        # By block id, empty if there is none. Lists take less memory and time than dictionaries.
         self._parent_of: list[bytes] = [b""] * pool.num_blocks
         self._digest_of: list[bytes] = [b""] * pool.num_blocks
-        self.epoch = 0
+        self.indexes = tuple(
+            BlockIndex(pool, self._block_tokens, full_blocks_only, self._parent_of, self._digest_of)
+            for _ in range(1 + len(windows))
+        )
+        self._windows = tuple(windows)
         self._events: list[CacheEvent] | None = [] if record_events else None
 
-    # Hashing and lookup
+    @property
+    def epoch(self) -> int:
+        """Version of the cache, see ``PrefixMatch``."""
+        return sum(index.epoch for index in self.indexes)
 
-    def root_digest(self, namespace: bytes) -> bytes:
-        """Return the parent digest of a sequence's first block."""
-        if namespace != self._last_root[0]:  # most prompts have the namespace of the prompt before
-            digest = hashlib.blake2b(namespace, key=self._hash_key, digest_size=DIGEST_BYTES, person=b"root")
-            self._last_root = namespace, digest.digest()
-        return self._last_root[1]
-
-    def chain_digest(self, parent: bytes, tokens: bytes | memoryview) -> bytes:
-        """Return the digest of a full block. ``tokens``: its int32 ids as bytes."""
-        state = _EMPTY_CHAIN.copy()  # faster than another constructor call
-        state.update(parent + tokens)
-        return state.digest()
+    # Lookup
 
     def hash_blocks(self, token_ids: Int32Array, namespace: bytes, known: Sequence[bytes]) -> BlockDigests:
         """Return the root digest and the digest of each full block; ``known`` are the first of them."""
-        num_digests = 1 + len(token_ids) // self.block_size
-        known = [*(known.known if isinstance(known, BlockDigests) else known)]
-        return BlockDigests(num_digests, known, self._digests(token_ids, namespace, known))
+        return self.hasher.hash_blocks(token_ids, namespace, known)
 
     def match(
         self, token_ids: Int32Array, namespace: bytes, max_tokens: int, block_hashes: Sequence[bytes] | None
@@ -160,37 +102,50 @@ class PrefixCache:
                 f"block_hashes: got {len(block_hashes)} for {len(token_ids)} tokens, "
                 f"expected {1 + len(token_ids) // size}"
             )
-        digests = self._digests(token_ids, namespace) if block_hashes is None else iter(block_hashes)
+        if block_hashes is None and self._windows:
+            block_hashes = self.hash_blocks(token_ids, namespace, ())
+        digests = self.hasher.digests(token_ids, namespace) if block_hashes is None else iter(block_hashes)
         parent, block_ids = self._walk_full_blocks(token_ids, digests, max_tokens // size)
         num_tokens = len(block_ids) * size
         if not self.full_blocks_only and num_tokens < max_tokens:
             rest = token_ids[num_tokens : min(num_tokens + size, max_tokens)]
-            block_id, run = self._children.longest_prefix(parent, rest)
+            block_id, run = self.indexes[0].children.longest_prefix(parent, rest)
             if run:
                 block_ids = np.append(block_ids, np.int32(block_id))
                 num_tokens += run
-        return PrefixMatch(block_ids, num_tokens, parent, self.epoch)
+        match = PrefixMatch(block_ids, num_tokens, parent, self.epoch)
+        if block_hashes is None or not self._windows:
+            return match
+        return self._cut_to_windows(match, token_ids, block_hashes)
 
-    def _digests(
-        self, token_ids: Int32Array, namespace: bytes, known: Sequence[bytes] = ()
-    ) -> Iterator[bytes]:
-        """Yield the digests behind ``known``, each hashed only when it is asked for."""
-        if not known:
-            known = [self.root_digest(namespace)]
-            yield known[0]
-        digest = known[-1]
-        data, step = token_ids.data.cast("B"), 4 * self.block_size
-        for start in range((len(known) - 1) * step, len(data) - step + 1, step):
-            digest = self.chain_digest(digest, data[start : start + step])
-            yield digest
+    def _cut_to_windows(
+        self, match: PrefixMatch, token_ids: Int32Array, digests: Sequence[bytes]
+    ) -> PrefixMatch:
+        """Shorten a match of the first kind to the longest one that all windows can use, too."""
+        end, last_end = match.num_tokens, -1
+        cursors = [
+            WindowCursor(index, self._block_tokens, window, token_ids, digests, self.full_blocks_only)
+            for index, window in zip(self.indexes[1:], self._windows, strict=True)
+        ]
+        while end != last_end:
+            last_end = end
+            for cursor in cursors:
+                end = cursor.longest_usable(end)
+        return PrefixMatch(
+            block_ids=match.block_ids[: -(-end // self.block_size)],
+            num_tokens=end,
+            chain_digest=digests[end // self.block_size] if end != match.num_tokens else match.chain_digest,
+            epoch=match.epoch,
+            window_block_ids=tuple(cursor.blocks_of(end) for cursor in cursors),
+        )
 
     def _walk_full_blocks(
         self, token_ids: Int32Array, digests: Iterator[bytes], max_blocks: int
     ) -> tuple[bytes, Int32Array]:
         """Return the digest of the longest chain of matching full blocks, and the blocks, int32 ``[B]``."""
-        root, blocks = next(digests), []
+        root, blocks, full = next(digests), [], self.indexes[0].full
         for digest in islice(digests, max_blocks):
-            if (block_id := self._full.get(digest)) is None:
+            if (block_id := full.get(digest)) is None:
                 break
             blocks.append(block_id)
         if not blocks:
@@ -216,104 +171,72 @@ class PrefixCache:
     def publish(
         self,
         rows: IntArray,
-        block_ids: IntArray,
+        block_ids: Sequence[IntArray],
         is_full: BoolArray,
-        opens: BoolArray,
+        opens: Sequence[BoolArray],
         chain_digests: list[bytes],
         namespaces: list[bytes],
     ) -> None:
-        """Add blocks to the index that have just been written; all arguments but the lists are ``[N]``.
-
-        If another block holds the same tokens behind the same parent, that one stays and the new one is not indexed.
+        """Add blocks to the index that have just been written; all arrays are ``[N]``.
 
         Args:
             rows: the row of each block; the blocks of a row in order.
+            block_ids: of each kind; all kinds have the same tokens at the same place.
             is_full: the block is full and gets its digest.
-            opens: the block has its first tokens, and may grow.
+            opens: of each kind, see ``BlockIndex.publish``.
             chain_digests: of every row; advanced past its full blocks.
+            namespaces: of every row.
         """
-        full, parent_of, step = self._full, self._parent_of, 4 * self.block_size
-        data = self._block_tokens.take(block_ids, axis=0).tobytes()
-        found: list[int] = []
-        closed: list[int] = []
-        columns = (values.tolist() for values in (rows, block_ids, is_full, opens))
-        for row, block_id, fills, is_new, start in zip(*columns, range(0, len(data), step), strict=True):
-            parent = chain_digests[row]
-            if fills:
-                chain_digests[row] = digest = self.chain_digest(parent, data[start : start + step])
-                if digest in full:
-                    if parent_of[block_id]:
-                        self.forget([block_id])
-                    continue
-                full[digest] = block_id
-                self._digest_of[block_id] = digest
-                if self._events is not None:
-                    self._events.append(self._stored(block_id, parent, namespaces[row]))
-                if parent_of[block_id]:
-                    closed.append(block_id)
-                    continue
-            elif not is_new:
-                continue
-            found.append(block_id)
-            if not self.full_blocks_only:
-                parent_of[block_id] = parent
-        if not self.full_blocks_only:
-            self._children.add([parent_of[block_id] for block_id in found], found)
-            self._close(closed)
-        self._pool.is_cached[found] = True
+        data = self._block_tokens.take(block_ids[0], axis=0).tobytes()
+        links: list[Link] | None = [] if len(self.indexes) > 1 or self._events is not None else None
+        filled = self.indexes[0].publish_and_hash(
+            rows, block_ids[0], is_full, opens[0], data, chain_digests, self.hasher.chain_digest, links
+        )
+        if links is None:
+            return
+        for index, ids, is_new in zip(self.indexes[1:], block_ids[1:], opens[1:], strict=True):
+            index.publish(ids, is_new, links)
+        if self._events is not None:
+            position_of = {block_id: position for position, block_id in enumerate(block_ids[0].tolist())}
+            for block_id in filled:
+                position = position_of[block_id]
+                namespace = namespaces[rows[position]]
+                self._events.append(self._stored(block_id, links[position][0], namespace))
 
     def _stored(self, block_id: int, parent: bytes, namespace: bytes) -> BlockStored:
         digest, tokens = self._digest_of[block_id], tuple(self._block_tokens[block_id].tolist())
-        known_parent = None if parent == self.root_digest(namespace) else parent
+        known_parent = None if parent == self.hasher.root_digest(namespace) else parent
         return BlockStored(digest, known_parent, tokens, namespace, block_id)
 
     # Changes of indexed blocks
 
     def reopen(self, block_id: int) -> None:
         """Note that a row is going to append to a block, which may not be cached."""
-        parent = self._parent_of[block_id]
-        if parent:
-            self._children.reopen(parent, block_id)
+        self._index_of(block_id).reopen(block_id)
 
     def truncate(self, block_id: int) -> None:
         """Note that a row is going to overwrite the end of a block. Call it before the block's length changes."""
-        self.epoch += 1
-        self.reopen(block_id)
-        self._drop_digests([block_id])
-        if self.full_blocks_only:
-            self._pool.is_cached[block_id] = False
-
-    def retire_tails(self, rows: Int64Array, tails: Int64Array) -> None:
-        """Note that rows release their last computed blocks, ``tails``.
-
-        Of equal partial blocks only one stays in the index, so that duplicates do not evict other content.
-        """
-        pool = self._pool
-        is_partial = pool.is_cached[tails] & (pool.num_written_tokens[tails] < self.block_size)
-        rows, tails = rows[is_partial], tails[is_partial]
-        self._close(tails[pool.writers[tails] == rows].tolist())
-        for block_id in tails[pool.ref_counts[tails] == 1].tolist():
-            if self._children.is_covered(self._parent_of[block_id], block_id):
-                self.forget([block_id])
+        index = self._index_of(block_id)
+        digests = index.truncate(block_id)
+        self._note_removed(digests if index is self.indexes[0] else [])
 
     def forget(self, block_ids: list[int]) -> None:
         """Remove blocks from the index."""
-        self.epoch += 1
-        self._pool.is_cached[block_ids] = False
-        self._drop_digests(block_ids)
-        if not self.full_blocks_only:
-            parent_of = self._parent_of
-            self._children.remove([parent_of[block_id] for block_id in block_ids], block_ids)
-            for block_id in block_ids:
-                parent_of[block_id] = b""
+        if len(self.indexes) == 1:
+            self._note_removed(self.indexes[0].remove(block_ids))
+            return
+        kinds = self._pool.kind_of[block_ids].tolist()
+        for kind, index in enumerate(self.indexes):
+            if mine := [block_id for block_id, other in zip(block_ids, kinds, strict=True) if other == kind]:
+                digests = index.remove(mine)
+                self._note_removed(digests if not kind else [])
 
     def clear(self) -> None:
         """Remove all blocks from the index."""
-        self.epoch += 1
-        self._full.clear()
-        self._children.clear()
-        self._parent_of = [b""] * self._pool.num_blocks
-        self._digest_of = [b""] * self._pool.num_blocks
+        for index in self.indexes:
+            index.clear()
+        self._parent_of[:] = [b""] * self._pool.num_blocks
+        self._digest_of[:] = [b""] * self._pool.num_blocks
         if self._events is not None:
             self._events.append(CacheCleared())
 
@@ -322,28 +245,22 @@ class PrefixCache:
         events, self._events = self._events, None if self._events is None else []
         return events or []
 
-    def _close(self, block_ids: list[int]) -> None:
-        self._children.close([self._parent_of[block_id] for block_id in block_ids], block_ids)
+    def _index_of(self, block_id: int) -> BlockIndex:
+        return self.indexes[0] if len(self.indexes) == 1 else self.indexes[self._pool.kind_of[block_id]]
 
-    def _drop_digests(self, block_ids: list[int]) -> None:
-        digest_of, full = self._digest_of, self._full
-        for block_id in block_ids:
-            if digest := digest_of[block_id]:
-                digest_of[block_id] = b""
-                del full[digest]
-                if self._events is not None:
-                    self._events.append(BlockRemoved(digest))
+    def _note_removed(self, digests: list[bytes]) -> None:
+        if self._events is not None:
+            self._events += [BlockRemoved(digest) for digest in digests]
 
     # For the integrity check and the block view
 
     def cached_blocks(self) -> Int32Array:
         """Return every indexed block, held or not, from the indexes themselves."""
-        block_ids = self._full.values() if self.full_blocks_only else self._children.block_ids()
-        return np.array([*block_ids], np.int32)
+        return np.concatenate([index.block_ids() for index in self.indexes])
 
     def full_index(self) -> dict[bytes, int]:
-        """Return the index of full blocks."""
-        return self._full
+        """Return the index of full blocks of the first kind."""
+        return self.indexes[0].full
 
     def tokens_of(self, block_id: int) -> Int32Array:
         """Return the written tokens of a block."""

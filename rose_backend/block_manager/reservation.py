@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rose_backend.block_manager.block_pool import (
+    NO_BLOCKS,
     NO_WRITER,
     BlockPool,
     BoolArray,
@@ -19,6 +20,7 @@ from rose_backend.block_manager.block_pool import (
     IntArray,
 )
 from rose_backend.block_manager.clone_queue import CloneQueue
+from rose_backend.block_manager.kind_table import KindTable
 from rose_backend.block_manager.observability import CacheStats
 from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
 from rose_backend.block_manager.sequence_table import SequenceTable, any_of, concatenate_ranges
@@ -30,19 +32,20 @@ class Reservation:
     """Answer of ``BlockManager.reserve``."""
 
     ok: bool
-    """True: every row has its positions. False: nothing has changed."""
+    """True: every row has its positions. False: nothing has changed, but for blocks that windows have passed."""
     servable: BoolArray
-    """``[N]``; with ``ok`` False, a largest set of rows that could be served together."""
+    """``[N]``; with ``ok`` False, a set of rows that could be served together; a largest one if there is one kind."""
     num_new_blocks: int
-    """Blocks allocated, copies included."""
+    """Blocks allocated, copies included, over all KV cache groups."""
 
 
 @dataclass(slots=True)
 class _Tails:
-    """The shared partial blocks that ``M`` of the rows are about to write to. All arrays are ``[M]``."""
+    """The shared partial blocks of one kind that ``M`` of the rows are about to write to. All arrays are ``[M]``."""
 
+    kind: KindTable
     index: Int64Array  # of the row, among the rows that need positions
-    entries: Int64Array  # of the block, in ``SequenceTable.entries``
+    entries: Int64Array  # of the block, in ``KindTable.entries``
     block_ids: Int64Array
     offsets: Int32Array  # of the row's next token in the block
     is_claim: BoolArray  # the row becomes the writer: no row has written beyond its length
@@ -61,21 +64,57 @@ class Reservations:
     _stats: CacheStats
     _block_size: int
 
-    def blocks_needed(self, match: PrefixMatch, num_tokens: int) -> int:
+    def __post_init__(self) -> None:
+        self.blocks_per_column = sum(kind.num_groups for kind in self._table.kinds)
+        """Blocks of all groups for the same positions."""
+
+    def blocks_needed(self, match: PrefixMatch, num_tokens: int, num_at_once: int | None) -> int:
         """See ``BlockManager.blocks_needed``.
 
         A partially matched block without a holder needs no copy: ``reserve`` overwrites it when blocks are short.
         """
-        if not match.num_tokens:
+        needed = self._blocks_needed(match.block_ids, match.num_tokens, num_tokens)
+        kinds = self._table.kinds
+        if len(kinds) == 1 and kinds[0].num_groups == 1:
+            return needed
+        needed *= kinds[0].num_groups
+        window_block_ids = match.window_block_ids or (NO_BLOCKS,) * len(self._table.windowed)
+        num_columns = -(-num_tokens // self._block_size)
+        for kind, block_ids in zip(self._table.windowed, window_block_ids, strict=True):
+            own = num_columns - len(match.block_ids) + len(block_ids)
+            most = min(own, self.most_window_blocks(kind, num_tokens if num_at_once is None else num_at_once))
+            num_new = self._blocks_needed(block_ids, match.num_tokens, own * self._block_size)
+            needed += min(num_new, most) * kind.num_groups
+        return needed
+
+    def most_window_blocks(self, kind: KindTable, num_at_once: int) -> int:
+        """Return how many blocks a row has at most of each group of a kind with a window.
+
+        Args:
+            num_at_once: tokens that are reserved behind the computed ones at most.
+        """
+        assert kind.window is not None, "the first kind keeps everything"
+        return -(-(kind.window - 1 + num_at_once) // self._block_size) + 1
+
+    def _blocks_needed(self, block_ids: Int32Array, num_matched: int, num_tokens: int) -> int:
+        if not len(block_ids):
             return -(-num_tokens // self._block_size)
-        num_idle = int(np.count_nonzero(self._pool.ref_counts[match.block_ids] == 0))
-        num_new = max(-(-num_tokens // self._block_size) - len(match.block_ids), 0)
-        offset = match.num_tokens % self._block_size
+        num_idle = int(np.count_nonzero(self._pool.ref_counts[block_ids] == 0))
+        num_new = max(-(-num_tokens // self._block_size) - len(block_ids), 0)
+        offset = num_matched % self._block_size
         if not offset:
             return num_new + num_idle
-        tail = match.block_ids[-1]
+        tail = block_ids[-1]
         can_claim = self._pool.writers[tail] == NO_WRITER and self._pool.num_written_tokens[tail] <= offset
         return num_new + num_idle + int(self._pool.ref_counts[tail] > 0 and not can_claim)
+
+    def let_go_of_passed(self, rows: Int64Array) -> None:
+        """See ``BlockManager.let_go_of_passed``."""
+        block_ids = self._table.let_go_of_passed(rows)
+        if len(block_ids):
+            writers = self._pool.writers
+            writers[block_ids[np.isin(writers[block_ids], rows)]] = NO_WRITER
+            self._clones.release_blocks(block_ids)
 
     def reserve(self, rows: Int64Array, wanted: Int32Array, idle: BoolArray) -> Reservation:
         """Serve all rows or none.
@@ -83,13 +122,16 @@ class Reservations:
         When blocks are short, ``servable`` is a largest set of rows that can be served together, the cheapest first. A
         row needs new blocks at its end, and one for the copy of a shared partial block unless it claims that block. Of
         the rows that may claim a block, the one that needs the fewest blocks does, so the need of a row does not depend
-        on which of the rows before it in this order are served.
+        on which of the rows before it in this order are served. With several kinds of groups, a row may claim the block
+        of one and copy that of another, and ``servable`` may be smaller than it could be.
 
         Args:
             rows: ``[N]``, checked.
             wanted: ``[N]`` tokens each row must be able to hold.
             idle: ``[N]``, rows that already can.
         """
+        if self._table.windowed:
+            self.let_go_of_passed(rows)
         if len(rows) == 1 and (reservation := self._reserve_one(int(rows[0]), int(wanted[0]))) is not None:
             return reservation
         needy = np.flatnonzero(~idle)
@@ -97,20 +139,22 @@ class Reservations:
         num_blocks = self._table.num_row_blocks[rows]
         num_new = np.maximum((wanted + (self._block_size - 1)) // self._block_size - num_blocks, 0)
         tails = self._shared_tails(rows, num_blocks, num_new)
-        total, num_free = int(num_new.sum()), self._pool.num_free_blocks
-        if tails is not None:
-            total += int(np.count_nonzero(tails.is_clone))
-            if total > num_free:
-                total -= self._overwrite_instead_of_clone(tails)
+        total, num_free = int(num_new.sum()) * self.blocks_per_column, self._pool.num_free_blocks
+        for each in tails:
+            total += int(np.count_nonzero(each.is_clone)) * each.kind.num_groups
         if total > num_free:
-            if tails is not None:
-                num_new[tails.index[tails.is_clone]] += 1
+            for each in tails:
+                total -= self._overwrite_instead_of_clone(each) * each.kind.num_groups
+        if total > num_free:
+            num_new *= self.blocks_per_column
+            for each in tails:
+                num_new[each.index[each.is_clone]] += each.kind.num_groups
             cheapest_first = np.argsort(num_new, kind="stable")
             fits = np.cumsum(num_new[cheapest_first]) <= num_free
             servable = idle.copy()
             servable[needy[cheapest_first[fits]]] = True
             return Reservation(False, servable, 0)
-        self._serve(rows, num_new, tails, total)
+        self._serve(rows, num_new, tails)
         return Reservation(True, np.ones(len(idle), np.bool_), total)
 
     def _reserve_one(self, row: int, wanted: int) -> Reservation | None:
@@ -123,12 +167,15 @@ class Reservations:
         if table.capacity[row] < table.full_capacity_of(num_blocks):
             return None
         num_new = max(-(-wanted // self._block_size) - num_blocks, 0)
-        is_ok = num_new <= self._pool.num_free_blocks
+        total = num_new * self.blocks_per_column
+        is_ok = total <= self._pool.num_free_blocks
         if is_ok:
-            block_ids = self._take(num_new)
-            table.append_to(row, num_blocks, block_ids)
-            self._pool.writers[block_ids] = row
-        return Reservation(is_ok, np.full(1, is_ok), num_new if is_ok else 0)
+            for kind in table.kinds:
+                block_ids = self._take(kind, num_new)
+                kind.block_table[row, num_blocks : num_blocks + num_new] = block_ids
+                self._pool.writers[block_ids] = row
+            table.append_to(row, num_blocks, num_new)
+        return Reservation(is_ok, np.full(1, is_ok), total if is_ok else 0)
 
     def append_to_each(self, rows: Int64Array) -> bool:
         """See ``BlockManager.reserve_next_blocks``."""
@@ -138,35 +185,50 @@ class Reservations:
             raise RowError(
                 f"reserve_next_blocks: one of rows {rows.tolist()} cannot get a block behind its own"
             )
-        if len(rows) > self._pool.num_free_blocks:
+        if table.windowed:
+            self.let_go_of_passed(rows)
+        if len(rows) * self.blocks_per_column > self._pool.num_free_blocks:
             return False
-        block_ids = self._take(len(rows))
+        for kind in table.kinds:
+            block_ids = self._take(kind, len(rows))
+            kind.block_table[rows, counts] = block_ids
+            self._pool.writers[block_ids] = rows
         table.changed[rows] = True
-        table.block_table[rows, counts] = block_ids
         counts += 1
         table.num_row_blocks[rows] = counts
         table.capacity[rows] = table.full_capacity(counts)
-        self._pool.writers[block_ids] = rows
         return True
 
-    def _shared_tails(self, rows: Int64Array, num_blocks: Int32Array, num_new: Int32Array) -> _Tails | None:
-        table, pool = self._table, self._pool
+    def _shared_tails(self, rows: Int64Array, num_blocks: Int32Array, num_new: Int32Array) -> list[_Tails]:
+        """Return those of each kind; none if no row has one."""
+        table = self._table
         is_shared = table.capacity[rows] < table.full_capacity(num_blocks)
         if not any_of(is_shared):
-            return None
+            return []
         index = np.flatnonzero(is_shared)
         rows = rows[index]
         computed = table.num_computed_tokens[rows]
         entries = rows * table.width + computed // self._block_size
         offsets = computed % self._block_size
-        block_ids = table.entries[entries].astype(np.int64)
+        return [self._tails_of(kind, index, entries, offsets, num_new) for kind in table.kinds]
+
+    def _tails_of(
+        self,
+        kind: KindTable,
+        index: Int64Array,
+        entries: Int64Array,
+        offsets: Int32Array,
+        num_new: Int32Array,
+    ) -> _Tails:
+        pool = self._pool
+        block_ids = kind.entries[entries].astype(np.int64)
         is_claim = (pool.writers[block_ids] == NO_WRITER) & (pool.num_written_tokens[block_ids] <= offsets)
         if any_of(is_claim):
             # Several rows may claim one block: the one with the lowest need gets it, of equals the first.
             candidates = np.flatnonzero(is_claim)
             candidates = candidates[np.argsort(num_new[index[candidates]], kind="stable")][::-1]
             is_claim[candidates] = pool.last_of_each(block_ids[candidates])
-        return _Tails(index, entries, block_ids, offsets, is_claim, ~is_claim, np.zeros_like(is_claim))
+        return _Tails(kind, index, entries, block_ids, offsets, is_claim, ~is_claim, np.zeros_like(is_claim))
 
     def _overwrite_instead_of_clone(self, tails: _Tails) -> int:
         """Turn copies whose source only the row holds into overwrites, which drop cached tokens; return how many."""
@@ -176,18 +238,23 @@ class Reservations:
         tails.is_clone &= ~holds_alone
         return int(np.count_nonzero(tails.is_overwrite))
 
-    def _serve(self, rows: Int64Array, num_new: Int32Array, tails: _Tails | None, total: int) -> None:
-        self._table.changed[rows] = True
-        block_ids = self._take(total)
-        if tails is not None:
-            num_clones = int(np.count_nonzero(tails.is_clone))
-            if num_clones < len(tails.index):
-                self._claim_tails(rows, tails)
+    def _serve(self, rows: Int64Array, num_new: Int32Array, tails: list[_Tails]) -> None:
+        table = self._table
+        table.changed[rows] = True
+        new_rows, new_entries = table.append(rows, num_new)
+        for kind in table.kinds:
+            num_clones = 0
+            if tails:
+                of_kind = tails[kind.index]
+                num_clones = int(np.count_nonzero(of_kind.is_clone))
+                if num_clones < len(of_kind.index):
+                    self._claim_tails(rows, of_kind)
+            block_ids = self._take(kind, num_clones + len(new_entries))
             if num_clones:
-                self._clone_tails(rows, tails, block_ids[:num_clones])
+                self._clone_tails(rows, tails[kind.index], block_ids[:num_clones])
                 block_ids = block_ids[num_clones:]
-        new_rows = self._table.append(rows, num_new, block_ids)
-        self._pool.writers[block_ids] = new_rows.astype(np.int32)
+            kind.entries[new_entries] = block_ids.astype(np.int32)
+            self._pool.writers[block_ids] = new_rows.astype(np.int32)
 
     def _claim_tails(self, rows: Int64Array, tails: _Tails) -> None:
         claimed, overwritten = tails.block_ids[tails.is_claim], tails.block_ids[tails.is_overwrite]
@@ -206,23 +273,32 @@ class Reservations:
     def _clone_tails(self, rows: Int64Array, tails: _Tails, copies: Int64Array) -> None:
         is_clone = tails.is_clone
         sources, offsets = tails.block_ids[is_clone], tails.offsets[is_clone]
-        self._table.entries[tails.entries[is_clone]] = copies.astype(np.int32)
+        tails.kind.entries[tails.entries[is_clone]] = copies.astype(np.int32)
         self._pool.writers[copies] = rows[tails.index[is_clone]].astype(np.int32)
         self._pool.num_written_tokens[copies] = offsets
         if self._cache is not None:
             self._cache.copy_tokens(sources, copies)
         self._clones.add(sources, copies, offsets)
         self._stats.clones += len(copies)
-        self._stats.bytes_cloned += len(copies) * self._stats.bytes_per_block
+        self._stats.bytes_cloned += len(copies) * tails.kind.num_groups * self._stats.bytes_per_block
 
-    def _take(self, count: int) -> Int64Array:
-        block_ids, evicted = self._pool.take(count)
+    def _take(self, kind: KindTable, count: int) -> Int64Array:
+        pool = self._pool
+        if pool.has_groups:
+            evicted = pool.evict(count * kind.num_groups)
+            self._forget(evicted)
+            pool.recycle(evicted)
+            return pool.take_for(kind.index, count)
+        block_ids, evicted = pool.take(count)
+        self._forget(evicted)
+        return block_ids
+
+    def _forget(self, evicted: Int64Array) -> None:
         if len(evicted):
             assert self._cache is not None, "only cached blocks are evicted"
             self._cache.forget(evicted.tolist())
             self._pool.num_written_tokens[evicted] = 0
             self._stats.evictions += len(evicted)
-        return block_ids
 
     def commit(self, rows: Int64Array, num_tokens: Int32Array | int, token_ids: IntArray) -> None:
         """See ``BlockManager.commit``."""
@@ -240,12 +316,16 @@ class Reservations:
             raise RowError(f"commit: got {len(token_ids)} token ids for {len(positions)} tokens")
         columns = positions // size
         offsets = positions - columns * size
-        blocks = table.entries[row_of_token * table.width + columns].astype(np.int64)
-        # Positions ascend within a row and a block has one writer: the last store into each block is the largest.
-        self._pool.num_written_tokens[blocks] = offsets + 1
+        entries = row_of_token * table.width + columns
+        token_ids = np.asarray(token_ids, np.int32)
+        for kind in table.kinds:
+            blocks = kind.entries[entries].astype(np.int64)
+            # Positions ascend within a row and a block has one writer: the last store into each block is the largest.
+            self._pool.num_written_tokens[blocks] = offsets + 1
+            if self._cache is not None:
+                self._cache.store_tokens(blocks * size + offsets, token_ids)
         table.num_computed_tokens[rows] = end
         if self._cache is not None:
-            self._cache.store_tokens(blocks * size + offsets, np.asarray(token_ids, np.int32))
             # The index changes only with a token that is the first of a block or copy, or fills a block.
             is_due = end >= table.next_publish[rows]
             if any_of(is_due):
@@ -258,9 +338,10 @@ class Reservations:
         counts = (end - 1) // size + 1 - first_columns
         entries = concatenate_ranges(rows * table.width + first_columns, counts)
         row_of_block = np.repeat(rows, counts)
-        blocks = table.entries[entries]
+        blocks = [kind.entries[entries] for kind in table.kinds]
         is_full = (entries - row_of_block * table.width + 1) * size <= np.repeat(end, counts)
-        opens = np.zeros_like(is_full) if cache.full_blocks_only else ~self._pool.is_cached[blocks]
+        nothing = np.zeros_like(is_full)
+        opens = [nothing if cache.full_blocks_only else ~self._pool.is_cached[each] for each in blocks]
         cache.publish(row_of_block, blocks, is_full, opens, table.chain_digests, table.namespaces)
         next_publish = (end // size + 1) * size
         if not cache.full_blocks_only:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from rose_backend.block_manager.block_pool import NULL_BLOCK, BoolArray, Int32Array, Int64Array, IntArray
+from rose_backend.block_manager.kind_table import GroupKind, KindTable
 from rose_backend.errors import RowError
 
 _NOT_IN_USE = -1
@@ -19,16 +21,29 @@ class SequenceTable:
         max_num_seqs: rows.
         max_model_len: tokens a row can hold.
         block_size: tokens per block.
+        kinds: of KV cache groups; each has a table of its own.
 
-    Memory: ``4 * ceil(max_model_len / block_size)`` bytes per row and about 150 more.
+    Memory: ``4 * ceil(max_model_len / block_size)`` bytes per row and kind and about 150 more.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        kinds: Sequence[GroupKind] = (GroupKind(),),
+    ) -> None:
         self.width = -(-max_model_len // block_size)
-        self.block_table: Int32Array = np.full((max_num_seqs, self.width), NULL_BLOCK, np.int32)
-        self.entries: Int32Array = self.block_table.reshape(-1)
-        """The block table in one dimension: ``row * width + column``. One index is cheaper than two."""
+        self.kinds = tuple(
+            KindTable(index, kind, max_num_seqs, self.width) for index, kind in enumerate(kinds)
+        )
+        self.windowed = self.kinds[1:]
+        """Kinds that let go of what their window has passed."""
+        # Of the first kind, which keeps everything.
+        self.block_table: Int32Array = self.kinds[0].block_table
+        self.entries: Int32Array = self.kinds[0].entries
         self.num_row_blocks: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """int32 ``[max_num_seqs]``: columns of each row, the same for all kinds."""
         self.num_computed_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
         """int32 ``[max_num_seqs]``: tokens whose K/V is committed."""
         self.capacity: Int32Array = np.full(max_num_seqs, _NOT_IN_USE, np.int32)
@@ -59,15 +74,28 @@ class SequenceTable:
         return is_active
 
     def take_rows(
-        self, count: int, block_ids: IntArray, num_tokens: int, chain_digest: bytes, namespace: bytes
+        self,
+        count: int,
+        block_ids: Sequence[IntArray],
+        num_tokens: int,
+        chain_digest: bytes,
+        namespace: bytes,
     ) -> Int64Array:
-        """Return rows that all read ``num_tokens`` in ``block_ids``. The caller has checked ``num_free_rows``."""
+        """Return rows that all read ``num_tokens``. The caller has checked ``num_free_rows``.
+
+        Args:
+            block_ids: of each kind the blocks of the last columns.
+        """
         numbers = [self._free_rows.pop() for _ in range(count)]
         # Prompts are added one by one: storing at an integer is ten times faster than at an array of one.
         rows: Any = np.array(numbers, np.int64) if count != 1 else numbers[0]
-        if len(block_ids):
-            self.block_table[rows, : len(block_ids)] = block_ids
-        self.num_row_blocks[rows] = len(block_ids)
+        num_blocks = len(block_ids[0])
+        if num_blocks:
+            self.block_table[rows, :num_blocks] = block_ids[0]
+        for kind, own in zip(self.windowed, block_ids[1:], strict=True):
+            kind.block_table[rows, num_blocks - len(own) : num_blocks] = own
+            kind.first_block[rows] = num_blocks - len(own)
+        self.num_row_blocks[rows] = num_blocks
         self.num_computed_tokens[rows] = num_tokens
         self.capacity[rows] = num_tokens
         self.next_publish[rows] = num_tokens + 1
@@ -79,36 +107,60 @@ class SequenceTable:
 
     def give_back(self, rows: Int64Array, entries: Int64Array) -> None:
         """Empty rows, whose entries are ``entries``, and make them available again."""
-        self.entries[entries] = NULL_BLOCK
+        for kind in self.kinds:
+            kind.entries[entries] = NULL_BLOCK
+            kind.first_block[rows] = 0
         self.num_row_blocks[rows] = 0
         self.num_computed_tokens[rows] = 0
         self.capacity[rows] = _NOT_IN_USE
         self.changed[rows] = False
         self._free_rows.extend(rows.tolist())
 
-    def append(self, rows: Int64Array, counts: Int32Array, block_ids: Int64Array) -> Int64Array:
-        """Append ``counts[i]`` of ``block_ids`` to ``rows[i]``; return the row of each block."""
+    def append(self, rows: Int64Array, counts: Int32Array) -> tuple[Int64Array, Int64Array]:
+        """Append ``counts[i]`` columns to ``rows[i]``; return each new column's row and index in ``entries``."""
         old_counts = self.num_row_blocks[rows]
         new_counts = old_counts + counts
         self.num_row_blocks[rows] = new_counts
-        if len(block_ids) == np.count_nonzero(counts):  # at most one each
+        self.capacity[rows] = self.full_capacity(new_counts)
+        if not any_of(counts > 1):
             gets_one = counts != 0
             row_of_block: Int64Array = rows[gets_one]
-            entries = row_of_block * self.width + old_counts[gets_one]
-        else:
-            row_of_block = np.repeat(rows, counts)
-            entries = concatenate_ranges(rows * self.width + old_counts, counts)
-        self.entries[entries] = block_ids.astype(np.int32)
-        self.capacity[rows] = self.full_capacity(new_counts)
-        return row_of_block
+            return row_of_block, row_of_block * self.width + old_counts[gets_one]
+        return np.repeat(rows, counts), concatenate_ranges(rows * self.width + old_counts, counts)
 
-    def append_to(self, row: int, num_blocks: int, block_ids: Int64Array) -> None:
-        """Append blocks to one row, which has ``num_blocks``."""
-        end = num_blocks + len(block_ids)
-        self.block_table[row, num_blocks:end] = block_ids
-        self.num_row_blocks[row] = end
-        self.capacity[row] = self.full_capacity_of(end)
+    def append_to(self, row: int, num_blocks: int, count: int) -> None:
+        """Append columns to one row, which has ``num_blocks``."""
+        self.num_row_blocks[row] = num_blocks + count
+        self.capacity[row] = self.full_capacity_of(num_blocks + count)
         self.changed[row] = True
+
+    def blocks_at(self, entries: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the blocks of all kinds, place after place, the first kind's behind the others', and their rows."""
+        if not self.windowed:
+            return self.entries[entries].astype(np.int64), entries // self.width
+        blocks = np.stack([kind.entries[entries] for kind in reversed(self.kinds)], axis=1)
+        index, _ = np.nonzero(blocks)
+        return blocks[blocks != NULL_BLOCK].astype(np.int64), entries[index] // self.width
+
+    def let_go_of_passed(self, rows: Int64Array) -> Int64Array:
+        """Take out what the windows of ``rows`` have passed, last block first; return the blocks.
+
+        The next token attends to the last ``window - 1`` tokens before it, and to itself.
+        """
+        removed = []
+        for kind in self.windowed:
+            assert kind.window is not None, "only the first kind keeps everything"
+            old = kind.first_block[rows]
+            new = np.maximum(self.num_computed_tokens[rows] - (kind.window - 1), 0) // self._block_size
+            moves = new > old
+            if any_of(moves):
+                moved, new = rows[moves], new[moves]
+                entries = concatenate_ranges(moved * self.width + old[moves], new - old[moves])[::-1]
+                removed.append(kind.entries[entries].astype(np.int64))
+                kind.entries[entries] = NULL_BLOCK
+                kind.first_block[moved] = new
+                self.changed[moved] = True
+        return np.concatenate(removed) if removed else np.zeros(0, np.int64)
 
     def full_capacity_of(self, num_row_blocks: int) -> int:
         """Return the tokens that so many blocks of one row hold."""
@@ -122,8 +174,9 @@ class SequenceTable:
     def cut(self, rows: Int64Array, num_kept: Int32Array) -> Int64Array:
         """Shorten ``rows[i]`` to ``num_kept[i]`` blocks; return the blocks removed."""
         entries = concatenate_ranges(rows * self.width + num_kept, self.num_row_blocks[rows] - num_kept)
-        cut: Int64Array = self.entries[entries].astype(np.int64)
-        self.entries[entries] = NULL_BLOCK
+        cut, _ = self.blocks_at(entries)
+        for kind in self.kinds:
+            kind.entries[entries] = NULL_BLOCK
         self.num_row_blocks[rows] = num_kept
         self.capacity[rows] = np.minimum(self.capacity[rows], self.full_capacity(num_kept))
         self.changed[rows] = True

@@ -40,7 +40,7 @@ def set_item(name: str, index: object, value: object) -> Callable[[BlockManager]
 
 
 def lose_a_free_row(manager: BlockManager) -> None:
-    manager.table.take_rows(1, np.zeros(0, np.int32), 0, b"", b"")
+    manager.table.take_rows(1, [np.zeros(0, np.int32)], 0, b"", b"")
     manager.table.capacity[2] = -1
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rose_backend.block_manager import BlockManager
-from rose_backend.block_manager.prefix_cache import PrefixCache
+from rose_backend.block_manager.prefix_hashes import PrefixHasher
 from rose_backend.errors import RowError
 from tests.block_manager.test_block_manager import admit, compute, make, table
 
@@ -22,9 +22,9 @@ def test_hashes_known_before_are_not_computed_again(monkeypatch: pytest.MonkeyPa
     assert len(hashes) == 1 + 4 and [*manager.hash_blocks(prompt, known=hashes[:3])] == [*hashes]
     assert manager.cache is not None
     hashed: list[bytes] = []
-    chain_digest = manager.cache.chain_digest
+    chain_digest = manager.cache.hasher.chain_digest
     monkeypatch.setattr(
-        manager.cache,
+        manager.cache.hasher,
         "chain_digest",
         lambda parent, tokens: hashed.append(tokens) or chain_digest(parent, tokens),
     )
@@ -38,8 +38,8 @@ def test_a_block_is_hashed_when_a_lookup_asks_for_it(monkeypatch: pytest.MonkeyP
     admit(manager, list(range(9)))
     prompt = np.array([*range(8), *range(50, 63)], np.int32)
     hashed: list[int] = []
-    chain_digest = PrefixCache.chain_digest
-    monkeypatch.setattr(PrefixCache, "chain_digest", lambda *args: hashed.append(1) or chain_digest(*args))
+    chain_digest = PrefixHasher.chain_digest
+    monkeypatch.setattr(PrefixHasher, "chain_digest", lambda *args: hashed.append(1) or chain_digest(*args))
     hashes = manager.hash_blocks(prompt)
     assert not hashed and len(hashes) == 1 + 5
     for _ in range(3):
@@ -166,7 +166,7 @@ def test_few_of_many_children_are_compared(monkeypatch: pytest.MonkeyPatch) -> N
             compared.append(len(indices))
             return take(self, indices, *args, **kwargs)
 
-    children = manager.cache._children
+    children = manager.cache.indexes[0].children
     monkeypatch.setattr(children, "_block_tokens", children._block_tokens.view(Counting))
     for wanted in tokens[::490]:
         match = manager.match(np.append(wanted[:5], [2000, 2000]).astype(np.int32))
@@ -180,7 +180,7 @@ def test_a_published_block_that_only_grows_touches_no_index(monkeypatch: pytest.
     assert manager.reserve(rows, 12).ok and manager.cache is not None
     for name in ("publish", "reopen", "forget"):
         monkeypatch.setattr(manager.cache, name, None)
-    monkeypatch.setattr(manager.cache, "_children", None)
+    monkeypatch.setattr(manager.cache, "indexes", None)
     monkeypatch.setattr(manager._reservations, "_publish", None)
     for token in range(12):
         manager.commit(rows, 1, np.full(3, token, np.int32))

@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
-from rose_backend.block_manager import PrefixCache
+from rose_backend.block_manager.prefix_hashes import PrefixHasher
 from rose_backend.vllm_plugin.kv_cache.prompt_hashes import namespace_of, wrap_preprocess_add_request
 from tests.vllm_plugin.test_kv_cache_manager import BLOCK_SIZE, admit, make_manager, make_request
 
@@ -63,13 +63,13 @@ def test_no_key_is_the_plain_namespace() -> None:
 def num_hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count blocks that are hashed."""
     counts: list[int] = []
-    chain_digest = PrefixCache.chain_digest
+    chain_digest = PrefixHasher.chain_digest
 
-    def count(self: PrefixCache, parent: bytes, tokens: bytes) -> bytes:
+    def count(self: PrefixHasher, parent: bytes, tokens: bytes) -> bytes:
         counts.append(1)
         return chain_digest(self, parent, tokens)
 
-    monkeypatch.setattr(PrefixCache, "chain_digest", count)
+    monkeypatch.setattr(PrefixHasher, "chain_digest", count)
     return counts
 
 
