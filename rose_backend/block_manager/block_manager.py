@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -185,6 +186,15 @@ class BlockManager:
         """
         return self._reservations.blocks_needed(match, num_tokens, num_at_once)
 
+    def blocks_to_grow(self, row: int | None, num_tokens: int, num_at_once: int) -> int:
+        """Return how many blocks a row, or None for a new one, takes to hold ``num_tokens``; see ``blocks_needed``."""
+        return self._reservations.blocks_to_grow(row, num_tokens, num_at_once)
+
+    @property
+    def blocks_per_column(self) -> int:
+        """Blocks of all KV cache groups for the same positions."""
+        return self._reservations.blocks_per_column
+
     def add(
         self, token_ids: Int32Array, *, namespace: bytes = b"", match: PrefixMatch | None = None
     ) -> AddedSequence | None:
@@ -272,13 +282,13 @@ class BlockManager:
             self.table.check_active(rows)
             self._reservations.let_go_of_passed(rows)
 
-    def group_block_ids(self, row: int, start: int, stop: int) -> list[Int32Array]:
-        """Return the blocks of a row in columns ``start`` to ``stop``: of each kind int32 ``[num_groups, columns]``.
+    def group_block_ids(self, rows: Any, columns: Any) -> list[Int32Array]:
+        """Return the blocks at ``block_table[rows, columns]``, of each kind int32 ``[num_groups, N]``.
 
         The null block where a window has passed.
         """
         return [
-            self.pool.blocks_of_groups(kind.block_table[row, start:stop], kind.num_groups)
+            self.pool.blocks_of_groups(kind.block_table[rows, columns], kind.num_groups)
             for kind in self.table.kinds
         ]
 

@@ -8,6 +8,7 @@ own; the first group's is in the table and stands for all of them, the others ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,14 @@ class GroupKind:
             check_int("window", self.window, 2, 1 << 30)
         check_int("num_groups", self.num_groups, 1, 1 << 10)
 
+    def most_columns(self, num_at_once: int, block_size: int) -> float:
+        """Return in how many columns a row has blocks at most, as far as its length allows.
+
+        Args:
+            num_at_once: tokens that are reserved behind the computed ones at most.
+        """
+        return math.inf if self.window is None else -(-(self.window - 1 + num_at_once) // block_size) + 1
+
 
 class KindTable:
     """The block tables of one kind of groups. All kinds have the same positions in the same column.
@@ -48,7 +57,8 @@ class KindTable:
     """
 
     def __init__(self, index: int, kind: GroupKind, max_num_seqs: int, width: int) -> None:
-        self.index, self.window, self.num_groups = index, kind.window, kind.num_groups
+        self.index, self.kind = index, kind
+        self.window, self.num_groups = kind.window, kind.num_groups
         self.block_table: Int32Array = np.full((max_num_seqs, width), NULL_BLOCK, np.int32)
         self.entries: Int32Array = self.block_table.reshape(-1)
         """The block table in one dimension: ``row * width + column``. One index is cheaper than two."""

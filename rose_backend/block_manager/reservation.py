@@ -82,19 +82,22 @@ class Reservations:
         num_columns = -(-num_tokens // self._block_size)
         for kind, block_ids in zip(self._table.windowed, window_block_ids, strict=True):
             own = num_columns - len(match.block_ids) + len(block_ids)
-            most = min(own, self.most_window_blocks(kind, num_tokens if num_at_once is None else num_at_once))
             num_new = self._blocks_needed(block_ids, match.num_tokens, own * self._block_size)
-            needed += min(num_new, most) * kind.num_groups
+            if num_at_once is not None:
+                num_new = min(num_new, int(kind.kind.most_columns(num_at_once, self._block_size)))
+            needed += num_new * kind.num_groups
         return needed
 
-    def most_window_blocks(self, kind: KindTable, num_at_once: int) -> int:
-        """Return how many blocks a row has at most of each group of a kind with a window.
-
-        Args:
-            num_at_once: tokens that are reserved behind the computed ones at most.
-        """
-        assert kind.window is not None, "the first kind keeps everything"
-        return -(-(kind.window - 1 + num_at_once) // self._block_size) + 1
+    def blocks_to_grow(self, row: int | None, num_tokens: int, num_at_once: int) -> int:
+        """See ``BlockManager.blocks_to_grow``."""
+        table = self._table
+        num_columns, total = 0 if row is None else int(table.num_row_blocks[row]), 0
+        wanted = max(-(-num_tokens // self._block_size) - num_columns, 0)
+        for kind in table.kinds:
+            most = kind.kind.most_columns(num_at_once, self._block_size)
+            num_held = num_columns - (0 if row is None else int(kind.first_block[row]))
+            total += kind.num_groups * int(min(wanted, max(most - num_held, 0)))
+        return total
 
     def _blocks_needed(self, block_ids: Int32Array, num_matched: int, num_tokens: int) -> int:
         if not len(block_ids):

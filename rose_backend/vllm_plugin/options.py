@@ -77,6 +77,26 @@ def has_sliding_windows(vllm_config: VllmConfig) -> bool:
     return False
 
 
+def why_windows_are_kept(vllm_config: VllmConfig) -> str | None:
+    """Return why the K/V of sliding windows is kept whole, as far as the configuration tells; None if it is not.
+
+    What stands here has been tried with one KV cache group of all layers only.
+    """
+    events = vllm_config.kv_events_config
+    model = vllm_config.model_config
+    config = None if model is None else model.hf_text_config
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    reasons = {
+        "drafts": vllm_config.speculative_config is not None,
+        "a KV connector": has_kv_connector(vllm_config),
+        "KV cache events": events is not None and events.enable_kv_cache_events,
+        "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
+        "no layers without a window": not {"sliding_attention", "full_attention"} <= layer_types,
+        "layers that share K/V": bool(getattr(config, "num_kv_shared_layers", 0)),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
 def appends_in_attention(vllm_config: VllmConfig, options: PluginConfig) -> bool:
     """Whether attention stores the new K/V itself instead of a separate write before it."""
     return options.fused_kv_append and why_kv_is_written_first(vllm_config) is None
@@ -176,7 +196,7 @@ def has_rust_front_end(vllm_config: VllmConfig) -> bool:
 
 
 def check_retention_interval(interval: int | None) -> None:
-    """Refuse an interval that has no effect: Rose's block manager keeps what windows have passed anyway.
+    """Refuse an interval that has no effect: Rose's block manager drops what was used least recently, of windows, too.
 
     Raises:
         ConfigError: names what is allowed.
@@ -184,5 +204,5 @@ def check_retention_interval(interval: int | None) -> None:
     if interval:
         raise ConfigError(
             f"prefix_cache_retention_interval: got {interval}, which is for block managers that drop what sliding "
-            "windows have passed; allowed with Rose's, which keeps it, are 0 and none"
+            "windows have passed; allowed with Rose's, which drops what was used least recently, are 0 and none"
         )

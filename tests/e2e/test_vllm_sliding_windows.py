@@ -1,4 +1,7 @@
-"""Models with sliding windows: Rose's block manager keeps all their K/V; the text is that of vLLM's own CPU backend."""
+"""Models with sliding windows under Rose's block manager: the text is that of vLLM's own CPU backend.
+
+Where it can, windows have KV cache groups of their own and let go of what they have passed; else all K/V is kept.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,10 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "gpt-oss": write_random_gpt_oss,
 }
 
+NUM_WINDOW_GROUPS = {"Gemma 3": 3, "gpt-oss": 1}
+"""KV cache groups of layers with windows, beside one of layers without. Models that are not here have one group."""
+WINDOW_COLUMNS = -(-(SLIDING_WINDOW - 1) // BLOCK_SIZE) + 1
+
 DRAFTER_BACKENDS = {"Mistral": "ROSE", "Gemma 3": None}
 """None: the one that vLLM chooses."""
 
@@ -54,6 +61,22 @@ class Case:
     prompts: Prompts
     expected: list[list[tuple[int, float]]]
     """Tokens and log-probabilities."""
+
+    @property
+    def num_window_groups(self) -> int:
+        return NUM_WINDOW_GROUPS.get(self.name, 0)
+
+    def num_blocks(self, indices: Any) -> int:
+        """Blocks that these prompts need to be generated for, all at once."""
+        lengths = [len(self.prompts[index]) + GREEDY.max_tokens for index in indices]
+        columns = [-(-length // BLOCK_SIZE) for length in lengths]
+        return sum(count + self.num_window_groups * min(count, WINDOW_COLUMNS) for count in columns)
+
+    def check_groups(self, llm: Any) -> None:
+        groups = scheduler_of(llm).kv_cache_config.kv_cache_groups
+        kinds = [type(group.kv_cache_spec) for group in groups]
+        assert kinds.count(RoseAttentionSpec) == 1 and len(kinds) == 1 + self.num_window_groups
+        assert kinds.count(SlidingWindowSpec) == self.num_window_groups
 
     def differences(self, indices: Any, outputs: list[Any]) -> list[str]:
         lines = []
@@ -100,13 +123,11 @@ def case(
 def test_through_a_tenth_of_the_blocks_in_chunks_then_alone_and_from_the_cache(
     make_engine: MakeEngine, case: Case
 ) -> None:
-    num_blocks = sum(-(-(len(prompt) + GREEDY.max_tokens) // BLOCK_SIZE) for prompt in case.prompts)
-    few = {"num_gpu_blocks_override": 1 + num_blocks // 10, "max_num_batched_tokens": 77}
+    everyone = range(len(case.prompts))
+    few = {"num_gpu_blocks_override": 1 + case.num_blocks(everyone) // 13, "max_num_batched_tokens": 77}
     with make_engine(model=case.model, **OPTIONS, **few) as llm:
-        (group,) = scheduler_of(llm).kv_cache_config.kv_cache_groups
-        assert type(group.kv_cache_spec) is RoseAttentionSpec
+        case.check_groups(llm)
         engine = SteppedEngine(llm)
-        everyone = range(len(case.prompts))
         assert case.differences(everyone, engine.generate(case.prompts, GREEDY)) == []
         stats = engine.manager.stats
         assert engine.num_preemptions > 0
@@ -126,8 +147,7 @@ def test_200_requests_come_and_go(make_engine: MakeEngine, case: Case) -> None:
     choose = random.Random(5)
     # A tenth of what all of them need, and room for the longest.
     chosen = [choose.randrange(len(case.prompts)) for _ in range(200)]
-    num_blocks = sum(-(-(len(case.prompts[index]) + GREEDY.max_tokens) // BLOCK_SIZE) for index in chosen)
-    few = {"num_gpu_blocks_override": 1 + num_blocks // 10, "max_num_batched_tokens": 301}
+    few = {"num_gpu_blocks_override": 1 + case.num_blocks(chosen) // 10, "max_num_batched_tokens": 301}
     with make_engine(model=case.model, **OPTIONS, **few) as llm:
         engine = SteppedEngine(llm)
         for name, index in enumerate(chosen):

@@ -15,11 +15,12 @@ import pytest
 from vllm.config import CUDAGraphMode, KVEventsConfig, KVTransferConfig
 from vllm.platforms import current_platform
 
+from rose_backend.block_manager import GroupKind
 from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin.hooks.config_hook import keep_compiled_kernels
 from rose_backend.vllm_plugin.hooks.refusals import KV_CONNECTORS
 from rose_backend.vllm_plugin.hooks.start_up_log import describe_parts
-from rose_backend.vllm_plugin.kv_cache.spec import check_pool_size
+from rose_backend.vllm_plugin.kv_cache.groups import RoseGroups, check_pool_size
 from rose_backend.vllm_plugin.options import (
     ASYNC_SCHEDULER_CLASS,
     HAND_BACK_OPTION,
@@ -272,6 +273,9 @@ def test_prompts_that_no_step_could_hold_are_refused_at_start_up(make_config: Ma
 
 EVENTS = {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}
 WINDOWS = {"hf_overrides": {"sliding_window": 64}}
+MIXED_WINDOWS = {
+    "hf_overrides": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
+}
 
 
 def connector(name: str, extra: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
@@ -304,7 +308,7 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
     },
     "KV cache residency metrics": {"kv_cache_metrics": True},
     "a scheduler of your own": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
-    "vLLM's hybrid KV cache manager (--no-disable-hybrid-kv-cache-manager) for sliding windows": {
+    "KV cache groups of their own for these sliding windows (--no-disable-hybrid-kv-cache-manager)": {
         "disable_hybrid_kv_cache_manager": False,
         **WINDOWS,
     },
@@ -316,6 +320,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "float8 K/V": {"kv_cache_dtype": "fp8"},
     "KV cache events": EVENTS,
     "sliding windows": WINDOWS,
+    "sliding windows in some layers": MIXED_WINDOWS,
+    "sliding windows in groups of their own": {"disable_hybrid_kv_cache_manager": False, **MIXED_WINDOWS},
     "windows of no layer beside events": {
         **EVENTS,
         "hf_overrides": {"sliding_window": 64, "layer_types": ["full_attention"] * 4},
@@ -394,8 +400,22 @@ def test_layers_of_one_group_are_asked_of_vllm_too(make_config: MakeConfig) -> N
 
     assert is_asked() and is_asked(**WINDOWS) and is_asked(disable_hybrid_kv_cache_manager=True, **WINDOWS)
     assert not is_asked(disable_hybrid_kv_cache_manager=False)
+    assert not is_asked(**MIXED_WINDOWS) and is_asked(disable_hybrid_kv_cache_manager=True, **MIXED_WINDOWS)
+    assert is_asked(speculative_config=NGRAM, **MIXED_WINDOWS)
+    assert is_asked(pipeline_parallel_size=2, **MIXED_WINDOWS)
+    connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    assert is_asked(kv_transfer_config=connector, **MIXED_WINDOWS)
     assert not is_asked(**WINDOWS, **rose(block_manager=False))
     assert not is_asked(**WINDOWS, attention_backend="CPU_ATTN")
+
+
+def test_windows_are_kept_where_steps_are_replayed_whole_unless_asked(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose_backend.vllm_plugin.hooks.config_hook.replays_steps", lambda config: True)
+    assert make_config(**MIXED_WINDOWS).scheduler_config.disable_hybrid_kv_cache_manager
+    asked = {"disable_hybrid_kv_cache_manager": False, **MIXED_WINDOWS}
+    assert not make_config(**asked).scheduler_config.disable_hybrid_kv_cache_manager
 
 
 def test_windows_of_a_drafter_are_windows(make_config: MakeConfig, tiny_model_path: Path) -> None:
@@ -464,11 +484,18 @@ def test_context_parallelism_is_refused_by_name(
 
 
 def test_a_pool_that_can_never_hold_one_sequence_is_refused() -> None:
-    check_pool_size(65, 16, 1024)
+    one = RoseGroups((None,), (GroupKind(),), ((0, 0),), 16, 0)
+    check_pool_size(65, one, 1024, 32)
     with pytest.raises(
         ConfigError, match=r"63 usable blocks of 16 tokens .* max_model_len 1024 \(64 blocks\)"
     ):
-        check_pool_size(64, 16, 1024)
+        check_pool_size(64, one, 1024, 32)
+    # Three groups of 39 tokens before 32 new ones: they may begin inside a block.
+    more = RoseGroups((None,) * 4, (GroupKind(), GroupKind(40, 3)), ((0, 0), (1, 0), (1, 1), (1, 2)), 16, 0)
+    check_pool_size(1 + 64 + 3 * 6, more, 1024, 32)
+    check_pool_size(1 + 4 * 2, more, 32, 32)
+    with pytest.raises(ConfigError, match=r"\(82 blocks\)"):
+        check_pool_size(64 + 3 * 6, more, 1024, 32)
 
 
 def test_compiled_kernels_are_kept_in_one_place(

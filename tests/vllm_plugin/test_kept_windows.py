@@ -1,4 +1,4 @@
-"""Layers with sliding windows keep all their K/V under Rose's block manager: what vLLM is told, and the log."""
+"""Layers with sliding windows under Rose's block manager: what vLLM is told of their K/V, and the log."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
+    KVCacheConfig,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
+from rose_backend.block_manager import GroupKind
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
-from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec, _log_once, block_bytes, is_rose_group
+from rose_backend.vllm_plugin.kv_cache.groups import block_bytes, the_rose_groups
+from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec, _log_once, is_rose_group
 from tests.vllm_plugin.conftest import MakeConfig
 
 try:
@@ -55,6 +58,7 @@ def make_layers(make_config: MakeConfig) -> MakeLayers:
         *windows: int | None, layer_options: dict[int, dict[str, Any]] | None = None, **options: Any
     ) -> Any:
         config = make_config(block_size=BLOCK_SIZE, **options)
+        config.cache_config.kv_cache_layout = "LBHNC"  # as the engine core resolves it
         with set_current_vllm_config(config), torch.device("cpu"):
             for index, window in enumerate(windows):
                 given = {"num_heads": NUM_HEADS, "head_size": HEAD_SIZE, "scale": 0.1}
@@ -114,6 +118,82 @@ def test_windows_with_a_cache_of_another_type_are_in_the_group(make_layers: Make
         assert is_rose_group(group.kv_cache_spec)
 
 
+MIXED = {
+    "hf_overrides": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
+}
+
+
+def test_windows_beside_other_layers_have_groups_of_their_own(
+    make_layers: MakeLayers, rose_log: list[str]
+) -> None:
+    config = make_layers(WINDOW, None, WINDOW, WINDOW, **MIXED)
+    rose_log.clear()
+    specs = get_kv_cache_spec(config)
+    assert [type(spec) for spec in specs.values()].count(SlidingWindowSpec) == 3
+    kv_cache_config = KVCacheConfig(9, [], get_kv_cache_groups(config, specs))
+    groups = the_rose_groups(kv_cache_config)
+    assert groups.kinds == (GroupKind(), GroupKind(WINDOW, 3))
+    assert sorted(groups.places) == [(0, 0), (1, 0), (1, 1), (1, 2)]
+    assert (groups.block_size, groups.block_bytes) == (BLOCK_SIZE, BLOCK_SIZE * TOKEN_BYTES)
+    for spec, (kind, _) in zip(groups.specs, groups.places, strict=True):
+        assert isinstance(spec, SlidingWindowSpec) == (kind == 1)
+    (line,) = rose_log
+    assert line == (
+        "Rose's block manager lets go of what sliding windows have passed (3 of 4 layers, windows of 40 tokens): a "
+        f"request of max_model_len 1,024 holds {(64 + 3 * 4) * 16 * TOKEN_BYTES / 2**20:.1f} MiB, "
+        f"{4 * 64 / (64 + 3 * 4):.1f} times less than if it were kept"
+    )
+
+
+def test_windows_of_two_sizes_are_two_kinds(make_layers: MakeLayers) -> None:
+    config = make_layers(2 * WINDOW, None, WINDOW, None, **MIXED)
+    groups = the_rose_groups(KVCacheConfig(9, [], get_kv_cache_groups(config, get_kv_cache_spec(config))))
+    assert [kind.window for kind in groups.kinds] == [None, WINDOW, 2 * WINDOW]
+
+
+SHAPES: dict[str, tuple[tuple[int | None, ...], dict[str, Any], str]] = {
+    "another shape": ((WINDOW, None), {"layer_options": {1: {"head_size": 128}}}, "layers of several shapes"),
+    "never filled": ((1024, None), {}, "windows that max_model_len does not fill"),
+    "windows only": ((WINDOW, WINDOW), {}, "no layers without a window"),
+    "shared": (
+        (WINDOW, None, WINDOW),
+        {"layer_options": {2: {"kv_sharing_target_layer_name": "layers.0.attn"}}},
+        "layers that share K/V",
+    ),
+    "another backend": (
+        (WINDOW, None, None),
+        {"layer_options": {2: {"attn_backend": OtherBackend}}},
+        "another attention backend",
+    ),
+    "asked for": (
+        (WINDOW, None),
+        {"disable_hybrid_kv_cache_manager": True},
+        "--disable-hybrid-kv-cache-manager",
+    ),
+    "drafts": (
+        (WINDOW, None),
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        "drafts",
+    ),
+    "pipeline stages": ((WINDOW, None), {"pipeline_parallel_size": 2}, "pipeline parallelism"),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_what_has_no_groups_of_its_own_is_kept_and_the_log_says_why(
+    make_layers: MakeLayers, rose_log: list[str], case: str
+) -> None:
+    windows, options, reason = SHAPES[case]
+    config = make_layers(*windows, **MIXED, **options)
+    rose_log.clear()
+    specs = get_kv_cache_spec(config)
+    assert all(isinstance(spec, FullAttentionSpec) for spec in specs.values())
+    (group,) = get_kv_cache_groups(config, specs)
+    assert the_rose_groups(KVCacheConfig(9, [], [group])).kinds == (GroupKind(),)
+    (line,) = rose_log
+    assert "keeps the K/V of sliding windows whole" in line and f"; reason: {reason}):" in line
+
+
 def test_windows_are_vllms_without_roses_block_manager_or_backend(
     make_layers: MakeLayers, rose_log: list[str]
 ) -> None:
@@ -140,7 +220,9 @@ def test_a_drafter_of_another_backend_joins_the_group(make_layers: MakeLayers) -
         assert is_rose_group(group.kv_cache_spec)
 
 
-LINE = "Rose's block manager keeps the K/V of sliding windows whole ({} layers, windows of {} tokens): a request of "
+REASON = "no layers without a window"
+LINE = "Rose's block manager keeps the K/V of sliding windows whole ({} layers, windows of {} tokens; "
+LINE += f"reason: {REASON}): a request of "
 LINE += "max_model_len {} holds {} MiB, {} times as much as with vLLM's own block manager"
 
 

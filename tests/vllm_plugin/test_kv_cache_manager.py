@@ -298,7 +298,9 @@ def test_groups_that_rose_does_not_attend_to_are_refused_by_name() -> None:
     rose = as_rose_spec(full_spec())
     for specs, kinds in (
         ((full_spec(),), "FullAttentionSpec"),
-        ((rose, window), "RoseAttentionSpec, SlidingWindowSpec"),
+        ((rose, replace(window, block_size=32)), "RoseAttentionSpec, SlidingWindowSpec"),
+        ((rose, replace(window, extra_retained_tokens=1)), "RoseAttentionSpec, SlidingWindowSpec"),
+        ((full_spec(), window), "FullAttentionSpec, SlidingWindowSpec"),
         ((window,), "SlidingWindowSpec"),
         ((replace(rose, sliding_window=32),), "RoseAttentionSpec"),
         ((replace(rose, attention_chunk_size=32),), "RoseAttentionSpec"),

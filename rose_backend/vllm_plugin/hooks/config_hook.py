@@ -22,7 +22,9 @@ from rose_backend.vllm_plugin.options import (
     SCHEDULER_CLASS,
     has_rust_front_end,
     is_rose_selected,
+    replays_steps,
     rose_options,
+    why_windows_are_kept,
 )
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
 from rose_backend.vllm_plugin.plugin_logger import logger
@@ -44,11 +46,15 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
         try:
             options = rose_options(self)
             _switch_off_vllm_parts(self, options)
-            if options.block_manager and self.scheduler_config.disable_hybrid_kv_cache_manager is None:
+            is_open = options.block_manager and self.scheduler_config.disable_hybrid_kv_cache_manager is None
+            if is_open and why_windows_are_kept(self) is not None:
                 # One group of blocks for all layers. A copy that is finished again finds it, or what the user has set.
                 self.scheduler_config.disable_hybrid_kv_cache_manager = True
             leaves_graphs = leaves_graphs_to_vllm(self)
             original(self, *args, **kwargs)
+            if is_open and replays_steps(self):
+                # Steps are replayed whole with one group of blocks only.
+                self.scheduler_config.disable_hybrid_kv_cache_manager = True
             check_supported(self, options)
             chosen_model = choose_model_class(self, options)
         except ConfigError as error:

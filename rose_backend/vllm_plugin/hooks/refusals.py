@@ -15,6 +15,7 @@ from rose_backend.vllm_plugin.options import (
     check_retention_interval,
     has_kv_connector,
     has_sliding_windows,
+    why_windows_are_kept,
 )
 
 if TYPE_CHECKING:
@@ -134,8 +135,12 @@ _MANAGER_CHECKS: tuple[tuple[str, Check], ...] = (
     ("models without attention", _model("is_attention_free")),
     # Rose's hook has set it to True where the user left it open.
     (
-        "vLLM's hybrid KV cache manager (--no-disable-hybrid-kv-cache-manager) for sliding windows",
-        lambda c: has_sliding_windows(c) and c.scheduler_config.disable_hybrid_kv_cache_manager is False,
+        "KV cache groups of their own for these sliding windows (--no-disable-hybrid-kv-cache-manager)",
+        lambda c: (
+            has_sliding_windows(c)
+            and c.scheduler_config.disable_hybrid_kv_cache_manager is False
+            and why_windows_are_kept(c) is not None
+        ),
     ),
     (
         "layers that share K/V beside layers of other shapes (num_kv_shared_layers)",

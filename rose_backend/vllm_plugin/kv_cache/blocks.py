@@ -30,20 +30,30 @@ class BlockHandle:
 
 @dataclass(slots=True, eq=False)
 class RoseBlocks:
-    """Replaces vLLM's ``KVCacheBlocks`` with one group: block ids as an array, handle objects only on request."""
+    """Replaces vLLM's ``KVCacheBlocks``: block ids as arrays, handle objects only on request."""
 
-    block_ids: NDArray[Any]
-    """int32 ``[N]``, owned by this object."""
+    group_block_ids: tuple[NDArray[Any], ...]
+    """int32 ``[N]`` of each group, owned by this object; the null block where a window has passed."""
     match: PrefixMatch | None = None
     """The lookup that returned these blocks, if any."""
     num_cached: int = 0
     """Full blocks at the beginning whose K/V is committed."""
 
     @property
-    def blocks(self) -> tuple[list[BlockHandle]]:
-        """One list of handles, as vLLM's own class has them."""
-        ids = enumerate(self.block_ids.tolist())
-        return ([BlockHandle(each, b"cached" if index < self.num_cached else None) for index, each in ids],)
+    def block_ids(self) -> NDArray[Any]:
+        """Those of the first group."""
+        return self.group_block_ids[0]
+
+    @property
+    def blocks(self) -> tuple[list[BlockHandle], ...]:
+        """One list of handles per group, as vLLM's own class has them."""
+        return tuple(
+            [
+                BlockHandle(block_id, b"cached" if index < self.num_cached else None)
+                for index, block_id in enumerate(block_ids.tolist())
+            ]
+            for block_ids in self.group_block_ids
+        )
 
     def get_block_ids(
         self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
@@ -51,20 +61,22 @@ class RoseBlocks:
         """Return one list of ids per group; None for no blocks if ``allow_none``."""
         if allow_none and not len(self.block_ids):
             return None
-        return (self.block_ids.tolist(),) * (1 if group_ids is None else len(group_ids))
+        groups = self.group_block_ids
+        if group_ids is not None:
+            groups = tuple(groups[group] for group in group_ids)
+        return tuple(block_ids.tolist() for block_ids in groups)
 
     def get_unhashed_block_ids(self) -> list[int]:
-        """Return the ids of the blocks behind the full, committed ones."""
-        ids: list[int] = self.block_ids[self.num_cached :].tolist()
-        return ids
+        """Return the ids of the first group's blocks behind the full, committed ones."""
+        return self.get_unhashed_block_ids_all_groups()[0]
 
     def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
-        """Return ``get_unhashed_block_ids`` of the only group."""
-        return [self.get_unhashed_block_ids()]
+        """Return the ids of the blocks behind the full, committed ones, of each group."""
+        return [block_ids[self.num_cached :].tolist() for block_ids in self.group_block_ids]
 
     def new_empty(self) -> RoseBlocks:
         """Return an empty object of this kind."""
-        return RoseBlocks(self.block_ids[:0])
+        return RoseBlocks(tuple(block_ids[:0] for block_ids in self.group_block_ids))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +101,7 @@ class BlockPoolShim:
 
 @dataclass(frozen=True, slots=True)
 class GroupShim:
-    """``coordinator.single_type_managers[0]``: what the scheduler and the engine core read at start-up."""
+    """One of ``coordinator.single_type_managers``: what the scheduler and the engine core read at start-up."""
 
     block_size: int
     kv_cache_spec: Any
@@ -98,19 +110,29 @@ class GroupShim:
 
 
 class CoordinatorShim:
-    """``manager.coordinator``: one group of full attention."""
+    """``manager.coordinator``.
+
+    Args:
+        groups: in vLLM's order.
+        full_attention_group_id: the first group that keeps everything.
+        num_blocks_to_grow: returns how many more blocks a request takes to hold a number of tokens.
+    """
 
     enable_partial_hash_hits = False
     """vLLM's name for hits below its hash granularity in hybrid models; Rose's hits need no finer hashes."""
-    full_attention_group_id = 0
     eagle_group_ids: frozenset[int] = frozenset()
 
-    def __init__(self, group: GroupShim, num_row_blocks: Callable[[str], int]) -> None:
-        self.single_type_managers = (group,)
-        self.block_pool = group.block_pool
-        self._num_row_blocks = num_row_blocks
+    def __init__(
+        self,
+        groups: tuple[GroupShim, ...],
+        full_attention_group_id: int,
+        num_blocks_to_grow: Callable[[str, int], int],
+    ) -> None:
+        self.single_type_managers = groups
+        self.full_attention_group_id = full_attention_group_id
+        self.block_pool = groups[0].block_pool
+        self._num_blocks_to_grow = num_blocks_to_grow
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """Return how many more blocks a request needs to hold ``num_tokens``."""
-        wanted = -(-num_tokens // self.single_type_managers[0].block_size)
-        return max(wanted - self._num_row_blocks(request_id), 0)
+        return self._num_blocks_to_grow(request_id, num_tokens)

@@ -18,6 +18,7 @@ from rose_backend.vllm_plugin.plugin_logger import logger
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from rose_backend.vllm_plugin.kv_cache.groups import RoseGroups
     from rose_backend.vllm_plugin.kv_cache.running_requests import RunningRequests
 
 _LOG_INTERVAL_S = 10.0
@@ -28,19 +29,26 @@ class KVCacheFacade:
 
     Args:
         manager: keeps the blocks.
+        groups: of the model, in vLLM's order.
         enable_caching: whether requests may use each other's blocks.
         log_stats: whether vLLM will ask for prefix cache statistics.
         exact_cached_tokens: report every cached token; otherwise multiples of ``reporting_unit``.
     """
 
     mamba_shared_prefix_checkpoint = False
-    num_kv_cache_groups = 1
     running: RunningRequests
 
     def __init__(
-        self, manager: BlockManager, enable_caching: bool, log_stats: bool, exact_cached_tokens: bool
+        self,
+        manager: BlockManager,
+        groups: RoseGroups,
+        enable_caching: bool,
+        log_stats: bool,
+        exact_cached_tokens: bool,
     ) -> None:
         self._manager = manager
+        self._groups = groups
+        self.num_kv_cache_groups = len(groups)
         self._ended: list[tuple[int, Request, int]] = []
         """Rows of requests that have ended, with the tokens that they had computed: released all at once, soon."""
         self.block_size = manager.block_size
@@ -48,7 +56,7 @@ class KVCacheFacade:
         self.log_stats = log_stats
         self._hit_unit = 1 if exact_cached_tokens else reporting_unit(manager.block_size)
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
-        self.empty_kv_cache_blocks = KVCacheBlocks(((),))
+        self.empty_kv_cache_blocks = KVCacheBlocks(((),) * len(groups))
         self._row_of: dict[str, int] = {}
         self._last_log = float("-inf")
 
@@ -76,12 +84,11 @@ class KVCacheFacade:
             return self.empty_kv_cache_blocks
         manager = self.manager
         num_cached = int(manager.num_computed_tokens[row]) // self.block_size
-        return RoseBlocks(
-            manager.block_table[row, : self.running.num_reported[row]].copy(), num_cached=num_cached
-        )
+        num_reported = self.running.num_reported[row]
+        return RoseBlocks(self._groups.blocks_of(manager, row, 0, num_reported), num_cached=num_cached)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """Return the ids of all blocks of a request, as one group."""
+        """Return the ids of all blocks of a request, of each group."""
         ids: tuple[list[int], ...] = self.get_blocks(request_id).get_block_ids()
         return ids
 
@@ -99,14 +106,16 @@ class KVCacheFacade:
                 f"those of its full blocks, {num_full_tokens}"
             )
         block_ids = match.block_ids[: num_full_tokens // self.block_size]
-        return RoseBlocks(block_ids, PrefixMatch(block_ids, num_full_tokens, match.chain_digest, match.epoch))
+        return RoseBlocks(
+            (block_ids,), PrefixMatch(block_ids, num_full_tokens, match.chain_digest, match.epoch)
+        )
 
     def get_block_ids_for_computed_tokens(
         self, request_id: str, num_computed_tokens: int
     ) -> tuple[list[int], ...]:
         """Return the ids of the blocks that hold the first ``num_computed_tokens``."""
-        (block_ids,) = self.get_block_ids(request_id)
-        return (block_ids[: -(-num_computed_tokens // self.block_size)],)
+        num_blocks = -(-num_computed_tokens // self.block_size)
+        return tuple(block_ids[:num_blocks] for block_ids in self.get_block_ids(request_id))
 
     def estimate_cached_tokens(self, request: Request) -> int:
         """Return how many of a request's tokens later requests can reuse."""
@@ -168,10 +177,10 @@ class KVCacheFacade:
             counters = ", ".join(f"{name} {count}" for name, count in self.manager.stats.as_dict().items())
             logger.info("Rose block manager since start-up: %s", counters)
 
-    # Called every step, without effect for full attention: block zeroing, Mamba states, sliding windows
+    # Called every step, without effect for attention: block zeroing, Mamba states
 
     def take_new_block_ids(self) -> list[int]:
-        """Return no blocks to zero: full attention never reads what was not written."""
+        """Return no blocks to zero: attention never reads what was not written."""
         return []
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
@@ -184,13 +193,13 @@ class KVCacheFacade:
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """Return zeros, as vLLM itself does since cascade attention is gone."""
-        return [0]
+        return [0] * self.num_kv_cache_groups
 
     def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: full attention needs every block to the end."""
+        """Do nothing: what windows have passed is released before more is allocated."""
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Do nothing: tokens are committed before the next lookup."""
 
     def record_blocks_for_zeroing(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: full attention never reads what was not written."""
+        """Do nothing: attention never reads what was not written."""

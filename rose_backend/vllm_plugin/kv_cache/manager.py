@@ -37,10 +37,10 @@ from rose_backend.vllm_plugin.kv_cache.blocks import (
 from rose_backend.vllm_plugin.kv_cache.events import KVEventLog
 from rose_backend.vllm_plugin.kv_cache.external_loads import ExternalLoads
 from rose_backend.vllm_plugin.kv_cache.facade import KVCacheFacade
+from rose_backend.vllm_plugin.kv_cache.groups import check_pool_size, the_rose_groups
 from rose_backend.vllm_plugin.kv_cache.item_ids import ItemIds
 from rose_backend.vllm_plugin.kv_cache.prompt_hashes import HashedPrompt, PromptHashes
 from rose_backend.vllm_plugin.kv_cache.running_requests import RunningRequests
-from rose_backend.vllm_plugin.kv_cache.spec import block_bytes, check_pool_size, the_rose_group
 from rose_backend.vllm_plugin.options import check_retention_interval
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
 
@@ -63,6 +63,7 @@ class RoseKVCacheManager(KVCacheFacade):
 
     Args:
         max_num_seqs: requests that may hold blocks at once.
+        max_in_flight_tokens: of a request at most, scheduled and not yet processed; None: no limit.
         num_prefill_lookahead: following tokens that a drafter's cache entry at a position depends on.
         enable_kv_cache_events: whether vLLM publishes KV cache events.
         full_blocks_only: let prefix hits end at block boundaries only.
@@ -71,7 +72,7 @@ class RoseKVCacheManager(KVCacheFacade):
         unused: arguments of features that are refused at start-up.
 
     Raises:
-        ConfigError: the model has KV cache groups that are not plain ROSE attention, the pool is too small, or
+        ConfigError: the model has KV cache groups that Rose's block manager does not serve, the pool is too small, or
             prefix_cache_retention_interval is set.
     """
 
@@ -81,6 +82,7 @@ class RoseKVCacheManager(KVCacheFacade):
         max_model_len: int,
         *,
         max_num_seqs: int,
+        max_in_flight_tokens: int | None = None,
         enable_caching: bool = True,
         log_stats: bool = False,
         watermark: float = 0.0,
@@ -90,28 +92,33 @@ class RoseKVCacheManager(KVCacheFacade):
         exact_cached_tokens: bool = False,
         **unused: Any,
     ) -> None:
-        cache_group = the_rose_group(kv_cache_config)
+        groups = the_rose_groups(kv_cache_config)
         check_retention_interval(kv_cache_config.prefix_cache_retention_interval)
-        spec = cache_group.kv_cache_spec
-        check_pool_size(kv_cache_config.num_blocks, spec.block_size, max_model_len)
+        self._num_at_once = max_model_len if max_in_flight_tokens is None else max_in_flight_tokens
+        check_pool_size(kv_cache_config.num_blocks, groups, max_model_len, self._num_at_once)
         manager = BlockManager(
             num_blocks=kv_cache_config.num_blocks,
-            block_size=spec.block_size,
+            block_size=groups.block_size,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
+            kinds=groups.kinds,
             prefix_cache=enable_caching,
             full_blocks_only=full_blocks_only,
-            bytes_per_block=block_bytes(cache_group),
+            bytes_per_block=groups.block_bytes,
             record_events=enable_kv_cache_events,
         )
-        super().__init__(manager, enable_caching, log_stats, exact_cached_tokens)
+        super().__init__(manager, groups, enable_caching, log_stats, exact_cached_tokens)
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.block_pool = BlockPoolShim()
-        group = GroupShim(self.block_size, spec, self.block_pool)
-        self.coordinator = CoordinatorShim(group, self._num_row_blocks)
-        self.running = RunningRequests(manager, max_num_seqs)
+        shims = tuple(
+            GroupShim(self.block_size, spec, self.block_pool, index)
+            for index, spec in enumerate(groups.specs)
+        )
+        first_full = next(index for index, (kind, _) in enumerate(groups.places) if kind == 0)
+        self.coordinator = CoordinatorShim(shims, first_full, self._num_blocks_to_grow)
+        self.running = RunningRequests(manager, groups, max_num_seqs, self._commit)
         self._loads = ExternalLoads()
         self._is_flushed = False
         self._item_ids = ItemIds(self.block_size)
@@ -122,7 +129,7 @@ class RoseKVCacheManager(KVCacheFacade):
         self._last_lookup: tuple[str, PrefixMatch] | None = None
         self._full_blocks_only = full_blocks_only
         self._num_prefill_lookahead = num_prefill_lookahead
-        self._events = KVEventLog(manager, spec) if enable_kv_cache_events else None
+        self._events = KVEventLog(manager, groups.specs[0]) if enable_kv_cache_events else None
         if not self.reads_block_hashes:
             apply_patch("request_block_hashes")
 
@@ -155,7 +162,8 @@ class RoseKVCacheManager(KVCacheFacade):
             return False
         prompt, match = self._look_up(request, None)
         self._last_lookup = (request.request_id, match)
-        num_blocks = self.manager.blocks_needed(match, min(request.num_tokens, self.max_model_len))
+        num_tokens = min(request.num_tokens, self.max_model_len)
+        num_blocks = self.manager.blocks_needed(match, num_tokens, self._num_at_once)
         if (
             self.manager.num_free_rows <= self._num_deferred_rows
             or num_blocks > self.manager.num_free_blocks - self._num_deferred_blocks
@@ -169,13 +177,13 @@ class RoseKVCacheManager(KVCacheFacade):
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
     ) -> tuple[Any, int, int]:
-        """Return the longest cached prefix: blocks, number of tokens, and 0 (no sparse groups)."""
+        """Return the longest cached prefix: blocks, number of tokens, and 0 (no states)."""
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         _, match = self._look_up(request, max_cache_hit_length)
         if self._events is not None and match.num_tokens:
             self._events.report_reuse(request, match.num_tokens // self.block_size)
-        return RoseBlocks(match.block_ids, match), match.num_tokens, 0
+        return RoseBlocks(self._groups.blocks_of_match(self.manager, match), match), match.num_tokens, 0
 
     def _look_up(self, request: Request, max_tokens: int | None) -> tuple[HashedPrompt, PrefixMatch]:
         prompt = self._prompts.get(request)
@@ -197,7 +205,7 @@ class RoseKVCacheManager(KVCacheFacade):
     def get_computed_blocks_for_connector(
         self, request: Request, max_cache_hit_length: int | None = None
     ) -> tuple[Any, int, int, bool]:
-        """Return ``get_computed_blocks`` and False: with one group no hit differs between groups."""
+        """Return ``get_computed_blocks`` and False: no hit differs between groups."""
         return *self.get_computed_blocks(request, max_cache_hit_length), False
 
     def allocate_slots(
@@ -264,7 +272,9 @@ class RoseKVCacheManager(KVCacheFacade):
             return False
         if self.manager.blocks_needed(match, num_tokens) > free - reserved_blocks:
             return False
-        return num_full_tokens <= num_tokens or self.manager.blocks_needed(match, num_full_tokens) <= free
+        if num_full_tokens <= num_tokens:
+            return True
+        return self.manager.blocks_needed(match, num_full_tokens, self._num_at_once) <= free
 
     def _admit(self, request: Request, prompt: HashedPrompt, match: PrefixMatch, num_tokens: int) -> Any:
         added = self.manager.add(prompt.token_ids, namespace=prompt.namespace, match=match)
@@ -295,7 +305,7 @@ class RoseKVCacheManager(KVCacheFacade):
 
     def _commit(self, rows: list[int]) -> None:
         rows = [row for row in rows if not self._loads.cover(row, self.running.requests[row])]
-        if not rows or not self.enable_caching:
+        if not rows or not (self.enable_caching or len(self._groups.kinds) > 1):
             return
         requests = [self.running.requests[row] for row in rows]
         ends = self._commit_up_to(rows, requests, [_num_certain_tokens(request) for request in requests])
@@ -375,8 +385,8 @@ class RoseKVCacheManager(KVCacheFacade):
     def _free_row(self, row: int) -> None:
         self.manager.free(np.array([row]))
 
-    def _num_row_blocks(self, request_id: str) -> int:
-        return int(self.manager.num_row_blocks[self._row_of[request_id]]) if request_id in self._row_of else 0
+    def _num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
+        return self.manager.blocks_to_grow(self._row_of.get(request_id), num_tokens, self._num_at_once)
 
 
 def _num_certain_tokens(request: Request) -> int:

@@ -10,9 +10,12 @@ import numpy as np
 from rose_backend.vllm_plugin.kv_cache.blocks import RoseBlocks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.v1.request import Request
 
     from rose_backend.block_manager import BlockManager
+    from rose_backend.vllm_plugin.kv_cache.groups import RoseGroups
 
 
 class RunningRequests:
@@ -20,10 +23,22 @@ class RunningRequests:
 
     Args:
         manager: keeps the blocks.
+        groups: of the model, in vLLM's order.
         max_num_seqs: rows.
+        commit: commits what rows have computed. With sliding windows it is called before more is reserved, so that
+            what they have passed can be released.
     """
 
-    def __init__(self, manager: BlockManager, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        manager: BlockManager,
+        groups: RoseGroups,
+        max_num_seqs: int,
+        commit: Callable[[list[int]], None],
+    ) -> None:
+        self._groups = groups
+        self._has_windows = len(groups.kinds) > 1
+        self._commit = commit
         self.requests: dict[int, Request] = {}
         """The request of each row, in order of admission."""
         self.capacity = [0] * max_num_seqs
@@ -82,16 +97,23 @@ class RunningRequests:
         target = min(target, self._manager.max_model_len)
         needed = -(-target // self._manager.block_size) - int(self._manager.num_row_blocks[row])
         if needed > 0:
-            num_spare = self._manager.num_free_blocks - reserved_blocks - needed
+            others = [] if self._has_extended_full_rows else self._other_full_rows(row)
+            self._release_passed([row, *others])
+            per_column = self._manager.blocks_per_column
+            num_spare = self._manager.num_free_blocks - reserved_blocks - needed * per_column
             if num_spare < 0:
                 return None
-            others = [] if self._has_extended_full_rows else self._other_full_rows(row)
             self._has_extended_full_rows = True
-            if not self.reserve([row, *others] if len(others) <= num_spare else [row], target):
+            if not self.reserve([row, *others] if len(others) * per_column <= num_spare else [row], target):
                 return None
         return self.report(row)
 
-    def allocate_next_blocks(self, rows: list[int], num_decoding: int) -> list[tuple[list[int]]] | None:
+    def _release_passed(self, rows: list[int]) -> None:
+        if self._has_windows:
+            self._commit(rows)
+            self._manager.let_go_of_passed(np.array(rows))
+
+    def allocate_next_blocks(self, rows: list[int], num_decoding: int) -> list[tuple[list[int], ...]] | None:
         """Allocate the next block of each of ``rows``, which are all full, as ``extend`` would one after the other.
 
         Args:
@@ -109,15 +131,22 @@ class RunningRequests:
                 needy[1:] = self._other_full_rows(needy[0])
             else:
                 needy[1:] = sorted(needy[1:], key=self._num_admitted_before.__getitem__)
+            self._release_passed(needy)
             if not self._manager.reserve_next_blocks(np.array(needy)):
                 return None
             self._has_extended_full_rows = True
         # Rows are extended by a block at a time, and only if vLLM knows all they have: exactly one is new.
         counts = num_row_blocks[row_array].tolist()
-        last_blocks = self._manager.block_table[row_array, num_row_blocks[row_array] - 1].tolist()
         for row, count in zip(rows, counts, strict=True):
             self._note_reported(row, count)
-        return [([block],) for block in last_blocks]
+        last_columns = num_row_blocks[row_array] - 1
+        if len(self._groups) == 1:
+            return [([block],) for block in self._manager.block_table[row_array, last_columns].tolist()]
+        blocks = self._groups.in_order(self._manager.group_block_ids(row_array, last_columns))
+        return [
+            tuple([block] for block in of_row)
+            for of_row in zip(*(each.tolist() for each in blocks), strict=True)
+        ]
 
     def _other_full_rows(self, row: int) -> list[int]:
         """Return the other full rows, which need their next block in this step, too: one call serves all of them."""
@@ -145,7 +174,7 @@ class RunningRequests:
         manager = self._manager
         old_count, new_count = self.num_reported[row], int(manager.num_row_blocks[row])
         self._note_reported(row, new_count)
-        return RoseBlocks(manager.block_table[row, old_count:new_count].copy())
+        return RoseBlocks(self._groups.blocks_of(manager, row, old_count, new_count))
 
     def _note_reported(self, row: int, num_blocks: int) -> None:
         self.num_reported[row] = num_blocks

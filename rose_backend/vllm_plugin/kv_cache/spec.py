@@ -18,13 +18,13 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from rose_backend.errors import ConfigError
-from rose_backend.vllm_plugin.options import HAND_BACK_OPTION, uses_rose_manager
+from rose_backend.vllm_plugin.backend_name import BACKEND_NAME
+from rose_backend.vllm_plugin.options import replays_steps, uses_rose_manager, why_windows_are_kept
 from rose_backend.vllm_plugin.plugin_logger import logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
     OwnSpec = Callable[[Any, VllmConfig], KVCacheSpec | None]
 
@@ -47,8 +47,8 @@ def as_rose_spec(spec: AttentionSpec) -> AttentionSpec:
 def wrap_get_kv_cache_spec(original: OwnSpec) -> OwnSpec:
     """Build the replacement of ``Attention.get_kv_cache_spec``; see the patch ledger.
 
-    Under Rose's block manager every layer keeps all its K/V in one KV cache group, so that a prefix hit may end at any
-    token. That goes for a drafter's layers, too, whatever their backend is.
+    Where Rose's block manager cannot keep windows in KV cache groups of their own, every layer keeps all its K/V in one
+    group. That goes for a drafter's layers, too, whatever their backend is.
     """
 
     @functools.wraps(original)
@@ -56,11 +56,41 @@ def wrap_get_kv_cache_spec(original: OwnSpec) -> OwnSpec:
         spec = original(self, vllm_config)
         if type(spec) is not SlidingWindowSpec or not uses_rose_manager(vllm_config):
             return spec
+        reason = why_kept_whole(vllm_config, original)
         if _speaks_for_the_others(self, vllm_config):
-            _log_once(describe_kept_windows(vllm_config, original))
-        return _kept_whole(spec, vllm_config.cache_config.block_size)
+            _log_once(describe_windows(vllm_config, original, reason))
+        return spec if reason is None else _kept_whole(spec, vllm_config.cache_config.block_size)
 
     return get_kv_cache_spec
+
+
+def why_kept_whole(vllm_config: VllmConfig, own_spec: OwnSpec) -> str | None:
+    """Return why the K/V of this model's sliding windows is kept whole; None if it is not.
+
+    Args:
+        own_spec: vLLM's own ``get_kv_cache_spec`` of a layer.
+    """
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        if (reason := why_windows_are_kept(vllm_config)) is not None:
+            return reason
+        return "steps replayed whole" if replays_steps(vllm_config) else "--disable-hybrid-kv-cache-manager"
+    layers = _attention_layers(vllm_config)
+    specs = [spec for layer in layers if (spec := own_spec(layer, vllm_config)) is not None]
+    windows = [spec.sliding_window for spec in specs if type(spec) is SlidingWindowSpec]
+    reasons = {
+        "other layers than attention with a KV cache": not all(
+            type(spec) in (FullAttentionSpec, RoseAttentionSpec, SlidingWindowSpec) for spec in specs
+        ),
+        "no layers without a window": len(windows) == len(specs),
+        "another attention backend": not all(
+            layer.attn_backend.get_name() == BACKEND_NAME for layer in layers if layer.sliding_window is None
+        ),
+        "windows that max_model_len does not fill": max(windows, default=0)
+        >= vllm_config.model_config.max_model_len,
+        "layers of several shapes": len({(spec.block_size, spec.page_size_bytes) for spec in specs}) > 1,
+        "layers that share K/V": any(layer.kv_sharing_target_layer_name is not None for layer in layers),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _attention_layers(vllm_config: VllmConfig) -> list[Any]:
@@ -90,14 +120,15 @@ def _log_once(line: str) -> None:
     logger.info(line)
 
 
-def describe_kept_windows(vllm_config: VllmConfig, own_spec: OwnSpec) -> str:
-    """Return the line at start-up that says what keeping K/V whole costs one request of the longest length.
+def describe_windows(vllm_config: VllmConfig, own_spec: OwnSpec, reason: str | None) -> str:
+    """Return the line at start-up that says whether the K/V of windows is kept whole, and what that costs.
 
-    Counted are blocks that the request holds while it generates, over the layers of this worker. vLLM's own manager
-    would hold those of a layer's window only, which may begin inside one.
+    Counted are blocks that one request of the longest length holds while it generates, over the layers of this worker.
+    Of a window in a group of its own these are the blocks that it reaches; it may begin inside one.
 
     Args:
         own_spec: vLLM's own ``get_kv_cache_spec`` of a layer.
+        reason: why it is kept whole; None if it is not.
     """
     max_model_len, block_size = vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size
     num_blocks = -(-max_model_len // block_size)
@@ -116,27 +147,17 @@ def describe_kept_windows(vllm_config: VllmConfig, own_spec: OwnSpec) -> str:
             num_held = min(-(-(spec.sliding_window - 1) // block_size) + 1, num_blocks)
         windowed += num_held * block_bytes
     sizes = " and ".join(f"{window:,}" for window in sorted(set(windows)))
+    if reason is None:
+        return (
+            f"Rose's block manager lets go of what sliding windows have passed ({len(windows)} of {num_layers} layers, "
+            f"windows of {sizes} tokens): a request of max_model_len {max_model_len:,} holds {windowed / 2**20:,.1f} MiB, "
+            f"{whole / windowed:.1f} times less than if it were kept"
+        )
     return (
         f"Rose's block manager keeps the K/V of sliding windows whole ({len(windows)} of {num_layers} layers, windows "
-        f"of {sizes} tokens): a request of max_model_len {max_model_len:,} holds {whole / 2**20:,.1f} MiB, "
-        f"{whole / windowed:.1f} times as much as with vLLM's own block manager"
+        f"of {sizes} tokens; reason: {reason}): a request of max_model_len {max_model_len:,} holds "
+        f"{whole / 2**20:,.1f} MiB, {whole / windowed:.1f} times as much as with vLLM's own block manager"
     )
-
-
-def the_rose_group(kv_cache_config: KVCacheConfig) -> KVCacheGroupSpec:
-    """Return the only KV cache group of a model that Rose's block manager supports.
-
-    Raises:
-        ConfigError: names what the model has instead.
-    """
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or not is_rose_group(groups[0].kv_cache_spec):
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
-        raise ConfigError(
-            f"Rose's block manager serves one KV cache group of full ROSE attention, this model has {kinds}; "
-            f"{HAND_BACK_OPTION} gives block management back to vLLM"
-        )
-    return groups[0]
 
 
 def is_rose_group(spec: Any) -> bool:
@@ -155,25 +176,3 @@ def _is_kept_whole(spec: Any) -> bool:
         and spec.attention_chunk_size is None
         and not spec.non_causal
     )
-
-
-def block_bytes(group: KVCacheGroupSpec) -> int:
-    """Return the bytes of one block over all layers of a group, keys and values, on one worker."""
-    spec = group.kv_cache_spec
-    num_layers = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(group.layer_names)
-    return num_layers * int(spec.page_size_bytes)
-
-
-def check_pool_size(num_blocks: int, block_size: int, max_model_len: int) -> None:
-    """Refuse a pool that can never hold one sequence of the longest length.
-
-    Raises:
-        ConfigError: names both numbers.
-    """
-    # Block 0 is the null block.
-    usable, needed = num_blocks - 1, -(-max_model_len // block_size)
-    if usable < needed:
-        raise ConfigError(
-            f"KV cache pool: {usable} usable blocks of {block_size} tokens cannot hold one sequence of max_model_len "
-            f"{max_model_len} ({needed} blocks); give it more memory or blocks, or lower --max-model-len"
-        )

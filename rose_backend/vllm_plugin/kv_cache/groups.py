@@ -1,0 +1,128 @@
+"""vLLM's KV cache groups as the kinds of Rose's block manager, and its blocks in vLLM's order of groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.v1.kv_cache_interface import SlidingWindowSpec, UniformTypeKVCacheSpecs
+
+from rose_backend.block_manager import NULL_BLOCK, GroupKind
+from rose_backend.errors import ConfigError
+from rose_backend.vllm_plugin.kv_cache.spec import is_rose_group
+from rose_backend.vllm_plugin.options import HAND_BACK_OPTION
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    from rose_backend.block_manager import BlockManager, PrefixMatch
+
+
+@dataclass(frozen=True, slots=True)
+class RoseGroups:
+    """The KV cache groups of a model that Rose's block manager serves."""
+
+    specs: tuple[Any, ...]
+    """Of each group, in vLLM's order."""
+    kinds: tuple[GroupKind, ...]
+    places: tuple[tuple[int, int], ...]
+    """Of each group its kind, and its place among the groups of this kind."""
+    block_size: int
+    block_bytes: int
+    """Of one block over all layers of its group, keys and values, on one worker; the same for all groups."""
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def in_order(self, by_kind: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
+        """Return one array per group, in vLLM's order, of ``[groups of the kind, N]`` per kind."""
+        return tuple(by_kind[kind][place] for kind, place in self.places)
+
+    def blocks_of(self, manager: BlockManager, row: int, start: int, stop: int) -> tuple[NDArray[Any], ...]:
+        """Return the blocks of a row in columns ``start`` to ``stop``, int32 ``[N]`` for each group."""
+        if len(self.places) == 1:
+            return (manager.block_table[row, start:stop].copy(),)
+        return self.in_order(manager.group_block_ids(row, slice(start, stop)))
+
+    def blocks_of_match(self, manager: BlockManager, match: PrefixMatch) -> tuple[NDArray[Any], ...]:
+        """Return the blocks of a match, int32 ``[N]`` for each group; the null block where its window has passed."""
+        if len(self.places) == 1:
+            return (match.block_ids,)
+        by_kind = []
+        window_block_ids = match.window_block_ids or (match.block_ids[:0],) * (len(self.kinds) - 1)
+        for kind, block_ids in zip(self.kinds, (match.block_ids, *window_block_ids), strict=True):
+            passed = np.full(len(match.block_ids) - len(block_ids), NULL_BLOCK, np.int32)
+            with_passed = np.concatenate((passed, block_ids))
+            by_kind.append(manager.pool.blocks_of_groups(with_passed, kind.num_groups))
+        return self.in_order(by_kind)
+
+
+def the_rose_groups(kv_cache_config: KVCacheConfig) -> RoseGroups:
+    """Return the KV cache groups of a model that Rose's block manager supports.
+
+    Raises:
+        ConfigError: names what the model has instead.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    specs = tuple(group.kv_cache_spec for group in groups)
+    windows = [_window_of(spec) for spec in specs]
+    block_sizes = {spec.block_size for spec in specs}
+    if None not in windows or 0 in windows or len(block_sizes) > 1:
+        kinds = ", ".join(type(spec).__name__ for spec in specs) or "none"
+        raise ConfigError(
+            "Rose's block manager serves KV cache groups of full ROSE attention, and of sliding windows beside them "
+            f"with the same block size; this model has {kinds} with block sizes {sorted(block_sizes)}; "
+            f"{HAND_BACK_OPTION} gives block management back to vLLM"
+        )
+    # The kind that keeps everything comes first.
+    sizes: list[int | None] = [None, *sorted({window for window in windows if window is not None})]
+    kinds_of_groups = [sizes.index(window) for window in windows]
+    return RoseGroups(
+        specs=specs,
+        kinds=tuple(GroupKind(window, windows.count(window)) for window in sizes),
+        places=tuple(
+            (kind, kinds_of_groups[:index].count(kind)) for index, kind in enumerate(kinds_of_groups)
+        ),
+        block_size=specs[0].block_size,
+        block_bytes=block_bytes(groups[0]),
+    )
+
+
+def _window_of(spec: Any) -> int | None:
+    """Return the window of a group with one, None for a group of full ROSE attention, 0 for any other."""
+    if type(spec) is SlidingWindowSpec and not spec.extra_retained_tokens:
+        return int(spec.sliding_window)
+    return None if is_rose_group(spec) else 0
+
+
+def block_bytes(group: KVCacheGroupSpec) -> int:
+    """Return the bytes of one block over all layers of a group, keys and values, on one worker."""
+    spec = group.kv_cache_spec
+    num_layers = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(group.layer_names)
+    return num_layers * int(spec.page_size_bytes)
+
+
+def check_pool_size(num_blocks: int, groups: RoseGroups, max_model_len: int, num_at_once: int) -> None:
+    """Refuse a pool that can never hold one sequence of the longest length.
+
+    Args:
+        num_at_once: tokens of a request in flight at most; windows hold them beside those that they reach.
+
+    Raises:
+        ConfigError: names both numbers.
+    """
+    # Block 0 is the null block.
+    usable, num_columns = num_blocks - 1, -(-max_model_len // groups.block_size)
+    needed = sum(
+        kind.num_groups * min(kind.most_columns(num_at_once, groups.block_size), num_columns)
+        for kind in groups.kinds
+    )
+    if usable < needed:
+        raise ConfigError(
+            f"KV cache pool: {usable} usable blocks of {groups.block_size} tokens cannot hold one sequence of "
+            f"max_model_len {max_model_len} ({needed} blocks); give it more memory or blocks, or lower --max-model-len"
+        )
