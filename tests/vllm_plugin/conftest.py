@@ -25,6 +25,7 @@ def make_config(tiny_model_path: Path) -> MakeConfig:
     if not current_platform.device_type:
         # A vLLM for GPUs on a machine without one: enough for configurations and schedulers.
         current_platform.device_type = "cpu"
+        current_platform.support_hybrid_kv_cache = lambda: True
 
     def make(**arguments: Any) -> Any:
         defaults: dict[str, Any] = {

@@ -150,8 +150,8 @@ def describe_windows(vllm_config: VllmConfig, own_spec: OwnSpec, reason: str | N
     if reason is None:
         return (
             f"Rose's block manager lets go of what sliding windows have passed ({len(windows)} of {num_layers} layers, "
-            f"windows of {sizes} tokens): a request of max_model_len {max_model_len:,} holds {windowed / 2**20:,.1f} MiB, "
-            f"{whole / windowed:.1f} times less than if it were kept"
+            f"windows of {sizes} tokens): a request of max_model_len {max_model_len:,} holds "
+            f"{windowed / 2**20:,.1f} MiB, {whole / windowed:.1f} times less than if it were kept"
         )
     return (
         f"Rose's block manager keeps the K/V of sliding windows whole ({len(windows)} of {num_layers} layers, windows "
