@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from rose_backend.block_manager import BlockManager
+from rose_backend.block_manager import BlockManager, GroupKind
 from rose_backend.errors import IntegrityError
 
 
@@ -91,4 +91,59 @@ def test_damage_is_named(damage: Callable[[BlockManager], object], message: str)
     manager = damaged_manager()
     damage(manager)
     with pytest.raises(IntegrityError, match=message):
+        manager.check_integrity()
+
+
+def damaged_kinds() -> BlockManager:
+    """Row 0 holds 1 to 4, and of the groups with a window 11 (followed by 12) in its last column; 13 tokens."""
+    kinds = [GroupKind(), GroupKind(4, 2)]
+    manager = BlockManager(num_blocks=20, block_size=4, max_num_seqs=2, max_model_len=32, kinds=kinds)
+    added = manager.add(np.arange(13, dtype=np.int32))
+    assert added is not None and manager.reserve(np.array([0]), 13).ok
+    manager.commit(np.array([0]), 13, np.arange(13, dtype=np.int32))
+    manager.let_go_of_passed(np.array([0]))
+    manager.check_integrity()
+    assert manager.table.kinds[1].block_table[0, :5].tolist() == [0, 0, 7, 8, 0]
+    assert manager.pool.followers[0, [7, 8]].tolist() == [11, 12]
+    return manager
+
+
+def set_in_window(array: str, index: object, value: object) -> Callable[[BlockManager], None]:
+    def damage(manager: BlockManager) -> None:
+        getattr(manager.table.kinds[1], array)[index] = value
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (set_in_window("block_table", (0, 4), 9), r"row 0 has an entry behind its last block"),
+        (set_in_window("block_table", (0, 1), 9), r"row 0 has an entry before its first block, 2"),
+        (
+            set_in_window("first_block", 0, 3),
+            r"row 0 has an entry before its first block, 3",
+        ),
+        (set_in_window("block_table", (0, 3), 0), r"the null block is held 1 times"),
+        (set_item("pool.followers", (0, 8), 11), r"block 11 follows several blocks"),
+        (set_item("pool.followers", (0, 8), 0), r"block 8 has 0 followers, expected 1"),
+        (set_item("pool.followers", (0, 1), 15), r"block 1 has 1 followers, expected 0"),
+        (set_item("pool.followers", (0, 15), 16), r"block 15 is free but has followers"),
+        (set_item("pool.num_written_tokens", 12, 1), r"block 12 follows another and has a state of its own"),
+        (set_item("pool.kind_of", 3, 1), r"block 3 has 0 followers, expected 1"),
+    ],
+)
+def test_each_damage_of_several_kinds_is_named(damage: Callable[[BlockManager], None], message: str) -> None:
+    manager = damaged_kinds()
+    damage(manager)
+    with pytest.raises(IntegrityError, match=message):
+        manager.check_integrity()
+
+
+def test_a_window_that_the_next_token_needs_is_not_passed() -> None:
+    manager = damaged_kinds()
+    kind = manager.table.kinds[1]
+    kind.block_table[0, 2], kind.first_block[0] = 0, 3
+    manager.clones.release_blocks(np.array([7]))
+    with pytest.raises(IntegrityError, match=r"row 0: the first block is that of column 3, .* position 10"):
         manager.check_integrity()
