@@ -11,6 +11,7 @@ rejected. The drafter has a cache of its own in the same blocks; an entry there 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +62,8 @@ def drafter_entry(state: int, following_token: int) -> int:
 class _Sequence:
     tokens: list[int]
     states: list[int]  # states[p] = content of position p
-    table: list[int]
+    tables: list[list[int]]
+    """Block ids, of each KV cache group."""
     drafts: list[int] = field(default_factory=list)
     features: list[Any] = field(default_factory=list)
 
@@ -76,6 +78,7 @@ class FakeWorker:
 
     Args:
         num_blocks, block_size: of the cache.
+        windows: of each KV cache group, None for one that keeps everything.
         num_drafts: drafted per request and step.
         num_lookahead: positions behind a step's tokens that the drafter writes, too; None for one without a cache.
         drafter_reads_ahead: whether the drafter's entry at a position depends on the token behind it (EAGLE).
@@ -87,12 +90,14 @@ class FakeWorker:
         num_blocks: int,
         block_size: int,
         *,
+        windows: Sequence[int | None] = (None,),
         num_drafts: int = 0,
         num_lookahead: int | None = None,
         drafter_reads_ahead: bool = False,
         max_model_len: int = 0,
     ) -> None:
         self.block_size = block_size
+        self._windows = tuple(windows)
         self.memory = np.full((num_blocks, block_size), -1, np.int64)
         self.drafter_memory = np.full((num_blocks, block_size), -1, np.int64)
         self.num_copies = 0
@@ -154,7 +159,7 @@ class FakeWorker:
     def _update(self, output: Any, requests: dict[str, Any]) -> dict[str, int]:
         starts = {}
         for new in output.scheduled_new_reqs:
-            sequence = _Sequence([], [], list(new.block_ids[0]), features=new.mm_features)
+            sequence = _Sequence([], [], [list(ids) for ids in new.block_ids], features=new.mm_features)
             # Model runner V2 gets resumed requests as new ones, with all their tokens.
             sequence.extend(with_contents(new.prefill_token_ids or new.prompt_token_ids, new.mm_features))
             self._sequences[new.req_id] = sequence
@@ -164,12 +169,13 @@ class FakeWorker:
             sequence = self._sequences[request_id]
             new_ids = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
-                sequence.table = list(new_ids[0])
+                sequence.tables = [list(ids) for ids in new_ids]
                 # Tokens whose delivery was outstanding when the request was preempted count from now on.
                 sequence.tokens, sequence.states = [], []
                 sequence.extend(with_contents(list(requests[request_id].all_token_ids), sequence.features))
             elif new_ids is not None:
-                sequence.table.extend(new_ids[0])
+                for table, ids in zip(sequence.tables, new_ids, strict=True):
+                    table.extend(ids)
             num_known = requests[request_id].num_prompt_tokens + cached.num_output_tokens[index]
             if request_id in self.broken and num_known < len(sequence.tokens):
                 # What was sampled behind a load that failed was dropped, and is computed again.
@@ -193,14 +199,16 @@ class FakeWorker:
 
     def _check_reads(self, request_id: str, num_computed: int) -> None:
         sequence = self._sequences[request_id]
-        blocks, offsets = self._slots(sequence, 0, num_computed)
-        wrong = np.flatnonzero(
-            self.memory[blocks, offsets] != np.array(sequence.states[:num_computed], np.int64)
-        )
-        assert not len(wrong), (
-            f"{request_id}: positions {wrong.tolist()} of {num_computed} hold something else"
-        )
+        for group, window in enumerate(self._windows):
+            first = 0 if window is None else max(num_computed - window + 1, 0)
+            blocks, offsets = self._slots(sequence, first, num_computed, group)
+            states = self._contents(sequence.states[first:num_computed], group)
+            wrong = first + np.flatnonzero(self.memory[blocks, offsets] != states)
+            assert not len(wrong), (
+                f"{request_id}: positions {wrong.tolist()} of {num_computed} in group {group} hold something else"
+            )
         if self._num_lookahead is not None:
+            blocks, offsets = self._slots(sequence, 0, num_computed)
             entries = np.array(self._drafter_entries(sequence, 0, num_computed), np.int64)
             differs = self.drafter_memory[blocks, offsets] != entries
             if self._reads_ahead:
@@ -223,9 +231,10 @@ class FakeWorker:
         states = sequence.states[start:end]
         for draft in drafts:
             states.append(chain(states[-1], draft))
-        blocks, offsets = self._slots(sequence, start, end + len(drafts))
-        assert blocks.all(), f"{request_id}: a position would be written to the null block"
-        self.memory[blocks, offsets] = states
+        for group in range(len(self._windows)):
+            blocks, offsets = self._slots(sequence, start, end + len(drafts), group)
+            assert blocks.all(), f"{request_id}: a position would be written to the null block"
+            self.memory[blocks, offsets] = self._contents(states, group)
         sampled: list[int] = []
         if end == len(sequence.tokens):
             sampled = self._sample(sequence, drafts)
@@ -268,6 +277,11 @@ class FakeWorker:
         following = sequence.tokens[start + 1 : end + 1] if self._reads_ahead else [0] * (end - start)
         return list(map(drafter_entry, sequence.states[start:end], following))
 
-    def _slots(self, sequence: _Sequence, start: int, end: int) -> tuple[Any, Any]:
+    def _contents(self, states: list[int], group: int) -> Any:
+        """Return what a group holds for positions: no two groups hold the same."""
+        return np.array(states, np.int64) ^ group
+
+    def _slots(self, sequence: _Sequence, start: int, end: int, group: int = 0) -> tuple[Any, Any]:
         positions = np.arange(start, end)
-        return np.array(sequence.table, np.int64)[positions // self.block_size], positions % self.block_size
+        table = np.array(sequence.tables[group], np.int64)
+        return table[positions // self.block_size], positions % self.block_size

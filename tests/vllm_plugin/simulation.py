@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -75,6 +75,7 @@ def make_simulation(
     worker_options: dict[str, Any] | None = None,
     encoder_budget: int = 0,
     connector: Any = None,
+    windows: Sequence[int | None] = (None,),
     **options: Any,
 ) -> Simulation:
     """Build both, with ``depth`` steps in flight; asynchronous scheduling if that is more than one, unless told.
@@ -82,6 +83,7 @@ def make_simulation(
     Args:
         encoder_budget: positions of multimodal items that are encoded in a step, and kept, at most.
         connector: the worker's side of a KV connector; the scheduler's side, too, if it has one.
+        windows: of each KV cache group, None for one that keeps everything.
     """
     is_async = depth > 1 if is_async is None else is_async
     config = make_config(
@@ -91,10 +93,11 @@ def make_simulation(
         **{"max_num_batched_tokens": 48, **options},
     )
     config.scheduler_config.async_scheduling = is_async
-    spec = as_rose_spec(
-        FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=64, dtype=torch.float32)
-    )
-    kv_cache_config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+    groups = [
+        KVCacheGroupSpec([f"layer {index}"], _spec_of(window, block_size))
+        for index, window in enumerate(windows)
+    ]
+    kv_cache_config = KVCacheConfig(num_blocks, [], groups)
     config.cache_config.num_gpu_blocks = num_blocks
     scheduler_class = RoseAsyncScheduler if is_async else RoseScheduler
     scheduler = scheduler_class(
@@ -106,7 +109,9 @@ def make_simulation(
     )
     scheduler.max_num_encoder_input_tokens = encoder_budget
     scheduler.encoder_cache_manager = EncoderCacheManager(encoder_budget)
-    worker = FakeWorker(num_blocks, block_size, max_model_len=MAX_MODEL_LEN, **(worker_options or {}))
+    worker = FakeWorker(
+        num_blocks, block_size, windows=windows, max_model_len=MAX_MODEL_LEN, **(worker_options or {})
+    )
     if connector is not None:
         worker.connector = connector
         if isinstance(connector, KVConnectorBase_V1):
@@ -122,6 +127,13 @@ def make_simulation(
 
     scheduler._preempt_request = count_preemption
     return simulation
+
+
+def _spec_of(window: int | None, block_size: int) -> Any:
+    shape: dict[str, Any] = {"block_size": block_size, "num_kv_heads": 1, "head_size": 64}
+    if window is not None:
+        return SlidingWindowSpec(**shape, dtype=torch.float32, sliding_window=window)
+    return as_rose_spec(FullAttentionSpec(**shape, dtype=torch.float32))
 
 
 def make_request(

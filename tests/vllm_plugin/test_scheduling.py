@@ -25,8 +25,16 @@ from tests.vllm_plugin.simulation import make_request, make_simulation, run_rand
         (16, 60, 12, {"enable_prefix_caching": False}),
         (16, 22, 8, {"scheduling_policy": "priority", "watermark": 0.1}),
         (16, 22, 8, {"encoder_budget": 60}),
+        (16, 32, 8, {"windows": (None, 20)}),
+        (16, 52, 8, {"windows": (20, None, 20, 20), "max_num_batched_tokens": 37}),
+        (16, 36, 8, {"windows": (None, 7, 60), "scheduling_policy": "priority", "watermark": 0.1}),
+        (16, 28, 12, {"windows": (None, 33), "enable_prefix_caching": False}),
+        (32, 30, 8, {"windows": (None, None, 33)}),
     ],
-    ids=["small_blocks", "tight_pool_odd_chunks", "no_prefix_cache", "priority_watermark", "images"],
+    ids=[
+        *("small_blocks", "tight_pool_odd_chunks", "no_prefix_cache", "priority_watermark", "images"),
+        *("window", "window_groups", "two_windows_priority", "window_no_prefix_cache", "two_full_groups"),
+    ],
 )
 def test_no_step_reads_what_is_not_there(
     make_config: MakeConfig,
@@ -52,7 +60,7 @@ def test_no_step_reads_what_is_not_there(
     if options.get("enable_prefix_caching", True):
         stats = simulation.manager.stats
         assert min(stats.hit_tokens, stats.partial_hits, stats.clones, stats.evictions) > 0, stats
-        assert simulation.worker.num_copies == stats.clones
+        assert simulation.worker.num_copies * stats.bytes_per_block == stats.bytes_cloned
     if num_blocks < 60:
         assert simulation.num_preemptions > 0
 
@@ -107,9 +115,14 @@ def test_a_pool_for_one_sequence_serves_many_requests_one_after_the_other(make_c
     assert got == [expected_output(prompt, 8) for prompt in prompts]
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 2), (None, 17)], ids=str)
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
-def test_a_streaming_session_goes_on_from_its_own_blocks(make_config: MakeConfig, depth: int) -> None:
-    simulation = make_simulation(make_config, num_blocks=40, block_size=16, max_num_seqs=4, depth=depth)
+def test_a_streaming_session_goes_on_from_its_own_blocks(
+    make_config: MakeConfig, depth: int, windows: tuple[int | None, ...]
+) -> None:
+    simulation = make_simulation(
+        make_config, num_blocks=40, block_size=16, max_num_seqs=4, depth=depth, windows=windows
+    )
     scheduler = simulation.scheduler
 
     def turn(tokens: list[int]) -> None:
