@@ -145,14 +145,13 @@ class SequenceTable:
     def let_go_of_passed(self, rows: Int64Array) -> Int64Array:
         """Take out what the windows of ``rows`` have passed, last block first; return the blocks.
 
-        What the last computed token attends to is kept, itself included: vLLM computes that one again when a session
-        goes on.
+        The next token attends to the last ``window - 1`` computed ones, and to itself.
         """
         removed = []
         for kind in self.windowed:
             assert kind.window is not None, "only the first kind keeps everything"
             old = kind.first_block[rows]
-            new = np.maximum(self.num_computed_tokens[rows] - kind.window, 0) // self._block_size
+            new = np.maximum(self.num_computed_tokens[rows] - (kind.window - 1), 0) // self._block_size
             moves = new > old
             if any_of(moves):
                 moved, new = rows[moves], new[moves]

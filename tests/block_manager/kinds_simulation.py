@@ -237,7 +237,7 @@ class KindsSimulation:
         # What windows have passed is free before anything is taken, whatever the answer is.
         for row in rows if not is_idle else ():
             for kind, spec in zip(manager.table.windowed, self.kinds[1:], strict=True):
-                first = max(self.num_computed(row) - spec.window, 0) // size
+                first = max(self.num_computed(row) - spec.window + 1, 0) // size
                 agree("first block", int(kind.first_block[row]), max(first, int(kind.first_block[row])))
                 self.paths["block passed"] += not kind.block_table[row, :first].any() and first > 0
         taken = self.read_tables(rows, before)

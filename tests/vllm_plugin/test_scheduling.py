@@ -115,10 +115,42 @@ def test_a_pool_for_one_sequence_serves_many_requests_one_after_the_other(make_c
     assert got == [expected_output(prompt, 8) for prompt in prompts]
 
 
+@pytest.mark.parametrize("is_batched", [True, False], ids=["batched", "one_by_one"])
+@pytest.mark.parametrize("has_cache", [True, False], ids=["cache", "no_cache"])
+def test_a_pool_with_room_for_windows_only_serves_the_longest_sequence(
+    make_config: MakeConfig, is_batched: bool, has_cache: bool
+) -> None:
+    """Ten blocks for what is kept; of three groups 19 tokens before 16 new ones, which may begin inside a block."""
+    simulation = make_simulation(
+        make_config,
+        num_blocks=1 + 10 + 3 * 4,
+        block_size=16,
+        max_num_seqs=4,
+        windows=(None, 20, 20, 20),
+        max_num_batched_tokens=16,
+        enable_prefix_caching=has_cache,
+        additional_config={"rose": {"batched_scheduling": is_batched}},
+    )
+    prompts = [[index] * 90 + [7] * index for index in range(3)]
+    for index, prompt in enumerate(prompts):
+        simulation.scheduler.add_request(make_request(f"r{index}", prompt, 160 - len(prompt)))
+    most = 0
+    while simulation.scheduler.has_unfinished_requests():
+        simulation.step()
+        simulation.manager.check_integrity()
+        manager = simulation.manager
+        held = manager.num_row_blocks - manager.table.kinds[1].first_block
+        most = max(most, int(held.max()))
+    assert [len(simulation.outputs[f"r{index}"]) for index in range(3)] == [70, 69, 68]
+    assert simulation.outputs["r1"] == expected_output(prompts[1], 69)
+    assert most == 3, "of 35 tokens"
+
+
 @pytest.mark.parametrize("windows", [(None,), (None, 2), (None, 17)], ids=str)
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+@pytest.mark.parametrize("length", [37, 29])  # The second one ends at the end of a block.
 def test_a_streaming_session_goes_on_from_its_own_blocks(
-    make_config: MakeConfig, depth: int, windows: tuple[int | None, ...]
+    make_config: MakeConfig, length: int, depth: int, windows: tuple[int | None, ...]
 ) -> None:
     simulation = make_simulation(
         make_config, num_blocks=40, block_size=16, max_num_seqs=4, depth=depth, windows=windows
@@ -133,10 +165,10 @@ def test_a_streaming_session_goes_on_from_its_own_blocks(
             simulation.step()
             simulation.manager.check_integrity()
 
-    turn(list(range(37)))
+    turn(list(range(length)))
     first = list(simulation.outputs["session"])
     turn([5, 6, 7])
     # The last token of a turn was never written, and the session goes on without it.
-    history = [*range(37), *first[:-1], 5, 6, 7]
-    assert first == expected_output(list(range(37)), 20)
+    history = [*range(length), *first[:-1], 5, 6, 7]
+    assert first == expected_output(list(range(length)), 20)
     assert simulation.outputs["session"][20:] == expected_output(history, 20)
