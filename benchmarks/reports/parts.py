@@ -15,6 +15,7 @@ from benchmarks.reports.text import (
     markdown,
     micros,
     verdict,
+    versions,
 )
 
 SIDES = {"rose_core": "Rose", "rose_in_vllm": "Rose behind vLLM's interface", "stock": "vLLM's manager"}
@@ -63,6 +64,34 @@ def block_manager_table(result: Result) -> str:
     )
     return markdown(
         header, rows, caption(result, source), verdict(lost, "the comparisons with vLLM's manager")
+    )
+
+
+def prefix_hits_table(result: Result) -> str:
+    """Return the share of prompt tokens that both managers found, for each trace, window and size of the pool."""
+    points = result["points"]
+    shares = sorted({point["share"] for point in points})
+    rows, lost = [], []
+    for (trace, window), cases in itertools.groupby(points, lambda point: (point["trace"], point["window"])):
+        cells = {}
+        for point in cases:
+            rose, vllm = (point[side]["hit_tokens"] for side in ("rose", "vllm"))
+            total = point["prompt_tokens"]
+            cells[point["share"]] = f"{rose / total:.1%} / {vllm / total:.1%}"
+            if rose < vllm:
+                lost.append((f"{trace}, window of {window:,}", f"{point['share']:.0%}: {rose:,} of {vllm:,}"))
+        rows.append((trace, f"{window:,}", *(cells[share] for share in shares)))
+    header = ("trace", "window", *(f"{share:.0%} of the blocks" for share in shares))
+    sums = []
+    for trace, cases in grouped(points, "trace").items():
+        rose, vllm = (sum(point[side]["hit_tokens"] for point in cases) for side in ("rose", "vllm"))
+        sums.append(f"{trace} {rose / vllm:.3f}")
+    return markdown(
+        header,
+        rows,
+        f"Shares of prompt tokens found, Rose / vLLM's manager, and in sum Rose's over vLLM's: {', '.join(sums)}; "
+        f"{versions(result)}; {command(result)}.",
+        verdict(lost, "the comparisons with vLLM's manager", some="Fewer hits"),
     )
 
 

@@ -49,6 +49,7 @@ class BlockIndex:
         self._parent_of, self._digest_of = parent_of, digest_of
         self.full: dict[bytes, int] = {}
         self.children = ChildIndex(pool, block_tokens)
+        self._keeps_older = not pool.has_groups
         self.epoch = 0
         """Counts the changes that may leave an earlier lookup with a block that is found no more."""
 
@@ -66,6 +67,7 @@ class BlockIndex:
         """Hash full blocks that have just been written, and add all; arrays are ``[N]``.
 
         If another block holds the same tokens behind the same parent, that one stays and the new one is not indexed.
+        With several kinds of groups that goes for a block that is held only; any other is released.
 
         Args:
             rows: the row of each block; the blocks of a row in order.
@@ -91,7 +93,7 @@ class BlockIndex:
                 chain_digests[row] = digest = chain_digest(parent, data[start : start + step])
                 if links is not None:
                     links.append((parent, digest))
-                if digest in full:
+                if digest in full and not self._replaces(full[digest]):
                     if parent_of[block_id]:
                         self.remove([block_id])
                     continue
@@ -121,7 +123,7 @@ class BlockIndex:
         columns = zip(block_ids.tolist(), opens.tolist(), links, strict=True)
         for block_id, is_new, (parent, digest) in columns:
             if digest:
-                if digest in full:
+                if digest in full and not self._replaces(full[digest]):
                     if parent_of[block_id]:
                         self.remove([block_id])
                     continue
@@ -136,6 +138,17 @@ class BlockIndex:
             if not self._full_blocks_only:
                 parent_of[block_id] = parent
         self._add(found, closed)
+
+    def _replaces(self, block_id: int) -> bool:
+        """Release an older block with the same tokens, if nobody holds it; return whether that was done.
+
+        A lookup passed it over, as a window in front of it was gone, and what is used again must not keep its old age.
+        """
+        if self._keeps_older or self._pool.ref_counts[block_id]:
+            return False
+        self.remove([block_id])
+        self._pool.discard(block_id)
+        return True
 
     def _add(self, found: list[int], closed: list[int]) -> None:
         if not self._full_blocks_only:

@@ -217,14 +217,15 @@ class BlockManager:
             return None
         if match is None or (self.cache is not None and match.epoch != self.cache.epoch):
             match = self.match(token_ids, namespace=namespace)
-        blocks = [match.block_ids]
-        if self.table.windowed:
-            blocks += match.window_block_ids or [NO_BLOCKS] * len(self.table.windowed)
+        blocks = match.blocks_of_kinds(len(self.table.windowed))
         if match.num_tokens:
             block_ids = match.block_ids if len(blocks) == 1 else np.concatenate(blocks)
             self.pool.share(block_ids.astype(np.int64))
+            if self.table.windowed:
+                self.pool.ends_hit[np.concatenate(blocks[1:])] = True
         (row,) = self.table.take_rows(1, blocks, match.num_tokens, match.chain_digest, namespace).tolist()
         if self.cache is not None:
+            self.table.num_known[row] = match.num_known_tokens
             self.stats.count_lookup(len(token_ids), match.num_tokens, self.block_size)
         return AddedSequence(row, match.num_tokens)
 
@@ -258,10 +259,7 @@ class BlockManager:
         table, writers = self.table, self.pool.writers
         table.check_active(rows)
         if self.cache is not None:
-            last_columns = np.maximum(table.num_computed_tokens[rows] - 1, 0) // self.block_size
-            tails = rows * table.width + last_columns
-            for kind, index in zip(table.kinds, self.cache.indexes, strict=True):
-                index.retire_tails(rows, kind.entries[tails].astype(np.int64))
+            self._reservations.retire(self.cache, rows)
         entries = table.entries_tail_first(rows)
         block_ids, row_of_block = table.blocks_at(entries)
         writers[block_ids[writers[block_ids] == row_of_block]] = NO_WRITER
@@ -271,8 +269,8 @@ class BlockManager:
     def let_go_of_passed(self, rows: IntArray) -> None:
         """Release the blocks that the windows of rows have passed: no later token attends to them.
 
-        ``reserve`` does it, too. Every step that reads them must be ordered before what is reserved from now on. They
-        stay in the prefix cache until they are taken.
+        ``reserve`` does it, too. Steps that read them must be ordered before those that write what is reserved from now
+        on. They stay in the prefix cache until they are taken.
 
         Raises:
             RowError: a row is not in use or is listed twice.
@@ -283,10 +281,7 @@ class BlockManager:
             self._reservations.let_go_of_passed(rows)
 
     def group_block_ids(self, rows: Any, columns: Any) -> list[Int32Array]:
-        """Return the blocks at ``block_table[rows, columns]``, of each kind int32 ``[num_groups, N]``.
-
-        The null block where a window has passed.
-        """
+        """Return the blocks at ``block_table[rows, columns]``: of each kind int32 ``[num_groups, N]``, 0 if passed."""
         return [
             self.pool.blocks_of_groups(kind.block_table[rows, columns], kind.num_groups)
             for kind in self.table.kinds

@@ -11,7 +11,7 @@ Block ids are stored as int32, and converted once to int64 when used as an index
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -119,6 +119,8 @@ class BlockPool:
         size = num_blocks if self.has_groups else 0
         self.kind_of: npt.NDArray[np.int8] = np.zeros(size, np.int8)
         """int8 ``[num_blocks]``: the kind of groups of a held or cached block; only with several groups."""
+        self.ends_hit: BoolArray = np.zeros(size, np.bool_)
+        """bool ``[num_blocks]``: whether a block is in a window at the end of a hit; only with several groups."""
         self.followers: Int32Array = np.zeros((max(group_counts) - 1, size), np.int32)
         """int32 ``[groups - 1, num_blocks]``: the blocks of the other groups of its kind; 0 for none."""
         self.ref_counts: Int32Array = np.zeros(num_blocks, np.int32)
@@ -170,20 +172,37 @@ class BlockPool:
         self.ref_counts[block_ids] = 1
         return block_ids, evicted
 
-    def evict(self, num_blocks: int) -> Int64Array:
+    def evict(self, num_blocks: int, is_spared: Callable[[Int64Array], BoolArray]) -> Int64Array:
         """Take the least recently released blocks out of the queue, so many that ``num_blocks`` will be free.
 
         The caller makes the prefix cache forget them, then calls ``recycle``. It has checked ``num_free_blocks``.
+
+        Args:
+            is_spared: which of some blocks are put behind all others instead, once.
         """
         popped, most = [np.zeros(0, np.int64)], int(self._group_counts.max())
+        num_spared, num_queued = 0, len(self._queue)
         while (missing := num_blocks - self._num_stacked - sum(map(self._count, popped))) > 0:
-            popped.append(self._queue.pop(-(-missing // most)))
+            block_ids = self._queue.pop(min(-(-missing // most), len(self._queue)))
+            if num_spared < num_queued:
+                spared = is_spared(block_ids)
+                num_spared += len(block_ids)
+                self._queue.push(block_ids[spared])
+                block_ids = block_ids[~spared]
+            popped.append(block_ids)
         block_ids = np.concatenate(popped)
         self._num_queued -= self._count(block_ids)
         return block_ids
 
     def recycle(self, block_ids: Int64Array) -> None:
         """Put blocks that were evicted on the free stack."""
+        self._push_stack(block_ids)
+
+    def discard(self, block_id: int) -> None:
+        """Put a block that is in the eviction queue, and that the prefix cache has forgotten, on the free stack."""
+        block_ids = np.array([block_id], np.int64)
+        self._queue.remove(block_ids)
+        self._num_queued -= self._count(block_ids)
         self._push_stack(block_ids)
 
     def take_for(self, kind: int, count: int) -> Int64Array:
@@ -280,6 +299,7 @@ class BlockPool:
         if self.has_groups:
             followers = self.followers[:, block_ids]
             self.followers[:, block_ids] = 0
+            self.ends_hit[block_ids] = False
             block_ids = np.concatenate((block_ids, followers[followers != NULL_BLOCK]))
         end = self._num_stacked + len(block_ids)
         self._free_stack[self._num_stacked : end] = block_ids

@@ -132,6 +132,8 @@ def check_followers(pool: BlockPool) -> None:
         has_state[followers], lambda at: f"block {followers[at]} follows another and has a state of its own"
     )
     _refuse(~has_state[leaders], lambda at: f"block {leaders[at]} is free but has followers")
+    free = pool.free_blocks()
+    _refuse(pool.ends_hit[free], lambda at: f"block {free[at]} is free but marked as the end of a hit")
     in_use = np.flatnonzero((pool.ref_counts > 0) | pool.is_cached)
     expected = pool.num_groups_of(in_use) - 1
     counted = np.count_nonzero(pool.followers[:, in_use], axis=0)

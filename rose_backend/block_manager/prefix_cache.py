@@ -15,6 +15,7 @@ import numpy as np
 from rose_backend.block_manager.block_index import BlockIndex, Link
 from rose_backend.block_manager.block_pool import (
     NO_BLOCKS,
+    NULL_BLOCK,
     BlockPool,
     BoolArray,
     Int32Array,
@@ -39,8 +40,14 @@ class PrefixMatch:
     """Digest of the chain of the full blocks that match."""
     epoch: int
     """Version of the cache: ``BlockManager.add`` repeats the lookup for a match of another epoch."""
+    num_known_tokens: int = 0
+    """With sliding windows, how many leading tokens the kind of groups that keeps everything has: at least as many."""
     window_block_ids: tuple[Int32Array, ...] = ()
     """Of each kind of groups with a sliding window its last blocks, int32 ``[B']``: those that the window reaches."""
+
+    def blocks_of_kinds(self, num_windowed: int) -> list[Int32Array]:
+        """Return the blocks of each kind of groups, of which so many have a sliding window."""
+        return [self.block_ids, *(self.window_block_ids or (NO_BLOCKS,) * num_windowed)]
 
 
 class PrefixCache:
@@ -136,6 +143,7 @@ class PrefixCache:
             num_tokens=end,
             chain_digest=digests[end // self.block_size] if end != match.num_tokens else match.chain_digest,
             epoch=match.epoch,
+            num_known_tokens=match.num_tokens,
             window_block_ids=tuple(cursor.blocks_of(end) for cursor in cursors),
         )
 
@@ -239,6 +247,17 @@ class PrefixCache:
         self._digest_of[:] = [b""] * self._pool.num_blocks
         if self._events is not None:
             self._events.append(CacheCleared())
+
+    def blocks_of_kind(self, block_ids: Int32Array, kind: int) -> Int64Array | None:
+        """Return another kind's blocks with the tokens of these full ones of the first kind; None if one is gone."""
+        full = self.indexes[kind].full
+        found = [full.get(self._digest_of[block_id], NULL_BLOCK) for block_id in block_ids.tolist()]
+        return None if NULL_BLOCK in found else np.array(found, np.int64)
+
+    def is_prefix_held(self, block_id: int) -> bool:
+        """Whether the block of the first kind with the same tokens as a full block of another kind is held."""
+        first = self.indexes[0].full.get(self._digest_of[block_id])
+        return first is not None and bool(self._pool.ref_counts[first])
 
     def take_events(self) -> list[CacheEvent]:
         """See ``BlockManager.take_events``."""

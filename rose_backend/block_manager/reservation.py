@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from rose_backend.block_manager.block_pool import (
-    NO_BLOCKS,
     NO_WRITER,
     BlockPool,
     BoolArray,
@@ -78,9 +77,8 @@ class Reservations:
         if len(kinds) == 1 and kinds[0].num_groups == 1:
             return needed
         needed *= kinds[0].num_groups
-        window_block_ids = match.window_block_ids or (NO_BLOCKS,) * len(self._table.windowed)
         num_columns = -(-num_tokens // self._block_size)
-        for kind, block_ids in zip(self._table.windowed, window_block_ids, strict=True):
+        for kind, block_ids in zip(kinds[1:], match.blocks_of_kinds(len(kinds) - 1)[1:], strict=True):
             own = num_columns - len(match.block_ids) + len(block_ids)
             num_new = self._blocks_needed(block_ids, match.num_tokens, own * self._block_size)
             if num_at_once is not None:
@@ -118,6 +116,35 @@ class Reservations:
             writers = self._pool.writers
             writers[block_ids[np.isin(writers[block_ids], rows)]] = NO_WRITER
             self._clones.release_blocks(block_ids)
+
+    def retire(self, cache: PrefixCache, rows: Int64Array) -> None:
+        """Prepare rows to be freed: equal partial tails are indexed once, and windows that others share are held."""
+        table = self._table
+        tails = np.maximum(table.num_computed_tokens[rows] - 1, 0) // self._block_size + rows * table.width
+        for kind, index in zip(table.kinds, cache.indexes, strict=True):
+            index.retire_tails(rows, kind.entries[tails].astype(np.int64))
+        if table.windowed:
+            self._take_back_shared_windows(cache, rows)
+
+    def _take_back_shared_windows(self, cache: PrefixCache, rows: Int64Array) -> None:
+        """Let rows that end hold again what their windows have passed of tokens that others shared with them.
+
+        Released with the rest of the row, it is as old as the prefix that it makes usable. Otherwise it would be
+        evicted first, and the prefix be of no use for the next one that shares it.
+        """
+        table, size = self._table, self._block_size
+        for row in rows.tolist():
+            num_known = min(table.num_known[row], int(table.num_computed_tokens[row]))
+            for kind in table.windowed if num_known else ():
+                assert kind.window is not None, "only the first kind keeps everything"
+                first = max(num_known - kind.window + 1, 0) // size
+                stop = min(num_known // size, int(kind.first_block[row]))
+                if first < stop:
+                    block_ids = cache.blocks_of_kind(table.block_table[row, first:stop], kind.index)
+                    if block_ids is not None:
+                        self._pool.share(block_ids)
+                        kind.block_table[row, first:stop] = block_ids
+                        kind.first_block[row] = first
 
     def reserve(self, rows: Int64Array, wanted: Int32Array, idle: BoolArray) -> Reservation:
         """Serve all rows or none.
@@ -288,13 +315,21 @@ class Reservations:
     def _take(self, kind: KindTable, count: int) -> Int64Array:
         pool = self._pool
         if pool.has_groups:
-            evicted = pool.evict(count * kind.num_groups)
+            evicted = pool.evict(count * kind.num_groups, self._is_spared)
             self._forget(evicted)
             pool.recycle(evicted)
             return pool.take_for(kind.index, count)
         block_ids, evicted = pool.take(count)
         self._forget(evicted)
         return block_ids
+
+    def _is_spared(self, block_ids: Int64Array) -> BoolArray:
+        """Which blocks are in a window at the end of a hit whose prefix somebody holds."""
+        is_spared: BoolArray = self._pool.ends_hit[block_ids]
+        if self._cache is not None and any_of(is_spared):
+            for place in np.flatnonzero(is_spared).tolist():
+                is_spared[place] = self._cache.is_prefix_held(int(block_ids[place]))
+        return is_spared
 
     def _forget(self, evicted: Int64Array) -> None:
         if len(evicted):
@@ -343,8 +378,9 @@ class Reservations:
         row_of_block = np.repeat(rows, counts)
         blocks = [kind.entries[entries] for kind in table.kinds]
         is_full = (entries - row_of_block * table.width + 1) * size <= np.repeat(end, counts)
-        nothing = np.zeros_like(is_full)
-        opens = [nothing if cache.full_blocks_only else ~self._pool.is_cached[each] for each in blocks]
+        opens = [~self._pool.is_cached[each] for each in blocks]
+        if cache.full_blocks_only:
+            opens = [np.zeros_like(is_full)] * len(blocks)
         cache.publish(row_of_block, blocks, is_full, opens, table.chain_digests, table.namespaces)
         next_publish = (end // size + 1) * size
         if not cache.full_blocks_only:

@@ -51,6 +51,9 @@ class SequenceTable:
         ``num_computed_tokens`` while the block of the next token may be shared. -1: the row is not in use."""
         self.next_publish: Int32Array = np.zeros(max_num_seqs, np.int32)
         """Computed tokens at which a commit next changes the index: the first token of a block, or a full block."""
+        self.num_known: list[int] = [0] * max_num_seqs
+        """With sliding windows: leading tokens of each row that were in the cache when it was added, whether its window
+        was there or not. Others may share them, too."""
         self.changed: BoolArray = np.zeros(max_num_seqs, np.bool_)
         self.chain_digests: list[bytes] = [b""] * max_num_seqs
         """Digest of the chain of full, computed blocks of a row."""
@@ -103,6 +106,7 @@ class SequenceTable:
         for row in numbers:
             self.chain_digests[row] = chain_digest
             self.namespaces[row] = namespace
+            self.num_known[row] = 0
         return np.array(numbers, np.int64)
 
     def give_back(self, rows: Int64Array, entries: Int64Array) -> None:
@@ -122,8 +126,8 @@ class SequenceTable:
         new_counts = old_counts + counts
         self.num_row_blocks[rows] = new_counts
         self.capacity[rows] = self.full_capacity(new_counts)
-        if not any_of(counts > 1):
-            gets_one = counts != 0
+        gets_one = counts != 0
+        if np.count_nonzero(gets_one) == counts.sum():  # at most one each
             row_of_block: Int64Array = rows[gets_one]
             return row_of_block, row_of_block * self.width + old_counts[gets_one]
         return np.repeat(rows, counts), concatenate_ranges(rows * self.width + old_counts, counts)

@@ -230,6 +230,7 @@ class KindsSimulation:
         manager, size = self.manager, self.block_size
         before = {row: self.blocks_by_kind(row) for row in rows}
         evict_next = manager.pool.cached_blocks().tolist()
+        evict_next.sort(key=self.is_spared)
         least = self.least_blocks(rows, counts)
         is_idle = all(count <= self.num_writable(row) for row, count in zip(rows, counts, strict=True))
         held_before = {row: manager.table.num_row_blocks[row] for row in rows}
@@ -252,12 +253,31 @@ class KindsSimulation:
             agree("blocks taken", taken, [])
             assert least > manager.num_free_blocks, "there were enough blocks"
         lost = [block for block in evict_next if block in taken or not manager.pool.is_cached[block]]
-        agree("evicted are the least recently released", lost, evict_next[: len(lost)])
+        agree("evicted are the least recently released", sorted(lost), sorted(evict_next[: len(lost)]))
+        self.paths["window of a hit spared"] += bool(lost) and any(
+            self.is_spared(block) for block in manager.pool.cached_blocks().tolist()
+        )
         if lost:
             num_left = len(manager.pool.free_blocks())
             assert num_left < max(kind.num_groups for kind in self.kinds), "more was evicted than needed"
         self.check("reserve")
         return [row for row, fits in zip(rows, answer.servable.tolist(), strict=True) if fits]
+
+    def is_spared(self, block: int) -> bool:
+        """Whether a block is in a window at the end of a hit whose prefix a row or a copy holds."""
+        pool, (kind, namespace, tokens) = self.manager.pool, self.content[block]
+        if not pool.has_groups or not pool.ends_hit[block] or not kind:
+            return False
+        if pool.num_written_tokens[block] < self.block_size:
+            return False
+        cache = self.manager.cache
+        assert cache is not None
+        return any(
+            pool.ref_counts[other] > 0
+            for other in cache.indexes[0].block_ids().tolist()
+            if self.content[other][1:] == (namespace, tokens)
+            and pool.num_written_tokens[other] == self.block_size
+        )
 
     def least_blocks(self, rows: list[int], counts: list[int]) -> int:
         """Return how many blocks a reservation takes at least: tails that nobody else reads are overwritten."""

@@ -130,6 +130,7 @@ def set_in_window(array: str, index: object, value: object) -> Callable[[BlockMa
         (set_item("pool.followers", (0, 1), 15), r"block 1 has 1 followers, expected 0"),
         (set_item("pool.followers", (0, 15), 16), r"block 15 is free but has followers"),
         (set_item("pool.num_written_tokens", 12, 1), r"block 12 follows another and has a state of its own"),
+        (set_item("pool.ends_hit", 15, True), r"block 15 is free but marked as the end of a hit"),
         (set_item("pool.kind_of", 3, 1), r"block 3 has 0 followers, expected 1"),
     ],
 )

@@ -112,3 +112,82 @@ def test_a_long_prompt_in_steps_needs_the_windows_of_a_step() -> None:
     row = compute(manager, range(24), at_once=8)
     assert manager.blocks_to_grow(row, 64, 8) == 10 + 2 * (5 - (6 - 2))
     assert manager.blocks_to_grow(row, 24, 8) == 0
+
+
+def test_what_is_computed_again_because_of_a_window_takes_the_place_of_what_was_there() -> None:
+    manager = make(FULL, GroupKind(6))
+    assert manager.cache is not None
+    manager.free(np.array([compute(manager, range(16))]))
+    manager.free(np.array([compute(manager, range(100, 116))]))
+    older = manager.match(np.array([*range(16), 99], np.int32))
+    assert older.num_tokens == 16
+    gone = older.window_block_ids[0].astype(np.int64)
+    manager.pool.share(gone)
+    manager.uncache(gone)
+    manager.clones.release_blocks(gone)
+    assert manager.match(np.array([*range(16), 99], np.int32)).num_tokens < 16
+    row = compute(manager, range(16))
+    full = manager.block_table[row, :4].tolist()
+    # The window of the first half was still there.
+    assert full[:2] == older.block_ids[:2].tolist()
+    assert not set(full[2:]) & set(older.block_ids.tolist())
+    # One copy of each, and the new one, which is evicted last.
+    assert len(manager.cache.full_index()) == 4 + 4
+    manager.free(np.array([row]))
+    assert set(manager.pool.cached_blocks()[-8:].tolist()) >= set(full)
+    # While a row holds it, the older one stays.
+    rows = [compute(manager, range(200, 216)) for _ in range(2)]
+    assert manager.block_table[rows[0], :3].tolist() == manager.block_table[rows[1], :3].tolist()
+    manager.check_integrity()
+
+
+def evict_all_but(manager: BlockManager, num_cached: int) -> None:
+    """Let rows take blocks until so many are cached, then give them back."""
+    rows: list[int] = []
+    while manager.pool.num_cached_blocks > num_cached:
+        if not rows or manager.num_row_blocks[rows[-1]] == 16:
+            added = manager.add(np.array([7] * 60, np.int32), namespace=b"another")
+            assert added is not None
+            rows.append(added.row)
+        count = 4 * (1 + int(manager.num_row_blocks[rows[-1]]))
+        assert manager.reserve(np.array(rows[-1:]), count).ok
+    manager.free(np.array(rows))
+
+
+def test_the_window_at_the_end_of_a_shared_prefix_is_released_with_the_prefix() -> None:
+    manager = make(FULL, GroupKind(6), num_blocks=80)
+    manager.free(np.array([compute(manager, range(20))]))
+    # Another goes on from there, and its window passes the end of what both share.
+    prompt = [*range(20), *range(50, 70)]
+    added = manager.add(np.array(prompt, np.int32))
+    assert added is not None and added.num_cached_tokens == 20
+    row = np.array([added.row])
+    for token in prompt[20:]:
+        assert manager.reserve(row, 1).ok
+        manager.commit(row, 1, np.array([token], np.int32))
+    shared = manager.match(np.array([*range(20), 99], np.int32)).window_block_ids[0].tolist()
+    manager.free(row)
+    order = manager.pool.cached_blocks().tolist()
+    prefix = manager.match(np.array([*range(20), 99], np.int32)).block_ids.tolist()
+    # Behind the row's own end; column 4's block before the prefix' last one, column 3's before the one in front.
+    assert order[-7:] == [shared[1], prefix[4], shared[0], prefix[3], prefix[2], prefix[1], prefix[0]]
+
+
+def test_the_window_of_a_hit_outlives_others_while_its_prefix_is_held() -> None:
+    manager = make(FULL, GroupKind(6), num_blocks=60)
+    manager.free(np.array([compute(manager, range(20))]))
+    prompt = [*range(20), *range(50, 90)]
+    added = manager.add(np.array(prompt, np.int32))
+    assert added is not None and added.num_cached_tokens == 20
+    row = np.array([added.row])
+    for token in prompt[20:]:
+        assert manager.reserve(row, 1).ok
+        manager.commit(row, 1, np.array([token], np.int32))
+    # What its window passed first is what others need to go on from the shared prefix.
+    wanted = np.array([*range(20), 99], np.int32)
+    assert manager.match(wanted).num_tokens == 20
+    evict_all_but(manager, 3)
+    assert manager.match(wanted).num_tokens == 20
+    evict_all_but(manager, 1)
+    assert manager.match(wanted).num_tokens == 0
+    manager.check_integrity()

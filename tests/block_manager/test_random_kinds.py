@@ -45,6 +45,7 @@ REQUIRED_PATHS = {
     "partial hit": 100,
     "tails of different blocks": 10,
     "block passed": 100,
+    "window of a hit spared": 10,
     "clones": 100,
     "chain of clones": 10,
     "clone called off": 10,

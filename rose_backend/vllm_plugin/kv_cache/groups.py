@@ -53,8 +53,8 @@ class RoseGroups:
         if len(self.places) == 1:
             return (match.block_ids,)
         by_kind = []
-        window_block_ids = match.window_block_ids or (match.block_ids[:0],) * (len(self.kinds) - 1)
-        for kind, block_ids in zip(self.kinds, (match.block_ids, *window_block_ids), strict=True):
+        blocks = match.blocks_of_kinds(len(self.kinds) - 1)
+        for kind, block_ids in zip(self.kinds, blocks, strict=True):
             passed = np.full(len(match.block_ids) - len(block_ids), NULL_BLOCK, np.int32)
             with_passed = np.concatenate((passed, block_ids))
             by_kind.append(manager.pool.blocks_of_groups(with_passed, kind.num_groups))
