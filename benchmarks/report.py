@@ -26,6 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
 DRAWN_RESULTS = ("cpu/block_manager.json", "h200/online_compare.json")
 COMMITS = {
+    "1610794fcc27307c": "ef6386b",
     "0960b50e02957936": "fca7de6",
     "46beff57b023f1fb": "891e8cf",
     "94facc4f88991104": "52107a4",
@@ -98,6 +99,7 @@ TABLES = {
     "vllm_llama": Table("inside_vllm", "h200/vllm_llama.json", engines.offline_table),
     "vllm_parts": Table("inside_vllm", "h200/vllm_parts.json", engines.parts_table),
     "block_manager": Table("parts", "cpu/block_manager.json", parts.block_manager_table),
+    "prefix_hits": Table("parts", "cpu/prefix_hits.json", parts.prefix_hits_table),
     "kv_cow_clone": Table("parts", "h200/kv_cow_clone_float16.json", parts.variants_table),
     "kv_append": Table("parts", "h200/kv_append.json", parts.variants_table),
     "kernels": Table("parts", "h200/kernels.json", parts.kernels_table),

@@ -29,8 +29,10 @@ def test_figures_and_results_agree() -> None:
 @pytest.mark.parametrize("name", report.TABLES)
 def test_every_table_has_its_command_losses_and_sources(name: str) -> None:
     *_, source, verdict, sources = re.sub(r"\n\n- ", "\n- ", report.TABLES[name].text()).split("\n\n")
-    assert re.match(r"Medians\b.*; .*`python -m benchmarks\.", source)
-    assert re.match(r"(Slower\b.* in \d+ of |No losses in |A gain of 2% or more in )", verdict)
+    assert re.match(r"(Medians|Shares)\b.*; .*`python -m benchmarks\.", source)
+    assert re.match(
+        r"(Slower\b.* in \d+ of |Fewer hits in \d+ of |No losses in |A gain of 2% or more in )", verdict
+    )
     assert re.match(
         r"Source digest: (`[0-9a-f]{16}` \(|not recorded \(result added with )commit [0-9a-f]{7}\)", sources
     )
