@@ -26,6 +26,7 @@ from tests.support.paged_inputs import (
     naive_attention,
     random_rotation,
     same_bits,
+    without_passed_blocks,
 )
 
 SCALE = 0.25
@@ -394,3 +395,15 @@ def test_what_the_kernels_cannot_do_is_named() -> None:
         check_gpu_tensors(query.double())
     with pytest.raises(ShapeError, match=r"key_cache: expected an innermost stride of 1, got strides"):
         check_gpu_tensors(query, key_cache=cache.transpose(1, 3))
+
+
+@pytest.mark.parametrize("block_size", [4, 8, 16])
+@pytest.mark.parametrize("window", [2, 7, 17])
+def test_blocks_that_a_window_has_passed_are_not_read(window: int, block_size: int) -> None:
+    inputs = build_paged_inputs([0, 45, 30, -1, 64, 100], num_query_heads=2, block_size=block_size)
+    expected = naive_attention(inputs, scale=SCALE, sliding_window=window)
+    assert without_passed_blocks(inputs, window) > 3
+    out, _ = run(inputs, sliding_window=window)
+    real = inputs.slot_mapping >= 0
+    assert not out[real].isnan().any()
+    torch.testing.assert_close(out[real].double(), expected[real].double(), atol=1e-4, rtol=1e-4)

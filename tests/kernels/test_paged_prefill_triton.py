@@ -22,6 +22,7 @@ from tests.support.paged_inputs import (
     grouped,
     naive_attention,
     same_bits,
+    without_passed_blocks,
 )
 
 SCALE = 0.25
@@ -280,3 +281,18 @@ def test_float8_compiles_without_spills(capability: int) -> None:
     assert len(launches) == 2
     for launch in launches:
         assert "e4m3x2" in compile_launch(launch, capability).ptx
+
+
+@pytest.mark.parametrize("loops", ["one loop", "two loops", "wide tiles"])
+@pytest.mark.parametrize("block_size", [4, 6, 16])
+@pytest.mark.parametrize("window", [2, 7, 17])
+def test_blocks_that_a_window_has_passed_are_not_read(window: int, block_size: int, loops: str) -> None:
+    inputs = build_paged_inputs(
+        [0, 45, 30, -1, 64], [3, 9, 17, 2, 1], num_query_heads=2, block_size=block_size
+    )
+    expected = naive_attention(inputs, scale=SCALE, sliding_window=window)
+    assert without_passed_blocks(inputs, window) > 3
+    out = run(inputs, loops=loops, sliding_window=window)
+    real = inputs.slot_mapping >= 0
+    assert not out[real].isnan().any()
+    torch.testing.assert_close(out[real].double(), expected[real].double(), atol=1e-4, rtol=1e-4)

@@ -57,6 +57,20 @@ class PagedInputs:
         return _scaled(torch.cat((self.history_values[row], new)), self.value_scale, dtype)
 
 
+def without_passed_blocks(inputs: PagedInputs, window: int) -> int:
+    """Point columns that no token of a row attends to at a block of NaN, as block managers do; return how many."""
+    block_size, table = inputs.key_cache.shape[1], inputs.block_table
+    used = set(table.flatten().tolist())
+    unused = next(block for block in range(len(inputs.key_cache)) if block not in used)
+    assert inputs.key_cache[unused].isnan().all()
+    num_passed = 0
+    for row, computed in enumerate(inputs.num_computed_tokens.tolist()):
+        passed = max(computed - window + 1, 0) // block_size
+        table[row, :passed] = unused
+        num_passed += passed
+    return num_passed
+
+
 def grouped(**arguments: Any) -> dict[str, Any]:
     """Return arguments of an attention function, those that are fields of ``AttentionOptions`` as ``options``."""
     names = {field.name for field in fields(AttentionOptions)} & arguments.keys()
