@@ -181,12 +181,15 @@ class BlockPool:
             is_spared: which of some blocks are put behind all others instead, once.
         """
         popped, most = [np.zeros(0, np.int64)], int(self._group_counts.max())
-        num_spared, num_queued = 0, len(self._queue)
+        num_left = len(
+            self._queue
+        )  # Blocks that were not looked at yet; behind them are those that were spared.
         while (missing := num_blocks - self._num_stacked - sum(map(self._count, popped))) > 0:
             block_ids = self._queue.pop(min(-(-missing // most), len(self._queue)))
-            if num_spared < num_queued:
-                spared = is_spared(block_ids)
-                num_spared += len(block_ids)
+            if num_left:
+                spared = np.zeros(len(block_ids), np.bool_)
+                spared[:num_left] = is_spared(block_ids[:num_left])
+                num_left = max(num_left - len(block_ids), 0)
                 self._queue.push(block_ids[spared])
                 block_ids = block_ids[~spared]
             popped.append(block_ids)
