@@ -47,8 +47,6 @@ class KVCacheFacade:
         exact_cached_tokens: bool,
     ) -> None:
         self._manager = manager
-        self._groups = groups
-        self.num_kv_cache_groups = len(groups)
         self._ended: list[tuple[int, Request, int]] = []
         """Rows of requests that have ended, with the tokens that they had computed: released all at once, soon."""
         self.block_size = manager.block_size
@@ -73,6 +71,11 @@ class KVCacheFacade:
         raise NotImplementedError
 
     @property
+    def num_kv_cache_groups(self) -> int:
+        """Groups of the model."""
+        return len(self.running.groups)
+
+    @property
     def usage(self) -> float:
         """Share of the pool in use, 0 to 1."""
         return self.manager.usage
@@ -85,7 +88,7 @@ class KVCacheFacade:
         manager = self.manager
         num_cached = int(manager.num_computed_tokens[row]) // self.block_size
         num_reported = self.running.num_reported[row]
-        return RoseBlocks(self._groups.blocks_of(manager, row, 0, num_reported), num_cached=num_cached)
+        return RoseBlocks(self.running.groups.blocks_of(manager, row, 0, num_reported), num_cached=num_cached)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Return the ids of all blocks of a request, of each group."""
@@ -193,7 +196,7 @@ class KVCacheFacade:
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """Return zeros, as vLLM itself does since cascade attention is gone."""
-        return [0] * self.num_kv_cache_groups
+        return [0] * len(self.running.groups)
 
     def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: what windows have passed is released before more is allocated."""

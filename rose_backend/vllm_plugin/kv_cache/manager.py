@@ -94,8 +94,8 @@ class RoseKVCacheManager(KVCacheFacade):
     ) -> None:
         groups = the_rose_groups(kv_cache_config)
         check_retention_interval(kv_cache_config.prefix_cache_retention_interval)
-        self._num_at_once = max_model_len if max_in_flight_tokens is None else max_in_flight_tokens
-        check_pool_size(kv_cache_config.num_blocks, groups, max_model_len, self._num_at_once)
+        num_at_once = max_model_len if max_in_flight_tokens is None else max_in_flight_tokens
+        check_pool_size(kv_cache_config.num_blocks, groups, max_model_len, num_at_once)
         manager = BlockManager(
             num_blocks=kv_cache_config.num_blocks,
             block_size=groups.block_size,
@@ -118,7 +118,8 @@ class RoseKVCacheManager(KVCacheFacade):
         )
         first_full = next(index for index, (kind, _) in enumerate(groups.places) if kind == 0)
         self.coordinator = CoordinatorShim(shims, first_full, self._num_blocks_to_grow)
-        self.running = RunningRequests(manager, groups, max_num_seqs, self._commit)
+        # Groups and limits are its attributes: with more than 30, Python reads each of an object more slowly.
+        self.running = RunningRequests(manager, groups, max_num_seqs, num_at_once, self._commit)
         self._loads = ExternalLoads()
         self._is_flushed = False
         self._item_ids = ItemIds(self.block_size)
@@ -163,7 +164,7 @@ class RoseKVCacheManager(KVCacheFacade):
         prompt, match = self._look_up(request, None)
         self._last_lookup = (request.request_id, match)
         num_tokens = min(request.num_tokens, self.max_model_len)
-        num_blocks = self.manager.blocks_needed(match, num_tokens, self._num_at_once)
+        num_blocks = self.manager.blocks_needed(match, num_tokens, self.running.num_at_once)
         if (
             self.manager.num_free_rows <= self._num_deferred_rows
             or num_blocks > self.manager.num_free_blocks - self._num_deferred_blocks
@@ -183,7 +184,11 @@ class RoseKVCacheManager(KVCacheFacade):
         _, match = self._look_up(request, max_cache_hit_length)
         if self._events is not None and match.num_tokens:
             self._events.report_reuse(request, match.num_tokens // self.block_size)
-        return RoseBlocks(self._groups.blocks_of_match(self.manager, match), match), match.num_tokens, 0
+        return (
+            RoseBlocks(self.running.groups.blocks_of_match(self.manager, match), match),
+            match.num_tokens,
+            0,
+        )
 
     def _look_up(self, request: Request, max_tokens: int | None) -> tuple[HashedPrompt, PrefixMatch]:
         prompt = self._prompts.get(request)
@@ -274,7 +279,7 @@ class RoseKVCacheManager(KVCacheFacade):
             return False
         if num_full_tokens <= num_tokens:
             return True
-        return self.manager.blocks_needed(match, num_full_tokens, self._num_at_once) <= free
+        return self.manager.blocks_needed(match, num_full_tokens, self.running.num_at_once) <= free
 
     def _admit(self, request: Request, prompt: HashedPrompt, match: PrefixMatch, num_tokens: int) -> Any:
         added = self.manager.add(prompt.token_ids, namespace=prompt.namespace, match=match)
@@ -305,7 +310,7 @@ class RoseKVCacheManager(KVCacheFacade):
 
     def _commit(self, rows: list[int]) -> None:
         rows = [row for row in rows if not self._loads.cover(row, self.running.requests[row])]
-        if not rows or not (self.enable_caching or len(self._groups.kinds) > 1):
+        if not rows or not (self.enable_caching or len(self.running.groups.kinds) > 1):
             return
         requests = [self.running.requests[row] for row in rows]
         ends = self._commit_up_to(rows, requests, [_num_certain_tokens(request) for request in requests])
@@ -386,7 +391,7 @@ class RoseKVCacheManager(KVCacheFacade):
         self.manager.free(np.array([row]))
 
     def _num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
-        return self.manager.blocks_to_grow(self._row_of.get(request_id), num_tokens, self._num_at_once)
+        return self.manager.blocks_to_grow(self._row_of.get(request_id), num_tokens, self.running.num_at_once)
 
 
 def _num_certain_tokens(request: Request) -> int:

@@ -25,6 +25,7 @@ class RunningRequests:
         manager: keeps the blocks.
         groups: of the model, in vLLM's order.
         max_num_seqs: rows.
+        num_at_once: tokens of a request that are scheduled and not yet processed, at most.
         commit: commits what rows have computed. With sliding windows it is called before more is reserved, so that
             what they have passed can be released.
     """
@@ -34,9 +35,11 @@ class RunningRequests:
         manager: BlockManager,
         groups: RoseGroups,
         max_num_seqs: int,
+        num_at_once: int,
         commit: Callable[[list[int]], None],
     ) -> None:
-        self._groups = groups
+        self.groups = groups
+        self.num_at_once = num_at_once
         self._has_windows = len(groups.kinds) > 1
         self._commit = commit
         self.requests: dict[int, Request] = {}
@@ -140,9 +143,9 @@ class RunningRequests:
         for row, count in zip(rows, counts, strict=True):
             self._note_reported(row, count)
         last_columns = num_row_blocks[row_array] - 1
-        if len(self._groups) == 1:
+        if len(self.groups) == 1:
             return [([block],) for block in self._manager.block_table[row_array, last_columns].tolist()]
-        blocks = self._groups.in_order(self._manager.group_block_ids(row_array, last_columns))
+        blocks = self.groups.in_order(self._manager.group_block_ids(row_array, last_columns))
         return [
             tuple([block] for block in of_row)
             for of_row in zip(*(each.tolist() for each in blocks), strict=True)
@@ -174,7 +177,7 @@ class RunningRequests:
         manager = self._manager
         old_count, new_count = self.num_reported[row], int(manager.num_row_blocks[row])
         self._note_reported(row, new_count)
-        return RoseBlocks(self._groups.blocks_of(manager, row, old_count, new_count))
+        return RoseBlocks(self.groups.blocks_of(manager, row, old_count, new_count))
 
     def _note_reported(self, row: int, num_blocks: int) -> None:
         self.num_reported[row] = num_blocks
