@@ -97,6 +97,15 @@ def why_windows_are_kept(vllm_config: VllmConfig) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def why_windows_are_kept_unless_asked(vllm_config: VllmConfig) -> str | None:
+    """Return why the K/V of sliding windows is kept whole where ``disable_hybrid_kv_cache_manager`` was left open."""
+    from vllm.platforms import current_platform
+
+    if replays_steps(vllm_config):
+        return "steps replayed whole"
+    return "not tried on GPUs yet" if current_platform.is_cuda() else None
+
+
 def appends_in_attention(vllm_config: VllmConfig, options: PluginConfig) -> bool:
     """Whether attention stores the new K/V itself instead of a separate write before it."""
     return options.fused_kv_append and why_kv_is_written_first(vllm_config) is None

@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 
 from rose_backend.block_manager import GroupKind
 from rose_backend.errors import ConfigError
+from rose_backend.vllm_plugin import options
 from rose_backend.vllm_plugin.hooks.config_hook import keep_compiled_kernels
 from rose_backend.vllm_plugin.hooks.refusals import KV_CONNECTORS
 from rose_backend.vllm_plugin.hooks.start_up_log import describe_parts
@@ -409,11 +410,17 @@ def test_layers_of_one_group_are_asked_of_vllm_too(make_config: MakeConfig) -> N
     assert not is_asked(**WINDOWS, attention_backend="CPU_ATTN")
 
 
-def test_windows_are_kept_where_steps_are_replayed_whole_unless_asked(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reason", ["steps replayed whole", "not tried on GPUs yet"])
+def test_windows_are_kept_on_gpus_unless_asked(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
-    monkeypatch.setattr("rose_backend.vllm_plugin.hooks.config_hook.replays_steps", lambda config: True)
-    assert make_config(**MIXED_WINDOWS).scheduler_config.disable_hybrid_kv_cache_manager
+    if reason == "steps replayed whole":
+        monkeypatch.setattr(options, "replays_steps", lambda config: True)
+    else:
+        monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    config = make_config(**MIXED_WINDOWS)
+    assert config.scheduler_config.disable_hybrid_kv_cache_manager
+    assert options.why_windows_are_kept_unless_asked(config) == reason
     asked = {"disable_hybrid_kv_cache_manager": False, **MIXED_WINDOWS}
     assert not make_config(**asked).scheduler_config.disable_hybrid_kv_cache_manager
 

@@ -22,9 +22,9 @@ from rose_backend.vllm_plugin.options import (
     SCHEDULER_CLASS,
     has_rust_front_end,
     is_rose_selected,
-    replays_steps,
     rose_options,
     why_windows_are_kept,
+    why_windows_are_kept_unless_asked,
 )
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
 from rose_backend.vllm_plugin.plugin_logger import logger
@@ -52,8 +52,8 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
                 self.scheduler_config.disable_hybrid_kv_cache_manager = True
             leaves_graphs = leaves_graphs_to_vllm(self)
             original(self, *args, **kwargs)
-            if is_open and replays_steps(self):
-                # Steps are replayed whole with one group of blocks only.
+            # Whether steps are replayed is known only now.
+            if is_open and why_windows_are_kept_unless_asked(self) is not None:
                 self.scheduler_config.disable_hybrid_kv_cache_manager = True
             check_supported(self, options)
             chosen_model = choose_model_class(self, options)
