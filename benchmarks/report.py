@@ -26,7 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
 DRAWN_RESULTS = ("cpu/block_manager.json", "h200/online_compare.json")
 COMMITS = {
-    "623ea82d069ac7ca": "fbd5400",
+    "dbf7e5cc16e90cd1": "130f14d",
     "0960b50e02957936": "fca7de6",
     "46beff57b023f1fb": "891e8cf",
     "94facc4f88991104": "52107a4",
