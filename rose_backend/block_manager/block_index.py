@@ -23,6 +23,32 @@ Link: TypeAlias = tuple[bytes, bytes]
 """The digest of a block's parent and, if it is full, its own, else none."""
 
 
+def hash_links(
+    rows: IntArray,
+    is_full: BoolArray,
+    data: bytes,
+    chain_digests: list[bytes],
+    chain_digest: Callable[[bytes, bytes], bytes],
+) -> list[Link]:
+    """Hash full blocks that have just been written; arrays are ``[N]``.
+
+    Args:
+        rows: the row of each block; the blocks of a row in order.
+        is_full: the block is full and gets its digest.
+        data: the tokens of all blocks.
+        chain_digests: of every row; advanced past its full blocks.
+        chain_digest: hashes a parent's digest and a block's tokens.
+    """
+    links: list[Link] = []
+    step = len(data) // max(len(rows), 1)
+    for place, (row, fills) in enumerate(zip(rows.tolist(), is_full.tolist(), strict=True)):
+        parent, digest = chain_digests[row], b""
+        if fills:
+            chain_digests[row] = digest = chain_digest(parent, data[place * step : (place + 1) * step])
+        links.append((parent, digest))
+    return links
+
+
 class BlockIndex:
     """Which blocks lookups find.
 
@@ -62,62 +88,44 @@ class BlockIndex:
         data: bytes,
         chain_digests: list[bytes],
         chain_digest: Callable[[bytes, bytes], bytes],
-        links: list[Link] | None,
-    ) -> list[int]:
-        """Hash full blocks that have just been written, and add all; arrays are ``[N]``.
-
-        If another block holds the same tokens behind the same parent, that one stays and the new one is not indexed.
-        With several kinds of groups that goes for a block that is held only; any other is released.
-
-        Args:
-            rows: the row of each block; the blocks of a row in order.
-            is_full: the block is full and gets its digest.
-            opens: the block has its first tokens, and may grow.
-            data: the tokens of all blocks.
-            chain_digests: of every row; advanced past its full blocks.
-            chain_digest: hashes a parent's digest and a block's tokens.
-            links: if given, gets each block's.
-
-        Returns:
-            With ``links``, the full blocks that were added.
-        """
+    ) -> None:
+        """As ``publish`` behind ``hash_links``, in one loop: this is most of the cost of a step that fills blocks."""
         full, parent_of, digest_of, step = self.full, self._parent_of, self._digest_of, 4 * self._block_size
         found: list[int] = []
         closed: list[int] = []
-        filled: list[int] = []
         columns = (values.tolist() for values in (rows, block_ids, is_full, opens))
-        # One loop, not one that hashes and then ``publish``: this is most of the cost of a step that fills blocks.
         for row, block_id, fills, is_new, start in zip(*columns, range(0, len(data), step), strict=True):
             parent = chain_digests[row]
             if fills:
                 chain_digests[row] = digest = chain_digest(parent, data[start : start + step])
-                if links is not None:
-                    links.append((parent, digest))
                 if digest in full and not self._replaces(full[digest]):
                     if parent_of[block_id]:
                         self.remove([block_id])
                     continue
                 full[digest] = block_id
                 digest_of[block_id] = digest
-                if links is not None:
-                    filled.append(block_id)
                 if parent_of[block_id]:
                     closed.append(block_id)
                     continue
-            else:
-                if links is not None:
-                    links.append((parent, b""))
-                if not is_new:
-                    continue
+            elif not is_new:
+                continue
             found.append(block_id)
             if not self._full_blocks_only:
                 parent_of[block_id] = parent
         self._add(found, closed)
-        return filled
 
-    def publish(self, block_ids: IntArray, opens: BoolArray, links: list[Link]) -> None:
-        """As ``publish_and_hash``, of blocks with the same tokens as those of another kind of groups."""
+    def publish(self, block_ids: IntArray, opens: BoolArray, links: list[Link]) -> list[int]:
+        """Add blocks that have just been written; arrays are ``[N]``. Return the full ones that were added.
+
+        If another block holds the same tokens behind the same parent, that one stays and the new one is not indexed.
+        With several kinds of groups that goes for a block that is held only; any other is released.
+
+        Args:
+            opens: the block has its first tokens, and may grow.
+            links: of each block, see ``hash_links``.
+        """
         full, parent_of = self.full, self._parent_of
+        filled: list[int] = []
         found: list[int] = []
         closed: list[int] = []
         columns = zip(block_ids.tolist(), opens.tolist(), links, strict=True)
@@ -129,6 +137,7 @@ class BlockIndex:
                     continue
                 full[digest] = block_id
                 self._digest_of[block_id] = digest
+                filled.append(block_id)
                 if parent_of[block_id]:
                     closed.append(block_id)
                     continue
@@ -138,6 +147,7 @@ class BlockIndex:
             if not self._full_blocks_only:
                 parent_of[block_id] = parent
         self._add(found, closed)
+        return filled
 
     def _replaces(self, block_id: int) -> bool:
         """Release an older block with the same tokens, if nobody holds it; return whether that was done.

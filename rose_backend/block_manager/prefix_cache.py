@@ -12,7 +12,7 @@ from itertools import islice
 
 import numpy as np
 
-from rose_backend.block_manager.block_index import BlockIndex, Link
+from rose_backend.block_manager.block_index import BlockIndex, hash_links
 from rose_backend.block_manager.block_pool import (
     NO_BLOCKS,
     NULL_BLOCK,
@@ -196,17 +196,20 @@ class PrefixCache:
             namespaces: of every row.
         """
         data = self._block_tokens.take(block_ids[0], axis=0).tobytes()
-        links: list[Link] | None = [] if len(self.indexes) > 1 or self._events is not None else None
-        filled = self.indexes[0].publish_and_hash(
-            rows, block_ids[0], is_full, opens[0], data, chain_digests, self.hasher.chain_digest, links
-        )
-        if links is None:
+        chain_digest = self.hasher.chain_digest
+        if len(self.indexes) == 1 and self._events is None:
+            self.indexes[0].publish_and_hash(
+                rows, block_ids[0], is_full, opens[0], data, chain_digests, chain_digest
+            )
             return
-        for index, ids, is_new in zip(self.indexes[1:], block_ids[1:], opens[1:], strict=True):
+        links = hash_links(rows, is_full, data, chain_digests, chain_digest)
+        filled = [
             index.publish(ids, is_new, links)
+            for index, ids, is_new in zip(self.indexes, block_ids, opens, strict=True)
+        ]
         if self._events is not None:
             position_of = {block_id: position for position, block_id in enumerate(block_ids[0].tolist())}
-            for block_id in filled:
+            for block_id in filled[0]:
                 position = position_of[block_id]
                 namespace = namespaces[rows[position]]
                 self._events.append(self._stored(block_id, links[position][0], namespace))

@@ -169,7 +169,8 @@ class Reservations:
         num_blocks = self._table.num_row_blocks[rows]
         num_new = np.maximum((wanted + (self._block_size - 1)) // self._block_size - num_blocks, 0)
         tails = self._shared_tails(rows, num_blocks, num_new)
-        total, num_free = int(num_new.sum()) * self.blocks_per_column, self._pool.num_free_blocks
+        num_columns, num_free = int(num_new.sum()), self._pool.num_free_blocks
+        total = num_columns * self.blocks_per_column
         for each in tails:
             total += int(np.count_nonzero(each.is_clone)) * each.kind.num_groups
         if total > num_free:
@@ -184,7 +185,7 @@ class Reservations:
             servable = idle.copy()
             servable[needy[cheapest_first[fits]]] = True
             return Reservation(False, servable, 0)
-        self._serve(rows, num_new, tails)
+        self._serve(rows, num_new, num_columns, tails)
         return Reservation(True, np.ones(len(idle), np.bool_), total)
 
     def _reserve_one(self, row: int, wanted: int) -> Reservation | None:
@@ -268,10 +269,10 @@ class Reservations:
         tails.is_clone &= ~holds_alone
         return int(np.count_nonzero(tails.is_overwrite))
 
-    def _serve(self, rows: Int64Array, num_new: Int32Array, tails: list[_Tails]) -> None:
+    def _serve(self, rows: Int64Array, num_new: Int32Array, num_columns: int, tails: list[_Tails]) -> None:
         table = self._table
         table.changed[rows] = True
-        new_rows, new_entries = table.append(rows, num_new)
+        new_rows, new_entries = table.append(rows, num_new, num_columns)
         for kind in table.kinds:
             num_clones = 0
             if tails:
@@ -283,8 +284,9 @@ class Reservations:
             if num_clones:
                 self._clone_tails(rows, tails[kind.index], block_ids[:num_clones])
                 block_ids = block_ids[num_clones:]
-            kind.entries[new_entries] = block_ids.astype(np.int32)
-            self._pool.writers[block_ids] = new_rows.astype(np.int32)
+            if num_columns:  # not only copies
+                kind.entries[new_entries] = block_ids.astype(np.int32)
+                self._pool.writers[block_ids] = new_rows.astype(np.int32)
 
     def _claim_tails(self, rows: Int64Array, tails: _Tails) -> None:
         claimed, overwritten = tails.block_ids[tails.is_claim], tails.block_ids[tails.is_overwrite]

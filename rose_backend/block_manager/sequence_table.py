@@ -120,14 +120,14 @@ class SequenceTable:
         self.changed[rows] = False
         self._free_rows.extend(rows.tolist())
 
-    def append(self, rows: Int64Array, counts: Int32Array) -> tuple[Int64Array, Int64Array]:
-        """Append ``counts[i]`` columns to ``rows[i]``; return each new column's row and index in ``entries``."""
+    def append(self, rows: Int64Array, counts: Int32Array, total: int) -> tuple[Int64Array, Int64Array]:
+        """Append ``counts[i]`` columns to ``rows[i]``, ``total`` in all; return the row and entry of each column."""
         old_counts = self.num_row_blocks[rows]
         new_counts = old_counts + counts
         self.num_row_blocks[rows] = new_counts
         self.capacity[rows] = self.full_capacity(new_counts)
-        gets_one = counts != 0
-        if np.count_nonzero(gets_one) == counts.sum():  # at most one each
+        if np.count_nonzero(counts) == total:  # at most one each
+            gets_one = counts != 0
             row_of_block: Int64Array = rows[gets_one]
             return row_of_block, row_of_block * self.width + old_counts[gets_one]
         return np.repeat(rows, counts), concatenate_ranges(rows * self.width + old_counts, counts)
