@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ from tests.e2e.conftest import MakeEngine
 from tests.support.pretended_nixl import PretendedAgent
 from tests.support.reference_generation import SAFE_LEAD, GreedyReference, Prompts, tie_free_case
 from tests.support.stepped_engine import SteppedEngine, overlap_steps_on_cpu, tokens_of
-from tests.support.vllm_server import free_port
 
 NUM_NEW_TOKENS = 24
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -161,6 +161,17 @@ def forget(engine: SteppedEngine) -> dict[str, Any]:
     return outputs
 
 
+def port_of_our_own() -> int:
+    """Return a free port that the system gives to nobody: vLLM, which binds it later, waits forever if it is taken."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    # Below 32,768, where Linux begins to give ports away.
+    for port in range(20_000 + 200 * worker, 20_200 + 200 * worker):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise AssertionError("no port is free")
+
+
 MakePair = Callable[..., contextlib.AbstractContextManager[Pair]]
 
 
@@ -191,7 +202,7 @@ def make_pair(make_engine: MakeEngine, agent: str, monkeypatch: pytest.MonkeyPat
         with contextlib.ExitStack() as stack:
             members = []
             for role in ("kv_producer", "kv_consumer"):
-                monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
+                monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port_of_our_own()))
                 connector = KVTransferConfig(
                     kv_connector="NixlConnector",
                     kv_role=role,
