@@ -154,17 +154,22 @@ def evict_all_but(manager: BlockManager, num_cached: int) -> None:
     manager.free(np.array(rows))
 
 
+def go_on_from_a_hit(manager: BlockManager, rest: range) -> np.ndarray:
+    """Return the row of a sequence that finds 20 tokens and computes the rest, one by one."""
+    added = manager.add(np.array([*range(20), *rest], np.int32))
+    assert added is not None and added.num_cached_tokens == 20
+    row = np.array([added.row])
+    for token in rest:
+        assert manager.reserve(row, 1).ok
+        manager.commit(row, 1, np.array([token], np.int32))
+    return row
+
+
 def test_the_window_at_the_end_of_a_shared_prefix_is_released_with_the_prefix() -> None:
     manager = make(FULL, GroupKind(6), num_blocks=80)
     manager.free(np.array([compute(manager, range(20))]))
     # Another goes on from there, and its window passes the end of what both share.
-    prompt = [*range(20), *range(50, 70)]
-    added = manager.add(np.array(prompt, np.int32))
-    assert added is not None and added.num_cached_tokens == 20
-    row = np.array([added.row])
-    for token in prompt[20:]:
-        assert manager.reserve(row, 1).ok
-        manager.commit(row, 1, np.array([token], np.int32))
+    row = go_on_from_a_hit(manager, range(50, 70))
     shared = manager.match(np.array([*range(20), 99], np.int32)).window_block_ids[0].tolist()
     manager.free(row)
     order = manager.pool.cached_blocks().tolist()
@@ -176,13 +181,7 @@ def test_the_window_at_the_end_of_a_shared_prefix_is_released_with_the_prefix() 
 def test_the_window_of_a_hit_outlives_others_while_its_prefix_is_held() -> None:
     manager = make(FULL, GroupKind(6), num_blocks=60)
     manager.free(np.array([compute(manager, range(20))]))
-    prompt = [*range(20), *range(50, 90)]
-    added = manager.add(np.array(prompt, np.int32))
-    assert added is not None and added.num_cached_tokens == 20
-    row = np.array([added.row])
-    for token in prompt[20:]:
-        assert manager.reserve(row, 1).ok
-        manager.commit(row, 1, np.array([token], np.int32))
+    go_on_from_a_hit(manager, range(50, 90))
     # What its window passed first is what others need to go on from the shared prefix.
     wanted = np.array([*range(20), 99], np.int32)
     assert manager.match(wanted).num_tokens == 20

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.config import SWITCH_NAMES
 from rose_backend.engine.startup.load import storage_bytes
+from rose_backend.kernels import rotate_query_key
+from rose_backend.layers import decoder
 from rose_backend.models import llama
 from rose_backend.models.registry import load_model
 from tests.kernels.test_small_batch_linear import record_moments
@@ -102,3 +105,23 @@ def test_on_a_gpu(case: Case) -> None:
         check(llm, case)
         check(llm, case, n=2)
         assert llm.stats.cached_tokens > 0
+
+
+def test_heads_are_rotated_inside_decode_attention_of_few_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, num_launches = write_checkpoint(tmp_path, "qwen3"), []
+
+    def count(*args: Any) -> None:
+        num_launches.append(len(args[0]))
+        rotate_query_key(*args)
+
+    monkeypatch.setattr(decoder, "rotate_query_key", count)
+    prompts, params = [[5, 6, 7], [8, 9]], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    with LLM(str(path), device="cpu", dtype="float32", prefix_cache=False) as llm:
+        inside = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+        num_layers = num_launches.count(5)
+        assert num_launches == [5] * num_layers and num_layers > 1, "prompts alone"
+        monkeypatch.setattr(decoder, "MAX_ROTATED_ROWS", 1)
+        again = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    assert again == inside and num_launches.count(2) == 5 * num_layers
