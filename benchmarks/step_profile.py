@@ -1,6 +1,7 @@
 """Show where a decode step of the standalone engine goes: launches, time per kernel, gaps, bytes, the host's share.
 
-    python -m benchmarks.step_profile [--model DIR] [--batches 1 32 256] [--mode greedy] [--json FILE] [--quick]
+    python -m benchmarks.step_profile [--model DIR | --shape qwen3-0.6b] [--batches 1 32 256] [--mode greedy]
+                                      [--json FILE] [--quick]
 
 For each batch size the engine decodes 256 tokens behind 16-token prompts: wall time of a step and what of it the host
 works. Then its captured step is replayed alone: wall time per step, and under torch's profiler the time of each kernel.
@@ -23,8 +24,15 @@ import torch
 from benchmarks.kernel_cases import small
 from benchmarks.kernel_cases.case import copy_bandwidth
 from benchmarks.reports.text import markdown, publish
-from benchmarks.support.checkpoint import checkpoint
-from benchmarks.support.cli import QUICK_MODEL, add_device_options, at_least, new_parser, set_device_defaults
+from benchmarks.support.checkpoint import GPT2_124M, SHAPES, checkpoint
+from benchmarks.support.cli import (
+    DEFAULT,
+    QUICK_MODEL,
+    add_device_options,
+    at_least,
+    new_parser,
+    set_device_defaults,
+)
 from benchmarks.support.run_facts import bar, device_name, run_facts
 from benchmarks.support.timing import no_garbage_collection, timed_us
 from benchmarks.support.workload import MODES, RandomRequests
@@ -82,7 +90,9 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options, or exit with what is wrong with them."""
     parser = new_parser(__doc__)
     add_device_options(parser)
-    parser.add_argument("--model", help="checkpoint; default: random weights, GPT-2 124M's shapes")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--model", help="checkpoint; default: random weights")
+    weights.add_argument("--shape", choices=SHAPES, default=GPT2_124M, help=f"of random weights {DEFAULT}")
     parser.add_argument("--batches", type=at_least(1), nargs="+", help="default: 1 32 256")
     parser.add_argument("--mode", choices=list(MODES), default="greedy")
     options = parser.parse_args(arguments)
@@ -227,17 +237,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     copy = copy_bandwidth() if options.device == "cuda" else small.copy_bandwidth()
     max_tokens = QUICK_NEW_TOKENS if options.quick else NEW_TOKENS
     engine = {"device": options.device, "dtype": options.dtype, "max_num_seqs": max(options.batches)}
-    with checkpoint(options.model) as model, LLM(model, **engine) as llm:
+    with checkpoint(options.model, options.shape) as model, LLM(model, **engine) as llm:
         runs = [timed_runs(llm, batch, options.mode, max_tokens) for batch in options.batches]
         profiles = [
             profile(llm, batch, options.mode, copy, max_tokens) | medians
             for batch, medians in zip(options.batches, runs, strict=True)
         ]
-    hosts = (step["host_us"] for step in profiles if (step["batch"], options.model) == (256, None))
+    is_gpt2 = options.model is None and options.shape == GPT2_124M
+    hosts = (step["host_us"] for step in profiles if is_gpt2 and step["batch"] == 256)
     report = {
         "benchmark": "step_profile",
         **run_facts(),
         "device": device_name(options.device),
+        "settings": {"model": options.model or f"random weights, {SHAPES[options.shape]}'s shapes"},
         "copy_bytes_per_s": copy,
         "bars": [bar("host per step, 256 requests", host_us, MAX_HOST_US, "us") for host_us in hosts],
         "profiles": profiles,

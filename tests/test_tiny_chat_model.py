@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer
@@ -44,7 +45,8 @@ def test_weights_are_small_and_bfloat16() -> None:
     assert sum(tensor.numel() for tensor in tensors.values()) == read_json("training_log.json")["parameters"]
 
 
-def test_it_answers_as_its_readme_says() -> None:
+def check_answers(**options: Any) -> None:
+    """Ask all questions: each answer must come to its end, and at least eight must be sensible."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
     prompts = [
         tokenizer.apply_chat_template(
@@ -52,12 +54,21 @@ def test_it_answers_as_its_readme_says() -> None:
         )
         for question in SENSIBLE
     ]
-    llm = LLM(str(MODEL), dtype="float32", num_blocks=200)
-    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=120))
+    with LLM(str(MODEL), num_blocks=200, **options) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=120))
     answers = {question: output.outputs[0].text for question, output in zip(SENSIBLE, outputs, strict=True)}
     sensible = [question for question, pattern in SENSIBLE.items() if re.search(pattern, answers[question])]
     assert len(sensible) >= 8, answers
     assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
+
+
+@pytest.mark.gpu
+def test_it_answers_on_a_gpu() -> None:
+    check_answers(device="cuda", dtype="bfloat16")
+
+
+def test_it_answers_as_its_readme_says() -> None:
+    check_answers(device="cpu", dtype="float32")
     rows = re.findall(
         r"^\| (.+?) \| (.+) \|$", (MODEL / "README.md").read_text(encoding="utf-8"), re.MULTILINE
     )

@@ -69,8 +69,9 @@ SHAPES = {
     "Qwen3 0.6B": qwen3(1024, 28, 16, 8, 128, 3072),
     "Llama 3.2 1B": llama(2048, 16, 32, 8, 64, 8192, tie_word_embeddings=True),
     # A quarter of its layers: all of them in float32 and in 16 bits would take a minute to make.
-    "Llama 3.1 8B": llama(4096, 8, 32, 8, 128, 14_336),
+    "Llama 3.1 8B, 8 layers": llama(4096, 8, 32, 8, 128, 14_336),
 }
+WHOLE_8B = llama(4096, 32, 32, 8, 128, 14_336)
 LONG = {
     "llama3": llama(512, 2, 4, 1, 128, 1024, vocab_size=1000),
     "yarn": qwen3(
@@ -228,6 +229,11 @@ def check_rows(path: Path, config: Any, dtype: torch.dtype, device: str, rows: l
 @pytest.mark.parametrize("name", SHAPES)
 def test_published_shapes(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     check_rows(tmp_path, SHAPES[name], dtype, "cuda", [1, 32, 256])
+
+
+@pytest.mark.gpu
+def test_all_layers_of_llama_8b(tmp_path: Path) -> None:
+    check_rows(tmp_path, WHOLE_8B, torch.bfloat16, "cuda", [1, 32, 256])
 
 
 @pytest.mark.parametrize("name", SMALL)
