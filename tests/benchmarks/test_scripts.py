@@ -134,7 +134,7 @@ def test_options_that_make_no_sense_are_refused(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", ["kernels", "tune_small_batch_linear"])
+@pytest.mark.parametrize("script", ["kernels", "tune_decode_layer"])
 def test_what_only_a_gpu_can_time_says_so(
     script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

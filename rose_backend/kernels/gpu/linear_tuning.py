@@ -1,4 +1,4 @@
-"""How a product of a few rows is cut into programs, as measured by ``benchmarks.tune_small_batch_linear``."""
+"""How a product of a few rows is cut into programs, as measured by ``benchmarks.tune_decode_layer``."""
 
 from __future__ import annotations
 

@@ -1,0 +1,311 @@
+"""Find the fastest cuts of a decode layer's kernels on this GPU: attention and four products, all together.
+
+    python -m benchmarks.tune_decode_layer [--shape qwen3-0.6b] [--rows 1 8 32 128 256] [--context 144]
+                                           [--parts attention 4096x1024] [--json FILE]
+
+A kernel's best cut depends on what its neighbours leave free, so each candidate is timed in a CUDA graph of all layers
+of a model with random weights, the other kernels as they are best so far. The search starts with the cuts that are in
+use. Before it is timed, a cut is compiled in one of several processes and its hidden states are compared there, over
+two layers, with those of library products: a cut is left out if they are further from float32 than twice as far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+
+from benchmarks.kernel_cases.case import LaunchGraph
+from benchmarks.support.checkpoint import SHAPES, checkpoint
+from benchmarks.support.run_facts import run_facts, write_json
+from rose_backend.kernels.gpu import paged_decode as decode_gpu
+from rose_backend.kernels.gpu import small_batch_linear as linear_gpu
+from rose_backend.kernels.gpu.decode_tuning import DecodeTuning, decode_tuning
+from rose_backend.kernels.gpu.linear_tuning import MAX_SPLIT_FLOATS, LinearConfig, choose_config
+from rose_backend.layers import decoder
+from rose_backend.layers.attention import AttentionMetadata
+from rose_backend.models.registry import load_model
+
+MAX_SHARED_BYTES = 220_000
+BLOCK_SIZE = 16
+NUM_SAMPLES = 5
+ATTENTION, ROTATION = "attention", "rotation"
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How each kernel of a layer is cut."""
+
+    attention: DecodeTuning
+    products: dict[tuple[int, int], LinearConfig] = field(default_factory=dict)
+    """By columns and depth."""
+    rotates_in_attention: bool = True
+
+    def changed(self, part: str, cut: Any) -> Cuts:
+        """Return these with another cut of one kernel."""
+        if part == ATTENTION:
+            return replace(self, attention=cut)
+        if part == ROTATION:
+            return replace(self, rotates_in_attention=cut)
+        return replace(self, products={**self.products, _sizes(part): cut})
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Let the kernels be cut so."""
+        rows = decoder.MAX_ROWS if self.rotates_in_attention else 0
+        with (
+            mock.patch.object(
+                linear_gpu, "choose_config", lambda rows, columns, depth, **_: self.products[columns, depth]
+            ),
+            mock.patch.object(decode_gpu, "decode_tuning", lambda *_, **__: self.attention),
+            mock.patch.object(decoder, "MAX_ROTATED_ROWS", rows),
+        ):
+            yield
+
+
+class Step:
+    """A decode step of a model: all layers behind the embedding, and the norm behind them."""
+
+    def __init__(self, path: str, rows: int, context: int) -> None:
+        self.model = load_model(path, device="cuda")
+        config = self.model.config
+        generator = torch.Generator("cuda").manual_seed(1)
+        width = context // BLOCK_SIZE + 1
+        shape = (config.num_layers, 2, rows * width + 1, BLOCK_SIZE, config.num_kv_heads, config.head_size)
+        self.cache = torch.empty(shape, dtype=config.dtype, device="cuda")
+        for layer in self.cache:
+            layer.normal_(generator=generator)
+        blocks = torch.randperm(rows * width, generator=generator, device="cuda") + 1
+        lengths = torch.full((rows,), context, dtype=torch.int32, device="cuda")
+        self.metadata = AttentionMetadata(None, lengths, blocks.view(rows, width).int(), None, rows)
+        self.positions = lengths.long()
+        self.ids = torch.randint(config.vocab_size, (rows,), generator=generator, device="cuda")
+
+    @torch.inference_mode()
+    def run(self) -> torch.Tensor:
+        """Return the hidden states behind the final norm."""
+        hidden: torch.Tensor = self.model.forward(self.ids, self.positions, self.cache, self.metadata)
+        return hidden
+
+    def cuts_in_use(self) -> Cuts:
+        """Return the cut of each kernel."""
+        config, rows = self.model.config, len(self.ids)
+        layer = self.model.weights.layers[0]
+        products = {}
+        for linear in (layer.qkv, layer.attn_out, layer.mlp_in, layer.mlp_out):
+            columns, depth = linear.packed.weight.shape
+            products[columns, depth] = choose_config(rows, columns, depth, exact=False, can_use_tma=True)
+        attention = decode_tuning(
+            config.head_size,
+            config.dtype,
+            decode_gpu.num_processors(self.ids.device),
+            num_rows=rows,
+            num_queries=config.num_attention_heads // config.num_kv_heads,
+            num_kv_heads=config.num_kv_heads,
+        )
+        return Cuts(attention, products, rows <= decoder.MAX_ROTATED_ROWS)
+
+
+def attention_candidates(cut: DecodeTuning) -> list[DecodeTuning]:
+    """Return other cuts of decode attention worth timing."""
+    if not cut.use_dot:
+        return [replace(cut, early_dependents=not cut.early_dependents)]
+    found = [
+        replace(
+            cut,
+            tile=tile,
+            num_warps=warps,
+            num_stages=stages,
+            early_tiles=early,
+            early_dependents=dependents,
+        )
+        for tile, warps, stages, early, dependents in product(
+            (32, 64, 128), (2, 4, 8), (2, 3, 4), (0, 1), (True, False)
+        )
+        if tile * stages <= 256
+    ]
+    found += [replace(cut, min_split=tokens) for tokens in (64, 128, 256) if tokens != cut.min_split]
+    return [each for each in found if each != cut]
+
+
+def product_candidates(rows: int, columns: int, depth: int) -> list[LinearConfig]:
+    """Return cuts of a product worth timing."""
+    block_m, found = triton.next_power_of_2(rows), []
+    if rows <= 32:
+        # Two tiles of 16 rows read the same weights, the second time from the L2 cache.
+        row_tiles = (16, 32) if block_m == 32 else (max(block_m, 8),)
+        for tile_m, block_n, num_warps, split_k in product(row_tiles, (16, 32), (4, 8, 16), (1, 2, 3)):
+            whole = triton.next_power_of_2(triton.cdiv(depth, split_k))
+            fits_shared = (tile_m + block_n) * whole * 2 <= MAX_SHARED_BYTES
+            if fits_shared and block_n * whole <= 4096 * num_warps and (split_k == 1 or depth > 1024):
+                found.append(
+                    LinearConfig(tile_m, block_n, whole, split_k, num_warps, num_warps, 3, True, True)
+                )
+    if rows <= 2:
+        for block_n, block_k, num_warps in product((2, 4), (1024, 2048, 4096), (4, 8)):
+            if block_k <= depth:
+                found.append(LinearConfig(block_m, block_n, block_k, num_warps=num_warps, use_dot=False))
+    tiles = ((max(block_m, 16),) if rows <= 32 else (64, 128), (32, 64, 128), (64, 128, 256), (1, 2, 4))
+    for tile_m, block_n, block_k, split_k in product(*tiles):
+        programs = triton.cdiv(columns, block_n) * triton.cdiv(rows, tile_m) * split_k
+        if tile_m > max(block_m, 32) or (split_k > 1 and (depth <= 1024 or programs > 400)):
+            continue
+        if split_k > 1 and programs * tile_m * block_n > MAX_SPLIT_FLOATS:
+            continue
+        num_stages = min(MAX_SHARED_BYTES // ((tile_m + block_n) * block_k * 2), 8)
+        num_warps = 8 if tile_m * block_n == 128 * 128 else 4
+        for stages in {num_stages, num_stages // 2} - {0, 1}:
+            config = LinearConfig(
+                tile_m, block_n, block_k, split_k, 1, num_warps, stages, weights_left=rows <= 32, use_tma=True
+            )
+            found.append(config)
+    found += [replace(config, is_early=not config.is_early) for config in found]
+    return list(dict.fromkeys(found))
+
+
+_small_step: Step | None = None
+_expected: tuple[torch.Tensor, float] | None = None
+
+
+def _start_worker(path: str, rows: int, context: int) -> None:
+    """Keep a step of two layers, and its hidden states by library products, in this process."""
+    global _small_step, _expected
+    _small_step = step = Step(path, rows, context)
+    with mock.patch.object(decoder, "MAX_ROWS", 0):
+        library = step.run().float()
+    with step.cuts_in_use().in_force():
+        error = float((step.run().float() - library).norm() / library.norm())
+    _expected = library, error
+
+
+def _try(cuts: Cuts) -> str | None:
+    """Compile a step's kernels and run them; return what is wrong with the cuts."""
+    assert _small_step is not None and _expected is not None, "the process has started"
+    library, usual_error = _expected
+    try:
+        with cuts.in_force():
+            hidden = _small_step.run().float()
+        torch.cuda.synchronize()
+    except Exception as failure:
+        return f"{type(failure).__name__}: {str(failure)[:100]}"
+    error = float((hidden - library).norm() / library.norm())
+    return None if error <= 2 * usual_error else f"error {error:.2e}, usual is {usual_error:.2e}"
+
+
+def _sizes(part: str) -> tuple[int, int]:
+    columns, depth = part.split("x")
+    return int(columns), int(depth)
+
+
+class Search:
+    """The best cuts so far of one step."""
+
+    def __init__(self, step: Step, pool: ProcessPoolExecutor) -> None:
+        self._step = step
+        self._pool = pool
+        self.num_layers = step.model.config.num_layers
+        self.best = step.cuts_in_use()
+        list(pool.map(_try, [self.best]))
+        self.in_use_us = self.fastest_us = self.time(self.best)
+        self.wrong: list[str] = []
+
+    def time(self, cuts: Cuts) -> float:
+        """Return microseconds per layer, what is in front of and behind all layers shared out: a median."""
+        with cuts.in_force():
+            graph = LaunchGraph([self._step.run])
+        return statistics.median(graph.sample() for _ in range(NUM_SAMPLES)) / self.num_layers
+
+    def improve(self, part: str, found: list[Any]) -> None:
+        """Try other cuts of one kernel."""
+        changed = [self.best.changed(part, cut) for cut in found]
+        problems = list(self._pool.map(_try, changed))
+        self.wrong += [
+            f"{part} {cut}: {problem}" for cut, problem in zip(found, problems, strict=True) if problem
+        ]
+        timed = [
+            (self.time(cuts), cuts) for cuts, problem in zip(changed, problems, strict=True) if not problem
+        ]
+        us, cuts = min(timed, key=lambda each: each[0], default=(self.fastest_us, self.best))
+        if us < self.fastest_us and self.time(cuts) < self.fastest_us:
+            self.fastest_us, self.best = us, cuts
+            print(f"  {part}: {found[changed.index(cuts)]}")
+        print(f"  {part}: {len(timed)} of {len(found)} timed, fastest {self.fastest_us:.2f} us", flush=True)
+
+
+def search(path: str, small_path: str, rows: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the fastest cuts that were found, and microseconds per layer."""
+    step = Step(path, rows, options.context)
+    with ProcessPoolExecutor(
+        options.processes, get_context("spawn"), _start_worker, (small_path, rows, options.context)
+    ) as pool:
+        found = Search(step, pool)
+        print(f"{rows} rows: in use {found.in_use_us:.2f} us a layer", flush=True)
+        parts = [ATTENTION, ROTATION, *(f"{columns}x{depth}" for columns, depth in found.best.products)]
+        for part in [part for part in parts if part in (options.parts or parts)]:
+            if part == ATTENTION:
+                others: list[Any] = attention_candidates(found.best.attention)
+            elif part == ROTATION:
+                others = [not found.best.rotates_in_attention]
+            else:
+                others = product_candidates(rows, *_sizes(part))
+            found.improve(part, others)
+    best = {
+        ATTENTION: asdict(found.best.attention),
+        ROTATION: found.best.rotates_in_attention,
+        **{f"{columns}x{depth}": asdict(cut) for (columns, depth), cut in found.best.products.items()},
+    }
+    for part, cut in best.items():
+        print(f"    {part} {json.dumps(cut)}", flush=True)
+    times = {"in_use_us": found.in_use_us, "fastest_us": found.fastest_us}
+    return {"rows": rows, "context": options.context, **times, "fastest": best, "wrong": found.wrong}
+
+
+def _two_layers_of(path: str, folder: Path) -> None:
+    """Write a checkpoint of the first two layers of another one."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", num_hidden_layers=2)
+    model.save_pretrained(folder)
+
+
+def main() -> int:
+    """Search for each number of rows."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--shape", choices=list(SHAPES), default="qwen3-0.6b")
+    add("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 256])
+    add("--context", type=int, default=144, help="tokens in the cache, of each row (default: %(default)s)")
+    add("--parts", nargs="+", help=f"{ATTENTION}, {ROTATION}, COLUMNSxDEPTH (default: all)")
+    add("--processes", type=int, default=14, help="that compile (default: %(default)s)")
+    add("--json", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print(f"needs a CUDA device; torch {torch.__version__} sees none", file=sys.stderr)
+        return 1
+    with checkpoint(None, options.shape) as path, tempfile.TemporaryDirectory() as small_path:
+        _two_layers_of(path, Path(small_path))
+        results = [search(path, small_path, rows, options) for rows in options.rows]
+    if options.json:
+        facts = {**run_facts(), "device": torch.cuda.get_device_name(), "shape": options.shape}
+        write_json(options.json, {**facts, "results": results})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
