@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -43,7 +44,7 @@ from rose_backend.models.registry import load_model
 MAX_SHARED_BYTES = 220_000
 BLOCK_SIZE = 16
 NUM_SAMPLES = 5
-ATTENTION, ROTATION = "attention", "rotation"
+ATTENTION = "attention"
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,9 @@ class Cuts:
     rotates_in_attention: bool = True
 
     def changed(self, part: str, cut: Any) -> Cuts:
-        """Return these with another cut of one kernel."""
+        """Return these with another cut of one kernel; attention's has the place of the rotation beside it."""
         if part == ATTENTION:
-            return replace(self, attention=cut)
-        if part == ROTATION:
-            return replace(self, rotates_in_attention=cut)
+            return replace(self, attention=cut[0], rotates_in_attention=cut[1])
         return replace(self, products={**self.products, _sizes(part): cut})
 
     @contextlib.contextmanager
@@ -80,9 +79,9 @@ class Cuts:
 class Step:
     """A decode step of a model: all layers behind the embedding, and the norm behind them."""
 
-    def __init__(self, path: str, rows: int, context: int) -> None:
-        self.model = load_model(path, device="cuda")
-        config = self.model.config
+    def __init__(self, model: Any, rows: int, context: int) -> None:
+        self.model = model
+        config = model.config
         generator = torch.Generator("cuda").manual_seed(1)
         width = context // BLOCK_SIZE + 1
         shape = (config.num_layers, 2, rows * width + 1, BLOCK_SIZE, config.num_kv_heads, config.head_size)
@@ -122,23 +121,23 @@ class Step:
 
 def attention_candidates(cut: DecodeTuning) -> list[DecodeTuning]:
     """Return other cuts of decode attention worth timing."""
-    if not cut.use_dot:
-        return [replace(cut, early_dependents=not cut.early_dependents)]
-    found = [
-        replace(
-            cut,
-            tile=tile,
-            num_warps=warps,
-            num_stages=stages,
-            early_tiles=early,
-            early_dependents=dependents,
-        )
-        for tile, warps, stages, early, dependents in product(
-            (32, 64, 128), (2, 4, 8), (2, 3, 4), (0, 1), (True, False)
-        )
-        if tile * stages <= 256
-    ]
-    found += [replace(cut, min_split=tokens) for tokens in (64, 128, 256) if tokens != cut.min_split]
+    found = [replace(cut, early_dependents=not cut.early_dependents)]
+    if cut.use_dot:
+        # Two programs of 8 warps fit a processor with 128 registers a thread.
+        warps_and_registers = ((2, None), (4, None), (8, None), (8, 128))
+        shapes = product((32, 64), warps_and_registers, (2, 3), (0, 1), (64, 128, 256))
+        found += [
+            replace(
+                cut,
+                tile=tile,
+                num_warps=warps,
+                max_registers=registers,
+                num_stages=stages,
+                early_tiles=early,
+                min_split=tokens,
+            )
+            for tile, (warps, registers), stages, early, tokens in shapes
+        ]
     return [each for each in found if each != cut]
 
 
@@ -159,7 +158,7 @@ def product_candidates(rows: int, columns: int, depth: int) -> list[LinearConfig
         for block_n, block_k, num_warps in product((2, 4), (1024, 2048, 4096), (4, 8)):
             if block_k <= depth:
                 found.append(LinearConfig(block_m, block_n, block_k, num_warps=num_warps, use_dot=False))
-    tiles = ((max(block_m, 16),) if rows <= 32 else (64, 128), (32, 64, 128), (64, 128, 256), (1, 2, 4))
+    tiles = ((max(block_m, 16),) if rows <= 32 else (64, 128), (32, 64, 128), (128, 256), (1, 2, 4))
     for tile_m, block_n, block_k, split_k in product(*tiles):
         programs = triton.cdiv(columns, block_n) * triton.cdiv(rows, tile_m) * split_k
         if tile_m > max(block_m, 32) or (split_k > 1 and (depth <= 1024 or programs > 400)):
@@ -168,37 +167,49 @@ def product_candidates(rows: int, columns: int, depth: int) -> list[LinearConfig
             continue
         num_stages = min(MAX_SHARED_BYTES // ((tile_m + block_n) * block_k * 2), 8)
         num_warps = 8 if tile_m * block_n == 128 * 128 else 4
-        for stages in {num_stages, num_stages // 2} - {0, 1}:
+        if num_stages > 1:
             config = LinearConfig(
-                tile_m, block_n, block_k, split_k, 1, num_warps, stages, weights_left=rows <= 32, use_tma=True
+                tile_m,
+                block_n,
+                block_k,
+                split_k,
+                1,
+                num_warps,
+                num_stages,
+                weights_left=rows <= 32,
+                use_tma=True,
             )
             found.append(config)
     found += [replace(config, is_early=not config.is_early) for config in found]
     return list(dict.fromkeys(found))
 
 
-_small_step: Step | None = None
-_expected: tuple[torch.Tensor, float] | None = None
+_model: Any = None
+_context = 0
 
 
-def _start_worker(path: str, rows: int, context: int) -> None:
-    """Keep a step of two layers, and its hidden states by library products, in this process."""
-    global _small_step, _expected
-    _small_step = step = Step(path, rows, context)
+def _start_worker(path: str, context: int) -> None:
+    """Keep a model of two layers in this process."""
+    global _model, _context
+    _model, _context = load_model(path, device="cuda"), context
+
+
+@functools.cache
+def _small_step(rows: int) -> tuple[Step, torch.Tensor, float]:
+    """Return a step of two layers, its hidden states by library products, and how far those of cuts in use are."""
+    step = Step(_model, rows, _context)
     with mock.patch.object(decoder, "MAX_ROWS", 0):
         library = step.run().float()
-    with step.cuts_in_use().in_force():
-        error = float((step.run().float() - library).norm() / library.norm())
-    _expected = library, error
+    error = float((step.run().float() - library).norm() / library.norm())
+    return step, library, error
 
 
-def _try(cuts: Cuts) -> str | None:
+def _try(rows: int, cuts: Cuts) -> str | None:
     """Compile a step's kernels and run them; return what is wrong with the cuts."""
-    assert _small_step is not None and _expected is not None, "the process has started"
-    library, usual_error = _expected
+    step, library, usual_error = _small_step(rows)
     try:
         with cuts.in_force():
-            hidden = _small_step.run().float()
+            hidden = step.run().float()
         torch.cuda.synchronize()
     except Exception as failure:
         return f"{type(failure).__name__}: {str(failure)[:100]}"
@@ -217,11 +228,13 @@ class Search:
     def __init__(self, step: Step, pool: ProcessPoolExecutor) -> None:
         self._step = step
         self._pool = pool
+        self._rows = len(step.ids)
         self.num_layers = step.model.config.num_layers
         self.best = step.cuts_in_use()
-        list(pool.map(_try, [self.best]))
+        pool.submit(_try, self._rows, self.best).result()
         self.in_use_us = self.fastest_us = self.time(self.best)
         self.wrong: list[str] = []
+        self.tried: dict[str, list[tuple[float, str]]] = {}
 
     def time(self, cuts: Cuts) -> float:
         """Return microseconds per layer, what is in front of and behind all layers shared out: a median."""
@@ -232,13 +245,16 @@ class Search:
     def improve(self, part: str, found: list[Any]) -> None:
         """Try other cuts of one kernel."""
         changed = [self.best.changed(part, cut) for cut in found]
-        problems = list(self._pool.map(_try, changed))
+        problems = list(self._pool.map(functools.partial(_try, self._rows), changed))
         self.wrong += [
             f"{part} {cut}: {problem}" for cut, problem in zip(found, problems, strict=True) if problem
         ]
         timed = [
             (self.time(cuts), cuts) for cuts, problem in zip(changed, problems, strict=True) if not problem
         ]
+        pairs = zip(found, problems, strict=True)
+        names = [str(cut) for cut, problem in pairs if not problem]
+        self.tried[part] = sorted(zip((us for us, _ in timed), names, strict=True))
         us, cuts = min(timed, key=lambda each: each[0], default=(self.fastest_us, self.best))
         if us < self.fastest_us and self.time(cuts) < self.fastest_us:
             self.fastest_us, self.best = us, cuts
@@ -246,39 +262,40 @@ class Search:
         print(f"  {part}: {len(timed)} of {len(found)} timed, fastest {self.fastest_us:.2f} us", flush=True)
 
 
-def search(path: str, small_path: str, rows: int, options: argparse.Namespace) -> dict[str, Any]:
+def search(step: Step, pool: ProcessPoolExecutor, wanted: Sequence[str] | None) -> dict[str, Any]:
     """Return the fastest cuts that were found, and microseconds per layer."""
-    step = Step(path, rows, options.context)
-    with ProcessPoolExecutor(
-        options.processes, get_context("spawn"), _start_worker, (small_path, rows, options.context)
-    ) as pool:
-        found = Search(step, pool)
-        print(f"{rows} rows: in use {found.in_use_us:.2f} us a layer", flush=True)
-        parts = [ATTENTION, ROTATION, *(f"{columns}x{depth}" for columns, depth in found.best.products)]
-        for part in [part for part in parts if part in (options.parts or parts)]:
-            if part == ATTENTION:
-                others: list[Any] = attention_candidates(found.best.attention)
-            elif part == ROTATION:
-                others = [not found.best.rotates_in_attention]
-            else:
-                others = product_candidates(rows, *_sizes(part))
-            found.improve(part, others)
+    found, rows = Search(step, pool), len(step.ids)
+    print(f"{rows} rows: in use {found.in_use_us:.2f} us a layer", flush=True)
+    parts = [ATTENTION, *(f"{columns}x{depth}" for columns, depth in found.best.products)]
+    for part in [part for part in parts if part in (wanted or parts)]:
+        if part == ATTENTION:
+            rotates, cuts = found.best.rotates_in_attention, attention_candidates(found.best.attention)
+            others: list[Any] = [(cut, there) for there in (rotates, not rotates) for cut in cuts]
+            others.append((found.best.attention, not rotates))
+        else:
+            others = product_candidates(rows, *_sizes(part))
+        found.improve(part, others)
     best = {
         ATTENTION: asdict(found.best.attention),
-        ROTATION: found.best.rotates_in_attention,
+        "rotates_in_attention": found.best.rotates_in_attention,
         **{f"{columns}x{depth}": asdict(cut) for (columns, depth), cut in found.best.products.items()},
     }
     for part, cut in best.items():
         print(f"    {part} {json.dumps(cut)}", flush=True)
     times = {"in_use_us": found.in_use_us, "fastest_us": found.fastest_us}
-    return {"rows": rows, "context": options.context, **times, "fastest": best, "wrong": found.wrong}
+    return {"rows": rows, **times, "fastest": best, "tried": found.tried, "wrong": found.wrong}
 
 
-def _two_layers_of(path: str, folder: Path) -> None:
-    """Write a checkpoint of the first two layers of another one."""
-    from transformers import AutoModelForCausalLM
+def _write_two_layers(path: str, folder: Path) -> None:
+    """Write a checkpoint of random weights that has two of the layers of another one."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", num_hidden_layers=2)
+    config = AutoConfig.from_pretrained(path)
+    config.num_hidden_layers = 2
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     model.save_pretrained(folder)
 
 
@@ -291,7 +308,7 @@ def main() -> int:
     add("--shape", choices=list(SHAPES), default="qwen3-0.6b")
     add("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     add("--context", type=int, default=144, help="tokens in the cache, of each row (default: %(default)s)")
-    add("--parts", nargs="+", help=f"{ATTENTION}, {ROTATION}, COLUMNSxDEPTH (default: all)")
+    add("--parts", nargs="+", help=f"{ATTENTION}, COLUMNSxDEPTH (default: all)")
     add("--processes", type=int, default=14, help="that compile (default: %(default)s)")
     add("--json", type=Path)
     options = parser.parse_args()
@@ -299,10 +316,21 @@ def main() -> int:
         print(f"needs a CUDA device; torch {torch.__version__} sees none", file=sys.stderr)
         return 1
     with checkpoint(None, options.shape) as path, tempfile.TemporaryDirectory() as small_path:
-        _two_layers_of(path, Path(small_path))
-        results = [search(path, small_path, rows, options) for rows in options.rows]
+        _write_two_layers(path, Path(small_path))
+        model = load_model(path, device="cuda")
+        with ProcessPoolExecutor(
+            options.processes, get_context("spawn"), _start_worker, (small_path, options.context)
+        ) as pool:
+            results = [
+                search(Step(model, rows, options.context), pool, options.parts) for rows in options.rows
+            ]
     if options.json:
-        facts = {**run_facts(), "device": torch.cuda.get_device_name(), "shape": options.shape}
+        facts = {
+            **run_facts(),
+            "device": torch.cuda.get_device_name(),
+            "shape": options.shape,
+            "context": options.context,
+        }
         write_json(options.json, {**facts, "results": results})
     return 0
 
