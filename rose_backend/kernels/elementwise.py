@@ -14,7 +14,7 @@ from rose_backend.kernels.tensor_checks import check_same_dtype, check_tensors
 
 
 def embed_tokens(
-    input_ids: torch.Tensor,  # [T] int64
+    input_ids: torch.Tensor,  # [T] int64 or int32
     positions: torch.Tensor,  # [T] int64
     token_embedding: torch.Tensor,  # [V, E]
     position_embedding: torch.Tensor | None = None,  # [P, E]
@@ -29,10 +29,12 @@ def embed_tokens(
         position_embedding: None adds nothing.
     """
     check_tensors(
-        input_ids=(input_ids, "T", torch.int64),
+        input_ids=(input_ids, "T"),
         positions=(positions, "T", torch.int64),
         token_embedding=(token_embedding, "V E"),
     )
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise ShapeError(f"input_ids: expected dtype torch.int64 or torch.int32, got {input_ids.dtype}")
     if position_embedding is not None:
         check_tensors(
             token_embedding=(token_embedding, "V E"), position_embedding=(position_embedding, "P E")

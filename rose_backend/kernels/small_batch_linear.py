@@ -13,6 +13,9 @@ from rose_backend.kernels.tensor_checks import check_same_dtype, check_tensors
 MAX_ROWS = 256
 """More rows are better served by a library's matrix product."""
 
+_FOLDED_ROWS = 1024
+"""Of a weight, that a norm is folded into at once: they are in memory in float32 meanwhile."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
@@ -41,6 +44,7 @@ def pack_linear(
     norm_bias: torch.Tensor | None = None,  # [E]
     eps: float = 0.0,
     gated: bool = False,
+    out: torch.Tensor | None = None,  # [O, E]  written
 ) -> PackedLinear:
     """Prepare a layer once, at load time.
 
@@ -49,6 +53,8 @@ def pack_linear(
     Args:
         norm_weight, norm_bias: of LayerNorm; the weight alone is RMSNorm's.
         gated: the first half of ``weight``'s rows is the gate of a gated MLP, the second half its factor.
+        out: where the packed weight goes, contiguous; may be ``weight`` itself. None: ``weight`` stays as it is, and is
+            the packed weight where nothing of it changes.
 
     Raises:
         ShapeError: shapes or dtypes disagree, a norm has only a bias, or ``gated`` has an odd number of rows.
@@ -57,6 +63,11 @@ def pack_linear(
     if bias is not None:
         check_tensors(weight=(weight, "O E"), bias=(bias, "O"))
         check_same_dtype(weight=weight, bias=bias)
+    if out is not None:
+        check_tensors(weight=(weight, "O E"), out=(out, "O E"))
+        check_same_dtype(weight=weight, out=out)
+        if not out.is_contiguous():
+            raise ShapeError(f"out: expected a contiguous tensor, got strides {out.stride()}")
     if gated:
         if weight.shape[0] % 2:
             raise ShapeError(f"weight: expected an even number of rows with a gate, got {weight.shape[0]}")
@@ -66,15 +77,26 @@ def pack_linear(
     if norm_weight is None:
         if norm_bias is not None:
             raise ShapeError("norm_bias: expected norm_weight beside it")
-        return PackedLinear(weight.contiguous(), wide_bias, None, eps, is_gated=gated)
+        packed = weight.contiguous() if out is None else out.copy_(weight)
+        return PackedLinear(packed, wide_bias, None, eps, is_gated=gated)
     check_tensors(weight=(weight, "O E"), norm_weight=(norm_weight, "E"))
-    folded = (weight.float() * norm_weight.float()).to(weight.dtype).contiguous()
     if norm_bias is None:
+        folded = _fold(weight, norm_weight, out)
         return PackedLinear(folded, wide_bias, None, eps, has_rms_norm=True, is_gated=gated)
     check_tensors(weight=(weight, "O E"), norm_bias=(norm_bias, "E"))
     shift = weight.float() @ norm_bias.float()
+    folded = _fold(weight, norm_weight, out)
     folded_bias = shift if wide_bias is None else wide_bias + shift
     return PackedLinear(folded, folded_bias, folded.float().sum(1), eps, is_gated=gated)
+
+
+def _fold(weight: torch.Tensor, norm_weight: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Return ``weight * norm_weight``, rounded once from float32, in ``out`` or in memory of its own."""
+    folded = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if out is None else out
+    wide_norm = norm_weight.float()
+    for rows, target in zip(weight.split(_FOLDED_ROWS), folded.split(_FOLDED_ROWS), strict=True):
+        target.copy_(rows.float() * wide_norm)
+    return folded
 
 
 def _alternate(rows: torch.Tensor) -> torch.Tensor:

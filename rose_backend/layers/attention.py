@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -69,14 +69,47 @@ class AttentionStep:
     """[T] int64: where a separate write stores new keys and values before attention runs; None: attention does."""
 
 
+class StepAttention(Protocol):
+    """Attention of all layers in one step: what a host of ``run_layers`` brings."""
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether each token is its request's only one, and all take decode attention."""
+
+    @property
+    def appends(self) -> bool:
+        """Whether decode attention stores new keys and values itself: it can rotate them, and begin before they are
+        complete.
+        """
+
+    @property
+    def last_tokens(self) -> torch.Tensor | None:
+        """[R] int64: the tokens whose final hidden states are wanted; None: all."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [T, HQ, D]
+        key: torch.Tensor,  # [T, HKV, D]
+        value: torch.Tensor,  # [T, HKV, D]
+        *,
+        overlap: bool = False,
+        rotation: HeadRotation | None = None,
+    ) -> torch.Tensor:
+        """Store keys and values of a layer, attend, and return [T, HQ * D], valid until the next layer's call.
+
+        Args:
+            overlap, rotation: see ``attend``; only where ``decodes_only`` and ``appends``.
+        """
+
+
 class PagedAttention:
-    """Attention of a model's layers in one step, over a KV cache ``[L, 2, NB, BS, HKV, D]``.
+    """Attention of a model's layers in one step, over a KV cache ``[L, 2, NB, BS, HKV, D]``; a ``StepAttention``."""
 
-    Attributes:
-        last_tokens: ``[R]`` int64, the tokens whose final hidden states are wanted; None: all.
-    """
-
-    __slots__ = ("_caches", "_mean_query_lens", "_options", "_out", "_step", "last_tokens")
+    __slots__ = (
+        *("_caches", "_mean_query_lens", "_options", "_out", "_step"),
+        *("appends", "decodes_only", "last_tokens"),
+    )
 
     def __init__(
         self,
@@ -96,6 +129,8 @@ class PagedAttention:
         self._options = options
         self._mean_query_lens = (metadata.mean_query_len,)
         self._step = step = AttentionStep(None, None, slots)
+        self.appends = fused_kv_append
+        self.decodes_only = num_tokens == split
         self.last_tokens: torch.Tensor | None = None
         if split:
             step.decode = AttentionRows(slice(0, split), tables[:split], computed[:split])
@@ -121,11 +156,7 @@ class PagedAttention:
         overlap: bool = False,
         rotation: HeadRotation | None = None,
     ) -> torch.Tensor:
-        """Store keys and values of a layer, attend, and return [T, HQ * D], valid until the next layer's call.
-
-        Args:
-            overlap, rotation: see ``attend``.
-        """
+        """Attend; see ``StepAttention``."""
         key_cache, value_cache = self._caches[layer].unbind(0)
         attend(
             query,

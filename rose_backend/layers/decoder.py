@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rose_backend.config import Switches
-from rose_backend.kernels import AttentionOptions, HeadRotation, rotate_query_key
+from rose_backend.kernels import HeadRotation, rotate_query_key
 from rose_backend.kernels.small_batch_linear import MAX_ROWS
-from rose_backend.layers.attention import AttentionMetadata, PagedAttention
+from rose_backend.layers.attention import StepAttention
 from rose_backend.layers.linear import DecoderLayer, Linear, Norm, ResidualStream
 
 MAX_ROTATED_ROWS = 64
@@ -19,39 +19,35 @@ MAX_ROTATED_ROWS = 64
 
 def run_layers(
     hidden: torch.Tensor,  # [T, E]  written where the batch is small
-    moments: torch.Tensor,  # [T, 2, 1] float32
+    moments: torch.Tensor | None,  # [T, 2, 1] float32
     layers: Sequence[DecoderLayer],
     final_norm: Norm,
-    kv_cache: torch.Tensor,  # [L, 2, NB, BS, HKV, D]  written
-    metadata: AttentionMetadata,
+    attention: StepAttention,
     *,
     num_heads: int,
-    options: AttentionOptions,
+    num_kv_heads: int,
+    head_size: int,
     switches: Switches,
     mlp: Callable[[ResidualStream, Norm, Linear, Linear], None],
     positions: torch.Tensor,  # [T] int64
     rotations: Sequence[HeadRotation | None] | None = None,
+    all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return the hidden states behind ``final_norm``: [T, E], or [R, E] with ``last_tokens_only``.
+    """Return the hidden states behind ``final_norm``: [T, E], or [R, E] where ``attention`` wants last tokens only.
 
     Args:
-        hidden, moments: from ``embed_tokens``, which was launched in the ordinary way.
+        hidden, moments: as from ``embed_tokens``, and launched in the ordinary way; moments may be None.
+        layers: of this rank: ``num_heads`` and ``num_kv_heads`` are what it has of them.
         mlp: ``ResidualStream.gelu_mlp`` or ``ResidualStream.silu_mlp``.
         rotations: of queries and keys, by layer; None: none.
+        all_reduce: sums what attention and MLPs add to the hidden states over ranks; None: there is one rank. Layers
+            are not packed then.
     """
-    num_tokens, num_kv_heads, head_size = hidden.shape[0], kv_cache.shape[-2], kv_cache.shape[-1]
-    attention = PagedAttention(
-        metadata,
-        kv_cache,
-        options,
-        num_tokens=num_tokens,
-        num_heads=num_heads,
-        fused_kv_append=switches.fused_kv_append,
-    )
+    num_tokens = hidden.shape[0]
     is_packed = layers[0].qkv.packed is not None
-    is_small_batch = is_packed and num_tokens == metadata.num_decodes <= MAX_ROWS
-    stream = ResidualStream(hidden, switches, moments, is_small_batch=is_small_batch)
-    fuses_rotation = switches.fused_kv_append and num_tokens == metadata.num_decodes <= MAX_ROTATED_ROWS
+    is_small_batch = is_packed and attention.decodes_only and num_tokens <= MAX_ROWS
+    stream = ResidualStream(hidden, switches, moments, is_small_batch=is_small_batch, all_reduce=all_reduce)
+    fuses_rotation = attention.appends and attention.decodes_only and num_tokens <= MAX_ROTATED_ROWS
     for index, layer in enumerate(layers):
         qkv = stream.project(layer.attn_norm, layer.qkv).view(num_tokens, -1, head_size)
         query, key, value = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -60,7 +56,8 @@ def run_layers(
             rotate_query_key(query, key, positions, rotation)
             rotation = None
         # The embedding was launched in the ordinary way: all but the projection and its rotation is complete.
-        attended = attention(index, query, key, value, overlap=stream.is_small_batch, rotation=rotation)
+        overlap = is_small_batch and attention.appends
+        attended = attention(index, query, key, value, overlap=overlap, rotation=rotation)
         if attention.last_tokens is not None and index + 1 == len(layers):
             attended = attended[attention.last_tokens]
             stream.keep(attention.last_tokens)

@@ -6,6 +6,7 @@ residual add in front of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,18 +73,44 @@ def pack_layer(layer: DecoderLayer) -> DecoderLayer:
 
     For larger batches the norms neither scale nor shift any longer. Every matrix is in memory once.
     """
-    attn_norm, qkv = _pack_with_norm(layer.attn_norm, layer.qkv)
     gated = layer.mlp_in.weight.shape[1] != layer.mlp_out.weight.shape[0]
-    mlp_norm, mlp_in = _pack_with_norm(layer.mlp_norm, layer.mlp_in, gated=gated)
     return replace(
         layer,
-        attn_norm=attn_norm,
-        qkv=qkv,
-        attn_out=_pack(layer.attn_out),
-        mlp_norm=mlp_norm,
-        mlp_in=mlp_in,
-        mlp_out=_pack(layer.mlp_out),
+        attn_norm=folded_norm(layer.attn_norm),
+        qkv=pack(layer.qkv, layer.attn_norm),
+        attn_out=pack(layer.attn_out),
+        mlp_norm=folded_norm(layer.mlp_norm),
+        mlp_in=pack(layer.mlp_in, layer.mlp_norm, gated=gated),
+        mlp_out=pack(layer.mlp_out),
     )
+
+
+def pack(linear: Linear, norm: Norm | None = None, *, gated: bool = False, in_place: bool = False) -> Linear:
+    """Prepare one linear layer for small batches, as ``pack_layer`` does all of a layer's.
+
+    Args:
+        norm: the one in front, which is folded in.
+        gated: it is the first one of a gated MLP.
+        in_place: overwrite the weight, which is contiguous as [O, E].
+    """
+    weight = linear.weight.t()
+    packed = pack_linear(
+        weight,
+        linear.bias,
+        norm_weight=None if norm is None else norm.weight,
+        norm_bias=None if norm is None else norm.bias,
+        eps=0.0 if norm is None else norm.eps,
+        gated=gated,
+        out=weight if in_place else None,
+    )
+    bias = None if packed.bias is None else packed.bias.to(weight.dtype)
+    return Linear(packed.weight.t(), bias, packed)
+
+
+def folded_norm(norm: Norm) -> Norm:
+    """Return what is left of a norm that is folded into the matrix behind it: it neither scales nor shifts."""
+    bias = None if norm.bias is None else torch.zeros_like(norm.bias)
+    return Norm(torch.ones_like(norm.weight), bias, norm.eps)
 
 
 class ResidualStream:
@@ -95,9 +122,10 @@ class ResidualStream:
         moments: of ``hidden``, see ``embed_tokens``.
         is_small_batch: every layer is packed and there are at most ``MAX_ROWS`` tokens (see ``small_batch_linear``).
             A layer's norm and residual add are then parts of its products.
+        all_reduce: sums what is added over ranks; None: there is one rank. Not for small batches, whose products add.
     """
 
-    __slots__ = ("_delta", "_moments", "hidden", "is_small_batch", "switches")
+    __slots__ = ("_all_reduce", "_delta", "_moments", "hidden", "is_small_batch", "switches")
 
     def __init__(
         self,
@@ -106,7 +134,10 @@ class ResidualStream:
         moments: torch.Tensor | None = None,  # [T, 2, 1] float32
         *,
         is_small_batch: bool = False,
+        all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
+        assert all_reduce is None or not is_small_batch, "a rank's product is not all that is added"
+        self._all_reduce = all_reduce
         self.hidden = hidden
         self.switches = switches
         self.is_small_batch = is_small_batch
@@ -159,7 +190,8 @@ class ResidualStream:
                 x, linear.packed, residual=self.hidden, out=self.hidden
             )
         else:
-            self._delta = _product(x, linear)
+            delta = _product(x, linear)
+            self._delta = delta if self._all_reduce is None else self._all_reduce(delta)
 
     def keep(self, tokens: torch.Tensor) -> None:
         """Drop all tokens but ``tokens``, [R] int64. Only right after ``project``, when no residual add is pending."""
@@ -170,6 +202,7 @@ class ResidualStream:
         if self.is_small_batch or self.hidden.is_cuda or not self.switches.fused_mlp:
             return self.add(self.project(norm, widen, gelu=True), narrow)
         assert widen.bias is not None and narrow.bias is not None, "a GELU MLP has biases"
+        assert self._all_reduce is None, "the residual would be added on every rank"
         widened = bias_gelu(self.normed(norm) @ widen.weight, widen.bias)
         self.hidden = bias_residual(widened @ narrow.weight, narrow.bias, self.hidden)
         return None
@@ -201,24 +234,3 @@ def compute_logits(
 
 def _product(x: torch.Tensor, linear: Linear) -> torch.Tensor:
     return x @ linear.weight if linear.bias is None else torch.addmm(linear.bias, x, linear.weight)
-
-
-def _pack(linear: Linear) -> Linear:
-    packed = pack_linear(linear.weight.t(), linear.bias)
-    return Linear(packed.weight.t(), linear.bias, packed)
-
-
-def _pack_with_norm(norm: Norm, linear: Linear, *, gated: bool = False) -> tuple[Norm, Linear]:
-    packed = pack_linear(
-        linear.weight.t(),
-        linear.bias,
-        norm_weight=norm.weight,
-        norm_bias=norm.bias,
-        eps=norm.eps,
-        gated=gated,
-    )
-    plain = Norm(
-        torch.ones_like(norm.weight), None if norm.bias is None else torch.zeros_like(norm.bias), norm.eps
-    )
-    bias = None if packed.bias is None else packed.bias.to(linear.weight.dtype)
-    return plain, Linear(packed.weight.t(), bias, packed)

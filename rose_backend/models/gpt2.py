@@ -8,7 +8,7 @@ import torch
 
 from rose_backend.config import Switches
 from rose_backend.kernels import AttentionOptions, embed_tokens
-from rose_backend.layers.attention import AttentionMetadata
+from rose_backend.layers.attention import AttentionMetadata, PagedAttention
 from rose_backend.layers.decoder import run_layers
 from rose_backend.layers.linear import (
     DecoderLayer,
@@ -102,15 +102,23 @@ class GPT2:
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """Run all layers; see ``CausalLM``."""
-        weights = self.weights
+        config, weights = self.config, self.weights
+        attention = PagedAttention(
+            metadata,
+            kv_cache,
+            self._attention_options,
+            num_tokens=len(input_ids),
+            num_heads=config.num_attention_heads,
+            fused_kv_append=self.switches.fused_kv_append,
+        )
         return run_layers(
             *embed_tokens(input_ids, positions, weights.token_embedding, weights.position_embedding),
             weights.layers,
             weights.final_norm,
-            kv_cache,
-            metadata,
-            num_heads=self.config.num_attention_heads,
-            options=self._attention_options,
+            attention,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
             switches=self.switches,
             mlp=ResidualStream.gelu_mlp,
             positions=positions,

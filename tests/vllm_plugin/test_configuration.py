@@ -22,6 +22,7 @@ from rose_backend.vllm_plugin.hooks.config_hook import keep_compiled_kernels
 from rose_backend.vllm_plugin.hooks.refusals import KV_CONNECTORS
 from rose_backend.vllm_plugin.hooks.start_up_log import describe_parts
 from rose_backend.vllm_plugin.kv_cache.groups import RoseGroups, check_pool_size
+from rose_backend.vllm_plugin.models.model_choice import ModelChoice
 from rose_backend.vllm_plugin.options import (
     ASYNC_SCHEDULER_CLASS,
     HAND_BACK_OPTION,
@@ -211,16 +212,16 @@ def test_with_graphs_and_everything_else_in_force_nothing_is_named(
     monkeypatch.setattr(type(config), "use_v2_model_runner", runner_v2)
     for is_cuda, idle in ((True, "nothing"), (False, "cuda_graph and step_graph (no CUDA device)")):
         monkeypatch.setattr(type(current_platform), "is_cuda", lambda self, answer=is_cuda: answer)
-        line = describe_parts(config, rose_options(config), "RoseGPT2LMHeadModel")
+        line = describe_parts(config, rose_options(config), ModelChoice("RoseGPT2LMHeadModel"))
         assert f"; not in force: {idle}; switched off: nothing" in line
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     assert "cuda_graph and step_graph (cudagraph_mode NONE);" in describe_parts(
-        config, rose_options(config), "Rose"
+        config, rose_options(config), ModelChoice("Rose")
     )
     config.model_config.enforce_eager = True
     assert "cuda_graph and step_graph (--enforce-eager);" in describe_parts(
-        config, rose_options(config), "Rose"
+        config, rose_options(config), ModelChoice("Rose")
     )
 
 

@@ -282,7 +282,7 @@ def test_offloaded_weights_that_arrive_with_whole_blocks_need_vllms_layers(
     monkeypatch.setenv("VLLM_WEIGHT_OFFLOADING_DISABLE_UVA", case.get("is_disabled", "0"))
     config = make_config(additional_config={"rose": plain})
     config.offload_config = offload
-    assert choose_model_class(config, rose_options(config)) is None
+    assert choose_model_class(config, rose_options(config)) == (None, None)
     config.additional_config = {}
     with pytest.raises(ConfigError, match=r'"fused_mlp": false, "fused_add_layernorm": false'):
         choose_model_class(config, rose_options(config))

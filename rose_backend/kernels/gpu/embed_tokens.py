@@ -31,7 +31,7 @@ def _embed_tokens_kernel(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, TILE)
     mask = columns < WIDTH
-    token_id = tl.load(input_ids_ptr + token)
+    token_id = tl.load(input_ids_ptr + token).to(tl.int64)
     if ADD:
         position = tl.load(positions_ptr + token)
     of_token = token_embedding_ptr + token_id * token_stride + columns
@@ -47,7 +47,7 @@ def _embed_tokens_kernel(
 
 
 def embed_tokens(
-    input_ids: torch.Tensor,  # [T] int64
+    input_ids: torch.Tensor,  # [T] int64 or int32
     positions: torch.Tensor,  # [T] int64
     token_embedding: torch.Tensor,  # [V, E], innermost stride 1
     position_embedding: torch.Tensor | None,  # [P, E], innermost stride 1

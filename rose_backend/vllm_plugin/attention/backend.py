@@ -9,7 +9,7 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 
 from rose_backend.errors import ConfigError
-from rose_backend.kernels import AttentionOptions, DecodePlan, PrefillPlan, write_kv
+from rose_backend.kernels import AttentionOptions, DecodePlan, HeadRotation, PrefillPlan, write_kv
 from rose_backend.layers.attention import AttentionRows, AttentionStep, attend
 from rose_backend.vllm_plugin.attention import flash_attention
 from rose_backend.vllm_plugin.attention.metadata import (
@@ -32,6 +32,8 @@ from rose_backend.vllm_plugin.patch_ledger import apply_patch
 from rose_backend.vllm_plugin.pending_kernels import begin as begin_to_compile
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.v1.kv_cache_interface import AttentionSpec
 
 MAX_HEAD_SIZE = 512
@@ -153,6 +155,8 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         self.logits_soft_cap = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self._sinks: torch.Tensor | None = None
+        self.after_loading: Callable[[], None] | None = None
+        """Of the model: called when all weights are loaded, and again when some or all have been reloaded."""
         vllm_config = get_current_vllm_config()
         self.appends_in_attention = appends_in_attention(vllm_config, rose_options(vllm_config))
         if uses_rose_manager(vllm_config):
@@ -173,7 +177,12 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         begin_to_compile(vllm_config, self, kind)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Bring the loaded sinks into the kernels' type. A reload keeps their address, which graphs hold."""
+        """Bring the loaded sinks into the kernels' type. A reload keeps their address, which graphs hold.
+
+        vLLM calls this behind the loading of all other modules, the first time and in each reload.
+        """
+        if self.after_loading is not None:
+            self.after_loading()
         if self.sinks is None:
             return
         if self._sinks is None:
@@ -191,8 +200,15 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         output: torch.Tensor,  # [T, HQ, D]  written
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
+        *,
+        overlap: bool = False,
+        rotation: HeadRotation | None = None,
     ) -> torch.Tensor:
-        """Store the step's K/V and attend. Tokens past ``num_actual_tokens`` are padding and stay as they are."""
+        """Store the step's K/V and attend. Tokens past ``num_actual_tokens`` are padding and stay as they are.
+
+        Args:
+            overlap, rotation: see ``layers.attention.attend``; vLLM's own layers ask for neither.
+        """
         if output_scale is not None or output_block_scale is not None:
             raise ConfigError(
                 "ROSE does not quantize its output; switch the attention-quantization fusion pass off"
@@ -221,6 +237,8 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
             self._options(layer, query.device),
             output,
             mean_query_lens=prefill_lens_to_tune_for(attn_metadata),
+            overlap=overlap,
+            rotation=rotation,
         )
         if rows is not None:
             if not self.appends_in_attention:

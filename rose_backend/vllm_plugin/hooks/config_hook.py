@@ -16,7 +16,7 @@ from rose_backend.vllm_plugin.attention.mixed_graphs import choose_mixed_graphs,
 from rose_backend.vllm_plugin.backend_name import is_rose
 from rose_backend.vllm_plugin.hooks.refusals import check_supported
 from rose_backend.vllm_plugin.hooks.start_up_log import describe_parts
-from rose_backend.vllm_plugin.models.model_choice import choose_model_class
+from rose_backend.vllm_plugin.models.model_choice import choose_model_class, forget_compilation_mode
 from rose_backend.vllm_plugin.options import (
     ASYNC_SCHEDULER_CLASS,
     SCHEDULER_CLASS,
@@ -51,25 +51,26 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
                 # One group of blocks for all layers. A copy that is finished again finds it, or what the user has set.
                 self.scheduler_config.disable_hybrid_kv_cache_manager = True
             leaves_graphs = leaves_graphs_to_vllm(self)
+            forget_compilation_mode(self)
             original(self, *args, **kwargs)
             # Whether steps are replayed is known only now.
             if is_open and why_windows_are_kept_unless_asked(self) is not None:
                 self.scheduler_config.disable_hybrid_kv_cache_manager = True
             check_supported(self, options)
-            chosen_model = choose_model_class(self, options)
+            if leaves_graphs:
+                choose_mixed_graphs(self)
+            choice = choose_model_class(self, options)
         except ConfigError as error:
             # vLLM wraps the error in several lines of its own; this line is complete.
             logger.error("Cannot start with --attention-backend rose: %s", error)
             raise
         if options.block_manager:
             _choose_scheduler(self)
-        if leaves_graphs:
-            choose_mixed_graphs(self)
         if options.joined_outputs and not has_rust_front_end(self):
             # The process that makes the configuration is the one that receives the engines' outputs.
             apply_patch("merged_outputs")
         keep_compiled_kernels()
-        _log_once(describe_parts(self, options, chosen_model))
+        _log_once(describe_parts(self, options, choice))
         return None
 
     return __post_init__

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rose_backend.config import SWITCH_NAMES
 from rose_backend.vllm_plugin.attention.flash_attention import describe_thresholds, uses_flash_attention
+from rose_backend.vllm_plugin.models.model_choice import GPT2, ModelChoice
 from rose_backend.vllm_plugin.options import (
     NEEDS_MANAGER,
     appends_in_attention,
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
     from rose_backend.config import PluginConfig
 
 
-def describe_parts(vllm_config: VllmConfig, options: PluginConfig, chosen_model: str | None) -> str:
+def describe_parts(vllm_config: VllmConfig, options: PluginConfig, choice: ModelChoice) -> str:
     """Return the line.
 
     Args:
         vllm_config: finished; Rose's scheduler and model class are already chosen.
         options: the user's switches.
-        chosen_model: architecture name of Rose's model class, or None for vLLM's own.
+        choice: Rose's model class, or why vLLM's own stays.
     """
     fused = appends_in_attention(vllm_config, options)
     manager = "RoseKVCacheManager" if uses_rose_manager(vllm_config) else "vLLM's own"
@@ -41,9 +42,9 @@ def describe_parts(vllm_config: VllmConfig, options: PluginConfig, chosen_model:
         f"attention ROSE ({'stores K/V itself' if fused else 'separate K/V write'}{_describe_flash(vllm_config)})",
         f"block manager {manager} ({_describe_hits(vllm_config, options)})",
         f"decodes scheduled {'at once' if batches_decode_steps(vllm_config) else 'one by one'}",
-        f"model {_describe_model(vllm_config, options, chosen_model)}",
+        f"model {_describe_model(vllm_config, options, choice)}",
         f"sampler {_describe_sampler(vllm_config)}",
-        f"not in force: {_describe_idle_parts(vllm_config, options, chosen_model) or 'nothing'}",
+        f"not in force: {_describe_idle_parts(vllm_config, options, choice) or 'nothing'}",
         f"switched off: {', '.join(off) or 'nothing'}",
     )
     return f"Rose is active: {'; '.join(parts)}"
@@ -55,15 +56,14 @@ def _describe_flash(vllm_config: VllmConfig) -> str:
     return f", FlashAttention 3 for {describe_thresholds()}, outside full CUDA graphs"
 
 
-def _describe_idle_parts(vllm_config: VllmConfig, options: PluginConfig, chosen_model: str | None) -> str:
+def _describe_idle_parts(vllm_config: VllmConfig, options: PluginConfig, choice: ModelChoice) -> str:
     """Return the switches that are on without effect, with the reason: ``a and b (reason), c (another)``."""
-    no_layers = None if chosen_model is not None else "no layers of Rose's for this model"
     why_idle = {
         "fused_kv_append": why_kv_is_written_first(vllm_config),
         "batched_scheduling": why_decodes_go_one_by_one(vllm_config),
         "token_granular_hits": None if uses_rose_manager(vllm_config) else NEEDS_MANAGER,
-        "fused_mlp": no_layers,
-        "fused_add_layernorm": no_layers,
+        "fused_mlp": choice.reason,
+        "fused_add_layernorm": choice.reason,
         "fused_sampler": _why_no_draws(vllm_config),
         "cuda_graph": _why_no_graphs(vllm_config),
         "step_graph": why_steps_are_not_replayed(vllm_config),
@@ -108,12 +108,14 @@ def _describe_hits(vllm_config: VllmConfig, options: PluginConfig) -> str:
     return f"{hits}, reported exactly" if options.exact_cached_tokens else hits
 
 
-def _describe_model(vllm_config: VllmConfig, options: PluginConfig, chosen_model: str | None) -> str:
-    if chosen_model is None:
+def _describe_model(vllm_config: VllmConfig, options: PluginConfig, choice: ModelChoice) -> str:
+    chosen = choice.architecture
+    if chosen is None:
         model_config = vllm_config.model_config
         return f"vLLM's own {model_config.architecture if model_config is not None else ''}".rstrip()
-    fused = {"fused MLP": options.fused_mlp, "fused add + LayerNorm": options.fused_add_layernorm}
-    return f"{chosen_model} ({', '.join(name for name, is_on in fused.items() if is_on)})"
+    norm = "LayerNorm" if chosen == GPT2 else "RMSNorm"
+    fused = {"fused MLP": options.fused_mlp, f"fused add + {norm}": options.fused_add_layernorm}
+    return f"{chosen} ({', '.join(name for name, is_on in fused.items() if is_on)})"
 
 
 def _describe_sampler(vllm_config: VllmConfig) -> str:

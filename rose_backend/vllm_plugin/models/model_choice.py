@@ -6,40 +6,88 @@ not use ROSE. The different architecture name also keeps compiled graphs apart i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rose_backend.errors import ConfigError
-from rose_backend.vllm_plugin.plugin_logger import logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from rose_backend.config import PluginConfig
 
-MODEL_CLASSES = {"RoseGPT2LMHeadModel": "rose_backend.vllm_plugin.models.gpt2:RoseGPT2LMHeadModel"}
-_ROSE_ARCHITECTURES = {"GPT2LMHeadModel": "RoseGPT2LMHeadModel"}
+_ROOM = "rose_backend.vllm_plugin.models"
+GPT2 = "RoseGPT2LMHeadModel"
+DECODERS = {
+    f"{family}ForCausalLM": f"Rose{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
+}
+"""vLLM's names, and Rose's for the same models with the standalone engine's layers."""
+MODEL_CLASSES = {
+    GPT2: f"{_ROOM}.gpt2:{GPT2}",
+    **{name: f"{_ROOM}.decoder:{name}" for name in DECODERS.values()},
+}
+_ROSE_ARCHITECTURES = {"GPT2LMHeadModel": GPT2, **DECODERS}
 _TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_FIELDS = ("mrope_section", "use_fope", "rope_dim")
+"""Make a rotation another one than ``rope_type`` says."""
+_LOAD_FORMATS = (
+    *("auto", "hf", "safetensors", "pt", "npcache", "dummy", "mistral"),
+    *("fastsafetensors", "instanttensor", "runai_streamer"),
+)
+"""Those that read a checkpoint, or draw one; others bring weights as vLLM's layers keep them."""
+NO_LAYERS = "no layers of Rose's for this model"
 
 
-def choose_model_class(vllm_config: VllmConfig, options: PluginConfig) -> str | None:
+class ModelChoice(NamedTuple):
+    """The class that runs a model."""
+
+    architecture: str | None
+    """Name of Rose's class; None: vLLM's own stays."""
+    reason: str | None = None
+    """Why vLLM's own stays although Rose's parts of layers are switched on."""
+
+
+def choose_model_class(vllm_config: VllmConfig, options: PluginConfig) -> ModelChoice:
     """Point the configuration at Rose's class for its model, if there is one and it is switched on.
 
-    Returns:
-        The architecture name chosen, or None when vLLM's own class stays.
+    Call it when all else of the configuration is settled, CUDA graphs too.
 
     Raises:
-        ConfigError: weights are offloaded in a way that Rose's class cannot wait for.
+        ConfigError: weights are offloaded in a way that Rose's GPT-2 cannot wait for.
     """
     model_config = vllm_config.model_config
+    if model_config is None or not (options.fused_mlp or options.fused_add_layernorm):
+        return ModelChoice(None)
+    architectures = getattr(model_config.hf_config, "architectures", None) or []
+    chosen = str(architectures[0]) if len(architectures) == 1 else ""
+    if chosen not in MODEL_CLASSES:
+        # ``architecture`` is what vLLM resolved: with --model-impl transformers it is another name, which stays.
+        chosen = _ROSE_ARCHITECTURES.get(model_config.architecture, "")
+        reason = _why_class_stays(vllm_config, chosen)
+        if reason is not None:
+            return ModelChoice(None, reason)
+    if chosen != GPT2:
+        from vllm.config import CompilationMode
+
+        # There is nothing to compile: the loop over layers launches Rose's kernels.
+        vllm_config.compilation_config.mode = CompilationMode.NONE
+    model_config.hf_config.architectures = [chosen]
+    return ModelChoice(chosen)
+
+
+def forget_compilation_mode(vllm_config: VllmConfig) -> None:
+    """Let vLLM finish a copy of a finished configuration as it has finished the original."""
+    model_config = vllm_config.model_config
+    if model_config is not None and set(DECODERS.values()) & set(model_config.hf_config.architectures or ()):
+        vllm_config.compilation_config.mode = None
+
+
+def _why_class_stays(vllm_config: VllmConfig, chosen: str) -> str | None:
+    """Return why vLLM's own class runs the model and not ``chosen``; None if nothing speaks against it."""
     from vllm.model_executor.models.registry import ModelRegistry
 
-    if model_config is None or not (options.fused_mlp or options.fused_add_layernorm):
-        return None
-    architectures = getattr(model_config.hf_config, "architectures", None) or []
-    if len(architectures) == 1 and architectures[0] in MODEL_CLASSES:
-        return str(architectures[0])
-    # ``architecture`` is what vLLM resolved: with --model-impl transformers it is another name, which stays.
-    chosen = _ROSE_ARCHITECTURES.get(model_config.architecture)
+    model_config = vllm_config.model_config
     if (
         chosen not in ModelRegistry.models
         # The user has registered another class.
@@ -47,21 +95,74 @@ def choose_model_class(vllm_config: VllmConfig, options: PluginConfig) -> str | 
         or model_config.runner_type != "generate"
         or model_config.convert_type != "none"
     ):
-        return None
+        return NO_LAYERS
+    if chosen != GPT2:
+        return _why_decoder_stays(vllm_config)
     activation = getattr(model_config.hf_config, "activation_function", None)
     if activation not in _TANH_GELUS:
-        logger.info(
-            "Activation %s is not GELU in its tanh form: the model keeps vLLM's own layers", activation
-        )
-        return None
+        return f"activation {activation}"
     if _hooks_blocks(vllm_config):
         raise ConfigError(
             "weight offloading (--offload-group-size, --cpu-offload-gb without UVA): Rose's GPT-2 layers run parts of "
             "blocks, and offloaded weights arrive with whole ones; "
             '--additional-config \'{"rose": {"fused_mlp": false, "fused_add_layernorm": false}}\' keeps vLLM\'s layers'
         )
-    model_config.hf_config.architectures = [chosen]
-    return chosen
+    return None
+
+
+def _why_decoder_stays(vllm_config: VllmConfig) -> str | None:
+    """Return why vLLM's layers run a model of ``DECODERS``; None if Rose's can."""
+    import vllm.envs as envs
+
+    model_config, parallel_config = vllm_config.model_config, vllm_config.parallel_config
+    offload, load_format = vllm_config.offload_config, vllm_config.load_config.load_format
+    reasons = {
+        "quantized weights": vllm_config.quant_config is not None or model_config.quantization is not None,
+        "LoRA": vllm_config.lora_config is not None,
+        "pipeline parallelism": parallel_config.pipeline_parallel_size > 1,
+        "dual batch overlap": parallel_config.enable_dbo,
+        "drafts": vllm_config.speculative_config is not None,
+        "weight offloading": offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
+        f"load format {load_format}": load_format not in _LOAD_FORMATS,
+        "another attention backend for some layers": bool(vllm_config.attention_config.backend_per_kind),
+        "batch invariance": bool(envs.VLLM_BATCH_INVARIANT),
+    }
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    return found or _why_config_differs(model_config.hf_text_config) or _why_steps_are_compiled(vllm_config)
+
+
+def _why_config_differs(fields: Any) -> str | None:
+    """Return what of a config.json Rose's layers do not have; None if they have all."""
+    rope: Mapping[str, Any] = getattr(fields, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type", "default")
+    if (
+        rope_type not in _ROPE_TYPES
+        or any(isinstance(value, Mapping) for value in rope.values())
+        or rope.get("partial_rotary_factor") not in (None, 1.0)
+        or any(rope.get(field) for field in _ROPE_FIELDS)
+    ):
+        return "rotary positions of another kind"
+    others = {
+        "attention in both directions": getattr(fields, "is_causal", True) is False,
+        "dual chunk attention": getattr(fields, "dual_chunk_attention_config", None) is not None,
+        "scaled queries": getattr(fields, "llama_4_scaling", None) is not None,
+        "adaptive norms": bool(getattr(fields, "ada_rms_norm_t_cond", False)),
+    }
+    return next((reason for reason, holds in others.items() if holds), None)
+
+
+def _why_steps_are_compiled(vllm_config: VllmConfig) -> str | None:
+    """Return why vLLM's compiled layers are better off; None if full graphs, or none, run the steps."""
+    from vllm.config import CompilationMode
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return None
+    compilation = vllm_config.compilation_config
+    if compilation.mode not in (CompilationMode.NONE, CompilationMode.VLLM_COMPILE):
+        return f"compilation mode {compilation.mode.name}"
+    # Pieces between attention are captured from compiled code only. Rose's layers would be launched in such steps.
+    return "piecewise CUDA graphs" if compilation.cudagraph_mode.requires_piecewise_compilation() else None
 
 
 def _hooks_blocks(vllm_config: VllmConfig) -> bool:

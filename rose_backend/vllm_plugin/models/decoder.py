@@ -1,0 +1,191 @@
+"""Llama, Mistral, Qwen2 and Qwen3 for vLLM with Rose's layers: the standalone engine's loop on vLLM's weights.
+
+Modules, parameters and weight loading are vLLM's own. Only ``forward`` is Rose's: it calls none of vLLM's layers, so
+nothing of them is compiled. Decodes and mixed steps are captured in vLLM's full CUDA graphs, longer steps are launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
+from vllm.distributed.kv_transfer import has_kv_transfer_group
+from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.sequence import IntermediateTensors
+
+from rose_backend.errors import ModelError
+from rose_backend.kernels import HeadRotation, embed_tokens
+from rose_backend.layers.decoder import run_layers
+from rose_backend.layers.linear import DecoderLayer, ResidualStream, packs_layers
+from rose_backend.vllm_plugin.models.loaded_layer import LoadedLayer, norm_of
+from rose_backend.vllm_plugin.options import rose_options
+
+
+class RoseConstants(torch.nn.Module):
+    """Tensors that no checkpoint has. As buffers they come back when vLLM wakes up from a deep sleep."""
+
+    unit: torch.Tensor
+
+    def __init__(self, unit: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("unit", unit, persistent=False)
+
+    def add_rotary_table(self, rotary: torch.nn.Module, device: torch.device) -> torch.Tensor:
+        """Return the float32 table of vLLM's module, [P, D]. The module's own is in the model's dtype."""
+        # On the CPU, as transformers computes it: a GPU's cosines differ in the last bits.
+        with torch.device("cpu"):
+            table = rotary._compute_cos_sin_cache().to(device)  # type: ignore[operator]
+        self.register_buffer("rotary_table", table, persistent=False)
+        return table
+
+
+class ModuleAttention:
+    """Attention of one step by vLLM's attention modules; a ``StepAttention``."""
+
+    __slots__ = ("_names", "_out", "appends", "decodes_only", "last_tokens")
+
+    def __init__(self, modules: Sequence[Any], out: torch.Tensor) -> None:
+        """``out`` [T, HQ, D] is written by each layer."""
+        metadata, _, _, _ = get_attention_context(modules[0].layer_name)
+        self._names = [module.layer_name for module in modules]
+        self._out = out
+        # A profiling run has no metadata.
+        self.decodes_only = (
+            metadata is not None and metadata.num_prefill_tokens == 0 and metadata.max_decode_query_len == 1
+        )
+        # A KV connector may have its own work in front of a layer's attention.
+        self.appends = modules[0].impl.appends_in_attention and not has_kv_transfer_group()
+        self.last_tokens = None
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [T, HQ, D]
+        key: torch.Tensor,  # [T, HKV, D]
+        value: torch.Tensor,  # [T, HKV, D]
+        *,
+        overlap: bool = False,
+        rotation: HeadRotation | None = None,
+    ) -> torch.Tensor:
+        """Attend; see ``StepAttention``."""
+        _attend(query, key, value, self._out, self._names[layer], overlap, rotation)
+        return self._out.flatten(1)
+
+
+@maybe_transfer_kv_layer  # type: ignore[untyped-decorator]
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    layer_name: str,
+    overlap: bool,
+    rotation: HeadRotation | None,
+) -> None:
+    metadata, module, kv_cache, _ = get_attention_context(layer_name)
+    module.impl.forward(
+        module, query, key, value, kv_cache, metadata, out, overlap=overlap, rotation=rotation
+    )
+
+
+class RoseDecoder:
+    """Mixed into vLLM's class of a model, in front of it."""
+
+    model: Any
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        self.rose_switches = rose_options(vllm_config)
+        has_ranks = get_tensor_model_parallel_world_size() > 1
+        self._all_reduce = tensor_model_parallel_all_reduce if has_ranks else None
+        layers, final = self.model.layers, self.model.norm.weight
+        # A rank's product is a part of what is added: the residual cannot be added in the same kernel.
+        packs = not has_ranks and packs_layers(self.rose_switches, final.device)
+        self.rose_constants = RoseConstants(torch.ones_like(final.data))
+        self._rotary_table = self.rose_constants.add_rotary_table(
+            layers[0].self_attn.rotary_emb, final.device
+        )
+        self._attention = [layer.self_attn.attn for layer in layers]
+        self._loaded = [LoadedLayer(layer, packs=packs, unit=self.rose_constants.unit) for layer in layers]
+        self._layers: list[DecoderLayer | None] = [None] * len(layers)
+        self._rotations: list[HeadRotation | None] = [None] * len(layers)
+        self._reload_error: ModelError | None = None
+        for index, attention in enumerate(self._attention):
+            attention.impl.after_loading = partial(self._update_layer, index)
+
+    def _update_layer(self, index: int) -> None:
+        try:
+            layer = self._layers[index] = self._loaded[index].update()
+            self._rotations[index] = HeadRotation(
+                self._rotary_table, layer.query_norm, layer.key_norm, layer.attn_norm.eps
+            )
+        except ModelError as error:
+            self._reload_error = error
+        if index + 1 == len(self._loaded) and self._reload_error is not None:
+            # Not before vLLM has put the tensors of all other modules back.
+            failure, self._reload_error = self._reload_error, None
+            raise failure
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,  # [T] int32 or int64
+        positions: torch.Tensor,  # [T] int64
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,  # [T, E]
+    ) -> torch.Tensor:
+        """Return the hidden states behind the final norm, [T, E]."""
+        model, moments = self.model, None
+        if inputs_embeds is not None:
+            hidden = inputs_embeds.clone()  # The runner's own; small batches write theirs.
+        elif self._all_reduce is not None:
+            hidden = model.embed_input_ids(input_ids)
+        else:
+            assert input_ids is not None, "the first stage has token ids or embeddings"
+            hidden, moments = embed_tokens(input_ids, positions, model.embed_tokens.weight.data)
+        impl = self._attention[0].impl
+        num_heads, num_kv_heads, head_size = impl.num_heads, impl.num_kv_heads, impl.head_size
+        layers = [layer for layer in self._layers if layer is not None]
+        assert len(layers) == len(self._layers), "vLLM has not finished loading"
+        attention = ModuleAttention(
+            self._attention, hidden.new_empty((hidden.shape[0], num_heads, head_size))
+        )
+        return run_layers(
+            hidden,
+            moments,
+            layers,
+            norm_of(model.norm),
+            attention,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            switches=self.rose_switches,
+            mlp=ResidualStream.silu_mlp,
+            positions=positions,
+            rotations=self._rotations,
+            all_reduce=self._all_reduce,
+        )
+
+
+class RoseLlamaForCausalLM(RoseDecoder, LlamaForCausalLM):  # type: ignore[misc]
+    """Llama."""
+
+
+class RoseMistralForCausalLM(RoseDecoder, MistralForCausalLM):  # type: ignore[misc]
+    """Mistral."""
+
+
+class RoseQwen2ForCausalLM(RoseDecoder, Qwen2ForCausalLM):  # type: ignore[misc]
+    """Qwen2."""
+
+
+class RoseQwen3ForCausalLM(RoseDecoder, Qwen3ForCausalLM):  # type: ignore[misc]
+    """Qwen3."""
