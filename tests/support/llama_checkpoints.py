@@ -76,14 +76,16 @@ CASES: dict[str, Case] = {
 }
 
 
-def write_checkpoint(path: Path, case: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+def write_checkpoint(
+    path: Path, case: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> Path:
     """Write one of ``CASES``, with other fields of its config where ``changes`` say so, and return ``path``."""
     path.mkdir(parents=True, exist_ok=True)
     end_of_text = write_tokenizer(path, vocab_size=VOCAB_SIZE, model_max_length=WINDOW)
     model_class, config_class, fields = CASES[case]
     config = config_class(**{**_SIZES, "eos_token_id": end_of_text, **fields, **changes})
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = model_class(config).eval()
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:

@@ -1,0 +1,228 @@
+"""Llama, Mistral, Qwen2 and Qwen3 inside vLLM with Rose's layers: what stock vLLM and transformers say in float32.
+
+On a CPU layers are packed for few decodes only where a test asks for it; a GPU does so by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from vllm import SamplingParams
+
+from rose_backend.vllm_plugin.models import decoder
+from tests.e2e.conftest import MakeEngine
+from tests.e2e.test_vllm_features import inputs_of, scheduler_of
+from tests.e2e.test_vllm_parity import count_preemptions, runner_of
+from tests.kernels.test_small_batch_linear import record_moments
+from tests.support.half_precision import judge, logprob_errors, wrong_tokens
+from tests.support.llama_checkpoints import CASES, VOCAB_SIZE, write_checkpoint
+from tests.support.reference_generation import Prompts, parity_prompts
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="test_vllm_gpu_parity.py has these models for a GPU"
+)
+
+ROUNDING = 1e-4
+"""Of log-probabilities, between two ways of computing in float32."""
+FAMILIES = [name for name in CASES if name != "smollm3"]
+# Heads of 32: vLLM's own attention for CPUs, which others are compared with, takes no smaller ones.
+write = partial(write_checkpoint, hidden_size=128)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
+VLLMS_LAYERS = {"rose": {"fused_mlp": False, "fused_add_layernorm": False}}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Prompts:
+    return parity_prompts(VOCAB_SIZE)[:32]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Pack layers as on a GPU; return what is noted of products that sum up the moments for the next one."""
+    monkeypatch.setattr(decoder, "packs_layers", lambda switches, device: True)
+    yield record_moments(monkeypatch)
+
+
+def complete(llm: Any, prompts: Prompts, params: SamplingParams = GREEDY) -> list[Any]:
+    outputs = llm.generate(inputs_of(prompts), params, use_tqdm=False)
+    return [each for output in outputs for each in output.outputs]
+
+
+def assert_right(path: Path, prompts: Prompts, completions: list[Any]) -> None:
+    judged = judge(path, prompts, [list(completion.token_ids) for completion in completions])
+    assert wrong_tokens(judged, ROUNDING) == []
+    assert float(logprob_errors(judged, completions).max()) < ROUNDING
+
+
+def has_roses_layers(llm: Any) -> bool:
+    return isinstance(runner_of(llm).model, decoder.RoseDecoder)
+
+
+def test_stock_vllm_says_the_same(make_engine: MakeEngine, checkpoint: Path, prompts: Prompts) -> None:
+    answers = []
+    for options in ({}, {"attention_backend": None, "block_size": 32}):
+        with make_engine(model=str(checkpoint), **options) as llm:
+            assert has_roses_layers(llm) is not bool(options)
+            answers.append(complete(llm, prompts))
+    assert_right(checkpoint, prompts, answers[0])
+    for ours, theirs in zip(*answers, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        logprobs = [
+            [entry[token].logprob for entry, token in zip(each.logprobs, each.token_ids, strict=True)]
+            for each in (ours, theirs)
+        ]
+        assert logprobs[0] == pytest.approx(logprobs[1], abs=ROUNDING)
+
+
+def test_packed_then_from_the_cache_and_several_at_once(
+    make_engine: MakeEngine, checkpoint: Path, prompts: Prompts, packed: list[Any]
+) -> None:
+    with make_engine(model=str(checkpoint)) as llm:
+        assert runner_of(llm).model._layers[0].mlp_in.packed is not None
+        for _ in range(2):
+            assert_right(checkpoint, prompts, complete(llm, prompts))
+        several = SamplingParams(temperature=0.8, max_tokens=16, ignore_eos=True, logprobs=0, n=3)
+        drawn = complete(llm, prompts[:8], several)
+        three = tuple(prompt for prompt in prompts[:8] for _ in range(3))
+        judged = judge(checkpoint, three, [list(each.token_ids) for each in drawn])
+        assert float(logprob_errors(judged, drawn).max()) < ROUNDING
+        manager = scheduler_of(llm).kv_cache_manager.manager
+        manager.check_integrity()
+        assert manager.stats.partial_hits > 0, manager.stats
+    assert packed, "no step took the way for few decodes"
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_prefix_caching": False}], ids=str)
+def test_in_chunks_through_too_few_blocks(
+    make_engine: MakeEngine, checkpoint: Path, prompts: Prompts, packed: list[Any], options: dict[str, Any]
+) -> None:
+    few = {"num_gpu_blocks_override": 70, "max_num_batched_tokens": 101, "max_num_seqs": 16}
+    with make_engine(model=str(checkpoint), **few, **options) as llm:
+        preempted = count_preemptions(scheduler_of(llm))
+        assert_right(checkpoint, prompts, complete(llm, prompts))
+        assert preempted
+        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
+    assert packed
+
+
+@pytest.mark.parametrize("checkpoint", ["llama-biases", "qwen3"], indirect=True)
+@pytest.mark.parametrize("off", ["fused_mlp", "fused_add_layernorm", "fused_kv_append", "block_manager"])
+def test_parts_switched_off(
+    make_engine: MakeEngine, checkpoint: Path, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, off: str
+) -> None:
+    # As on a GPU, where what is off decides.
+    device = torch.device("meta")
+    monkeypatch.setattr(
+        decoder, "packs_layers", lambda switches, _, packs=decoder.packs_layers: packs(switches, device)
+    )
+    with make_engine(model=str(checkpoint), additional_config={"rose": {off: False}}) as llm:
+        assert has_roses_layers(llm)
+        assert (runner_of(llm).model._layers[0].qkv.packed is None) == (off != "block_manager")
+        assert_right(checkpoint, prompts, complete(llm, prompts))
+
+
+@pytest.mark.parametrize("checkpoint", ["qwen3"], indirect=True)
+def test_both_parts_of_layers_off(make_engine: MakeEngine, checkpoint: Path, prompts: Prompts) -> None:
+    with make_engine(model=str(checkpoint), additional_config=VLLMS_LAYERS) as llm:
+        assert not has_roses_layers(llm)
+        assert_right(checkpoint, prompts, complete(llm, prompts))
+
+
+@pytest.mark.parametrize("checkpoint", ["qwen2"], indirect=True)
+def test_embedded_prompts(
+    make_engine: MakeEngine, checkpoint: Path, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "packs_layers", lambda switches, device: True)
+    table = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
+    embedded = [{"prompt_embeds": table[list(prompt)]} for prompt in prompts[:12]]
+    with make_engine(model=str(checkpoint), enable_prompt_embeds=True) as llm:
+        assert has_roses_layers(llm)
+        outputs = llm.generate(embedded, GREEDY, use_tqdm=False)
+        assert_right(checkpoint, prompts[:12], [output.outputs[0] for output in outputs])
+
+
+def memory_of(model: Any) -> dict[str, int]:
+    """Return where the tensors are that captured graphs would read."""
+    found = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    for index, layer in enumerate(model._layers):
+        for name in ("qkv", "attn_out", "mlp_in", "mlp_out"):
+            linear = getattr(layer, name)
+            found[f"{index} {name}"] = linear.weight.data_ptr()
+            biases = (linear.bias, None if linear.packed is None else linear.packed.bias)
+            found |= {f"{index} {name} {n}": b.data_ptr() for n, b in enumerate(biases) if b is not None}
+    return found
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
+def test_reloaded_weights_are_where_the_old_ones_were(
+    make_engine: MakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    is_packed: bool,
+) -> None:
+    # On a CPU vLLM goes on with the old head where it is tied to the embedding, with its own layers, too.
+    old, new = (write(tmp_path / f"{seed}", case, seed=seed, tie_word_embeddings=False) for seed in range(2))
+    monkeypatch.setattr(decoder, "packs_layers", lambda switches, device: is_packed)
+    few = parity_prompts(VOCAB_SIZE)[:12]
+    with make_engine(model=str(old)) as llm:
+        assert_right(old, few, complete(llm, few))
+        memory = memory_of(runner_of(llm).model)
+        for path in (new, old, new):
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+            assert llm.reset_prefix_cache()
+            assert_right(path, few, complete(llm, few))
+            assert memory_of(runner_of(llm).model) == memory
+
+
+def test_some_weights_may_be_reloaded_but_no_norm_without_its_matrix(
+    make_engine: MakeEngine, tmp_path: Path, packed: list[Any]
+) -> None:
+    old, new = (write(tmp_path / f"{seed}", "llama", seed=seed) for seed in range(2))
+    few = parity_prompts(VOCAB_SIZE)[:12]
+    weights = load_file(new / "model.safetensors")
+
+    def reload(llm: Any, *kinds: str) -> None:
+        some = [(name, tensor) for name, tensor in weights.items() if any(kind in name for kind in kinds)]
+        assert some
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(some)})
+        assert llm.reset_prefix_cache()
+
+    def tokens(llm: Any) -> list[Any]:
+        return [each.token_ids for each in complete(llm, few)]
+
+    with make_engine(model=str(old)) as llm:
+        first = tokens(llm)
+        with pytest.raises(
+            ValueError, match=r"the RMSNorm in front of model\.layers\.\d\.self_attn\.qkv_proj"
+        ):
+            reload(llm, "input_layernorm")
+        # The old ones speak on, and what comes next finds everything in its place.
+        assert llm.reset_prefix_cache() and tokens(llm) == first
+        with pytest.raises(ValueError, match="is_checkpoint_format=False"):
+            llm.collective_rpc(
+                "reload_weights",
+                kwargs={
+                    "weights_iterator": iter([("model.layers.0.mlp.down_proj.weight", torch.zeros(128, 96))]),
+                    "is_checkpoint_format": False,
+                },
+            )
+        assert llm.reset_prefix_cache() and tokens(llm) == first
+        # Matrices without norms, then what is missing, in any order.
+        reload(llm, "input_layernorm", "q_proj", "k_proj", "v_proj", "o_proj")
+        assert tokens(llm) != first
+        reload(llm, "down_proj", "embed_tokens", "model.norm", "lm_head")
+        reload(llm, "up_proj", "gate_proj", "post_attention_layernorm")
+        assert_right(new, few, complete(llm, few))
