@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 
 _ROOM = "rose_backend.vllm_plugin"
 LAUNCHERS = (
-    f"{_ROOM}.attention.recorded_steps:launch_steps",
     f"{_ROOM}.sampler.draw_graphs:launch_draws",
-    f"{_ROOM}.models.recorded_operations:launch_operations",
+    f"{_ROOM}.models.recorded_operations:launch_model",
 )
 """``module:function``; each launches what an engine may launch, given its configuration and an attention layer."""
+
+_SIZES = ("n_inner", "intermediate_size", "attention_bias", "qkv_bias", "bias", "mlp_bias")
+"""Fields of config.json that kernels of Rose's layers depend on."""
 
 _begun: set[Hashable] = set()
 _pending: list[AheadCompilation] = []
@@ -112,7 +114,7 @@ def _key(vllm_config: VllmConfig) -> list[object]:
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     speculative = vllm_config.speculative_config
     return [
-        model.architecture,
+        model.hf_config.architectures,
         model.dtype,
         model.max_model_len,
         model.get_hidden_size(),
@@ -125,6 +127,6 @@ def _key(vllm_config: VllmConfig) -> list[object]:
         vllm_config.compilation_config.cudagraph_capture_sizes,
         None if speculative is None else speculative.num_speculative_tokens,
         vllm_config.parallel_config.tensor_parallel_size,
-        getattr(model.hf_config, "n_inner", None),
+        *(getattr(model.hf_config, name, None) for name in _SIZES),
         vllm_config.additional_config,
     ]

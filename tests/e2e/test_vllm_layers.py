@@ -6,6 +6,7 @@ On a CPU layers are packed for few decodes only where a test asks for it; a GPU 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 from safetensors.torch import load_file
 from vllm import SamplingParams
 
+from rose_backend.layers.linear import Linear, Norm
 from rose_backend.vllm_plugin.models import decoder
+from rose_backend.vllm_plugin.models.recorded_operations import recorded_layer
 from tests.e2e.conftest import MakeEngine
 from tests.e2e.test_vllm_features import inputs_of, scheduler_of
 from tests.e2e.test_vllm_parity import count_preemptions, runner_of
@@ -69,12 +72,32 @@ def has_roses_layers(llm: Any) -> bool:
     return isinstance(runner_of(llm).model, decoder.RoseDecoder)
 
 
+def assert_recorded_as_loaded(llm: Any) -> None:
+    """What kernels are compiled ahead for has the shapes of what vLLM has loaded."""
+    model = runner_of(llm).model
+    recorded = recorded_layer(llm.llm_engine.vllm_config, model._attention[0].impl)
+    for field in fields(recorded):
+        ahead, loaded = getattr(recorded, field.name), getattr(model._layers[0], field.name)
+        pairs = [(ahead, loaded)]
+        if isinstance(loaded, (Linear, Norm)):
+            pairs = [(ahead.weight, loaded.weight), (ahead.bias, loaded.bias)]
+        for one, other in pairs:
+            assert (one is None) == (other is None), field.name
+            assert one is None or (one.shape, one.dtype, one.stride()) == (
+                other.shape,
+                other.dtype,
+                other.stride(),
+            )
+
+
 def test_stock_vllm_says_the_same(make_engine: MakeEngine, checkpoint: Path, prompts: Prompts) -> None:
     answers = []
     for options in ({}, {"attention_backend": None, "block_size": 32}):
         with make_engine(model=str(checkpoint), **options) as llm:
             assert has_roses_layers(llm) is not bool(options)
             answers.append(complete(llm, prompts))
+            if not options:
+                assert_recorded_as_loaded(llm)
     assert_right(checkpoint, prompts, answers[0])
     for ours, theirs in zip(*answers, strict=True):
         assert ours.token_ids == theirs.token_ids

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from vllm.v1.worker.gpu.sample import gumbel, min_p
 
 from rose_backend.kernels import ahead_compilation
 from rose_backend.kernels.compilation_pool import CompiledKernel
+from rose_backend.kernels.gpu.paged_decode import DecodeLoops
+from rose_backend.kernels.gpu.rotary import RotationSizes
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.recorded_launches import KernelSource
 from rose_backend.vllm_plugin import pending_kernels
@@ -20,11 +23,16 @@ from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.attention.recorded_steps import step_sizes
 from rose_backend.vllm_plugin.sampler.draw_graphs import DRAW_KERNELS
+from tests.support.llama_checkpoints import write_checkpoint
 from tests.vllm_plugin.conftest import MakeConfig
 
 H200 = GpuProperties((9, 0), 132)
 GPT2_KERNELS = {"_bias_kernel", "_norm_kernel"}
 N_GRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+LAYER_KERNELS = {
+    *("_embed_tokens_kernel", "_norm_kernel", "_rotate_kernel", "_silu_mul_kernel"),
+    "small_batch_linear_kernel",
+}
 ATTENTION_KERNELS = {"_paged_decode_kernel", "_paged_prefill_kernel"}
 
 
@@ -92,6 +100,62 @@ def test_parts_that_are_off_are_left_out(make_config: MakeConfig) -> None:
     assert set(record(make_config, additional_config={"rose": off})) == ATTENTION_KERNELS
     assert set(record(make_config, additional_config={"rose": {"cuda_graph": False}})) == (
         ATTENTION_KERNELS | GPT2_KERNELS
+    )
+
+
+def kind_of(source: KernelSource) -> tuple[bool | None, bool]:
+    """Return whether decode attention norms the heads that it rotates, None if it rotates none; and if it overlaps."""
+    values = source.constexprs.values()
+    rotation = next((each for each in values if isinstance(each, RotationSizes)), None)
+    (loops,) = (each for each in values if isinstance(each, DecodeLoops))
+    return None if rotation is None else rotation.NORM, loops.OVERLAP
+
+
+@pytest.fixture
+def decoder_config(make_config: MakeConfig, tmp_path: Path) -> Callable[..., Any]:
+    def make(case: str, **options: Any) -> Any:
+        path = write_checkpoint(tmp_path / case, case, hidden_size=128)
+        options = {
+            "model": str(path),
+            "dtype": "float16",
+            "enforce_eager": False,
+            "max_num_seqs": 96,
+            **options,
+        }
+        config = make_config(**options)
+        config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+        config.compilation_config.cudagraph_capture_sizes = [1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 96, 512]
+        return config
+
+    return make
+
+
+@pytest.mark.parametrize("case", ["llama-biases", "mistral", "qwen2", "qwen3"])
+def test_layers_are_recorded_with_the_attention_they_are_around(
+    decoder_config: Callable[..., Any], case: str
+) -> None:
+    def recorded(**options: Any) -> list[KernelSource]:
+        config = decoder_config(case, **options)
+        made = make_layer(config)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
+            return pending_kernels.record(config, made, H200)
+
+    sources = recorded()
+    assert {source.name for source in sources} == ATTENTION_KERNELS | set(DRAW_KERNELS) | LAYER_KERNELS
+    kinds = [kind_of(source) for source in sources if source.name == "_paged_decode_kernel"]
+    # Few decodes rotate on their way, more of them do not, and mixed steps do not begin early either.
+    has_norm = case == "qwen3"
+    assert set(kinds) == {(has_norm, True), (None, True), (None, False)}
+    # A rank's products are the library's.
+    ranks = {source.name for source in recorded(tensor_parallel_size=2)}
+    embedding = {"_embed_tokens_kernel"}
+    assert ranks | embedding == ATTENTION_KERNELS | set(DRAW_KERNELS) | LAYER_KERNELS - {
+        "small_batch_linear_kernel"
+    }
+    off = {"fused_add_layernorm": False, "fused_mlp": False}
+    assert {source.name for source in recorded(additional_config={"rose": off})} == (
+        ATTENTION_KERNELS | set(DRAW_KERNELS)
     )
 
 

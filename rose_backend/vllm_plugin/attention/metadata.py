@@ -59,6 +59,11 @@ class RoseAttentionMetadata:
     step: AttentionStep | None = None
     """This step as ``layers.attention`` takes it; made by the first one, shared by the others."""
 
+    @property
+    def decodes_only(self) -> bool:
+        """Whether all rows decode, a token each."""
+        return self.num_prefill_tokens == 0 and self.max_decode_query_len == 1
+
 
 def is_first_run(metadata: RoseAttentionMetadata) -> bool:
     """Whether this is the run in front of a capture of mixed steps, in which every kernel variant is compiled."""

@@ -28,6 +28,10 @@ from rose_backend.layers.decoder import run_layers
 from rose_backend.layers.linear import DecoderLayer, ResidualStream, packs_layers
 from rose_backend.vllm_plugin.models.loaded_layer import LoadedLayer, norm_of
 from rose_backend.vllm_plugin.options import rose_options
+from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
+
+_PROFILED_KERNELS = ("_embed_tokens_kernel", "_norm_kernel", "_rotate_kernel", "_silu_mul_kernel")
+"""Launched in vLLM's profiling run, when most others are still being compiled."""
 
 
 class RoseConstants(torch.nn.Module):
@@ -59,9 +63,7 @@ class ModuleAttention:
         self._names = [module.layer_name for module in modules]
         self._out = out
         # A profiling run has no metadata.
-        self.decodes_only = (
-            metadata is not None and metadata.num_prefill_tokens == 0 and metadata.max_decode_query_len == 1
-        )
+        self.decodes_only = metadata is not None and metadata.decodes_only
         # A KV connector may have its own work in front of a layer's attention.
         self.appends = modules[0].impl.appends_in_attention and not has_kv_transfer_group()
         self.last_tokens = None
@@ -144,6 +146,7 @@ class RoseDecoder:
     ) -> torch.Tensor:
         """Return the hidden states behind the final norm, [T, E]."""
         model, moments = self.model, None
+        wait_for_kernels(*_PROFILED_KERNELS)
         if inputs_embeds is not None:
             hidden = inputs_embeds.clone()  # The runner's own; small batches write theirs.
         elif self._all_reduce is not None:
