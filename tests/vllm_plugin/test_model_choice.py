@@ -1,0 +1,214 @@
+"""Which models get Rose's layers, and what of a configuration keeps vLLM's, with the reason in the start-up line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.model_executor.models.registry import ModelRegistry
+
+from rose_backend.vllm_plugin.hooks.start_up_log import describe_parts
+from rose_backend.vllm_plugin.models.model_choice import DECODERS, ModelChoice, choose_model_class
+from rose_backend.vllm_plugin.options import rose_options
+from tests.support.llama_checkpoints import write_checkpoint
+from tests.vllm_plugin.conftest import MakeConfig
+from tests.vllm_plugin.test_configuration import idle_parts
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    def write(case: str, **changes: Any) -> str:
+        return str(write_checkpoint(tmp_path_factory.mktemp(case), case, **changes))
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def llama(checkpoints: Callable[..., str]) -> str:
+    return checkpoints("llama")
+
+
+def layers_of(config: Any) -> str:
+    (name,) = config.model_config.hf_config.architectures
+    return str(name)
+
+
+def choose_again(config: Any) -> ModelChoice:
+    """Choose for a finished configuration that a test has changed."""
+    config.model_config.hf_config.architectures = [config.model_config.architecture]
+    return choose_model_class(config, rose_options(config))
+
+
+@pytest.mark.parametrize(
+    "case", ["llama", "llama-biases", "llama-yarn", "llama-linear", "mistral", "qwen2", "qwen3"]
+)
+def test_families_get_roses_layers(
+    make_config: MakeConfig, rose_log: list[str], checkpoints: Callable[..., str], case: str
+) -> None:
+    config = make_config(model=checkpoints(case), enforce_eager=False)
+    name = layers_of(config)
+    assert name in DECODERS.values() and name == DECODERS[config.model_config.architecture]
+    (line,) = rose_log
+    assert f"model {name} (fused MLP, fused add + RMSNorm);" in line
+    assert "fused_mlp" not in idle_parts(line)
+    # vLLM's own class is where it was.
+    assert ModelRegistry.models[config.model_config.architecture].module_name.startswith("vllm.")
+
+
+def test_nothing_is_compiled_around_roses_layers(make_config: MakeConfig, llama: str) -> None:
+    config = make_config(model=llama, enforce_eager=False)
+    assert config.compilation_config.mode == CompilationMode.NONE
+    custom_ops = list(config.compilation_config.custom_ops)
+    # The engine core finishes its copy again.
+    config.__post_init__()
+    assert config.compilation_config.mode == CompilationMode.NONE
+    assert config.compilation_config.custom_ops == custom_ops and layers_of(config) in DECODERS.values()
+    stock = make_config(
+        model=llama,
+        enforce_eager=False,
+        additional_config={"rose": {"fused_mlp": False, "fused_add_layernorm": False}},
+    )
+    assert stock.compilation_config.mode != CompilationMode.NONE and layers_of(stock) in DECODERS
+
+
+@pytest.mark.parametrize("on", ["fused_mlp", "fused_add_layernorm"])
+def test_one_part_alone(make_config: MakeConfig, rose_log: list[str], llama: str, on: str) -> None:
+    both = ("fused_mlp", "fused_add_layernorm")
+    config = make_config(model=llama, additional_config={"rose": {name: name == on for name in both}})
+    assert layers_of(config) in DECODERS.values()
+    part = {"fused_mlp": "fused MLP", "fused_add_layernorm": "fused add + RMSNorm"}[on]
+    assert f"model RoseLlamaForCausalLM ({part});" in rose_log[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"enable_lora": True}, "LoRA"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"speculative_config": NGRAM}, "drafts"),
+        ({"cpu_offload_gb": 1}, "weight offloading"),
+        ({"offload_group_size": 2}, "weight offloading"),
+        ({"load_format": "sharded_state"}, "load format sharded_state"),
+        ({"runner": "pooling"}, "no layers of Rose's for this model"),
+        (
+            {
+                "model_class_overrides": {
+                    "LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM"
+                }
+            },
+            "no layers of Rose's for this model",
+        ),
+        (
+            {"hf_overrides": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}},
+            "rotary positions of another kind",
+        ),
+        (
+            {"hf_overrides": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}},
+            "rotary positions of another kind",
+        ),
+        (
+            {"hf_overrides": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 4]}}},
+            "rotary positions of another kind",
+        ),
+        ({"hf_overrides": {"is_causal": False}}, "attention in both directions"),
+    ],
+    ids=str,
+)
+def test_vllms_layers_stay(
+    make_config: MakeConfig, rose_log: list[str], llama: str, arguments: dict[str, Any], reason: str
+) -> None:
+    config = make_config(model=llama, **arguments)
+    assert layers_of(config) in ("LlamaForCausalLM", "LlamaModel")
+    idle = idle_parts(rose_log[-1])
+    assert idle["fused_mlp"] == idle["fused_add_layernorm"] == reason
+    assert "model vLLM's own Llama" in rose_log[-1]
+
+
+def change(path: str, value: Any) -> Callable[[Any], None]:
+    """Return a function that sets what an attribute path below a configuration names."""
+    *owners, name = path.split(".")
+
+    def set_value(config: Any) -> None:
+        for owner in owners:
+            config = getattr(config, owner)
+        setattr(config, name, value)
+
+    return set_value
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "reason"),
+    [
+        ("llama", change("quant_config", SimpleNamespace()), "quantized weights"),
+        ("llama", change("model_config.quantization", "fp8"), "quantized weights"),
+        ("llama", change("parallel_config.enable_dbo", True), "dual batch overlap"),
+        (
+            "llama",
+            change("attention_config.backend_per_kind", {"sliding_attention": "FLASH_ATTN"}),
+            "another attention backend for some layers",
+        ),
+        (
+            "qwen2",
+            change("model_config.hf_config.dual_chunk_attention_config", {"chunk_size": 8}),
+            "dual chunk attention",
+        ),
+        ("mistral", change("model_config.hf_config.llama_4_scaling", {"beta": 0.1}), "scaled queries"),
+        ("mistral", change("model_config.hf_config.ada_rms_norm_t_cond", True), "adaptive norms"),
+    ],
+)
+def test_vllms_layers_stay_where_a_machine_without_a_gpu_cannot_be_asked(
+    make_config: MakeConfig,
+    checkpoints: Callable[..., str],
+    case: str,
+    change: Callable[[Any], None],
+    reason: str,
+) -> None:
+    config = make_config(model=checkpoints(case))
+    assert choose_again(config).reason is None
+    change(config)
+    choice = choose_again(config)
+    assert choice == (None, reason) and layers_of(config) in DECODERS
+    line = describe_parts(config, rose_options(config), choice)
+    assert idle_parts(line)["fused_mlp"] == reason
+
+
+def test_batch_invariance(make_config: MakeConfig, llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(model=llama)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert choose_again(config).reason == "batch invariance"
+
+
+@pytest.mark.parametrize(
+    ("graphs", "mode", "reason"),
+    [
+        (CUDAGraphMode.FULL, CompilationMode.VLLM_COMPILE, None),
+        (CUDAGraphMode.FULL_DECODE_ONLY, CompilationMode.VLLM_COMPILE, None),
+        (CUDAGraphMode.NONE, CompilationMode.NONE, None),
+        (CUDAGraphMode.FULL_AND_PIECEWISE, CompilationMode.VLLM_COMPILE, "piecewise CUDA graphs"),
+        (CUDAGraphMode.PIECEWISE, CompilationMode.VLLM_COMPILE, "piecewise CUDA graphs"),
+        (
+            CUDAGraphMode.FULL,
+            CompilationMode.STOCK_TORCH_COMPILE,
+            "compilation mode STOCK_TORCH_COMPILE",
+        ),
+    ],
+)
+def test_on_a_gpu_the_graphs_decide(
+    make_config: MakeConfig,
+    llama: str,
+    monkeypatch: pytest.MonkeyPatch,
+    graphs: CUDAGraphMode,
+    mode: CompilationMode,
+    reason: str | None,
+) -> None:
+    config = make_config(model=llama)
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
+    config.compilation_config.cudagraph_mode, config.compilation_config.mode = graphs, mode
+    choice = choose_again(config)
+    assert choice.reason == reason
+    assert (config.compilation_config.mode == CompilationMode.NONE) == (reason is None)
