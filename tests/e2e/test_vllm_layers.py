@@ -234,15 +234,14 @@ def test_some_weights_may_be_reloaded_but_no_norm_without_its_matrix(
             reload(llm, "input_layernorm")
         # The old ones speak on, and what comes next finds everything in its place.
         assert llm.reset_prefix_cache() and tokens(llm) == first
-        with pytest.raises(ValueError, match="is_checkpoint_format=False"):
-            llm.collective_rpc(
-                "reload_weights",
-                kwargs={
-                    "weights_iterator": iter([("model.layers.0.mlp.down_proj.weight", torch.zeros(128, 96))]),
-                    "is_checkpoint_format": False,
-                },
-            )
+        for name in ("mlp.down_proj.weight", "input_layernorm.weight"):
+            plain = iter([(f"model.layers.0.{name}", weights[f"model.layers.0.{name}"])])
+            with pytest.raises(ValueError, match="is_checkpoint_format=False"):
+                options = {"weights_iterator": plain, "is_checkpoint_format": False}
+                llm.collective_rpc("reload_weights", kwargs=options)
         assert llm.reset_prefix_cache() and tokens(llm) == first
+        with pytest.raises(ValueError, match="cannot be saved"):
+            runner_of(llm).model.state_dict()
         # Matrices without norms, then what is missing, in any order.
         reload(llm, "input_layernorm", "q_proj", "k_proj", "v_proj", "o_proj")
         assert tokens(llm) != first

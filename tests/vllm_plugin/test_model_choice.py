@@ -146,6 +146,11 @@ def change(path: str, value: Any) -> Callable[[Any], None]:
     [
         ("llama", change("quant_config", SimpleNamespace()), "quantized weights"),
         ("llama", change("model_config.quantization", "fp8"), "quantized weights"),
+        (
+            "llama",
+            change("weight_transfer_config", SimpleNamespace(backend="sparse_nccl")),
+            "weight transfer by sparse_nccl",
+        ),
         ("llama", change("parallel_config.enable_dbo", True), "dual batch overlap"),
         (
             "llama",
@@ -175,6 +180,13 @@ def test_vllms_layers_stay_where_a_machine_without_a_gpu_cannot_be_asked(
     assert choice == (None, reason) and layers_of(config) in DECODERS
     line = describe_parts(config, rose_options(config), choice)
     assert idle_parts(line)["fused_mlp"] == reason
+
+
+@pytest.mark.parametrize("backend", ["nccl", "ipc"])
+def test_weights_that_are_loaded_anew_may_be_roses(make_config: MakeConfig, llama: str, backend: str) -> None:
+    config = make_config(model=llama)
+    config.weight_transfer_config = SimpleNamespace(backend=backend)
+    assert choose_again(config).reason is None
 
 
 def test_batch_invariance(make_config: MakeConfig, llama: str, monkeypatch: pytest.MonkeyPatch) -> None:

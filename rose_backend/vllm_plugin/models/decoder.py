@@ -27,6 +27,7 @@ from rose_backend.kernels import HeadRotation, embed_tokens
 from rose_backend.layers.decoder import run_layers
 from rose_backend.layers.linear import DecoderLayer, ResidualStream, packs_layers
 from rose_backend.vllm_plugin.models.loaded_layer import LoadedLayer, norm_of
+from rose_backend.vllm_plugin.models.model_choice import KEEP_OPTION
 from rose_backend.vllm_plugin.options import rose_options
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
 
@@ -99,6 +100,13 @@ def _attend(
     )
 
 
+def _refuse_to_save(model: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise ModelError(
+        "Rose's packed weights cannot be saved (save_sharded_state): nothing could tell them from plain ones; "
+        f"{KEEP_OPTION} keeps vLLM's layers"
+    )
+
+
 class RoseDecoder:
     """Mixed into vLLM's class of a model, in front of it."""
 
@@ -118,6 +126,8 @@ class RoseDecoder:
         )
         self._attention = [layer.self_attn.attn for layer in layers]
         self._loaded = [LoadedLayer(layer, packs=packs, unit=self.rose_constants.unit) for layer in layers]
+        if packs:
+            self.register_state_dict_pre_hook(_refuse_to_save)  # type: ignore[attr-defined]
         self._layers: list[DecoderLayer | None] = [None] * len(layers)
         self._rotations: list[HeadRotation | None] = [None] * len(layers)
         self._reload_error: ModelError | None = None

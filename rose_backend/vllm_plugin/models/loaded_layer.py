@@ -14,6 +14,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLine
 
 from rose_backend.errors import IntegrityError, ModelError
 from rose_backend.layers.linear import DecoderLayer, Linear, Norm, pack
+from rose_backend.vllm_plugin.models.model_choice import KEEP_OPTION
 
 
 class RoseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
@@ -117,7 +118,10 @@ class _Product:
         if self._linear is None:
             self._linear = packed
             self._folded = None if norm is None else norm.weight.clone()
-            self._module.weight.copy_ = self._refuse
+            for module in (self._module, self._norm):
+                if module is not None:
+                    # Weights that are not in a checkpoint's format are copied into what this returns.
+                    module.get_parameter = self._refuse
             return
         # Graphs hold the addresses. The weight is in its place already.
         assert packed.packed is not None and self._linear.packed is not None, "they are packed"
@@ -135,16 +139,13 @@ class _Product:
             return
         raise ModelError(
             f"the RMSNorm in front of {self._module.prefix} was reloaded without that module's weights, which it is "
-            "folded into: reload both, or keep vLLM's layers with --additional-config "
-            '\'{"rose": {"fused_mlp": false, "fused_add_layernorm": false}}\''
+            f"folded into: reload both, or keep vLLM's layers with {KEEP_OPTION}"
         )
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> None:
-        # vLLM copies weights that are not in a checkpoint's format right into the parameter.
+    def _refuse(self, name: str) -> torch.nn.Parameter:
         raise ModelError(
-            f"{self._module.prefix}: Rose's packed weights cannot be replaced by weights in another format than a "
-            "checkpoint's (is_checkpoint_format=False); vLLM's layers, which --additional-config "
-            '\'{"rose": {"fused_mlp": false, "fused_add_layernorm": false}}\' keeps, take them'
+            f"{self._module.prefix}.{name}: Rose's packed weights, and norms in front of them, are reloaded in a "
+            f"checkpoint's format only, not with is_checkpoint_format=False; {KEEP_OPTION} keeps vLLM's layers"
         )
 
 

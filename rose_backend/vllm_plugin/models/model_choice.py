@@ -36,6 +36,10 @@ _LOAD_FORMATS = (
     *("fastsafetensors", "instanttensor", "runai_streamer"),
 )
 """Those that read a checkpoint, or draw one; others bring weights as vLLM's layers keep them."""
+_WEIGHT_TRANSFERS = ("nccl", "ipc")
+"""Those that load checkpoints' weights; others write into parameters, which hold packed weights here."""
+KEEP_OPTION = '--additional-config \'{"rose": {"fused_mlp": false, "fused_add_layernorm": false}}\''
+"""Keeps vLLM's layers."""
 NO_LAYERS = "no layers of Rose's for this model"
 
 
@@ -104,8 +108,7 @@ def _why_class_stays(vllm_config: VllmConfig, chosen: str) -> str | None:
     if _hooks_blocks(vllm_config):
         raise ConfigError(
             "weight offloading (--offload-group-size, --cpu-offload-gb without UVA): Rose's GPT-2 layers run parts of "
-            "blocks, and offloaded weights arrive with whole ones; "
-            '--additional-config \'{"rose": {"fused_mlp": false, "fused_add_layernorm": false}}\' keeps vLLM\'s layers'
+            f"blocks, and offloaded weights arrive with whole ones; {KEEP_OPTION} keeps vLLM's layers"
         )
     return None
 
@@ -116,6 +119,9 @@ def _why_decoder_stays(vllm_config: VllmConfig) -> str | None:
 
     model_config, parallel_config = vllm_config.model_config, vllm_config.parallel_config
     offload, load_format = vllm_config.offload_config, vllm_config.load_config.load_format
+    transfer = (
+        None if vllm_config.weight_transfer_config is None else vllm_config.weight_transfer_config.backend
+    )
     reasons = {
         "quantized weights": vllm_config.quant_config is not None or model_config.quantization is not None,
         "LoRA": vllm_config.lora_config is not None,
@@ -124,6 +130,7 @@ def _why_decoder_stays(vllm_config: VllmConfig) -> str | None:
         "drafts": vllm_config.speculative_config is not None,
         "weight offloading": offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
         f"load format {load_format}": load_format not in _LOAD_FORMATS,
+        f"weight transfer by {transfer}": transfer not in (None, *_WEIGHT_TRANSFERS),
         "another attention backend for some layers": bool(vllm_config.attention_config.backend_per_kind),
         "batch invariance": bool(envs.VLLM_BATCH_INVARIANT),
     }

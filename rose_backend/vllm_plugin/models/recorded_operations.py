@@ -106,7 +106,7 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
     inner = fields.intermediate_size // vllm_config.parallel_config.tensor_parallel_size
     heads, kv_heads, size = layer.num_heads, layer.num_kv_heads, layer.head_size
     is_llama = model.architecture in ("LlamaForCausalLM", "MistralForCausalLM")
-    has_bias = bool(getattr(fields, "attention_bias", False) or is_llama and getattr(fields, "bias", False))
+    has_bias = bool(getattr(fields, "attention_bias", False) or (is_llama and getattr(fields, "bias", False)))
     has_qkv_bias = bool(getattr(fields, "qkv_bias", has_bias)) if is_llama else has_bias
     has_qkv_bias = has_qkv_bias or model.architecture == "Qwen2ForCausalLM"
     has_mlp_bias = is_llama and bool(getattr(fields, "mlp_bias", False))
