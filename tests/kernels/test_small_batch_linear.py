@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -419,6 +420,28 @@ def test_packing_folds_and_leaves_its_inputs() -> None:
     assert torch.equal(layer.bias, case.bias[[0, 3, 1, 4, 2, 5]])
     # Nothing to fold and nothing to reorder: the matrix stays where it is.
     assert pack_linear(case.weight).weight.data_ptr() == case.weight.data_ptr()
+
+
+@pytest.mark.parametrize("parts", ["", "gated", "rms", "rms gated", "norm", "norm gelu"])
+def test_packing_in_place(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Folded a few rows at once: a whole matrix in float32 might not fit.
+    module = importlib.import_module(pack_linear.__module__)
+    monkeypatch.setattr(module, "_FOLDED_ROWS", 4)
+    case = make_case(3, 8, 10, parts, torch.float16)
+    norm_weight, norm_bias = case.norm or (None, None)
+    expected, weight = case.layer, case.weight.clone()
+    options = {"norm_weight": norm_weight, "norm_bias": norm_bias, "eps": EPS, "gated": case.gated}
+    packed = pack_linear(weight, case.bias, out=weight, **options)
+    assert packed.weight.data_ptr() == weight.data_ptr()
+    for name in ("weight", "bias", "column_sums"):
+        one, other = getattr(packed, name), getattr(expected, name)
+        assert (one is None and other is None) or torch.equal(one, other), name
+    with pytest.raises(ShapeError, match="out: expected O=10, got 9"):
+        pack_linear(case.weight, case.bias, out=weight[:9], **options)
+    with pytest.raises(ShapeError, match="out: expected a contiguous tensor"):
+        pack_linear(case.weight, case.bias, out=torch.empty(8, 10).half().t(), **options)
+    with pytest.raises(ShapeError, match=r"out: expected dtype torch\.float16 as weight"):
+        pack_linear(case.weight, case.bias, out=weight.float(), **options)
 
 
 def test_no_rows_are_no_work() -> None:

@@ -68,12 +68,13 @@ def test_advance_refuses_other_types(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
-def test_embed(implementation: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("id_type", [torch.int64, torch.int32], ids=str)
+def test_embed(implementation: str, id_type: torch.dtype, dtype: torch.dtype) -> None:
     # Columns of wider tensors: the ids of the same token of several sequences.
     tokens, positions = torch.tensor([[4, 0, 30, 4], [0, 9, 3, 3]]).t().contiguous().unbind(1)
     wide = torch.randn(31, 50).to(dtype)
     token_embedding, position_embedding = wide[:, :40], torch.randn(10, 40).to(dtype)
-    arguments = (tokens, positions, token_embedding, position_embedding)
+    arguments = (tokens.to(id_type), positions, token_embedding, position_embedding)
     expected = token_embedding[tokens] + position_embedding[positions]
     for given, wanted in ((arguments, expected), ((*arguments[:3], None), token_embedding[tokens])):
         actual, moments = (
@@ -81,6 +82,14 @@ def test_embed(implementation: str, dtype: torch.dtype) -> None:
         )
         assert torch.equal(actual, wanted)
         torch.testing.assert_close(moments, moments_of(wanted, 1))
+
+
+def test_embed_refuses_other_ids() -> None:
+    ids, table = torch.zeros(2, dtype=torch.int64), torch.randn(3, 8)
+    with pytest.raises(
+        ShapeError, match=r"input_ids: expected dtype torch.int64 or torch.int32, got torch.int16"
+    ):
+        embed_tokens(ids.short(), ids, table)
 
 
 def test_no_tokens() -> None:
