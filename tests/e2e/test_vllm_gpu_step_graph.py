@@ -19,6 +19,7 @@ from rose_backend.vllm_plugin.step_graph.steady_steps import SteadySteps
 from rose_backend.vllm_plugin.step_graph.step_counts import STEPS
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.e2e.test_vllm_features import inputs_of, scheduler_of
+from tests.e2e.test_vllm_gpu_parity import ROSES_LAYERS, has_roses_layers
 from tests.support.random_checkpoints import WRITERS
 from tests.support.reference_generation import parity_prompts
 
@@ -27,6 +28,16 @@ pytestmark = pytest.mark.gpu
 NUM_REQUESTS = int(os.environ.get("ROSE_STEP_GRAPH_REQUESTS", "1000"))
 NUM_STEPS = int(os.environ.get("ROSE_STEP_GRAPH_STEPS", "2000"))
 GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64, 128, 256]}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT-2": ("GPT-2", {"compilation_config": GRAPHS}),
+    **{
+        # With sizes of our own, graphs of steps with prompts would be those of vLLM's compiled layers.
+        name: (name, {"compilation_config": {**GRAPHS, "cudagraph_mode": "FULL"}})
+        for name in ("Qwen3", "Llama")
+    },
+    "Qwen3 with vLLM's layers": ("Qwen3", {"compilation_config": GRAPHS}),
+}
+"""Checkpoint and options by name."""
 VOCAB_SIZE = 1000
 
 
@@ -101,7 +112,7 @@ def said(outputs: list[Any]) -> list[list[Any]]:
     ]
 
 
-@pytest.mark.parametrize("model", ["GPT-2", "Qwen3", "Llama"])
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_both_kinds_of_steps_say_the_same_to_the_bit(
     make_engine: MakeEngine,
@@ -111,7 +122,8 @@ def test_both_kinds_of_steps_say_the_same_to_the_bit(
     model: str,
     dtype: str,
 ) -> None:
-    path = tiny_model_path if model == "GPT-2" else WRITERS[model](tmp_path)
+    kind, graphs = MODELS[model]
+    path = tiny_model_path if kind == "GPT-2" else WRITERS[kind](tmp_path)
     prompts = parity_prompts(VOCAB_SIZE)[:60]
     params = params_of_every_kind(len(prompts))
     answers = []
@@ -119,9 +131,10 @@ def test_both_kinds_of_steps_say_the_same_to_the_bit(
     options: dict[str, Any] = {
         "num_gpu_blocks_override": 500,
         "max_num_seqs": 48,
-        "compilation_config": GRAPHS,
+        **graphs,
     }
     with make_engine(model=str(path), dtype=dtype, enforce_eager=False, **options, **GPU_MEMORY) as llm:
+        assert has_roses_layers(llm) == (model in ROSES_LAYERS)
         # Chunks make the same steps in each run only if the cache holds the same, too.
         for wanted in (is_never, is_random(1), lambda _: True, is_random(2)):
             replay_when(wanted)
@@ -166,7 +179,7 @@ def come_and_go(llm: Any, prompts: Any, num_requests: int) -> dict[str, list[Any
     return said_so_far
 
 
-@pytest.mark.parametrize("model", ["GPT-2", "Qwen3", "Llama"])
+@pytest.mark.parametrize("model", MODELS)
 def test_requests_that_come_and_go_get_the_same_answers(
     make_engine: MakeEngine,
     tiny_model_path: Path,
@@ -174,12 +187,13 @@ def test_requests_that_come_and_go_get_the_same_answers(
     replay_when: Callable[[Callable[[int], bool]], None],
     model: str,
 ) -> None:
-    path = tiny_model_path if model == "GPT-2" else WRITERS[model](tmp_path)
+    kind, graphs = MODELS[model]
+    path = tiny_model_path if kind == "GPT-2" else WRITERS[kind](tmp_path)
     prompts = [prompt for prompt in parity_prompts(VOCAB_SIZE) if len(prompt) < 300]
     options: dict[str, Any] = {
         "num_gpu_blocks_override": 400,
         "max_num_seqs": 48,
-        "compilation_config": GRAPHS,
+        **graphs,
     }
     answers = []
     with make_engine(model=str(path), dtype="float16", enforce_eager=False, **options, **GPU_MEMORY) as llm:
@@ -198,16 +212,19 @@ def test_requests_that_come_and_go_get_the_same_answers(
         assert different == [] and others.keys() == answers[0].keys()
 
 
-@pytest.mark.parametrize("model", ["Qwen3", "Llama"])  # with a tied head, and with one of its own
+@pytest.mark.parametrize(
+    "model", ["Qwen3", "Llama", "Qwen3 with vLLM's layers"]
+)  # with and without a tied head
 def test_new_weights_speak_in_replayed_steps(make_engine: MakeEngine, tmp_path: Path, model: str) -> None:
-    write: Any = WRITERS[model]
+    kind, graphs = MODELS[model]
+    write: Any = WRITERS[kind]
     old, new = write(tmp_path / "old"), write(tmp_path / "new", seed=1)
     prompts = parity_prompts(VOCAB_SIZE)[:16]
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     options: dict[str, Any] = {
         "dtype": "float16",
         "enforce_eager": False,
-        "compilation_config": GRAPHS,
+        **graphs,
         **GPU_MEMORY,
     }
 
@@ -220,6 +237,7 @@ def test_new_weights_speak_in_replayed_steps(make_engine: MakeEngine, tmp_path: 
         return answers
 
     with make_engine(model=str(new), **options) as llm:
+        assert has_roses_layers(llm) == (model in ROSES_LAYERS)
         expected = run(llm)
     with make_engine(model=str(old), **options) as llm:
         first = run(llm)
