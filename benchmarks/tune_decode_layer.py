@@ -1,6 +1,6 @@
 """Find the fastest cuts of a decode layer's kernels on this GPU: attention and four products, all together.
 
-    python -m benchmarks.tune_decode_layer [--shape qwen3-0.6b] [--rows 1 8 32 128 256] [--context 144]
+    python -m benchmarks.tune_decode_layer [--shape qwen3-0.6b] [--rows 1 8 32 128 256] [--contexts 144]
                                            [--parts attention 4096x1024] [--json FILE]
 
 A kernel's best cut depends on what its neighbours leave free, so each candidate is timed in a CUDA graph of all layers
@@ -80,7 +80,7 @@ class Step:
     """A decode step of a model: all layers behind the embedding, and the norm behind them."""
 
     def __init__(self, model: Any, rows: int, context: int) -> None:
-        self.model = model
+        self.model, self.context = model, context
         config = model.config
         generator = torch.Generator("cuda").manual_seed(1)
         width = context // BLOCK_SIZE + 1
@@ -185,28 +185,27 @@ def product_candidates(rows: int, columns: int, depth: int) -> list[LinearConfig
 
 
 _model: Any = None
-_context = 0
 
 
-def _start_worker(path: str, context: int) -> None:
+def _start_worker(path: str) -> None:
     """Keep a model of two layers in this process."""
-    global _model, _context
-    _model, _context = load_model(path, device="cuda"), context
+    global _model
+    _model = load_model(path, device="cuda")
 
 
 @functools.cache
-def _small_step(rows: int) -> tuple[Step, torch.Tensor, float]:
+def _small_step(rows: int, context: int) -> tuple[Step, torch.Tensor, float]:
     """Return a step of two layers, its hidden states by library products, and how far those of cuts in use are."""
-    step = Step(_model, rows, _context)
+    step = Step(_model, rows, context)
     with mock.patch.object(decoder, "MAX_ROWS", 0):
         library = step.run().float()
     error = float((step.run().float() - library).norm() / library.norm())
     return step, library, error
 
 
-def _try(rows: int, cuts: Cuts) -> str | None:
+def _try(rows: int, context: int, cuts: Cuts) -> str | None:
     """Compile a step's kernels and run them; return what is wrong with the cuts."""
-    step, library, usual_error = _small_step(rows)
+    step, library, usual_error = _small_step(rows, context)
     try:
         with cuts.in_force():
             hidden = step.run().float()
@@ -228,10 +227,10 @@ class Search:
     def __init__(self, step: Step, pool: ProcessPoolExecutor) -> None:
         self._step = step
         self._pool = pool
-        self._rows = len(step.ids)
+        self._try = functools.partial(_try, len(step.ids), step.context)
         self.num_layers = step.model.config.num_layers
         self.best = step.cuts_in_use()
-        pool.submit(_try, self._rows, self.best).result()
+        pool.submit(self._try, self.best).result()
         self.in_use_us = self.fastest_us = self.time(self.best)
         self.wrong: list[str] = []
         self.tried: dict[str, list[tuple[float, str]]] = {}
@@ -245,7 +244,7 @@ class Search:
     def improve(self, part: str, found: list[Any]) -> None:
         """Try other cuts of one kernel."""
         changed = [self.best.changed(part, cut) for cut in found]
-        problems = list(self._pool.map(functools.partial(_try, self._rows), changed))
+        problems = list(self._pool.map(self._try, changed))
         self.wrong += [
             f"{part} {cut}: {problem}" for cut, problem in zip(found, problems, strict=True) if problem
         ]
@@ -265,7 +264,7 @@ class Search:
 def search(step: Step, pool: ProcessPoolExecutor, wanted: Sequence[str] | None) -> dict[str, Any]:
     """Return the fastest cuts that were found, and microseconds per layer."""
     found, rows = Search(step, pool), len(step.ids)
-    print(f"{rows} rows: in use {found.in_use_us:.2f} us a layer", flush=True)
+    print(f"{rows} rows, {step.context} tokens each: in use {found.in_use_us:.2f} us a layer", flush=True)
     parts = [ATTENTION, *(f"{columns}x{depth}" for columns, depth in found.best.products)]
     for part in [part for part in parts if part in (wanted or parts)]:
         if part == ATTENTION:
@@ -283,7 +282,14 @@ def search(step: Step, pool: ProcessPoolExecutor, wanted: Sequence[str] | None) 
     for part, cut in best.items():
         print(f"    {part} {json.dumps(cut)}", flush=True)
     times = {"in_use_us": found.in_use_us, "fastest_us": found.fastest_us}
-    return {"rows": rows, **times, "fastest": best, "tried": found.tried, "wrong": found.wrong}
+    return {
+        "rows": rows,
+        "context": step.context,
+        **times,
+        "fastest": best,
+        "tried": found.tried,
+        "wrong": found.wrong,
+    }
 
 
 def _write_two_layers(path: str, folder: Path) -> None:
@@ -307,7 +313,13 @@ def main() -> int:
     add = parser.add_argument
     add("--shape", choices=list(SHAPES), default="qwen3-0.6b")
     add("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 256])
-    add("--context", type=int, default=144, help="tokens in the cache, of each row (default: %(default)s)")
+    add(
+        "--contexts",
+        type=int,
+        nargs="+",
+        default=[144],
+        help="tokens in the cache, of each row (default: 144)",
+    )
     add("--parts", nargs="+", help=f"{ATTENTION}, COLUMNSxDEPTH (default: all)")
     add("--processes", type=int, default=14, help="that compile (default: %(default)s)")
     add("--json", type=Path)
@@ -319,17 +331,18 @@ def main() -> int:
         _write_two_layers(path, Path(small_path))
         model = load_model(path, device="cuda")
         with ProcessPoolExecutor(
-            options.processes, get_context("spawn"), _start_worker, (small_path, options.context)
+            options.processes, get_context("spawn"), _start_worker, (small_path,)
         ) as pool:
             results = [
-                search(Step(model, rows, options.context), pool, options.parts) for rows in options.rows
+                search(Step(model, rows, context), pool, options.parts)
+                for context in options.contexts
+                for rows in options.rows
             ]
     if options.json:
         facts = {
             **run_facts(),
             "device": torch.cuda.get_device_name(),
             "shape": options.shape,
-            "context": options.context,
         }
         write_json(options.json, {**facts, "results": results})
     return 0
