@@ -103,13 +103,25 @@ def decode_tuning(
 
 def _grouped_tuning(wanted: int, num_processors: int) -> DecodeTuning:
     """Return the tuning of heads of 128 elements, ``wanted`` of which are read: KV heads of all rows."""
-    if wanted <= 2 * num_processors:
-        # Nearly all programs are there from the start: larger ones have less to combine.
-        is_few = wanted <= num_processors
+    if wanted <= num_processors:
+        # A program has a processor for itself. So has each of a row's splits only where they are few enough.
+        has_room = wanted <= num_processors // 3
         return DecodeTuning(
             tile=64,
-            min_split=64 if is_few else 128,
-            num_programs=(2 if is_few else 3) * num_processors,
+            min_split=64 if has_room else 256,
+            num_programs=2 * num_processors,
+            use_dot=True,
+            num_warps=8,
+            num_stages=3,
+            early_tiles=1,
+        )
+    if wanted <= 2 * num_processors:
+        # Two programs share a processor if neither takes more than 128 registers a thread. With tiles of 64 tokens and
+        # heads that are rotated on the way it takes 160.
+        return DecodeTuning(
+            tile=32,
+            min_split=128,
+            num_programs=3 * num_processors,
             use_dot=True,
             num_warps=8,
             num_stages=3,

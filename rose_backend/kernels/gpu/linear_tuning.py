@@ -163,7 +163,10 @@ def _wide(num_rows: int, num_columns: int, depth: int) -> LinearConfig | None:
     if block_m <= 32 and depth <= _LONG:
         if block_m <= 16 or num_columns <= _WIDE:
             return None
-        return LinearConfig(32, 64, 128, num_stages=4, weights_left=True, use_tma=True)
+        block_n, block_k, stages = (128, 128, 5) if num_columns <= MAX_SPLIT_COLUMNS else (64, 256, 4)
+        return LinearConfig(
+            32, block_n, block_k, num_stages=stages, weights_left=True, use_tma=True, is_early=False
+        )
     if num_columns <= _WIDE:
         return _wide_to_narrow(block_m, depth)
     if block_m <= 2:
@@ -192,6 +195,8 @@ def _wide(num_rows: int, num_columns: int, depth: int) -> LinearConfig | None:
 def _wide_to_narrow(block_m: int, depth: int) -> LinearConfig | None:
     if block_m <= 16 and depth <= 2048:
         return LinearConfig(max(block_m, 8), 16, 2048, warp_split=8, num_warps=8, weights_left=True)
+    if block_m == 32 and depth <= 2048:
+        return LinearConfig(32, 64, 256, 2, num_stages=4, weights_left=True, use_tma=True, is_early=False)
     if block_m <= 32:
         return None
     if block_m == 256 and depth <= 2048:
