@@ -305,7 +305,7 @@ def _write_two_layers(path: str, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Search for each number of rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -323,7 +323,7 @@ def main() -> int:
     add("--parts", nargs="+", help=f"{ATTENTION}, COLUMNSxDEPTH (default: all)")
     add("--processes", type=int, default=14, help="that compile (default: %(default)s)")
     add("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print(f"needs a CUDA device; torch {torch.__version__} sees none", file=sys.stderr)
         return 1
