@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
@@ -180,6 +181,8 @@ class _MetaAsGpu(TorchFunctionMode):
             return args[0].storage_offset() * args[0].element_size()
         if func is torch.Tensor.copy_ and args[0].device.type == "cpu" and args[1].device.type == "meta":
             return args[0]
+        if _writes_in_place(func) and args[0].device.type == "meta":
+            return args[0]
         if (shortcut := _SHORTCUTS.get(func)) is not None and "out" not in kwargs and _has_meta(args):
             result = shortcut(*args, **kwargs)
             if result is not None:
@@ -192,6 +195,12 @@ class _MetaAsGpu(TorchFunctionMode):
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 
 
+def _writes_in_place(func: Any) -> bool:
+    """Whether a method changes the numbers of its tensor and nothing else."""
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.startswith("_"))
+
+
 def _has_meta(args: Any) -> bool:
     flat = args[0] if isinstance(args[0], (list, tuple)) else args
     return any(isinstance(each, torch.Tensor) and each.device.type == "meta" for each in flat)
@@ -199,14 +208,34 @@ def _has_meta(args: Any) -> bool:
 
 def _elementwise(*operands: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     tensors = [each for each in operands if isinstance(each, torch.Tensor)]
-    shape = torch.broadcast_shapes(*(each.shape for each in tensors))
+    # torch's own imports a solver of equations, which takes as long as all launches.
+    shape = np.broadcast_shapes(*(tuple(each.shape) for each in tensors))
     if dtype is None:
         dtype = torch.result_type(*operands)
     # The strides are those of the first operand that has the whole shape, as on a GPU.
     whole = next((each for each in tensors if each.shape == shape), None)
     if whole is None:
         return torch.empty(shape, dtype=dtype, device="meta")
-    return torch.empty_like(whole, dtype=dtype, device="meta")
+    made = _like(whole, dtype=dtype)
+    return torch.empty_like(whole, dtype=dtype) if made is None else made
+
+
+def _like(x: torch.Tensor, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor | None:
+    """Return a tensor without memory like ``x``, if that is all that is asked for."""
+    if options:
+        return None
+    dtype = x.dtype if dtype is None else dtype
+    if x.is_contiguous() or (x.ndim == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]):
+        return torch.empty(x.shape, dtype=dtype, device="meta")
+    if x.ndim == 2 and x.t().is_contiguous():
+        return torch.empty(x.t().shape, dtype=dtype, device="meta").t()
+    return None
+
+
+def _new_empty(
+    x: torch.Tensor, *size: Any, dtype: torch.dtype | None = None, **options: Any
+) -> torch.Tensor | None:
+    return None if options else torch.empty(*size, dtype=x.dtype if dtype is None else dtype, device="meta")
 
 
 def _compare(*operands: Any) -> torch.Tensor:
@@ -228,12 +257,37 @@ def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return torch.empty(sizes, dtype=dtype, device="meta")
 
 
-def _addmm(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
-    return left.new_empty((left.shape[0], right.shape[1]))
+def _addmm(
+    bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **options: Any
+) -> torch.Tensor | None:
+    return _matmul(left, right)
 
 
-def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
-    return left.new_empty(left.shape[0]) if (left.ndim, right.ndim) == (2, 1) else None
+def _matmul(
+    left: torch.Tensor, right: torch.Tensor, *, out_dtype: torch.dtype | None = None
+) -> torch.Tensor | None:
+    if left.ndim != 2 or right.ndim > 2:
+        return None
+    dtype = left.dtype if out_dtype is None else out_dtype
+    return torch.empty((left.shape[0], *right.shape[1:]), dtype=dtype, device="meta")
+
+
+def _sum(x: torch.Tensor, *dims: int, **options: Any) -> torch.Tensor | None:
+    if options or len(dims) != 1 or not isinstance(dims[0], int):
+        return None
+    shape = list(x.shape)
+    del shape[dims[0]]
+    return torch.empty(shape, dtype=x.dtype if x.is_floating_point() else torch.int64, device="meta")
+
+
+def _gather(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    return torch.empty(index.shape, dtype=x.dtype, device="meta")
+
+
+def _index(x: torch.Tensor, index: Any) -> torch.Tensor | None:
+    if not isinstance(index, torch.Tensor) or index.dtype not in (torch.int32, torch.int64):
+        return None
+    return torch.empty((*index.shape, *x.shape[1:]), dtype=x.dtype, device="meta")
 
 
 def _named(owner: Any, shortcut: Callable[..., Any], *names: str) -> dict[Any, Callable[..., Any]]:
@@ -246,9 +300,15 @@ _SHORTCUTS: dict[Any, Callable[..., torch.Tensor | None]] = {
     **_named(torch.Tensor, _elementwise, "add", "sub", "mul"),
     **_named(torch.Tensor, _compare, "eq", "ne", "lt", "le", "gt", "ge"),
     **_named(torch, _addmm, "addmm", "_addmm_activation"),
+    **_named(torch, _matmul, "mm", "matmul"),
     torch.Tensor.matmul: _matmul,
+    torch.Tensor.sum: _sum,
+    torch.Tensor.gather: _gather,
+    torch.Tensor.__getitem__: _index,
     torch.where: _where,
     torch.Tensor.where: lambda this, condition, other: _where(condition, this, other),
     torch.Tensor.clamp: _clamp,
     torch.cat: _cat,
+    **_named(torch, _like, "empty_like", "zeros_like", "ones_like"),
+    torch.Tensor.new_empty: _new_empty,
 }

@@ -140,6 +140,21 @@ def operations() -> list[Callable[..., torch.Tensor]]:
         lambda wide, row, flags: torch.addmm(row, wide, wide.t() @ wide),
         lambda wide, row, flags: wide @ row,
         lambda wide, row, flags: wide @ wide.t(),
+        lambda wide, row, flags: torch.mm(wide.double(), wide.t().double()),
+        lambda wide, row, flags: wide.new_empty((3, 2)),
+        lambda wide, row, flags: wide.new_empty(3, dtype=torch.int32),
+        lambda wide, row, flags: torch.empty_like(wide.t()),
+        lambda wide, row, flags: torch.zeros_like(wide[:, 1:], dtype=torch.int32),
+        lambda wide, row, flags: torch.ones_like(row),
+        lambda wide, row, flags: wide.sum(1),
+        lambda wide, row, flags: (wide > 0).sum(-1),
+        lambda wide, row, flags: wide.sum(),
+        lambda wide, row, flags: wide.gather(1, flags.long()[None, :2]),
+        lambda wide, row, flags: row[flags.long()],
+        lambda wide, row, flags: wide[flags.int()[:, None]],
+        lambda wide, row, flags: wide[1:, 2],
+        lambda wide, row, flags: row.int().scatter_add_(0, flags.long(), row.int()),
+        lambda wide, row, flags: row.index_copy_(0, flags.long()[:1], 2 * row[:1]),
     ]
 
 
@@ -152,6 +167,13 @@ def test_shapes_are_those_that_torch_computes(index: int) -> None:
         got = operation(wide.to("meta"), row.to("meta"), (row > 0).to("meta"))
         assert got.is_cuda and not wide.is_cuda
     assert (got.shape, got.dtype, got.stride()) == (expected.shape, expected.dtype, expected.stride())
+
+
+def test_products_may_be_wider_than_their_factors() -> None:
+    # Of torch's own, too, but on a GPU only.
+    with meta_stands_for(H100), recorded_launches._MetaAsGpu():
+        half = torch.empty(4, 6, dtype=torch.float16, device="meta")
+        assert torch.mm(half, half.t(), out_dtype=torch.float32).dtype == torch.float32
 
 
 def test_host_memory_stays_as_it_is() -> None:
