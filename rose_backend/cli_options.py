@@ -46,7 +46,7 @@ _SWITCH_HELP = {
     "fused_kv_append": "attention stores new keys and values itself",
     "fused_mlp": "bias + GELU, bias + residual and SiLU * up as one operation each",
     "fused_sampler": "the one-pass sampler",
-    "fused_add_layernorm": "residual add and LayerNorm as one operation",
+    "fused_add_layernorm": "residual add and LayerNorm or RMSNorm as one operation",
     "cuda_graph": "replay decode steps from CUDA graphs where device and kernels allow it",
     "chunked_prefill": "split long prompts over several steps",
     "prefix_cache": "reuse keys and values of earlier requests that share a prefix",

@@ -53,7 +53,8 @@ class Switches:
     fused_sampler: bool = True
     """Rose's one-pass sampler; off: plain torch operations (standalone) or vLLM's own sampler."""
     fused_add_layernorm: bool = True
-    """Residual add and LayerNorm as one operation."""
+    """Residual add and LayerNorm or RMSNorm as one operation. In vLLM, ``fused_mlp`` and this one both off keep vLLM's
+    layers."""
     cuda_graph: bool = True
     """Replay decode steps from CUDA graphs where the device and the kernels allow it."""
     chunked_prefill: bool = True

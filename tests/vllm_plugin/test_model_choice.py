@@ -93,7 +93,7 @@ def test_one_part_alone(make_config: MakeConfig, rose_log: list[str], llama: str
         ({"speculative_config": NGRAM}, "drafts"),
         ({"cpu_offload_gb": 1}, "weight offloading"),
         ({"offload_group_size": 2}, "weight offloading"),
-        ({"load_format": "sharded_state"}, "load format sharded_state"),
+        ({"load_format": "sharded_state"}, "this load format"),
         ({"runner": "pooling"}, "no layers of Rose's for this model"),
         (
             {
@@ -149,7 +149,7 @@ def change(path: str, value: Any) -> Callable[[Any], None]:
         (
             "llama",
             change("weight_transfer_config", SimpleNamespace(backend="sparse_nccl")),
-            "weight transfer by sparse_nccl",
+            "this weight transfer backend",
         ),
         ("llama", change("parallel_config.enable_dbo", True), "dual batch overlap"),
         (
@@ -206,7 +206,7 @@ def test_batch_invariance(make_config: MakeConfig, llama: str, monkeypatch: pyte
         (
             CUDAGraphMode.FULL,
             CompilationMode.STOCK_TORCH_COMPILE,
-            "compilation mode STOCK_TORCH_COMPILE",
+            "this compilation mode",
         ),
     ],
 )

@@ -104,7 +104,7 @@ def _why_class_stays(vllm_config: VllmConfig, chosen: str) -> str | None:
         return _why_decoder_stays(vllm_config)
     activation = getattr(model_config.hf_config, "activation_function", None)
     if activation not in _TANH_GELUS:
-        return f"activation {activation}"
+        return "another activation than GELU in its tanh form"
     if _hooks_blocks(vllm_config):
         raise ConfigError(
             "weight offloading (--offload-group-size, --cpu-offload-gb without UVA): Rose's GPT-2 layers run parts of "
@@ -129,8 +129,8 @@ def _why_decoder_stays(vllm_config: VllmConfig) -> str | None:
         "dual batch overlap": parallel_config.enable_dbo,
         "drafts": vllm_config.speculative_config is not None,
         "weight offloading": offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
-        f"load format {load_format}": load_format not in _LOAD_FORMATS,
-        f"weight transfer by {transfer}": transfer not in (None, *_WEIGHT_TRANSFERS),
+        "this load format": load_format not in _LOAD_FORMATS,
+        "this weight transfer backend": transfer not in (None, *_WEIGHT_TRANSFERS),
         "another attention backend for some layers": bool(vllm_config.attention_config.backend_per_kind),
         "batch invariance": bool(envs.VLLM_BATCH_INVARIANT),
     }
@@ -167,7 +167,7 @@ def _why_steps_are_compiled(vllm_config: VllmConfig) -> str | None:
         return None
     compilation = vllm_config.compilation_config
     if compilation.mode not in (CompilationMode.NONE, CompilationMode.VLLM_COMPILE):
-        return f"compilation mode {compilation.mode.name}"
+        return "this compilation mode"
     # Pieces between attention are captured from compiled code only. Rose's layers would be launched in such steps.
     return "piecewise CUDA graphs" if compilation.cudagraph_mode.requires_piecewise_compilation() else None
 
