@@ -167,12 +167,23 @@ def test_embedded_prompts(
     make_engine: MakeEngine, checkpoint: Path, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoder, "packs_layers", lambda switches, device: True)
+    forward, num_calls = decoder.RoseDecoder.forward, 0
+
+    def compare(self: Any, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        nonlocal num_calls
+        before, num_calls = inputs_embeds.clone(), num_calls + 1
+        hidden = forward(self, *args, inputs_embeds=inputs_embeds, **kwargs)
+        assert torch.equal(inputs_embeds, before), "what the runner keeps was overwritten"
+        return hidden
+
+    monkeypatch.setattr(decoder.RoseDecoder, "forward", compare)
     table = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
     embedded = [{"prompt_embeds": table[list(prompt)]} for prompt in prompts[:12]]
     with make_engine(model=str(checkpoint), enable_prompt_embeds=True) as llm:
         assert has_roses_layers(llm)
         outputs = llm.generate(embedded, GREEDY, use_tqdm=False)
         assert_right(checkpoint, prompts[:12], [output.outputs[0] for output in outputs])
+    assert num_calls > 1
 
 
 def memory_of(model: Any) -> dict[str, int]:

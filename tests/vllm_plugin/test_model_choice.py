@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.config import vllm as vllm_config
 from vllm.model_executor.models.registry import ModelRegistry
 
 from rose_backend.vllm_plugin.hooks.start_up_log import describe_parts
@@ -60,13 +61,21 @@ def test_families_get_roses_layers(
     assert ModelRegistry.models[config.model_config.architecture].module_name.startswith("vllm.")
 
 
-def test_nothing_is_compiled_around_roses_layers(make_config: MakeConfig, llama: str) -> None:
+def test_nothing_is_compiled_around_roses_layers(
+    make_config: MakeConfig, llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(
+        vllm_config.logger, "warning_once", lambda text, *args, **kwargs: warnings.append(text)
+    )
     config = make_config(model=llama, enforce_eager=False)
     assert config.compilation_config.mode == CompilationMode.NONE
     custom_ops = list(config.compilation_config.custom_ops)
     # The engine core finishes its copy again.
     config.__post_init__()
     assert config.compilation_config.mode == CompilationMode.NONE
+    # Nor does vLLM say that the user had switched compilation off.
+    assert not [text for text in warnings if "compilation" in text]
     assert config.compilation_config.custom_ops == custom_ops and layers_of(config) in DECODERS.values()
     stock = make_config(
         model=llama,
