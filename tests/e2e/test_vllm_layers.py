@@ -21,6 +21,7 @@ from rose_backend.vllm_plugin.models import decoder
 from rose_backend.vllm_plugin.models.recorded_operations import recorded_layer
 from tests.e2e.conftest import MakeEngine
 from tests.e2e.test_vllm_features import inputs_of, scheduler_of
+from tests.e2e.test_vllm_kv_connectors import files_below
 from tests.e2e.test_vllm_parity import count_preemptions, runner_of
 from tests.kernels.test_small_batch_linear import record_moments
 from tests.support.half_precision import judge, logprob_errors, wrong_tokens
@@ -184,6 +185,24 @@ def test_embedded_prompts(
         outputs = llm.generate(embedded, GREEDY, use_tqdm=False)
         assert_right(checkpoint, prompts[:12], [output.outputs[0] for output in outputs])
     assert num_calls > 1
+
+
+@pytest.mark.parametrize("checkpoint", ["qwen3"], indirect=True)
+def test_keys_and_values_that_a_connector_saves_and_loads_by_layer(
+    make_engine: MakeEngine, checkpoint: Path, prompts: Prompts, packed: list[Any], tmp_path: Path
+) -> None:
+    long = tuple(prompt for prompt in prompts if len(prompt) > 16)
+    whole = {"max_num_batched_tokens": sum(map(len, long)), "max_num_seqs": 64}
+    with make_engine(model=str(checkpoint), kv_transfer_config=files_below(tmp_path), **whole) as llm:
+        assert has_roses_layers(llm)
+        assert_right(checkpoint, long, complete(llm, long))
+        saved = {path.stem for path in tmp_path.glob("*/*.safetensors")}
+        assert saved == {attention.layer_name for attention in runner_of(llm).model._attention}
+        assert llm.reset_prefix_cache()
+        outputs = llm.generate(inputs_of(long), GREEDY, use_tqdm=False)
+        assert_right(checkpoint, long, [output.outputs[0] for output in outputs])
+    assert all(output.num_cached_tokens for output in outputs if len(output.prompt_token_ids) > 17)
+    assert packed
 
 
 def memory_of(model: Any) -> dict[str, int]:

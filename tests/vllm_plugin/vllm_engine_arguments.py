@@ -10,7 +10,7 @@ ENGINE_ARGUMENTS: dict[str, Options] = {
             model_weights served_model_name tokenizer hf_config_path convert skip_tokenizer_init
             tokenizer_mode trust_remote_code allowed_local_media_path allowed_media_domains download_dir
             safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
-            load_format config_format cudagraph_capture_sizes max_cudagraph_capture_size ir_op_priority
+            config_format ir_op_priority
             distributed_executor_backend master_addr master_port nnodes node_rank
             distributed_timeout_seconds cpu_distributed_timeout_seconds numa_bind numa_bind_nodes
             numa_bind_cpus device_ids dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size
@@ -18,7 +18,7 @@ ENGINE_ARGUMENTS: dict[str, Options] = {
             data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb
             data_parallel_multi_port_external_lb data_parallel_backend enable_hc_sp enable_expert_parallel
             enable_batch_sharded_sampling enable_ep_weight_filter moe_backend linear_backend
-            sparse_indexer_topk_backend all2all_backend enable_elastic_ep elastic_ep_max_dp_size enable_dbo
+            sparse_indexer_topk_backend all2all_backend enable_elastic_ep elastic_ep_max_dp_size
             ubatch_size dbo_decode_token_threshold dp_sync_interval dbo_prefill_token_threshold
             disable_nccl_for_dp_synchronization eplb_config enable_eplb expert_placement_strategy
             _api_process_count _api_process_rank max_parallel_loading_workers disable_sliding_window
@@ -26,7 +26,7 @@ ENGINE_ARGUMENTS: dict[str, Options] = {
             offload_params gpu_memory_utilization kv_cache_memory_bytes max_num_queued_reqs
             max_num_queued_tokens max_logprobs enable_trace_replay disable_log_stats
             aggregate_engine_logging revision code_revision hf_token hf_overrides tokenizer_revision
-            quantization quantization_config allow_deprecated_quantization disable_custom_all_reduce
+            quantization_config allow_deprecated_quantization disable_custom_all_reduce
             enable_shm_tensor_arena language_model_only limit_mm_per_prompt enable_mm_embeds
             interleave_mm_strings media_io_kwargs mm_processor_kwargs mm_processor_cache_gb
             mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only
@@ -51,11 +51,17 @@ ENGINE_ARGUMENTS: dict[str, Options] = {
             mamba_ssu_algorithm enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds
             use_tqdm_on_load pt_load_map_location swa_bounded_replay optimization_level performance_mode
             fault_tolerance_config enable_fault_tolerance kv_offloading_backend tokens_only shutdown_timeout
-            weight_transfer_config fail_on_environ_validation gdn_prefill_backend kda_prefill_backend
+            fail_on_environ_validation gdn_prefill_backend kda_prefill_backend
             kda_decode_backend monokernel sleep_mode_backend watchdog_config
         """,
         served={
-            "model": "Rose's layers for GPT-2, vLLM's for others",
+            "max_cudagraph_capture_size": "as the sizes",
+            "cudagraph_capture_sizes": "graphs of steps with prompts, and Llama's layers, are vLLM's",
+            "weight_transfer_config": "vLLM's layers unless checkpoints arrive",
+            "enable_dbo": "vLLM's layers",
+            "load_format": "vLLM's layers unless it is a checkpoint's",
+            "quantization": "vLLM's layers, but for GPT-2",
+            "model": "Rose's layers for GPT-2, Llama, Mistral, Qwen2, Qwen3; vLLM's for others",
             "return_sampling_mask": "vLLM's sampler draws",
             "runner": "decodes of models that generate are scheduled at once",
             "dtype": "float32, float16, bfloat16",
@@ -88,7 +94,7 @@ ENGINE_ARGUMENTS: dict[str, Options] = {
             "compilation_config": "cudagraph_mode",
             "ec_transfer_config": "decodes are scheduled one by one",
             "enable_sleep_mode": "draws are not replayed from graphs",
-            "model_impl": "Rose's layers for vLLM's own GPT-2 only",
+            "model_impl": "Rose's layers in place of vLLM's own only",
             "attention_backend": "rose",
             "kv_cache_dtype_skip_layers": "layers of either type in one group",
             "additional_config": "key rose",

@@ -65,7 +65,7 @@ CONFIGURATION: dict[str, Options] = {
             model model_weights convert tokenizer tokenizer_mode trust_remote_code hf_config hf_text_config
             is_submodel_config word_embeddings_untied_by_checkpoint hf_config_path allowed_local_media_path
             allowed_media_domains revision code_revision tokenizer_revision spec_target_max_model_len
-            quantization quantization_config allow_deprecated_quantization max_logprobs enable_trace_replay
+            quantization_config allow_deprecated_quantization max_logprobs enable_trace_replay
             disable_sliding_window disable_cascade_attn skip_tokenizer_init served_model_name config_format
             hf_token hf_overrides generation_config override_generation_config
             sleep_preserve_parameter_names sleep_mode_backend sleep_mode_offload_cudagraph
@@ -73,6 +73,7 @@ CONFIGURATION: dict[str, Options] = {
             pooler_config multimodal_config
         """,
         served={
+            "quantization": "vLLM's layers, but for GPT-2",
             "runner": "decodes of models that generate are scheduled at once",
             "dtype": "float32, float16, bfloat16",
             "seed": "draws",
@@ -83,7 +84,7 @@ CONFIGURATION: dict[str, Options] = {
             "use_fp64_gumbel": "vLLM's sampler draws",
             "model_class_overrides": "Rose's layers stay out",
             "enable_sleep_mode": "draws are not replayed from graphs",
-            "model_impl": "Rose's layers for vLLM's own GPT-2 only",
+            "model_impl": "Rose's layers in place of vLLM's own only",
             "logits_processors": "before Rose's draws",
             "enable_prompt_embeds": "blocks of embeddings are told by vLLM's hashes",
         },
@@ -139,7 +140,7 @@ CONFIGURATION: dict[str, Options] = {
             data_parallel_external_lb data_parallel_hybrid_lb enable_hc_sp enable_expert_parallel
             enable_batch_sharded_sampling enable_ep_weight_filter enable_eplb eplb_config
             expert_placement_strategy all2all_backend max_parallel_loading_workers disable_custom_all_reduce
-            enable_shm_tensor_arena enable_elastic_ep elastic_ep_max_dp_size enable_dbo ubatch_size
+            enable_shm_tensor_arena enable_elastic_ep elastic_ep_max_dp_size ubatch_size
             dbo_decode_token_threshold dbo_prefill_token_threshold disable_nccl_for_dp_synchronization
             ray_workers_use_nsight ray_runtime_env placement_group distributed_executor_backend worker_cls
             worker_extension_cls master_addr master_port node_rank nnodes numa_bind numa_bind_nodes
@@ -150,6 +151,7 @@ CONFIGURATION: dict[str, Options] = {
             _api_process_count _api_process_rank enable_fault_tolerance fault_tolerance_config
         """,
         served={
+            "enable_dbo": "vLLM's layers",
             "pipeline_parallel_size": "decodes are scheduled one by one",
             "tensor_parallel_size": "each rank has its heads",
             "data_parallel_size": "a cache per engine",
@@ -195,10 +197,13 @@ CONFIGURATION: dict[str, Options] = {
     "DeviceConfig": Options(passes="device device_type"),
     "LoadConfig": Options(
         passes="""
-            load_format download_dir safetensors_load_strategy safetensors_prefetch_num_threads
+            download_dir safetensors_load_strategy safetensors_prefetch_num_threads
             safetensors_prefetch_block_size model_loader_extra_config device ignore_patterns
             use_tqdm_on_load pt_load_map_location
         """,
+        served={
+            "load_format": "vLLM's layers unless it is a checkpoint's",
+        },
     ),
     "OffloadConfig": Options(
         passes="uva prefetch",
@@ -313,17 +318,20 @@ CONFIGURATION: dict[str, Options] = {
     "LoggingConfig": Options(passes="log_level formatter configure_logging pylogging_config_file"),
     "CompilationConfig": Options(
         passes="""
-            mode debug_dump_path cache_dir compile_cache_save_format backend custom_ops ir_enable_torch_wrap
+            debug_dump_path cache_dir compile_cache_save_format backend custom_ops ir_enable_torch_wrap
             splitting_ops compile_mm_encoder cudagraph_mm_encoder encoder_cudagraph_token_budgets
             encoder_cudagraph_max_vision_items_per_batch encoder_cudagraph_max_frames_per_batch
             cudagraph_decoder_replay decoder_replay_cudagraph_capture_sizes decoder_replay_trim_threshold
             compile_sizes compile_ranges_endpoints inductor_compile_config inductor_passes
-            cudagraph_num_of_warmups cudagraph_capture_sizes cudagraph_copy_inputs cudagraph_specialize_lora
-            use_inductor_graph_partition pass_config max_cudagraph_capture_size dynamic_shapes_config
+            cudagraph_num_of_warmups cudagraph_copy_inputs cudagraph_specialize_lora
+            use_inductor_graph_partition pass_config dynamic_shapes_config
             local_cache_dir fast_moe_cold_start enabled_custom_ops disabled_custom_ops traced_files
             compilation_time encoder_compilation_time static_forward_context static_all_moe_layers
         """,
         served={
+            "max_cudagraph_capture_size": "as the sizes",
+            "cudagraph_capture_sizes": "graphs of steps with prompts, and Llama's layers, are vLLM's",
+            "mode": "NONE with Rose's layers but GPT-2's",
             "cudagraph_mode": "as the rose option cuda_graph",
         },
     ),
@@ -378,6 +386,6 @@ CONFIGURATION: dict[str, Options] = {
             _reasoning_end_token_ids _natural_reasoning_end_token_ids _enabled
         """,
     ),
-    "WeightTransferConfig": Options(passes="backend"),
+    "WeightTransferConfig": Options(served={"backend": "vLLM's layers unless checkpoints arrive"}),
     "WatchdogConfig": Options(passes="timeout check_interval dump_dir"),
 }
