@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 from unittest.mock import MagicMock
 
 import pytest
-from vllm.config import CompilationConfig, ModelConfig, SpeculativeConfig, VllmConfig
+import torch
+from vllm.config import (
+    CompilationConfig,
+    ModelConfig,
+    SpeculativeConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
 from vllm.distributed import kv_events
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import attention as attention_layer
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.model_loader import utils as loading
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from vllm.v1.core import kv_cache_utils
@@ -35,6 +46,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
+from rose_backend.layers.rotary import RotaryOptions, rotary_table
 from rose_backend.vllm_plugin.attention.backend import (
     RoseAttentionBackend,
     RoseAttentionImpl,
@@ -42,6 +54,8 @@ from rose_backend.vllm_plugin.attention.backend import (
 )
 from rose_backend.vllm_plugin.kv_cache.blocks import RoseBlocks
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
+from rose_backend.vllm_plugin.models import decoder
+from rose_backend.vllm_plugin.models.loaded_layer import RoseLinearMethod
 from rose_backend.vllm_plugin.sampler.draw_graphs import PARAMETERS
 from rose_backend.vllm_plugin.sampler.sampler_v1 import RoseTopKTopP
 from rose_backend.vllm_plugin.sampler.sampler_v2 import ReplayedSampling, RoseDraws
@@ -318,3 +332,60 @@ def test_configuration_names_what_speculation_needs() -> None:
 def test_specifications_have_the_fields_that_decide_whether_rose_serves_a_group() -> None:
     for name in ("sliding_window", "attention_chunk_size", "non_causal"):
         assert name in FullAttentionSpec.__dataclass_fields__, f"FullAttentionSpec has no {name}"
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_models_with_roses_layers_take_what_runners_pass_and_load_as_vllms(family: str) -> None:
+    ours = getattr(decoder, f"Rose{family}ForCausalLM")
+    theirs = ours.__mro__[2]
+    assert theirs.__name__ == f"{family}ForCausalLM" and theirs.__module__.startswith("vllm.")
+    assert_accepts(ours.forward, theirs.forward, "forward")
+    # All else is vLLM's: weights, head, logits.
+    assert {name for name in vars(decoder.RoseDecoder) if not name.startswith("__")} == {
+        "forward",
+        "_update_layer",
+    }
+    assert ours.load_weights is theirs.load_weights and ours.compute_logits is theirs.compute_logits
+
+
+def test_linear_modules_call_what_rose_puts_in_the_place_of_their_method() -> None:
+    for name in ("process_weights_after_loading", "apply"):
+        assert_accepts(getattr(RoseLinearMethod, name), getattr(UnquantizedLinearMethod, name), name)
+
+
+def test_attention_modules_tell_a_step_and_the_end_of_loading_as_roses_layers_read_them() -> None:
+    returned = inspect.signature(attention_layer.get_attention_context, eval_str=True).return_annotation
+    assert len(get_args(returned)) == 4
+    called: list[Any] = []
+    impl = SimpleNamespace(process_weights_after_loading=called.append)
+    module = SimpleNamespace(impl=impl, quant_config=None, layer_name="a layer")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_layer, "set_default_quant_scales", lambda *args, **kwargs: None)
+        attention_layer.Attention.process_weights_after_loading(module, torch.float16)
+    assert called == [torch.float16]
+    # Called behind all other modules, whose norms are there then.
+    source = inspect.getsource(loading.process_weights_after_loading)
+    assert source.index("quant_method.process_weights") < source.index(
+        "module.process_weights_after_loading("
+    )
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear", "llama3", "yarn"])
+def test_the_rotary_table_that_rose_takes_is_vllms_before_it_is_rounded(rope_type: str) -> None:
+    parameters = {
+        "default": {},
+        "linear": {"factor": 4.0},
+        "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "yarn": {"factor": 4.0},
+    }[rope_type]
+    if rope_type in ("llama3", "yarn"):
+        parameters["original_max_position_embeddings"] = 64
+    options = RotaryOptions(rope_theta=10_000.0, rope_type=rope_type, **parameters)
+    with set_current_vllm_config(VllmConfig()):
+        fields = {"rope_theta": 10_000.0, "rope_type": rope_type, **parameters}
+        rotary = get_rope(32, 256, rope_parameters=fields, dtype=torch.float16)
+        table = decoder.RoseConstants(torch.ones(8)).add_rotary_table(rotary, torch.device("cpu"))
+    assert table.dtype == torch.float32 and rotary.cos_sin_cache.dtype == torch.float16
+    assert torch.equal(table.half(), rotary.cos_sin_cache)
+    # And so what the standalone engine computes.
+    torch.testing.assert_close(table, rotary_table(options, 32, len(table), torch.device("cpu")))
