@@ -15,10 +15,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from vllm import SamplingParams
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
 
+from rose_backend.kernels.gpu_properties import GpuProperties
+from rose_backend.kernels.recorded_launches import KernelSource, record_launches
 from rose_backend.layers.linear import Linear, Norm
+from rose_backend.vllm_plugin import pending_kernels
+from rose_backend.vllm_plugin.attention.recorded_steps import recorded_steps
 from rose_backend.vllm_plugin.models import decoder
 from rose_backend.vllm_plugin.models.recorded_operations import recorded_layer
+from rose_backend.vllm_plugin.sampler.draw_graphs import DRAW_KERNELS
 from tests.e2e.conftest import MakeEngine
 from tests.e2e.test_vllm_features import inputs_of, scheduler_of
 from tests.e2e.test_vllm_kv_connectors import files_below
@@ -185,6 +195,45 @@ def test_embedded_prompts(
         outputs = llm.generate(embedded, GREEDY, use_tqdm=False)
         assert_right(checkpoint, prompts[:12], [output.outputs[0] for output in outputs])
     assert num_calls > 1
+
+
+@pytest.mark.parametrize("checkpoint", ["llama-biases", "qwen3"], indirect=True)
+def test_what_steps_launch_on_a_gpu_is_compiled_ahead(
+    make_engine: MakeEngine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model itself, on tensors without memory that pass for a GPU's."""
+    gpu, meta = GpuProperties((9, 0), 132), torch.device("meta")
+    options: dict[str, Any] = {
+        "model": str(checkpoint),
+        "dtype": "float16",
+        "max_num_seqs": 96,
+        "max_model_len": 1024,
+        "block_size": 16,
+    }
+    with make_engine(**options):  # Brings what vLLM builds layers with.
+        config = EngineArgs(attention_backend="rose", **options).create_engine_config()
+        with set_current_vllm_config(config), set_default_torch_dtype(torch.float16), meta:
+            model = initialize_model(config)
+        monkeypatch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
+        config.compilation_config.cudagraph_capture_sizes = [1, 8, 64, 96, 512]
+        attention = [each.impl for each in model._attention]
+        ahead = pending_kernels.record(config, attention[0], gpu)
+        launched: list[KernelSource] = []
+        with torch.inference_mode(), record_launches(gpu) as recorded:
+            for module in model._attention:
+                module.impl.process_weights_after_loading(torch.float16)
+                module.kv_cache = torch.empty((64, 2, 16, 64), dtype=torch.float16, device=meta)
+            for metadata in recorded_steps(config):
+                tokens = torch.empty(metadata.num_actual_tokens, dtype=torch.int64, device=meta)
+                by_layer = {module.layer_name: metadata for module in model._attention}
+                with set_forward_context(by_layer, config, slot_mapping={}):
+                    hidden = model(tokens.int(), tokens)
+                assert hidden.shape == (metadata.num_actual_tokens, 128)
+            launched += recorded.sources
+    assert model._layers[0].qkv.packed is not None
+    missing = [source for source in launched if source not in ahead]
+    assert not missing, missing
+    assert {source.name for source in ahead if source not in launched} <= set(DRAW_KERNELS)
 
 
 @pytest.mark.parametrize("checkpoint", ["qwen3"], indirect=True)

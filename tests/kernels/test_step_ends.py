@@ -107,6 +107,7 @@ def test_compiles_without_spills(capability: int) -> None:
     with record_launches(gpu_embed, "_embed_tokens_kernel") as launches:
         gpu_embed.embed_tokens(tokens, tokens, table, table)
         gpu_embed.embed_tokens(tokens, tokens, table, None)
+        gpu_embed.embed_tokens(tokens.int(), tokens, table, None)
     with record_launches(gpu_advance, "_advance_rows_kernel") as more:
         gpu_advance.advance_rows(
             tokens, tokens, tokens.int(), tokens, tokens, torch.zeros(8, 256, dtype=torch.int64), tokens[:1]
