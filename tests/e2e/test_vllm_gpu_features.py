@@ -174,6 +174,28 @@ def test_no_sleep_lets_a_lost_cache_be_found(
         assert [output.num_cached_tokens for output in long] == [0] * len(long) != []
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_packed_layers_wake_up_where_their_graphs_expect_them(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: int
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    path = WRITERS["Qwen3"](tmp_path)
+    prompts = mixed_prompts(RANDOM_VOCAB_SIZE, max_len=300)[0][:32]
+    options = {"enable_sleep_mode": True, "enforce_eager": False, "max_num_batched_tokens": 512}
+    with make_engine(model=str(path), **options, **GPU_MEMORY) as llm:
+        assert llm.llm_engine.vllm_config.model_config.hf_config.architectures == ["RoseQwen3ForCausalLM"]
+        for turn in range(2):
+            if turn:
+                llm.sleep(level=level)
+                llm.wake_up()
+                if level == 2:
+                    llm.collective_rpc("reload_weights")
+            outputs = llm.generate(inputs_of(prompts), GREEDY, use_tqdm=False)
+            judged = judge(path, prompts, [output.outputs[0].token_ids for output in outputs])
+            assert wrong_tokens(judged, FLOAT32_ROUNDING) == []
+
+
 @RUNNERS
 def test_a_reset_while_steps_are_in_flight(
     make_engine: MakeEngine,

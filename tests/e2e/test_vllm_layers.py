@@ -289,6 +289,32 @@ def test_reloaded_weights_are_where_the_old_ones_were(
             assert memory_of(runner_of(llm).model) == memory
 
 
+def test_nothing_but_buffers_outlasts_a_deep_sleep(
+    make_engine: MakeEngine, tmp_path: Path, packed: list[Any]
+) -> None:
+    path = write(tmp_path, "llama-biases", tie_word_embeddings=False)
+    few = parity_prompts(VOCAB_SIZE)[:12]
+    with make_engine(model=str(path)) as llm:
+        assert_right(path, few, complete(llm, few))
+        model = runner_of(llm).model
+        # As vLLM's worker does it on a GPU: memory is given back, and what was in buffers is put there again.
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        lost = [parameter.data for name, parameter in model.named_parameters() if "lm_head" not in name]
+        lost += [model._rotary_table, model._layers[0].attn_norm.weight]
+        for loaded in model._loaded:
+            lost += [product._folded for product in loaded._products if product._folded is not None]
+        for layer in model._layers:
+            for linear in (layer.qkv, layer.attn_out, layer.mlp_in, layer.mlp_out):
+                lost += [linear.bias, linear.packed.bias]
+        for tensor in [*lost, *model.buffers()]:
+            tensor.fill_(float("nan"))
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        llm.collective_rpc("reload_weights")
+        assert llm.reset_prefix_cache()
+        assert_right(path, few, complete(llm, few))
+
+
 def test_some_weights_may_be_reloaded_but_no_norm_without_its_matrix(
     make_engine: MakeEngine, tmp_path: Path, packed: list[Any]
 ) -> None:
