@@ -30,6 +30,7 @@ from rose_backend.vllm_plugin.attention.flash_attention import (
 )
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.hooks.start_up_log import describe_parts
+from rose_backend.vllm_plugin.models.model_choice import ModelChoice
 from rose_backend.vllm_plugin.options import rose_options
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.test_attention_backend import (
@@ -323,14 +324,14 @@ def test_it_needs_hopper_half_precision_and_its_head_size(
 ) -> None:
     config = on_hopper()
     assert uses_flash_attention(config)
-    line = describe_parts(config, rose_options(config), None)
+    line = describe_parts(config, rose_options(config), ModelChoice(None))
     assert "(stores K/V itself, FlashAttention 3 for prefill rows from 4,096 behind 0, " in line
     assert " tokens on, outside full CUDA graphs);" in line
     assert uses_flash_attention(on_hopper(dtype="float16"))
     for options in ({"head_size": 64}, {"dtype": "float32"}, {"block_size": 128}, {"block_size": 256}):
         other = on_hopper(**options)
         assert not uses_flash_attention(other), options
-        assert "FlashAttention" not in describe_parts(other, rose_options(other), None)
+        assert "FlashAttention" not in describe_parts(other, rose_options(other), ModelChoice(None))
     config = on_hopper(block_size=64)
     assert uses_flash_attention(config)
     config.cache_config.cache_dtype = "fp8"
@@ -359,7 +360,7 @@ def test_a_build_without_its_extensions_attends_with_roses_kernel(
     # Importing it raises ImportError, as vLLM's module does where its compiled extensions are missing.
     monkeypatch.setitem(sys.modules, fa_utils.__name__, None)
     assert not uses_flash_attention(config)
-    assert "FlashAttention" not in describe_parts(config, rose_options(config), None)
+    assert "FlashAttention" not in describe_parts(config, rose_options(config), ModelChoice(None))
 
 
 @pytest.mark.parametrize("data_parallel_size", [1, 2])

@@ -15,6 +15,7 @@ import torch
 from vllm.config.watermarking import WatermarkConfig
 
 from rose_backend.vllm_plugin.hooks.start_up_log import describe_parts
+from rose_backend.vllm_plugin.models.model_choice import ModelChoice
 from rose_backend.vllm_plugin.options import rose_options
 from rose_backend.vllm_plugin.sampler.sample_counts import SampleCounts
 from rose_backend.vllm_plugin.sampler.sampler_v2 import RoseDraws, wrap_sampler_v2_init
@@ -239,13 +240,15 @@ def test_the_line_at_start_up_says_what_is_vllms(
 ) -> None:
     config = make_config(**options)
     monkeypatch.setattr(type(config), "use_v2_model_runner", True)
-    assert part in describe_parts(config, rose_options(config), None)
+    assert part in describe_parts(config, rose_options(config), ModelChoice(None))
 
 
 def test_watermarks_are_named_at_start_up(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config()
     monkeypatch.setattr(config, "watermark_config", WatermarkConfig(key=3))
-    assert "sampler Rose (watermarks by vLLM's own);" in describe_parts(config, rose_options(config), None)
+    assert "sampler Rose (watermarks by vLLM's own);" in describe_parts(
+        config, rose_options(config), ModelChoice(None)
+    )
 
 
 def test_v2_copies_parameters_in_steps_with_new_requests_only(
