@@ -21,6 +21,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from rose_backend.kernels import pack_linear
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.recorded_launches import KernelSource, record_launches
 from rose_backend.layers.linear import Linear, Norm
@@ -347,9 +348,18 @@ def test_some_weights_may_be_reloaded_but_no_norm_without_its_matrix(
         assert llm.reset_prefix_cache() and tokens(llm) == first
         with pytest.raises(ValueError, match="cannot be saved"):
             runner_of(llm).model.state_dict()
-        # Matrices without norms, then what is missing, in any order.
+        # What does come with its norm is in place all the same.
+        with pytest.raises(
+            ValueError, match=r"the RMSNorm in front of model\.layers\.0\.self_attn\.qkv_proj"
+        ):
+            reload(llm, "input_layernorm", "gate_proj", "up_proj", "post_attention_layernorm")
+        layer = "model.layers.1"
+        gate_up = torch.cat([weights[f"{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up")])
+        norm = weights[f"{layer}.post_attention_layernorm.weight"]
+        expected = pack_linear(gate_up, norm_weight=norm, gated=True).weight
+        assert torch.equal(runner_of(llm).model._layers[1].mlp_in.packed.weight, expected)
+        # The rest, in any order.
         reload(llm, "input_layernorm", "q_proj", "k_proj", "v_proj", "o_proj")
         assert tokens(llm) != first
         reload(llm, "down_proj", "embed_tokens", "model.norm", "lm_head")
-        reload(llm, "up_proj", "gate_proj", "post_attention_layernorm")
         assert_right(new, few, complete(llm, few))

@@ -160,6 +160,7 @@ def change(path: str, value: Any) -> Callable[[Any], None]:
             change("weight_transfer_config", SimpleNamespace(backend="sparse_nccl")),
             "this weight transfer backend",
         ),
+        ("llama", change("kernel_config.linear_backend", "torch"), "this linear backend"),
         ("llama", change("parallel_config.enable_dbo", True), "dual batch overlap"),
         (
             "llama",

@@ -17,7 +17,7 @@ ENGINE_ARGUMENTS: dict[str, Options] = {
             cp_kv_cache_interleave_size data_parallel_rank data_parallel_start_rank data_parallel_size_local
             data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb
             data_parallel_multi_port_external_lb data_parallel_backend enable_hc_sp enable_expert_parallel
-            enable_batch_sharded_sampling enable_ep_weight_filter moe_backend linear_backend
+            enable_batch_sharded_sampling enable_ep_weight_filter moe_backend
             sparse_indexer_topk_backend all2all_backend enable_elastic_ep elastic_ep_max_dp_size
             ubatch_size dbo_decode_token_threshold dp_sync_interval dbo_prefill_token_threshold
             disable_nccl_for_dp_synchronization eplb_config enable_eplb expert_placement_strategy
@@ -59,6 +59,7 @@ ENGINE_ARGUMENTS: dict[str, Options] = {
             "cudagraph_capture_sizes": "graphs of steps with prompts, and Llama's layers, are vLLM's",
             "weight_transfer_config": "vLLM's layers unless checkpoints arrive",
             "enable_dbo": "vLLM's layers",
+            "linear_backend": "vLLM's layers unless it is auto",
             "load_format": "vLLM's layers unless it is a checkpoint's",
             "quantization": "vLLM's layers, but for GPT-2",
             "model": "Rose's layers for GPT-2, Llama, Mistral, Qwen2, Qwen3; vLLM's for others",

@@ -254,9 +254,10 @@ CONFIGURATION: dict[str, Options] = {
     "KernelConfig": Options(
         passes="""
             ir_op_priority enable_flashinfer_autotune enable_rocm_segmented_attn_autotune
-            enable_cutedsl_warmup enable_jit_warmup moe_backend sparse_indexer_topk_backend linear_backend
+            enable_cutedsl_warmup enable_jit_warmup moe_backend sparse_indexer_topk_backend
             linear_backend_per_quant monokernel
         """,
+        served={"linear_backend": "vLLM's layers unless it is auto"},
     ),
     "IrOpPriorityConfig": Options(passes="rms_norm fused_add_rms_norm gelu_and_mul_sparse"),
     "LoRAConfig": Options(

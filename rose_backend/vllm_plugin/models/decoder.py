@@ -141,7 +141,7 @@ class RoseDecoder:
                 self._rotary_table, layer.query_norm, layer.key_norm, layer.attn_norm.eps
             )
         except ModelError as error:
-            self._reload_error = error
+            self._reload_error = self._reload_error or error
         if index + 1 == len(self._loaded) and self._reload_error is not None:
             # Not before vLLM has put the tensors of all other modules back.
             failure, self._reload_error = self._reload_error, None

@@ -62,10 +62,13 @@ class LoadedLayer:
         """Return the layer as it is loaded now; what an earlier call returned is up to date, too.
 
         Raises:
-            ModelError: a norm was reloaded without the matrix that it is folded into. The old weights stay in use.
+            ModelError: a norm was reloaded without the matrix that it is folded into. The matrix stays as it was.
         """
         attention = self._layer.self_attn
-        qkv, attn_out, mlp_in, mlp_out = (product.update() for product in self._products)
+        qkv, attn_out, mlp_in, mlp_out = [product.update() for product in self._products]
+        # All that is new is packed by now, whatever else is missing.
+        for product in self._products:
+            product.check_norm()
         query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         return DecoderLayer(
             self._norm(self._layer.input_layernorm),
@@ -94,15 +97,21 @@ class _Product:
         self._folded: torch.Tensor | None = None  # [E]: the norm's weight that the matrix has taken in
 
     def update(self) -> Linear:
-        if not self._method.is_new:
-            self._check_norm()
-        elif self._packs:
+        if self._packs and self._method.is_new:
             self._pack()
             self._method.is_new = False
         elif self._linear is None:
             self._linear = self._loaded()
         assert self._linear is not None, "the first call finds new weights"
         return self._linear
+
+    def check_norm(self) -> None:
+        if self._folded is None or torch.equal(self._folded, self._norm.weight.data):  # type: ignore[union-attr]
+            return
+        raise ModelError(
+            f"the RMSNorm in front of {self._module.prefix} was reloaded without that module's weights, which it is "
+            f"folded into: reload both, or keep vLLM's layers with {KEEP_OPTION}"
+        )
 
     def _loaded(self) -> Linear:
         module = self._module
@@ -133,14 +142,6 @@ class _Product:
         for old, new in pairs:
             if old is not None and new is not None:
                 old.copy_(new)
-
-    def _check_norm(self) -> None:
-        if self._folded is None or torch.equal(self._folded, self._norm.weight.data):  # type: ignore[union-attr]
-            return
-        raise ModelError(
-            f"the RMSNorm in front of {self._module.prefix} was reloaded without that module's weights, which it is "
-            f"folded into: reload both, or keep vLLM's layers with {KEEP_OPTION}"
-        )
 
     def _refuse(self, name: str) -> torch.nn.Parameter:
         raise ModelError(

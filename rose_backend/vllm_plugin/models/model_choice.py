@@ -132,6 +132,7 @@ def _why_decoder_stays(vllm_config: VllmConfig) -> str | None:
         "this load format": load_format not in _LOAD_FORMATS,
         "this weight transfer backend": transfer not in (None, *_WEIGHT_TRANSFERS),
         "another attention backend for some layers": bool(vllm_config.attention_config.backend_per_kind),
+        "this linear backend": vllm_config.kernel_config.linear_backend != "auto",
         "batch invariance": bool(envs.VLLM_BATCH_INVARIANT),
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
