@@ -93,20 +93,23 @@ class _Product:
         self._module, self._norm = module, norm
         self._packs, self._gated = packs, gated
         self._method = module.quant_method = RoseLinearMethod()
+        self._was_new = True
         self._linear: Linear | None = None
         self._folded: torch.Tensor | None = None  # [E]: the norm's weight that the matrix has taken in
 
     def update(self) -> Linear:
-        if self._packs and self._method.is_new:
+        self._was_new, self._method.is_new = self._method.is_new, False
+        if self._packs and self._was_new:
             self._pack()
-            self._method.is_new = False
         elif self._linear is None:
             self._linear = self._loaded()
         assert self._linear is not None, "the first call finds new weights"
         return self._linear
 
     def check_norm(self) -> None:
-        if self._folded is None or torch.equal(self._folded, self._norm.weight.data):  # type: ignore[union-attr]
+        if self._folded is None or self._was_new:
+            return
+        if torch.equal(self._folded, self._norm.weight.data):  # type: ignore[union-attr]
             return
         raise ModelError(
             f"the RMSNorm in front of {self._module.prefix} was reloaded without that module's weights, which it is "
