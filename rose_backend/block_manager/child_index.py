@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -24,6 +24,8 @@ import numpy as np
 from rose_backend.block_manager.block_pool import NO_WRITER, BlockPool, Int32Array
 
 _MAX_SMALL = 8
+_FEW = 3
+"""So many blocks are compared one by one. A large group has no more to compare but for its open ones."""
 
 
 class ChildIndex:
@@ -90,12 +92,26 @@ class ChildIndex:
         members = group.candidates(tokens.tobytes()) if isinstance(group, _LargeGroup) else group
         if not members:
             return 0, 0
+        if len(members) <= _FEW:
+            return self._longest_prefix_of_few(members, tokens.tobytes())
         block_ids = np.array(members, np.int64)
         same = self._block_tokens.take(block_ids, axis=0)[:, : len(tokens)] == tokens
         same &= np.arange(len(tokens)) < self._pool.num_written_tokens[block_ids][:, None]
         runs = np.where(same.all(axis=1), len(tokens), np.argmin(same, axis=1))
         best = int(np.argmax(runs))
         return (members[best], int(runs[best])) if runs[best] else (0, 0)
+
+    def _longest_prefix_of_few(self, members: Sequence[int], wanted: bytes) -> tuple[int, int]:
+        """As ``longest_prefix``, among ``members``: bytes of a few blocks compare faster than arrays of them."""
+        itemsize, step = self._block_tokens.itemsize, self._block_tokens.strides[0]
+        data = self._block_tokens.take(members, axis=0).tobytes()
+        written = self._pool.num_written_tokens.take(members).tolist()
+        shared = [
+            _num_equal(data[start : start + itemsize * count], wanted) // itemsize
+            for start, count in zip(range(0, len(data), step), written, strict=True)
+        ]
+        longest = max(shared)
+        return (members[shared.index(longest)], longest) if longest else (0, 0)
 
     def is_covered(self, parent: bytes, block_id: int) -> bool:
         """Whether another child of ``parent`` starts with all tokens of this block."""
@@ -175,6 +191,15 @@ class _LargeGroup:
         place = bisect_left(self._keys, key)
         self._closed.insert(place, block_id)
         self._keys.insert(place, key)
+
+
+def _num_equal(some: bytes, others: bytes) -> int:
+    """Return how many leading bytes are equal."""
+    if others.startswith(some):
+        return len(some)
+    length = min(len(some), len(others))
+    difference = int.from_bytes(some[:length], "little") ^ int.from_bytes(others[:length], "little")
+    return ((difference & -difference).bit_length() - 1) // 8 if difference else length
 
 
 _Group: TypeAlias = tuple[int, ...] | _LargeGroup

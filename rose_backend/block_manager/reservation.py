@@ -162,7 +162,7 @@ class Reservations:
         """
         if self._table.windowed:
             self.let_go_of_passed(rows)
-        if len(rows) == 1 and (reservation := self._reserve_one(int(rows[0]), int(wanted[0]))) is not None:
+        if len(rows) == 1 and (reservation := self.reserve_for_one(int(rows[0]), int(wanted[0]))) is not None:
             return reservation
         needy = np.flatnonzero(~idle)
         rows, wanted = rows[needy], wanted[needy]
@@ -188,10 +188,12 @@ class Reservations:
         self._serve(rows, num_new, num_columns, tails)
         return Reservation(True, np.ones(len(idle), np.bool_), total)
 
-    def _reserve_one(self, row: int, wanted: int) -> Reservation | None:
-        """Serve one row without arrays of its numbers, which cost more than what they save; None if its end is shared.
+    def reserve_for_one(self, row: int, wanted: int) -> Reservation | None:
+        """Serve a row whose windows have let go of what they passed; None, and nothing is done, if its end is shared.
 
-        A prompt is admitted so.
+        Args:
+            row: in use, checked.
+            wanted: tokens that it must be able to hold, at most ``max_model_len``.
         """
         table = self._table
         num_blocks = int(table.num_row_blocks[row])

@@ -198,6 +198,10 @@ class SequenceTable:
         if any_of(self.capacity[rows] == _NOT_IN_USE):
             raise RowError(f"rows {rows.tolist()}: at least one is not in use")
 
+    def is_in_use(self, row: int) -> bool:
+        """Whether there is such a row, and it is in use."""
+        return 0 <= row < len(self._order) and self.capacity[row] != _NOT_IN_USE
+
     def check_distinct(self, rows: Int64Array) -> None:
         """Raise RowError unless every row exists and is listed once."""
         num_rows = len(self._order)

@@ -144,6 +144,21 @@ def test_the_longest_prefix_is_found_among_many_growing_and_closed_children(num_
     assert largest > 30 and (num_evictions > 40 or num_symbols == 2)
 
 
+@pytest.mark.parametrize("num_children", [1, 3, 5])
+def test_tokens_are_compared_whole(num_children: int) -> None:
+    manager = make(block_size=4, num_blocks=30)
+    # Some differ in their highest byte only.
+    prompts = [[1 << 24, 2, (3 + child) << 24, 4] for child in range(num_children)]
+    for prompt in prompts:
+        admit(manager, prompt)
+    for prompt in prompts:
+        assert manager.match(prompt_of(*prompt, 9)).num_tokens == 4
+        assert manager.match(prompt_of(*prompt[:3], 5 << 24)).num_tokens == 3
+        assert manager.match(prompt_of(*prompt[:3])).num_tokens == 2  # not the last one
+    assert manager.match(prompt_of(1 << 24, 2, 2 << 24, 4)).num_tokens == 2
+    assert manager.match(prompt_of(2 << 24, 2, 3 << 24, 4)).num_tokens == 0
+
+
 def test_few_of_many_children_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     num_children = 5000
     manager = BlockManager(num_blocks=6000, block_size=8, max_num_seqs=1000, max_model_len=8)

@@ -105,6 +105,28 @@ def test_hashes_are_kept_only_while_a_request_waits(end: str) -> None:
     assert len(manager._prompts) == 0
 
 
+def test_the_tokens_of_a_prompt_are_kept_until_they_are_committed() -> None:
+    manager = make_manager(40)
+    request, tokens = make_request("a", PROMPT), [*PROMPT, 900, 901]
+    admit(manager, request)
+    prompts = manager._prompts
+    request.append_output_token_ids(tokens[len(PROMPT) :])
+    spans = [(0, 7), (7, 7), (7, 39), (39, 41), (41, 42)]
+    for start, end in spans:
+        is_kept = "a" in prompts._admitted
+        assert list(prompts.tokens_to_commit(request, start, end)) == tokens[start:end]
+        assert is_kept == (start < len(PROMPT))
+    session = make_request("session", PROMPT)
+    session.resumable = True
+    admit(manager, session)
+    assert not prompts._admitted
+    gone = make_request("gone", PROMPT)
+    admit(manager, gone)
+    assert list(prompts._admitted) == ["gone"]
+    manager.free(gone)
+    assert not prompts._admitted
+
+
 def test_a_streaming_session_may_take_tokens_back() -> None:
     manager = make_manager(11)
     first = make_request("first", PROMPT)

@@ -292,7 +292,7 @@ class RoseKVCacheManager(KVCacheFacade):
             return None
         self._row_of[request.request_id] = row
         self.running.add(row, request, match.num_tokens)
-        self._prompts.drop(request.request_id)
+        self._prompts.admit(request, prompt)
         return self.running.report(row)
 
     def get_decode_rows(self, requests: Sequence[Request]) -> NDArray[Any]:
@@ -321,9 +321,9 @@ class RoseKVCacheManager(KVCacheFacade):
         row_array = np.array(rows)
         starts = self.manager.num_computed_tokens[row_array]
         counts = np.maximum(np.array(ends) - starts, 0)
-        spans = zip(requests, starts.tolist(), ends, strict=True)
-        token_ids = chain.from_iterable([self._item_ids.tokens_of(*span) for span in spans])
-        self.manager.commit(row_array, counts, np.fromiter(token_ids, np.int32, int(counts.sum())))
+        places = zip(requests, starts.tolist(), ends, strict=True)
+        spans = [self._prompts.tokens_to_commit(*place) for place in places]
+        self.manager.commit(row_array, counts, _joined(spans, int(counts.sum())))
         if self._events is not None:
             self._events.collect(list(zip(rows, requests, strict=True)), starts.tolist())
         committed: list[int] = (starts + counts).tolist()
@@ -392,6 +392,13 @@ class RoseKVCacheManager(KVCacheFacade):
 
     def _num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
         return self.manager.blocks_to_grow(self._row_of.get(request_id), num_tokens, self.running.num_at_once)
+
+
+def _joined(spans: list[Sequence[int] | NDArray[np.int32]], num_tokens: int) -> NDArray[np.int32]:
+    """Return all tokens, int32 ``[num_tokens]``: of prompts there are arrays, else lists of a few."""
+    if any(isinstance(span, np.ndarray) for span in spans):
+        return np.concatenate([np.asarray(span, np.int32) for span in spans])
+    return np.fromiter(chain.from_iterable(spans), np.int32, num_tokens)
 
 
 def _num_certain_tokens(request: Request) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,8 @@ class HashedPrompt:
 class PromptHashes:
     """Hashed prompts of waiting requests, so that a request that is looked up in every step is hashed once.
 
-    Memory: 4 bytes per token and about 70 bytes per block of each waiting request that was looked up.
+    Memory: 4 bytes per token and about 70 bytes per block of each waiting request that was looked up; behind admission
+    the 4 bytes, until its prompt is committed.
 
     Args:
         manager: hashes with its own key.
@@ -63,6 +65,7 @@ class PromptHashes:
         self._manager = manager
         self._item_ids = item_ids
         self._of_request: dict[str, HashedPrompt] = {}
+        self._admitted: dict[str, NDArray[np.int32]] = {}
 
     def __len__(self) -> int:
         return len(self._of_request)
@@ -92,11 +95,31 @@ class PromptHashes:
         return prompt
 
     def _tokens_of(self, request: Request, start: int) -> NDArray[np.int32]:
-        return np.array(self._item_ids.tokens_of(request, start), np.int32)
+        tokens = self._item_ids.tokens_of(request, start)
+        # NumPy reads a list two to three times more slowly.
+        return np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), np.int32)
+
+    def admit(self, request: Request, prompt: HashedPrompt) -> None:
+        """Forget the digests of a request that was admitted, and keep its tokens until they are committed."""
+        self._of_request.pop(request.request_id, None)
+        if not request.resumable:
+            self._admitted[request.request_id] = prompt.token_ids
+
+    def tokens_to_commit(self, request: Request, start: int, end: int) -> Sequence[int] | NDArray[np.int32]:
+        """Return the tokens of an admitted request from ``start`` to ``end``, to be called in order of positions."""
+        known = self._admitted.get(request.request_id)
+        if known is None:
+            return self._item_ids.tokens_of(request, start, end)
+        if end < len(known):
+            return known[start:end]
+        del self._admitted[request.request_id]
+        rest = self._item_ids.tokens_of(request, len(known), end)
+        return np.concatenate((known[start:], np.array(rest, np.int32))) if rest else known[start:]
 
     def drop(self, request_id: str) -> None:
-        """Forget a request that was admitted or has finished."""
+        """Forget a request that has ended or was preempted."""
         self._of_request.pop(request_id, None)
+        self._admitted.pop(request_id, None)
 
 
 def namespace_of(request: Request) -> bytes:

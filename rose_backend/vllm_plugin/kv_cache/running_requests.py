@@ -166,10 +166,12 @@ class RunningRequests:
         """Reserve ``target`` tokens for the first of ``rows``, and the next block for each other one."""
         manager, row_array = self._manager, np.array(rows)
         size = manager.block_size
-        targets = (manager.num_row_blocks[row_array] + 1) * size
         # To the end of the last block: it takes the same blocks, and steps inside it need no further call.
-        targets[0] = -(-target // size) * size
-        targets = np.minimum(targets, manager.max_model_len)
+        target = min(-(-target // size) * size, manager.max_model_len)
+        if len(rows) == 1:
+            return manager.reserve(row_array, target - int(manager.num_computed_tokens[rows[0]])).ok
+        targets = np.minimum((manager.num_row_blocks[row_array] + 1) * size, manager.max_model_len)
+        targets[0] = target
         return manager.reserve(row_array, targets - manager.num_computed_tokens[row_array]).ok
 
     def report(self, row: int) -> RoseBlocks:
