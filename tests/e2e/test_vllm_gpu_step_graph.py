@@ -1,6 +1,7 @@
 """On CUDA: steady decode steps are replayed whole, alternate with vLLM's own, and say the same to the bit.
 
-``ROSE_STEP_GRAPH_REQUESTS`` and ``ROSE_STEP_GRAPH_STEPS`` make the two long tests longer.
+``ROSE_STEP_GRAPH_REQUESTS`` and ``ROSE_STEP_GRAPH_STEPS`` make the two longer tests longer. ``test_a_long_day``
+is long as it is.
 """
 
 from __future__ import annotations
@@ -210,6 +211,145 @@ def test_requests_that_come_and_go_get_the_same_answers(
     for others in answers[1:]:
         different = [name for name, answer in others.items() if answer != answers[0].get(name)]
         assert different == [] and others.keys() == answers[0].keys()
+
+
+def kinds_of_short_requests() -> tuple[list[SamplingParams], list[SamplingParams]]:
+    """Return requests whose steps may be replayed, and those of every kind that makes a step vLLM's."""
+    plain: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_k": 40, "top_p": 0.9},
+        {"temperature": 1.2, "min_p": 0.02},
+        {"temperature": 0.0, "stop_token_ids": list(range(0, VOCAB_SIZE, 40)), "ignore_eos": False},
+        {"temperature": 0.7, "n": 3},
+        {"temperature": 0.0, "stop": ["e", "th"], "ignore_eos": False},
+    ]
+    special: list[dict[str, Any]] = [
+        {"temperature": 0.0, "min_tokens": 1, "stop_token_ids": list(range(0, VOCAB_SIZE, 7))},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.4},
+        {"temperature": 0.8, "frequency_penalty": 0.5},
+        {"temperature": 0.8, "logprobs": 3},
+        {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 2},
+        {"temperature": 0.0, "logit_bias": {5: 4.0, 7: -3.0}},
+        {"temperature": 0.0, "structured_outputs": StructuredOutputsParams(choice=["yes", "no"])},
+    ]
+
+    def params_of(kinds: list[dict[str, Any]], longest: int) -> list[SamplingParams]:
+        return [
+            SamplingParams(
+                **{
+                    "ignore_eos": True,
+                    "max_tokens": 1 + index % longest,
+                    "seed": index,
+                    **kinds[index % len(kinds)],
+                }
+            )
+            for index in range(longest * len(kinds))
+        ]
+
+    return params_of(plain, 17), params_of(special, 5)
+
+
+def come_in_waves(llm: Any, prompts: Any, num_requests: int) -> dict[str, list[Any]]:
+    """Run short requests that arrive in waves, the same in each call; return the answers, see ``come_and_go``.
+
+    Some waves have requests whose steps are vLLM's; some are more than fit at once.
+    """
+    choose = random.Random(11)
+    plain, special = kinds_of_short_requests()
+    engine, said_so_far, running = llm.llm_engine, {}, {}
+    num_added = 0
+    while num_added < num_requests or engine.has_unfinished_requests():
+        if num_added < num_requests and choose.random() < 0.07:
+            is_mixed = choose.random() < 0.3
+            for _ in range(min(choose.choice((3, 12, 25, 70)), num_requests - num_added)):
+                kinds = special if is_mixed and choose.random() < 0.4 else plain
+                # Shared up to any token.
+                stem = choose.choice(prompts)[: choose.randrange(1, 60)]
+                prompt = [*stem, *choose.choices(range(1, VOCAB_SIZE), k=choose.randrange(12))]
+                name, params = f"wave-{num_added}", kinds[num_added % len(kinds)]
+                engine.add_request(name, {"prompt_token_ids": prompt}, params)
+                running[name] = None
+                num_added += 1
+        if running and choose.random() < 0.02:
+            aborted = choose.choice(list(running))
+            del running[aborted]
+            engine.abort_request([aborted])
+        for output in engine.step():
+            said_so_far[output.request_id] = said([output])
+            if output.finished:
+                running.pop(output.request_id, None)
+    # A stop string is found while a step of its request is in flight, and its blocks are released behind that.
+    for _ in range(3):
+        engine.step()
+    return said_so_far
+
+
+def memory_while_decoding(llm: Any, num_steps: int) -> list[tuple[int, int]]:
+    """Replay ``num_steps`` steps and more; return the bytes in use after each round, of the device and pinned ones."""
+    import torch
+
+    engine, sizes, end = llm.llm_engine, [], STEPS.replayed + num_steps
+    while STEPS.replayed < end:
+        for index in range(3):
+            params = SamplingParams(
+                temperature=0.0, max_tokens=300 + 40 * index, ignore_eos=True, detokenize=False
+            )
+            engine.add_request(f"{STEPS.replayed}-{index}", {"prompt_token_ids": [5 + index] * 20}, params)
+        while engine.has_unfinished_requests():
+            engine.step()
+        torch.cuda.synchronize()
+        pinned = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+        sizes.append((torch.cuda.memory_allocated(), pinned))
+    return sizes
+
+
+@pytest.mark.parametrize(("model", "num_steps"), [("GPT-2", 100_000), ("Qwen3", 10_000), ("Llama", 10_000)])
+def test_a_long_day(
+    make_engine: MakeEngine,
+    tiny_model_path: Path,
+    tmp_path: Path,
+    replay_when: Callable[[Callable[[int], bool]], None],
+    model: str,
+    num_steps: int,
+) -> None:
+    """10,000 requests say the same to the bit whether steps alternate or not; then memory does not grow."""
+    num_requests = 10_000
+    kind, graphs = MODELS[model]
+    path = tiny_model_path if kind == "GPT-2" else WRITERS[kind](tmp_path)
+    prompts = [prompt for prompt in parity_prompts(VOCAB_SIZE) if len(prompt) > 100]
+    options: dict[str, Any] = {
+        "num_gpu_blocks_override": 90,
+        "max_num_seqs": 48,
+        **graphs,
+    }
+    with make_engine(model=str(path), dtype="float16", enforce_eager=False, **options, **GPU_MEMORY) as llm:
+        scheduler = scheduler_of(llm)
+        # A grammar that is ready at some time decides at which step its request comes.
+        scheduler.structured_output_manager._use_async_grammar_compilation = False
+        num_preemptions, preempt = 0, scheduler._preempt_request
+
+        def count_preemption(*args: Any, **kwargs: Any) -> None:
+            nonlocal num_preemptions
+            num_preemptions += 1
+            preempt(*args, **kwargs)
+
+        scheduler._preempt_request = count_preemption
+        answers = []
+        for wanted in (is_never, is_random(4)):
+            replay_when(wanted)
+            assert llm.reset_prefix_cache()
+            before = STEPS.replayed
+            answers.append(come_in_waves(llm, prompts, num_requests))
+        assert STEPS.replayed - before > 300, STEPS
+        manager = scheduler.kv_cache_manager.manager
+        manager.check_integrity()
+        assert manager.usage == 0.0
+        assert num_preemptions > 5 and min(manager.stats.clones, manager.stats.evictions) > 1000
+        different = [name for name, answer in answers[1].items() if answer != answers[0].get(name)]
+        assert different == [] and len(answers[0]) == len(answers[1]) > 0.9 * num_requests
+        replay_when(lambda _: True)
+        sizes = memory_while_decoding(llm, num_steps)
+    assert len(sizes) > 8 and sizes[-1][0] <= sizes[5][0] and sizes[-1][1] <= sizes[5][1] + (64 << 10), sizes
 
 
 @pytest.mark.parametrize(
