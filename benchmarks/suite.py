@@ -81,6 +81,17 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
         f"{_OFFLINE} --shape llama-1b --scenes decode offline --cases greedy --repeats 3",
         _INSIDE_VLLM,
     ),
+    # Not published yet.
+    "sglang_gpt2": (
+        f"{_OFFLINE} --backends rose-in-vllm sglang --scenes decode offline --batches 1 8 32 128 256 --cases greedy "
+        "--repeats 3",
+        ("rose-in-vllm", "sglang"),
+    ),
+    "sglang_qwen3": (
+        f"{_OFFLINE} --backends rose-in-vllm sglang --scenes decode offline --batches 1 8 32 128 256 --cases greedy "
+        "--repeats 3 --shape qwen3-0.6b --dtype bfloat16",
+        ("rose-in-vllm", "sglang"),
+    ),
 }
 """Result file -> what follows ``python -m`` (with ``--quick`` up to the first option), and the engines it compares."""
 

@@ -22,6 +22,9 @@ from benchmarks.suite import STEPS, command
 from benchmarks.support import checkpoint
 from tests.support.patience import HANG_S
 
+UNPUBLISHED = ("sglang_gpt2", "sglang_qwen3")
+"""Steps without a result in the repository."""
+
 
 def rows_of(
     monkeypatch: pytest.MonkeyPatch, folder: Path, *kinds: str, max_seconds: float = float("inf")
@@ -102,7 +105,7 @@ def test_where_an_engine_is_installed_goes_to_the_steps_that_compare_it() -> Non
 def test_comparisons_go_on_from_what_is_there(tmp_path: Path) -> None:
     resuming, anew = suite.parse_options(["--resume", "--results", str(tmp_path)]), suite.parse_options([])
     can = {name for name, (arguments, _) in STEPS.items() if arguments.split()[0].endswith("_compare")}
-    assert len(can) == 11
+    assert len(can) == 13
     for name in STEPS:
         result = tmp_path / f"{name}.json"
         assert "--resume" not in command(name, resuming, result)
@@ -117,7 +120,8 @@ def test_comparisons_go_on_from_what_is_there(tmp_path: Path) -> None:
 
 def test_every_published_gpu_result_has_a_step() -> None:
     files = [Path(table.file) for table in report.TABLES.values()]
-    assert {file.stem for file in files if file.parent.name == "h200"} == set(STEPS)
+    published = {file.stem for file in files if file.parent.name == "h200"}
+    assert published == set(STEPS) - set(UNPUBLISHED)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -149,7 +153,7 @@ def test_checkpoints_are_kept_where_the_variable_says(
     assert len(written) == 3
 
 
-@pytest.mark.parametrize("name", [name for name in STEPS if name != "kernels"])
+@pytest.mark.parametrize("name", [name for name in STEPS if name not in ("kernels", *UNPUBLISHED)])
 def test_steps_repeat_what_is_published(name: str) -> None:
     published = json.loads((report.RESULTS / "h200" / f"{name}.json").read_text(encoding="utf-8"))["command"]
     # Time limits and spelled-out paths are a run's own; commands have moved since.
