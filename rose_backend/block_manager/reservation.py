@@ -22,7 +22,7 @@ from rose_backend.block_manager.clone_queue import CloneQueue
 from rose_backend.block_manager.kind_table import KindTable
 from rose_backend.block_manager.observability import CacheStats
 from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
-from rose_backend.block_manager.sequence_table import SequenceTable, any_of, concatenate_ranges
+from rose_backend.block_manager.sequence_table import FEW_ROWS, SequenceTable, any_of, concatenate_ranges
 from rose_backend.errors import RowError
 
 
@@ -214,10 +214,10 @@ class Reservations:
         """See ``BlockManager.reserve_next_blocks``."""
         table = self._table
         counts = table.num_row_blocks[rows]
+        if len(rows) <= FEW_ROWS and not table.windowed:
+            return self._append_to_few(rows.tolist(), counts.tolist())
         if any_of((table.capacity[rows] != counts * self._block_size) | (counts == table.width)):
-            raise RowError(
-                f"reserve_next_blocks: one of rows {rows.tolist()} cannot get a block behind its own"
-            )
+            raise _no_next_block(rows.tolist())
         if table.windowed:
             self.let_go_of_passed(rows)
         if len(rows) * self.blocks_per_column > self._pool.num_free_blocks:
@@ -230,6 +230,22 @@ class Reservations:
         counts += 1
         table.num_row_blocks[rows] = counts
         table.capacity[rows] = table.full_capacity(counts)
+        return True
+
+    def _append_to_few(self, rows: list[int], counts: list[int]) -> bool:
+        """As ``append_to_each``, row by row: arrays of a few numbers cost more. ``counts``: the columns of each row."""
+        table = self._table
+        for row, count in zip(rows, counts, strict=True):
+            if table.capacity[row] != count * self._block_size or count == table.width:
+                raise _no_next_block(rows)
+        if len(rows) * self.blocks_per_column > self._pool.num_free_blocks:
+            return False
+        (kind,) = table.kinds
+        writers = self._pool.writers
+        for row, count, block_id in zip(rows, counts, self._take(kind, len(rows)).tolist(), strict=True):
+            kind.block_table[row, count] = block_id
+            writers[block_id] = row
+            table.append_to(row, count, 1)
         return True
 
     def _shared_tails(self, rows: Int64Array, num_blocks: Int32Array, num_new: Int32Array) -> list[_Tails]:
@@ -390,6 +406,10 @@ class Reservations:
         if not cache.full_blocks_only:
             next_publish = np.where(end % size == 0, end + 1, next_publish)
         table.next_publish[rows] = next_publish
+
+
+def _no_next_block(rows: list[int]) -> RowError:
+    return RowError(f"reserve_next_blocks: one of rows {rows} cannot get a block behind its own")
 
 
 def _positions_of(rows: Int64Array, start: Int32Array, end: Int32Array) -> tuple[Int64Array, Int32Array]:

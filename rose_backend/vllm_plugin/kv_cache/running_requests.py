@@ -142,9 +142,10 @@ class RunningRequests:
         counts = num_row_blocks[row_array].tolist()
         for row, count in zip(rows, counts, strict=True):
             self._note_reported(row, count)
-        last_columns = num_row_blocks[row_array] - 1
         if len(self.groups) == 1:
-            return [([block],) for block in self._manager.block_table[row_array, last_columns].tolist()]
+            block_at = self._manager.block_table.item
+            return [([block_at(row, count - 1)],) for row, count in zip(rows, counts, strict=True)]
+        last_columns = np.array(counts) - 1
         blocks = self.groups.in_order(self._manager.group_block_ids(row_array, last_columns))
         return [
             tuple([block] for block in of_row)

@@ -92,12 +92,13 @@ class DecodeBatch:
         self._requests, self._constants, self._numbers = requests, constants, numbers
         self._grammar_requests = [r for r, each in zip(requests, constants, strict=True) if each.has_grammar]
         self._kv_cache_manager = kv_cache_manager
-        self._rows, self._capacity, num_computed_tokens, _, last_steps = numbers
+        self._rows, capacity, num_computed_tokens, _, last_steps = numbers
         self._num_steps = 0
         # A request that gets no token now may be gone at the next step.
         is_complete = len(requests) == len(running)
         self._last_step = int((last_steps - num_computed_tokens).min()) if is_complete else 0
-        self._full_at_step = int((self._capacity - num_computed_tokens).min())
+        self._num_steps_with_room = capacity - num_computed_tokens
+        self._full_at_step = int(self._num_steps_with_room.min())
 
     @classmethod
     def at_head_of(
@@ -151,6 +152,7 @@ class DecodeBatch:
 
     def _numbers_now(self) -> NDArray[np.int64]:
         numbers = self._numbers.copy()
+        numbers[1] = numbers[2] + self._num_steps_with_room
         numbers[2] += self._num_steps
         return numbers
 
@@ -177,14 +179,14 @@ class DecodeBatch:
         """
         new_block_ids: NewBlockIds = [None] * len(self._requests)
         if self._num_steps >= self._full_at_step:
-            num_computed_tokens = self._numbers[2] + self._num_steps
-            full = np.flatnonzero(num_computed_tokens >= self._capacity)
+            full = np.flatnonzero(self._num_steps_with_room <= self._num_steps)
             full_rows, running = self._rows[full].tolist(), self._kv_cache_manager.running
             blocks = running.allocate_next_blocks(full_rows, len(self._requests))
             if blocks is None:
                 return None
-            self._capacity[full] = [running.capacity[row] for row in full_rows]
-            self._full_at_step = int((self._capacity - self._numbers[2]).min())
+            capacity = np.array([running.capacity[row] for row in full_rows])
+            self._num_steps_with_room[full] = capacity - self._numbers[2][full]
+            self._full_at_step = int(self._num_steps_with_room.min())
             for position, new in zip(full.tolist(), blocks, strict=True):
                 new_block_ids[position] = new
         return new_block_ids
