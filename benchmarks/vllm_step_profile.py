@@ -3,9 +3,10 @@
     python -m benchmarks.vllm_step_profile [--backend rose-in-vllm] [--shape qwen3-0.6b] [--batches 1 32 256] [--quick]
 
 One engine, in one process with its front end, so that profilers see all of it. For each number of requests it decodes
-behind 16-token prompts; then it takes prompts of --prompt-tokens, each of which gets one token. Each is run three
-times: timed, under torch's profiler for the device, and under cProfile for the host, which makes Python slower: what
-its figures say is where the time goes. "idle" is the wall time of a step less the time in which the device works.
+behind 16-token prompts; then it takes prompts of --prompt-tokens, each of which gets one token. Requests give their
+output when it is complete, as those of LLM.generate do. Each is run three times: timed, under torch's profiler for the
+device, and under cProfile for the host, which makes Python slower: what its figures say is where the time goes. "idle"
+is the wall time of a step less the time in which the device works.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ class Engine:
         # Before vLLM is imported: the engine in this process, with or without plug-ins.
         os.environ |= wanted.variables | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         from vllm import LLM, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         self._params, self.llm = SamplingParams, LLM(**vllm_options(wanted))
+        self._output_kind = RequestOutputKind.FINAL_ONLY
         self.engine, self._vocab_size, self._seed = self.llm.llm_engine, facts.vocab_size, 0
 
     def add(self, num_requests: int, prompt_tokens: int, max_tokens: int, mode: str) -> None:
@@ -52,7 +55,9 @@ class Engine:
         lengths = (prompt_tokens, prompt_tokens), (max_tokens, max_tokens)
         prompts = RandomRequests(num_requests, *lengths, self._seed).requests(self._vocab_size).prompts
         for index, prompt in enumerate(prompts):
-            params = self._params(max_tokens=max_tokens, ignore_eos=True, **MODES[mode])
+            params = self._params(
+                max_tokens=max_tokens, ignore_eos=True, output_kind=self._output_kind, **MODES[mode]
+            )
             self.engine.add_request(f"{self._seed}-{index}", {"prompt_token_ids": prompt}, params)
 
     def run(self, num_steps: int | None = None) -> int:

@@ -132,6 +132,13 @@ LEDGER: dict[str, Patch] = {
         remove_when="vLLM's front end merges its queued outputs",
         build=f"{_PLUGIN}.scheduler.merged_outputs:wrap_get_output_async",
     ),
+    "output_statistics": Patch(
+        target="vllm.v1.metrics.stats:IterationStats.update_from_output",
+        reason="the front end reads an environment variable for every output, which takes longer than its statistics; "
+        "it matters only where NaNs were counted",
+        remove_when="vLLM's front end caches the environment, as its engine core does",
+        build=f"{_PLUGIN}.scheduler.output_statistics:wrap_update_from_output",
+    ),
 }
 
 

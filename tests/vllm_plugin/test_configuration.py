@@ -175,10 +175,17 @@ def test_the_rust_front_end_is_named_where_it_answers_for_this_server(
     rank: int,
     is_idle: bool,
 ) -> None:
+    applied: list[str] = []
+    monkeypatch.setattr("rose_backend.vllm_plugin.hooks.config_hook.apply_patch", applied.append)
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", use_rust)
     make_config(_api_process_rank=rank)
     (line,) = rose_log
     assert idle_parts(line).get("joined_outputs") == ("vLLM's Rust front end" if is_idle else None)
+    for name in ("merged_outputs", "output_statistics"):
+        assert (name in applied) is not is_idle
+    applied.clear()
+    make_config(_api_process_rank=rank, **rose(joined_outputs=False))
+    assert "merged_outputs" not in applied and ("output_statistics" in applied) is not is_idle
 
 
 def test_what_is_switched_off_is_not_said_to_be_idle_too(

@@ -183,7 +183,15 @@ def test_register_touches_only_what_the_ledger_names(fresh: dict[str, Any]) -> N
         always.remove(LEDGER["cpu_backend_choice"].target)
     # Only where ROSE is selected.
     step_graph = {name for name in LEDGER if name.startswith("step_graph_")}
-    others = {"decode_graphs", "merged_outputs", "request_block_hashes", "windowed_layer_spec"}
+    others = {
+        *(
+            "decode_graphs",
+            "merged_outputs",
+            "output_statistics",
+            "request_block_hashes",
+            "windowed_layer_spec",
+        ),
+    }
     always -= {LEDGER[name].target for name in others | step_graph}
     enum = {name for name in result["changed"] if "AttentionBackendEnum" in name}
     assert set(result["changed"]) - enum == always

@@ -66,9 +66,11 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
             raise
         if options.block_manager:
             _choose_scheduler(self)
-        if options.joined_outputs and not has_rust_front_end(self):
+        if not has_rust_front_end(self):
             # The process that makes the configuration is the one that receives the engines' outputs.
-            apply_patch("merged_outputs")
+            apply_patch("output_statistics")
+            if options.joined_outputs:
+                apply_patch("merged_outputs")
         keep_compiled_kernels()
         _log_once(describe_parts(self, options, choice))
         return None
