@@ -299,8 +299,8 @@ class BlockManager:
         Raises:
             RowError: a row is not in use, is listed twice, or would exceed ``max_model_len``.
         """
-        if len(rows) == 1 and (reservation := self._reserve_for_one(rows, num_tokens)) is not None:
-            return reservation
+        if len(rows) == 1 and (own := self._reservations.reserve_for_one(rows, num_tokens)) is not None:
+            return own
         rows, num_tokens = np.asarray(rows, np.int64), self.table.checked_counts("reserve", num_tokens)
         self.table.check_distinct(rows)
         wanted = self.num_computed_tokens[rows] + num_tokens
@@ -313,21 +313,6 @@ class BlockManager:
                 f"reserve: got {int(wanted.max())} tokens in a row, max_model_len is {self.max_model_len}"
             )
         return self._reservations.reserve(rows, wanted, idle)
-
-    def _reserve_for_one(self, rows: IntArray, num_tokens: IntArray | int) -> Reservation | None:
-        """Serve one row without arrays of its numbers, which cost more than they save: prompts are admitted so.
-
-        Returns:
-            None where there is more to check or to do, and nothing has changed.
-        """
-        row, table = int(rows[0]), self.table
-        count: int = num_tokens if isinstance(num_tokens, int) else np.asarray(num_tokens).item()
-        if table.windowed or count < 0 or not table.is_in_use(row):
-            return None
-        wanted = int(self.num_computed_tokens[row]) + count
-        if wanted <= table.capacity[row]:
-            return Reservation(True, np.ones(1, np.bool_), 0)
-        return None if wanted > self.max_model_len else self._reservations.reserve_for_one(row, wanted)
 
     def reserve_next_blocks(self, rows: IntArray) -> bool:
         """As ``reserve`` of one more block for each of ``rows``, whose blocks are all reserved by that row alone.

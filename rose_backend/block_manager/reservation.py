@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rose_backend.block_manager.allocation import Allocation
 from rose_backend.block_manager.block_pool import (
     NO_WRITER,
     BlockPool,
@@ -19,6 +20,7 @@ from rose_backend.block_manager.block_pool import (
     IntArray,
 )
 from rose_backend.block_manager.clone_queue import CloneQueue
+from rose_backend.block_manager.few_rows import FewRows, no_next_block
 from rose_backend.block_manager.kind_table import KindTable
 from rose_backend.block_manager.observability import CacheStats
 from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
@@ -66,6 +68,10 @@ class Reservations:
     def __post_init__(self) -> None:
         self.blocks_per_column = sum(kind.num_groups for kind in self._table.kinds)
         """Blocks of all groups for the same positions."""
+        self._allocation = Allocation(self._pool, self._cache, self._stats)
+        self.few_rows = FewRows(
+            self._pool, self._table, self._allocation, self._block_size, self.blocks_per_column
+        )
 
     def blocks_needed(self, match: PrefixMatch, num_tokens: int, num_at_once: int | None) -> int:
         """See ``BlockManager.blocks_needed``.
@@ -162,8 +168,8 @@ class Reservations:
         """
         if self._table.windowed:
             self.let_go_of_passed(rows)
-        if len(rows) == 1 and (reservation := self.reserve_for_one(int(rows[0]), int(wanted[0]))) is not None:
-            return reservation
+        if len(rows) == 1 and (total := self.few_rows.reserve(int(rows[0]), int(wanted[0]))) is not None:
+            return Reservation(True, np.ones(1, np.bool_), total)
         needy = np.flatnonzero(~idle)
         rows, wanted = rows[needy], wanted[needy]
         num_blocks = self._table.num_row_blocks[rows]
@@ -188,64 +194,32 @@ class Reservations:
         self._serve(rows, num_new, num_columns, tails)
         return Reservation(True, np.ones(len(idle), np.bool_), total)
 
-    def reserve_for_one(self, row: int, wanted: int) -> Reservation | None:
-        """Serve a row whose windows have let go of what they passed; None, and nothing is done, if its end is shared.
-
-        Args:
-            row: in use, checked.
-            wanted: tokens that it must be able to hold, at most ``max_model_len``.
-        """
-        table = self._table
-        num_blocks = int(table.num_row_blocks[row])
-        if table.capacity[row] < table.full_capacity_of(num_blocks):
-            return None
-        num_new = max(-(-wanted // self._block_size) - num_blocks, 0)
-        total = num_new * self.blocks_per_column
-        is_ok = total <= self._pool.num_free_blocks
-        if is_ok:
-            for kind in table.kinds:
-                block_ids = self._take(kind, num_new)
-                kind.block_table[row, num_blocks : num_blocks + num_new] = block_ids
-                self._pool.writers[block_ids] = row
-            table.append_to(row, num_blocks, num_new)
-        return Reservation(is_ok, np.full(1, is_ok), total if is_ok else 0)
+    def reserve_for_one(self, rows: IntArray, num_tokens: IntArray | int) -> Reservation | None:
+        """Serve one row, see ``FewRows.extend``."""
+        count: int = num_tokens if isinstance(num_tokens, int) else np.asarray(num_tokens).item()
+        total = self.few_rows.extend(int(rows[0]), count)
+        return None if total is None else Reservation(True, np.ones(1, np.bool_), total)
 
     def append_to_each(self, rows: Int64Array) -> bool:
         """See ``BlockManager.reserve_next_blocks``."""
         table = self._table
         counts = table.num_row_blocks[rows]
         if len(rows) <= FEW_ROWS and not table.windowed:
-            return self._append_to_few(rows.tolist(), counts.tolist())
+            return self.few_rows.append_to_each(rows.tolist(), counts.tolist())
         if any_of((table.capacity[rows] != counts * self._block_size) | (counts == table.width)):
-            raise _no_next_block(rows.tolist())
+            raise no_next_block(rows.tolist())
         if table.windowed:
             self.let_go_of_passed(rows)
         if len(rows) * self.blocks_per_column > self._pool.num_free_blocks:
             return False
         for kind in table.kinds:
-            block_ids = self._take(kind, len(rows))
+            block_ids = self._allocation.take(kind, len(rows))
             kind.block_table[rows, counts] = block_ids
             self._pool.writers[block_ids] = rows
         table.changed[rows] = True
         counts += 1
         table.num_row_blocks[rows] = counts
         table.capacity[rows] = table.full_capacity(counts)
-        return True
-
-    def _append_to_few(self, rows: list[int], counts: list[int]) -> bool:
-        """As ``append_to_each``, row by row: arrays of a few numbers cost more. ``counts``: the columns of each row."""
-        table = self._table
-        for row, count in zip(rows, counts, strict=True):
-            if table.capacity[row] != count * self._block_size or count == table.width:
-                raise _no_next_block(rows)
-        if len(rows) * self.blocks_per_column > self._pool.num_free_blocks:
-            return False
-        (kind,) = table.kinds
-        writers = self._pool.writers
-        for row, count, block_id in zip(rows, counts, self._take(kind, len(rows)).tolist(), strict=True):
-            kind.block_table[row, count] = block_id
-            writers[block_id] = row
-            table.append_to(row, count, 1)
         return True
 
     def _shared_tails(self, rows: Int64Array, num_blocks: Int32Array, num_new: Int32Array) -> list[_Tails]:
@@ -298,7 +272,7 @@ class Reservations:
                 num_clones = int(np.count_nonzero(of_kind.is_clone))
                 if num_clones < len(of_kind.index):
                     self._claim_tails(rows, of_kind)
-            block_ids = self._take(kind, num_clones + len(new_entries))
+            block_ids = self._allocation.take(kind, num_clones + len(new_entries))
             if num_clones:
                 self._clone_tails(rows, tails[kind.index], block_ids[:num_clones])
                 block_ids = block_ids[num_clones:]
@@ -331,32 +305,6 @@ class Reservations:
         self._clones.add(sources, copies, offsets)
         self._stats.clones += len(copies)
         self._stats.bytes_cloned += len(copies) * tails.kind.num_groups * self._stats.bytes_per_block
-
-    def _take(self, kind: KindTable, count: int) -> Int64Array:
-        pool = self._pool
-        if pool.has_groups:
-            evicted = pool.evict(count * kind.num_groups, self._is_spared)
-            self._forget(evicted)
-            pool.recycle(evicted)
-            return pool.take_for(kind.index, count)
-        block_ids, evicted = pool.take(count)
-        self._forget(evicted)
-        return block_ids
-
-    def _is_spared(self, block_ids: Int64Array) -> BoolArray:
-        """Which blocks are in a window at the end of a hit whose prefix somebody holds."""
-        is_spared: BoolArray = self._pool.ends_hit[block_ids]
-        if self._cache is not None and any_of(is_spared):
-            for place in np.flatnonzero(is_spared).tolist():
-                is_spared[place] = self._cache.is_prefix_held(int(block_ids[place]))
-        return is_spared
-
-    def _forget(self, evicted: Int64Array) -> None:
-        if len(evicted):
-            assert self._cache is not None, "only cached blocks are evicted"
-            self._cache.forget(evicted.tolist())
-            self._pool.num_written_tokens[evicted] = 0
-            self._stats.evictions += len(evicted)
 
     def commit(self, rows: Int64Array, num_tokens: Int32Array | int, token_ids: IntArray) -> None:
         """See ``BlockManager.commit``."""
@@ -406,10 +354,6 @@ class Reservations:
         if not cache.full_blocks_only:
             next_publish = np.where(end % size == 0, end + 1, next_publish)
         table.next_publish[rows] = next_publish
-
-
-def _no_next_block(rows: list[int]) -> RowError:
-    return RowError(f"reserve_next_blocks: one of rows {rows} cannot get a block behind its own")
 
 
 def _positions_of(rows: Int64Array, start: Int32Array, end: Int32Array) -> tuple[Int64Array, Int32Array]:

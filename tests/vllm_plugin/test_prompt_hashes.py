@@ -114,7 +114,7 @@ def test_the_tokens_of_a_prompt_are_kept_until_they_are_committed() -> None:
     spans = [(0, 7), (7, 7), (7, 39), (39, 41), (41, 42)]
     for start, end in spans:
         is_kept = "a" in prompts._admitted
-        assert list(prompts.tokens_to_commit(request, start, end)) == tokens[start:end]
+        assert prompts.tokens_to_commit([request], [start], [end]).tolist() == tokens[start:end]
         assert is_kept == (start < len(PROMPT))
     session = make_request("session", PROMPT)
     session.resumable = True
@@ -123,6 +123,8 @@ def test_the_tokens_of_a_prompt_are_kept_until_they_are_committed() -> None:
     gone = make_request("gone", PROMPT)
     admit(manager, gone)
     assert list(prompts._admitted) == ["gone"]
+    both = prompts.tokens_to_commit([request, gone, request], [40, 3, 41], [41, 9, 42])
+    assert both.tolist() == [900, *PROMPT[3:9], 901] and both.dtype == np.int32
     manager.free(gone)
     assert not prompts._admitted
 

@@ -19,7 +19,6 @@ prefix with one in flight would wait two steps where the next step is scheduled 
 from __future__ import annotations
 
 import functools
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -321,9 +320,8 @@ class RoseKVCacheManager(KVCacheFacade):
         row_array = np.array(rows)
         starts = self.manager.num_computed_tokens[row_array]
         counts = np.maximum(np.array(ends) - starts, 0)
-        places = zip(requests, starts.tolist(), ends, strict=True)
-        spans = [self._prompts.tokens_to_commit(*place) for place in places]
-        self.manager.commit(row_array, counts, _joined(spans, int(counts.sum())))
+        token_ids = self._prompts.tokens_to_commit(requests, starts.tolist(), ends)
+        self.manager.commit(row_array, counts, token_ids)
         if self._events is not None:
             self._events.collect(list(zip(rows, requests, strict=True)), starts.tolist())
         committed: list[int] = (starts + counts).tolist()
@@ -392,13 +390,6 @@ class RoseKVCacheManager(KVCacheFacade):
 
     def _num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
         return self.manager.blocks_to_grow(self._row_of.get(request_id), num_tokens, self.running.num_at_once)
-
-
-def _joined(spans: list[Sequence[int] | NDArray[np.int32]], num_tokens: int) -> NDArray[np.int32]:
-    """Return all tokens, int32 ``[num_tokens]``: of prompts there are arrays, else lists of a few."""
-    if any(isinstance(span, np.ndarray) for span in spans):
-        return np.concatenate([np.asarray(span, np.int32) for span in spans])
-    return np.fromiter(chain.from_iterable(spans), np.int32, num_tokens)
 
 
 def _num_certain_tokens(request: Request) -> int:

@@ -6,6 +6,7 @@ import functools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -105,8 +106,20 @@ class PromptHashes:
         if not request.resumable:
             self._admitted[request.request_id] = prompt.token_ids
 
-    def tokens_to_commit(self, request: Request, start: int, end: int) -> Sequence[int] | NDArray[np.int32]:
-        """Return the tokens of an admitted request from ``start`` to ``end``, to be called in order of positions."""
+    def tokens_to_commit(
+        self, requests: Sequence[Request], starts: Sequence[int], ends: Sequence[int]
+    ) -> NDArray[np.int32]:
+        """Return the tokens of admitted requests from ``starts`` to ``ends``, one request after the other.
+
+        To be called for each request in order of positions: a prompt is kept up to its last token.
+        """
+        spans = [self._span(*place) for place in zip(requests, starts, ends, strict=True)]
+        if any(isinstance(span, np.ndarray) for span in spans):
+            return np.concatenate([np.asarray(span, np.int32) for span in spans])
+        return np.fromiter(chain.from_iterable(spans), np.int32, sum(map(len, spans)))
+
+    def _span(self, request: Request, start: int, end: int) -> Sequence[int] | NDArray[np.int32]:
+        """Return an array for a prompt, and a list for what was generated."""
         known = self._admitted.get(request.request_id)
         if known is None:
             return self._item_ids.tokens_of(request, start, end)
