@@ -11,6 +11,7 @@ from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.config import vllm as vllm_config
 from vllm.model_executor.models.registry import ModelRegistry
 
+from rose_backend.vllm_plugin.hooks import config_hook
 from rose_backend.vllm_plugin.hooks.start_up_log import describe_parts
 from rose_backend.vllm_plugin.models.model_choice import DECODERS, ModelChoice, choose_model_class
 from rose_backend.vllm_plugin.options import rose_options
@@ -203,6 +204,25 @@ def test_batch_invariance(make_config: MakeConfig, llama: str, monkeypatch: pyte
     config = make_config(model=llama)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert choose_again(config).reason == "batch invariance"
+
+
+def test_graphs_are_settled_before_layers_are_chosen_by_them(
+    make_config: MakeConfig, llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def choose(config: Any, options: Any) -> ModelChoice:
+        order.append("layers")
+        return choose_model_class(config, options)
+
+    monkeypatch.setattr(config_hook, "choose_mixed_graphs", lambda config: order.append("graphs"))
+    monkeypatch.setattr(config_hook, "choose_model_class", choose)
+    make_config(model=llama)
+    assert order == ["graphs", "layers"]
+    order.clear()
+    # With sizes of the user's own no graphs are chosen for them.
+    make_config(model=llama, cudagraph_capture_sizes=[1, 2])
+    assert order == ["layers"]
 
 
 @pytest.mark.parametrize(
