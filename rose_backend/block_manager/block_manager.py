@@ -8,13 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from rose_backend.block_manager.block_pool import NO_BLOCKS, NO_WRITER, BlockPool, Int32Array, IntArray
+from rose_backend.block_manager.block_pool import (
+    NO_BLOCKS,
+    NO_WRITER,
+    BlockPool,
+    BoolArray,
+    Int32Array,
+    IntArray,
+)
 from rose_backend.block_manager.clone_queue import ClonePlan, CloneQueue
 from rose_backend.block_manager.integrity import check_all
 from rose_backend.block_manager.kind_table import GroupKind, check_kinds
 from rose_backend.block_manager.observability import CacheEvent, CacheStats
 from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
 from rose_backend.block_manager.reservation import Reservation, Reservations
+from rose_backend.block_manager.row_states import RowStates
 from rose_backend.block_manager.sequence_table import SequenceTable, any_of
 from rose_backend.config import check_int
 from rose_backend.errors import ConfigError, RowError
@@ -60,7 +68,8 @@ class BlockManager:
         max_model_len: tokens a row can hold.
         kinds: of KV cache groups, one group that keeps everything unless told otherwise. The first kind keeps
             everything; what the windows of the others have passed becomes free, and a prefix hit may end at any token
-            whose window is there in all of them. All have the same ``block_size``.
+            whose window is there in all of them. All have the same ``block_size``. The last kind may be one of states:
+            a hit then ends where a ``checkpoint`` was made.
         prefix_cache: reuse K/V of other sequences.
         full_blocks_only: with ``prefix_cache``, let hits end at block boundaries only.
         hash_key: key of the prefix hashes, at most 64 bytes; None draws a random one.
@@ -95,19 +104,23 @@ class BlockManager:
         check_kinds(kinds)
         self.block_size = block_size
         self.max_model_len = max_model_len
-        self.pool = BlockPool(num_blocks, [kind.num_groups for kind in kinds])
-        self.table = SequenceTable(max_num_seqs, max_model_len, block_size, kinds)
+        has_states = kinds[-1].is_state
+        self.pool = BlockPool(num_blocks, [kind.num_groups for kind in kinds], has_states)
+        kv_kinds = [kind for kind in kinds if not kind.is_state]
+        self.table = SequenceTable(max_num_seqs, max_model_len, block_size, kv_kinds)
         self.cache: PrefixCache | None = None
         if prefix_cache:
             windows = [kind.window for kind in kinds if kind.window is not None]
             self.cache = PrefixCache(
-                self.pool, block_size, full_blocks_only, hash_key, record_events, windows
+                self.pool, block_size, full_blocks_only, hash_key, record_events, windows, has_states
             )
         self.clones = CloneQueue(self.pool)
         self.stats = CacheStats(bytes_per_block)
-        self._reservations = Reservations(
-            self.pool, self.table, self.cache, self.clones, self.stats, block_size
-        )
+        parts = (self.pool, self.table, self.cache, self.clones, self.stats, block_size)
+        self.states: RowStates | None = None
+        if has_states:
+            self.states = RowStates(len(kv_kinds), kinds[-1].num_groups, max_num_seqs, *parts)
+        self._reservations = Reservations(*parts, self.states)
         # Aliases: the arrays are allocated once and changed in place.
         self.block_table = self.table.block_table
         self.num_computed_tokens = self.table.num_computed_tokens
@@ -224,6 +237,8 @@ class BlockManager:
             if self.table.windowed:
                 self.pool.ends_hit[np.concatenate(blocks[1:])] = True
         (row,) = self.table.take_rows(1, blocks, match.num_tokens, match.chain_digest, namespace).tolist()
+        if self.states is not None:
+            self.states.add(row, match.checkpoint)
         if self.cache is not None:
             self.table.num_known[row] = match.num_known_tokens
             self.stats.count_lookup(len(token_ids), match.num_tokens, self.block_size)
@@ -236,9 +251,11 @@ class BlockManager:
             The new rows, or None when too few are free; then nothing has changed.
 
         Raises:
-            RowError: ``row`` is not in use, or ``num_children`` is negative.
+            RowError: ``row`` is not in use, ``num_children`` is negative, or rows have states.
         """
         table = self.table
+        if self.states is not None:
+            raise RowError("fork: rows with states cannot be forked")
         table.check_active(np.array([row]))
         if num_children < 0:
             raise RowError(f"num_children: got {num_children}, allowed is 0 or more")
@@ -253,8 +270,17 @@ class BlockManager:
         digest, namespace = table.chain_digests[row], table.namespaces[row]
         return table.take_rows(num_children, shared, num_tokens, digest, namespace).astype(np.int32)
 
-    def free(self, rows: IntArray) -> None:
-        """Release rows with their blocks and pending copies. Committed tokens stay in the prefix cache."""
+    def free(self, rows: IntArray, *, states_are_known: BoolArray | None = None) -> None:
+        """Release rows with their blocks and pending copies. Committed tokens stay in the prefix cache.
+
+        Args:
+            rows: ``[N]``, no row twice.
+            states_are_known: ``[N]``, with states: whether each row's running state, once all queued device work has
+                run, is that of its computed tokens and no others; it becomes a checkpoint then. None: no row's is.
+
+        Raises:
+            RowError: a row is not in use or is listed twice.
+        """
         rows = np.asarray(rows, np.int64)
         table, writers = self.table, self.pool.writers
         table.check_active(rows)
@@ -263,8 +289,43 @@ class BlockManager:
         entries = table.entries_tail_first(rows)
         block_ids, row_of_block = table.blocks_at(entries)
         writers[block_ids[writers[block_ids] == row_of_block]] = NO_WRITER
+        if self.states is None:
+            table.give_back(rows, entries)
+            self.clones.release_blocks(block_ids)
+            return
+        are_known = np.zeros(len(rows), np.bool_) if states_are_known is None else states_are_known
+        states = self.states.end(rows, are_known)
         table.give_back(rows, entries)
-        self.clones.release_blocks(block_ids)
+        self.clones.release_blocks(np.concatenate((states, block_ids)))
+        self.states.renew(rows)
+
+    def checkpoint(self, rows: IntArray) -> None:
+        """Copy the running states of rows into the prefix cache, where lookups find them at once.
+
+        A state is that of the row's ``num_computed_tokens``: call it between the ``commit`` of all that steps have
+        computed so far and the next step. Rows for which blocks are short, and those without a running state, are left
+        out; nothing happens without states or a prefix cache.
+
+        Raises:
+            RowError: a row is not in use or is listed twice.
+        """
+        if self.states is not None:
+            rows = np.asarray(rows, np.int64)
+            self.table.check_active(rows)
+            self.states.checkpoint(rows)
+
+    def state_block_ids(self, rows: IntArray) -> Int32Array:
+        """Return the blocks of the running states of rows, int32 ``[num_groups, N]``; only with states."""
+        assert self.states is not None, "no kind has states"
+        return self.pool.blocks_of_groups(self.states.running[rows], self.states.num_groups)
+
+    def take_new_kv_blocks(self) -> Int32Array:
+        """Return the blocks allocated for K/V since the last call, int32 ``[N]``; only with states.
+
+        What a state has left in them may read as NaN, so a host whose attention reads behind what is written zeroes
+        them before the copies and steps that write them.
+        """
+        return self.pool.take_new_kv_blocks()
 
     def let_go_of_passed(self, rows: IntArray) -> None:
         """Release the blocks that the windows of rows have passed: no later token attends to them.
@@ -378,7 +439,7 @@ class BlockManager:
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, and nothing is done, while a row is in use or a copy is not finished."""
-        if self.table.is_active.any() or len(self.clones.held_sources()):
+        if self.table.is_active.any() or len(self.clones.held_blocks()):
             return False
         if self.cache is not None:
             self.cache.clear()
@@ -395,4 +456,4 @@ class BlockManager:
         Raises:
             IntegrityError: names the invariant, the block and both counts.
         """
-        check_all(self.pool, self.table, self.cache, self.clones, self.block_size)
+        check_all(self.pool, self.table, self.cache, self.clones, self.block_size, self.states)

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rose_backend.block_manager.allocation import Allocation
 from rose_backend.block_manager.block_pool import (
     NO_WRITER,
+    NULL_BLOCK,
     BlockPool,
     BoolArray,
     Int32Array,
@@ -22,6 +24,7 @@ from rose_backend.block_manager.clone_queue import CloneQueue
 from rose_backend.block_manager.kind_table import KindTable
 from rose_backend.block_manager.observability import CacheStats
 from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
+from rose_backend.block_manager.row_states import RowStates
 from rose_backend.block_manager.sequence_table import SequenceTable, any_of, concatenate_ranges
 from rose_backend.errors import RowError
 
@@ -62,8 +65,10 @@ class Reservations:
     _clones: CloneQueue
     _stats: CacheStats
     _block_size: int
+    _states: RowStates | None = None
 
     def __post_init__(self) -> None:
+        self._allocation = Allocation(self._pool, self._cache, self._stats)
         self.blocks_per_column = sum(kind.num_groups for kind in self._table.kinds)
         """Blocks of all groups for the same positions."""
 
@@ -74,7 +79,7 @@ class Reservations:
         """
         needed = self._blocks_needed(match.block_ids, match.num_tokens, num_tokens)
         kinds = self._table.kinds
-        if len(kinds) == 1 and kinds[0].num_groups == 1:
+        if not self._pool.has_groups:
             return needed
         needed *= kinds[0].num_groups
         num_columns = -(-num_tokens // self._block_size)
@@ -84,6 +89,10 @@ class Reservations:
             if num_at_once is not None:
                 num_new = min(num_new, int(kind.kind.most_columns(num_at_once, self._block_size)))
             needed += num_new * kind.num_groups
+        if self._states is not None:
+            # A checkpoint is held until it was copied.
+            is_idle = match.checkpoint != NULL_BLOCK and self._pool.ref_counts[match.checkpoint] == 0
+            needed += (1 + is_idle) * self._states.num_groups
         return needed
 
     def blocks_to_grow(self, row: int | None, num_tokens: int, num_at_once: int) -> int:
@@ -95,6 +104,8 @@ class Reservations:
             most = kind.kind.most_columns(num_at_once, self._block_size)
             num_held = num_columns - (0 if row is None else int(kind.first_block[row]))
             total += kind.num_groups * int(min(wanted, max(most - num_held, 0)))
+        if self._states is not None and (row is None or self._states.running[row] == NULL_BLOCK):
+            total += self._states.num_groups
         return total
 
     def _blocks_needed(self, block_ids: Int32Array, num_matched: int, num_tokens: int) -> int:
@@ -173,11 +184,16 @@ class Reservations:
         total = num_columns * self.blocks_per_column
         for each in tails:
             total += int(np.count_nonzero(each.is_clone)) * each.kind.num_groups
+        to_start = None if self._states is None else self._states.num_blocks_to_start(rows)
+        if to_start is not None:
+            total += int(to_start.sum())
         if total > num_free:
             for each in tails:
                 total -= self._overwrite_instead_of_clone(each) * each.kind.num_groups
         if total > num_free:
             num_new *= self.blocks_per_column
+            if to_start is not None:
+                num_new += to_start
             for each in tails:
                 num_new[each.index[each.is_clone]] += each.kind.num_groups
             cheapest_first = np.argsort(num_new, kind="stable")
@@ -199,13 +215,17 @@ class Reservations:
             return None
         num_new = max(-(-wanted // self._block_size) - num_blocks, 0)
         total = num_new * self.blocks_per_column
+        if self._states is not None and self._states.running[row] == NULL_BLOCK:
+            total += self._states.num_groups
         is_ok = total <= self._pool.num_free_blocks
         if is_ok:
             for kind in table.kinds:
-                block_ids = self._take(kind, num_new)
+                block_ids = self._allocation.take(kind, num_new)
                 kind.block_table[row, num_blocks : num_blocks + num_new] = block_ids
                 self._pool.writers[block_ids] = row
             table.append_to(row, num_blocks, num_new)
+            if self._states is not None:
+                self._states.start(np.array([row]))
         return Reservation(is_ok, np.full(1, is_ok), total if is_ok else 0)
 
     def append_to_each(self, rows: Int64Array) -> bool:
@@ -221,7 +241,7 @@ class Reservations:
         if len(rows) * self.blocks_per_column > self._pool.num_free_blocks:
             return False
         for kind in table.kinds:
-            block_ids = self._take(kind, len(rows))
+            block_ids = self._allocation.take(kind, len(rows))
             kind.block_table[rows, counts] = block_ids
             self._pool.writers[block_ids] = rows
         table.changed[rows] = True
@@ -280,13 +300,15 @@ class Reservations:
                 num_clones = int(np.count_nonzero(of_kind.is_clone))
                 if num_clones < len(of_kind.index):
                     self._claim_tails(rows, of_kind)
-            block_ids = self._take(kind, num_clones + len(new_entries))
+            block_ids = self._allocation.take(kind, num_clones + len(new_entries))
             if num_clones:
                 self._clone_tails(rows, tails[kind.index], block_ids[:num_clones])
                 block_ids = block_ids[num_clones:]
             if num_columns:  # not only copies
                 kind.entries[new_entries] = block_ids.astype(np.int32)
                 self._pool.writers[block_ids] = new_rows.astype(np.int32)
+        if self._states is not None:
+            self._states.start(rows)
 
     def _claim_tails(self, rows: Int64Array, tails: _Tails) -> None:
         claimed, overwritten = tails.block_ids[tails.is_claim], tails.block_ids[tails.is_overwrite]
@@ -313,32 +335,6 @@ class Reservations:
         self._clones.add(sources, copies, offsets)
         self._stats.clones += len(copies)
         self._stats.bytes_cloned += len(copies) * tails.kind.num_groups * self._stats.bytes_per_block
-
-    def _take(self, kind: KindTable, count: int) -> Int64Array:
-        pool = self._pool
-        if pool.has_groups:
-            evicted = pool.evict(count * kind.num_groups, self._is_spared)
-            self._forget(evicted)
-            pool.recycle(evicted)
-            return pool.take_for(kind.index, count)
-        block_ids, evicted = pool.take(count)
-        self._forget(evicted)
-        return block_ids
-
-    def _is_spared(self, block_ids: Int64Array) -> BoolArray:
-        """Which blocks are in a window at the end of a hit whose prefix somebody holds."""
-        is_spared: BoolArray = self._pool.ends_hit[block_ids]
-        if self._cache is not None and any_of(is_spared):
-            for place in np.flatnonzero(is_spared).tolist():
-                is_spared[place] = self._cache.is_prefix_held(int(block_ids[place]))
-        return is_spared
-
-    def _forget(self, evicted: Int64Array) -> None:
-        if len(evicted):
-            assert self._cache is not None, "only cached blocks are evicted"
-            self._cache.forget(evicted.tolist())
-            self._pool.num_written_tokens[evicted] = 0
-            self._stats.evictions += len(evicted)
 
     def commit(self, rows: Int64Array, num_tokens: Int32Array | int, token_ids: IntArray) -> None:
         """See ``BlockManager.commit``."""
