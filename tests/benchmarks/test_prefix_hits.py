@@ -9,14 +9,15 @@ import pytest
 
 from benchmarks import prefix_hits
 from benchmarks.reports.parts import prefix_hits_table
-from benchmarks.support.prefix_traces import TRACES
+from benchmarks.support import prefix_traces
+from benchmarks.support.prefix_traces import STATE_TRACES
 
 pytest.importorskip("vllm")
 
 
-@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("name", STATE_TRACES)
 def test_a_trace_is_made_of_its_seed(name: str) -> None:
-    first, again = TRACES[name](0.1), TRACES[name](0.1)
+    first, again = STATE_TRACES[name](0.1), STATE_TRACES[name](0.1)
     assert first == again and len(first) > 8
     starts = [request.prompt[:16] for request in first]
     assert len(set(starts)) < len(starts), "nobody shares anything"
@@ -29,7 +30,7 @@ def test_both_sides_get_the_same_requests_and_blocks(monkeypatch: pytest.MonkeyP
     assert prefix_hits.main(["--quick", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     points = result["points"]
-    assert [point["trace"] for point in points[::2]] == list(TRACES)
+    assert [point["trace"] for point in points[::2]] == list(prefix_traces.TRACES)
     for point in points:
         assert 0 < point["rose"]["hit_tokens"] < point["prompt_tokens"]
         assert 0 < point["vllm"]["hit_tokens"] < point["prompt_tokens"]
