@@ -98,6 +98,26 @@ LEDGER: dict[str, Patch] = {
         remove_when="custom_sampler is offered for every model, not only through the model class",
         build=f"{_PLUGIN}.sampler.sampler_v2:wrap_sampler_v2_init",
     ),
+    "mamba2_state_spec": Patch(
+        target="vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2.get_kv_cache_spec",
+        reason="layers of Mamba 2 keep a state inside a prompt by themselves, in a column that vLLM's block manager "
+        "allocates for it; Rose's makes checkpoints by copies, and its columns are all the running state's",
+        remove_when="a KV cache manager can say that it allocates no blocks for states inside a prompt",
+        build=f"{_PLUGIN}.kv_cache.spec:wrap_get_state_spec",
+    ),
+    "block_copies_v1": Patch(
+        target="vllm.v1.worker.gpu_model_runner:copy_kv_cache_blocks_inplace",
+        reason="layers of different groups that begin at one address are copied once, as far as the first of them "
+        "reaches: behind a small state the rest of a block's K/V is left out; with states, the widest comes first",
+        remove_when="copy_kv_cache_blocks_inplace copies whole blocks whatever layer is first",
+        build=f"{_PLUGIN}.kv_cache.block_copies:wrap_copy_kv_cache_blocks",
+    ),
+    "block_copies_v2": Patch(
+        target="vllm.v1.worker.gpu.model_runner:copy_kv_cache_blocks_inplace",
+        reason="as block_copies_v1, in model runner V2, which imports the function by name",
+        remove_when="copy_kv_cache_blocks_inplace copies whole blocks whatever layer is first",
+        build=f"{_PLUGIN}.kv_cache.block_copies:wrap_copy_kv_cache_blocks",
+    ),
     "decode_graphs": Patch(
         target="vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
         reason="cudagraph_mode FULL captures one graph per size for any step; steps that only decode would run prefill "

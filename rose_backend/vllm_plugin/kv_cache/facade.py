@@ -47,8 +47,9 @@ class KVCacheFacade:
         exact_cached_tokens: bool,
     ) -> None:
         self._manager = manager
-        self._ended: list[tuple[int, Request, int]] = []
-        """Rows of requests that have ended, with the tokens that they had computed: released all at once, soon."""
+        self._ended: list[tuple[int, Request, int, bool]] = []
+        """Rows of requests that have ended, the tokens that they had computed and that are known, and whether these are
+        all that they had computed: released all at once, soon."""
         self.block_size = manager.block_size
         self.enable_caching = enable_caching
         self.log_stats = log_stats
@@ -180,11 +181,14 @@ class KVCacheFacade:
             counters = ", ".join(f"{name} {count}" for name, count in self.manager.stats.as_dict().items())
             logger.info("Rose block manager since start-up: %s", counters)
 
-    # Called every step, without effect for attention: block zeroing, Mamba states
+    # Called every step
 
     def take_new_block_ids(self) -> list[int]:
-        """Return no blocks to zero: attention never reads what was not written."""
-        return []
+        """Return the blocks to zero: with states, all that were allocated for K/V; none otherwise.
+
+        What a state has left in a block may read as NaN, and attention multiplies what it masks by 0.
+        """
+        return self.manager.take_new_kv_blocks().tolist() if self.running.groups.has_states else []
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
         """Return no Mamba states."""

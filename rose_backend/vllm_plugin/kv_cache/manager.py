@@ -34,6 +34,7 @@ from rose_backend.vllm_plugin.kv_cache.blocks import (
     HeldBlocks,
     RoseBlocks,
 )
+from rose_backend.vllm_plugin.kv_cache.checkpoints import DueCheckpoints, junction_of
 from rose_backend.vllm_plugin.kv_cache.events import KVEventLog
 from rose_backend.vllm_plugin.kv_cache.external_loads import ExternalLoads
 from rose_backend.vllm_plugin.kv_cache.facade import KVCacheFacade
@@ -121,6 +122,7 @@ class RoseKVCacheManager(KVCacheFacade):
         # Groups and limits are its attributes: with more than 30, Python reads each of an object more slowly.
         self.running = RunningRequests(manager, groups, max_num_seqs, num_at_once, self._commit)
         self._loads = ExternalLoads()
+        self._checkpoints = DueCheckpoints() if groups.has_states and enable_caching else None
         self._is_flushed = False
         self._item_ids = ItemIds(self.block_size)
         self._prompts = PromptHashes(manager, self._item_ids)
@@ -150,6 +152,10 @@ class RoseKVCacheManager(KVCacheFacade):
         self._num_deferred_rows = self._num_deferred_blocks = 0
         self._last_lookup = None
         self.running.new_step_starts()
+        if self._checkpoints is not None and (rows := self._checkpoints.take_due()):
+            # Before the step that overwrites their states.
+            self._commit(rows)
+            self.manager.checkpoint(np.array(rows))
 
     def defers(self, request: Request) -> bool:
         """Whether a waiting request is deferred to the next step while later ones may be admitted.
@@ -178,7 +184,7 @@ class RoseKVCacheManager(KVCacheFacade):
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
     ) -> tuple[Any, int, int]:
-        """Return the longest cached prefix: blocks, number of tokens, and 0 (no states)."""
+        """Return the longest cached prefix: blocks, number of tokens, and where a checkpoint is missing, see there."""
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         _, match = self._look_up(request, max_cache_hit_length)
@@ -187,7 +193,7 @@ class RoseKVCacheManager(KVCacheFacade):
         return (
             RoseBlocks(self.running.groups.blocks_of_match(self.manager, match), match),
             match.num_tokens,
-            0,
+            junction_of(match) if self._checkpoints is not None else 0,
         )
 
     def _look_up(self, request: Request, max_tokens: int | None) -> tuple[HashedPrompt, PrefixMatch]:
@@ -292,6 +298,8 @@ class RoseKVCacheManager(KVCacheFacade):
             return None
         self._row_of[request.request_id] = row
         self.running.add(row, request, match.num_tokens)
+        if self._checkpoints is not None:
+            self._checkpoints.add(row, request, match)
         self._prompts.drop(request.request_id)
         return self.running.report(row)
 
@@ -350,14 +358,15 @@ class RoseKVCacheManager(KVCacheFacade):
         """
         if (detached := self._detach(request)) is not None:
             row, num_certain = detached
-            self._ended.append((row, request, num_certain))
+            # A state cannot be cut to the tokens that are known.
+            self._ended.append((row, request, num_certain, num_certain == request.num_computed_tokens))
 
     def _release_ended(self) -> None:
         ended, self._ended = self._ended, []
-        rows, requests, ends = map(list, zip(*ended, strict=True))
+        rows, requests, ends, are_known = map(list, zip(*ended, strict=True))
         if self.enable_caching:
             self._commit_up_to(rows, requests, ends)
-        self.manager.free(np.array(rows))
+        self.manager.free(np.array(rows), states_are_known=np.array(are_known))
 
     def pop_blocks_for_free(self, request: Request) -> list[Any]:
         """As ``free``, but the blocks are released only when ``block_pool.free_blocks`` gets the returned list."""
@@ -366,7 +375,8 @@ class RoseKVCacheManager(KVCacheFacade):
         row, num_certain = detached
         if self.enable_caching:
             self._commit_up_to([row], [request], [num_certain])
-        return [HeldBlocks(functools.partial(self._free_row, row))]
+        is_known = num_certain == request.num_computed_tokens
+        return [HeldBlocks(functools.partial(self._free_row, row, is_state_known=is_known))]
 
     def _detach(self, request: Request) -> tuple[int, int] | None:
         """Take the row of a request that ends away from it, if it has one.
@@ -381,14 +391,16 @@ class RoseKVCacheManager(KVCacheFacade):
         num_certain = 0 if self._loads.cover(row, request) else _num_certain_tokens(request)
         self.running.remove(row)
         self._loads.end(row)
+        if self._checkpoints is not None:
+            self._checkpoints.remove(row)
         return row, num_certain
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Forget blocks of requests whose load failed: lookups no longer find them."""
         self.manager.uncache(np.array(sorted(block_ids), np.int64))
 
-    def _free_row(self, row: int) -> None:
-        self.manager.free(np.array([row]))
+    def _free_row(self, row: int, *, is_state_known: bool = False) -> None:
+        self.manager.free(np.array([row]), states_are_known=np.array([is_state_known]))
 
     def _num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
         return self.manager.blocks_to_grow(self._row_of.get(request_id), num_tokens, self.running.num_at_once)

@@ -40,7 +40,7 @@ class RunningRequests:
     ) -> None:
         self.groups = groups
         self.num_at_once = num_at_once
-        self._has_windows = len(groups.kinds) > 1
+        self._has_windows = groups.has_windows
         self._commit = commit
         self.requests: dict[int, Request] = {}
         """The request of each row, in order of admission."""
@@ -145,7 +145,7 @@ class RunningRequests:
         last_columns = num_row_blocks[row_array] - 1
         if len(self.groups) == 1:
             return [([block],) for block in self._manager.block_table[row_array, last_columns].tolist()]
-        blocks = self.groups.in_order(self._manager.group_block_ids(row_array, last_columns))
+        blocks = self.groups.blocks_at(self._manager, row_array, last_columns)
         return [
             tuple([block] for block in of_row)
             for of_row in zip(*(each.tolist() for each in blocks), strict=True)
