@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from rose_backend.block_manager.admission import AddedSequence, Admission
 from rose_backend.block_manager.block_pool import (
     NO_BLOCKS,
     NO_WRITER,
@@ -28,15 +28,6 @@ from rose_backend.config import check_int
 from rose_backend.errors import ConfigError, RowError
 
 _MAX_BLOCKS = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class AddedSequence:
-    """Answer of ``BlockManager.add``."""
-
-    row: int
-    num_cached_tokens: int
-    """Prompt tokens that need no computation."""
 
 
 class BlockManager:
@@ -121,6 +112,7 @@ class BlockManager:
         if has_states:
             self.states = RowStates(len(kv_kinds), kinds[-1].num_groups, max_num_seqs, *parts)
         self._reservations = Reservations(*parts, self.states)
+        self._admission = Admission(self.pool, self.table, self.cache, self.stats, block_size, self.states)
         # Aliases: the arrays are allocated once and changed in place.
         self.block_table = self.table.block_table
         self.num_computed_tokens = self.table.num_computed_tokens
@@ -197,11 +189,11 @@ class BlockManager:
             num_at_once: tokens that are reserved behind the computed ones at most, so that windows let go of blocks on
                 the way; None: all at once.
         """
-        return self._reservations.blocks_needed(match, num_tokens, num_at_once)
+        return self._admission.blocks_needed(match, num_tokens, num_at_once)
 
     def blocks_to_grow(self, row: int | None, num_tokens: int, num_at_once: int) -> int:
         """Return how many blocks a row, or None for a new one, takes to hold ``num_tokens``; see ``blocks_needed``."""
-        return self._reservations.blocks_to_grow(row, num_tokens, num_at_once)
+        return self._admission.blocks_to_grow(row, num_tokens, num_at_once)
 
     @property
     def blocks_per_column(self) -> int:
@@ -224,25 +216,10 @@ class BlockManager:
         Raises:
             RowError: the prompt is empty or longer than a row.
         """
-        if not 1 <= len(token_ids) <= self.max_model_len:
-            raise RowError(f"prompt: got {len(token_ids)} tokens, allowed are 1 to {self.max_model_len}")
-        if not self.table.num_free_rows:
-            return None
         if match is None or (self.cache is not None and match.epoch != self.cache.epoch):
+            self._admission.check_prompt(token_ids)
             match = self.match(token_ids, namespace=namespace)
-        blocks = match.blocks_of_kinds(len(self.table.windowed))
-        if match.num_tokens:
-            block_ids = match.block_ids if len(blocks) == 1 else np.concatenate(blocks)
-            self.pool.share(block_ids.astype(np.int64))
-            if self.table.windowed:
-                self.pool.ends_hit[np.concatenate(blocks[1:])] = True
-        (row,) = self.table.take_rows(1, blocks, match.num_tokens, match.chain_digest, namespace).tolist()
-        if self.states is not None:
-            self.states.add(row, match.checkpoint)
-        if self.cache is not None:
-            self.table.num_known[row] = match.num_known_tokens
-            self.stats.count_lookup(len(token_ids), match.num_tokens, self.block_size)
-        return AddedSequence(row, match.num_tokens)
+        return self._admission.add(token_ids, namespace, match)
 
     def fork(self, row: int, num_children: int) -> Int32Array | None:
         """Make rows that share all computed tokens of ``row``, the partial tail included.
@@ -253,22 +230,7 @@ class BlockManager:
         Raises:
             RowError: ``row`` is not in use, ``num_children`` is negative, or rows have states.
         """
-        table = self.table
-        if self.states is not None:
-            raise RowError("fork: rows with states cannot be forked")
-        table.check_active(np.array([row]))
-        if num_children < 0:
-            raise RowError(f"num_children: got {num_children}, allowed is 0 or more")
-        if num_children > table.num_free_rows:
-            return None
-        num_tokens = int(table.num_computed_tokens[row])
-        num_blocks = -(-num_tokens // self.block_size)
-        shared = [kind.block_table[row, kind.first_block[row] : num_blocks] for kind in table.kinds]
-        for block_ids in shared:
-            self.pool.share(block_ids.astype(np.int64), num_children)
-        self.stats.forks += num_children
-        digest, namespace = table.chain_digests[row], table.namespaces[row]
-        return table.take_rows(num_children, shared, num_tokens, digest, namespace).astype(np.int32)
+        return self._admission.fork(row, num_children)
 
     def free(self, rows: IntArray, *, states_are_known: BoolArray | None = None) -> None:
         """Release rows with their blocks and pending copies. Committed tokens stay in the prefix cache.
@@ -277,9 +239,6 @@ class BlockManager:
             rows: ``[N]``, no row twice.
             states_are_known: ``[N]``, with states: whether each row's running state, once all queued device work has
                 run, is that of its computed tokens and no others; it becomes a checkpoint then. None: no row's is.
-
-        Raises:
-            RowError: a row is not in use or is listed twice.
         """
         rows = np.asarray(rows, np.int64)
         table, writers = self.table, self.pool.writers
@@ -289,22 +248,18 @@ class BlockManager:
         entries = table.entries_tail_first(rows)
         block_ids, row_of_block = table.blocks_at(entries)
         writers[block_ids[writers[block_ids] == row_of_block]] = NO_WRITER
-        if self.states is None:
-            table.give_back(rows, entries)
-            self.clones.release_blocks(block_ids)
-            return
-        are_known = np.zeros(len(rows), np.bool_) if states_are_known is None else states_are_known
-        states = self.states.end(rows, are_known)
+        if self.states is not None:
+            block_ids = np.concatenate((self.states.end(rows, states_are_known), block_ids))
         table.give_back(rows, entries)
-        self.clones.release_blocks(np.concatenate((states, block_ids)))
-        self.states.renew(rows)
+        self.clones.release_blocks(block_ids)
+        if self.states is not None:
+            self.states.renew(rows)
 
     def checkpoint(self, rows: IntArray) -> None:
         """Copy the running states of rows into the prefix cache, where lookups find them at once.
 
-        A state is that of the row's ``num_computed_tokens``: call it between the ``commit`` of all that steps have
-        computed so far and the next step. Rows for which blocks are short, and those without a running state, are left
-        out; nothing happens without states or a prefix cache.
+        Call it between the ``commit`` of all that steps have computed so far and the next step. Rows for which blocks
+        are short, and those without a running state, are left out; nothing happens without states or a prefix cache.
 
         Raises:
             RowError: a row is not in use or is listed twice.
@@ -314,24 +269,10 @@ class BlockManager:
             self.table.check_active(rows)
             self.states.checkpoint(rows)
 
-    def state_block_ids(self, rows: IntArray) -> Int32Array:
-        """Return the blocks of the running states of rows, int32 ``[num_groups, N]``; only with states."""
-        assert self.states is not None, "no kind has states"
-        return self.pool.blocks_of_groups(self.states.running[rows], self.states.num_groups)
-
-    def take_new_kv_blocks(self) -> Int32Array:
-        """Return the blocks allocated for K/V since the last call, int32 ``[N]``; only with states.
-
-        What a state has left in them may read as NaN, so a host whose attention reads behind what is written zeroes
-        them before the copies and steps that write them.
-        """
-        return self.pool.take_new_kv_blocks()
-
     def let_go_of_passed(self, rows: IntArray) -> None:
-        """Release the blocks that the windows of rows have passed: no later token attends to them.
+        """Release the blocks that the windows of rows have passed, as ``reserve`` does; they stay in the prefix cache.
 
-        ``reserve`` does it, too. Steps that read them must be ordered before those that write what is reserved from now
-        on. They stay in the prefix cache until they are taken.
+        Steps that read them must be ordered before those that write what is reserved from now on.
 
         Raises:
             RowError: a row is not in use or is listed twice.

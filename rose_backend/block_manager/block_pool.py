@@ -229,7 +229,11 @@ class BlockPool:
         return block_ids
 
     def take_new_kv_blocks(self) -> Int32Array:
-        """Return the blocks that were allocated for K/V since the last call, int32 ``[N]``; only with states."""
+        """Return the blocks that were allocated for K/V since the last call, int32 ``[N]``; only with states.
+
+        What a state has left in them may read as NaN, so a host whose attention reads behind what is written zeroes
+        them before the copies and steps that write them.
+        """
         blocks, self._new_kv_blocks = self._new_kv_blocks, []
         return np.concatenate(blocks) if blocks else NO_BLOCKS
 

@@ -23,7 +23,7 @@ from rose_backend.block_manager.block_pool import (
 from rose_backend.block_manager.clone_queue import CloneQueue
 from rose_backend.block_manager.kind_table import KindTable
 from rose_backend.block_manager.observability import CacheStats
-from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
+from rose_backend.block_manager.prefix_cache import PrefixCache
 from rose_backend.block_manager.row_states import RowStates
 from rose_backend.block_manager.sequence_table import SequenceTable, any_of, concatenate_ranges
 from rose_backend.errors import RowError
@@ -71,54 +71,6 @@ class Reservations:
         self._allocation = Allocation(self._pool, self._cache, self._stats)
         self.blocks_per_column = sum(kind.num_groups for kind in self._table.kinds)
         """Blocks of all groups for the same positions."""
-
-    def blocks_needed(self, match: PrefixMatch, num_tokens: int, num_at_once: int | None) -> int:
-        """See ``BlockManager.blocks_needed``.
-
-        A partially matched block without a holder needs no copy: ``reserve`` overwrites it when blocks are short.
-        """
-        needed = self._blocks_needed(match.block_ids, match.num_tokens, num_tokens)
-        kinds = self._table.kinds
-        if not self._pool.has_groups:
-            return needed
-        needed *= kinds[0].num_groups
-        num_columns = -(-num_tokens // self._block_size)
-        for kind, block_ids in zip(kinds[1:], match.blocks_of_kinds(len(kinds) - 1)[1:], strict=True):
-            own = num_columns - len(match.block_ids) + len(block_ids)
-            num_new = self._blocks_needed(block_ids, match.num_tokens, own * self._block_size)
-            if num_at_once is not None:
-                num_new = min(num_new, int(kind.kind.most_columns(num_at_once, self._block_size)))
-            needed += num_new * kind.num_groups
-        if self._states is not None:
-            # A checkpoint is held until it was copied.
-            is_idle = match.checkpoint != NULL_BLOCK and self._pool.ref_counts[match.checkpoint] == 0
-            needed += (1 + is_idle) * self._states.num_groups
-        return needed
-
-    def blocks_to_grow(self, row: int | None, num_tokens: int, num_at_once: int) -> int:
-        """See ``BlockManager.blocks_to_grow``."""
-        table = self._table
-        num_columns, total = 0 if row is None else int(table.num_row_blocks[row]), 0
-        wanted = max(-(-num_tokens // self._block_size) - num_columns, 0)
-        for kind in table.kinds:
-            most = kind.kind.most_columns(num_at_once, self._block_size)
-            num_held = num_columns - (0 if row is None else int(kind.first_block[row]))
-            total += kind.num_groups * int(min(wanted, max(most - num_held, 0)))
-        if self._states is not None and (row is None or self._states.running[row] == NULL_BLOCK):
-            total += self._states.num_groups
-        return total
-
-    def _blocks_needed(self, block_ids: Int32Array, num_matched: int, num_tokens: int) -> int:
-        if not len(block_ids):
-            return -(-num_tokens // self._block_size)
-        num_idle = int(np.count_nonzero(self._pool.ref_counts[block_ids] == 0))
-        num_new = max(-(-num_tokens // self._block_size) - len(block_ids), 0)
-        offset = num_matched % self._block_size
-        if not offset:
-            return num_new + num_idle
-        tail = block_ids[-1]
-        can_claim = self._pool.writers[tail] == NO_WRITER and self._pool.num_written_tokens[tail] <= offset
-        return num_new + num_idle + int(self._pool.ref_counts[tail] > 0 and not can_claim)
 
     def let_go_of_passed(self, rows: Int64Array) -> None:
         """See ``BlockManager.let_go_of_passed``."""

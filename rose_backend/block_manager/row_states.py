@@ -11,7 +11,14 @@ from __future__ import annotations
 import numpy as np
 
 from rose_backend.block_manager.allocation import Allocation
-from rose_backend.block_manager.block_pool import NULL_BLOCK, BlockPool, BoolArray, Int32Array, Int64Array
+from rose_backend.block_manager.block_pool import (
+    NULL_BLOCK,
+    BlockPool,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    IntArray,
+)
 from rose_backend.block_manager.clone_queue import CloneQueue
 from rose_backend.block_manager.observability import CacheStats
 from rose_backend.block_manager.prefix_cache import PrefixCache
@@ -105,13 +112,19 @@ class RowStates:
             self._publish(place, int(copies[0]))
             self._stats.checkpoints += 1
 
-    def end(self, rows: Int64Array, are_known: BoolArray) -> Int64Array:
+    def blocks_of(self, rows: IntArray) -> Int32Array:
+        """Return the blocks of the running states of rows, int32 ``[num_groups, N]``."""
+        return self._pool.blocks_of_groups(self.running[rows], self.num_groups)
+
+    def end(self, rows: Int64Array, are_known: BoolArray | None) -> Int64Array:
         """Let rows that end go of their states; return the blocks to release, in eviction order.
 
         Args:
             rows: ``[N]``.
-            are_known: ``[N]``: the state is that of the row's computed tokens, and becomes a checkpoint.
+            are_known: ``[N]``: the state is that of the row's computed tokens, and becomes a checkpoint; None: no
+                row's is.
         """
+        are_known = np.zeros(len(rows), np.bool_) if are_known is None else are_known
         places = self._places_of(rows) if are_known.any() else [None] * len(rows)
         for row, place, is_known in zip(rows.tolist(), places, are_known.tolist(), strict=True):
             running = int(self.running[row])

@@ -91,7 +91,7 @@ def test_a_checkpoint_stays_as_it_is_while_its_row_goes_on() -> None:
     tokens = prompt(80, 0)
     row, _ = add(manager, tokens)
     run_to(manager, row, tokens, 40)
-    running = manager.state_block_ids([row])[:, 0].tolist()
+    running = manager.states.blocks_of([row])[:, 0].tolist()
     manager.checkpoint([row])
     plan = manager.take_clone_plan()
     assert plan is not None
@@ -99,14 +99,14 @@ def test_a_checkpoint_stays_as_it_is_while_its_row_goes_on() -> None:
     assert not set(plan.dst_block_ids.tolist()) & set(running)
     manager.finish_clone_plan(plan)
     run_to(manager, row, tokens, 80)
-    assert manager.state_block_ids([row])[:, 0].tolist() == running
+    assert manager.states.blocks_of([row])[:, 0].tolist() == running
     # Whoever starts from it gets a copy, and not the checkpoint itself.
     other, num_cached = add(manager, tokens[:60])
     assert num_cached == 40 and manager.reserve([other], 10).ok
     copies = manager.take_clone_plan()
     assert copies is not None
     states = list(zip(copies.src_block_ids.tolist(), copies.dst_block_ids.tolist(), strict=True))
-    mine = manager.state_block_ids([other])[:, 0].tolist()
+    mine = manager.states.blocks_of([other])[:, 0].tolist()
     assert [pair for pair in states if pair[1] in mine] == list(
         zip(plan.dst_block_ids.tolist(), mine, strict=True)
     )
@@ -117,7 +117,7 @@ def test_a_row_that_starts_from_a_checkpoint_of_the_same_step_copies_the_running
     tokens = prompt(48, 0)
     row, _ = add(manager, tokens)
     run_to(manager, row, tokens, 32)
-    running = manager.state_block_ids([row])[:, 0].tolist()
+    running = manager.states.blocks_of([row])[:, 0].tolist()
     manager.checkpoint([row])
     other, num_cached = add(manager, tokens)
     assert num_cached == 32 and manager.reserve([other], 5).ok
@@ -147,8 +147,8 @@ def test_states_take_blocks_of_the_same_pool() -> None:
     assert manager.num_free_blocks == 8
     # The checkpoint is held beside the copy of it.
     assert manager.blocks_needed(manager.match(tokens), 48) == 2 + 3 + 3 + 1
-    assert manager.take_new_kv_blocks().tolist() != []
-    assert len(manager.take_new_kv_blocks()) == 0
+    assert manager.pool.take_new_kv_blocks().tolist() != []
+    assert len(manager.pool.take_new_kv_blocks()) == 0
 
 
 def test_a_shared_prefix_and_its_checkpoint_are_kept_alike() -> None:
@@ -235,3 +235,57 @@ def test_mistakes() -> None:
         manager.checkpoint([row + 1])
     manager.checkpoint([row])
     assert manager.stats.checkpoints == 0, "no step has run, so there is no state"
+
+
+def test_a_checkpoint_on_the_way_of_a_row_is_as_young_as_its_end() -> None:
+    """Others have come and gone since; the prefix is of no use without its state, so both are evicted together."""
+    for keeps, num_earlier in (((32,), 2), ((), 0)):
+        manager = make_manager(num_blocks=1 + 60)
+        tokens = prompt(32, 40, 2)
+        for seed in range(num_earlier):
+            serve(manager, prompt(32, 8, 50 + seed), keeps=keeps)
+        row, _ = add(manager, tokens)
+        run_to(manager, row, tokens, 64)
+        if not keeps:
+            # One of its own.
+            manager.checkpoint([row])
+            run_copies(manager)
+        for seed in range(4, 10):
+            serve(manager, prompt(0, 60, seed), known=False)
+        run_to(manager, row, tokens, 70)
+        manager.free([row])
+        length = 32 if keeps else 64
+        num_found = 0
+        for seed in range(10, 40):
+            serve(manager, prompt(0, 60, seed), known=False)
+            match = manager.match(tokens)
+            if match.num_known_tokens >= length:
+                assert match.num_tokens == length
+                num_found += 1
+        assert num_found > 3 and manager.match(tokens).num_tokens == 0
+
+
+def test_an_earlier_lookup_of_a_checkpoint_that_is_gone_is_repeated() -> None:
+    manager = make_manager()
+    serve(manager, prompt(48, 0), keeps=(20,))
+    match = manager.match(prompt(32, 8, 2))
+    assert match.num_tokens == 20
+    manager.pool.share(np.array([match.checkpoint]))
+    manager.uncache(np.array([match.checkpoint]))
+    manager.clones.release_blocks(np.array([match.checkpoint]))
+    added = manager.add(prompt(32, 8, 2), match=match)
+    assert added is not None and added.num_cached_tokens == 0
+    manager.check_integrity()
+
+
+def test_a_state_whose_copy_was_called_off_is_no_checkpoint() -> None:
+    manager = make_manager()
+    serve(manager, prompt(20, 0))
+    row, num_cached = add(manager, prompt(40, 0))
+    assert num_cached == 20 and manager.reserve([row], 4).ok
+    checkpoint = manager.match(prompt(40, 0)).checkpoint
+    # Nothing else would know that the copy is not to be kept.
+    manager.uncache(np.array([checkpoint]))
+    manager.free([row], states_are_known=np.array([True]))
+    manager.check_integrity()
+    assert manager.match(prompt(40, 0)).num_tokens == 0

@@ -6,6 +6,7 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.metrics.stats import PrefixCacheStats
@@ -16,6 +17,9 @@ from rose_backend.vllm_plugin.kv_cache.blocks import HeldBlocks, RoseBlocks
 from rose_backend.vllm_plugin.plugin_logger import logger
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
     from vllm.v1.request import Request
 
     from rose_backend.vllm_plugin.kv_cache.groups import RoseGroups
@@ -96,6 +100,10 @@ class KVCacheFacade:
         ids: tuple[list[int], ...] = self.get_blocks(request_id).get_block_ids()
         return ids
 
+    def get_decode_rows(self, requests: Sequence[Request]) -> NDArray[Any]:
+        """Return the row of each running request, int64 ``[N]``, for ``running``."""
+        return np.array([self._row_of[request.request_id] for request in requests], np.int64)
+
     def truncate_computed_blocks(self, blocks: Any, num_computed_tokens: int) -> Any:
         """Return the first blocks of a hit, up to ``num_computed_tokens``, a multiple of the block size.
 
@@ -124,6 +132,13 @@ class KVCacheFacade:
     def estimate_cached_tokens(self, request: Request) -> int:
         """Return how many of a request's tokens later requests can reuse."""
         return min(request.num_computed_tokens, request.num_tokens) if self.enable_caching else 0
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Forget blocks of requests whose load failed: lookups no longer find them."""
+        self.manager.uncache(np.array(sorted(block_ids), np.int64))
+
+    def _num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
+        return self.manager.blocks_to_grow(self._row_of.get(request_id), num_tokens, self.running.num_at_once)
 
     def create_kv_cache_blocks(self, blocks: Any) -> Any:
         """Return vLLM's own container for blocks, the shared empty one for none."""
@@ -188,7 +203,7 @@ class KVCacheFacade:
 
         What a state has left in a block may read as NaN, and attention multiplies what it masks by 0.
         """
-        return self.manager.take_new_kv_blocks().tolist() if self.running.groups.has_states else []
+        return self.manager.pool.take_new_kv_blocks().tolist() if self.running.groups.has_states else []
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
         """Return no Mamba states."""

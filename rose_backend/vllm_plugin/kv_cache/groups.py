@@ -61,15 +61,15 @@ class RoseGroups:
         if len(self.places) == 1:
             return (manager.block_table[row, start:stop].copy(),)
         by_kind = manager.group_block_ids(row, slice(start, stop))
-        if self.has_states:
-            by_kind.append(np.repeat(manager.state_block_ids(np.array([row])), stop - start, axis=1))
+        if manager.states is not None:
+            by_kind.append(np.repeat(manager.states.blocks_of(np.array([row])), stop - start, axis=1))
         return self.in_order(by_kind)
 
     def blocks_at(self, manager: BlockManager, rows: NDArray[Any], columns: NDArray[Any]) -> tuple[Any, ...]:
         """Return the blocks of rows in one column each, int32 ``[N]`` for each group."""
         by_kind = manager.group_block_ids(rows, columns)
-        if self.has_states:
-            by_kind.append(manager.state_block_ids(rows))
+        if manager.states is not None:
+            by_kind.append(manager.states.blocks_of(rows))
         return self.in_order(by_kind)
 
     def blocks_of_match(self, manager: BlockManager, match: PrefixMatch) -> tuple[NDArray[Any], ...]:

@@ -46,9 +46,6 @@ from rose_backend.vllm_plugin.options import check_retention_interval
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 MIN_TOKENS_WORTH_COPYING = 4
@@ -303,10 +300,6 @@ class RoseKVCacheManager(KVCacheFacade):
         self._prompts.drop(request.request_id)
         return self.running.report(row)
 
-    def get_decode_rows(self, requests: Sequence[Request]) -> NDArray[Any]:
-        """Return the row of each running request, int64 ``[N]``, for ``running``."""
-        return np.array([self._row_of[request.request_id] for request in requests], np.int64)
-
     # Committing and freeing
 
     def _flush(self) -> None:
@@ -395,15 +388,8 @@ class RoseKVCacheManager(KVCacheFacade):
             self._checkpoints.remove(row)
         return row, num_certain
 
-    def evict_blocks(self, block_ids: set[int]) -> None:
-        """Forget blocks of requests whose load failed: lookups no longer find them."""
-        self.manager.uncache(np.array(sorted(block_ids), np.int64))
-
     def _free_row(self, row: int, *, is_state_known: bool = False) -> None:
         self.manager.free(np.array([row]), states_are_known=np.array([is_state_known]))
-
-    def _num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
-        return self.manager.blocks_to_grow(self._row_of.get(request_id), num_tokens, self.running.num_at_once)
 
 
 def _num_certain_tokens(request: Request) -> int:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-
 _ROWS_WITH_CONNECTOR = 4
 """Requests that hold blocks for each that may run: one more, when rows are short, waits for others to be sent."""
 
@@ -113,13 +112,10 @@ class BatchedScheduling(Scheduler):
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """Cut a chunk of a prompt where the request's first checkpoint is due; vLLM cuts at blocks.
-
-        Its workers' states are in a column of each block; Rose's running states stay where they are.
-        """
+        """Cut a chunk of a prompt at its junction, see ``DueCheckpoints``; vLLM keeps states at the ends of blocks."""
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
-        junction: int = request.shared_prefix_boundary
-        return junction - start if start < junction < start + num_new_tokens else num_new_tokens
+        distance: int = request.shared_prefix_boundary - start
+        return distance if 0 < distance < num_new_tokens else num_new_tokens
 
     def _schedule_batched(self) -> SchedulerOutput | None:
         """Schedule decodes at once and the rest by vLLM's code; or return None having changed nothing."""
