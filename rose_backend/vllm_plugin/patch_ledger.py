@@ -72,7 +72,8 @@ LEDGER: dict[str, Patch] = {
     "request_block_hashes": Patch(
         target="vllm.v1.engine.core:EngineCore.preprocess_add_request",
         reason="vLLM hashes every block of every prompt for its own prefix cache; Rose's block manager has digests of "
-        "its own, and without KV events nobody reads vLLM's. The engine makes its hash function itself.",
+        "its own, and without KV events nobody reads vLLM's. The engine makes its hash function itself. With states, "
+        "streaming input is refused here where a turn's last token is taken back, request by request.",
         remove_when="a KV cache manager can say that it does not read Request.block_hashes",
         build=f"{_PLUGIN}.kv_cache.prompt_hashes:wrap_preprocess_add_request",
     ),

@@ -81,6 +81,11 @@ class KVCacheFacade:
         return len(self.running.groups)
 
     @property
+    def has_states(self) -> bool:
+        """Whether layers of the model keep states."""
+        return self.running.groups.has_states
+
+    @property
     def usage(self) -> float:
         """Share of the pool in use, 0 to 1."""
         return self.manager.usage
@@ -203,7 +208,7 @@ class KVCacheFacade:
 
         What a state has left in a block may read as NaN, and attention multiplies what it masks by 0.
         """
-        return self.manager.pool.take_new_kv_blocks().tolist() if self.running.groups.has_states else []
+        return self.manager.pool.take_new_kv_blocks().tolist() if self.has_states else []
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
         """Return no Mamba states."""
