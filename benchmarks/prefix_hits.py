@@ -67,7 +67,8 @@ def count_state_hits(requests: Any) -> list[dict[str, Any]]:
     longest = max(len(request.prompt) + request.num_outputs for request in requests)
 
     def run(side: str, num_blocks: int) -> PrefixHost:
-        host = PrefixHost(make_state_manager(side, num_blocks, longest), STATE_BLOCK_SIZE, split_of(side))
+        manager = make_state_manager(side, num_blocks, longest)
+        host = PrefixHost(manager, STATE_BLOCK_SIZE, split_of(side, manager))
         host.run(requests)
         return host
 

@@ -66,9 +66,10 @@ def make_state_manager(side: str, num_blocks: int, max_model_len: int) -> Any:
     return _make_manager(side, num_blocks, full, [state] * NUM_STATE_GROUPS, max_model_len)
 
 
-def split_of(side: str) -> Split:
+def split_of(side: str, manager: Any) -> Split:
     """Return where a side's scheduler cuts the chunks of prompts, for models with states."""
     parts = SimpleNamespace(
+        kv_cache_manager=manager,
         cache_config=SimpleNamespace(block_size=STATE_BLOCK_SIZE),
         block_size=STATE_BLOCK_SIZE,
         hash_block_size=STATE_BLOCK_SIZE,

@@ -115,10 +115,10 @@ def test_long_prompts_leave_checkpoints_on_the_way() -> None:
     manager = make(4_000, max_model_len=20_000)
     length = 2 * TOKENS_BETWEEN_CHECKPOINTS + 2_000
     admit(manager, "a", [*range(length)], chunk=1_000)
-    # At the first chunk's end that is so far behind the last, twice, and at the end.
+    # At the first chunk's end that is so far behind the last, twice, and at the prompt's end.
     assert checkpoints(manager) == 3
     _, num_hits, _ = admit(manager, "b", [*range(TOKENS_BETWEEN_CHECKPOINTS + 1_500), *[5] * 100])
-    assert num_hits == 5_000
+    assert num_hits == 3_000
 
 
 def test_short_steps_from_one_checkpoint_to_the_next_leave_none() -> None:
@@ -178,3 +178,40 @@ def test_sessions_are_refused_one_by_one_where_a_turn_takes_a_token_back() -> No
                 add(engine, SimpleNamespace(resumable=True))
         else:
             assert add(engine, SimpleNamespace(resumable=True))
+
+
+def test_a_wide_block_is_cut_off_the_end_of_a_prompt_for_what_only_a_question_follows() -> None:
+    state = dataclasses.replace(STATE, block_size=528)
+    full = as_rose_spec(dataclasses.replace(full_spec(), block_size=528))
+    manager = make(100, specs=(full, state, state, state), max_model_len=4_000)
+    checkpoints = manager.checkpoints
+    request = make_request("a", [*range(1_500)])
+    # Two blocks, and more than 64 tokens behind them.
+    assert checkpoints.stop_behind(request, 0) == 1_056 and checkpoints.stop_behind(request, 1_056) == 0
+    request.shared_prefix_boundary = 700
+    assert checkpoints.stop_behind(request, 0) == 700 and checkpoints.stop_behind(request, 700) == 1_056
+    assert checkpoints.stop_behind(make_request("b", [*range(1_056 + 63)]), 0) == 0
+    assert checkpoints.stop_behind(make_request("c", [*range(528)]), 0) == 0
+
+    def serve(name: str, prompt: list[int], *ends: int) -> int:
+        request = make_request(name, prompt)
+        manager.new_step_starts()
+        blocks, num_hits, request.shared_prefix_boundary = manager.get_computed_blocks(request)
+        request.num_computed_tokens = num_hits
+        for end in ends:
+            found = (num_hits, blocks) if request.num_computed_tokens == num_hits else (0, None)
+            assert manager.allocate_slots(request, end - request.num_computed_tokens, *found) is not None
+            run_copies(manager)
+            request.num_computed_tokens = end
+            manager.new_step_starts()
+            run_copies(manager)
+        manager.free(request)
+        return num_hits
+
+    # What stands behind it has to save a quarter of the state's 1,584 tokens, at the end of the prompt and of the row.
+    assert serve("d", [*range(1_400)], 1_056, 1_400) == 0
+    assert manager.manager.stats.checkpoints == 1
+    assert serve("e", [*range(1_200), *[5] * 100], 1_200, 1_300) == 1_056
+    assert serve("f", [*range(1_460), *[6] * 100], 1_400, 1_560) == 1_200
+    assert serve("g", [*range(1_460), *[7] * 100], 1_560) == 1_400
+    assert manager.manager.stats.checkpoints == 3

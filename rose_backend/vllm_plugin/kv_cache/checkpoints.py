@@ -2,8 +2,9 @@
 
 Recurrent layers have the state of one length at a time, so a later request can only start where a copy was made. Copies
 are made at the end of a prompt, where an answer or the next turn of a conversation follows; where a prompt leaves what
-others have computed before it (a *junction*), as more may share that much; and on the way through long prompts. A
-request that ends leaves its last state behind without a copy.
+others have computed before it (a *junction*), as more may share that much; and on the way through long prompts, at
+their last block's end, too, as vLLM does, for what only a question follows. A request that ends leaves its last state
+behind without a copy.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ if TYPE_CHECKING:
     from rose_backend.block_manager import PrefixMatch
 
 MIN_TOKENS_WORTH_A_CHECKPOINT = 64
-"""A checkpoint so few tokens behind the one before would save no more than them. It takes the memory of hundreds."""
-TOKENS_BETWEEN_CHECKPOINTS = 4_096
+"""A checkpoint saves computing the tokens behind the one before again; copying it costs as much as so few."""
+TOKENS_BETWEEN_CHECKPOINTS = 2_048
 """In long prompts, at the end of the first chunk that is so far behind the last one."""
+_SHARE_OF_SIZE = 4
+"""Where nobody has shown yet that a checkpoint is of use, it has to save a quarter of the tokens whose K/V would fit
+into its blocks. Questions on one document, for example, would fill the pool with states that nothing follows."""
 
 
 def junction_of(match: PrefixMatch) -> int:
@@ -28,42 +32,56 @@ def junction_of(match: PrefixMatch) -> int:
 
 
 class DueCheckpoints:
-    """The requests whose prompts are being computed, by row."""
+    """Where running requests are to leave checkpoints, by row.
 
-    def __init__(self) -> None:
-        self._prefills: dict[int, _Prefill] = {}
+    Args:
+        block_size: tokens per block.
+        num_groups: with states.
+        full_blocks_only: whether lookups find checkpoints at the ends of blocks only.
+    """
+
+    def __init__(self, block_size: int, num_groups: int, full_blocks_only: bool) -> None:
+        self._block_size, self._full_blocks_only = block_size, full_blocks_only
+        self._min_tokens_kept = num_groups * block_size // _SHARE_OF_SIZE
+        self._min_tokens = max(MIN_TOKENS_WORTH_A_CHECKPOINT, self._min_tokens_kept)
+        self._last: dict[int, int] = {}
+        """Length of each row's last checkpoint, the one that it started from or 0."""
+        self._prefills: dict[int, tuple[Request, int, tuple[int, ...]]] = {}
+        """Rows whose prompts are being computed: the request, its junction, and where else a checkpoint may be due."""
+
+    def stop_behind(self, request: Request, start: int) -> int:
+        """Return where a step that computes a request from ``start`` has to end at the latest; 0 for anywhere."""
+        stops = (request.shared_prefix_boundary, self._last_block_end(request))
+        return min((stop for stop in stops if stop > start), default=0)
+
+    def _last_block_end(self, request: Request) -> int:
+        """Return the end of the last block of a request's known tokens; 0 if a step behind it is not worth it."""
+        num_tokens = request.num_tokens
+        end: int = (num_tokens - 1) // self._block_size * self._block_size
+        is_apart = self._full_blocks_only or num_tokens - end >= MIN_TOKENS_WORTH_A_CHECKPOINT
+        return end if is_apart and end >= self._min_tokens else 0
 
     def add(self, row: int, request: Request, match: PrefixMatch) -> None:
         """Note a request that was just admitted."""
-        self._prefills[row] = _Prefill(request, request.num_tokens, match.num_tokens, junction_of(match))
+        self._last[row] = match.num_tokens
+        self._prefills[row] = request, junction_of(match), (self._last_block_end(request), request.num_tokens)
 
-    def remove(self, row: int) -> None:
-        """Forget a request that has ended."""
+    def remove(self, row: int, num_computed: int) -> bool:
+        """Forget a request that has ended; return whether its last state, of so many tokens, is worth keeping."""
         self._prefills.pop(row, None)
+        return num_computed - self._last.pop(row) >= self._min_tokens_kept
 
     def take_due(self) -> list[int]:
         """Return the rows whose computed tokens end where a checkpoint is due, each once."""
         due = []
-        for row, prefill in list(self._prefills.items()):
-            num_computed = prefill.request.num_computed_tokens
-            if prefill.is_due(num_computed):
+        for row, (request, junction, ends) in list(self._prefills.items()):
+            num_computed = request.num_computed_tokens
+            distance = num_computed - self._last[row]
+            is_end = num_computed in ends and distance >= self._min_tokens
+            is_due = is_end or num_computed == junction or distance >= TOKENS_BETWEEN_CHECKPOINTS
+            if is_due and distance > 0 and num_computed <= ends[-1]:
                 due.append(row)
-                prefill.last = num_computed
-            if num_computed >= prefill.end:
+                self._last[row] = num_computed
+            if num_computed >= ends[-1]:
                 del self._prefills[row]
         return due
-
-
-class _Prefill:
-    """A request with the tokens that were known when it was admitted, its last checkpoint and its junction."""
-
-    __slots__ = ("end", "junction", "last", "request")
-
-    def __init__(self, request: Request, end: int, last: int, junction: int) -> None:
-        self.request, self.end, self.last, self.junction = request, end, last, junction
-
-    def is_due(self, num_computed: int) -> bool:
-        distance = num_computed - self.last
-        if num_computed > self.end or distance < MIN_TOKENS_WORTH_A_CHECKPOINT:
-            return False
-        return num_computed in (self.end, self.junction) or distance >= TOKENS_BETWEEN_CHECKPOINTS

@@ -52,8 +52,8 @@ class KVCacheFacade:
     ) -> None:
         self._manager = manager
         self._ended: list[tuple[int, Request, int, bool]] = []
-        """Rows of requests that have ended, the tokens that they had computed and that are known, and whether these are
-        all that they had computed: released all at once, soon."""
+        """Rows of requests that have ended, with the tokens that they had computed, and whether their states are kept:
+        released all at once, soon."""
         self.block_size = manager.block_size
         self.enable_caching = enable_caching
         self.log_stats = log_stats

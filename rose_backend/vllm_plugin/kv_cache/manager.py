@@ -119,7 +119,10 @@ class RoseKVCacheManager(KVCacheFacade):
         # Groups and limits are its attributes: with more than 30, Python reads each of an object more slowly.
         self.running = RunningRequests(manager, groups, max_num_seqs, num_at_once, self._commit)
         self._loads = ExternalLoads()
-        self._checkpoints = DueCheckpoints() if groups.has_states and enable_caching else None
+        self.checkpoints: DueCheckpoints | None = None
+        """Where states are copied into the prefix cache; None without states."""
+        if groups.has_states and enable_caching:
+            self.checkpoints = DueCheckpoints(self.block_size, groups.kinds[-1].num_groups, full_blocks_only)
         self._is_flushed = False
         self._item_ids = ItemIds(self.block_size)
         self._prompts = PromptHashes(manager, self._item_ids)
@@ -149,7 +152,7 @@ class RoseKVCacheManager(KVCacheFacade):
         self._num_deferred_rows = self._num_deferred_blocks = 0
         self._last_lookup = None
         self.running.new_step_starts()
-        if self._checkpoints is not None and (rows := self._checkpoints.take_due()):
+        if self.checkpoints is not None and (rows := self.checkpoints.take_due()):
             # Before the step that overwrites their states.
             self._commit(rows)
             self.manager.checkpoint(np.array(rows))
@@ -190,7 +193,7 @@ class RoseKVCacheManager(KVCacheFacade):
         return (
             RoseBlocks(self.running.groups.blocks_of_match(self.manager, match), match),
             match.num_tokens,
-            junction_of(match) if self._checkpoints is not None else 0,
+            junction_of(match) if self.checkpoints is not None else 0,
         )
 
     def _look_up(self, request: Request, max_tokens: int | None) -> tuple[HashedPrompt, PrefixMatch]:
@@ -295,8 +298,8 @@ class RoseKVCacheManager(KVCacheFacade):
             return None
         self._row_of[request.request_id] = row
         self.running.add(row, request, match.num_tokens)
-        if self._checkpoints is not None:
-            self._checkpoints.add(row, request, match)
+        if self.checkpoints is not None:
+            self.checkpoints.add(row, request, match)
         self._prompts.drop(request.request_id)
         return self.running.report(row)
 
@@ -350,32 +353,31 @@ class RoseKVCacheManager(KVCacheFacade):
         Several requests of one step are released together, before anything else is asked of the block manager.
         """
         if (detached := self._detach(request)) is not None:
-            row, num_certain = detached
-            # A state cannot be cut to the tokens that are known.
-            self._ended.append((row, request, num_certain, num_certain == request.num_computed_tokens))
+            row, *known = detached
+            self._ended.append((row, request, *known))
 
     def _release_ended(self) -> None:
         ended, self._ended = self._ended, []
-        rows, requests, ends, are_known = map(list, zip(*ended, strict=True))
+        rows, requests, ends, keep_state = map(list, zip(*ended, strict=True))
         if self.enable_caching:
             self._commit_up_to(rows, requests, ends)
-        self.manager.free(np.array(rows), states_are_known=np.array(are_known))
+        self.manager.free(np.array(rows), states_are_known=np.array(keep_state))
 
     def pop_blocks_for_free(self, request: Request) -> list[Any]:
         """As ``free``, but the blocks are released only when ``block_pool.free_blocks`` gets the returned list."""
         if (detached := self._detach(request)) is None:
             return []
-        row, num_certain = detached
+        row, num_certain, keeps_state = detached
         if self.enable_caching:
             self._commit_up_to([row], [request], [num_certain])
-        is_known = num_certain == request.num_computed_tokens
-        return [HeldBlocks(functools.partial(self._free_row, row, is_state_known=is_known))]
+        return [HeldBlocks(functools.partial(self._free_row, row, keeps_state=keeps_state))]
 
-    def _detach(self, request: Request) -> tuple[int, int] | None:
+    def _detach(self, request: Request) -> tuple[int, int, bool] | None:
         """Take the row of a request that ends away from it, if it has one.
 
         Returns:
-            The row, and how many of its tokens may be committed. vLLM sets a preempted request back behind this call.
+            The row, how many of its tokens may be committed, and whether its state is of just these and worth keeping.
+            vLLM sets a preempted request back behind this call.
         """
         self._prompts.drop(request.request_id)
         row = self._row_of.pop(request.request_id, None)
@@ -384,12 +386,12 @@ class RoseKVCacheManager(KVCacheFacade):
         num_certain = 0 if self._loads.cover(row, request) else _num_certain_tokens(request)
         self.running.remove(row)
         self._loads.end(row)
-        if self._checkpoints is not None:
-            self._checkpoints.remove(row)
-        return row, num_certain
+        # A state cannot be cut to the tokens that are known.
+        keeps_state = self.checkpoints is not None and self.checkpoints.remove(row, num_certain)
+        return row, num_certain, keeps_state and num_certain == request.num_computed_tokens
 
-    def _free_row(self, row: int, *, is_state_known: bool = False) -> None:
-        self.manager.free(np.array([row]), states_are_known=np.array([is_state_known]))
+    def _free_row(self, row: int, *, keeps_state: bool = False) -> None:
+        self.manager.free(np.array([row]), states_are_known=np.array([keeps_state]))
 
 
 def _num_certain_tokens(request: Request) -> int:

@@ -112,10 +112,10 @@ class BatchedScheduling(Scheduler):
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """Cut a chunk of a prompt at its junction, see ``DueCheckpoints``; vLLM keeps states at the ends of blocks."""
+        """Cut a chunk of a prompt where a checkpoint is due; vLLM cuts at the ends of blocks."""
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
-        distance: int = request.shared_prefix_boundary - start
-        return distance if 0 < distance < num_new_tokens else num_new_tokens
+        stop = self.kv_cache_manager.checkpoints.stop_behind(request, start)
+        return min(stop - start, num_new_tokens) if stop else num_new_tokens
 
     def _schedule_batched(self) -> SchedulerOutput | None:
         """Schedule decodes at once and the rest by vLLM's code; or return None having changed nothing."""
