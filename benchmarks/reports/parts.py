@@ -95,6 +95,31 @@ def prefix_hits_table(result: Result) -> str:
     )
 
 
+def state_hits_table(result: Result) -> str:
+    """Return the share of prompt tokens that both managers found with states, for each trace and size of the pool."""
+    rows, lost, sums = [], [], []
+    for trace, cases in grouped(result["points"], "trace").items():
+        for case in cases:
+            rose, vllm = (case[side]["hit_tokens"] for side in ("rose", "vllm"))
+            total, shared = case["prompt_tokens"], case["shared_tokens"]
+            heads = [f"{case[side]['shared_hit_tokens'] / shared:.1%}" for side in ("rose", "vllm") if shared]
+            share = f"{case['share']:.0%}"
+            rows.append(
+                (trace, share, f"{rose / total:.1%}", f"{vllm / total:.1%}", " / ".join(heads) or "-")
+            )
+            if rose < vllm:
+                lost.append((trace, f"{share}: {rose:,} of {vllm:,}"))
+        rose, vllm = (sum(case[side]["hit_tokens"] for case in cases) for side in ("rose", "vllm"))
+        sums.append(f"{trace} {rose / vllm:.3f}" if vllm else f"{trace} {rose:,} of 0")
+    return markdown(
+        ("trace", "share of the blocks", "Rose", "vLLM", "shared heads, Rose / vLLM"),
+        rows,
+        "Shares of prompt tokens found, and of heads from the third request with the same one on; in sum Rose's over "
+        f"vLLM's: {', '.join(sums)}; {versions(result)}; {command(result)}.",
+        verdict(lost, "the comparisons with vLLM's manager", some="Fewer hits"),
+    )
+
+
 def scenes_table(result: Result) -> str:
     """Return every figure of a result with nested ``scenes``."""
     rows = all_figures(result["scenes"])

@@ -1,4 +1,5 @@
-"""Prompts that share prefixes, made up from a seed: conversations, agents with branching tails, questions on documents.
+"""Prompts that share prefixes, made up from a seed: conversations, agents with branching tails, questions on documents,
+short instructions that many requests begin with.
 
 A prompt is its tokens; requests come in the order of the list.
 """
@@ -22,6 +23,8 @@ class PrefixRequest:
 
     prompt: tuple[int, ...]
     num_outputs: int
+    num_shared: int = 0
+    """Tokens of the head that it was given, where each head is that of many."""
 
 
 def chat(scale: float = 1.0, seed: int = 0) -> list[PrefixRequest]:
@@ -61,11 +64,25 @@ def documents(scale: float = 1.0, seed: int = 0) -> list[PrefixRequest]:
     return [requests[index] for index in rng.permutation(len(requests))]
 
 
+def short_heads(scale: float = 1.0, seed: int = 0) -> list[PrefixRequest]:
+    """Return 12 to 20 requests for each of 24 heads of 200 to 500 tokens, with tails of 50 to 400, in any order."""
+    rng = np.random.default_rng([seed, 3])
+    requests = []
+    for _ in range(max(round(24 * scale), 4)):
+        head = _tokens(rng, int(rng.integers(200, 501)))
+        for _ in range(int(rng.integers(12, 21))):
+            tail = _tokens(rng, int(rng.integers(50, 400)))
+            requests.append(PrefixRequest(head + tail, int(rng.integers(20, 200)), len(head)))
+    return [requests[index] for index in rng.permutation(len(requests))]
+
+
 TRACES: dict[str, Callable[[float], list[PrefixRequest]]] = {
     "chat": chat,
     "agents": agents,
     "documents": documents,
 }
+STATE_TRACES = {**TRACES, "short heads": short_heads}
+"""For models with states."""
 
 
 def _tokens(rng: np.random.Generator, count: int) -> tuple[int, ...]:

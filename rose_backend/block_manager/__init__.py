@@ -3,7 +3,8 @@
 Start reading at ``README.md`` in this folder. Imports NumPy only, no torch, Triton or vLLM.
 """
 
-from rose_backend.block_manager.block_manager import AddedSequence, BlockManager
+from rose_backend.block_manager.admission import AddedSequence
+from rose_backend.block_manager.block_manager import BlockManager
 from rose_backend.block_manager.block_pool import NULL_BLOCK, BlockPool
 from rose_backend.block_manager.clone_queue import ClonePlan
 from rose_backend.block_manager.kind_table import GroupKind

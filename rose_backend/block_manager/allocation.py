@@ -1,28 +1,37 @@
-"""Blocks are taken out of the pool, and the prefix cache forgets what was in them."""
+"""Blocks for rows and checkpoints: free ones, and cached ones that the prefix cache forgets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from rose_backend.block_manager.block_pool import BlockPool, BoolArray, Int64Array
-from rose_backend.block_manager.kind_table import KindTable
 from rose_backend.block_manager.observability import CacheStats
 from rose_backend.block_manager.prefix_cache import PrefixCache
-from rose_backend.block_manager.sequence_table import any_of
 
 
-@dataclass(frozen=True, slots=True)
+class KindOfBlocks(Protocol):
+    """What blocks are taken for."""
+
+    index: int
+    num_groups: int
+
+
+@dataclass
 class Allocation:
-    """Works on the block manager's own objects; holds no state itself."""
+    """Works on the block manager's own parts; holds no state itself."""
 
     _pool: BlockPool
     _cache: PrefixCache | None
     _stats: CacheStats
 
-    def take(self, kind: KindTable, count: int) -> Int64Array:
-        """Allocate ``count`` blocks for each group of a kind, which are known to be free; return the first group's."""
+    def take(self, kind: KindOfBlocks, count: int) -> Int64Array:
+        """Allocate ``count`` blocks for each group of a kind; return the first group's, with one reference each.
+
+        The caller has checked ``BlockPool.num_free_blocks``.
+        """
         pool = self._pool
         if pool.has_groups:
             evicted = pool.evict(count * kind.num_groups, self._is_spared)
@@ -34,9 +43,9 @@ class Allocation:
         return block_ids
 
     def _is_spared(self, block_ids: Int64Array) -> BoolArray:
-        """Which blocks are in a window at the end of a hit whose prefix somebody holds."""
+        """Which blocks are in a window, or a state, at the end of a hit whose prefix somebody holds."""
         is_spared: BoolArray = self._pool.ends_hit[block_ids]
-        if self._cache is not None and any_of(is_spared):
+        if self._cache is not None and np.count_nonzero(is_spared):
             for place in np.flatnonzero(is_spared).tolist():
                 is_spared[place] = self._cache.is_prefix_held(int(block_ids[place]))
         return is_spared

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rose_backend.block_manager.block_pool import NO_BLOCKS, NO_WRITER, BlockPool, Int32Array, IntArray
+from rose_backend.block_manager.admission import AddedSequence, Admission
+from rose_backend.block_manager.block_pool import (
+    NO_BLOCKS,
+    NO_WRITER,
+    BlockPool,
+    BoolArray,
+    Int32Array,
+    IntArray,
+)
 from rose_backend.block_manager.clone_queue import ClonePlan, CloneQueue
 from rose_backend.block_manager.integrity import check_all
 from rose_backend.block_manager.kind_table import GroupKind, check_kinds
 from rose_backend.block_manager.observability import CacheEvent, CacheStats
 from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
 from rose_backend.block_manager.reservation import Reservation, Reservations
+from rose_backend.block_manager.row_states import RowStates
 from rose_backend.block_manager.sequence_table import SequenceTable, any_of
 from rose_backend.config import check_int
 from rose_backend.errors import ConfigError, RowError
 
 _MAX_BLOCKS = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class AddedSequence:
-    """Answer of ``BlockManager.add``."""
-
-    row: int
-    num_cached_tokens: int
-    """Prompt tokens that need no computation."""
 
 
 class BlockManager:
@@ -60,7 +59,8 @@ class BlockManager:
         max_model_len: tokens a row can hold.
         kinds: of KV cache groups, one group that keeps everything unless told otherwise. The first kind keeps
             everything; what the windows of the others have passed becomes free, and a prefix hit may end at any token
-            whose window is there in all of them. All have the same ``block_size``.
+            whose window is there in all of them. All have the same ``block_size``. The last kind may be one of states:
+            a hit then ends where a ``checkpoint`` was made.
         prefix_cache: reuse K/V of other sequences.
         full_blocks_only: with ``prefix_cache``, let hits end at block boundaries only.
         hash_key: key of the prefix hashes, at most 64 bytes; None draws a random one.
@@ -95,19 +95,24 @@ class BlockManager:
         check_kinds(kinds)
         self.block_size = block_size
         self.max_model_len = max_model_len
-        self.pool = BlockPool(num_blocks, [kind.num_groups for kind in kinds])
-        self.table = SequenceTable(max_num_seqs, max_model_len, block_size, kinds)
+        has_states = kinds[-1].is_state
+        self.pool = BlockPool(num_blocks, [kind.num_groups for kind in kinds], has_states)
+        kv_kinds = [kind for kind in kinds if not kind.is_state]
+        self.table = SequenceTable(max_num_seqs, max_model_len, block_size, kv_kinds)
         self.cache: PrefixCache | None = None
         if prefix_cache:
             windows = [kind.window for kind in kinds if kind.window is not None]
             self.cache = PrefixCache(
-                self.pool, block_size, full_blocks_only, hash_key, record_events, windows
+                self.pool, block_size, full_blocks_only, hash_key, record_events, windows, has_states
             )
         self.clones = CloneQueue(self.pool)
         self.stats = CacheStats(bytes_per_block)
-        self._reservations = Reservations(
-            self.pool, self.table, self.cache, self.clones, self.stats, block_size
-        )
+        parts = (self.pool, self.table, self.cache, self.clones, self.stats, block_size)
+        self.states: RowStates | None = None
+        if has_states:
+            self.states = RowStates(len(kv_kinds), kinds[-1].num_groups, max_num_seqs, *parts)
+        self._reservations = Reservations(*parts, self.states)
+        self._admission = Admission(self.pool, self.table, self.cache, self.stats, block_size, self.states)
         # Aliases: the arrays are allocated once and changed in place.
         self.block_table = self.table.block_table
         self.num_computed_tokens = self.table.num_computed_tokens
@@ -184,11 +189,11 @@ class BlockManager:
             num_at_once: tokens that are reserved behind the computed ones at most, so that windows let go of blocks on
                 the way; None: all at once.
         """
-        return self._reservations.blocks_needed(match, num_tokens, num_at_once)
+        return self._admission.blocks_needed(match, num_tokens, num_at_once)
 
     def blocks_to_grow(self, row: int | None, num_tokens: int, num_at_once: int) -> int:
         """Return how many blocks a row, or None for a new one, takes to hold ``num_tokens``; see ``blocks_needed``."""
-        return self._reservations.blocks_to_grow(row, num_tokens, num_at_once)
+        return self._admission.blocks_to_grow(row, num_tokens, num_at_once)
 
     @property
     def blocks_per_column(self) -> int:
@@ -211,23 +216,10 @@ class BlockManager:
         Raises:
             RowError: the prompt is empty or longer than a row.
         """
-        if not 1 <= len(token_ids) <= self.max_model_len:
-            raise RowError(f"prompt: got {len(token_ids)} tokens, allowed are 1 to {self.max_model_len}")
-        if not self.table.num_free_rows:
-            return None
         if match is None or (self.cache is not None and match.epoch != self.cache.epoch):
+            self._admission.check_prompt(token_ids)
             match = self.match(token_ids, namespace=namespace)
-        blocks = match.blocks_of_kinds(len(self.table.windowed))
-        if match.num_tokens:
-            block_ids = match.block_ids if len(blocks) == 1 else np.concatenate(blocks)
-            self.pool.share(block_ids.astype(np.int64))
-            if self.table.windowed:
-                self.pool.ends_hit[np.concatenate(blocks[1:])] = True
-        (row,) = self.table.take_rows(1, blocks, match.num_tokens, match.chain_digest, namespace).tolist()
-        if self.cache is not None:
-            self.table.num_known[row] = match.num_known_tokens
-            self.stats.count_lookup(len(token_ids), match.num_tokens, self.block_size)
-        return AddedSequence(row, match.num_tokens)
+        return self._admission.add(token_ids, namespace, match)
 
     def fork(self, row: int, num_children: int) -> Int32Array | None:
         """Make rows that share all computed tokens of ``row``, the partial tail included.
@@ -236,25 +228,18 @@ class BlockManager:
             The new rows, or None when too few are free; then nothing has changed.
 
         Raises:
-            RowError: ``row`` is not in use, or ``num_children`` is negative.
+            RowError: ``row`` is not in use, ``num_children`` is negative, or rows have states.
         """
-        table = self.table
-        table.check_active(np.array([row]))
-        if num_children < 0:
-            raise RowError(f"num_children: got {num_children}, allowed is 0 or more")
-        if num_children > table.num_free_rows:
-            return None
-        num_tokens = int(table.num_computed_tokens[row])
-        num_blocks = -(-num_tokens // self.block_size)
-        shared = [kind.block_table[row, kind.first_block[row] : num_blocks] for kind in table.kinds]
-        for block_ids in shared:
-            self.pool.share(block_ids.astype(np.int64), num_children)
-        self.stats.forks += num_children
-        digest, namespace = table.chain_digests[row], table.namespaces[row]
-        return table.take_rows(num_children, shared, num_tokens, digest, namespace).astype(np.int32)
+        return self._admission.fork(row, num_children)
 
-    def free(self, rows: IntArray) -> None:
-        """Release rows with their blocks and pending copies. Committed tokens stay in the prefix cache."""
+    def free(self, rows: IntArray, *, states_are_known: BoolArray | None = None) -> None:
+        """Release rows with their blocks and pending copies. Committed tokens stay in the prefix cache.
+
+        Args:
+            rows: ``[N]``, no row twice.
+            states_are_known: ``[N]``, with states: whether each row's running state, once all queued device work has
+                run, is that of its computed tokens and no others; it becomes a checkpoint then. None: no row's is.
+        """
         rows = np.asarray(rows, np.int64)
         table, writers = self.table, self.pool.writers
         table.check_active(rows)
@@ -263,14 +248,31 @@ class BlockManager:
         entries = table.entries_tail_first(rows)
         block_ids, row_of_block = table.blocks_at(entries)
         writers[block_ids[writers[block_ids] == row_of_block]] = NO_WRITER
+        if self.states is not None:
+            block_ids = np.concatenate((self.states.end(rows, states_are_known), block_ids))
         table.give_back(rows, entries)
         self.clones.release_blocks(block_ids)
+        if self.states is not None:
+            self.states.renew(rows)
+
+    def checkpoint(self, rows: IntArray) -> None:
+        """Copy the running states of rows into the prefix cache, where lookups find them at once.
+
+        Call it between the ``commit`` of all that steps have computed so far and the next step. Rows for which blocks
+        are short, and those without a running state, are left out; nothing happens without states or a prefix cache.
+
+        Raises:
+            RowError: a row is not in use or is listed twice.
+        """
+        if self.states is not None:
+            rows = np.asarray(rows, np.int64)
+            self.table.check_active(rows)
+            self.states.checkpoint(rows)
 
     def let_go_of_passed(self, rows: IntArray) -> None:
-        """Release the blocks that the windows of rows have passed: no later token attends to them.
+        """Release the blocks that the windows of rows have passed, as ``reserve`` does; they stay in the prefix cache.
 
-        ``reserve`` does it, too. Steps that read them must be ordered before those that write what is reserved from now
-        on. They stay in the prefix cache until they are taken.
+        Steps that read them must be ordered before those that write what is reserved from now on.
 
         Raises:
             RowError: a row is not in use or is listed twice.
@@ -380,7 +382,7 @@ class BlockManager:
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, and nothing is done, while a row is in use or a copy is not finished."""
-        if self.table.is_active.any() or len(self.clones.held_sources()):
+        if self.table.is_active.any() or len(self.clones.held_blocks()):
             return False
         if self.cache is not None:
             self.cache.clear()
@@ -397,4 +399,4 @@ class BlockManager:
         Raises:
             IntegrityError: names the invariant, the block and both counts.
         """
-        check_all(self.pool, self.table, self.cache, self.clones, self.block_size)
+        check_all(self.pool, self.table, self.cache, self.clones, self.block_size, self.states)

@@ -109,10 +109,13 @@ class BlockPool:
     Args:
         num_blocks: blocks of the KV cache, the null block included.
         group_counts: of each kind of KV cache groups.
+        has_states: whether the last kind is one of states.
     """
 
-    def __init__(self, num_blocks: int, group_counts: Sequence[int] = (1,)) -> None:
+    def __init__(self, num_blocks: int, group_counts: Sequence[int] = (1,), has_states: bool = False) -> None:
         self.num_blocks = num_blocks
+        self._state_kind = len(group_counts) - 1 if has_states else None
+        self._new_kv_blocks: list[Int32Array] = []
         self.has_groups = len(group_counts) > 1 or group_counts[0] > 1
         """Whether there is more than one group."""
         self._group_counts: Int64Array = np.array(group_counts, np.int64)
@@ -221,7 +224,18 @@ class BlockPool:
         self.followers[: num_groups - 1, block_ids] = blocks[1:]
         self.kind_of[block_ids] = kind
         self.ref_counts[block_ids] = 1
+        if self._state_kind is not None and kind != self._state_kind:
+            self._new_kv_blocks.append(blocks.reshape(-1))
         return block_ids
+
+    def take_new_kv_blocks(self) -> Int32Array:
+        """Return the blocks that were allocated for K/V since the last call, int32 ``[N]``; only with states.
+
+        What a state has left in them may read as NaN, so a host whose attention reads behind what is written zeroes
+        them before the copies and steps that write them.
+        """
+        blocks, self._new_kv_blocks = self._new_kv_blocks, []
+        return np.concatenate(blocks) if blocks else NO_BLOCKS
 
     def blocks_of_groups(self, block_ids: IntArray, num_groups: int) -> Int32Array:
         """Return int32 ``[num_groups, N]``: blocks, and those of the other groups of their kind."""

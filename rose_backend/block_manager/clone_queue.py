@@ -38,6 +38,7 @@ class CloneQueue:
         self._pending: Int32Array = np.zeros((3, 0), np.int32)  # source, destination, tokens
         self._pending_source_of: Int32Array = np.full(pool.num_blocks, _NO_SOURCE, np.int32)
         self._in_flight: list[ClonePlan] = []
+        self._held_copies: list[Int64Array] = []  # destinations that nobody else holds
 
     def add(self, tails: Int64Array, copies: Int64Array, num_tokens: IntArray) -> None:
         """Queue copies of ``tails``, whose references pass to the queue. All arguments are ``[N]``.
@@ -57,6 +58,17 @@ class CloneQueue:
         self._pending_source_of[copies] = added[0]
         self._pending = np.concatenate((self._pending, added), axis=1)
         self.release_blocks(moved)
+
+    def hold_until_planned(self, copies: Int64Array) -> None:
+        """Take over the references of destinations of pending copies: nobody may take them before they are planned.
+
+        Whatever uses them afterwards is ordered behind the plan.
+        """
+        self._held_copies.append(copies)
+
+    def awaits_copy(self, block_id: int) -> bool:
+        """Whether a block is the destination of a pending copy."""
+        return bool(self._pending_source_of[block_id] != _NO_SOURCE)
 
     def release_blocks(self, block_ids: Int64Array) -> None:
         """Drop one reference for each entry, in eviction order; cancel copies into blocks that become unreferenced."""
@@ -80,6 +92,9 @@ class CloneQueue:
         plan = ClonePlan(src_block_ids, dst_block_ids, num_tokens, self._pending.shape[1])
         self._pending = self._pending[:, :0]
         self._in_flight.append(plan)
+        held, self._held_copies = self._held_copies, []
+        for copies in held:
+            self._pool.release(copies)
         return plan
 
     def finish(self, plan: ClonePlan) -> None:
@@ -97,6 +112,10 @@ class CloneQueue:
         """Return the source of every pending and in-flight copy, an id once per copy."""
         in_flight = (plan.src_block_ids[: plan.num_held] for plan in self._in_flight)
         return np.concatenate([self._pending[0], *in_flight])
+
+    def held_blocks(self) -> Int32Array:
+        """Return ``held_sources``, and the destinations that are held until they are planned."""
+        return np.concatenate([self.held_sources(), *self._held_copies], dtype=np.int32)
 
     def _with_followers(self, copies: Int32Array) -> Int32Array:
         """Return copies of blocks and, behind them, those of the other groups; int32 ``[3, N]``."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rose_backend.block_manager.allocation import Allocation
-from rose_backend.block_manager.block_pool import BlockPool
+from rose_backend.block_manager.block_pool import NULL_BLOCK, BlockPool
+from rose_backend.block_manager.row_states import RowStates
 from rose_backend.block_manager.sequence_table import SequenceTable
 from rose_backend.errors import RowError
 
@@ -20,6 +21,7 @@ class FewRows:
     pool: BlockPool
     table: SequenceTable
     allocation: Allocation
+    states: RowStates | None
     block_size: int
     blocks_per_column: int
     """Blocks of all KV cache groups for the same positions."""
@@ -31,7 +33,7 @@ class FewRows:
             The number of blocks allocated; None where there is more to check or to do, and nothing has changed.
         """
         table = self.table
-        if table.windowed or num_tokens < 0 or not table.is_in_use(row):
+        if table.windowed or num_tokens < 0 or not table.is_in_use(row) or self._lacks_state(row):
             return None
         wanted = int(table.num_computed_tokens[row]) + num_tokens
         if wanted <= table.capacity[row]:
@@ -46,9 +48,12 @@ class FewRows:
             wanted: tokens that it must be able to hold, at most ``max_model_len``.
 
         Returns:
-            The number of blocks allocated; None if its end is shared or blocks are short, and nothing has changed.
+            The number of blocks allocated; None if its end is shared, it needs a state, too, or blocks are short, and
+            nothing has changed.
         """
         table = self.table
+        if self._lacks_state(row):
+            return None
         num_blocks = int(table.num_row_blocks[row])
         num_new = max(-(-wanted // self.block_size) - num_blocks, 0)
         total = num_new * self.blocks_per_column
@@ -60,6 +65,9 @@ class FewRows:
             self.pool.writers[block_ids] = row
         table.append_to(row, num_blocks, num_new)
         return total
+
+    def _lacks_state(self, row: int) -> bool:
+        return self.states is not None and self.states.running[row] == NULL_BLOCK
 
     def append_to_each(self, rows: list[int], counts: list[int]) -> bool:
         """See ``BlockManager.reserve_next_blocks``; there are no windows.

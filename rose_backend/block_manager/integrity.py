@@ -21,17 +21,25 @@ from rose_backend.block_manager.block_pool import (
 from rose_backend.block_manager.clone_queue import CloneQueue
 from rose_backend.block_manager.kind_table import KindTable
 from rose_backend.block_manager.prefix_cache import PrefixCache
+from rose_backend.block_manager.row_states import RowStates
 from rose_backend.block_manager.sequence_table import SequenceTable
 from rose_backend.errors import IntegrityError
 
 
 def check_all(
-    pool: BlockPool, table: SequenceTable, cache: PrefixCache | None, clones: CloneQueue, block_size: int
+    pool: BlockPool,
+    table: SequenceTable,
+    cache: PrefixCache | None,
+    clones: CloneQueue,
+    block_size: int,
+    states: RowStates | None = None,
 ) -> None:
     """Run every check below. Cost: O(blocks + rows * table width)."""
     check_tables(table, block_size)
     entries = _TableEntries.of(table)
-    check_reference_counts(pool, entries, clones)
+    check_reference_counts(pool, entries, clones, states)
+    if states is not None:
+        check_row_states(pool, table, states)
     check_followers(pool)
     check_kinds(pool, entries)
     check_states(pool)
@@ -155,15 +163,36 @@ def check_kinds(pool: BlockPool, entries: _TableEntries) -> None:
         )
 
 
-def check_reference_counts(pool: BlockPool, entries: _TableEntries, clones: CloneQueue) -> None:
-    """A block's count equals the rows that list it plus the clones that read it."""
+def check_row_states(pool: BlockPool, table: SequenceTable, states: RowStates) -> None:
+    """A running state is one row's alone, and no lookup finds it; rows that are not in use have none."""
+    idle = ~table.is_active & ((states.running != NULL_BLOCK) | (states.found != NULL_BLOCK))
+    _refuse(idle, lambda row: f"row {row} is not in use but has a state")
+    running = states.running[states.running != NULL_BLOCK]
+    _refuse(
+        np.bincount(running, minlength=pool.num_blocks) > 1,
+        lambda block: f"block {block} is the running state of several rows",
+    )
+    _refuse(pool.is_cached[running], lambda at: f"block {running[at]}: a running state can be found")
+    held = states.held_blocks()
+    _refuse(
+        pool.kind_of[held] != states.index,
+        lambda at: f"block {held[at]} is of kind {pool.kind_of[held[at]]}, states are of {states.index}",
+    )
+
+
+def check_reference_counts(
+    pool: BlockPool, entries: _TableEntries, clones: CloneQueue, states: RowStates | None = None
+) -> None:
+    """A block's count equals the rows that hold it plus the clones that do."""
     keys = np.sort(entries.rows * pool.num_blocks + entries.blocks)
     repeated = keys[1:][keys[1:] == keys[:-1]]
     if len(repeated):
         row, block = divmod(int(repeated[0]), pool.num_blocks)
         raise IntegrityError(f"row {row} lists block {block} twice")
     counted = np.bincount(entries.blocks, minlength=pool.num_blocks)
-    counted += np.bincount(clones.held_sources(), minlength=pool.num_blocks)
+    counted += np.bincount(clones.held_blocks(), minlength=pool.num_blocks)
+    if states is not None:
+        counted += np.bincount(states.held_blocks(), minlength=pool.num_blocks)
     if counted[NULL_BLOCK]:
         raise IntegrityError(f"the null block is held {counted[NULL_BLOCK]} times, expected 0")
     _refuse(
@@ -268,6 +297,12 @@ def check_cache(pool: BlockPool, cache: PrefixCache) -> None:
     )
     for index in cache.indexes:
         check_full_index(pool, cache, index.full)
+    if cache.states is not None:
+        checkpoints = cache.states.block_ids()
+        _refuse(
+            (pool.kind_of[checkpoints] != len(cache.indexes)) | (written[checkpoints] != cache.block_size),
+            lambda at: f"block {checkpoints[at]} is indexed as a state and is none, or not whole",
+        )
 
 
 def check_full_index(pool: BlockPool, cache: PrefixCache, full_index: dict[bytes, int]) -> None:

@@ -39,9 +39,11 @@ class CacheStats:
     evictions: int = 0
     """Cached blocks that were reallocated."""
     clones: int = 0
-    """Blocks copied on write."""
+    """Blocks copied on write, and states copied."""
     bytes_cloned: int = 0
     """K/V bytes of those blocks, over all layers."""
+    checkpoints: int = 0
+    """States copied into the prefix cache; these copies are among ``clones``."""
     claims: int = 0
     """Shared partial blocks that a row got to append to without a copy, as no row had written beyond its length."""
     overwrites: int = 0

@@ -24,6 +24,7 @@ from rose_backend.block_manager.block_pool import (
 )
 from rose_backend.block_manager.observability import BlockRemoved, BlockStored, CacheCleared, CacheEvent
 from rose_backend.block_manager.prefix_hashes import BlockDigests, PrefixHasher
+from rose_backend.block_manager.state_index import StateCursor, StateIndex
 from rose_backend.block_manager.window_cursor import WindowCursor
 from rose_backend.errors import RowError
 
@@ -41,9 +42,11 @@ class PrefixMatch:
     epoch: int
     """Version of the cache: ``BlockManager.add`` repeats the lookup for a match of another epoch."""
     num_known_tokens: int = 0
-    """With sliding windows, how many leading tokens the kind of groups that keeps everything has: at least as many."""
+    """With windows or states, how many leading tokens the kind that keeps everything has: at least as many."""
     window_block_ids: tuple[Int32Array, ...] = ()
     """Of each kind of groups with a sliding window its last blocks, int32 ``[B']``: those that the window reaches."""
+    checkpoint: int = NULL_BLOCK
+    """With states, the block of the one of exactly these tokens; the null block if there are none."""
 
     def blocks_of_kinds(self, num_windowed: int) -> list[Int32Array]:
         """Return the blocks of each kind of groups, of which so many have a sliding window."""
@@ -62,6 +65,7 @@ class PrefixCache:
         hash_key: at most 64 bytes; None draws a random one.
         record_events: record events for ``take_events``; of blocks of the first kind only.
         windows: of each further kind of groups, in tokens. Those of the first kind keep everything.
+        has_states: whether the pool's last kind is one of states.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class PrefixCache:
         hash_key: bytes | None,
         record_events: bool,
         windows: Sequence[int] = (),
+        has_states: bool = False,
     ) -> None:
         self._pool = pool
         self.block_size = block_size
@@ -85,13 +90,16 @@ class PrefixCache:
             BlockIndex(pool, self._block_tokens, full_blocks_only, self._parent_of, self._digest_of)
             for _ in range(1 + len(windows))
         )
+        self.states = StateIndex(pool) if has_states else None
         self._windows = tuple(windows)
+        self._has_one_kind = not windows and not has_states
         self._events: list[CacheEvent] | None = [] if record_events else None
 
     @property
     def epoch(self) -> int:
         """Version of the cache, see ``PrefixMatch``."""
-        return sum(index.epoch for index in self.indexes)
+        epoch = sum(index.epoch for index in self.indexes)
+        return epoch if self.states is None else epoch + self.states.epoch
 
     # Lookup
 
@@ -109,7 +117,7 @@ class PrefixCache:
                 f"block_hashes: got {len(block_hashes)} for {len(token_ids)} tokens, "
                 f"expected {1 + len(token_ids) // size}"
             )
-        if block_hashes is None and self._windows:
+        if block_hashes is None and not self._has_one_kind:
             block_hashes = self.hash_blocks(token_ids, namespace, ())
         digests = self.hasher.digests(token_ids, namespace) if block_hashes is None else iter(block_hashes)
         parent, block_ids = self._walk_full_blocks(token_ids, digests, max_tokens // size)
@@ -121,19 +129,23 @@ class PrefixCache:
                 block_ids = np.append(block_ids, np.int32(block_id))
                 num_tokens += run
         match = PrefixMatch(block_ids, num_tokens, parent, self.epoch)
-        if block_hashes is None or not self._windows:
+        if block_hashes is None or self._has_one_kind:
             return match
-        return self._cut_to_windows(match, token_ids, block_hashes)
+        return self._cut_to_other_kinds(match, token_ids, block_hashes)
 
-    def _cut_to_windows(
+    def _cut_to_other_kinds(
         self, match: PrefixMatch, token_ids: Int32Array, digests: Sequence[bytes]
     ) -> PrefixMatch:
-        """Shorten a match of the first kind to the longest one that all windows can use, too."""
+        """Shorten a match of the first kind to the longest one that all windows and states can use, too."""
         end, last_end = match.num_tokens, -1
-        cursors = [
+        windows = [
             WindowCursor(index, self._block_tokens, window, token_ids, digests, self.full_blocks_only)
             for index, window in zip(self.indexes[1:], self._windows, strict=True)
         ]
+        states = None
+        cursors: list[WindowCursor | StateCursor] = [*windows]
+        if self.states is not None:
+            cursors.append(states := StateCursor(self.states, token_ids, digests, self.block_size))
         while end != last_end:
             last_end = end
             for cursor in cursors:
@@ -144,7 +156,8 @@ class PrefixCache:
             chain_digest=digests[end // self.block_size] if end != match.num_tokens else match.chain_digest,
             epoch=match.epoch,
             num_known_tokens=match.num_tokens,
-            window_block_ids=tuple(cursor.blocks_of(end) for cursor in cursors),
+            window_block_ids=tuple(cursor.blocks_of(end) for cursor in windows),
+            checkpoint=NULL_BLOCK if states is None else states.block_id,
         )
 
     def _walk_full_blocks(
@@ -233,19 +246,26 @@ class PrefixCache:
 
     def forget(self, block_ids: list[int]) -> None:
         """Remove blocks from the index."""
-        if len(self.indexes) == 1:
+        if self._has_one_kind:
             self._note_removed(self.indexes[0].remove(block_ids))
             return
-        kinds = self._pool.kind_of[block_ids].tolist()
-        for kind, index in enumerate(self.indexes):
-            if mine := [block_id for block_id, other in zip(block_ids, kinds, strict=True) if other == kind]:
-                digests = index.remove(mine)
+        of_kind: dict[int, list[int]] = {}
+        for block_id, kind in zip(block_ids, self._pool.kind_of[block_ids].tolist(), strict=True):
+            of_kind.setdefault(kind, []).append(block_id)
+        for kind, mine in of_kind.items():
+            if kind < len(self.indexes):
+                digests = self.indexes[kind].remove(mine)
                 self._note_removed(digests if not kind else [])
+            else:
+                assert self.states is not None, "the kind behind all others is that of states"
+                self.states.remove(mine)
 
     def clear(self) -> None:
         """Remove all blocks from the index."""
         for index in self.indexes:
             index.clear()
+        if self.states is not None:
+            self.states.clear()
         self._parent_of[:] = [b""] * self._pool.num_blocks
         self._digest_of[:] = [b""] * self._pool.num_blocks
         if self._events is not None:
@@ -258,9 +278,17 @@ class PrefixCache:
         return None if NULL_BLOCK in found else np.array(found, np.int64)
 
     def is_prefix_held(self, block_id: int) -> bool:
-        """Whether the block of the first kind with the same tokens as a full block of another kind is held."""
-        first = self.indexes[0].full.get(self._digest_of[block_id])
-        return first is not None and bool(self._pool.ref_counts[first])
+        """Whether the last block of the first kind with the tokens of a window's full block, or of a state, is held."""
+        if self.states is not None and self._pool.kind_of[block_id] == len(self.indexes):
+            digest, tail = self.states.place_of(block_id)
+            if tail:
+                tokens = np.frombuffer(tail, np.int32)
+                first, run = self.indexes[0].children.longest_prefix(digest, tokens)
+                return run == len(tokens) and bool(self._pool.ref_counts[first])
+        else:
+            digest = self._digest_of[block_id]
+        first = self.indexes[0].full.get(digest, NULL_BLOCK)
+        return first != NULL_BLOCK and bool(self._pool.ref_counts[first])
 
     def take_events(self) -> list[CacheEvent]:
         """See ``BlockManager.take_events``."""
@@ -278,7 +306,8 @@ class PrefixCache:
 
     def cached_blocks(self) -> Int32Array:
         """Return every indexed block, held or not, from the indexes themselves."""
-        return np.concatenate([index.block_ids() for index in self.indexes])
+        states = NO_BLOCKS if self.states is None else self.states.block_ids()
+        return np.concatenate([*(index.block_ids() for index in self.indexes), states])
 
     def full_index(self) -> dict[bytes, int]:
         """Return the index of full blocks of the first kind."""

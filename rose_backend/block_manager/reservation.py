@@ -23,7 +23,8 @@ from rose_backend.block_manager.clone_queue import CloneQueue
 from rose_backend.block_manager.few_rows import FewRows, no_next_block
 from rose_backend.block_manager.kind_table import KindTable
 from rose_backend.block_manager.observability import CacheStats
-from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
+from rose_backend.block_manager.prefix_cache import PrefixCache
+from rose_backend.block_manager.row_states import RowStates
 from rose_backend.block_manager.sequence_table import FEW_ROWS, SequenceTable, any_of, concatenate_ranges
 from rose_backend.errors import RowError
 
@@ -64,56 +65,20 @@ class Reservations:
     _clones: CloneQueue
     _stats: CacheStats
     _block_size: int
+    _states: RowStates | None = None
 
     def __post_init__(self) -> None:
+        self._allocation = Allocation(self._pool, self._cache, self._stats)
         self.blocks_per_column = sum(kind.num_groups for kind in self._table.kinds)
         """Blocks of all groups for the same positions."""
-        self._allocation = Allocation(self._pool, self._cache, self._stats)
         self.few_rows = FewRows(
-            self._pool, self._table, self._allocation, self._block_size, self.blocks_per_column
+            self._pool,
+            self._table,
+            self._allocation,
+            self._states,
+            self._block_size,
+            self.blocks_per_column,
         )
-
-    def blocks_needed(self, match: PrefixMatch, num_tokens: int, num_at_once: int | None) -> int:
-        """See ``BlockManager.blocks_needed``.
-
-        A partially matched block without a holder needs no copy: ``reserve`` overwrites it when blocks are short.
-        """
-        needed = self._blocks_needed(match.block_ids, match.num_tokens, num_tokens)
-        kinds = self._table.kinds
-        if len(kinds) == 1 and kinds[0].num_groups == 1:
-            return needed
-        needed *= kinds[0].num_groups
-        num_columns = -(-num_tokens // self._block_size)
-        for kind, block_ids in zip(kinds[1:], match.blocks_of_kinds(len(kinds) - 1)[1:], strict=True):
-            own = num_columns - len(match.block_ids) + len(block_ids)
-            num_new = self._blocks_needed(block_ids, match.num_tokens, own * self._block_size)
-            if num_at_once is not None:
-                num_new = min(num_new, int(kind.kind.most_columns(num_at_once, self._block_size)))
-            needed += num_new * kind.num_groups
-        return needed
-
-    def blocks_to_grow(self, row: int | None, num_tokens: int, num_at_once: int) -> int:
-        """See ``BlockManager.blocks_to_grow``."""
-        table = self._table
-        num_columns, total = 0 if row is None else int(table.num_row_blocks[row]), 0
-        wanted = max(-(-num_tokens // self._block_size) - num_columns, 0)
-        for kind in table.kinds:
-            most = kind.kind.most_columns(num_at_once, self._block_size)
-            num_held = num_columns - (0 if row is None else int(kind.first_block[row]))
-            total += kind.num_groups * int(min(wanted, max(most - num_held, 0)))
-        return total
-
-    def _blocks_needed(self, block_ids: Int32Array, num_matched: int, num_tokens: int) -> int:
-        if not len(block_ids):
-            return -(-num_tokens // self._block_size)
-        num_idle = int(np.count_nonzero(self._pool.ref_counts[block_ids] == 0))
-        num_new = max(-(-num_tokens // self._block_size) - len(block_ids), 0)
-        offset = num_matched % self._block_size
-        if not offset:
-            return num_new + num_idle
-        tail = block_ids[-1]
-        can_claim = self._pool.writers[tail] == NO_WRITER and self._pool.num_written_tokens[tail] <= offset
-        return num_new + num_idle + int(self._pool.ref_counts[tail] > 0 and not can_claim)
 
     def let_go_of_passed(self, rows: Int64Array) -> None:
         """See ``BlockManager.let_go_of_passed``."""
@@ -179,11 +144,16 @@ class Reservations:
         total = num_columns * self.blocks_per_column
         for each in tails:
             total += int(np.count_nonzero(each.is_clone)) * each.kind.num_groups
+        to_start = None if self._states is None else self._states.num_blocks_to_start(rows)
+        if to_start is not None:
+            total += int(to_start.sum())
         if total > num_free:
             for each in tails:
                 total -= self._overwrite_instead_of_clone(each) * each.kind.num_groups
         if total > num_free:
             num_new *= self.blocks_per_column
+            if to_start is not None:
+                num_new += to_start
             for each in tails:
                 num_new[each.index[each.is_clone]] += each.kind.num_groups
             cheapest_first = np.argsort(num_new, kind="stable")
@@ -279,6 +249,8 @@ class Reservations:
             if num_columns:  # not only copies
                 kind.entries[new_entries] = block_ids.astype(np.int32)
                 self._pool.writers[block_ids] = new_rows.astype(np.int32)
+        if self._states is not None:
+            self._states.start(rows)
 
     def _claim_tails(self, rows: Int64Array, tails: _Tails) -> None:
         claimed, overwritten = tails.block_ids[tails.is_claim], tails.block_ids[tails.is_overwrite]

@@ -60,7 +60,7 @@ class SequenceTable:
         self.chain_digests: list[bytes] = [b""] * max_num_seqs
         """Digest of the chain of full, computed blocks of a row."""
         self.namespaces: list[bytes] = [b""] * max_num_seqs
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._block_size = block_size
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._scratch: Int64Array = np.zeros(max_num_seqs, np.int64)
@@ -170,11 +170,11 @@ class SequenceTable:
 
     def full_capacity_of(self, num_row_blocks: int) -> int:
         """Return the tokens that so many blocks of one row hold."""
-        return min(num_row_blocks * self._block_size, self._max_model_len)
+        return min(num_row_blocks * self._block_size, self.max_model_len)
 
     def full_capacity(self, num_row_blocks: Int32Array) -> Int32Array:
         """Return the tokens that so many blocks of a row hold."""
-        capacity: Int32Array = np.minimum(num_row_blocks * self._block_size, self._max_model_len)
+        capacity: Int32Array = np.minimum(num_row_blocks * self._block_size, self.max_model_len)
         return capacity
 
     def cut(self, rows: Int64Array, num_kept: Int32Array) -> Int64Array:
@@ -234,10 +234,10 @@ class SequenceTable:
         else:
             num_tokens = np.atleast_1d(num_tokens)
             low, high = np.minimum.reduce(num_tokens, initial=0), np.maximum.reduce(num_tokens, initial=0)
-        if low < 0 or high > self._max_model_len:
+        if low < 0 or high > self.max_model_len:
             raise RowError(
                 f"{name}: got {low if low < 0 else high} tokens, allowed are 0 to max_model_len, "
-                f"{self._max_model_len}"
+                f"{self.max_model_len}"
             )
         return num_tokens if isinstance(num_tokens, int) else num_tokens.astype(np.int32, copy=False)
 

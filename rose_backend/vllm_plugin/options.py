@@ -77,6 +77,19 @@ def has_sliding_windows(vllm_config: VllmConfig) -> bool:
     return False
 
 
+def has_states(vllm_config: VllmConfig) -> bool:
+    """Whether some layers of the model keep a state instead of K/V, and others K/V (vLLM's "hybrid" models)."""
+    return vllm_config.model_config is not None and bool(vllm_config.model_config.is_hybrid)
+
+
+def are_states_served_unasked() -> bool:
+    """Whether Rose's block manager serves states, which need KV cache groups of their own, where that was left open."""
+    from vllm.platforms import current_platform
+
+    # Not tried on GPUs yet.
+    return not current_platform.is_cuda()
+
+
 def why_windows_are_kept(vllm_config: VllmConfig) -> str | None:
     """Return why the K/V of sliding windows is kept whole, as far as the configuration tells; None if it is not.
 

@@ -72,7 +72,8 @@ LEDGER: dict[str, Patch] = {
     "request_block_hashes": Patch(
         target="vllm.v1.engine.core:EngineCore.preprocess_add_request",
         reason="vLLM hashes every block of every prompt for its own prefix cache; Rose's block manager has digests of "
-        "its own, and without KV events nobody reads vLLM's. The engine makes its hash function itself.",
+        "its own, and without KV events nobody reads vLLM's. The engine makes its hash function itself. With states, "
+        "streaming input is refused here where a turn's last token is taken back, request by request.",
         remove_when="a KV cache manager can say that it does not read Request.block_hashes",
         build=f"{_PLUGIN}.kv_cache.prompt_hashes:wrap_preprocess_add_request",
     ),
@@ -97,6 +98,26 @@ LEDGER: dict[str, Patch] = {
         "parameters to the device only when there are new ones",
         remove_when="custom_sampler is offered for every model, not only through the model class",
         build=f"{_PLUGIN}.sampler.sampler_v2:wrap_sampler_v2_init",
+    ),
+    "mamba2_state_spec": Patch(
+        target="vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2.get_kv_cache_spec",
+        reason="layers of Mamba 2 keep a state inside a prompt by themselves, in a column that vLLM's block manager "
+        "allocates for it; Rose's makes checkpoints by copies, and its columns are all the running state's",
+        remove_when="a KV cache manager can say that it allocates no blocks for states inside a prompt",
+        build=f"{_PLUGIN}.kv_cache.spec:wrap_get_state_spec",
+    ),
+    "block_copies_v1": Patch(
+        target="vllm.v1.worker.gpu_model_runner:copy_kv_cache_blocks_inplace",
+        reason="layers of different groups that begin at one address are copied once, as far as the first of them "
+        "reaches: behind a small state the rest of a block's K/V is left out; with states, the widest comes first",
+        remove_when="copy_kv_cache_blocks_inplace copies whole blocks whatever layer is first",
+        build=f"{_PLUGIN}.kv_cache.block_copies:wrap_copy_kv_cache_blocks",
+    ),
+    "block_copies_v2": Patch(
+        target="vllm.v1.worker.gpu.model_runner:copy_kv_cache_blocks_inplace",
+        reason="as block_copies_v1, in model runner V2, which imports the function by name",
+        remove_when="copy_kv_cache_blocks_inplace copies whole blocks whatever layer is first",
+        build=f"{_PLUGIN}.kv_cache.block_copies:wrap_copy_kv_cache_blocks",
     ),
     "decode_graphs": Patch(
         target="vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",

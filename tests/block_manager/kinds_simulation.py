@@ -42,7 +42,8 @@ class KindsSimulation:
         max_model_len: int = 100,
         **options: Any,
     ) -> None:
-        self.kinds = tuple(kinds)
+        self.kinds = tuple(kind for kind in kinds if not kind.is_state)
+        self.num_groups_of_kinds = [kind.num_groups for kind in kinds]
         self.block_size = block_size
         self.full_blocks_only = bool(options.get("full_blocks_only"))
         self.manager = BlockManager(
@@ -134,12 +135,16 @@ class KindsSimulation:
         for end in range(self.longest_full(prompt, namespace, limit), -1, -1):
             if self.full_blocks_only and end % self.block_size:
                 continue
-            if all(
+            if self.has_state(prompt[:end], namespace) and all(
                 self.has_window(index, prompt, namespace, max(end - window + 1, 0), end)
                 for window, index in windowed
             ):
                 return end, is_large
         raise AssertionError("no token at all is always usable")
+
+    def has_state(self, tokens: list[int], namespace: bytes) -> bool:
+        """Whether a row may start behind these tokens as far as states go."""
+        return True
 
     # ------------------------------------------------------------------ calls
 
@@ -252,6 +257,13 @@ class KindsSimulation:
             self.paths["shortage"] += 1
             agree("blocks taken", taken, [])
             assert least > manager.num_free_blocks, "there were enough blocks"
+        self.check_evicted(evict_next, spared, taken)
+        self.check("reserve")
+        return [row for row, fits in zip(rows, answer.servable.tolist(), strict=True) if fits]
+
+    def check_evicted(self, evict_next: list[int], spared: set[int], taken: list[int]) -> None:
+        """What was evicted is what was released least recently, and no more than was taken."""
+        manager = self.manager
         lost = [block for block in evict_next if block in taken or not manager.pool.is_cached[block]]
         plain = [block for block in evict_next if block not in spared]
         lost_plain = [block for block in lost if block not in spared]
@@ -263,9 +275,7 @@ class KindsSimulation:
         )
         if lost:
             num_left = len(manager.pool.free_blocks())
-            assert num_left < max(kind.num_groups for kind in self.kinds), "more was evicted than needed"
-        self.check("reserve")
-        return [row for row, fits in zip(rows, answer.servable.tolist(), strict=True) if fits]
+            assert num_left < max(self.num_groups_of_kinds), "more was evicted than needed"
 
     def is_spared(self, block: int) -> bool:
         """Whether a block is in a window at the end of a hit whose prefix a row or a copy holds."""

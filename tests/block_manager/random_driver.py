@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from typing import ClassVar
 
 from tests.block_manager.mistakes import possible_mistakes
 from tests.block_manager.simulation import Simulation
@@ -34,15 +35,17 @@ _WEIGHTS = {
 
 
 class RandomDriver:
-    """Each method of ``_WEIGHTS`` makes one or a few calls. Equal seeds make equal calls."""
+    """Each method of ``weights`` makes one or a few calls. Equal seeds make equal calls."""
+
+    weights: ClassVar[dict[str, int]] = _WEIGHTS
 
     def __init__(self, simulation: Simulation, seed: int) -> None:
         self.simulation = simulation
         self.rng = random.Random(seed)
         self.history: list[tuple[bytes, list[int]]] = []
         self.log: list[str] = []
-        self._names = list(_WEIGHTS)
-        self._weights = list(itertools.accumulate(_WEIGHTS.values()))
+        self._names = list(self.weights)
+        self._weights = list(itertools.accumulate(self.weights.values()))
 
     def run(self, num_calls: int) -> None:
         """Make at least ``num_calls`` calls, then let go of everything and evict block after block."""

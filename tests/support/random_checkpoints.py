@@ -21,14 +21,20 @@ from transformers import (
     Gemma4TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -201,6 +207,60 @@ def write_random_gpt_oss_20b(path: str | Path, seed: int = 0) -> Path:
         initializer_range=0.02,
     )
     return write_random(GptOssForCausalLM, config, Path(path), seed, dtype=torch.bfloat16)
+
+
+def write_random_lfm2(path: str | Path, seed: int = 0) -> Path:
+    """Write a checkpoint as LFM2's: two of six layers attend, the others convolve over three tokens."""
+    conv, full = "conv", "full_attention"
+    config = Lfm2Config(
+        **{key: value for key, value in _SMALL.items() if key != "head_dim"},
+        num_hidden_layers=6,
+        layer_types=[conv, full, conv, conv, full, conv],
+        conv_L_cache=3,
+        block_multiple_of=16,
+        block_ffn_dim_multiplier=1.0,
+        # vLLM reads these, as the published checkpoints have them.
+        block_dim=_SMALL["hidden_size"],
+        conv_dim=_SMALL["hidden_size"],
+        conv_dim_out=_SMALL["hidden_size"],
+    )
+    return write_random(Lfm2ForCausalLM, config, Path(path), seed)
+
+
+def write_random_granite_hybrid(path: str | Path, seed: int = 0) -> Path:
+    """Write a checkpoint as Granite 4 H's: one of four layers attends, the others are Mamba 2 with 8 heads."""
+    config = GraniteMoeHybridConfig(
+        **{key: value for key, value in _SMALL.items() if key != "head_dim"},
+        num_hidden_layers=4,
+        layer_types=["mamba", "mamba", "attention", "mamba"],
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=512,
+        mamba_n_heads=8,
+        mamba_d_head=64,
+        mamba_d_state=32,
+        mamba_n_groups=1,
+        mamba_chunk_size=64,
+        mamba_expand=2,
+        attention_multiplier=0.125,
+        position_embedding_type="rope",
+    )
+    return write_random(GraniteMoeHybridForCausalLM, config, Path(path), seed)
+
+
+def write_random_qwen3_5(path: str | Path, seed: int = 0) -> Path:
+    """Write a checkpoint as Qwen3.5's for text: one of four layers attends, the others are gated delta nets."""
+    linear = "linear_attention"
+    config = Qwen3_5TextConfig(
+        **_SMALL | {"head_dim": 256},
+        num_hidden_layers=4,
+        layer_types=[linear, linear, linear, "full_attention"],
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    )
+    return write_random(Qwen3_5ForCausalLM, config, Path(path), seed, dtype=torch.bfloat16)
 
 
 def write_random_gpt2_124m_half(path: str | Path) -> Path:

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 
 VOCAB_SIZE = 97
+STATE = -1
+"""In place of a window: the group's layers keep a state, see ``FakeWorker``."""
 _MODULUS = (1 << 61) - 1
 
 
@@ -64,6 +66,8 @@ class _Sequence:
     states: list[int]  # states[p] = content of position p
     tables: list[list[int]]
     """Block ids, of each KV cache group."""
+    state_column: int | None = None
+    """The column that the last step has left the states in."""
     drafts: list[int] = field(default_factory=list)
     features: list[Any] = field(default_factory=list)
 
@@ -76,9 +80,13 @@ class _Sequence:
 class FakeWorker:
     """Follows scheduler outputs as model runner V1 does: block ids are appended; resumed requests get a new table.
 
+    A state is that of all tokens before a step, in the block of the column that the step before ended in, or of the
+    last computed token where there was none; the step leaves it in the column that it ends in itself. That is what
+    vLLM's workers do where ``mamba_cache_mode`` is ``align``.
+
     Args:
         num_blocks, block_size: of the cache.
-        windows: of each KV cache group, None for one that keeps everything.
+        windows: of each KV cache group, None for one that keeps everything, ``STATE`` for one with states.
         num_drafts: drafted per request and step.
         num_lookahead: positions behind a step's tokens that the drafter writes, too; None for one without a cache.
         drafter_reads_ahead: whether the drafter's entry at a position depends on the token behind it (EAGLE).
@@ -101,6 +109,7 @@ class FakeWorker:
         self.memory = np.full((num_blocks, block_size), -1, np.int64)
         self.drafter_memory = np.full((num_blocks, block_size), -1, np.int64)
         self.num_copies = 0
+        self.num_zeroed = 0
         self.num_accepted = 0
         self.num_rejected = 0
         self._num_drafts = num_drafts
@@ -123,6 +132,9 @@ class FakeWorker:
             self._sequences.pop(request_id, None)
         # A connector may have to read blocks before they are written.
         transferred = self.connector and self.connector.load(output.kv_connector_metadata)
+        if output.new_block_ids_to_zero:
+            self.memory[output.new_block_ids_to_zero] = 0
+            self.num_zeroed += len(output.new_block_ids_to_zero)
         if output.kv_cache_block_copies:
             self._copy(output.kv_cache_block_copies)
         self._encoded.difference_update(output.free_encoder_mm_hashes)
@@ -170,6 +182,7 @@ class FakeWorker:
             new_ids = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
                 sequence.tables = [list(ids) for ids in new_ids]
+                sequence.state_column = None
                 # Tokens whose delivery was outstanding when the request was preempted count from now on.
                 sequence.tokens, sequence.states = [], []
                 sequence.extend(with_contents(list(requests[request_id].all_token_ids), sequence.features))
@@ -200,6 +213,9 @@ class FakeWorker:
     def _check_reads(self, request_id: str, num_computed: int) -> None:
         sequence = self._sequences[request_id]
         for group, window in enumerate(self._windows):
+            if window == STATE:
+                self._check_state(request_id, num_computed, group)
+                continue
             first = 0 if window is None else max(num_computed - window + 1, 0)
             blocks, offsets = self._slots(sequence, first, num_computed, group)
             states = self._contents(sequence.states[first:num_computed], group)
@@ -220,6 +236,17 @@ class FakeWorker:
                 f"{request_id}: the drafter's positions {wrong.tolist()} hold something else"
             )
 
+    def _check_state(self, request_id: str, num_computed: int, group: int) -> None:
+        sequence = self._sequences[request_id]
+        if num_computed:
+            last = (num_computed - 1) // self.block_size
+            column = last if sequence.state_column is None else sequence.state_column
+            block = sequence.tables[group][column]
+            wanted = self._contents(sequence.states[num_computed - 1 : num_computed], group)
+            assert block and self.memory[block, 0] == wanted, (
+                f"{request_id}: the state of {num_computed} tokens in group {group} is something else"
+            )
+
     def _write(self, request_id: str, start: int, count: int, drafts: list[int]) -> list[int]:
         sequence = self._sequences[request_id]
         end = start + count
@@ -232,9 +259,16 @@ class FakeWorker:
         for draft in drafts:
             states.append(chain(states[-1], draft))
         for group in range(len(self._windows)):
+            if self._windows[group] == STATE:
+                block = sequence.tables[group][-(-end // self.block_size) - 1]
+                assert block and not drafts, f"{request_id}: a state would be written to the null block"
+                self.memory[block] = -1
+                self.memory[block, 0] = self._contents(states[-1:], group)[0]
+                continue
             blocks, offsets = self._slots(sequence, start, end + len(drafts), group)
             assert blocks.all(), f"{request_id}: a position would be written to the null block"
             self.memory[blocks, offsets] = self._contents(states, group)
+        sequence.state_column = -(-end // self.block_size) - 1
         sampled: list[int] = []
         if end == len(sequence.tokens):
             sampled = self._sample(sequence, drafts)

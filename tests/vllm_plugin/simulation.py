@@ -14,7 +14,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -22,7 +28,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
 from rose_backend.vllm_plugin.scheduler.scheduler import RoseAsyncScheduler, RoseScheduler
 from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.fake_worker import VOCAB_SIZE, FakeWorker, expected_output, with_contents
+from tests.vllm_plugin.fake_worker import STATE, VOCAB_SIZE, FakeWorker, expected_output, with_contents
 
 MAX_MODEL_LEN = 160
 ITEM_PLACES = ((10, 23), (40, 9), (49, 16))
@@ -83,7 +89,7 @@ def make_simulation(
     Args:
         encoder_budget: positions of multimodal items that are encoded in a step, and kept, at most.
         connector: the worker's side of a KV connector; the scheduler's side, too, if it has one.
-        windows: of each KV cache group, None for one that keeps everything.
+        windows: of each KV cache group, None for one that keeps everything, ``STATE`` for one with states.
     """
     is_async = depth > 1 if is_async is None else is_async
     config = make_config(
@@ -99,6 +105,8 @@ def make_simulation(
     ]
     kv_cache_config = KVCacheConfig(num_blocks, [], groups)
     config.cache_config.num_gpu_blocks = num_blocks
+    if STATE in windows:
+        config.cache_config.mamba_cache_mode = "align"
     scheduler_class = RoseAsyncScheduler if is_async else RoseScheduler
     scheduler = scheduler_class(
         vllm_config=config,
@@ -131,6 +139,10 @@ def make_simulation(
 
 def _spec_of(window: int | None, block_size: int) -> Any:
     shape: dict[str, Any] = {"block_size": block_size, "num_kv_heads": 1, "head_size": 64}
+    if window == STATE:
+        return MambaSpec(
+            block_size=block_size, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
+        )
     if window is not None:
         return SlidingWindowSpec(**shape, dtype=torch.float32, sliding_window=window)
     return as_rose_spec(FullAttentionSpec(**shape, dtype=torch.float32))

@@ -379,8 +379,8 @@ def test_what_the_block_manager_does_not_serve_is_refused_by_name(
 @pytest.mark.parametrize(
     ("attribute", "feature"),
     [
-        ("is_hybrid", "hybrid and Mamba models"),
-        ("has_inner_state", "hybrid and Mamba models"),
+        ("is_hybrid", "hybrid models without prefix caching"),
+        ("has_inner_state", "Mamba models"),
         ("is_attention_free", "models without attention"),
         ("is_mm_prefix_lm", "attention in both directions within an image"),
     ],

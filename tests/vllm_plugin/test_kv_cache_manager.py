@@ -251,7 +251,9 @@ def test_requests_that_end_together_are_released_together(monkeypatch: pytest.Mo
     for name in ("commit", "free"):
         original = getattr(BlockManager, name)
         monkeypatch.setattr(
-            BlockManager, name, lambda *args, call=original: calls.append(len(args[1])) or call(*args)
+            BlockManager,
+            name,
+            lambda *args, call=original, **more: calls.append(len(args[1])) or call(*args, **more),
         )
     for request in requests:
         manager.free(request)

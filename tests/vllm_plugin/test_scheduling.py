@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.fake_worker import VOCAB_SIZE, expected_output
+from tests.vllm_plugin.fake_worker import STATE, VOCAB_SIZE, expected_output
 from tests.vllm_plugin.simulation import make_request, make_simulation, run_random_traffic
 
 
@@ -30,10 +30,14 @@ from tests.vllm_plugin.simulation import make_request, make_simulation, run_rand
         (16, 36, 8, {"windows": (None, 7, 60), "scheduling_policy": "priority", "watermark": 0.1}),
         (16, 28, 12, {"windows": (None, 33), "enable_prefix_caching": False}),
         (32, 30, 8, {"windows": (None, None, 33)}),
+        (16, 26, 8, {"windows": (None, STATE)}),
+        (16, 34, 8, {"windows": (STATE, None, STATE, STATE), "max_num_batched_tokens": 37}),
+        (16, 46, 8, {"windows": (STATE, None), "scheduling_policy": "priority", "watermark": 0.1}),
     ],
     ids=[
         *("small_blocks", "tight_pool_odd_chunks", "no_prefix_cache", "priority_watermark", "images"),
         *("window", "window_groups", "two_windows_priority", "window_no_prefix_cache", "two_full_groups"),
+        *("states", "state_groups", "states_priority"),
     ],
 )
 def test_no_step_reads_what_is_not_there(
@@ -60,7 +64,11 @@ def test_no_step_reads_what_is_not_there(
     if options.get("enable_prefix_caching", True):
         stats = simulation.manager.stats
         assert min(stats.hit_tokens, stats.partial_hits, stats.clones, stats.evictions) > 0, stats
-        assert simulation.worker.num_copies * stats.bytes_per_block == stats.bytes_cloned
+        has_states = STATE in options.get("windows", ())
+        copied = simulation.worker.num_copies * stats.bytes_per_block
+        # A request that is preempted in the step of its admission needs its state no more.
+        assert copied == stats.bytes_cloned or (has_states and 0 < copied < stats.bytes_cloned)
+        assert (stats.checkpoints > 0) == (simulation.worker.num_zeroed > 0) == has_states
     if num_blocks < 60:
         assert simulation.num_preemptions > 0
 

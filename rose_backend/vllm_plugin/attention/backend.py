@@ -25,6 +25,7 @@ from rose_backend.vllm_plugin.options import (
     CACHE_DTYPES,
     FLOAT8_DTYPES,
     appends_in_attention,
+    has_states,
     rose_options,
     uses_rose_manager,
 )
@@ -162,6 +163,9 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         if uses_rose_manager(vllm_config):
             # Here because layers are built before anybody asks them, or a drafter's, what they keep.
             apply_patch("windowed_layer_spec")
+            if has_states(vllm_config):
+                apply_patch("mamba2_state_spec")
+                apply_patch(f"block_copies_v{1 + vllm_config.use_v2_model_runner}")
         special = (alibi_slopes, sliding_window, self.logits_soft_cap, sinks)
         self.may_use_flash = (
             head_size == flash_attention.HEAD_SIZE

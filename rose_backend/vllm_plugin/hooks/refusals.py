@@ -15,6 +15,7 @@ from rose_backend.vllm_plugin.options import (
     check_retention_interval,
     has_kv_connector,
     has_sliding_windows,
+    has_states,
     why_windows_are_kept,
 )
 
@@ -61,6 +62,10 @@ def check_supported(vllm_config: VllmConfig, options: PluginConfig) -> None:
 
 def _model(attribute: str) -> Check:
     return lambda c: c.model_config is not None and bool(getattr(c.model_config, attribute))
+
+
+def _with_states(check: Check) -> Check:
+    return lambda c: has_states(c) and check(c)
 
 
 def _speculation(holds: Callable[[SpeculativeConfig], bool]) -> Check:
@@ -131,7 +136,24 @@ _ATTENTION_CHECKS: tuple[tuple[str, Check], ...] = (
     ),
 )
 _MANAGER_CHECKS: tuple[tuple[str, Check], ...] = (
-    ("hybrid and Mamba models", lambda c: _model("is_hybrid")(c) or _model("has_inner_state")(c)),
+    ("Mamba models", lambda c: _model("has_inner_state")(c) and not has_states(c)),
+    # Rose's hook has set it to True on GPUs where the user left it open.
+    (
+        "hybrid models, on GPUs unless --no-disable-hybrid-kv-cache-manager asks for it",
+        _with_states(lambda c: bool(c.scheduler_config.disable_hybrid_kv_cache_manager)),
+    ),
+    (
+        "hybrid models without prefix caching (--enable-prefix-caching, --mamba-cache-mode align)",
+        _with_states(lambda c: c.cache_config.mamba_cache_mode != "align"),
+    ),
+    ("hybrid models beside speculative decoding", _with_states(lambda c: c.speculative_config is not None)),
+    ("hybrid models beside a KV connector", _with_states(has_kv_connector)),
+    ("hybrid models beside KV cache events", _with_states(_has_events)),
+    (
+        "hybrid models beside pipeline parallelism",
+        _with_states(lambda c: c.parallel_config.pipeline_parallel_size > 1),
+    ),
+    ("hybrid models beside sliding windows", _with_states(has_sliding_windows)),
     ("models without attention", _model("is_attention_free")),
     # Rose's hook has set it to True where the user left it open.
     (

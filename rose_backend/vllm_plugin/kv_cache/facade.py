@@ -6,6 +6,7 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.metrics.stats import PrefixCacheStats
@@ -16,6 +17,9 @@ from rose_backend.vllm_plugin.kv_cache.blocks import HeldBlocks, RoseBlocks
 from rose_backend.vllm_plugin.plugin_logger import logger
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
     from vllm.v1.request import Request
 
     from rose_backend.vllm_plugin.kv_cache.groups import RoseGroups
@@ -47,8 +51,9 @@ class KVCacheFacade:
         exact_cached_tokens: bool,
     ) -> None:
         self._manager = manager
-        self._ended: list[tuple[int, Request, int]] = []
-        """Rows of requests that have ended, with the tokens that they had computed: released all at once, soon."""
+        self._ended: list[tuple[int, Request, int, bool]] = []
+        """Rows of requests that have ended, with the tokens that they had computed, and whether their states are kept:
+        released all at once, soon."""
         self.block_size = manager.block_size
         self.enable_caching = enable_caching
         self.log_stats = log_stats
@@ -76,6 +81,11 @@ class KVCacheFacade:
         return len(self.running.groups)
 
     @property
+    def has_states(self) -> bool:
+        """Whether layers of the model keep states."""
+        return self.running.groups.has_states
+
+    @property
     def usage(self) -> float:
         """Share of the pool in use, 0 to 1."""
         return self.manager.usage
@@ -94,6 +104,10 @@ class KVCacheFacade:
         """Return the ids of all blocks of a request, of each group."""
         ids: tuple[list[int], ...] = self.get_blocks(request_id).get_block_ids()
         return ids
+
+    def get_decode_rows(self, requests: Sequence[Request]) -> NDArray[Any]:
+        """Return the row of each running request, int64 ``[N]``, for ``running``."""
+        return np.array([self._row_of[request.request_id] for request in requests], np.int64)
 
     def truncate_computed_blocks(self, blocks: Any, num_computed_tokens: int) -> Any:
         """Return the first blocks of a hit, up to ``num_computed_tokens``, a multiple of the block size.
@@ -123,6 +137,13 @@ class KVCacheFacade:
     def estimate_cached_tokens(self, request: Request) -> int:
         """Return how many of a request's tokens later requests can reuse."""
         return min(request.num_computed_tokens, request.num_tokens) if self.enable_caching else 0
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Forget blocks of requests whose load failed: lookups no longer find them."""
+        self.manager.uncache(np.array(sorted(block_ids), np.int64))
+
+    def _num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
+        return self.manager.blocks_to_grow(self._row_of.get(request_id), num_tokens, self.running.num_at_once)
 
     def create_kv_cache_blocks(self, blocks: Any) -> Any:
         """Return vLLM's own container for blocks, the shared empty one for none."""
@@ -180,11 +201,14 @@ class KVCacheFacade:
             counters = ", ".join(f"{name} {count}" for name, count in self.manager.stats.as_dict().items())
             logger.info("Rose block manager since start-up: %s", counters)
 
-    # Called every step, without effect for attention: block zeroing, Mamba states
+    # Called every step
 
     def take_new_block_ids(self) -> list[int]:
-        """Return no blocks to zero: attention never reads what was not written."""
-        return []
+        """Return the blocks to zero: with states, all that were allocated for K/V; none otherwise.
+
+        What a state has left in a block may read as NaN, and attention multiplies what it masks by 0.
+        """
+        return self.manager.pool.take_new_kv_blocks().tolist() if self.has_states else []
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
         """Return no Mamba states."""

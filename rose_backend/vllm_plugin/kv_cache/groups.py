@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.v1.kv_cache_interface import SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from rose_backend.block_manager import NULL_BLOCK, GroupKind
 from rose_backend.errors import ConfigError
@@ -38,22 +38,51 @@ class RoseGroups:
     def __len__(self) -> int:
         return len(self.places)
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether there are groups with sliding windows."""
+        return any(kind.window is not None for kind in self.kinds)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there are groups of layers that keep a state, the last kind."""
+        return self.kinds[-1].is_state
+
     def in_order(self, by_kind: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
         """Return one array per group, in vLLM's order, of ``[groups of the kind, N]`` per kind."""
         return tuple(by_kind[kind][place] for kind, place in self.places)
 
     def blocks_of(self, manager: BlockManager, row: int, start: int, stop: int) -> tuple[NDArray[Any], ...]:
-        """Return the blocks of a row in columns ``start`` to ``stop``, int32 ``[N]`` for each group."""
+        """Return the blocks of a row in columns ``start`` to ``stop``, int32 ``[N]`` for each group.
+
+        Of a group with states it is the running state's block in every column: vLLM's workers take the state from one
+        column and write it to another as a row grows, and both are then the same.
+        """
         if len(self.places) == 1:
             return (manager.block_table[row, start:stop].copy(),)
-        return self.in_order(manager.group_block_ids(row, slice(start, stop)))
+        by_kind = manager.group_block_ids(row, slice(start, stop))
+        if manager.states is not None:
+            by_kind.append(np.repeat(manager.states.blocks_of(np.array([row])), stop - start, axis=1))
+        return self.in_order(by_kind)
+
+    def blocks_at(self, manager: BlockManager, rows: NDArray[Any], columns: NDArray[Any]) -> tuple[Any, ...]:
+        """Return the blocks of rows in one column each, int32 ``[N]`` for each group."""
+        by_kind = manager.group_block_ids(rows, columns)
+        if manager.states is not None:
+            by_kind.append(manager.states.blocks_of(rows))
+        return self.in_order(by_kind)
 
     def blocks_of_match(self, manager: BlockManager, match: PrefixMatch) -> tuple[NDArray[Any], ...]:
-        """Return the blocks of a match, int32 ``[N]`` for each group; the null block where its window has passed."""
+        """Return the blocks of a match, int32 ``[N]`` for each group; the null block where its window has passed.
+
+        Of a group with states it is the null block: a checkpoint is nobody's block, a row gets a copy.
+        """
         if len(self.places) == 1:
             return (match.block_ids,)
         by_kind = []
-        blocks = match.blocks_of_kinds(len(self.kinds) - 1)
+        blocks = match.blocks_of_kinds(len(self.kinds) - 1 - self.has_states)
+        if self.has_states:
+            blocks.append(match.block_ids[:0])
         for kind, block_ids in zip(self.kinds, blocks, strict=True):
             passed = np.full(len(match.block_ids) - len(block_ids), NULL_BLOCK, np.int32)
             with_passed = np.concatenate((passed, block_ids))
@@ -69,21 +98,25 @@ def the_rose_groups(kv_cache_config: KVCacheConfig) -> RoseGroups:
     """
     groups = kv_cache_config.kv_cache_groups
     specs = tuple(group.kv_cache_spec for group in groups)
-    windows = [_window_of(spec) for spec in specs]
+    kinds_of_specs = [_kind_of(spec) for spec in specs]
     block_sizes = {spec.block_size for spec in specs}
-    if None not in windows or 0 in windows or len(block_sizes) > 1:
-        kinds = ", ".join(type(spec).__name__ for spec in specs) or "none"
+    if GroupKind() not in kinds_of_specs or None in kinds_of_specs or len(block_sizes) > 1:
+        kinds = ", ".join(map(_describe, specs)) or "none"
         raise ConfigError(
-            "Rose's block manager serves KV cache groups of full ROSE attention, and of sliding windows beside them "
-            f"with the same block size; this model has {kinds} with block sizes {sorted(block_sizes)}; "
+            "Rose's block manager serves KV cache groups of full ROSE attention, and beside them, with the same block "
+            "size, groups of sliding windows and of states that workers neither speculate on nor keep themselves "
+            f"(mamba_cache_mode align); this model has {kinds} with block sizes {sorted(block_sizes)}; "
             f"{HAND_BACK_OPTION} gives block management back to vLLM"
         )
-    # The kind that keeps everything comes first.
-    sizes: list[int | None] = [None, *sorted({window for window in windows if window is not None})]
-    kinds_of_groups = [sizes.index(window) for window in windows]
+    # The kind that keeps everything comes first, states last.
+    distinct = sorted(
+        {kind for kind in kinds_of_specs if kind is not None},
+        key=lambda kind: (kind.is_state, kind.window or 0),
+    )
+    kinds_of_groups = [distinct.index(kind) for kind in kinds_of_specs if kind is not None]
     return RoseGroups(
         specs=specs,
-        kinds=tuple(GroupKind(window, windows.count(window)) for window in sizes),
+        kinds=tuple(replace(kind, num_groups=kinds_of_specs.count(kind)) for kind in distinct),
         places=tuple(
             (kind, kinds_of_groups[:index].count(kind)) for index, kind in enumerate(kinds_of_groups)
         ),
@@ -92,11 +125,25 @@ def the_rose_groups(kv_cache_config: KVCacheConfig) -> RoseGroups:
     )
 
 
-def _window_of(spec: Any) -> int | None:
-    """Return the window of a group with one, None for a group of full ROSE attention, 0 for any other."""
+def _kind_of(spec: Any) -> GroupKind | None:
+    """Return the kind of one group, or None if Rose's block manager does not serve it."""
     if type(spec) is SlidingWindowSpec and not spec.extra_retained_tokens:
-        return int(spec.sliding_window)
-    return None if is_rose_group(spec) else 0
+        return GroupKind(int(spec.sliding_window))
+    if isinstance(spec, MambaSpec):
+        # A worker that keeps states inside a prompt by itself writes them to columns that it expects to be others.
+        is_served = spec.mamba_cache_mode == "align" and not spec.num_speculative_blocks
+        return GroupKind(is_state=True) if is_served and not spec.num_prefill_checkpoint_blocks else None
+    return GroupKind() if is_rose_group(spec) else None
+
+
+def _describe(spec: Any) -> str:
+    name = type(spec).__name__
+    if not isinstance(spec, MambaSpec):
+        return name
+    return (
+        f"{name} ({spec.mamba_type.name}, {spec.mamba_cache_mode}, {spec.num_speculative_blocks} speculative and "
+        f"{spec.num_prefill_checkpoint_blocks} checkpoint blocks)"
+    )
 
 
 def block_bytes(group: KVCacheGroupSpec) -> int:
@@ -120,7 +167,11 @@ def check_pool_size(num_blocks: int, groups: RoseGroups, max_model_len: int, num
     needed = sum(
         kind.num_groups * min(kind.most_columns(num_at_once, groups.block_size), num_columns)
         for kind in groups.kinds
+        if not kind.is_state
     )
+    if groups.has_states:
+        # A running state, and the checkpoint that it is copied from.
+        needed += 2 * groups.kinds[-1].num_groups
     if usable < needed:
         raise ConfigError(
             f"KV cache pool: {usable} usable blocks of {groups.block_size} tokens cannot hold one sequence of "

@@ -33,6 +33,7 @@ from rose_backend.vllm_plugin.kv_cache.blocks import (
     HeldBlocks,
     RoseBlocks,
 )
+from rose_backend.vllm_plugin.kv_cache.checkpoints import DueCheckpoints, junction_of
 from rose_backend.vllm_plugin.kv_cache.events import KVEventLog
 from rose_backend.vllm_plugin.kv_cache.external_loads import ExternalLoads
 from rose_backend.vllm_plugin.kv_cache.facade import KVCacheFacade
@@ -44,9 +45,6 @@ from rose_backend.vllm_plugin.options import check_retention_interval
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 MIN_TOKENS_WORTH_COPYING = 4
@@ -120,6 +118,10 @@ class RoseKVCacheManager(KVCacheFacade):
         # Groups and limits are its attributes: with more than 30, Python reads each of an object more slowly.
         self.running = RunningRequests(manager, groups, max_num_seqs, num_at_once, self._commit)
         self._loads = ExternalLoads()
+        self.checkpoints: DueCheckpoints | None = None
+        """Where states are copied into the prefix cache; None without states."""
+        if groups.has_states and enable_caching:
+            self.checkpoints = DueCheckpoints(self.block_size, groups.kinds[-1].num_groups, full_blocks_only)
         self._is_flushed = False
         self._item_ids = ItemIds(self.block_size)
         self._prompts = PromptHashes(manager, self._item_ids)
@@ -149,6 +151,10 @@ class RoseKVCacheManager(KVCacheFacade):
         self._num_deferred_rows = self._num_deferred_blocks = 0
         self._last_lookup = None
         self.running.new_step_starts()
+        if self.checkpoints is not None and (rows := self.checkpoints.take_due()):
+            # Before the step that overwrites their states.
+            self._commit(rows)
+            self.manager.checkpoint(np.array(rows))
 
     def defers(self, request: Request) -> bool:
         """Whether a waiting request is deferred to the next step while later ones may be admitted.
@@ -177,7 +183,7 @@ class RoseKVCacheManager(KVCacheFacade):
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
     ) -> tuple[Any, int, int]:
-        """Return the longest cached prefix: blocks, number of tokens, and 0 (no states)."""
+        """Return the longest cached prefix: blocks, number of tokens, and where a checkpoint is missing, see there."""
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         _, match = self._look_up(request, max_cache_hit_length)
@@ -186,7 +192,7 @@ class RoseKVCacheManager(KVCacheFacade):
         return (
             RoseBlocks(self.running.groups.blocks_of_match(self.manager, match), match),
             match.num_tokens,
-            0,
+            junction_of(match) if self.checkpoints is not None else 0,
         )
 
     def _look_up(self, request: Request, max_tokens: int | None) -> tuple[HashedPrompt, PrefixMatch]:
@@ -291,12 +297,10 @@ class RoseKVCacheManager(KVCacheFacade):
             return None
         self._row_of[request.request_id] = row
         self.running.add(row, request, match.num_tokens)
+        if self.checkpoints is not None:
+            self.checkpoints.add(row, request, match)
         self._prompts.admit(request, prompt)
         return self.running.report(row)
-
-    def get_decode_rows(self, requests: Sequence[Request]) -> NDArray[Any]:
-        """Return the row of each running request, int64 ``[N]``, for ``running``."""
-        return np.array([self._row_of[request.request_id] for request in requests], np.int64)
 
     # Committing and freeing
 
@@ -347,30 +351,31 @@ class RoseKVCacheManager(KVCacheFacade):
         Several requests of one step are released together, before anything else is asked of the block manager.
         """
         if (detached := self._detach(request)) is not None:
-            row, num_certain = detached
-            self._ended.append((row, request, num_certain))
+            row, *known = detached
+            self._ended.append((row, request, *known))
 
     def _release_ended(self) -> None:
         ended, self._ended = self._ended, []
-        rows, requests, ends = map(list, zip(*ended, strict=True))
+        rows, requests, ends, keep_state = map(list, zip(*ended, strict=True))
         if self.enable_caching:
             self._commit_up_to(rows, requests, ends)
-        self.manager.free(np.array(rows))
+        self.manager.free(np.array(rows), states_are_known=np.array(keep_state))
 
     def pop_blocks_for_free(self, request: Request) -> list[Any]:
         """As ``free``, but the blocks are released only when ``block_pool.free_blocks`` gets the returned list."""
         if (detached := self._detach(request)) is None:
             return []
-        row, num_certain = detached
+        row, num_certain, keeps_state = detached
         if self.enable_caching:
             self._commit_up_to([row], [request], [num_certain])
-        return [HeldBlocks(functools.partial(self._free_row, row))]
+        return [HeldBlocks(functools.partial(self._free_row, row, keeps_state=keeps_state))]
 
-    def _detach(self, request: Request) -> tuple[int, int] | None:
+    def _detach(self, request: Request) -> tuple[int, int, bool] | None:
         """Take the row of a request that ends away from it, if it has one.
 
         Returns:
-            The row, and how many of its tokens may be committed. vLLM sets a preempted request back behind this call.
+            The row, how many of its tokens may be committed, and whether its state is of just these and worth keeping.
+            vLLM sets a preempted request back behind this call.
         """
         self._prompts.drop(request.request_id)
         row = self._row_of.pop(request.request_id, None)
@@ -379,17 +384,12 @@ class RoseKVCacheManager(KVCacheFacade):
         num_certain = 0 if self._loads.cover(row, request) else _num_certain_tokens(request)
         self.running.remove(row)
         self._loads.end(row)
-        return row, num_certain
+        # A state cannot be cut to the tokens that are known.
+        keeps_state = self.checkpoints is not None and self.checkpoints.remove(row, num_certain)
+        return row, num_certain, keeps_state and num_certain == request.num_computed_tokens
 
-    def evict_blocks(self, block_ids: set[int]) -> None:
-        """Forget blocks of requests whose load failed: lookups no longer find them."""
-        self.manager.uncache(np.array(sorted(block_ids), np.int64))
-
-    def _free_row(self, row: int) -> None:
-        self.manager.free(np.array([row]))
-
-    def _num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
-        return self.manager.blocks_to_grow(self._row_of.get(request_id), num_tokens, self.running.num_at_once)
+    def _free_row(self, row: int, *, keeps_state: bool = False) -> None:
+        self.manager.free(np.array([row]), states_are_known=np.array([keeps_state]))
 
 
 def _num_certain_tokens(request: Request) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from rose_backend.block_manager import BlockManager, PrefixMatch
+from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin.kv_cache.item_ids import NEVER_SHARED, ItemIds, has_items
 
 if TYPE_CHECKING:
@@ -154,9 +155,25 @@ def wrap_preprocess_add_request(original: Callable[..., Any]) -> Callable[..., A
         # Only here, behind the engine's start: its manager says whether it reads these hashes.
         if self.request_block_hasher is not None and not _reads_block_hashes(self.scheduler):
             self.request_block_hasher = None
+        if getattr(request, "resumable", False):
+            _check_session(self)
         return original(self, request)
 
     return preprocess_add_request
+
+
+def _check_session(engine: EngineCore) -> None:
+    """Refuse one request whose turns take back a token that a state has seen; vLLM answers it with an error.
+
+    Raises:
+        ConfigError: says what would serve it.
+    """
+    manager = getattr(engine.scheduler, "kv_cache_manager", None)
+    if engine.async_scheduling and getattr(manager, "has_states", False):
+        raise ConfigError(
+            "streaming input: this model keeps states, which cannot be set back behind a turn's last token; "
+            "--no-async-scheduling serves it"
+        )
 
 
 def _reads_block_hashes(scheduler: Any) -> bool:

@@ -40,7 +40,7 @@ class RunningRequests:
     ) -> None:
         self.groups = groups
         self.num_at_once = num_at_once
-        self._has_windows = len(groups.kinds) > 1
+        self._has_windows = groups.has_windows
         self._commit = commit
         self.requests: dict[int, Request] = {}
         """The request of each row, in order of admission."""
@@ -145,8 +145,7 @@ class RunningRequests:
         if len(self.groups) == 1:
             block_at = self._manager.block_table.item
             return [([block_at(row, count - 1)],) for row, count in zip(rows, counts, strict=True)]
-        last_columns = np.array(counts) - 1
-        blocks = self.groups.in_order(self._manager.group_block_ids(row_array, last_columns))
+        blocks = self.groups.blocks_at(self._manager, row_array, np.array(counts) - 1)
         return [
             tuple([block] for block in of_row)
             for of_row in zip(*(each.tolist() for each in blocks), strict=True)

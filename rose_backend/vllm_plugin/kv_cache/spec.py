@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -64,6 +65,19 @@ def wrap_get_kv_cache_spec(original: OwnSpec) -> OwnSpec:
         if _speaks_for_the_others(self, vllm_config):
             _log_once(describe_windows(vllm_config, original, reason))
         return spec if reason is None else _kept_whole(spec, vllm_config.cache_config.block_size)
+
+    return get_kv_cache_spec
+
+
+def wrap_get_state_spec(original: OwnSpec) -> OwnSpec:
+    """Build the replacement of ``MambaMixer2.get_kv_cache_spec``; see the patch ledger."""
+
+    @functools.wraps(original)
+    def get_kv_cache_spec(self: Any, vllm_config: VllmConfig) -> KVCacheSpec | None:
+        spec = original(self, vllm_config)
+        if not isinstance(spec, MambaSpec) or not uses_rose_manager(vllm_config):
+            return spec
+        return replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
 
     return get_kv_cache_spec
 

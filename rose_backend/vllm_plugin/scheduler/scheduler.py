@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-
 _ROWS_WITH_CONNECTOR = 4
 """Requests that hold blocks for each that may run: one more, when rows are short, waits for others to be sent."""
 
@@ -106,6 +105,18 @@ class BatchedScheduling(Scheduler):
         ready: bool = super()._handle_blocked_waiting_request(request)
         return ready and not self.kv_cache_manager.defers(request)
 
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """Cut a chunk of a prompt where a checkpoint is due; vLLM cuts at the ends of blocks."""
+        start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+        stop = self.kv_cache_manager.checkpoints.stop_behind(request, start)
+        return min(stop - start, num_new_tokens) if stop else num_new_tokens
+
     def _schedule_batched(self) -> SchedulerOutput | None:
         """Schedule decodes at once and the rest by vLLM's code; or return None having changed nothing."""
         batch = self._next_batch()
@@ -165,6 +176,7 @@ class BatchedScheduling(Scheduler):
             has_structured_output_requests=batch.has_grammar,
             pending_structured_output_tokens=batch.lacks_grammar_tokens,
             kv_cache_block_copies=copies or None,
+            new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
             ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
         )
         if encoded := self._encoded_items(batch):

@@ -1,0 +1,87 @@
+"""Where checkpoints of states are due in the prompts of running requests.
+
+Recurrent layers have the state of one length at a time, so a later request can only start where a copy was made. Copies
+are made at the end of a prompt, where an answer or the next turn of a conversation follows; where a prompt leaves what
+others have computed before it (a *junction*), as more may share that much; and on the way through long prompts, at
+their last block's end, too, as vLLM does, for what only a question follows. A request that ends leaves its last state
+behind without a copy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from rose_backend.block_manager import PrefixMatch
+
+MIN_TOKENS_WORTH_A_CHECKPOINT = 64
+"""A checkpoint saves computing the tokens behind the one before again; copying it costs as much as so few."""
+TOKENS_BETWEEN_CHECKPOINTS = 2_048
+"""In long prompts, at the end of the first chunk that is so far behind the last one."""
+_SHARE_OF_SIZE = 4
+"""Where nobody has shown yet that a checkpoint is of use, it has to save a quarter of the tokens whose K/V would fit
+into its blocks. Questions on one document, for example, would fill the pool with states that nothing follows."""
+
+
+def junction_of(match: PrefixMatch) -> int:
+    """Return how many leading tokens others have computed of a prompt, without a state at their end; 0 if too few."""
+    num_known = match.num_known_tokens
+    return num_known if num_known - match.num_tokens >= MIN_TOKENS_WORTH_A_CHECKPOINT else 0
+
+
+class DueCheckpoints:
+    """Where running requests are to leave checkpoints, by row.
+
+    Args:
+        block_size: tokens per block.
+        num_groups: with states.
+        full_blocks_only: whether lookups find checkpoints at the ends of blocks only.
+    """
+
+    def __init__(self, block_size: int, num_groups: int, full_blocks_only: bool) -> None:
+        self._block_size, self._full_blocks_only = block_size, full_blocks_only
+        self._min_tokens_kept = num_groups * block_size // _SHARE_OF_SIZE
+        self._min_tokens = max(MIN_TOKENS_WORTH_A_CHECKPOINT, self._min_tokens_kept)
+        self._last: dict[int, int] = {}
+        """Length of each row's last checkpoint, the one that it started from or 0."""
+        self._prefills: dict[int, tuple[Request, int, tuple[int, ...]]] = {}
+        """Rows whose prompts are being computed: the request, its junction, and where else a checkpoint may be due."""
+
+    def stop_behind(self, request: Request, start: int) -> int:
+        """Return where a step that computes a request from ``start`` has to end at the latest; 0 for anywhere."""
+        stops = (request.shared_prefix_boundary, self._last_block_end(request))
+        return min((stop for stop in stops if stop > start), default=0)
+
+    def _last_block_end(self, request: Request) -> int:
+        """Return the end of the last block of a request's known tokens; 0 if a step behind it is not worth it."""
+        num_tokens = request.num_tokens
+        end: int = (num_tokens - 1) // self._block_size * self._block_size
+        is_apart = self._full_blocks_only or num_tokens - end >= MIN_TOKENS_WORTH_A_CHECKPOINT
+        return end if is_apart and end >= self._min_tokens else 0
+
+    def add(self, row: int, request: Request, match: PrefixMatch) -> None:
+        """Note a request that was just admitted."""
+        self._last[row] = match.num_tokens
+        self._prefills[row] = request, junction_of(match), (self._last_block_end(request), request.num_tokens)
+
+    def remove(self, row: int, num_computed: int) -> bool:
+        """Forget a request that has ended; return whether its last state, of so many tokens, is worth keeping."""
+        self._prefills.pop(row, None)
+        return num_computed - self._last.pop(row) >= self._min_tokens_kept
+
+    def take_due(self) -> list[int]:
+        """Return the rows whose computed tokens end where a checkpoint is due, each once."""
+        due = []
+        for row, (request, junction, ends) in list(self._prefills.items()):
+            num_computed = request.num_computed_tokens
+            distance = num_computed - self._last[row]
+            is_end = num_computed in ends and distance >= self._min_tokens
+            is_due = is_end or num_computed == junction or distance >= TOKENS_BETWEEN_CHECKPOINTS
+            if is_due and distance > 0 and num_computed <= ends[-1]:
+                due.append(row)
+                self._last[row] = num_computed
+            if num_computed >= ends[-1]:
+                del self._prefills[row]
+        return due
