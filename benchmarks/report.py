@@ -24,9 +24,10 @@ from benchmarks.reports.text import LABELS, Result, grouped, markdown, milliseco
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
-DRAWN_RESULTS = ("cpu/block_manager.json", "h200/online_compare.json")
+DRAWN_RESULTS = ("cpu/block_manager.json", "cpu/state_hits.json", "h200/online_compare.json")
 COMMITS = {
     "dbf7e5cc16e90cd1": "130f14d",
+    "477a964889da4655": "d676a55",
     "0960b50e02957936": "fca7de6",
     "46beff57b023f1fb": "891e8cf",
     "94facc4f88991104": "52107a4",
@@ -100,6 +101,7 @@ TABLES = {
     "vllm_parts": Table("inside_vllm", "h200/vllm_parts.json", engines.parts_table),
     "block_manager": Table("parts", "cpu/block_manager.json", parts.block_manager_table),
     "prefix_hits": Table("parts", "cpu/prefix_hits.json", parts.prefix_hits_table),
+    "state_hits": Table("parts", "cpu/state_hits.json", parts.state_hits_table),
     "kv_cow_clone": Table("parts", "h200/kv_cow_clone_float16.json", parts.variants_table),
     "kv_append": Table("parts", "h200/kv_append.json", parts.variants_table),
     "kernels": Table("parts", "h200/kernels.json", parts.kernels_table),

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.online.timeline import METRICS
 from benchmarks.reports.serving import figure_name, points, requests_per_s
-from benchmarks.reports.text import LABELS, Result
+from benchmarks.reports.text import LABELS, Result, grouped
 
 COST_PANELS = {
     "pool_size": ("num_blocks", "blocks in the pool"),
@@ -73,7 +73,7 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
         axis.fill_between(x, low, high, color=COLOURS[name], alpha=0.2)
         for values in dots:
             axis.plot(x, values, "o", color=COLOURS[name], markerfacecolor="none")
-    axis.set(**labels, yscale="log")
+    axis.set(**{"yscale": "log", **labels})
 
 
 def cost_curve(result: Result, scene: str, side: str) -> dict[str, list[float]]:
@@ -129,4 +129,23 @@ def _latencies(result: Result) -> dict[str, tuple[str, list[Panel]]]:
     return found
 
 
-DRAW = {"block_manager": _costs, "online_compare": _latencies}
+def _state_hits(result: Result) -> dict[str, tuple[str, list[Panel]]]:
+    """Return the share of prompt tokens that both managers found over the size of the pool, for each trace."""
+    panels = []
+    for trace, cases in grouped(result["points"], "trace").items():
+        curves = {}
+        for name, side in {"Rose": "rose", "vLLM": "vllm"}.items():
+            line = [100 * case[side]["hit_tokens"] / case["prompt_tokens"] for case in cases]
+            curves[name] = {
+                "x": [100 * case["share"] for case in cases],
+                "line": line,
+                "low": line,
+                "high": line,
+            }
+        labels = {"title": trace, "xlabel": "% of the blocks that vLLM fills", "ylabel": "% of prompt tokens"}
+        panels.append((labels | {"yscale": "linear"}, curves))
+    title = "Prefix hits with Qwen3.5's KV cache groups: one of attention, three of states"
+    return {"state_hits": (title, panels)}
+
+
+DRAW = {"block_manager": _costs, "online_compare": _latencies, "state_hits": _state_hits}

@@ -15,6 +15,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from rose_backend.vllm_plugin.kv_cache.checkpoints import MIN_TOKENS_WORTH_A_CHECKPOINT
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
 from tests.e2e.conftest import MakeEngine
 from tests.e2e.test_vllm_features import inputs_of, scheduler_of
@@ -102,14 +103,21 @@ def test_heads_are_found_to_the_token_from_the_third_request_on(make_engine: Mak
         for index, (tokens, head) in enumerate(zip(case.prompts, case.heads, strict=True)):
             (output,) = engine.generate([tokens], GREEDY)
             assert case.differences([index], [output]) == []
-            assert output.num_cached_tokens == (HEADS[head] if num_seen[head] > 1 else 0)
+            # Less only where the end of a wide block is so close to the head's that a state behind it is not worth it.
+            least = HEADS[head] - (0 if case.name == "LFM2" else MIN_TOKENS_WORTH_A_CHECKPOINT - 1)
+            assert num_seen[head] < 2 or least <= output.num_cached_tokens <= HEADS[head]
+            assert num_seen[head] or not output.num_cached_tokens
             num_seen[head] += 1
         assert min(num_seen) > 3 and engine.manager.stats.checkpoints > 0
 
-        # The next turn of a conversation starts where the last answer ended; its last token was never computed.
+        # The next turn of a conversation starts where the last answer ended; its last token was never computed. A short
+        # answer's state is not kept where it takes the memory of more than four times as many tokens.
+        size = (len(kinds) - 1) * groups[0].kv_cache_spec.block_size
         tokens, answer = case.prompts[0], [token for token, _ in case.expected[0]]
         (output,) = engine.generate([(*tokens, *answer, 7, 8, 9)], GREEDY)
-        assert output.num_cached_tokens == len(tokens) + len(answer) - 1
+        is_kept = len(answer) - 1 >= size // 4
+        assert output.num_cached_tokens == len(tokens) + (len(answer) - 1 if is_kept else 0)
+        assert is_kept == (case.name == "LFM2")
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -37,6 +37,8 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from tests.support.tiny_checkpoint import write_random_gpt2_124m, write_tokenizer
@@ -261,6 +263,25 @@ def write_random_qwen3_5(path: str | Path, seed: int = 0) -> Path:
         linear_num_value_heads=4,
     )
     return write_random(Qwen3_5ForCausalLM, config, Path(path), seed, dtype=torch.bfloat16)
+
+
+def write_random_qwen3_next(path: str | Path, seed: int = 0) -> Path:
+    """Write a checkpoint as Qwen3-Next's: layers as Qwen3.5's, and experts."""
+    linear = "linear_attention"
+    config = Qwen3NextConfig(
+        **_SMALL | {"head_dim": 256},
+        num_hidden_layers=4,
+        layer_types=[linear, linear, linear, "full_attention"],
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+    )
+    return write_random(Qwen3NextForCausalLM, config, Path(path), seed, dtype=torch.bfloat16)
 
 
 def write_random_gpt2_124m_half(path: str | Path) -> Path:
