@@ -185,7 +185,10 @@ def test_register_touches_only_what_the_ledger_names(fresh: dict[str, Any]) -> N
     step_graph = {name for name in LEDGER if name.startswith("step_graph_")}
     others = {
         *(
+            "block_copies_v1",
+            "block_copies_v2",
             "decode_graphs",
+            "mamba2_state_spec",
             "merged_outputs",
             "output_statistics",
             "request_block_hashes",
