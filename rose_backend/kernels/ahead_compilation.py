@@ -56,13 +56,36 @@ class AheadCompilation:
 
     def wait_for(self, *names: str) -> None:
         """Wait for the kernels of these names only."""
+        self._wait_for(lambda name: name in names)
+
+    def wait_for_others(self, *names: str, progress: Progress = lambda kernels, total: iter(kernels)) -> None:
+        """Wait for all kernels but those of these names.
+
+        Raises:
+            ConfigError: as ``wait``.
+        """
+        self._wait_for(lambda name: name not in names, progress)
+        self._why_some_failed()
+
+    def _wait_for(
+        self,
+        is_wanted: Callable[[str], bool],
+        progress: Progress = lambda kernels, total: iter(kernels),
+    ) -> None:
         if self._pool is None:
             return
-        left = sum(source.name in names for source in self._sources)
-        left -= sum(kernel.source.name in names for kernel in self.kernels)
-        while left and (kernel := next(self._finished, None)) is not None:
+        num_left = sum(is_wanted(source.name) for source in self._sources)
+        num_left -= sum(is_wanted(kernel.source.name) for kernel in self.kernels)
+        for _ in progress(self._finish(is_wanted, num_left), num_left):
+            pass
+
+    def _finish(self, is_wanted: Callable[[str], bool], num_left: int) -> Iterator[CompiledKernel]:
+        """Take what is finished until ``num_left`` wanted kernels are; yield these."""
+        while num_left and (kernel := next(self._finished, None)) is not None:
             self.kernels.append(kernel)
-            left -= kernel.source.name in names
+            if is_wanted(kernel.source.name):
+                num_left -= 1
+                yield kernel
 
     def wait(self, progress: Progress = lambda kernels, total: iter(kernels)) -> str | None:
         """Wait for the last kernel.
@@ -78,11 +101,17 @@ class AheadCompilation:
         pool, self._pool = self._pool, None
         self.kernels += progress(self._finished, len(self._sources) - len(self.kernels))
         pool.close()
-        failed = [kernel for kernel in self.kernels if kernel.error is not None]
-        if failed:
-            check_cache_is_writable()
-            return f"{len(failed)} failed, the first is {failed[0].source.name}: {failed[0].error}"
+        failure = self._why_some_failed()
+        if failure is not None:
+            return failure
         if pool.failure is None and all(kernel.has_launcher for kernel in self.kernels):
             for start in self._starts:
                 start.note(self.kernels)
         return pool.failure
+
+    def _why_some_failed(self) -> str | None:
+        failed = [kernel for kernel in self.kernels if kernel.error is not None]
+        if not failed:
+            return None
+        check_cache_is_writable()
+        return f"{len(failed)} failed, the first is {failed[0].source.name}: {failed[0].error}"

@@ -11,7 +11,10 @@ from rose_backend.kernels.reference import sampler as reference
 from rose_backend.kernels.sampling_tensors import SampleOutput, SamplingTensors
 from rose_backend.kernels.tensor_checks import check_tensors
 
-__all__ = ["SampleOutput", "SamplingTensors", "advance_rows", "sample", "sample_unfused"]
+__all__ = ["SAMPLER_KERNELS", "SampleOutput", "SamplingTensors", "advance_rows", "sample", "sample_unfused"]
+
+SAMPLER_KERNELS = ("_choose_kernel", "_scan_kernel")
+"""All that ``sample`` launches on a GPU."""
 
 
 def sample(

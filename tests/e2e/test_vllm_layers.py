@@ -24,12 +24,12 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from rose_backend.kernels import pack_linear
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.recorded_launches import KernelSource, record_launches
+from rose_backend.kernels.sampler import SAMPLER_KERNELS
 from rose_backend.layers.linear import Linear, Norm
 from rose_backend.vllm_plugin import pending_kernels
 from rose_backend.vllm_plugin.attention.recorded_steps import recorded_steps
 from rose_backend.vllm_plugin.models import decoder
 from rose_backend.vllm_plugin.models.recorded_operations import recorded_layer
-from rose_backend.vllm_plugin.sampler.draw_graphs import DRAW_KERNELS
 from tests.e2e.conftest import MakeEngine
 from tests.e2e.test_vllm_features import inputs_of, scheduler_of
 from tests.e2e.test_vllm_kv_connectors import files_below
@@ -234,7 +234,7 @@ def test_what_steps_launch_on_a_gpu_is_compiled_ahead(
     assert model._layers[0].qkv.packed is not None
     missing = [source for source in launched if source not in ahead]
     assert not missing, missing
-    assert {source.name for source in ahead if source not in launched} <= set(DRAW_KERNELS)
+    assert {source.name for source in ahead if source not in launched} <= set(SAMPLER_KERNELS)
 
 
 @pytest.mark.parametrize("checkpoint", ["qwen3"], indirect=True)

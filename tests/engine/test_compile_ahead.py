@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,21 @@ import pytest
 from rose_backend.cli import main
 from rose_backend.config import EngineConfig
 from rose_backend.engine.startup import compile_ahead
-from rose_backend.engine.startup.compile_ahead import compile_starts, record_start, warm_cache
+from rose_backend.engine.startup.compile_ahead import (
+    compile_starts,
+    record_start,
+    wait_for_forward_kernels,
+    wait_for_kernels,
+    warm_cache,
+)
+from rose_backend.engine.startup.padding import launch_everything
 from rose_backend.errors import ConfigError, ModelError
 from rose_backend.kernels import ahead_compilation
+from rose_backend.kernels.ahead_compilation import AheadCompilation
 from rose_backend.kernels.compilation_pool import CompiledKernel
 from rose_backend.kernels.gpu_properties import GpuProperties
-from rose_backend.kernels.recorded_launches import KernelSource
+from rose_backend.kernels.recorded_launches import KernelSource, RecordedLaunches, record_launches
+from rose_backend.kernels.sampler import SAMPLER_KERNELS
 
 H100 = GpuProperties((9, 0), 132)
 QWEN3 = {
@@ -159,6 +170,47 @@ def test_a_second_start_looks_for_nothing(tiny_model_path: Path, pool: type[Pool
         assert not compile_starts(tiny_model_path, [changed], gpu).is_over
 
 
+def test_a_forward_pass_does_not_wait_for_the_sampler(
+    tiny_model_path: Path, pool: type[Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def last_sampler(self: Pool) -> list[CompiledKernel]:
+        return sorted(finished(self), key=lambda kernel: kernel.source.name in SAMPLER_KERNELS)
+
+    finished = pool.finished
+    monkeypatch.setattr(pool, "finished", last_sampler)
+    config = EngineConfig(model="m", max_num_batched_tokens=2048, max_num_seqs=2)
+    compilation = compile_starts(tiny_model_path, [config], H100)
+    wait_for_forward_kernels(compilation)
+    names = [kernel.source.name for kernel in compilation.kernels]
+    assert names and not set(names) & set(SAMPLER_KERNELS) and not compilation.is_over
+    wait_for_forward_kernels(compilation)
+    assert len(compilation.kernels) == len(names)
+    assert compilation.wait() is None
+    left = {kernel.source.name for kernel in compilation.kernels[len(names) :]}
+    assert left == set(SAMPLER_KERNELS)
+
+
+def test_the_sampler_is_launched_last(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+
+    def launch(*args: Any) -> None:
+        launch_everything(*args, before_draws=lambda: launched.extend(each.name for each in recorded.sources))
+
+    @contextmanager
+    def record(gpu: GpuProperties) -> Iterator[RecordedLaunches]:
+        nonlocal recorded
+        with record_launches(gpu) as recorded:
+            yield recorded
+
+    recorded: RecordedLaunches
+    monkeypatch.setattr(compile_ahead, "launch_everything", launch)
+    monkeypatch.setattr(compile_ahead, "record_launches", record)
+    config = EngineConfig(model="m", max_num_batched_tokens=2048, max_num_seqs=2)
+    everything = [source.name for source in record_start(tiny_model_path, config, H100)]
+    assert set(SAMPLER_KERNELS) < set(everything) and not set(SAMPLER_KERNELS) & set(launched)
+    assert "_paged_decode_kernel" in launched
+
+
 def test_failures_are_reported_and_not_noted(
     tiny_model_path: Path, pool: type[Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,15 +224,20 @@ def test_failures_are_reported_and_not_noted(
     assert not compile_starts(tiny_model_path, configs, H100).is_over
 
 
+@pytest.mark.parametrize("wait", [wait_for_forward_kernels, wait_for_kernels])
 def test_a_cache_that_cannot_be_written_is_an_error(
-    tiny_model_path: Path, pool: type[Pool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tiny_model_path: Path,
+    pool: type[Pool],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    wait: Callable[[AheadCompilation], Any],
 ) -> None:
     configs = [EngineConfig(model="m", max_num_batched_tokens=2048, max_num_seqs=2)]
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(pool, "error", "NotADirectoryError")
     with pytest.raises(ConfigError, match="TRITON_CACHE_DIR"):
-        compile_starts(tiny_model_path, configs, H100).wait()
+        wait(compile_starts(tiny_model_path, configs, H100))
 
 
 def test_warmup_notes_starts_online_and_offline(

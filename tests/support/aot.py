@@ -211,13 +211,16 @@ def _is_aligned(value: Any, param: Any) -> bool:
 
 def _read_report(log: str, compiled: Any) -> Resources:
     registers = re.search(r"Used (\d+) registers", log)
-    stack = re.search(r"(\d+) bytes stack frame", log)
+    # Of the kernel and of each function that it calls.
+    stacks = re.findall(r"(\d+) bytes stack frame", log)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
-    assert registers and stack and len(spills) == 2, f"the assembler's report cannot be read: {log!r}"
+    assert registers and stacks and len(spills) == 2 * len(stacks), (
+        f"the assembler's report cannot be read: {log!r}"
+    )
     return Resources(
         registers=int(registers.group(1)),
         shared_bytes=compiled.metadata.shared,
         spill_bytes=sum(map(int, spills)),
-        stack_bytes=int(stack.group(1)),
+        stack_bytes=sum(map(int, stacks)),
         ptx=compiled.asm["ptx"],
     )

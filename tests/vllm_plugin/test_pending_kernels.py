@@ -18,11 +18,11 @@ from rose_backend.kernels.gpu.paged_decode import DecodeLoops
 from rose_backend.kernels.gpu.rotary import RotationSizes
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.recorded_launches import KernelSource
+from rose_backend.kernels.sampler import SAMPLER_KERNELS
 from rose_backend.vllm_plugin import pending_kernels
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.attention.recorded_steps import step_sizes
-from rose_backend.vllm_plugin.sampler.draw_graphs import DRAW_KERNELS
 from tests.support.llama_checkpoints import write_checkpoint
 from tests.vllm_plugin.conftest import MakeConfig
 
@@ -72,7 +72,7 @@ def record(make_config: MakeConfig, layer: dict[str, Any] | None = None, **optio
 def test_all_parts_are_recorded(make_config: MakeConfig) -> None:
     dtype = torch.get_default_dtype()
     recorded = record(make_config)
-    assert set(recorded) == ATTENTION_KERNELS | set(DRAW_KERNELS) | GPT2_KERNELS
+    assert set(recorded) == ATTENTION_KERNELS | set(SAMPLER_KERNELS) | GPT2_KERNELS
     # One for each length of prompts that prefill attention is tuned for.
     assert recorded["_paged_prefill_kernel"] > 3
     assert torch.get_default_dtype() is dtype
@@ -142,7 +142,7 @@ def test_layers_are_recorded_with_the_attention_they_are_around(
             return pending_kernels.record(config, made, H200)
 
     sources = recorded()
-    assert {source.name for source in sources} == ATTENTION_KERNELS | set(DRAW_KERNELS) | LAYER_KERNELS
+    assert {source.name for source in sources} == ATTENTION_KERNELS | set(SAMPLER_KERNELS) | LAYER_KERNELS
     kinds = [kind_of(source) for source in sources if source.name == "_paged_decode_kernel"]
     # Few decodes rotate on their way, more of them do not, and mixed steps do not begin early either.
     has_norm = case == "qwen3"
@@ -150,12 +150,12 @@ def test_layers_are_recorded_with_the_attention_they_are_around(
     # A rank's products are the library's.
     ranks = {source.name for source in recorded(tensor_parallel_size=2)}
     embedding = {"_embed_tokens_kernel"}
-    assert ranks | embedding == ATTENTION_KERNELS | set(DRAW_KERNELS) | LAYER_KERNELS - {
+    assert ranks | embedding == ATTENTION_KERNELS | set(SAMPLER_KERNELS) | LAYER_KERNELS - {
         "small_batch_linear_kernel"
     }
     off = {"fused_add_layernorm": False, "fused_mlp": False}
     assert {source.name for source in recorded(additional_config={"rose": off})} == (
-        ATTENTION_KERNELS | set(DRAW_KERNELS)
+        ATTENTION_KERNELS | set(SAMPLER_KERNELS)
     )
 
 
@@ -204,10 +204,10 @@ def test_the_first_layer_begins_and_launches_wait(make_config: MakeConfig, pool:
     for _ in range(3):
         make_layer(config)
     assert len(pending_kernels._pending) == 1 and pool.num_finished == 0
-    pending_kernels.wait_for_kernels(*DRAW_KERNELS)
+    pending_kernels.wait_for_kernels(*SAMPLER_KERNELS)
     num_finished = pool.num_finished
     assert num_finished > 0
-    pending_kernels.wait_for_kernels(*DRAW_KERNELS)
+    pending_kernels.wait_for_kernels(*SAMPLER_KERNELS)
     assert pool.num_finished == num_finished
     RoseAttentionMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
     assert pending_kernels._pending == [] and pool.num_finished > num_finished

@@ -5,6 +5,7 @@ Which kernels those are is found by running the start itself on tensors without 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from rose_backend.kernels.ahead_compilation import AheadCompilation
 from rose_backend.kernels.compilation_pool import CompiledKernel, CompleteStarts
 from rose_backend.kernels.gpu_properties import GpuProperties, gpu_properties
 from rose_backend.kernels.recorded_launches import KernelSource, record_launches
+from rose_backend.kernels.sampler import SAMPLER_KERNELS
 from rose_backend.models.base import CausalLM
 from rose_backend.models.registry import load_model
 from rose_backend.models.weights import CONFIG_FILE, resolve_model_path
@@ -83,7 +85,20 @@ def compile_starts(
 
 def wait_for_kernels(compilation: AheadCompilation) -> str | None:
     """Wait and show progress; see ``AheadCompilation.wait``."""
-    return compilation.wait(lambda kernels, total: show_progress("compiling kernels", kernels, total=total))
+    return compilation.wait(_show_progress)
+
+
+def wait_for_forward_kernels(compilation: AheadCompilation) -> None:
+    """Wait for what a forward pass launches, and show progress; the sampler's kernels take longest.
+
+    Raises:
+        ConfigError: as ``AheadCompilation.wait``.
+    """
+    compilation.wait_for_others(*SAMPLER_KERNELS, progress=_show_progress)
+
+
+def _show_progress(kernels: Iterable[CompiledKernel], total: int) -> Iterator[CompiledKernel]:
+    return show_progress("compiling kernels", kernels, total=total)
 
 
 def record_start(directory: Path, config: EngineConfig, gpu: GpuProperties) -> list[KernelSource]:

@@ -51,14 +51,18 @@ def launch_everything(
     model: PaddedModel,
     captures_graphs: bool,
     part: Callable[[str], contextlib.AbstractContextManager[None]] = lambda name: contextlib.nullcontext(),
+    before_draws: Callable[[], None] = lambda: None,
 ) -> None:
     """Launch each kernel that a step can launch, on padding, and capture the graphs.
 
     Args:
         part: entered around each part of the work, given its name.
+        before_draws: called before the first of the sampler's kernels is launched.
     """
     with part("kernels"):
         warm_kernels(model)
+    before_draws()
+    with part("sampler"):
         runner.warm_up_draws()
         if not captures_graphs:
             runner.decoder.warm_up()

@@ -3,6 +3,9 @@
 ``filters`` is (top_k or 0, top_p, min_p) and ``draws`` is (seed, position), numbers of this row. ``row_max`` is its
 largest score, ``group_keys`` are the keys (see ``ordered_key``) of the largest scores of its groups. ``source``, slices
 and groups: see ``vocab_tiles.py``.
+
+What few rows need is called, not inlined: a pass of Triton's compiler takes time that grows faster than a function, and
+this kernel is what an engine's first start waits for.
 """
 
 from __future__ import annotations
@@ -193,7 +196,7 @@ def _gather_candidates(
     return num_candidates, tl.sum(weights).to(tl.float64)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _choose_among_candidates(
     num_candidates,
     row_max,
@@ -223,7 +226,7 @@ def _choose_among_candidates(
     return token
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _choose_by_rejection(
     row_max,
     source,
@@ -260,7 +263,7 @@ def _choose_by_rejection(
     return token
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _kth_largest_key_of_row(row_max, source, k, lowest, vocab_size, TILE: tl.constexpr):
     """As ``kth_largest_key``, for all scores of a row."""
     low, high = lowest.to(tl.int64), ordered_key(row_max).to(tl.int64) + 1

@@ -63,7 +63,7 @@ def _places_of(flags):
     return tl.reshape(tl.join(before_pair, before_pair + evens), [4 * QUADS])
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def choose_among_few(num_candidates, row_max, top_k, top_p, draws, scratch, FEW: tl.constexpr):
     """Draw one of at most ``FEW`` candidates, which are all that the filters may keep; ``top_k`` is not 0."""
     seed, position = draws

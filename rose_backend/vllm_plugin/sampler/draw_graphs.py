@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from rose_backend.kernels.sampler import SAMPLER_KERNELS
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
 from rose_backend.vllm_plugin.sampler.sampler_v1 import draw, is_sampler_chosen, why_vllm_draws
 
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
 
 MAX_LOGITS_BYTES = 64 << 20
 """Of float32 logits that graphs read: 333 rows of 50,257 tokens, 110 of 151,936. With more the device is the limit."""
-
-DRAW_KERNELS = ("_choose_kernel", "_scan_kernel")
-"""All of Rose's that a draw launches."""
 
 PARAMETERS = ("temperature", "min_p", "top_k", "top_p", "seeds")
 """Of vLLM's ``SamplingStates``, all that a draw takes."""
@@ -90,7 +88,7 @@ class DrawGraphs:
         from rose_backend.kernels.gpu_properties import is_recording
 
         if not is_recording():
-            wait_for_kernels(*DRAW_KERNELS)
+            wait_for_kernels(*SAMPLER_KERNELS)
         self._graphs.capture(reversed(self.sizes))
 
     def take_parameters(self) -> None:
