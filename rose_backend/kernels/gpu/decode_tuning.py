@@ -127,15 +127,14 @@ def _grouped_tuning(wanted: int, num_processors: int) -> DecodeTuning:
             num_stages=3,
             early_tiles=1,
         )
-    is_many = wanted > 8 * num_processors
     return DecodeTuning(
         tile=32,
         min_split=128,
         num_programs=3 * num_processors,
         use_dot=True,
-        num_warps=2 if is_many else 4,
+        num_warps=2 if wanted > 6 * num_processors else 4,
         num_stages=3,
-        early_tiles=0 if is_many else 1,
+        early_tiles=1 if wanted <= 8 * num_processors else 0,
     )
 
 

@@ -199,10 +199,11 @@ def _wide_to_narrow(block_m: int, depth: int) -> LinearConfig | None:
         return LinearConfig(32, 64, 256, 2, num_stages=4, weights_left=True, use_tma=True, is_early=False)
     if block_m <= 32:
         return None
+    if block_m == 64:
+        return LinearConfig(64, 32, 128, 4 if depth > 2048 else 1, num_stages=8, use_tma=True)
     if block_m == 256 and depth <= 2048:
-        return LinearConfig(64, 64, 128, num_stages=6, use_tma=True, is_early=False)
-    parts = 256 // block_m if depth > 2048 else 1
-    return LinearConfig(64, 32, 128, parts, num_stages=8, use_tma=True, is_early=block_m <= 128)
+        return LinearConfig(64, 64, 128, num_stages=6, use_tma=True)
+    return LinearConfig(64, 32, 256, num_stages=4, use_tma=True, is_early=depth <= 2048)
 
 
 def _wide_few_rows(block_m: int, num_columns: int, depth: int) -> LinearConfig:
@@ -219,7 +220,7 @@ def _wide_few_rows(block_m: int, num_columns: int, depth: int) -> LinearConfig:
 
 def _wide_many_rows(num_rows: int, num_columns: int, depth: int) -> LinearConfig:
     """Take the largest tiles of which there are enough, and halve the depth of deep ones to have more."""
-    wanted = 96 if num_rows <= 128 and depth <= _LONG else _WANTED_PROGRAMS
+    wanted = 96 if depth <= _LONG else _WANTED_PROGRAMS
     largest = ((128, 128), (128, 64), (128, 32) if num_rows <= 128 else (64, 64), (64, 32))
     for block_m, block_n in largest:
         programs = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
@@ -237,5 +238,5 @@ def _wide_many_rows(num_rows: int, num_columns: int, depth: int) -> LinearConfig
         num_warps=8 if is_largest else 4,
         num_stages=3 if is_largest else 4,
         use_tma=True,
-        is_early=False,
+        is_early=depth <= _LONG and block_n > 32,
     )
