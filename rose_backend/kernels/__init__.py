@@ -22,6 +22,7 @@ Letters that shapes are written in, everywhere in this package:
 ``NB``  KV blocks in the cache
 ``BS``  tokens per KV block
 ``MB``  width of the block table
+``G``   KV cache groups of a model
 ``W``   block-table columns that a request uses
 ``N``   entries of a list: pairs of a clone plan, stored tokens, steps of a history
 ``V``   vocabulary; ``V'`` with padding rows behind it

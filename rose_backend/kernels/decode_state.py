@@ -16,7 +16,6 @@ class DecodeState:
     total_lens: torch.Tensor  # [MR] int32, prompt and output
     token_ids: torch.Tensor  # [MR, S] int32, of prompt and output
     output_counts: torch.Tensor | None  # [MR, V] int32, of each token in the output
-    block_table: torch.Tensor  # [MR, MB] int32
 
 
 @dataclass(frozen=True)
@@ -26,9 +25,48 @@ class DecodeInputs:
     input_ids: torch.Tensor  # [T] int32
     positions: torch.Tensor  # [T] int64
     seq_lens: torch.Tensor  # [T] int32, with the new token
-    num_computed_tokens: torch.Tensor  # [T] int32, -1 without a request
     query_start_loc: torch.Tensor  # [T + 1] int32
     is_padding: torch.Tensor  # [T] bool
+    request_slots: torch.Tensor  # [T] int32, ``padding_slot`` without a request
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """The blocks of requests in one KV cache group, by slot, and what its layers read in a step, by row."""
+
+    state_table: torch.Tensor  # [MR, MB] int32, the block table of each slot
     block_table: torch.Tensor  # [T, MB] int32
     slot_mapping: torch.Tensor  # [T] int64, KV slot of the new token
-    request_slots: torch.Tensor  # [T] int32, ``padding_slot`` without a request
+    num_computed_tokens: torch.Tensor  # [T] int32, -1 without a request
+    block_size: int
+    """Tokens per block."""
+
+
+class DecodeGroups:
+    """All KV cache groups of a model, which a step's layers read. Addresses stay: captured graphs hold them.
+
+    Args:
+        groups: one or more. Widths of block tables and block sizes may differ.
+    """
+
+    def __init__(self, *groups: DecodeGroup) -> None:
+        self.groups = groups
+        # Kernels find any number of groups in it.
+        self.places: torch.Tensor = torch.tensor(  # [G, 8] int64
+            [_place_of(group) for group in groups], device=groups[0].state_table.device
+        )
+        """Of each group: address and row stride of ``state_table``, of ``block_table``, its width, the addresses of
+        ``slot_mapping`` and ``num_computed_tokens``, and the block size. Strides in elements."""
+
+
+def _place_of(group: DecodeGroup) -> tuple[int, ...]:
+    return (
+        group.state_table.data_ptr(),
+        group.state_table.stride(0),
+        group.block_table.data_ptr(),
+        group.block_table.stride(0),
+        group.block_table.shape[1],
+        group.slot_mapping.data_ptr(),
+        group.num_computed_tokens.data_ptr(),
+        group.block_size,
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from rose_backend.kernels.decode_state import DecodeInputs, DecodeState
+from rose_backend.kernels.decode_state import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState
 from rose_backend.kernels.tensor_checks import check_tensors
 
 NO_SLOT = -1
@@ -20,60 +20,105 @@ def begin_steady_decode(
     slots: torch.Tensor,  # [R] int64
     state: DecodeState,
     inputs: DecodeInputs,  # written, the first R rows
+    groups: DecodeGroups,  # written, the first R rows, but for the state's block tables
     *,
-    block_size: int,
     padding_slot: int,
 ) -> None:
     """Write the inputs of a step that computes the last token of each row.
 
-    Of a block table only the blocks that the step reads are copied; the row of a row without a request becomes 0.
+    Of a block table only the blocks that the step may read are copied, the null block in columns that a sliding window
+    has passed; the row of a row without a request becomes 0.
 
     Args:
         slots: of each row; -1 behind the last request.
-        block_size: tokens per KV block.
         padding_slot: in ``request_slots`` of rows without a request.
 
     Raises:
         ShapeError: shapes or dtypes disagree.
     """
     num_rows = len(slots)
-    sizes = check_tensors(
+    check_tensors(
         slots=(slots, "R", torch.int64),
         num_computed_tokens=(state.num_computed_tokens, "MR", torch.int32),
         last_tokens=(state.last_tokens, "MR", torch.int64),
-        block_table=(state.block_table, "MR MB", torch.int32),
         input_ids=(inputs.input_ids[:num_rows], "R", torch.int32),
         positions=(inputs.positions[:num_rows], "R", torch.int64),
         seq_lens=(inputs.seq_lens[:num_rows], "R", torch.int32),
-        inputs_num_computed_tokens=(inputs.num_computed_tokens[:num_rows], "R", torch.int32),
         query_start_loc=(inputs.query_start_loc[1 : num_rows + 1], "R", torch.int32),
         is_padding=(inputs.is_padding[:num_rows], "R", torch.bool),
-        inputs_block_table=(inputs.block_table[:num_rows], "R MB", torch.int32),
-        slot_mapping=(inputs.slot_mapping[:num_rows], "R", torch.int64),
         request_slots=(inputs.request_slots[:num_rows], "R", torch.int32),
     )
+    for index, group in enumerate(groups.groups):
+        _check_group(slots, state, group, index)
     if slots.is_cuda:
         from rose_backend.kernels.gpu import steady_decode as gpu
 
-        return gpu.begin_steady_decode(slots, state, inputs, block_size, padding_slot)
+        return gpu.begin_steady_decode(slots, state, inputs, groups, padding_slot)
     is_real = slots != NO_SLOT
     known = slots.clamp(min=0)
     computed = torch.where(is_real, state.num_computed_tokens[known], -1)
-    inputs.num_computed_tokens[:num_rows] = computed
     inputs.seq_lens[:num_rows] = computed + 1
     inputs.positions[:num_rows] = computed.clamp(min=0)
     inputs.input_ids[:num_rows] = torch.where(is_real, state.last_tokens[known], 0)
     inputs.query_start_loc[1 : num_rows + 1] = is_real.cumsum(0)
     inputs.is_padding[:num_rows] = ~is_real
     inputs.request_slots[:num_rows] = torch.where(is_real, slots, padding_slot)
-    column = inputs.positions[:num_rows] // block_size
-    table = state.block_table[known]
-    is_read = torch.arange(sizes["MB"], device=slots.device) <= column[:, None]
-    keep = inputs.block_table[:num_rows]
+    for group in groups.groups:
+        _begin_group(slots, computed, group)
+    return None
+
+
+def _check_group(slots: torch.Tensor, state: DecodeState, group: DecodeGroup, index: int) -> None:
+    num_rows = len(slots)
+    tensors = {
+        "state_table": (group.state_table, "MR MB", torch.int32),
+        "block_table": (group.block_table[:num_rows], "R MB", torch.int32),
+        "slot_mapping": (group.slot_mapping[:num_rows], "R", torch.int64),
+        "num_computed_tokens": (group.num_computed_tokens[:num_rows], "R", torch.int32),
+    }
+    check_tensors(
+        slots=(slots, "R"),
+        last_tokens=(state.last_tokens, "MR"),
+        **{f"{name} of group {index}": spec for name, spec in tensors.items()},
+    )
+
+
+def _begin_group(slots: torch.Tensor, computed: torch.Tensor, group: DecodeGroup) -> None:
+    num_rows = len(slots)
+    is_real = slots != NO_SLOT
+    group.num_computed_tokens[:num_rows] = computed
+    positions = computed.clamp(min=0).long()
+    column = positions // group.block_size
+    table = group.state_table[slots.clamp(min=0)]
+    is_read = torch.arange(table.shape[1], device=slots.device) <= column[:, None]
+    keep = group.block_table[:num_rows]
     keep.copy_(torch.where(is_real[:, None], torch.where(is_read, table, keep), 0))
     block = table.gather(1, column[:, None]).squeeze(1).long()
-    kv_slot = block * block_size + inputs.positions[:num_rows] % block_size
-    inputs.slot_mapping[:num_rows] = torch.where(is_real, kv_slot, NO_SLOT)
+    kv_slot = block * group.block_size + positions % group.block_size
+    group.slot_mapping[:num_rows] = torch.where(is_real, kv_slot, NO_SLOT)
+
+
+def write_block_ids(
+    writes: torch.Tensor,  # [3, N] int64
+    groups: DecodeGroups,  # written, the state's block tables
+) -> None:
+    """Write block ids into the state's block tables, which are contiguous.
+
+    Args:
+        writes: of each entry the group, its place in the group's table, ``slot * width + column``, and the block. No
+            place twice.
+
+    Raises:
+        ShapeError: shapes or dtypes disagree.
+    """
+    check_tensors(writes=(writes[0], "N", torch.int64), places=(writes[1], "N"), blocks=(writes[2], "N"))
+    if writes.is_cuda:
+        from rose_backend.kernels.gpu import steady_decode as gpu
+
+        return gpu.write_block_ids(writes, groups)
+    for index, group in enumerate(groups.groups):
+        _, places, blocks = writes[:, writes[0] == index]
+        group.state_table.view(-1).scatter_(0, places, blocks.int())
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -9,13 +10,26 @@ import pytest
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.decode_state import DecodeInputs, DecodeState
-from rose_backend.kernels.steady_decode import NO_SLOT, begin_steady_decode, end_steady_decode
+from rose_backend.kernels.decode_state import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState
+from rose_backend.kernels.steady_decode import (
+    NO_SLOT,
+    begin_steady_decode,
+    end_steady_decode,
+    write_block_ids,
+)
 
 NUM_SLOTS, VOCAB_SIZE, MAX_LEN = 9, 23, 200
 POISON = 77
 SHAPES = [(0, 0), (1, 1), (1, 4), (3, 3), (5, 8), (0, 3)]
 """Requests and rows."""
+BLOCK_SIZES: dict[str, tuple[int, ...]] = {
+    "one group": (16,),
+    "wide blocks": (48,),
+    "two groups": (16, 16),
+    "two sizes": (16, 48),
+    "seven groups": (16, 16, 32, 16, 48, 16, 16),
+}
+"""Tokens per block of each group."""
 
 
 @dataclass
@@ -25,25 +39,44 @@ class Case:
     slots: torch.Tensor
     state: DecodeState
     inputs: DecodeInputs
+    groups: DecodeGroups
     tokens: torch.Tensor
-    block_size: int
 
     def begin(self) -> None:
-        begin_steady_decode(
-            self.slots, self.state, self.inputs, block_size=self.block_size, padding_slot=NUM_SLOTS
-        )
+        begin_steady_decode(self.slots, self.state, self.inputs, self.groups, padding_slot=NUM_SLOTS)
 
     def copy(self) -> Case:
-        return replace(self, state=_copy(self.state), inputs=_copy(self.inputs))
+        return replace(
+            self, state=_copy(self.state), inputs=_copy(self.inputs), groups=copy_of_groups(self.groups)
+        )
+
+    def tensors(self) -> dict[str, Any]:
+        """All that a step reads and writes, by name."""
+        named = {**vars(self.state), **vars(self.inputs)}
+        for index, group in enumerate(self.groups.groups):
+            named |= {f"{name} of group {index}": value for name, value in vars(group).items()}
+        return named
+
+
+def copy_of_groups(groups: DecodeGroups, **changed: Any) -> DecodeGroups:
+    return DecodeGroups(*(replace(_copy(group), **changed) for group in groups.groups))
 
 
 def _copy(tensors: Any) -> Any:
     values = {each.name: getattr(tensors, each.name) for each in fields(tensors)}
-    return type(tensors)(**{name: None if value is None else value.clone() for name, value in values.items()})
+    copies = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()
+    }
+    return type(tensors)(**copies)
 
 
 def make_case(
-    num_requests: int, num_rows: int, *, block_size: int = 16, counts: bool = True, device: str = "cpu"
+    num_requests: int,
+    num_rows: int,
+    *,
+    block_sizes: Sequence[int] = (16,),
+    counts: bool = True,
+    device: str = "cpu",
 ) -> Case:
     generator = torch.Generator().manual_seed(100 * num_requests + num_rows)
 
@@ -53,10 +86,9 @@ def make_case(
     def poison(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.full(shape, POISON, device=device).to(dtype)
 
-    width = -(-MAX_LEN // block_size)
     computed = random(MAX_LEN - 1, NUM_SLOTS)
     # Positions at both ends of a block, and the first of all.
-    computed[:4] = torch.tensor([0, block_size - 1, block_size, MAX_LEN - 2], device=device)
+    computed[:4] = torch.tensor([0, block_sizes[-1] - 1, block_sizes[-1], MAX_LEN - 2], device=device)
     slots = torch.randperm(NUM_SLOTS, generator=generator)[:num_requests]
     rows = torch.full((num_rows,), NO_SLOT)
     rows[:num_requests] = slots
@@ -66,48 +98,71 @@ def make_case(
         total_lens=computed + 1,
         token_ids=random(VOCAB_SIZE, NUM_SLOTS, MAX_LEN),
         output_counts=random(5, NUM_SLOTS, VOCAB_SIZE) if counts else None,
-        block_table=random(1000, NUM_SLOTS, width) + 1,
     )
     size = num_rows + 2
     inputs = DecodeInputs(
         input_ids=poison(size),
         positions=poison(size, dtype=torch.int64),
         seq_lens=poison(size),
-        num_computed_tokens=poison(size),
         query_start_loc=torch.cat((poison(1) * 0, poison(size))),
         is_padding=poison(size, dtype=torch.bool),
-        block_table=poison(size, width),
-        slot_mapping=poison(size, dtype=torch.int64),
         request_slots=poison(size),
     )
+    groups = []
+    for index, block_size in enumerate(block_sizes):
+        width = -(-MAX_LEN // block_size) + index
+        table = random(1000, NUM_SLOTS, width) + 1
+        if index:
+            # Columns that a window has passed are the null block, never the one that the new token goes to.
+            first = (computed - 20 * index).clamp(min=0) // block_size
+            table[torch.arange(width, device=device) < first[:, None]] = 0
+        groups.append(
+            DecodeGroup(
+                state_table=table,
+                block_table=poison(size, width),
+                slot_mapping=poison(size, dtype=torch.int64),
+                num_computed_tokens=poison(size),
+                block_size=block_size,
+            )
+        )
     tokens = random(VOCAB_SIZE, num_rows, dtype=torch.int64)
-    return Case(rows.to(device), state, inputs, tokens, block_size)
+    return Case(rows.to(device), state, inputs, DecodeGroups(*groups), tokens)
 
 
 def check_begin(before: Case, after: Case) -> None:
     """Hold every element of every tensor to what the rows say."""
-    expected, state, block_size = _copy(before.inputs), before.state, before.block_size
+    expected, state = _copy(before.inputs), before.state
     num_requests = sum(slot != NO_SLOT for slot in before.slots.tolist())
     for row, slot in enumerate(before.slots.tolist()):
         is_real = slot != NO_SLOT
         computed = int(state.num_computed_tokens[slot]) if is_real else -1
-        num_blocks = computed // block_size + 1 if is_real else 0
         expected.input_ids[row] = state.last_tokens[slot] if is_real else 0
         expected.positions[row] = max(computed, 0)
         expected.seq_lens[row] = computed + 1
-        expected.num_computed_tokens[row] = computed
         expected.query_start_loc[row + 1] = row + 1 if is_real else num_requests
         expected.is_padding[row] = not is_real
         expected.request_slots[row] = slot if is_real else NUM_SLOTS
-        if is_real:
-            expected.block_table[row, :num_blocks] = state.block_table[slot, :num_blocks]
-            block = int(state.block_table[slot, num_blocks - 1])
-            expected.slot_mapping[row] = block * block_size + computed % block_size
-        else:
-            expected.block_table[row] = 0
-            expected.slot_mapping[row] = NO_SLOT
     _assert_equal(after.inputs, expected)
     _assert_equal(after.state, before.state)
+    assert len(after.groups.groups) == len(before.groups.groups)
+    for index, group in enumerate(before.groups.groups):
+        _assert_equal(after.groups.groups[index], _group_after(before, group))
+
+
+def _group_after(before: Case, group: DecodeGroup) -> DecodeGroup:
+    expected: DecodeGroup = _copy(group)
+    for row, slot in enumerate(before.slots.tolist()):
+        if slot == NO_SLOT:
+            expected.num_computed_tokens[row] = expected.slot_mapping[row] = -1
+            expected.block_table[row] = 0
+            continue
+        computed = int(before.state.num_computed_tokens[slot])
+        num_blocks = computed // group.block_size + 1
+        expected.num_computed_tokens[row] = computed
+        expected.block_table[row, :num_blocks] = group.state_table[slot, :num_blocks]
+        block = int(group.state_table[slot, num_blocks - 1])
+        expected.slot_mapping[row] = block * group.block_size + computed % group.block_size
+    return expected
 
 
 def check_end(before: Case, after: Case) -> None:
@@ -128,8 +183,10 @@ def check_end(before: Case, after: Case) -> None:
 def _assert_equal(actual: Any, expected: Any) -> None:
     for each in fields(expected):
         got, wanted = getattr(actual, each.name), getattr(expected, each.name)
-        assert (got is None) == (wanted is None), each.name
-        assert got is None or torch.equal(got, wanted), each.name
+        if isinstance(wanted, torch.Tensor):
+            assert torch.equal(got, wanted), each.name
+        else:
+            assert got == wanted, each.name
 
 
 def check_both_ends(case: Case) -> None:
@@ -142,10 +199,45 @@ def check_both_ends(case: Case) -> None:
     _assert_equal(case.inputs, before.inputs)
 
 
-@pytest.mark.parametrize("block_size", [16, 48])
+def random_writes(case: Case, num_writes: int) -> tuple[torch.Tensor, DecodeGroups]:
+    """Return entries at different places of all groups, and the tables that they must leave."""
+    generator = torch.Generator().manual_seed(num_writes)
+    expected = copy_of_groups(case.groups)
+    entries = []
+    for index, group in enumerate(expected.groups):
+        table = group.state_table
+        for place in torch.randperm(table.numel(), generator=generator)[:num_writes].tolist():
+            block = int(torch.randint(1, 1 << 20, (), generator=generator))
+            entries.append((index, place, block))
+            table[place // table.shape[1], place % table.shape[1]] = block
+    order = torch.randperm(len(entries), generator=generator)[:, None].expand(-1, 3)
+    entries_there = torch.tensor(entries, dtype=torch.int64).view(-1, 3).gather(0, order)
+    return entries_there.t().contiguous().to(case.slots.device), expected
+
+
+def check_groups(actual: DecodeGroups, expected: DecodeGroups) -> None:
+    for got, wanted in zip(actual.groups, expected.groups, strict=True):
+        _assert_equal(got, wanted)
+
+
+@pytest.mark.parametrize("block_sizes", BLOCK_SIZES.values(), ids=BLOCK_SIZES)
 @pytest.mark.parametrize(("num_requests", "num_rows"), SHAPES)
-def test_both_ends_of_a_step(num_requests: int, num_rows: int, block_size: int) -> None:
-    check_both_ends(make_case(num_requests, num_rows, block_size=block_size))
+def test_both_ends_of_a_step(num_requests: int, num_rows: int, block_sizes: tuple[int, ...]) -> None:
+    check_both_ends(make_case(num_requests, num_rows, block_sizes=block_sizes))
+
+
+@pytest.mark.parametrize("block_sizes", BLOCK_SIZES.values(), ids=BLOCK_SIZES)
+@pytest.mark.parametrize("num_writes", [0, 1, 40])
+def test_block_ids_go_to_their_groups(num_writes: int, block_sizes: tuple[int, ...]) -> None:
+    case = make_case(2, 3, block_sizes=block_sizes)
+    writes, expected = random_writes(case, num_writes)
+    write_block_ids(writes, case.groups)
+    check_groups(case.groups, expected)
+
+
+def test_writes_of_another_type_are_refused() -> None:
+    with pytest.raises(ShapeError, match="writes"):
+        write_block_ids(torch.zeros(3, 2, dtype=torch.int32), make_case(1, 1).groups)
 
 
 def test_outputs_need_not_be_counted() -> None:
@@ -165,13 +257,19 @@ def test_steps_follow_each_other() -> None:
     assert seen[1:] == [(case.tokens[:4] + step).tolist() for step in range(4)]
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [("inputs", "positions"), ("inputs", "block_table"), ("state", "last_tokens")],
-)
+@pytest.mark.parametrize(("owner", "name"), [("inputs", "positions"), ("state", "last_tokens")])
 def test_wrong_tensors_are_refused(owner: str, name: str) -> None:
     case = make_case(2, 3)
     tensors = getattr(case, owner)
     wrong = getattr(tensors, name)[..., :1].bool()
     with pytest.raises(ShapeError, match=name):
         replace(case, **{owner: replace(tensors, **{name: wrong})}).begin()
+
+
+@pytest.mark.parametrize("name", ["state_table", "block_table", "slot_mapping", "num_computed_tokens"])
+def test_wrong_tensors_of_a_group_are_refused(name: str) -> None:
+    case = make_case(2, 3, block_sizes=(16, 16))
+    right, last = case.groups.groups
+    wrong = replace(last, **{name: getattr(last, name)[..., :1].bool()})
+    with pytest.raises(ShapeError, match="of group 1"):
+        replace(case, groups=DecodeGroups(right, wrong)).begin()

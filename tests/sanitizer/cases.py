@@ -11,9 +11,9 @@ import torch
 from rose_backend import kernels
 from rose_backend.kernels import advance_rows, embed_tokens
 from rose_backend.kernels.sampling_tensors import SamplingTensors
-from rose_backend.kernels.steady_decode import end_steady_decode
+from rose_backend.kernels.steady_decode import end_steady_decode, write_block_ids
 from tests.kernels.test_sample import make_params, random_case
-from tests.kernels.test_steady_decode import make_case
+from tests.kernels.test_steady_decode import make_case, random_writes
 from tests.support.paged_inputs import PagedInputs, build_paged_inputs
 
 Case = Callable[[str], list[torch.Tensor]]
@@ -270,12 +270,17 @@ def step_ends(device: str) -> list[torch.Tensor]:
     ]
 
 
-def steady_decode(device: str) -> list[torch.Tensor]:
-    """Both ends of a decode step over slots, with rows that have no request."""
-    case = make_case(5, 7, device=device)
-    case.begin()
-    end_steady_decode(case.slots, case.tokens, case.state)
-    return [*vars(case.inputs).values(), *vars(case.state).values()]
+def steady_decode(*block_sizes: int) -> Case:
+    """Both ends of a decode step over slots, with rows that have no request, and block ids written in front."""
+
+    def run(device: str) -> list[torch.Tensor]:
+        case = make_case(5, 7, block_sizes=block_sizes, device=device)
+        write_block_ids(random_writes(case, 40)[0], case.groups)
+        case.begin()
+        end_steady_decode(case.slots, case.tokens, case.state)
+        return [value for value in case.tensors().values() if isinstance(value, torch.Tensor)]
+
+    return run
 
 
 GPT2 = {"num_query_heads": 12, "num_kv_heads": 12, "head_size": 64, "block_size": 16, "dtype": HALF}
@@ -322,7 +327,8 @@ CASES: dict[str, Case] = {
     "sampler, large": sampler(3, 50_257),
     "greedy": greedy,
     "ends of a step": step_ends,
-    "steady decode": steady_decode,
+    "steady decode": steady_decode(16),
+    "steady decode, groups": steady_decode(16, 48, 16),
     "head, 2 rows": head(2, 1009),
     "head, 70 rows": head(70, 5003),
 }

@@ -37,7 +37,7 @@ from vllm.v1.request import Request
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.watermarking.gpu_sampler import GPUWatermarkSampler
-from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+from vllm.v1.worker.gpu import attn_utils, cudagraph_utils, model_runner
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
@@ -45,6 +45,7 @@ from vllm.v1.worker.gpu.sample.min_p import apply_min_p
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.utils import AttentionGroup
 
 from rose_backend.layers.rotary import RotaryOptions, rotary_table
 from rose_backend.vllm_plugin.attention.backend import (
@@ -236,9 +237,25 @@ def test_block_tables_hold_what_steady_steps_write() -> None:
     source = inspect.getsource(BlockTables.append_block_ids)
     assert "self.num_blocks.np[i, req_index] = end" in source and "stage_write(req_index, start, " in source
     assert "self.num_blocks.copy_to_uva()" in inspect.getsource(BlockTables.apply_staged_writes)
+    assert "for i in range(self.num_kv_cache_groups):" in source and "block_ids = new_block_ids[i]" in source
     assert "self.block_tables.apply_staged_writes()" in inspect.getsource(
         model_runner.GPUModelRunner.execute_model
     )
+
+
+def test_steady_steps_find_the_tables_and_builders_of_each_kv_cache_group() -> None:
+    source = inspect.getsource(BlockTables.__init__)
+    for name in ("block_sizes", "num_kv_cache_groups", "block_tables", "input_block_tables", "slot_mappings"):
+        assert f"self.{name}" in source, f"BlockTables has no {name}"
+    assert BlockTables.redirect_writes_to_null_block is False
+    # One after the other in all of them.
+    source = inspect.getsource(attn_utils.build_attn_metadata)
+    for part in ("block_tables[i]", "slot_mappings[i]", "for attn_group in attn_groups[i]:"):
+        assert part in source, f"build_attn_metadata has no {part}"
+    names = {"kv_cache_spec", "kernel_block_size", "metadata_builders"}
+    assert names <= set(AttentionGroup.__dataclass_fields__)
+    group = AttentionGroup(object, [], MagicMock(), 0, metadata_builders=["first", "of another microbatch"])
+    assert group.get_metadata_builder() == "first"
 
 
 def test_samplers_call_what_rose_puts_in_its_place_with_the_same_arguments() -> None:

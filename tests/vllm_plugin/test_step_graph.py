@@ -14,7 +14,8 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 from rose_backend.errors import IntegrityError
-from rose_backend.vllm_plugin.step_graph import runner_hooks
+from rose_backend.kernels.steady_decode import write_block_ids
+from rose_backend.vllm_plugin.step_graph import runner_hooks, steady_steps
 from rose_backend.vllm_plugin.step_graph.steady_choice import FIELDS_OF_PROMPTS, why_step_is_not_steady
 from rose_backend.vllm_plugin.step_graph.steady_output import NUM_BUFFERS
 from rose_backend.vllm_plugin.step_graph.steady_steps import SteadySteps
@@ -22,6 +23,13 @@ from rose_backend.vllm_plugin.step_graph.step_counts import STEPS
 
 MAX_REQS, MAX_LEN, VOCAB_SIZE, BLOCK_SIZE, WIDTH = 8, 64, 31, 4, 16
 SIZES = (1, 2, 4, 8)
+GROUPS: dict[str, tuple[tuple[int, int | None, int], ...]] = {
+    "one group": ((BLOCK_SIZE, None, 1),),
+    "one group, two shapes": ((BLOCK_SIZE, None, 2),),
+    "windows": ((BLOCK_SIZE, None, 1), (BLOCK_SIZE, 9, 1), (BLOCK_SIZE, 9, 1)),
+    "sizes, windows and shapes": ((2, 7, 2), (BLOCK_SIZE, None, 1), (8, 20, 3), (BLOCK_SIZE, 9, 1)),
+}
+"""Tokens per block, window and metadata builders of each KV cache group."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,24 +42,26 @@ class Desc:
 class Tables:
     """Block tables whose writes are staged, as vLLM's are."""
 
-    num_kv_cache_groups = 1
-
-    def __init__(self) -> None:
-        self.block_sizes = [BLOCK_SIZE]
-        self.block_tables = [SimpleNamespace(gpu=torch.zeros(MAX_REQS, WIDTH, dtype=torch.int32))]
-        self.input_block_tables = [torch.zeros(MAX_REQS, WIDTH, dtype=torch.int32)]
-        self.slot_mappings = torch.zeros(1, MAX_LEN, dtype=torch.int64)
-        self.num_blocks = SimpleNamespace(np=np.zeros((1, MAX_REQS), np.int32))
-        self._staged: list[tuple[int, int, list[int]]] = []
+    def __init__(self, block_sizes: list[int]) -> None:
+        self.block_sizes = block_sizes
+        self.num_kv_cache_groups = num_groups = len(block_sizes)
+        shapes = [(MAX_REQS, MAX_LEN // size) for size in block_sizes]
+        self.block_tables = [SimpleNamespace(gpu=torch.zeros(*shape, dtype=torch.int32)) for shape in shapes]
+        self.input_block_tables = [torch.zeros(*shape, dtype=torch.int32) for shape in shapes]
+        self.slot_mappings = torch.zeros(num_groups, MAX_LEN, dtype=torch.int64)
+        self.num_blocks = SimpleNamespace(np=np.zeros((num_groups, MAX_REQS), np.int32))
+        self._staged: list[tuple[int, int, int, list[int]]] = []
 
     def append_block_ids(self, slot: int, block_ids: tuple[list[int], ...], overwrite: bool) -> None:
-        start = 0 if overwrite else int(self.num_blocks.np[0, slot])
-        self._staged.append((slot, start, block_ids[0]))
-        self.num_blocks.np[0, slot] = start + len(block_ids[0])
+        for index, of_group in enumerate(block_ids):
+            start = 0 if overwrite else int(self.num_blocks.np[index, slot])
+            self._staged.append((index, slot, start, of_group))
+            self.num_blocks.np[index, slot] = start + len(of_group)
 
     def apply_staged_writes(self) -> None:
-        for slot, start, ids in self._staged:
-            self.block_tables[0].gpu[slot, start : start + len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        for index, slot, start, ids in self._staged:
+            row = self.block_tables[index].gpu[slot]
+            row[start : start + len(ids)] = torch.tensor(ids, dtype=torch.int32)
         self._staged.clear()
 
 
@@ -60,7 +70,7 @@ class Manager:
 
     def __init__(self, runner: Runner) -> None:
         self.graphs = {Desc(size): None for size in SIZES}
-        self.hidden_states = torch.zeros(SIZES[-1], 1)
+        self.hidden_states = torch.zeros(SIZES[-1], 1, dtype=torch.float64)
         self._runner = runner
 
     def dispatch(self, num_reqs: int, *_: Any) -> Desc:
@@ -69,22 +79,30 @@ class Manager:
     def run_fullgraph(self, desc: Desc) -> None:
         runner, rows = self._runner, desc.num_tokens
         tables, inputs = runner.block_tables, runner.input_buffers
-        read = tables.input_block_tables[0][:rows].float() @ torch.arange(1, WIDTH + 1.0)
-        lengths = runner.attn_groups[0][0].get_metadata_builder().decode_computed_tokens[:rows] + 1
-        of_row = inputs.input_ids[:rows] + 3 * inputs.positions[:rows] + 5 * lengths
-        # Columns behind the sequence may hold anything.
-        used = torch.arange(WIDTH)[None] * BLOCK_SIZE < lengths[:, None]
-        read = (tables.input_block_tables[0][:rows] * used).float() @ torch.arange(1, WIDTH + 1.0)
-        self.hidden_states[:rows, 0] = of_row + 7 * read + 11 * tables.slot_mappings[0, :rows]
+        hidden = inputs.input_ids[:rows] + 3 * inputs.positions[:rows]
+        for index, (block_size, window, _) in enumerate(runner.groups):
+            for nth, group in enumerate(runner.attn_groups[index]):
+                lengths = group.get_metadata_builder().decode_computed_tokens[:rows].long() + 1
+                hidden += (5 + nth) * lengths
+            table = tables.input_block_tables[index][:rows].long()
+            columns = torch.arange(table.shape[1])[None]
+            # Columns behind the sequence, and those that the window has passed, may hold anything.
+            used = columns * block_size < lengths[:, None]
+            if window is not None:
+                used &= (columns + 1) * block_size > (lengths - window)[:, None]
+            hidden += (7 + index) * (table * used * (columns + 1)).sum(1)
+            hidden += (11 + index) * tables.slot_mappings[index, :rows]
+        self.hidden_states[:rows, 0] = hidden
 
 
 class Runner:
     """What the steps touch of vLLM's GPUModelRunner."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: tuple[tuple[int, int | None, int], ...] = GROUPS["one group"]) -> None:
         self.device = torch.device("cpu")
         self.max_num_reqs, self.vocab_size = MAX_REQS, VOCAB_SIZE
-        self.block_tables = Tables()
+        self.groups = groups
+        self.block_tables = Tables([block_size for block_size, _, _ in groups])
         ints = {"dtype": torch.int32}
         self.input_buffers = SimpleNamespace(
             input_ids=torch.zeros(MAX_LEN, **ints),
@@ -93,8 +111,7 @@ class Runner:
             query_start_loc=torch.zeros(MAX_REQS + 1, **ints),
             is_padding=torch.zeros(MAX_LEN, dtype=torch.bool),
         )
-        builder = SimpleNamespace(decode_computed_tokens=torch.full((MAX_REQS,), -1, **ints))
-        self.attn_groups = [[SimpleNamespace(get_metadata_builder=lambda: builder)]]
+        self.attn_groups = [[_group_with_builder() for _ in range(count)] for _, _, count in groups]
         self.req_states = SimpleNamespace(
             req_id_to_index={},
             free=list(range(MAX_REQS)),
@@ -135,12 +152,20 @@ class Runner:
         states.all_token_ids.gpu[slot, : len(prompt) + 1] = torch.tensor([*prompt, last], dtype=torch.int32)
         states.last_sampled_tokens[slot] = last
         self.sampler.penalties_state.output_bin_counts[slot] = 0
-        self.block_tables.append_block_ids(slot, (self.new_blocks(slot, len(prompt)),), overwrite=True)
+        self.block_tables.append_block_ids(slot, self.new_blocks(slot, len(prompt)), overwrite=True)
         self.block_tables.apply_staged_writes()
 
-    @staticmethod
-    def new_blocks(slot: int, num_tokens: int) -> list[int]:
-        return [100 * slot + index + 1 for index in range(-(-num_tokens // BLOCK_SIZE))]
+    def new_blocks(self, slot: int, num_tokens: int) -> tuple[list[int], ...]:
+        """Return the blocks of a prompt; the null block where a window has passed."""
+        return tuple(
+            [
+                0
+                if window is not None and (column + 1) * size <= num_tokens - window
+                else 1000 * index + 100 * slot + column + 1
+                for column in range(-(-num_tokens // size))
+            ]
+            for index, (size, window, _) in enumerate(self.groups)
+        )
 
     def finish_requests(self, output: SchedulerOutput) -> None:
         for request_id in sorted(output.finished_req_ids | (output.preempted_req_ids or set())):
@@ -160,13 +185,18 @@ class Runner:
                 self.block_tables.append_block_ids(slot, block_ids, overwrite=False)
 
 
+def _group_with_builder() -> SimpleNamespace:
+    builder = SimpleNamespace(decode_computed_tokens=torch.full((MAX_REQS,), -1, dtype=torch.int32))
+    return SimpleNamespace(get_metadata_builder=lambda: builder)
+
+
 class Requests:
     """What the tokens of each request must be: one after the other, from the request's own state alone."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.tokens: dict[str, list[int]] = {}
-        self.blocks: dict[str, list[int]] = {}
+        self.blocks: dict[str, tuple[list[int], ...]] = {}
         self.finished: set[str] = set()
         self.count = 0
 
@@ -177,7 +207,7 @@ class Requests:
         self.runner.add(request_id, prompt, last=self.count % VOCAB_SIZE)
         self.tokens[request_id] = [*prompt, self.count % VOCAB_SIZE]
         slot = self.runner.req_states.req_id_to_index[request_id]
-        self.blocks[request_id] = Runner.new_blocks(slot, num_prompt_tokens)
+        self.blocks[request_id] = self.runner.new_blocks(slot, num_prompt_tokens)
 
     def end(self, request_id: str) -> None:
         del self.tokens[request_id]
@@ -188,11 +218,15 @@ class Requests:
         ids, new_blocks = list(self.tokens), []
         computed = [len(self.tokens[each]) - 1 for each in ids]
         for request_id, num_computed in zip(ids, computed, strict=True):
-            blocks = self.blocks[request_id]
-            is_full = num_computed >= len(blocks) * BLOCK_SIZE
-            if is_full:
-                blocks.append(1000 + 7 * len(blocks) + self.count)
-            new_blocks.append(([blocks[-1]],) if is_full else None)
+            new = tuple(
+                [1000 + 7 * len(blocks) + self.count + index] if num_computed >= len(blocks) * size else []
+                for index, (blocks, (size, _, _)) in enumerate(
+                    zip(self.blocks[request_id], self.runner.groups, strict=True)
+                )
+            )
+            for blocks, more in zip(self.blocks[request_id], new, strict=True):
+                blocks.extend(more)
+            new_blocks.append(new if any(new) else None)
         finished, self.finished = self.finished, set()
         return make_output(ids, computed, new_blocks, finished)
 
@@ -201,11 +235,16 @@ class Requests:
         return [self._next(request_id) for request_id in self.tokens]
 
     def _next(self, request_id: str) -> int:
-        tokens, blocks = self.tokens[request_id], self.blocks[request_id]
+        tokens = self.tokens[request_id]
         position = len(tokens) - 1
-        read = sum((column + 1) * block for column, block in enumerate(blocks[: position // BLOCK_SIZE + 1]))
-        kv_slot = blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-        hidden = tokens[-1] + 3 * position + 5 * (position + 1) + 7 * read + 11 * kv_slot
+        hidden = tokens[-1] + 3 * position
+        for index, (size, window, num_builders) in enumerate(self.runner.groups):
+            blocks = self.blocks[request_id][index]
+            first = 0 if window is None else max(position + 1 - window, 0) // size
+            last = position // size
+            read = sum((column + 1) * blocks[column] for column in range(first, last + 1))
+            hidden += sum(5 + nth for nth in range(num_builders)) * (position + 1)
+            hidden += (7 + index) * read + (11 + index) * (blocks[last] * size + position % size)
         tokens.append(hidden % VOCAB_SIZE)
         return tokens[-1]
 
@@ -244,7 +283,9 @@ def runner() -> Runner:
     return Runner()
 
 
-def test_requests_come_and_go(runner: Runner) -> None:
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_requests_come_and_go(groups: tuple[tuple[int, int | None, int], ...]) -> None:
+    runner = Runner(groups)
     steps, requests, choose = SteadySteps(runner), Requests(runner), random.Random(5)
     for _ in range(400):
         if len(requests.tokens) < MAX_REQS - len(requests.finished) and choose.random() < 0.3:
@@ -314,13 +355,42 @@ def test_another_step_in_between_disarms(runner: Runner) -> None:
     assert run(steps, requests.step()) == requests.expect()
 
 
-def test_a_row_without_room_is_an_error(runner: Runner) -> None:
+def test_new_blocks_of_all_groups_are_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(GROUPS["sizes, windows and shapes"])
+    steps, requests = SteadySteps(runner), Requests(runner)
+    written = []
+
+    def write(writes: torch.Tensor, groups: Any) -> None:
+        written.append(writes.shape[1])
+        write_block_ids(writes, groups)
+
+    monkeypatch.setattr(steady_steps, "write_block_ids", write)
+    for _ in range(3):
+        requests.add(8)
+    counts = []
+    for _ in range(9):
+        assert run(steps, requests.step()) == requests.expect()
+        counts.append(len(written))
+    # Blocks of 2, 4, 8 and 4 tokens; the first step's come with the batch, and nothing is written where none is full.
+    assert counts == [0, 0, 1, 1, 2, 2, 3, 3, 4]
+    assert written == [3, 3 * 3, 3, 3 * 4]
+    tables = runner.block_tables
+    for request_id, blocks in requests.blocks.items():
+        slot = runner.req_states.req_id_to_index[request_id]
+        for index, of_group in enumerate(blocks):
+            assert tables.num_blocks.np[index, slot] == len(of_group)
+            assert tables.block_tables[index].gpu[slot, : len(of_group)].tolist() == of_group
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_row_without_room_is_an_error(group: int) -> None:
+    runner = Runner(((BLOCK_SIZE, None, 1), (BLOCK_SIZE, 9, 1)))
     steps, requests = SteadySteps(runner), Requests(runner)
     requests.add(3)
     assert run(steps, requests.step()) == requests.expect()
-    runner.block_tables.num_blocks.np[0, runner.req_states.req_id_to_index["request 0"]] = WIDTH
+    runner.block_tables.num_blocks.np[group, runner.req_states.req_id_to_index["request 0"]] = WIDTH
     output = requests.step()
-    output.scheduled_cached_reqs.new_block_ids[0] = ([5],)
+    output.scheduled_cached_reqs.new_block_ids[0] = ([5], [6])
     with pytest.raises(IntegrityError, match=f"blocks {WIDTH} to {WIDTH + 1}, a row has {WIDTH}"):
         steps.launch(output)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rose_backend.kernels.steady_decode import end_steady_decode
-from tests.kernels.test_steady_decode import NUM_SLOTS, Case, make_case
+from tests.kernels.test_steady_decode import BLOCK_SIZES, NUM_SLOTS, Case, make_case
 from tests.support.interpreter import run_interpreted
 
 KERNELS = {
@@ -67,27 +67,31 @@ def begin_as_vllm(case: Case, num_requests: int) -> None:
         torch.arange(num_requests + 1, dtype=torch.int32),
         num_requests,
     )
+    groups = case.groups.groups
+    num_blocks = [state.num_computed_tokens // group.block_size + 1 for group in groups]
     tables = SimpleNamespace(
-        num_kv_cache_groups=1,
-        input_block_tables=[inputs.block_table],
-        input_block_table_ptrs=_pointers(inputs.block_table),
-        block_table_ptrs=_pointers(state.block_table),
-        block_table_strides=torch.tensor([state.block_table.stride(0)]),
-        num_blocks=SimpleNamespace(gpu=(state.num_computed_tokens // case.block_size + 1)[None]),
-        block_sizes_tensor=torch.tensor([case.block_size], dtype=torch.int32),
-        slot_mapping_enabled=torch.tensor([True]),
-        dcp_sharded=torch.tensor([True]),
-        slot_mappings=inputs.slot_mapping[None],
+        num_kv_cache_groups=len(groups),
+        input_block_tables=[group.block_table for group in groups],
+        input_block_table_ptrs=_pointers([group.block_table for group in groups]),
+        block_table_ptrs=_pointers([group.state_table for group in groups]),
+        block_table_strides=torch.tensor([group.state_table.stride(0) for group in groups]),
+        num_blocks=SimpleNamespace(gpu=torch.stack(num_blocks)),
+        block_sizes_tensor=torch.tensor([group.block_size for group in groups], dtype=torch.int32),
+        slot_mapping_enabled=torch.tensor([True] * len(groups)),
+        dcp_sharded=torch.tensor([True] * len(groups)),
+        slot_mappings=torch.stack([group.slot_mapping for group in groups]),
         cp_rank=0,
         cp_size=1,
         cp_interleave=1,
     )
     tables_of.BlockTables.gather_block_tables(tables, slots, num_rows)
     tables_of.BlockTables.compute_slot_mappings(tables, slots, starts, inputs.positions, num_rows)
+    for group, slot_mapping in zip(groups, tables.slot_mappings, strict=True):
+        group.slot_mapping.copy_(slot_mapping)
 
 
-def _pointers(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([tensor.data_ptr()], dtype=torch.uint64)
+def _pointers(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.uint64)
 
 
 def end_as_vllm(case: Case, num_requests: int) -> None:
@@ -108,10 +112,12 @@ def end_as_vllm(case: Case, num_requests: int) -> None:
     )
 
 
-@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("block_sizes", BLOCK_SIZES.values(), ids=BLOCK_SIZES)
 @pytest.mark.parametrize(("num_requests", "num_rows"), [(1, 1), (3, 4), (5, 8), (8, 8)])
-def test_a_step_leaves_what_vllms_leaves(num_requests: int, num_rows: int, block_size: int) -> None:
-    case = make_case(num_requests, num_rows, block_size=block_size)
+def test_a_step_leaves_what_vllms_leaves(
+    num_requests: int, num_rows: int, block_sizes: tuple[int, ...]
+) -> None:
+    case = make_case(num_requests, num_rows, block_sizes=block_sizes)
     theirs = case.copy()
     case.begin()
     run_interpreted(begin_as_vllm, theirs, num_requests)
@@ -121,13 +127,14 @@ def test_a_step_leaves_what_vllms_leaves(num_requests: int, num_rows: int, block
         ("positions", requests),
         ("seq_lens", rows),
         ("query_start_loc", slice(num_rows + 1)),
-        ("block_table", rows),
-        ("slot_mapping", rows),
     ):
         ours, wanted = getattr(case.inputs, name)[part], getattr(theirs.inputs, name)[part]
         assert torch.equal(ours, wanted), name
-    # What attention is told of a request: computed tokens, and none in rows of padding.
-    assert torch.equal(case.inputs.num_computed_tokens[rows], theirs.inputs.seq_lens[rows] - 1)
+    for ours_of, theirs_of in zip(case.groups.groups, theirs.groups.groups, strict=True):
+        for name in ("block_table", "slot_mapping"):
+            assert torch.equal(getattr(ours_of, name)[rows], getattr(theirs_of, name)[rows]), name
+        # What attention is told of a request: computed tokens, and none in rows of padding.
+        assert torch.equal(ours_of.num_computed_tokens[rows], theirs.inputs.seq_lens[rows] - 1)
     end_steady_decode(case.slots, case.tokens, case.state)
     run_interpreted(end_as_vllm, theirs, num_requests)
     for each in fields(case.state):

@@ -1,4 +1,6 @@
-"""The two ends of a decode step whose requests live in slots: one program per row, one launch each."""
+"""The two ends of a decode step whose requests live in slots, one launch each: a program per row, and in front of the
+step per row and KV cache group.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from rose_backend.kernels.decode_state import DecodeInputs, DecodeState
+from rose_backend.kernels.decode_state import DecodeGroups, DecodeInputs, DecodeState
 
 _TABLE_TILE = 1024
 _ROWS_TILE = 128
+_WRITES_TILE = 256
 
 
 # What differs by rows makes no variant: there is a graph of each of dozens of sizes.
@@ -18,21 +21,23 @@ def _begin_kernel(
     slots_ptr,  # [R] int64
     state_computed_ptr,  # [MR] int32
     last_tokens_ptr,  # [MR] int64
-    state_table_ptr,  # [MR, MB] int32
     input_ids_ptr,  # [T] int32  written
     positions_ptr,  # [T] int64  written
     seq_lens_ptr,  # [T] int32  written
-    computed_ptr,  # [T] int32  written
     query_start_ptr,  # [T + 1] int32  written
     is_padding_ptr,  # [T] bool  written
-    table_ptr,  # [T, MB] int32  written
-    slot_mapping_ptr,  # [T] int64  written
     request_slots_ptr,  # [T] int32  written
-    num_rows,
-    width,  # MB
+    places_ptr,  # [G, 8] int64, None with one group
+    # Of the one group; None with several.
+    state_table_ptr,  # [MR, MB] int32
     state_table_stride,
+    table_ptr,  # [T, MB] int32  written
     table_stride,
+    width,  # MB
+    slot_mapping_ptr,  # [T] int64  written
+    computed_ptr,  # [T] int32  written
     block_size,
+    num_rows,
     padding_slot,
     ROWS_TILE: tl.constexpr,
     TABLE_TILE: tl.constexpr,
@@ -40,33 +45,45 @@ def _begin_kernel(
     row = tl.program_id(0)
     far_row = row.to(tl.int64)
     slot = tl.load(slots_ptr + row)
+    is_first_group = True
+    if places_ptr is not None:
+        is_first_group = tl.program_id(1) == 0
+        place = places_ptr + tl.program_id(1) * 8
+        state_table_ptr = tl.load(place).to(tl.pointer_type(tl.int32))
+        state_table_stride = tl.load(place + 1)
+        table_ptr = tl.load(place + 2).to(tl.pointer_type(tl.int32))
+        table_stride = tl.load(place + 3)
+        width = tl.load(place + 4).to(tl.int32)
+        slot_mapping_ptr = tl.load(place + 5).to(tl.pointer_type(tl.int64))
+        computed_ptr = tl.load(place + 6).to(tl.pointer_type(tl.int32))
+        block_size = tl.load(place + 7).to(tl.int32)
     is_real = slot >= 0
     known = tl.maximum(slot, 0)
     # Without a request, slot 0 is read and not used.
     computed = tl.where(is_real, tl.load(state_computed_ptr + known), -1)
-    token = tl.where(is_real, tl.load(last_tokens_ptr + known), 0)
     position = tl.maximum(computed, 0)
     column = position // block_size
     source = state_table_ptr + known * state_table_stride
     block = tl.load(source + column).to(tl.int64)
     kv_slot = tl.where(is_real, block * block_size + position % block_size, -1)
-    # Rows with a request come first, so only those behind them count.
-    num_before = row + 1
-    if slot < 0:
-        num_before = 0
-        for start in range(0, num_rows, ROWS_TILE):
-            rows = start + tl.arange(0, ROWS_TILE)
-            others = tl.load(slots_ptr + rows, mask=rows < num_rows, other=-1)
-            num_before += tl.sum((others >= 0).to(tl.int32))
-
-    tl.store(input_ids_ptr + row, token.to(tl.int32))
-    tl.store(positions_ptr + row, position.to(tl.int64))
-    tl.store(seq_lens_ptr + row, computed + 1)
+    if is_first_group:
+        token = tl.where(is_real, tl.load(last_tokens_ptr + known), 0)
+        # Rows with a request come first, so only those behind them count.
+        num_before = row + 1
+        if slot < 0:
+            num_before = 0
+            for start in range(0, num_rows, ROWS_TILE):
+                rows = start + tl.arange(0, ROWS_TILE)
+                others = tl.load(slots_ptr + rows, mask=rows < num_rows, other=-1)
+                num_before += tl.sum((others >= 0).to(tl.int32))
+        tl.store(input_ids_ptr + row, token.to(tl.int32))
+        tl.store(positions_ptr + row, position.to(tl.int64))
+        tl.store(seq_lens_ptr + row, computed + 1)
+        tl.store(query_start_ptr + row + 1, num_before)
+        tl.store(is_padding_ptr + row, slot < 0)
+        tl.store(request_slots_ptr + row, tl.where(is_real, slot, padding_slot).to(tl.int32))
     tl.store(computed_ptr + row, computed)
-    tl.store(query_start_ptr + row + 1, num_before)
-    tl.store(is_padding_ptr + row, slot < 0)
     tl.store(slot_mapping_ptr + row, kv_slot)
-    tl.store(request_slots_ptr + row, tl.where(is_real, slot, padding_slot).to(tl.int32))
     num_columns = tl.where(is_real, column + 1, width)
     destination = table_ptr + far_row * table_stride
     for start in range(0, num_columns, TABLE_TILE):
@@ -74,6 +91,22 @@ def _begin_kernel(
         is_copied = columns < num_columns
         blocks = tl.load(source + columns, mask=is_copied, other=0)
         tl.store(destination + columns, tl.where(is_real, blocks, 0), mask=is_copied)
+
+
+@triton.jit(do_not_specialize=["num_writes"])
+def _write_kernel(
+    writes_ptr,  # [3, N] int64
+    places_ptr,  # [G, 8] int64, its block tables  written
+    num_writes,
+    TILE: tl.constexpr,
+):
+    entries = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    is_entry = entries < num_writes
+    group = tl.load(writes_ptr + entries, mask=is_entry, other=0)
+    place = tl.load(writes_ptr + num_writes + entries, mask=is_entry, other=0)
+    block = tl.load(writes_ptr + 2 * num_writes + entries, mask=is_entry, other=0)
+    tables = tl.load(places_ptr + group * 8).to(tl.pointer_type(tl.int32))
+    tl.store(tables + place, block.to(tl.int32), mask=is_entry)
 
 
 @triton.jit
@@ -108,36 +141,56 @@ def begin_steady_decode(
     slots: torch.Tensor,  # [R] int64
     state: DecodeState,
     inputs: DecodeInputs,  # written
-    block_size: int,
+    groups: DecodeGroups,  # written
     padding_slot: int,
 ) -> None:
     """Twin of ``rose_backend.kernels.steady_decode.begin_steady_decode``."""
-    num_rows = len(slots)
+    num_rows, first = len(slots), groups.groups[0]
     if num_rows == 0:
         return
-    _begin_kernel[(num_rows,)](
+    is_one = len(groups.groups) == 1
+    of_the_one = (
+        first.state_table,
+        first.state_table.stride(0),
+        first.block_table,
+        first.block_table.stride(0),
+        first.block_table.shape[1],
+        first.slot_mapping,
+        first.num_computed_tokens,
+        first.block_size,
+    )
+    _begin_kernel[(num_rows,) if is_one else (num_rows, len(groups.groups))](
         slots,
         state.num_computed_tokens,
         state.last_tokens,
-        state.block_table,
         inputs.input_ids,
         inputs.positions,
         inputs.seq_lens,
-        inputs.num_computed_tokens,
         inputs.query_start_loc,
         inputs.is_padding,
-        inputs.block_table,
-        inputs.slot_mapping,
         inputs.request_slots,
+        None if is_one else groups.places,
+        *(of_the_one if is_one else [None] * len(of_the_one)),
         num_rows,
-        inputs.block_table.shape[1],
-        state.block_table.stride(0),
-        inputs.block_table.stride(0),
-        block_size,
         padding_slot,
         ROWS_TILE=_ROWS_TILE,
         TABLE_TILE=_TABLE_TILE,
     )
+
+
+def write_block_ids(
+    writes: torch.Tensor,  # [3, N] int64
+    groups: DecodeGroups,  # written
+) -> None:
+    """Twin of ``rose_backend.kernels.steady_decode.write_block_ids``."""
+    if len(groups.groups) == 1:
+        table = groups.groups[0].state_table
+        table.view(-1).scatter_(0, writes[1], writes[2].to(table.dtype))
+        return
+    num_writes = writes.shape[1]
+    # Launched without entries, too: that compiles it before steps need it.
+    grid = (max(triton.cdiv(num_writes, _WRITES_TILE), 1),)
+    _write_kernel[grid](writes, groups.places, num_writes, TILE=_WRITES_TILE)
 
 
 def end_steady_decode(

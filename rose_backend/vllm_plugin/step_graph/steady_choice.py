@@ -54,6 +54,7 @@ def why_engine_is_not_steady(runner: Any) -> str | None:
     Args:
         runner: vLLM's ``GPUModelRunner`` (V2), its graphs captured.
     """
+    from vllm.v1.kv_cache_interface import MambaSpec
     from vllm.v1.worker.gpu.ec_connector import NO_OP_EC_CONNECTOR
     from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -77,13 +78,15 @@ def why_engine_is_not_steady(runner: Any) -> str | None:
         "KV sharing in prefill": runner.fast_prefill is not None,
         "sharded sampling": runner.batch_sharder is not None,
         "graph metrics": config.observability_config.cudagraph_metrics,
+        "layers with a state": any(
+            isinstance(group.kv_cache_spec, MambaSpec) for groups in runner.attn_groups for group in groups
+        ),
         "a model with a state of its own": type(state) is not DefaultModelState
         or state.rope_state is not None
         or state.prompt_embeds_state is not None
         or state.num_new_sampled_tokens_per_step != 1,
         "a model without lm_head": not hasattr(runner.model, "lm_head"),
         "another sampler": type(sampler) is not Sampler,
-        "several kinds of KV cache": len(runner.attn_groups) != 1 or len(runner.attn_groups[0]) != 1,
         "no full graphs of decodes": manager is None or manager.hidden_states is None,
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
@@ -103,13 +106,17 @@ def _why_sampler_is_not_steady(sampler: Any) -> str | None:
 def _why_attention_is_not_steady(runner: Any) -> str | None:
     from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
 
-    group = runner.attn_groups[0][0]
+    groups = [group for of_kv_cache_group in runner.attn_groups for group in of_kv_cache_group]
     reasons = {
+        # Each KV cache group has block tables, and layers that read them.
+        "KV cache groups without attention": not all(runner.attn_groups)
+        or not len(runner.attn_groups) == runner.block_tables.num_kv_cache_groups > 0,
         "another attention backend": any(
-            type(each) is not RoseAttentionMetadataBuilder for each in group.metadata_builders
+            type(each) is not RoseAttentionMetadataBuilder
+            for group in groups
+            for each in group.metadata_builders
         ),
-        "blocks split for a kernel": group.kernel_block_size is not None,
-        "several groups of blocks": runner.block_tables.num_kv_cache_groups != 1,
+        "blocks split for a kernel": any(group.kernel_block_size is not None for group in groups),
         "writes to the null block": runner.block_tables.redirect_writes_to_null_block,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -16,14 +16,20 @@ import torch
 
 from rose_backend.errors import IntegrityError
 from rose_backend.kernels.captured_graphs import CapturedGraphs
-from rose_backend.kernels.decode_state import DecodeInputs, DecodeState
-from rose_backend.kernels.steady_decode import NO_SLOT, begin_steady_decode, end_steady_decode
+from rose_backend.kernels.decode_state import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState
+from rose_backend.kernels.steady_decode import (
+    NO_SLOT,
+    begin_steady_decode,
+    end_steady_decode,
+    write_block_ids,
+)
 from rose_backend.vllm_plugin.plugin_logger import logger
 from rose_backend.vllm_plugin.step_graph.steady_choice import SteadyBatches, why_step_is_not_steady
 from rose_backend.vllm_plugin.step_graph.steady_output import OutputBuffers, SteadyOutput
 from rose_backend.vllm_plugin.step_graph.step_counts import STEPS
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 Part = tuple[str, int]
@@ -63,6 +69,8 @@ class SteadySteps:
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._state = _state_of(runner)
         self._inputs = _inputs_of(runner, most)
+        self._groups = _groups_of(runner)
+        self._copies_of_computed_tokens = _copies_of_computed_tokens(runner)
         self._buffers = OutputBuffers(most, device)
         self._graphs = CapturedGraphs[Part](self._compute, capture_error_mode="thread_local")
         self._armed: ArmedBatch | None = None
@@ -87,6 +95,8 @@ class SteadySteps:
             capture_pool(manager.pool, runner.vllm_config) as pool,
         ):
             self._graphs.capture(self._parts(), pool, torch.cuda.current_stream())
+        # Compiled before steps need it.
+        write_block_ids(torch.zeros(3, 0, dtype=torch.int64, device=runner.device), self._groups)
         num_bytes = max(free_before - torch.cuda.mem_get_info()[0], 0)
         logger.info(
             "Rose step graph: decode steps of up to %d requests are replayed whole; %d graphs, %.1f s, %.2f GiB",
@@ -198,18 +208,44 @@ class SteadySteps:
 
         In a busy engine some request fills a block in almost every step. vLLM stages the writes of each row apart and
         launches a Triton kernel over them: 91 us of the host's time for 32 rows of 256 (beside an H200), where one copy
-        and two small kernels take 63. vLLM's own count of blocks goes to the device with its next step.
+        and two small kernels take 63; with several KV cache groups it is one copy and one kernel. vLLM's own count of
+        blocks goes to the device with its next step. Columns that a sliding window has passed stay as they are, as in
+        vLLM's steps: attention reads no column in front of the window.
         """
         if not any(cached.new_block_ids):
             return
-        table, num_blocks = self._state.block_table, self._runner.block_tables.num_blocks.np[0]
-        width = table.shape[1]
-        places: list[int] = []
-        new_blocks: list[int] = []
-        for request_id, groups in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if groups is None:
-                continue
-            slot, (block_ids,) = batch.slots[request_id], groups
+        grown = [
+            (request_id, batch.slots[request_id], block_ids)
+            for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True)
+            if block_ids is not None
+        ]
+        entries: tuple[list[int], list[int], list[int]] = ([], [], [])
+        for index, group in enumerate(self._groups.groups):
+            num_blocks = self._runner.block_tables.num_blocks.np[index]
+            self._append_blocks_of_group(grown, index, num_blocks, group.state_table.shape[1], entries)
+        # torch keeps pinned memory until the copy has run.
+        writes = torch.tensor(entries, dtype=torch.int64, pin_memory=self._slots.is_cuda)
+        write_block_ids(writes.to(self._slots.device, non_blocking=True), self._groups)
+
+    @staticmethod
+    def _append_blocks_of_group(
+        grown: list[tuple[str, int, tuple[list[int], ...]]],
+        index: int,
+        num_blocks: NDArray[np.int32],
+        width: int,
+        entries: tuple[list[int], list[int], list[int]],
+    ) -> None:
+        """Count the new blocks of one KV cache group, and add them to ``entries``: group, place, block.
+
+        Args:
+            grown: id, slot and new blocks, by group, of each request that has some.
+            index: of the group.
+            num_blocks: of each slot; written.
+            width: of the group's block table.
+        """
+        groups, places, new_blocks = entries
+        for request_id, slot, of_groups in grown:
+            block_ids = of_groups[index]
             start = int(num_blocks[slot])
             end = start + len(block_ids)
             if end > width:
@@ -219,10 +255,7 @@ class SteadySteps:
             places.extend(range(slot * width + start, slot * width + end))
             new_blocks.extend(block_ids)
             num_blocks[slot] = end
-        # torch keeps pinned memory until the copy has run.
-        writes = torch.tensor([places, new_blocks], dtype=torch.int64, pin_memory=table.is_cuda)
-        places_there, blocks_there = writes.to(table.device, non_blocking=True)
-        table.view(-1).scatter_(0, places_there, blocks_there.to(table.dtype))
+        groups.extend([index] * (len(places) - len(groups)))
 
     def _replay(self, batch: ArmedBatch) -> None:
         tables = self._runner.block_tables
@@ -240,11 +273,10 @@ class SteadySteps:
         name, size = part
         slots = self._slots[:size]
         if name == "begin":
-            block_size = self._runner.block_tables.block_sizes[0]
             padding_slot = self._runner.max_num_reqs
-            begin_steady_decode(
-                slots, self._state, self._inputs, block_size=block_size, padding_slot=padding_slot
-            )
+            begin_steady_decode(slots, self._state, self._inputs, self._groups, padding_slot=padding_slot)
+            for written, copy in self._copies_of_computed_tokens:
+                copy[:size].copy_(written[:size])
             return
         logits = self._compute_logits(self._manager.hidden_states[:size])
         tokens = self._tokens[:size]
@@ -278,21 +310,45 @@ def _state_of(runner: Any) -> DecodeState:
         total_lens=states.total_len.gpu,
         token_ids=states.all_token_ids.gpu,
         output_counts=runner.sampler.penalties_state.output_bin_counts,
-        block_table=runner.block_tables.block_tables[0].gpu,
     )
 
 
 def _inputs_of(runner: Any, num_rows: int) -> DecodeInputs:
-    buffers, tables = runner.input_buffers, runner.block_tables
-    builder = runner.attn_groups[0][0].get_metadata_builder()
+    buffers = runner.input_buffers
     return DecodeInputs(
         input_ids=buffers.input_ids,
         positions=buffers.positions,
         seq_lens=buffers.seq_lens,
-        num_computed_tokens=builder.decode_computed_tokens,
         query_start_loc=buffers.query_start_loc,
         is_padding=buffers.is_padding,
-        block_table=tables.input_block_tables[0],
-        slot_mapping=tables.slot_mappings[0],
         request_slots=torch.zeros(num_rows, dtype=torch.int32, device=runner.device),
     )
+
+
+def _groups_of(runner: Any) -> DecodeGroups:
+    """Return the runner's KV cache groups, each with what the first of its metadata builders lets layers read."""
+    tables = runner.block_tables
+    return DecodeGroups(
+        *(
+            DecodeGroup(
+                state_table=tables.block_tables[index].gpu,
+                block_table=tables.input_block_tables[index],
+                slot_mapping=tables.slot_mappings[index],
+                num_computed_tokens=of_group[0].get_metadata_builder().decode_computed_tokens,
+                block_size=tables.block_sizes[index],
+            )
+            for index, of_group in enumerate(runner.attn_groups)
+        )
+    )
+
+
+def _copies_of_computed_tokens(runner: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what the prologue writes for a KV cache group, and what else must hold the same.
+
+    Layers of several shapes in one KV cache group (Gemma 4) have a metadata builder each.
+    """
+    copies = []
+    for of_group in runner.attn_groups:
+        first, *others = (each.get_metadata_builder().decode_computed_tokens for each in of_group)
+        copies += [(first, other) for other in others]
+    return copies
