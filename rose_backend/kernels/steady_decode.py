@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from rose_backend.errors import ShapeError
 from rose_backend.kernels.decode_state import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState
 from rose_backend.kernels.tensor_checks import check_tensors
 
@@ -111,7 +112,8 @@ def write_block_ids(
     Raises:
         ShapeError: shapes or dtypes disagree.
     """
-    check_tensors(writes=(writes[0], "N", torch.int64), places=(writes[1], "N"), blocks=(writes[2], "N"))
+    if writes.dim() != 2 or len(writes) != 3 or writes.dtype is not torch.int64:
+        raise ShapeError(f"writes: expected torch.int64 [3, N], got {writes.dtype} {list(writes.shape)}")
     if writes.is_cuda:
         from rose_backend.kernels.gpu import steady_decode as gpu
 

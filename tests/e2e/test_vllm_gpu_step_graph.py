@@ -21,13 +21,24 @@ from rose_backend.vllm_plugin.step_graph.step_counts import STEPS
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.e2e.test_vllm_features import inputs_of, scheduler_of
 from tests.e2e.test_vllm_gpu_parity import ROSES_LAYERS, has_roses_layers
-from tests.support.random_checkpoints import WRITERS
+from tests.support import random_checkpoints
+from tests.support.random_checkpoints import (
+    write_random_gemma3,
+    write_random_gemma4,
+    write_random_gpt_oss,
+)
 from tests.support.reference_generation import parity_prompts
 
 pytestmark = pytest.mark.gpu
 
 NUM_REQUESTS = int(os.environ.get("ROSE_STEP_GRAPH_REQUESTS", "1000"))
 NUM_STEPS = int(os.environ.get("ROSE_STEP_GRAPH_STEPS", "2000"))
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    **random_checkpoints.WRITERS,
+    "gpt-oss": write_random_gpt_oss,
+    "Gemma 3": write_random_gemma3,
+    "Gemma 4": write_random_gemma4,
+}
 GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64, 128, 256]}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2": ("GPT-2", {"compilation_config": GRAPHS}),
@@ -37,8 +48,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         for name in ("Qwen3", "Llama")
     },
     "Qwen3 with vLLM's layers": ("Qwen3", {"compilation_config": GRAPHS}),
+    **{
+        name: (name, {"compilation_config": GRAPHS, "disable_hybrid_kv_cache_manager": False})
+        for name in ("gpt-oss", "Gemma 3")
+    },
+    # One group, with layers of two shapes.
+    "Gemma 4": ("Gemma 4", {"compilation_config": GRAPHS}),
 }
 """Checkpoint and options by name."""
+NUM_GROUPS = {"gpt-oss": 2, "Gemma 3": 4}
+"""KV cache groups: one of layers without a window, the others of layers with one. Models that are not here have one."""
+HALF_DTYPES = dict.fromkeys(("gpt-oss", "Gemma 3", "Gemma 4"), "bfloat16")
+"""vLLM refuses Gemma in float16, and FlashAttention takes gpt-oss' sinks in bfloat16 alone."""
 VOCAB_SIZE = 1000
 
 
@@ -49,6 +70,22 @@ def is_never(_: int) -> bool:
 def is_random(seed: int) -> Callable[[int], bool]:
     choose = random.Random(seed)
     return lambda _: choose.random() < 0.5
+
+
+def half_dtype(model: str) -> str:
+    return HALF_DTYPES.get(model, "float16")
+
+
+def scaled_blocks(model: str, num_blocks: int) -> int:
+    """Return a pool that is about as short for a model with several groups as ``num_blocks`` are for one group."""
+    return num_blocks * (1 + NUM_GROUPS.get(model, 1)) // 2
+
+
+def check_groups(llm: Any, model: str) -> None:
+    groups = scheduler_of(llm).kv_cache_config.kv_cache_groups
+    windows = [getattr(group.kv_cache_spec, "sliding_window", None) for group in groups]
+    num_groups = NUM_GROUPS.get(model, 1)
+    assert len(groups) == num_groups and windows.count(random_checkpoints.SLIDING_WINDOW) == num_groups - 1
 
 
 @pytest.fixture
@@ -114,7 +151,7 @@ def said(outputs: list[Any]) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["half", "float32"])
 def test_both_kinds_of_steps_say_the_same_to_the_bit(
     make_engine: MakeEngine,
     tiny_model_path: Path,
@@ -130,11 +167,13 @@ def test_both_kinds_of_steps_say_the_same_to_the_bit(
     answers = []
     # Few blocks: requests are preempted and come back. Prefix hits end inside blocks, so blocks are cloned.
     options: dict[str, Any] = {
-        "num_gpu_blocks_override": 500,
+        "dtype": half_dtype(model) if dtype == "half" else dtype,
+        "num_gpu_blocks_override": scaled_blocks(model, 500),
         "max_num_seqs": 48,
         **graphs,
     }
-    with make_engine(model=str(path), dtype=dtype, enforce_eager=False, **options, **GPU_MEMORY) as llm:
+    with make_engine(model=str(path), enforce_eager=False, **options, **GPU_MEMORY) as llm:
+        check_groups(llm, model)
         assert has_roses_layers(llm) == (model in ROSES_LAYERS)
         # Chunks make the same steps in each run only if the cache holds the same, too.
         for wanted in (is_never, is_random(1), lambda _: True, is_random(2)):
@@ -192,12 +231,14 @@ def test_requests_that_come_and_go_get_the_same_answers(
     path = tiny_model_path if kind == "GPT-2" else WRITERS[kind](tmp_path)
     prompts = [prompt for prompt in parity_prompts(VOCAB_SIZE) if len(prompt) < 300]
     options: dict[str, Any] = {
-        "num_gpu_blocks_override": 400,
+        "dtype": half_dtype(model),
+        "num_gpu_blocks_override": scaled_blocks(model, 400),
         "max_num_seqs": 48,
         **graphs,
     }
     answers = []
-    with make_engine(model=str(path), dtype="float16", enforce_eager=False, **options, **GPU_MEMORY) as llm:
+    with make_engine(model=str(path), enforce_eager=False, **options, **GPU_MEMORY) as llm:
+        check_groups(llm, model)
         for wanted in (is_never, lambda _: True, is_random(3)):
             replay_when(wanted)
             assert llm.reset_prefix_cache()
@@ -211,6 +252,74 @@ def test_requests_that_come_and_go_get_the_same_answers(
     for others in answers[1:]:
         different = [name for name, answer in others.items() if answer != answers[0].get(name)]
         assert different == [] and others.keys() == answers[0].keys()
+
+
+def count_preemptions(scheduler: Any) -> Callable[[], int]:
+    """Return a function that says how many requests the scheduler has preempted since."""
+    num_preemptions, preempt = 0, scheduler._preempt_request
+
+    def count(*args: Any, **kwargs: Any) -> None:
+        nonlocal num_preemptions
+        num_preemptions += 1
+        preempt(*args, **kwargs)
+
+    scheduler._preempt_request = count
+    return lambda: num_preemptions
+
+
+@pytest.mark.parametrize("model", NUM_GROUPS)
+def test_windows_let_go_of_blocks_while_steps_are_replayed(
+    make_engine: MakeEngine,
+    tmp_path: Path,
+    replay_when: Callable[[Callable[[int], bool]], None],
+    model: str,
+) -> None:
+    """Long answers in a pool that holds them only because windows slide on; their blocks go to others at once."""
+    _, graphs = MODELS[model]
+    block_size, num_new_tokens = 16, 400
+    prompts = [prompt[:length] for prompt in parity_prompts(VOCAB_SIZE) for length in (30, 64, 100, 131)][:48]
+    longest = max(map(len, prompts))
+    params = [
+        SamplingParams(
+            temperature=0.8 * (index % 2),
+            seed=index,
+            max_tokens=num_new_tokens - 37 * (index % 5),
+            ignore_eos=True,
+        )
+        for index in range(len(prompts))
+    ]
+    columns = -(-(longest + num_new_tokens) // block_size)
+    # What a window reaches, which may begin inside a block, and the block that a run-ahead step may be given.
+    windowed = -(-(random_checkpoints.SLIDING_WINDOW - 1) // block_size) + 2
+    at_once = 6
+    num_blocks = 1 + at_once * (columns + (NUM_GROUPS[model] - 1) * windowed)
+    options: dict[str, Any] = {
+        "dtype": half_dtype(model),
+        "num_gpu_blocks_override": num_blocks,
+        "max_num_seqs": at_once,
+        **graphs,
+    }
+    answers = []
+    with make_engine(
+        model=str(WRITERS[model](tmp_path)), enforce_eager=False, **options, **GPU_MEMORY
+    ) as llm:
+        check_groups(llm, model)
+        preemptions = count_preemptions(scheduler_of(llm))
+        for wanted in (is_never, lambda _: True, is_random(5)):
+            replay_when(wanted)
+            assert llm.reset_prefix_cache()
+            before = STEPS.replayed
+            answers.append(said(llm.generate(inputs_of(prompts), params, use_tqdm=False)))
+            # Eight waves of six, with a step of prompts where one begins.
+            assert (STEPS.replayed - before > 2 * num_new_tokens) == (wanted is not is_never), STEPS
+            assert preemptions() == 0
+        manager = scheduler_of(llm).kv_cache_manager.manager
+        manager.check_integrity()
+        # What windows have passed stays to be found until it is needed.
+        assert manager.usage == 0.0 and manager.stats.evictions > 0
+    # Without windows that let go, not half of the requests would fit.
+    assert at_once * columns * NUM_GROUPS[model] > num_blocks
+    assert answers[1] == answers[0] and answers[2] == answers[0]
 
 
 def kinds_of_short_requests() -> tuple[list[SamplingParams], list[SamplingParams]]:
@@ -303,7 +412,10 @@ def memory_while_decoding(llm: Any, num_steps: int) -> list[tuple[int, int]]:
     return sizes
 
 
-@pytest.mark.parametrize(("model", "num_steps"), [("GPT-2", 100_000), ("Qwen3", 10_000), ("Llama", 10_000)])
+@pytest.mark.parametrize(
+    ("model", "num_steps"),
+    [("GPT-2", 100_000), ("Qwen3", 10_000), ("Llama", 10_000), ("gpt-oss", 10_000)],
+)
 def test_a_long_day(
     make_engine: MakeEngine,
     tiny_model_path: Path,
@@ -318,22 +430,17 @@ def test_a_long_day(
     path = tiny_model_path if kind == "GPT-2" else WRITERS[kind](tmp_path)
     prompts = [prompt for prompt in parity_prompts(VOCAB_SIZE) if len(prompt) > 100]
     options: dict[str, Any] = {
-        "num_gpu_blocks_override": 90,
+        "dtype": half_dtype(model),
+        "num_gpu_blocks_override": scaled_blocks(model, 90),
         "max_num_seqs": 48,
         **graphs,
     }
-    with make_engine(model=str(path), dtype="float16", enforce_eager=False, **options, **GPU_MEMORY) as llm:
+    with make_engine(model=str(path), enforce_eager=False, **options, **GPU_MEMORY) as llm:
+        check_groups(llm, model)
         scheduler = scheduler_of(llm)
         # A grammar that is ready at some time decides at which step its request comes.
         scheduler.structured_output_manager._use_async_grammar_compilation = False
-        num_preemptions, preempt = 0, scheduler._preempt_request
-
-        def count_preemption(*args: Any, **kwargs: Any) -> None:
-            nonlocal num_preemptions
-            num_preemptions += 1
-            preempt(*args, **kwargs)
-
-        scheduler._preempt_request = count_preemption
+        preemptions = count_preemptions(scheduler)
         answers = []
         for wanted in (is_never, is_random(4)):
             replay_when(wanted)
@@ -344,7 +451,7 @@ def test_a_long_day(
         manager = scheduler.kv_cache_manager.manager
         manager.check_integrity()
         assert manager.usage == 0.0
-        assert num_preemptions > 5 and min(manager.stats.clones, manager.stats.evictions) > 1000
+        assert preemptions() > 5 and min(manager.stats.clones, manager.stats.evictions) > 1000
         different = [name for name, answer in answers[1].items() if answer != answers[0].get(name)]
         assert different == [] and len(answers[0]) == len(answers[1]) > 0.9 * num_requests
         replay_when(lambda _: True)

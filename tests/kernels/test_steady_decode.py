@@ -235,9 +235,18 @@ def test_block_ids_go_to_their_groups(num_writes: int, block_sizes: tuple[int, .
     check_groups(case.groups, expected)
 
 
-def test_writes_of_another_type_are_refused() -> None:
+@pytest.mark.parametrize(
+    "writes",
+    [
+        torch.zeros(3, 2, dtype=torch.int32),
+        torch.zeros(2, 3, dtype=torch.int64),
+        torch.zeros(3, dtype=torch.int64),
+    ],
+    ids=["int32", "two rows", "one dimension"],
+)
+def test_other_writes_are_refused(writes: torch.Tensor) -> None:
     with pytest.raises(ShapeError, match="writes"):
-        write_block_ids(torch.zeros(3, 2, dtype=torch.int32), make_case(1, 1).groups)
+        write_block_ids(writes, make_case(1, 1).groups)
 
 
 def test_outputs_need_not_be_counted() -> None:

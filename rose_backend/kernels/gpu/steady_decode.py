@@ -185,7 +185,8 @@ def write_block_ids(
     """Twin of ``rose_backend.kernels.steady_decode.write_block_ids``."""
     if len(groups.groups) == 1:
         table = groups.groups[0].state_table
-        table.view(-1).scatter_(0, writes[1], writes[2].to(table.dtype))
+        _, places, blocks = writes
+        table.view(-1).scatter_(0, places, blocks.to(table.dtype))
         return
     num_writes = writes.shape[1]
     # Launched without entries, too: that compiles it before steps need it.
