@@ -144,7 +144,8 @@ class _LargeGroup:
         self._pool = pool
         self._block_tokens = block_tokens
         self._key = tokens_of
-        self._open: set[int] = set()
+        # In the order of their coming, unlike a set: which of equal blocks is found does not depend on block ids.
+        self._open: dict[int, None] = {}
         self._closed = array("i")
         self._keys: list[bytes] = []  # the tokens of each closed block
 
@@ -158,25 +159,25 @@ class _LargeGroup:
     def add(self, block_id: int) -> None:
         is_full = self._pool.num_written_tokens[block_id] == self._block_tokens.shape[1]
         if self._pool.writers[block_id] != NO_WRITER and not is_full:
-            self._open.add(block_id)
+            self._open[block_id] = None
         else:
             self._insert(block_id)
 
     def remove(self, block_id: int) -> None:
         if block_id in self._open:
-            self._open.remove(block_id)
+            del self._open[block_id]
         else:
             place = self._closed.index(block_id, bisect_left(self._keys, self._key(block_id)))
             del self._closed[place], self._keys[place]
 
     def close(self, block_id: int) -> None:
         if block_id in self._open:
-            self._open.remove(block_id)
+            del self._open[block_id]
             self._insert(block_id)
 
     def reopen(self, block_id: int) -> None:
         self.remove(block_id)
-        self._open.add(block_id)
+        self._open[block_id] = None
 
     def candidates(self, tokens: bytes) -> list[int]:
         """Return the open blocks, and the closed ones next to the place of ``tokens`` that share its first token."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from rose_backend.block_manager import BlockManager
+from rose_backend.block_manager.child_index import ChildIndex
 from rose_backend.block_manager.prefix_hashes import PrefixHasher
 from rose_backend.errors import RowError
 from tests.block_manager.test_block_manager import admit, compute, make, table
@@ -49,6 +53,25 @@ def test_a_block_is_hashed_when_a_lookup_asks_for_it(monkeypatch: pytest.MonkeyP
     # A longer prompt goes on with what is known.
     longer = manager.hash_blocks(np.append(prompt, prompt), known=hashes)
     assert longer[5] == [*hashes][5] and len(hashed) == 3 + 2 + 2
+
+
+@pytest.mark.parametrize("first, second", [(7, 50), (50, 7)])
+@pytest.mark.parametrize("num_others", [1, 7, 20])
+def test_of_equal_growing_blocks_the_oldest_is_found_whatever_its_id(
+    first: int, second: int, num_others: int
+) -> None:
+    """Their K/V was computed in different steps and may be rounded differently: a run with other ids says the same."""
+    pool: Any = SimpleNamespace(num_written_tokens=np.full(64, 2), writers=np.zeros(64, np.int64))
+    tokens = np.arange(64, dtype=np.int32)[:, None] + np.arange(4, dtype=np.int32)
+    tokens[second] = tokens[first]
+    index = ChildIndex(pool, tokens)
+    others = [10 + nth for nth in range(num_others)]
+    index.add([b"parent"] * (2 + num_others), [first, second, *others])
+    assert index.longest_prefix(b"parent", tokens[first]) == (first, 2)
+    index.reopen(b"parent", first)
+    if num_others > 6:
+        # A block that grows anew is the youngest.
+        assert index.longest_prefix(b"parent", tokens[first]) == (second, 2)
 
 
 def test_lookups_of_one_prompt_may_take_turns() -> None:
