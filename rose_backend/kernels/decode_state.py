@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -51,12 +52,14 @@ class DecodeGroups:
 
     def __init__(self, *groups: DecodeGroup) -> None:
         self.groups = groups
+        sizes = [group.state_table.numel() for group in groups]
+        self.first_entries = [0, *itertools.accumulate(sizes[:-1])]
+        """Of each group, where its ``state_table`` begins if all entries of all groups' tables are counted on."""
+        layout = [(*_place_of(group), first) for group, first in zip(groups, self.first_entries, strict=True)]
         # Kernels find any number of groups in it.
-        self.places: torch.Tensor = torch.tensor(  # [G, 8] int64
-            [_place_of(group) for group in groups], device=groups[0].state_table.device
-        )
+        self.layout: torch.Tensor = torch.tensor(layout, device=groups[0].state_table.device)  # [G, 9] int64
         """Of each group: address and row stride of ``state_table``, of ``block_table``, its width, the addresses of
-        ``slot_mapping`` and ``num_computed_tokens``, and the block size. Strides in elements."""
+        ``slot_mapping`` and ``num_computed_tokens``, the block size, and its first entry. Strides in elements."""
 
 
 def _place_of(group: DecodeGroup) -> tuple[int, ...]:

@@ -100,27 +100,28 @@ def _begin_group(slots: torch.Tensor, computed: torch.Tensor, group: DecodeGroup
 
 
 def write_block_ids(
-    writes: torch.Tensor,  # [3, N] int64
+    writes: torch.Tensor,  # [2, N] int64
     groups: DecodeGroups,  # written, the state's block tables
 ) -> None:
     """Write block ids into the state's block tables, which are contiguous.
 
     Args:
-        writes: of each entry the group, its place in the group's table, ``slot * width + column``, and the block. No
-            place twice.
+        writes: places and blocks. A place is ``slot * width + column`` behind the group's ``first_entries``; none comes
+            twice.
 
     Raises:
         ShapeError: shapes or dtypes disagree.
     """
-    if writes.dim() != 2 or len(writes) != 3 or writes.dtype is not torch.int64:
-        raise ShapeError(f"writes: expected torch.int64 [3, N], got {writes.dtype} {list(writes.shape)}")
+    if writes.dim() != 2 or len(writes) != 2 or writes.dtype is not torch.int64:
+        raise ShapeError(f"writes: expected torch.int64 [2, N], got {writes.dtype} {list(writes.shape)}")
     if writes.is_cuda:
         from rose_backend.kernels.gpu import steady_decode as gpu
 
         return gpu.write_block_ids(writes, groups)
-    for index, group in enumerate(groups.groups):
-        _, places, blocks = writes[:, writes[0] == index]
-        group.state_table.view(-1).scatter_(0, places, blocks.int())
+    for group, first in zip(groups.groups, groups.first_entries, strict=True):
+        is_here = (writes[0] >= first) & (writes[0] < first + group.state_table.numel())
+        places, blocks = writes[:, is_here]
+        group.state_table.view(-1).scatter_(0, places - first, blocks.int())
     return None
 
 

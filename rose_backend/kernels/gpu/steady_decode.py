@@ -27,7 +27,7 @@ def _begin_kernel(
     query_start_ptr,  # [T + 1] int32  written
     is_padding_ptr,  # [T] bool  written
     request_slots_ptr,  # [T] int32  written
-    places_ptr,  # [G, 8] int64, None with one group
+    layout_ptr,  # [G, 9] int64, None with one group
     # Of the one group; None with several.
     state_table_ptr,  # [MR, MB] int32
     state_table_stride,
@@ -46,9 +46,9 @@ def _begin_kernel(
     far_row = row.to(tl.int64)
     slot = tl.load(slots_ptr + row)
     is_first_group = True
-    if places_ptr is not None:
+    if layout_ptr is not None:
         is_first_group = tl.program_id(1) == 0
-        place = places_ptr + tl.program_id(1) * 8
+        place = layout_ptr + tl.program_id(1) * 9
         state_table_ptr = tl.load(place).to(tl.pointer_type(tl.int32))
         state_table_stride = tl.load(place + 1)
         table_ptr = tl.load(place + 2).to(tl.pointer_type(tl.int32))
@@ -93,20 +93,25 @@ def _begin_kernel(
         tl.store(destination + columns, tl.where(is_real, blocks, 0), mask=is_copied)
 
 
-@triton.jit(do_not_specialize=["num_writes"])
+@triton.jit(do_not_specialize=["num_groups", "num_writes"])
 def _write_kernel(
-    writes_ptr,  # [3, N] int64
-    places_ptr,  # [G, 8] int64, its block tables  written
+    writes_ptr,  # [2, N] int64
+    layout_ptr,  # [G, 9] int64, its block tables  written
+    num_groups,
     num_writes,
     TILE: tl.constexpr,
 ):
     entries = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_entry = entries < num_writes
-    group = tl.load(writes_ptr + entries, mask=is_entry, other=0)
-    place = tl.load(writes_ptr + num_writes + entries, mask=is_entry, other=0)
-    block = tl.load(writes_ptr + 2 * num_writes + entries, mask=is_entry, other=0)
-    tables = tl.load(places_ptr + group * 8).to(tl.pointer_type(tl.int32))
-    tl.store(tables + place, block.to(tl.int32), mask=is_entry)
+    place = tl.load(writes_ptr + entries, mask=is_entry, other=0)
+    block = tl.load(writes_ptr + num_writes + entries, mask=is_entry, other=0)
+    first = place * 0
+    table = first + tl.load(layout_ptr)
+    for group in range(1, num_groups):
+        begin = tl.load(layout_ptr + group * 9 + 8)
+        table = tl.where(place >= begin, tl.load(layout_ptr + group * 9), table)
+        first = tl.where(place >= begin, begin, first)
+    tl.store(table.to(tl.pointer_type(tl.int32)) + (place - first), block.to(tl.int32), mask=is_entry)
 
 
 @triton.jit
@@ -169,7 +174,7 @@ def begin_steady_decode(
         inputs.query_start_loc,
         inputs.is_padding,
         inputs.request_slots,
-        None if is_one else groups.places,
+        None if is_one else groups.layout,
         *(of_the_one if is_one else [None] * len(of_the_one)),
         num_rows,
         padding_slot,
@@ -179,19 +184,19 @@ def begin_steady_decode(
 
 
 def write_block_ids(
-    writes: torch.Tensor,  # [3, N] int64
+    writes: torch.Tensor,  # [2, N] int64
     groups: DecodeGroups,  # written
 ) -> None:
     """Twin of ``rose_backend.kernels.steady_decode.write_block_ids``."""
     if len(groups.groups) == 1:
         table = groups.groups[0].state_table
-        _, places, blocks = writes
+        places, blocks = writes
         table.view(-1).scatter_(0, places, blocks.to(table.dtype))
         return
     num_writes = writes.shape[1]
     # Launched without entries, too: that compiles it before steps need it.
     grid = (max(triton.cdiv(num_writes, _WRITES_TILE), 1),)
-    _write_kernel[grid](writes, groups.places, num_writes, TILE=_WRITES_TILE)
+    _write_kernel[grid](writes, groups.layout, len(groups.groups), num_writes, TILE=_WRITES_TILE)
 
 
 def end_steady_decode(

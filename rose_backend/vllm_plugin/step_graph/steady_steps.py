@@ -29,7 +29,6 @@ from rose_backend.vllm_plugin.step_graph.steady_output import OutputBuffers, Ste
 from rose_backend.vllm_plugin.step_graph.step_counts import STEPS
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 Part = tuple[str, int]
@@ -96,7 +95,7 @@ class SteadySteps:
         ):
             self._graphs.capture(self._parts(), pool, torch.cuda.current_stream())
         # Compiled before steps need it.
-        write_block_ids(torch.zeros(3, 0, dtype=torch.int64, device=runner.device), self._groups)
+        write_block_ids(torch.zeros(2, 0, dtype=torch.int64, device=runner.device), self._groups)
         num_bytes = max(free_before - torch.cuda.mem_get_info()[0], 0)
         logger.info(
             "Rose step graph: decode steps of up to %d requests are replayed whole; %d graphs, %.1f s, %.2f GiB",
@@ -219,43 +218,26 @@ class SteadySteps:
             for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True)
             if block_ids is not None
         ]
-        entries: tuple[list[int], list[int], list[int]] = ([], [], [])
+        places: list[int] = []
+        new_blocks: list[int] = []
         for index, group in enumerate(self._groups.groups):
             num_blocks = self._runner.block_tables.num_blocks.np[index]
-            self._append_blocks_of_group(grown, index, num_blocks, group.state_table.shape[1], entries)
+            first_entry, width = self._groups.first_entries[index], group.state_table.shape[1]
+            for request_id, slot, of_groups in grown:
+                block_ids = of_groups[index]
+                start = int(num_blocks[slot])
+                end = start + len(block_ids)
+                if end > width:
+                    raise IntegrityError(
+                        f"step graph: request {request_id} gets blocks {start} to {end}, a row has {width}"
+                    )
+                row = first_entry + slot * width
+                places.extend(range(row + start, row + end))
+                new_blocks.extend(block_ids)
+                num_blocks[slot] = end
         # torch keeps pinned memory until the copy has run.
-        writes = torch.tensor(entries, dtype=torch.int64, pin_memory=self._slots.is_cuda)
+        writes = torch.tensor([places, new_blocks], dtype=torch.int64, pin_memory=self._slots.is_cuda)
         write_block_ids(writes.to(self._slots.device, non_blocking=True), self._groups)
-
-    @staticmethod
-    def _append_blocks_of_group(
-        grown: list[tuple[str, int, tuple[list[int], ...]]],
-        index: int,
-        num_blocks: NDArray[np.int32],
-        width: int,
-        entries: tuple[list[int], list[int], list[int]],
-    ) -> None:
-        """Count the new blocks of one KV cache group, and add them to ``entries``: group, place, block.
-
-        Args:
-            grown: id, slot and new blocks, by group, of each request that has some.
-            index: of the group.
-            num_blocks: of each slot; written.
-            width: of the group's block table.
-        """
-        groups, places, new_blocks = entries
-        for request_id, slot, of_groups in grown:
-            block_ids = of_groups[index]
-            start = int(num_blocks[slot])
-            end = start + len(block_ids)
-            if end > width:
-                raise IntegrityError(
-                    f"step graph: request {request_id} gets blocks {start} to {end}, a row has {width}"
-                )
-            places.extend(range(slot * width + start, slot * width + end))
-            new_blocks.extend(block_ids)
-            num_blocks[slot] = end
-        groups.extend([index] * (len(places) - len(groups)))
 
     def _replay(self, batch: ArmedBatch) -> None:
         tables = self._runner.block_tables
