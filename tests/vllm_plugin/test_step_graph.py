@@ -184,6 +184,46 @@ class Runner:
                 slot = self.req_states.req_id_to_index[request_id]
                 self.block_tables.append_block_ids(slot, block_ids, overwrite=False)
 
+    def own_step(self, output: SchedulerOutput) -> list[int]:
+        """Run a step of decodes as vLLM does, from its own counts of blocks; return the tokens."""
+        self.finish_requests(output)
+        self.update_requests(output)
+        self.block_tables.apply_staged_writes()
+        ids = output.scheduled_cached_reqs.req_ids
+        slots = [self.req_states.req_id_to_index[each] for each in ids]
+        desc = self.cudagraph_manager.dispatch(len(ids))
+        states, inputs, rows = self.req_states, self.input_buffers, len(ids)
+        computed = states.num_computed_tokens.gpu[slots]
+        inputs.input_ids[:rows] = states.last_sampled_tokens[slots, 0].int()
+        inputs.positions[:rows] = computed
+        for index, (block_size, _, _) in enumerate(self.groups):
+            self._prepare_group(index, block_size, slots, desc.num_tokens)
+        self.cudagraph_manager.run_fullgraph(desc)
+        tokens = self.model.compute_logits(self.cudagraph_manager.hidden_states[:rows]).argmax(-1)
+        states.all_token_ids.gpu[slots, states.total_len.gpu[slots].long()] = tokens.int()
+        states.last_sampled_tokens[slots, 0] = tokens
+        states.total_len.gpu[slots] += 1
+        states.num_computed_tokens.gpu[slots] += 1
+        self.sampler.penalties_state.output_bin_counts[slots, tokens] += 1
+        result: list[int] = tokens.tolist()
+        return result
+
+    def _prepare_group(self, index: int, block_size: int, slots: list[int], num_rows: int) -> None:
+        tables, computed = self.block_tables, self.req_states.num_computed_tokens.gpu
+        for row in range(num_rows):
+            is_real = row < len(slots)
+            num_computed = int(computed[slots[row]]) if is_real else -1
+            for group in self.attn_groups[index]:
+                group.get_metadata_builder().decode_computed_tokens[row] = num_computed
+            tables.slot_mappings[index, row] = -1
+            if not is_real:
+                tables.input_block_tables[index][row] = 0
+                continue
+            table, count = tables.block_tables[index].gpu[slots[row]], tables.num_blocks.np[index, slots[row]]
+            tables.input_block_tables[index][row, :count] = table[:count]
+            block, offset = int(table[num_computed // block_size]), num_computed % block_size
+            tables.slot_mappings[index, row] = block * block_size + offset
+
 
 def _group_with_builder() -> SimpleNamespace:
     builder = SimpleNamespace(decode_computed_tokens=torch.full((MAX_REQS,), -1, dtype=torch.int32))
@@ -311,6 +351,34 @@ def test_requests_come_and_go(groups: tuple[tuple[int, int | None, int], ...]) -
         idle = [slot for slot in range(MAX_REQS) if slot not in states.req_id_to_index.values()]
         assert torch.equal(states.last_sampled_tokens[idle], before[idle])
     assert requests.count > 50
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_both_kinds_of_steps_alternate(groups: tuple[tuple[int, int | None, int], ...], seed: int) -> None:
+    runner = Runner(groups)
+    steps, requests, choose = SteadySteps(runner), Requests(runner), random.Random(seed)
+    num_own = 0
+    for _ in range(200):
+        while len(requests.tokens) < MAX_REQS - len(requests.finished) and choose.random() < 0.3:
+            requests.add(choose.randrange(1, 20))
+        for request_id in list(requests.tokens):
+            if len(requests.tokens[request_id]) >= MAX_LEN - 1 or choose.random() < 0.03:
+                requests.end(request_id)
+        if not requests.tokens:
+            continue
+        if choose.random() < 0.4:
+            # As after a step that ``launch`` leaves to vLLM.
+            steps._armed = None
+            got, num_own = runner.own_step(requests.step()), num_own + 1
+        else:
+            got = run(steps, requests.step())
+        assert got == requests.expect()
+    assert 40 < num_own < 160
+    for request_id, of_groups in requests.blocks.items():
+        if request_id in requests.tokens:
+            slot = runner.req_states.req_id_to_index[request_id]
+            assert runner.block_tables.num_blocks.np[:, slot].tolist() == [*map(len, of_groups)]
 
 
 def test_the_same_batch_is_not_taken_over_again(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
