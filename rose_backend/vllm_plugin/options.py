@@ -110,13 +110,11 @@ def why_windows_are_kept(vllm_config: VllmConfig) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def why_windows_are_kept_unless_asked(vllm_config: VllmConfig) -> str | None:
-    """Return why the K/V of sliding windows is kept whole where ``disable_hybrid_kv_cache_manager`` was left open."""
-    from vllm.platforms import current_platform
-
-    if replays_steps(vllm_config):
-        return "steps replayed whole"
-    return "not tried on GPUs yet" if current_platform.is_cuda() else None
+def needs_one_group(vllm_config: VllmConfig) -> bool:
+    """Whether Rose's block manager takes one KV cache group of all layers, where that was left open."""
+    if has_states(vllm_config):
+        return not are_states_served_unasked()
+    return why_windows_are_kept(vllm_config) is not None
 
 
 def appends_in_attention(vllm_config: VllmConfig, options: PluginConfig) -> bool:

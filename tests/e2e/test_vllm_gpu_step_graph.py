@@ -48,12 +48,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         for name in ("Qwen3", "Llama")
     },
     "Qwen3 with vLLM's layers": ("Qwen3", {"compilation_config": GRAPHS}),
-    **{
-        name: (name, {"compilation_config": GRAPHS, "disable_hybrid_kv_cache_manager": False})
-        for name in ("gpt-oss", "Gemma 3")
-    },
-    # One group, with layers of two shapes.
-    "Gemma 4": ("Gemma 4", {"compilation_config": GRAPHS}),
+    # Gemma 4 has one KV cache group, with layers of two shapes.
+    **{name: (name, {"compilation_config": GRAPHS}) for name in ("gpt-oss", "Gemma 3", "Gemma 4")},
 }
 """Checkpoint and options by name."""
 NUM_GROUPS = {"gpt-oss": 2, "Gemma 3": 4}

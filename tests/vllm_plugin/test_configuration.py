@@ -418,19 +418,21 @@ def test_layers_of_one_group_are_asked_of_vllm_too(make_config: MakeConfig) -> N
     assert not is_asked(**WINDOWS, attention_backend="CPU_ATTN")
 
 
-@pytest.mark.parametrize("reason", ["steps replayed whole", "not tried on GPUs yet"])
-def test_windows_are_kept_on_gpus_unless_asked(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, reason: str
+@pytest.mark.parametrize("is_replayed", [True, False])
+def test_windows_have_groups_of_their_own_on_gpus_too(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, is_replayed: bool
 ) -> None:
-    if reason == "steps replayed whole":
-        monkeypatch.setattr(options, "replays_steps", lambda config: True)
-    else:
-        monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
-    config = make_config(**MIXED_WINDOWS)
-    assert config.scheduler_config.disable_hybrid_kv_cache_manager
-    assert options.why_windows_are_kept_unless_asked(config) == reason
-    asked = {"disable_hybrid_kv_cache_manager": False, **MIXED_WINDOWS}
-    assert not make_config(**asked).scheduler_config.disable_hybrid_kv_cache_manager
+    def keeps_one_group(**asked: Any) -> bool | None:
+        is_one: bool | None = make_config(**asked).scheduler_config.disable_hybrid_kv_cache_manager
+        return is_one
+
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    monkeypatch.setattr(options, "replays_steps", lambda config: is_replayed)
+    assert not keeps_one_group(**MIXED_WINDOWS)
+    assert not keeps_one_group(disable_hybrid_kv_cache_manager=False, **MIXED_WINDOWS)
+    # What the user has asked for, and what groups are not for.
+    assert keeps_one_group(disable_hybrid_kv_cache_manager=True, **MIXED_WINDOWS)
+    assert keeps_one_group(**WINDOWS) and keeps_one_group(speculative_config=NGRAM, **MIXED_WINDOWS)
 
 
 def test_windows_of_a_drafter_are_windows(make_config: MakeConfig, tiny_model_path: Path) -> None:

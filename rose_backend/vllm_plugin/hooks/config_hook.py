@@ -20,13 +20,10 @@ from rose_backend.vllm_plugin.models.model_choice import choose_model_class, for
 from rose_backend.vllm_plugin.options import (
     ASYNC_SCHEDULER_CLASS,
     SCHEDULER_CLASS,
-    are_states_served_unasked,
     has_rust_front_end,
-    has_states,
     is_rose_selected,
+    needs_one_group,
     rose_options,
-    why_windows_are_kept,
-    why_windows_are_kept_unless_asked,
 )
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
 from rose_backend.vllm_plugin.plugin_logger import logger
@@ -49,19 +46,12 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
             options = rose_options(self)
             _switch_off_vllm_parts(self, options)
             is_open = options.block_manager and self.scheduler_config.disable_hybrid_kv_cache_manager is None
-            if is_open and has_states(self):
-                is_open = False
-                if not are_states_served_unasked():
-                    self.scheduler_config.disable_hybrid_kv_cache_manager = True
-            if is_open and why_windows_are_kept(self) is not None:
+            if is_open and needs_one_group(self):
                 # One group of blocks for all layers. A copy that is finished again finds it, or what the user has set.
                 self.scheduler_config.disable_hybrid_kv_cache_manager = True
             leaves_graphs = leaves_graphs_to_vllm(self)
             forget_compilation_mode(self)
             original(self, *args, **kwargs)
-            # Whether steps are replayed is known only now.
-            if is_open and why_windows_are_kept_unless_asked(self) is not None:
-                self.scheduler_config.disable_hybrid_kv_cache_manager = True
             check_supported(self, options)
             if leaves_graphs:
                 choose_mixed_graphs(self)

@@ -20,11 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from rose_backend.vllm_plugin.backend_name import BACKEND_NAME
-from rose_backend.vllm_plugin.options import (
-    uses_rose_manager,
-    why_windows_are_kept,
-    why_windows_are_kept_unless_asked,
-)
+from rose_backend.vllm_plugin.options import uses_rose_manager, why_windows_are_kept
 from rose_backend.vllm_plugin.plugin_logger import logger
 
 if TYPE_CHECKING:
@@ -89,9 +85,7 @@ def why_kept_whole(vllm_config: VllmConfig, own_spec: OwnSpec) -> str | None:
         own_spec: vLLM's own ``get_kv_cache_spec`` of a layer.
     """
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-        if (reason := why_windows_are_kept(vllm_config)) is not None:
-            return reason
-        return why_windows_are_kept_unless_asked(vllm_config) or "--disable-hybrid-kv-cache-manager"
+        return why_windows_are_kept(vllm_config) or "--disable-hybrid-kv-cache-manager"
     layers = _attention_layers(vllm_config)
     specs = [spec for layer in layers if (spec := own_spec(layer, vllm_config)) is not None]
     windows = [spec.sliding_window for spec in specs if type(spec) is SlidingWindowSpec]
