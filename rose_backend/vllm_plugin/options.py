@@ -82,14 +82,6 @@ def has_states(vllm_config: VllmConfig) -> bool:
     return vllm_config.model_config is not None and bool(vllm_config.model_config.is_hybrid)
 
 
-def are_states_served_unasked() -> bool:
-    """Whether Rose's block manager serves states, which need KV cache groups of their own, where that was left open."""
-    from vllm.platforms import current_platform
-
-    # Not tried on GPUs yet.
-    return not current_platform.is_cuda()
-
-
 def why_windows_are_kept(vllm_config: VllmConfig) -> str | None:
     """Return why the K/V of sliding windows is kept whole, as far as the configuration tells; None if it is not.
 
@@ -112,9 +104,7 @@ def why_windows_are_kept(vllm_config: VllmConfig) -> str | None:
 
 def needs_one_group(vllm_config: VllmConfig) -> bool:
     """Whether Rose's block manager takes one KV cache group of all layers, where that was left open."""
-    if has_states(vllm_config):
-        return not are_states_served_unasked()
-    return why_windows_are_kept(vllm_config) is not None
+    return not has_states(vllm_config) and why_windows_are_kept(vllm_config) is not None
 
 
 def appends_in_attention(vllm_config: VllmConfig, options: PluginConfig) -> bool:

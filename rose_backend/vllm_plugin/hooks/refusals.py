@@ -137,9 +137,9 @@ _ATTENTION_CHECKS: tuple[tuple[str, Check], ...] = (
 )
 _MANAGER_CHECKS: tuple[tuple[str, Check], ...] = (
     ("Mamba models", lambda c: _model("has_inner_state")(c) and not has_states(c)),
-    # Rose's hook has set it to True on GPUs where the user left it open.
+    # It leaves no groups for states.
     (
-        "hybrid models, on GPUs unless --no-disable-hybrid-kv-cache-manager asks for it",
+        "hybrid models beside --disable-hybrid-kv-cache-manager",
         _with_states(lambda c: bool(c.scheduler_config.disable_hybrid_kv_cache_manager)),
     ),
     (
