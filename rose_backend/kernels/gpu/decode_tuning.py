@@ -132,7 +132,7 @@ def _grouped_tuning(wanted: int, num_processors: int) -> DecodeTuning:
         min_split=128,
         num_programs=3 * num_processors,
         use_dot=True,
-        num_warps=2 if wanted > 6 * num_processors else 4,
+        num_warps=2 if wanted > 3 * num_processors else 4,
         num_stages=3,
         early_tiles=1 if wanted <= 8 * num_processors else 0,
     )
