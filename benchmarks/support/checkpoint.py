@@ -16,11 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig, Qwen3Config
+    from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 END_OF_TEXT = "<|endoftext|>"
 GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_06B = "gpt2-124m", "llama-1b", "llama-8b", "qwen3-0.6b"
-SHAPES = {GPT2_124M: "GPT-2 124M", LLAMA_1B: "Llama 1B", LLAMA_8B: "Llama 8B", QWEN3_06B: "Qwen3 0.6B"}
+GEMMA3_4B = "gemma-3-4b"
+SHAPES = {
+    GPT2_124M: "GPT-2 124M",
+    LLAMA_1B: "Llama 1B",
+    LLAMA_8B: "Llama 8B",
+    QWEN3_06B: "Qwen3 0.6B",
+    GEMMA3_4B: "Gemma 3 4B",
+}
 """What a random checkpoint can look like, and what people call it."""
 
 KEPT_IN = "ROSE_BENCHMARK_CHECKPOINTS"
@@ -29,6 +36,7 @@ KEPT_IN = "ROSE_BENCHMARK_CHECKPOINTS"
 VOCAB_SIZE = 50_257
 QWEN3_VOCAB_SIZE = 151_936
 LLAMA_8B_VOCAB_SIZE = 128_256
+GEMMA3_VOCAB_SIZE = 262_208
 
 
 @contextlib.contextmanager
@@ -37,7 +45,7 @@ def checkpoint(model: str | None, shape: str = GPT2_124M, *, small: bool = False
 
     Args:
         shape: one of ``SHAPES``.
-        small: of Llama's and Qwen3's shapes only two narrow layers, for a CPU.
+        small: of all shapes but GPT-2's only two narrow layers, for a CPU.
     """
     if model is not None:
         yield model
@@ -66,8 +74,13 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool) -> None:
         write_random_gpt2_124m(folder)
         _write_tokenizer(folder, VOCAB_SIZE)
         return
-    make_config = {LLAMA_1B: llama_1b_config, LLAMA_8B: llama_8b_config, QWEN3_06B: qwen3_config}[shape]
-    config = make_config(small=small)
+    make_configs = {
+        LLAMA_1B: llama_1b_config,
+        LLAMA_8B: llama_8b_config,
+        QWEN3_06B: qwen3_config,
+        GEMMA3_4B: gemma3_config,
+    }
+    config = make_configs[shape](small=small)
     torch.manual_seed(0)
     # A billion numbers and more: seconds on a GPU.
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -144,6 +157,34 @@ def qwen3_config(*, small: bool = False) -> Qwen3Config:
         rms_norm_eps=1e-6,
         rope_theta=1_000_000.0,
         tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        dtype="bfloat16",
+    )
+
+
+def gemma3_config(*, small: bool = False) -> Gemma3TextConfig:
+    """Return Gemma 3 4B's text layers and vocabulary, with a window of 4,096 tokens; five of six layers see 1,024."""
+    from transformers import Gemma3TextConfig
+
+    width, num_layers = (128, 2) if small else (2560, 34)
+    sliding, full = "sliding_attention", "full_attention"
+    return Gemma3TextConfig(
+        architectures=["Gemma3ForCausalLM"],
+        vocab_size=1000 if small else GEMMA3_VOCAB_SIZE,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2 if small else 8,
+        num_key_value_heads=1 if small else 4,
+        head_dim=64 if small else 256,
+        query_pre_attn_scalar=256,
+        sliding_window=1024,
+        layer_types=[full if index % 6 == 5 or (small and index) else sliding for index in range(num_layers)],
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        pad_token_id=0,
         bos_token_id=0,
         eos_token_id=0,
         dtype="bfloat16",

@@ -108,9 +108,7 @@ class BlockManager:
         self.clones = CloneQueue(self.pool)
         self.stats = CacheStats(bytes_per_block)
         parts = (self.pool, self.table, self.cache, self.clones, self.stats, block_size)
-        self.states: RowStates | None = None
-        if has_states:
-            self.states = RowStates(len(kv_kinds), kinds[-1].num_groups, max_num_seqs, *parts)
+        self.states = RowStates(len(kv_kinds), kinds[-1], max_num_seqs, *parts) if has_states else None
         self._reservations = Reservations(*parts, self.states)
         self._admission = Admission(self.pool, self.table, self.cache, self.stats, block_size, self.states)
         # Aliases: the arrays are allocated once and changed in place.

@@ -20,6 +20,7 @@ from rose_backend.block_manager.block_pool import (
     IntArray,
 )
 from rose_backend.block_manager.clone_queue import CloneQueue
+from rose_backend.block_manager.kind_table import GroupKind
 from rose_backend.block_manager.observability import CacheStats
 from rose_backend.block_manager.prefix_cache import PrefixCache
 from rose_backend.block_manager.sequence_table import SequenceTable
@@ -31,7 +32,7 @@ class RowStates:
 
     Args:
         index: of the kind of groups that keep a state.
-        num_groups: of that kind.
+        kind: that kind.
         max_num_seqs: rows.
 
     Memory: 8 bytes per row.
@@ -40,7 +41,7 @@ class RowStates:
     def __init__(
         self,
         index: int,
-        num_groups: int,
+        kind: GroupKind,
         max_num_seqs: int,
         pool: BlockPool,
         table: SequenceTable,
@@ -49,7 +50,7 @@ class RowStates:
         stats: CacheStats,
         block_size: int,
     ) -> None:
-        self.index, self.num_groups = index, num_groups
+        self.index, self.num_groups = index, kind.num_groups
         self.running: Int32Array = np.zeros(max_num_seqs, np.int32)
         """int32 ``[max_num_seqs]``: the block of each row's running state, which stands for those of all groups; the
         null block before the first reservation."""

@@ -287,7 +287,8 @@ def test_windows_let_go_of_blocks_while_steps_are_replayed(
     columns = -(-(longest + num_new_tokens) // block_size)
     # What a window reaches, which may begin inside a block, and the block that a run-ahead step may be given.
     windowed = -(-(random_checkpoints.SLIDING_WINDOW - 1) // block_size) + 2
-    at_once = 6
+    # vLLM has a graph of decodes for so many.
+    at_once = 8
     num_blocks = 1 + at_once * (columns + (NUM_GROUPS[model] - 1) * windowed)
     options: dict[str, Any] = {
         "dtype": half_dtype(model),
@@ -306,8 +307,8 @@ def test_windows_let_go_of_blocks_while_steps_are_replayed(
             assert llm.reset_prefix_cache()
             before = STEPS.replayed
             answers.append(said(llm.generate(inputs_of(prompts), params, use_tqdm=False)))
-            # Eight waves of six, with a step of prompts where one begins.
-            assert (STEPS.replayed - before > 2 * num_new_tokens) == (wanted is not is_never), STEPS
+            # Six waves of eight, with a step of prompts where one begins.
+            assert (STEPS.replayed - before > num_new_tokens) == (wanted is not is_never), STEPS
             assert preemptions() == 0
         manager = scheduler_of(llm).kv_cache_manager.manager
         manager.check_integrity()

@@ -119,12 +119,12 @@ def decoder_config(make_config: MakeConfig, tmp_path: Path) -> Callable[..., Any
             "model": str(path),
             "dtype": "float16",
             "enforce_eager": False,
-            "max_num_seqs": 96,
+            "max_num_seqs": 160,
             **options,
         }
         config = make_config(**options)
         config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
-        config.compilation_config.cudagraph_capture_sizes = [1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 96, 512]
+        config.compilation_config.cudagraph_capture_sizes = [1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 96, 160, 512]
         return config
 
     return make
