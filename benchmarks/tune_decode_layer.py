@@ -37,6 +37,7 @@ from rose_backend.kernels.gpu import paged_decode as decode_gpu
 from rose_backend.kernels.gpu import small_batch_linear as linear_gpu
 from rose_backend.kernels.gpu.decode_tuning import DecodeTuning, decode_tuning
 from rose_backend.kernels.gpu.linear_tuning import MAX_SPLIT_FLOATS, LinearConfig, choose_config
+from rose_backend.kernels.small_batch_linear import MAX_ROWS
 from rose_backend.layers import decoder
 from rose_backend.layers.attention import AttentionMetadata
 from rose_backend.models.registry import load_model
@@ -65,13 +66,14 @@ class Cuts:
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Let the kernels be cut so."""
-        rows = decoder.MAX_ROWS if self.rotates_in_attention else 0
+        rows = MAX_ROWS if self.rotates_in_attention else 0
         with (
             mock.patch.object(
                 linear_gpu, "choose_config", lambda rows, columns, depth, **_: self.products[columns, depth]
             ),
             mock.patch.object(decode_gpu, "decode_tuning", lambda *_, **__: self.attention),
             mock.patch.object(decoder, "MAX_ROTATED_ROWS", rows),
+            mock.patch.object(decoder, "max_packed_rows", lambda hidden_size: MAX_ROWS),
         ):
             yield
 
@@ -197,9 +199,10 @@ def _start_worker(path: str) -> None:
 def _small_step(rows: int, context: int) -> tuple[Step, torch.Tensor, float]:
     """Return a step of two layers, its hidden states by library products, and how far those of cuts in use are."""
     step = Step(_model, rows, context)
-    with mock.patch.object(decoder, "MAX_ROWS", 0):
+    with mock.patch.object(decoder, "max_packed_rows", lambda hidden_size: 0):
         library = step.run().float()
-    error = float((step.run().float() - library).norm() / library.norm())
+    with step.cuts_in_use().in_force():
+        error = float((step.run().float() - library).norm() / library.norm())
     return step, library, error
 
 

@@ -17,6 +17,20 @@ MAX_ROTATED_ROWS = 128
 32 of them, and longer by 20 to 40 us with 256, where each program rotates for itself what one launch does for all."""
 
 
+_WIDE = 2048
+_MAX_WIDE_ROWS = 16
+
+
+def max_packed_rows(hidden_size: int) -> int:
+    """Return the decodes of a step up to which packed products, which take norms in, are faster than the library's.
+
+    Qwen3 0.6B's are faster for all, Llama 3.1 8B's for few. Inside vLLM on an H100 its steps with 8, 32, 128 and 256
+    decodes took 6.4, 7.3, 8.9 and 13.4 ms with packed products; without Rose, all by the library, 6.6, 6.8, 8.5 and
+    11.2 (``benchmarks/results/h100/vllm_llama8b_packed.json``). The line between 8 and 32 was not measured.
+    """
+    return MAX_ROWS if hidden_size <= _WIDE else _MAX_WIDE_ROWS
+
+
 def run_layers(
     hidden: torch.Tensor,  # [T, E]  written where the batch is small
     moments: torch.Tensor | None,  # [T, 2, 1] float32
@@ -45,7 +59,7 @@ def run_layers(
     """
     num_tokens = hidden.shape[0]
     is_packed = layers[0].qkv.packed is not None
-    is_small_batch = is_packed and attention.decodes_only and num_tokens <= MAX_ROWS
+    is_small_batch = is_packed and attention.decodes_only and num_tokens <= max_packed_rows(hidden.shape[1])
     stream = ResidualStream(hidden, switches, moments, is_small_batch=is_small_batch, all_reduce=all_reduce)
     fuses_rotation = attention.appends and attention.decodes_only and num_tokens <= MAX_ROTATED_ROWS
     for index, layer in enumerate(layers):

@@ -119,7 +119,7 @@ def params_of_every_kind(num_requests: int, one_in: int = 4) -> list[SamplingPar
         {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.4},
         {"temperature": 0.8, "logprobs": 3},
         {"temperature": 0.0, "n": 3} | {"temperature": 0.7},
-        {"temperature": 0.0, "stop_token_ids": list(range(0, VOCAB_SIZE, 40)), "ignore_eos": False},
+        {"temperature": 0.0, "stop_token_ids": list(range(0, VOCAB_SIZE, 50)), "ignore_eos": False},
         {"temperature": 0.0, "logprobs": 2},
     ]
     params = []
@@ -325,7 +325,7 @@ def kinds_of_short_requests() -> tuple[list[SamplingParams], list[SamplingParams
         {"temperature": 0.0},
         {"temperature": 0.9, "top_k": 40, "top_p": 0.9},
         {"temperature": 1.2, "min_p": 0.02},
-        {"temperature": 0.0, "stop_token_ids": list(range(0, VOCAB_SIZE, 40)), "ignore_eos": False},
+        {"temperature": 0.0, "stop_token_ids": list(range(0, VOCAB_SIZE, 50)), "ignore_eos": False},
         {"temperature": 0.7, "n": 3},
         {"temperature": 0.0, "stop": ["e", "th"], "ignore_eos": False},
     ]

@@ -104,6 +104,21 @@ def test_switches_decide(
     assert set(record(tiny_model_path, **options)) == (ALWAYS | more) - less
 
 
+@pytest.mark.parametrize(("hidden_size", "largest"), [(1024, 64), (2048, 64), (4096, 16)])
+def test_the_library_multiplies_for_more_decodes_of_a_wide_model(
+    qwen3_path: Path, hidden_size: int, largest: int
+) -> None:
+    (qwen3_path / "config.json").write_text(json.dumps(QWEN3 | {"hidden_size": hidden_size}))
+    config = EngineConfig(model=str(qwen3_path), max_num_batched_tokens=8192, max_num_seqs=64)
+    products = [
+        source
+        for source in record_start(qwen3_path, config, H100)
+        if source.name == "small_batch_linear_kernel"
+    ]
+    rows_at = products[0].function().arg_names.index("BLOCK_M")
+    assert max(source.constexprs[(rows_at,)] for source in products) == largest
+
+
 def test_weights_or_their_type_in_config_make_no_difference(tiny_model_path: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((tiny_model_path / "config.json").read_text())
     config = EngineConfig(model="m", max_num_batched_tokens=2048)
