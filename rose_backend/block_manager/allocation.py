@@ -43,8 +43,10 @@ class Allocation:
         return block_ids
 
     def _is_spared(self, block_ids: Int64Array) -> BoolArray:
-        """Which blocks are in a window, or a state, at the end of a hit whose prefix somebody holds."""
+        """Which blocks end a hit, or are the last checkpoint of a running row, where somebody holds their prefix."""
         is_spared: BoolArray = self._pool.ends_hit[block_ids]
+        if self._cache is not None and self._cache.states is not None:
+            is_spared = is_spared | self._cache.states.are_last(block_ids)
         if self._cache is not None and np.count_nonzero(is_spared):
             for place in np.flatnonzero(is_spared).tolist():
                 is_spared[place] = self._cache.is_prefix_held(int(block_ids[place]))

@@ -173,6 +173,10 @@ def check_row_states(pool: BlockPool, table: SequenceTable, states: RowStates) -
         lambda block: f"block {block} is the running state of several rows",
     )
     _refuse(pool.is_cached[running], lambda at: f"block {running[at]}: a running state can be found")
+    _refuse(
+        np.isin([*states.last], np.flatnonzero(table.is_active), invert=True),
+        lambda at: f"row {[*states.last][at]} is not in use but has a last checkpoint",
+    )
     held = states.held_blocks()
     _refuse(
         pool.kind_of[held] != states.index,

@@ -56,7 +56,8 @@ class RowStates:
         null block before the first reservation."""
         self.found: Int32Array = np.zeros(max_num_seqs, np.int32)
         """int32 ``[max_num_seqs]``: the checkpoint that a row starts from, held until it has asked for its copy."""
-        self._places: dict[int, list[Place]] = {}  # of each row's checkpoints, in order of their lengths
+        self.last: dict[int, Place] = {}
+        """Where each row's last checkpoint is, or was."""
         self._pool, self._table, self._cache, self._clones = pool, table, cache, clones
         self._stats, self._block_size = stats, block_size
         self._allocation = Allocation(pool, cache, stats)
@@ -69,7 +70,7 @@ class RowStates:
             self.found[row] = checkpoint
             if self._pool.ends_hit[checkpoint]:
                 # Several rows started here, so more may. The end of a conversation's turn is passed once.
-                self._places[row] = [self._cache.states.place_of(checkpoint)]
+                self._note_last(row, self._cache.states.place_of(checkpoint))
             self._pool.ends_hit[checkpoint] = True
 
     def num_blocks_to_start(self, rows: Int64Array) -> Int64Array:
@@ -101,7 +102,7 @@ class RowStates:
             source = int(self.running[row])
             if place is None or source == NULL_BLOCK:
                 continue
-            self._places.setdefault(row, []).append(place)
+            self._note_last(row, place)
             if self._renew(place) or num_spare < self.num_groups:
                 continue
             num_spare -= self.num_groups
@@ -139,9 +140,10 @@ class RowStates:
         return blocks
 
     def renew(self, rows: Int64Array) -> None:
-        """Make checkpoints on the way of rows that have ended as young as the K/V that they have just released."""
+        """Make the last checkpoint of each row that has ended as young as the K/V that it has just released."""
         for row in rows.tolist():
-            for place in reversed(self._places.pop(row, [])):
+            if (place := self.last.get(row)) is not None:
+                self._note_last(row, None)
                 self._renew(place)
 
     def held_blocks(self) -> Int32Array:
@@ -169,6 +171,18 @@ class RowStates:
             is_usable = (column or offset) and not (offset and cache.full_blocks_only)
             places.append((table.chain_digests[row], tail) if is_usable else None)
         return places
+
+    def _note_last(self, row: int, place: Place | None) -> None:
+        """Let a row's last checkpoint be that at a place; None: it has none any longer."""
+        assert self._cache is not None and self._cache.states is not None, "checkpoints are in the cache"
+        last, marks = self.last.pop(row, None), self._cache.states.last_of_rows
+        if last is not None:
+            marks[last] -= 1
+            if not marks[last]:
+                del marks[last]
+        if place is not None:
+            self.last[row] = place
+            marks[place] += 1
 
     def _renew(self, place: Place) -> bool:
         """Make the checkpoint at a place, if there is one, the one to be evicted last; return whether there is one."""

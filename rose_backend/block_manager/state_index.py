@@ -7,12 +7,13 @@ and the tokens behind those, fewer than a block. There are few of them, as each 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
 
-from rose_backend.block_manager.block_pool import NULL_BLOCK, BlockPool, Int32Array
+from rose_backend.block_manager.block_pool import NULL_BLOCK, BlockPool, BoolArray, Int32Array, Int64Array
 
 Place: TypeAlias = tuple[bytes, bytes]
 """The digest of the full blocks of a prefix, and its tokens behind them, int32 as bytes."""
@@ -30,6 +31,8 @@ class StateIndex:
         self._block_at: dict[Place, int] = {}
         self._place_of: dict[int, Place] = {}
         self._tails: dict[bytes, list[bytes]] = {}  # by digest, in order
+        self.last_of_rows: Counter[Place] = Counter()
+        """For how many running rows the checkpoint at a place is the last: others with the same prompt start there."""
         self.epoch = 0
         """Counts the changes that may leave an earlier lookup with a block that is found no more."""
 
@@ -40,6 +43,11 @@ class StateIndex:
     def place_of(self, block_id: int) -> Place:
         """Return where a checkpoint is."""
         return self._place_of[block_id]
+
+    def are_last(self, block_ids: Int64Array) -> BoolArray:
+        """Return which of some blocks, of any kind, are the last checkpoint of a running row."""
+        places = map(self._place_of.get, block_ids.tolist())
+        return np.fromiter((place in self.last_of_rows for place in places), np.bool_, len(block_ids))
 
     def add(self, place: Place, block_id: int) -> None:
         """Add a checkpoint at a place that has none."""

@@ -32,6 +32,8 @@ class StatesSimulation(KindsSimulation):
         """The checkpoint of each prefix."""
         self.state_len: dict[int, int] = {}
         """Tokens that the running state of each row is of."""
+        self.last: dict[int, tuple[bytes, tuple[int, ...]] | None] = {}
+        """The prefix of the last checkpoint of each row."""
         self.running_before: dict[int, int] = {}
         self.found_before: list[int] = []
         self.is_ambiguous = False
@@ -68,9 +70,12 @@ class StatesSimulation(KindsSimulation):
             self.paths["no hit because of a state"] += 1
 
     def add(self, prompt: list[int], namespace: bytes, match: PrefixMatch | None = None) -> int | None:
+        ends_hit = self.manager.pool.ends_hit.copy()
         row = super().add(prompt, namespace, match)
         if row is not None:
             self.state_len[row] = self.num_computed(row)
+            if (found := int(self.manager.states.found[row])) and ends_hit[found]:
+                self.last[row] = self.place_of(found)
         return row
 
     def fork(self, row: int, num_children: int) -> list[int]:
@@ -121,7 +126,8 @@ class StatesSimulation(KindsSimulation):
         place = self.place_of(block)
         if place is None:
             return super().is_spared(block)
-        return bool(self.manager.pool.ends_hit[block]) and any(self.last_blocks_held(*place))
+        is_wanted = self.manager.pool.ends_hit[block] or place in self.last.values()
+        return bool(is_wanted) and any(self.last_blocks_held(*place))
 
     def place_of(self, block: int) -> tuple[bytes, tuple[int, ...]] | None:
         return next((place for place, other in self.book.items() if other == block), None)
@@ -159,13 +165,18 @@ class StatesSimulation(KindsSimulation):
         for row in rows:
             place = self.sequences[row].namespace, tuple(self.computed[row])
             is_usable = place[1] and not (self.full_blocks_only and len(place[1]) % self.block_size)
-            if not (self.running[row] and is_usable and self.manager.cache) or place in known:
+            if not (self.running[row] and is_usable and self.manager.cache):
+                continue
+            self.last[row] = place
+            if place in known:
                 continue
             self.paths["no checkpoint for lack of blocks"] += num_spare < self.num_groups
             if num_spare >= self.num_groups:
                 num_spare -= self.num_groups
                 expected.append((row, place))
                 known.add(place)
+        # Rows change what is spared one after the other, as they take blocks.
+        self.is_ambiguous |= spared != {block for block in evict_next if self.is_spared(block)}
         self.manager.checkpoint(np.array(rows, np.int64))
         taken: list[int] = []
         for row, place in expected:
@@ -238,6 +249,7 @@ class StatesSimulation(KindsSimulation):
                 self.book.setdefault(place, block)
         for row in rows:
             del self.state_len[row]
+            self.last.pop(row, None)
         self.manager.free(np.array(rows, np.int64), states_are_known=np.array(are_known, np.bool_))
         self.drop_called_off()
         for row in rows:

@@ -179,6 +179,27 @@ def test_a_checkpoint_is_passed_over_while_its_prefix_is_held() -> None:
     assert manager.match(prompt(32, 9, 3)).num_tokens == 0
 
 
+def test_the_last_checkpoint_of_a_running_row_is_kept_while_it_runs() -> None:
+    """Requests that come meanwhile with the same prompt start there."""
+    manager = make_manager(num_blocks=1 + 36)
+    tokens = prompt(100, 0)
+    row, _ = add(manager, tokens)
+    for end in (48, 80):
+        run_to(manager, row, tokens, end)
+        manager.checkpoint([row])
+        run_copies(manager)
+    run_to(manager, row, tokens, 90)
+    for seed in range(4, 10):
+        serve(manager, prompt(0, 60, seed), known=False)
+    assert manager.match(tokens).num_tokens == 80
+    # The one before is like any other.
+    assert manager.match(tokens[:79]).num_tokens == 0
+    manager.free([row])
+    for seed in range(10, 20):
+        serve(manager, prompt(0, 60, seed), known=False)
+    assert manager.match(tokens).num_tokens == 0
+
+
 def test_equal_states_are_kept_once() -> None:
     manager = make_manager()
     for _ in range(3):
