@@ -27,7 +27,7 @@ FIGURES = ROOT / "docs" / "figures"
 DRAWN_RESULTS = ("cpu/block_manager.json", "cpu/state_hits.json", "h200/online_compare.json")
 COMMITS = {
     "dbf7e5cc16e90cd1": "130f14d",
-    "477a964889da4655": "d676a55",
+    "96afaf6e394409d7": "5c385a2",
     "0960b50e02957936": "fca7de6",
     "414eed5ccde5189b": "7950450",
     "46beff57b023f1fb": "891e8cf",
