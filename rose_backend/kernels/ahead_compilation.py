@@ -17,6 +17,10 @@ Progress = Callable[[Iterable[CompiledKernel], int], Iterator[CompiledKernel]]
 """Shows how far an iteration is, given what to yield and how many there will be."""
 
 
+def _show_nothing(kernels: Iterable[CompiledKernel], total: int) -> Iterator[CompiledKernel]:
+    return iter(kernels)
+
+
 class AheadCompilation:
     """Compiles what one start or several need, from its construction on.
 
@@ -58,7 +62,7 @@ class AheadCompilation:
         """Wait for the kernels of these names only."""
         self._wait_for(lambda name: name in names)
 
-    def wait_for_others(self, *names: str, progress: Progress = lambda kernels, total: iter(kernels)) -> None:
+    def wait_for_others(self, *names: str, progress: Progress = _show_nothing) -> None:
         """Wait for all kernels but those of these names.
 
         Raises:
@@ -70,7 +74,7 @@ class AheadCompilation:
     def _wait_for(
         self,
         is_wanted: Callable[[str], bool],
-        progress: Progress = lambda kernels, total: iter(kernels),
+        progress: Progress = _show_nothing,
     ) -> None:
         if self._pool is None:
             return
@@ -87,7 +91,7 @@ class AheadCompilation:
                 num_left -= 1
                 yield kernel
 
-    def wait(self, progress: Progress = lambda kernels, total: iter(kernels)) -> str | None:
+    def wait(self, progress: Progress = _show_nothing) -> str | None:
         """Wait for the last kernel.
 
         Returns:
