@@ -62,6 +62,7 @@ from rose_backend.kernels.rotary import rotate_query_key
 from rose_backend.kernels.sampler import SampleOutput, SamplingTensors, advance_rows, sample, sample_unfused
 from rose_backend.kernels.small_batch_linear import (
     PackedLinear,
+    empty_rows,
     pack_linear,
     small_batch_linear,
     small_batch_linear_and_moments,
@@ -82,6 +83,7 @@ __all__ = [
     "bias_residual",
     "block_clone",
     "embed_tokens",
+    "empty_rows",
     "layer_norm",
     "lm_head_sample",
     "pack_linear",

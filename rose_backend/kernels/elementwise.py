@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.small_batch_linear import row_moments
+from rose_backend.kernels.small_batch_linear import empty_rows, row_moments
 from rose_backend.kernels.tensor_checks import check_same_dtype, check_tensors
 
 
@@ -43,7 +43,8 @@ def embed_tokens(
     if input_ids.is_cuda:
         from rose_backend.kernels.gpu import embed_tokens as gpu
 
-        return gpu.embed_tokens(input_ids, positions, token_embedding, position_embedding)
+        out = empty_rows(token_embedding, input_ids.shape[0], token_embedding.shape[1])
+        return out, gpu.embed_tokens(input_ids, positions, token_embedding, position_embedding, out)
     embedded = F.embedding(input_ids, token_embedding)
     if position_embedding is not None:
         embedded = embedded + F.embedding(positions, position_embedding)

@@ -13,6 +13,7 @@ from rose_backend.kernels import (
     DecodePlan,
     HeadRotation,
     PrefillPlan,
+    empty_rows,
     paged_decode,
     paged_prefill,
     plan_paged_decode,
@@ -144,7 +145,7 @@ class PagedAttention:
                 # -1 for padding in front of all requests: it picks some token, and the result is not read.
                 self.last_tokens = start_loc[1:].long() - 1
         self._caches = kv_cache.unbind(0)
-        self._out = kv_cache.new_empty((num_tokens, num_heads, kv_cache.shape[-1]))
+        self._out = empty_rows(kv_cache, num_tokens, num_heads, kv_cache.shape[-1])
 
     def __call__(
         self,

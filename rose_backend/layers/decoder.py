@@ -18,17 +18,17 @@ H100, with a launch of its own 60.1. With 256, where each program rotates for it
 took 96.6 and 92.9."""
 
 _WIDE = 2048
-_MAX_WIDE_ROWS = 16
+_MAX_WIDE_ROWS = 128
 
 
 def max_packed_rows(hidden_size: int) -> int:
     """Return the decodes of a step up to which packed products, which take norms in, are faster than the library's.
 
-    Qwen3 0.6B's are faster for all, Llama 3.1 8B's for few. Inside vLLM on an H100 its steps with 8, 32, 128 and 256
-    decodes took 6.4, 7.3, 8.9 and 13.4 ms with packed products; without Rose, all by the library, 6.6, 6.8, 8.5 and
-    11.2 (``benchmarks/results/h100/vllm_llama8b_packed.json``). The line between 8 and 32 was not measured.
+    Qwen3 0.6B's are faster for all. A layer of Llama 3.1 8B with 1, 40, 128, 144, 192 and 256 decodes took 120, 137,
+    167, 221, 232 and 245 us packed on an H200, and 133, 151, 181, 189, 224 and 251 by library products
+    (``benchmarks.tune_decode_layer`` times both).
     """
-    return MAX_ROWS if hidden_size <= _WIDE else _MAX_WIDE_ROWS
+    return MAX_ROWS if hidden_size < _WIDE else _MAX_WIDE_ROWS
 
 
 def run_layers(

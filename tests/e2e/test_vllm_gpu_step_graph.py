@@ -330,7 +330,7 @@ def kinds_of_short_requests() -> tuple[list[SamplingParams], list[SamplingParams
         {"temperature": 0.0, "stop": ["e", "th"], "ignore_eos": False},
     ]
     special: list[dict[str, Any]] = [
-        {"temperature": 0.0, "min_tokens": 1, "stop_token_ids": list(range(0, VOCAB_SIZE, 7))},
+        {"temperature": 0.0, "min_tokens": 1, "stop_token_ids": list(range(0, VOCAB_SIZE, 10))},
         {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.4},
         {"temperature": 0.8, "frequency_penalty": 0.5},
         {"temperature": 0.8, "logprobs": 3},

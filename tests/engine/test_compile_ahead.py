@@ -28,6 +28,8 @@ from rose_backend.errors import ConfigError, ModelError
 from rose_backend.kernels import ahead_compilation
 from rose_backend.kernels.ahead_compilation import AheadCompilation
 from rose_backend.kernels.compilation_pool import CompiledKernel
+from rose_backend.kernels.gpu import small_batch_linear
+from rose_backend.kernels.gpu.linear_tuning import LinearConfig, choose_config
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.recorded_launches import KernelSource, RecordedLaunches, record_launches
 from rose_backend.kernels.sampler import SAMPLER_KERNELS
@@ -104,19 +106,21 @@ def test_switches_decide(
     assert set(record(tiny_model_path, **options)) == (ALWAYS | more) - less
 
 
-@pytest.mark.parametrize(("hidden_size", "largest"), [(1024, 64), (2048, 64), (4096, 16)])
+@pytest.mark.parametrize(("hidden_size", "largest"), [(1024, 256), (2048, 128), (4096, 128)])
 def test_the_library_multiplies_for_more_decodes_of_a_wide_model(
-    qwen3_path: Path, hidden_size: int, largest: int
+    qwen3_path: Path, monkeypatch: pytest.MonkeyPatch, hidden_size: int, largest: int
 ) -> None:
     (qwen3_path / "config.json").write_text(json.dumps(QWEN3 | {"hidden_size": hidden_size}))
-    config = EngineConfig(model=str(qwen3_path), max_num_batched_tokens=8192, max_num_seqs=64)
-    products = [
-        source
-        for source in record_start(qwen3_path, config, H100)
-        if source.name == "small_batch_linear_kernel"
-    ]
-    rows_at = products[0].function().arg_names.index("BLOCK_M")
-    assert max(source.constexprs[(rows_at,)] for source in products) == largest
+    config = EngineConfig(model=str(qwen3_path), max_num_batched_tokens=8192, max_num_seqs=256)
+    rows = []
+
+    def choose(num_rows: int, *sizes: int, **options: bool) -> LinearConfig:
+        rows.append(num_rows)
+        return choose_config(num_rows, *sizes, **options)
+
+    monkeypatch.setattr(small_batch_linear, "choose_config", choose)
+    record_start(qwen3_path, config, H100)
+    assert max(rows) == largest
 
 
 def test_weights_or_their_type_in_config_make_no_difference(tiny_model_path: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.support.aot import Launch, compile_launch, record_launches
 def launch() -> Launch:
     table, ids = torch.empty(8, 16), torch.empty(4, dtype=torch.int64)
     with record_launches(gpu, "_embed_tokens_kernel") as launches:
-        gpu.embed_tokens(ids, ids, table, table)
+        gpu.embed_tokens(ids, ids, table, table, torch.empty(4, 16))
     return launches[0]
 
 

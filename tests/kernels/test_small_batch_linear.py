@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import pack_linear, small_batch_linear
+from rose_backend.kernels import empty_rows, pack_linear, small_batch_linear
 from rose_backend.kernels.small_batch_linear import MAX_ROWS, PackedLinear
 from rose_backend.layers import linear
 from tests.support.aot import compile_launch, compiles, record_launches
@@ -241,6 +241,51 @@ def test_tiles_copied_by_the_tensor_memory_accelerator(parts: str) -> None:
     case.check(run_interpreted(launch, case, config(16, 32, 32, use_tma=True)))
 
 
+def test_rows_behind_are_copied_and_not_used() -> None:
+    from rose_backend.kernels.gpu import small_batch_linear as gpu
+
+    case = make_case(21, 109, 37, "rms residual nobias", torch.float16)
+    whole = empty_rows(case.x, 21, 104)
+    whole.untyped_storage().copy_(torch.full((32, 104), float("nan"), dtype=torch.float16).untyped_storage())
+    case.x, case.weight = whole.copy_(case.x[:, :104]), aligned(case.weight[:, :104])
+    case.norm = (case.norm[0][:104], None)
+    assert gpu.rows_of_tiles(case.x, 16) == 32
+    result, moments = run_interpreted(launch, case, config(16, 32, 32, use_tma=True), with_moments=True)
+    case.check(result)
+    assert not moments.isnan().any()
+
+
+def test_no_more_rows_are_copied_than_there_are() -> None:
+    from rose_backend.kernels.gpu import small_batch_linear as gpu
+
+    stored = torch.zeros(40, 64)
+    assert gpu.rows_of_tiles(stored[:21], 16) == 32
+    assert gpu.rows_of_tiles(stored[:21, :32], 64) == 40
+    assert gpu.rows_of_tiles(stored[19:], 16) == 21
+    assert gpu.rows_of_tiles(stored[19:, 32:], 32) == 21
+    assert gpu.rows_of_tiles(stored[3:4].expand(5, 64), 8) == 8
+    assert [len(empty_rows(stored, rows, 2)) for rows in (0, 1, 33, MAX_ROWS + 1)] == [0, 1, 33, MAX_ROWS + 1]
+    sizes = [empty_rows(stored, rows, 2).untyped_storage().nbytes() // 8 for rows in (0, 1, 33, MAX_ROWS + 1)]
+    assert sizes == [1, 1, 64, MAX_ROWS + 1]
+
+
+@pytest.mark.parametrize(
+    ("depth", "block_n", "programs", "expected"),
+    [
+        (1024, 64, 96, 16),  # Qwen3 0.6B's widest: all of it
+        (4096, 64, 600, 4),  # 264 programs at once x 64 columns x 4 lines x 128 bytes are 8.3 MiB
+        (14_336, 64, 128, 16),
+        (1_000_000, 256, 448, 1),
+    ],
+)
+def test_weights_that_are_asked_for_ahead_fit_the_cache(
+    depth: int, block_n: int, programs: int, expected: int
+) -> None:
+    from rose_backend.kernels.gpu import small_batch_linear as gpu
+
+    assert gpu.lines_ahead(2 * depth, block_n, programs) == expected
+
+
 def aligned(matrix: torch.Tensor) -> torch.Tensor:
     return torch.cat([matrix, matrix.new_full((len(matrix), 8), float("nan"))], 1)[:, : matrix.shape[1]]
 
@@ -267,11 +312,13 @@ COMPILED += [
     (rows, *shape, HALF) for rows in (4, 32, 128, 256) for shape in GATED_SHAPES[rows in (4, 128) :: 2]
 ]
 COMPILED += [(4, *GATED_SHAPES[1], FLOAT32)]
-# Llama 3.1 8B, Llama 3.2 1B twice, and Qwen3 0.6B.
+# Llama 3.1 8B, Mistral 7B, Llama 3.2 1B twice, Llama 3.1 8B, and Qwen3 0.6B.
 WIDE_SHAPES = [
     (4096, 6144, "rms nobias"),
+    (4096, 14_336, "rms gated nobias"),
     (2048, 16_384, "rms gated nobias"),
     (8192, 2048, "nobias residual"),
+    (14_336, 4096, "nobias residual"),
     (2048, 1024, "nobias residual"),
 ]
 COMPILED += [
@@ -320,7 +367,10 @@ def compile_chosen_cut(
 
     case = make_case(rows, depth, columns, parts, dtype)
     layer = case.layer
-    x, out = case.x.contiguous(), torch.empty((rows, case.num_outputs), dtype=dtype)
+    x, out = (
+        case.x.clone(memory_format=torch.contiguous_format),
+        torch.empty((rows, case.num_outputs), dtype=dtype),
+    )
     exact = dtype is torch.float32
     with record_launches(gpu, "small_batch_linear_kernel") as launches:
         gpu.small_batch_linear(

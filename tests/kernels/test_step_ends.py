@@ -38,7 +38,8 @@ def launch_advance(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def launch_embed(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return gpu_embed.embed_tokens(*tensors)
+    out = torch.full((len(tensors[0]), tensors[2].shape[1]), float("nan"), dtype=tensors[2].dtype)
+    return out, gpu_embed.embed_tokens(*tensors, out)
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
@@ -104,10 +105,11 @@ def test_no_tokens() -> None:
 def test_compiles_without_spills(capability: int) -> None:
     tokens = torch.zeros(256, dtype=torch.int64)
     table = torch.zeros(300, 768, dtype=torch.float16)
+    out = torch.empty_like(table[:256])
     with record_launches(gpu_embed, "_embed_tokens_kernel") as launches:
-        gpu_embed.embed_tokens(tokens, tokens, table, table)
-        gpu_embed.embed_tokens(tokens, tokens, table, None)
-        gpu_embed.embed_tokens(tokens.int(), tokens, table, None)
+        gpu_embed.embed_tokens(tokens, tokens, table, table, out)
+        gpu_embed.embed_tokens(tokens, tokens, table, None, out)
+        gpu_embed.embed_tokens(tokens.int(), tokens, table, None, out)
     with record_launches(gpu_advance, "_advance_rows_kernel") as more:
         gpu_advance.advance_rows(
             tokens, tokens, tokens.int(), tokens, tokens, torch.zeros(8, 256, dtype=torch.int64), tokens[:1]

@@ -51,10 +51,10 @@ def embed_tokens(
     positions: torch.Tensor,  # [T] int64
     token_embedding: torch.Tensor,  # [V, E], innermost stride 1
     position_embedding: torch.Tensor | None,  # [P, E], innermost stride 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin of ``rose_backend.kernels.embed_tokens``."""
+    out: torch.Tensor,  # [T, E] contiguous, written
+) -> torch.Tensor:
+    """Twin of ``rose_backend.kernels.embed_tokens``; returns the moments of ``out``."""
     num_tokens, width = len(input_ids), token_embedding.shape[1]
-    out = token_embedding.new_empty((num_tokens, width))
     moments = token_embedding.new_empty((num_tokens, 2, 1), dtype=torch.float32)
     if num_tokens:
         tile = triton.next_power_of_2(width)
@@ -73,4 +73,4 @@ def embed_tokens(
             PDL=has_dependent_launch(out.device),
             num_warps=min(max(tile // 256, 1), 8),
         )
-    return out, moments
+    return moments

@@ -153,48 +153,41 @@ def _without_tma(block_m: int, num_columns: int, depth: int) -> LinearConfig:
     return LinearConfig(block_m, 16, min(whole, 256))
 
 
-_WANTED_PROGRAMS = 120
+_MIN_PROGRAMS = 96
 """Of a product at least, where that is possible: an H200 has 132 multiprocessors."""
 
 
 def _wide(num_rows: int, num_columns: int, depth: int) -> LinearConfig | None:
     """Cut a product that is wide and deep; None leaves it to the rules above."""
-    block_m = triton.next_power_of_2(num_rows)
+    block_m = max(triton.next_power_of_2(num_rows), 8)
     if block_m <= 32 and depth <= _LONG:
         if block_m <= 16 or num_columns <= _WIDE:
             return None
-        block_n, block_k, stages = (128, 128, 5) if num_columns <= MAX_SPLIT_COLUMNS else (64, 256, 4)
-        return LinearConfig(
-            32, block_n, block_k, num_stages=stages, weights_left=True, use_tma=True, is_early=False
-        )
+        return LinearConfig(32, 64, 256, num_stages=4, weights_left=True, use_tma=True, is_early=False)
     if num_columns <= _WIDE:
         return _wide_to_narrow(block_m, depth)
-    if block_m <= 2:
-        # A processor multiplies faster than memory delivers, and no tile has to be full.
-        deep = min(triton.next_power_of_2(depth), _LONGEST)
-        return LinearConfig(block_m, 4, deep, num_warps=deep * block_m // 512, use_dot=False)
-    if block_m <= 16:
+    if block_m <= 32:
         return _wide_few_rows(block_m, num_columns, depth)
-    tiles = triton.cdiv(num_columns, 64)
-    if block_m == 32:
-        if num_columns > MAX_SPLIT_COLUMNS and tiles < _WANTED_PROGRAMS:
-            return LinearConfig(32, 32, 256, 2, num_stages=3, weights_left=True, use_tma=True, is_early=False)
-        is_longest, parts = depth > _LONGEST, 1
-        if tiles < _WANTED_PROGRAMS:
-            parts = 2 if is_longest else 4
-        return LinearConfig(
-            32, 64, 128, parts, num_stages=8 if is_longest else 4, weights_left=True, use_tma=True
-        )
     if block_m == 64:
-        parts = 2 if tiles < 90 and depth >= _LONGEST else 1
-        block_n = 64 if tiles >= 90 or parts == 2 else 32
-        return LinearConfig(64, block_n, 128, parts, num_stages=6 if block_n == 64 else 8, use_tma=True)
+        return _wide_64_rows(num_columns, depth)
     return _wide_many_rows(num_rows, num_columns, depth)
+
+
+def _parts(tiles: int, depth: int, min_depth: int) -> int:
+    """Return how many programs share a tile's depth, of ``min_depth`` each at least."""
+    parts = 1
+    while tiles * parts < _MIN_PROGRAMS and depth >= 2 * parts * min_depth:
+        parts *= 2
+    return parts
 
 
 def _wide_to_narrow(block_m: int, depth: int) -> LinearConfig | None:
     if block_m <= 16 and depth <= 2048:
-        return LinearConfig(max(block_m, 8), 16, 2048, warp_split=8, num_warps=8, weights_left=True)
+        return LinearConfig(block_m, 16, 2048, warp_split=8, num_warps=8, weights_left=True)
+    if block_m == 8 and depth <= _LONGEST:
+        return LinearConfig(
+            8, 16, 1024, triton.cdiv(depth, 1024), warp_split=8, num_warps=8, weights_left=True
+        )
     if block_m == 32 and depth <= 2048:
         return LinearConfig(32, 64, 256, 2, num_stages=4, weights_left=True, use_tma=True, is_early=False)
     if block_m <= 32:
@@ -207,36 +200,47 @@ def _wide_to_narrow(block_m: int, depth: int) -> LinearConfig | None:
 
 
 def _wide_few_rows(block_m: int, num_columns: int, depth: int) -> LinearConfig:
-    if depth > _LONGEST and num_columns <= MAX_SPLIT_COLUMNS:
-        return LinearConfig(16, 128, 128, 4, num_stages=5, weights_left=True, use_tma=True)
-    if depth > 2048 and num_columns <= MAX_SPLIT_COLUMNS:
-        parts = triton.cdiv(depth, 2048)
-        return LinearConfig(max(block_m, 8), 16, 2048, parts, warp_split=8, num_warps=8, weights_left=True)
-    if depth > 2048:
-        return LinearConfig(16, 32, 512, num_stages=4, weights_left=True, use_tma=True)
-    parts = 1 if num_columns > MAX_SPLIT_COLUMNS else 2
-    return LinearConfig(16, 64, 128, parts, num_stages=4, weights_left=True, use_tma=True, is_early=False)
+    """A processor's shared memory is full of weights that are on their way."""
+    if block_m <= 16 and depth <= 2048 and num_columns <= MAX_SPLIT_COLUMNS:
+        return LinearConfig(block_m, 32, 1024, 2, warp_split=8, num_warps=8, weights_left=True)
+    if block_m == 8 and triton.cdiv(num_columns, 128) >= _MIN_PROGRAMS:
+        return LinearConfig(8, 128, 256, num_stages=3, weights_left=True, use_tma=True)
+    if block_m == 32 and triton.cdiv(num_columns, 64) >= 2 * _MIN_PROGRAMS:
+        return LinearConfig(32, 64, 128, num_stages=4, weights_left=True, use_tma=True)
+    parts = _parts(triton.cdiv(num_columns, 64), depth, 2048)
+    stages = 4 if block_m == 32 else 5
+    return LinearConfig(block_m, 64, 256, parts, num_stages=stages, weights_left=True, use_tma=True)
+
+
+def _wide_64_rows(num_columns: int, depth: int) -> LinearConfig:
+    if triton.cdiv(num_columns, 128) >= _MIN_PROGRAMS:
+        return LinearConfig(64, 128, 128, num_stages=4, use_tma=True)
+    block_n, block_k, stages = (32, 256, 4) if num_columns <= 2048 else (64, 128, 6)
+    parts = _parts(triton.cdiv(num_columns, block_n), depth, _LONGEST)
+    return LinearConfig(64, block_n, block_k, parts, num_stages=stages, use_tma=True)
 
 
 def _wide_many_rows(num_rows: int, num_columns: int, depth: int) -> LinearConfig:
-    """Take the largest tiles of which there are enough, and halve the depth of deep ones to have more."""
-    wanted = 96 if depth <= _LONG else _WANTED_PROGRAMS
-    largest = ((128, 128), (128, 64), (128, 32) if num_rows <= 128 else (64, 64), (64, 32))
-    for block_m, block_n in largest:
-        programs = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
-        parts = 2 if depth >= _LONGEST and programs < wanted else 1
-        if parts == 2 and 2 * programs * block_m * block_n > MAX_SPLIT_FLOATS:
-            continue
-        if programs * parts >= wanted:
-            break
-    is_largest = block_n == 128
-    return LinearConfig(
-        block_m,
-        block_n,
-        128,
-        parts,
-        num_warps=8 if is_largest else 4,
-        num_stages=3 if is_largest else 4,
-        use_tma=True,
-        is_early=depth <= _LONG and block_n > 32,
-    )
+    """Take the largest tiles of which there are enough, and share the depth of deep ones to have more."""
+    row_tiles = triton.cdiv(num_rows, 128)
+    for block_n, num_warps, num_stages, min_depth in (
+        (256, 8, 4, 0),
+        (128, 8, 6, _LONGEST),
+        (64, 4, 8, 2048),
+    ):
+        tiles = row_tiles * triton.cdiv(num_columns, block_n)
+        parts = _parts(tiles, depth, min_depth) if min_depth and depth > _LONGEST else 1
+        fits = parts == 1 or parts * tiles * 128 * block_n <= MAX_SPLIT_FLOATS
+        if tiles * parts >= _MIN_PROGRAMS and fits:
+            is_early = block_n != 128
+            return LinearConfig(
+                128,
+                block_n,
+                64,
+                parts,
+                num_warps=num_warps,
+                num_stages=num_stages,
+                use_tma=True,
+                is_early=is_early,
+            )
+    return LinearConfig(64, 64, 128, num_stages=6, use_tma=True)

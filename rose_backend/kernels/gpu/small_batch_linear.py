@@ -208,6 +208,35 @@ def _is_aligned(matrix: torch.Tensor) -> bool:
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
 
 
+def rows_of_tiles(x: torch.Tensor, block_m: int) -> int:
+    """Return how many rows from ``x`` on a launch may copy: whole tiles, as far as its storage has them.
+
+    What is behind ``x`` is read but not used. Rows that a descriptor leaves out take time: a product of 80 rows with
+    Llama 3.1 8B's 28672 x 4096 weights took 101 us on an H200 in tiles of 128 rows and 64 columns, with 128 rows 77.
+    """
+    stored = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    rows_stored = (stored - x.shape[1]) // max(x.stride(0), 1) + 1
+    return max(min(triton.cdiv(x.shape[0], block_m) * block_m, rows_stored), x.shape[0])
+
+
+_BYTES_AHEAD = 16 << 20
+_PROGRAMS_AT_ONCE = 264  # two for each multiprocessor of an H200
+
+
+def lines_ahead(depth_bytes: int, block_n: int, programs: int) -> int:
+    """Return how many 128-byte lines of each column programs ask for before ``x`` is there, a power of two.
+
+    What all programs of a GPU ask for must fit its L2 cache beside what is in use, or it comes from memory twice: with
+    all lines, a layer of Llama 3.1 8B took 162 us with 32 rows on an H200, with at most 8, 16 and 32 MiB 127, 129 and
+    133.
+    """
+    lines = triton.next_power_of_2(triton.cdiv(depth_bytes, _LINE_BYTES))
+    at_once = min(programs, _PROGRAMS_AT_ONCE)
+    while lines > 1 and at_once * block_n * lines * _LINE_BYTES > _BYTES_AHEAD:
+        lines //= 2
+    return lines
+
+
 _scratch: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 _SCRATCH_TILES = 1 << 14
 
@@ -280,7 +309,12 @@ def small_batch_linear(
     tiles_of = (None, None)
     if config.use_tma:
         tiles_of = (
-            TensorDescriptor.from_tensor(x, [config.block_m, config.block_k]),
+            TensorDescriptor(
+                x,
+                [rows_of_tiles(x, config.block_m), depth],
+                list(x.stride()),
+                [config.block_m, config.block_k],
+            ),
             TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]),
         )
     small_batch_linear_kernel[(tiles * row_tiles, config.split_k)](
@@ -321,7 +355,7 @@ def small_batch_linear(
         RESIDUAL=residual is not None,
         OUT_PARTS=out_parts,
         EXACT=exact,
-        PREFETCH=triton.next_power_of_2(triton.cdiv(deep * weight.element_size(), _LINE_BYTES))
+        PREFETCH=lines_ahead(deep * weight.element_size(), config.block_n, tiles * config.split_k)
         if use_pdl
         else 0,
         PDL=use_pdl,

@@ -23,7 +23,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.sequence import IntermediateTensors
 
 from rose_backend.errors import ModelError
-from rose_backend.kernels import HeadRotation, embed_tokens
+from rose_backend.kernels import HeadRotation, embed_tokens, empty_rows
 from rose_backend.layers.decoder import run_layers
 from rose_backend.layers.linear import DecoderLayer, ResidualStream, packs_layers
 from rose_backend.vllm_plugin.models.loaded_layer import LoadedLayer, norm_of
@@ -168,15 +168,13 @@ class RoseDecoder:
         num_heads, num_kv_heads, head_size = impl.num_heads, impl.num_kv_heads, impl.head_size
         layers = [layer for layer in self._layers if layer is not None]
         assert len(layers) == len(self._layers), "vLLM has not finished loading"
-        attention = ModuleAttention(
-            self._attention, hidden.new_empty((hidden.shape[0], num_heads, head_size))
-        )
+        out = empty_rows(hidden, hidden.shape[0], num_heads, head_size)
         return run_layers(
             hidden,
             moments,
             layers,
             norm_of(model.norm),
-            attention,
+            ModuleAttention(self._attention, out),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
