@@ -10,6 +10,8 @@ were never seen before. Scenes:
     decode    prompts of 16 tokens, 256 new ones: wall time of one step of the whole engine, from the call to the texts
     offline   prompts of one length at the largest batch
     mixed     prompts of 16 to 512 tokens, 16 to 256 new ones
+    nano-vllm the workload of nano-vllm's bench.py, temperature 0.6: 256 prompts of 100 to 1,024 tokens, 133,966 new
+              ones; not without being asked for
 
 End-of-text is ignored, so that all engines make the same number of tokens; an engine that does not fails. Engines that
 are not installed are named and left out, as are engines that fail; then the status is 1. --compare-SWITCH adds Rose
@@ -43,7 +45,7 @@ from benchmarks.support.comparison import (
 from benchmarks.support.timing import spread
 from benchmarks.support.turns import Row, Turn
 from benchmarks.support.worker_pool import Engines, Worker
-from benchmarks.support.workload import MODES, RandomRequests
+from benchmarks.support.workload import MODES, NANO_VLLM_MODE, SAMPLING, NanoVllmRequests, RandomRequests
 
 SWITCHES_INSIDE_VLLM = ("block_manager", "batched_scheduling", "mixed_graphs", "step_graph")
 SWITCHES = (
@@ -57,7 +59,8 @@ SWITCHES = (
     "run_ahead",
     *SWITCHES_INSIDE_VLLM,
 )
-SCENES = ("decode", "offline", "mixed")
+NANO_VLLM = "nano-vllm"
+SCENES = ("decode", "offline", "mixed", NANO_VLLM)
 WARM_UP_REQUESTS = 256
 
 
@@ -86,8 +89,10 @@ class Case:
         """The figure that is compared; less is better."""
         return "step_ms" if self.scene == "decode" else "duration"
 
-    def workload(self, seed: int) -> RandomRequests:
+    def workload(self, seed: int) -> RandomRequests | NanoVllmRequests:
         """Return the requests; those of different seeds share no prefix."""
+        if self.scene == NANO_VLLM:
+            return NanoVllmRequests(self.num_requests, self.input_len[1], seed)
         return RandomRequests(self.num_requests, self.input_len, self.output_len, seed)
 
     def run(self, worker: Any, seed: int, vocab_size: int) -> dict[str, float]:
@@ -97,7 +102,7 @@ class Case:
         to ``output_len`` tokens less that of a run to ``short_output_len``, over the difference in tokens. Prompts, the
         start and the end of a run cancel out.
         """
-        requests, sampling = self.workload(2 * seed).requests(vocab_size), MODES[self.mode]
+        requests, sampling = self.workload(2 * seed).requests(vocab_size), SAMPLING[self.mode]
         long = worker.run(requests, sampling)
         if self.short_output_len is not None:
             fewer = self.workload(2 * seed + 1).shortened(self.num_requests, self.short_output_len)
@@ -130,6 +135,9 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
     inputs, outputs = (input_len, input_len), (output_len, output_len)
     cases += [Case("offline", num_prompts, inputs, outputs, mode) for mode in MODES]
     cases.append(Case("mixed", options.mixed_requests, mixed_in, mixed_out, "greedy"))
+    longest = 16 if options.quick else 1024
+    span = (min(100, longest), longest)
+    cases.append(Case(NANO_VLLM, 16 if options.quick else 256, span, span, NANO_VLLM_MODE))
     wanted = options.cases or [""]
     return [
         case for case in cases if case.scene in options.scenes and any(text in case.name for text in wanted)
@@ -149,7 +157,7 @@ class Offline(Workload):
         add, number = parser.add_argument, at_least(1)
         batches, mixed = ([1, 4], 16) if quick else ([1, 8, 32, 128, 256], 4096)
         sizes = (8, 32, 8) if quick else (256, 512, 128)
-        add("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
+        add("--scenes", nargs="+", choices=SCENES, default=[scene for scene in SCENES if scene != NANO_VLLM])
         add("--batches", type=number, nargs="+", default=batches, metavar="B", help=DEFAULT)
         add("--cases", nargs="+", metavar="TEXT", help="only those with one of these in their names")
         add("--offline", type=number, nargs=3, default=sizes, metavar=("N", "IN", "OUT"), help=DEFAULT)
@@ -181,6 +189,12 @@ class Offline(Workload):
     def __init__(self, options: argparse.Namespace, facts: ModelFacts) -> None:
         super().__init__(options, facts)
         self._cases = {case.name: case for case in chosen_cases(options)}
+        longest = max(case.input_len[1] + case.output_len[1] for case in self._cases.values())
+        if longest > facts.max_model_len:
+            raise SystemExit(
+                f"--scenes: got {' '.join(options.scenes)}, of {longest:,} tokens; "
+                f"the model has {facts.max_model_len:,}"
+            )
         self.settings = {"kv_cache_tokens": kv_cache_tokens(options, facts), **chosen(options, "repeats")}
 
     def open(self, logs: Path) -> Engines:
@@ -195,7 +209,7 @@ class Offline(Workload):
     def warm_up(self, engines: Engines) -> None:
         for seed, case in enumerate(self._cases.values(), 1_000_000):
             few = case.workload(seed).shortened(WARM_UP_REQUESTS, case.short_output_len or 8)
-            engines.run_all(few.requests(self.vocab_size), MODES[case.mode])
+            engines.run_all(few.requests(self.vocab_size), SAMPLING[case.mode])
 
     def phases(self) -> list[list[Kind]]:
         return [[(name, {"case": name}) for name in self._cases]]

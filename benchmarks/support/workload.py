@@ -5,6 +5,7 @@ Imports nothing but NumPy: it is loaded beside engines that bring versions of ev
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,8 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "top-k 50, top-p 0.9": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
 }
+NANO_VLLM_MODE = "temperature 0.6"
+SAMPLING: dict[str, dict[str, Any]] = {**MODES, NANO_VLLM_MODE: {"temperature": 0.6}}
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,33 @@ class RandomRequests:
     def _lengths(self, span: tuple[int, int], stream: int) -> list[int]:
         lengths: list[int] = self._rng(stream).integers(span[0], span[1] + 1, self.num_requests).tolist()
         return lengths
+
+
+@dataclass(frozen=True)
+class NanoVllmRequests:
+    """Requests of random lengths and tokens, drawn in the order of nano-vllm's ``bench.py``.
+
+    Of 256 requests with ``length`` 1,024 and seed 0, all are that benchmark's: 142,827 prompt and 133,966 new tokens.
+    """
+
+    num_requests: int
+    length: int = 1024
+    """Of prompts and texts, at most; at least 100, where that is no more."""
+    seed: int = 0
+    """Added to token ids, as lengths shall be the same in each turn and no prompt known."""
+
+    def requests(self, vocab_size: int) -> Requests:
+        """Return token ids below ``vocab_size``, of at most 10,001 different ones."""
+        low, high = min(100, self.length), self.length
+        draw, num_ids = random.Random(0).randint, min(10_001, vocab_size)
+        drawn = [[draw(0, 10_000) for _ in range(draw(low, high))] for _ in range(self.num_requests)]
+        prompts = [[(token + self.seed) % num_ids for token in prompt] for prompt in drawn]
+        output_lens = [draw(low, high) for _ in range(self.num_requests)]
+        return Requests(prompts, output_lens, [0.0] * self.num_requests)
+
+    def shortened(self, num_requests: int, output_len: int) -> NanoVllmRequests:
+        """Return fewer and shorter requests, to warm up with."""
+        return replace(self, num_requests=min(self.num_requests, num_requests), length=output_len)
 
 
 def request_sets(num_requests: int, *, quick: bool) -> dict[str, RandomRequests]:

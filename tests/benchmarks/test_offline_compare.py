@@ -183,3 +183,18 @@ def test_the_block_manager_is_switched_off_where_there_is_another() -> None:
         "rose, fused_mlp off": ("rose", ["fused_mlp"]),
         "rose-in-vllm, block_manager off": ("rose-in-vllm", ["block_manager"]),
     }
+
+
+def test_a_scene_longer_than_the_model_is_refused(tiny_model_path: Path) -> None:
+    arguments = [
+        "--scenes",
+        "nano-vllm",
+        "--backends",
+        "rose",
+        "--device",
+        "cpu",
+        "--model",
+        str(tiny_model_path),
+    ]
+    with pytest.raises(SystemExit, match=r"--scenes: got nano-vllm, of 2,048 tokens; the model has 1,024"):
+        offline_compare.main(arguments)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.support.workload import RandomRequests
+from benchmarks.support.workload import NanoVllmRequests, RandomRequests
 
 MIXED = RandomRequests(200, (16, 64), (1, 8), seed=5)
 
@@ -40,3 +40,18 @@ def test_warming_up_takes_fewer_and_shorter_requests() -> None:
     short = MIXED.shortened(10, 4)
     assert (short.num_requests, short.input_len, short.output_len) == (10, (16, 64), (1, 4))
     assert RandomRequests(2, (1, 1), (9, 9), 0).shortened(10, 4).requests(9).output_lens == [4, 4]
+
+
+def test_the_workload_of_nano_vllm() -> None:
+    requests = NanoVllmRequests(256).requests(151_936)
+    assert (sum(map(len, requests.prompts)), sum(requests.output_lens)) == (142_827, 133_966)
+    assert requests.prompts[0][:5] == [6311, 6890, 663, 4242, 8376]
+    later = NanoVllmRequests(256, seed=2).requests(151_936)
+    assert later.output_lens == requests.output_lens
+    assert not {tuple(prompt[:8]) for prompt in later.prompts} & {
+        tuple(each[:8]) for each in requests.prompts
+    }
+    few = NanoVllmRequests(256, seed=3).shortened(10, 8).requests(50)
+    assert {len(prompt) for prompt in few.prompts} == {*few.output_lens} == {8}
+    assert len(few.prompts) == 10
+    assert max(token for prompt in few.prompts for token in prompt) < 50
