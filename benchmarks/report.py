@@ -26,6 +26,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
 DRAWN_RESULTS = ("cpu/block_manager.json", "cpu/state_hits.json", "h200/online_compare.json")
 COMMITS = {
+    "74e316f06762f331": "c0cad35",
+    "804bab44ef7b0f0c": "a1bbfd1",
     "dbf7e5cc16e90cd1": "130f14d",
     "96afaf6e394409d7": "5c385a2",
     "0960b50e02957936": "fca7de6",
@@ -96,14 +98,17 @@ TABLES = {
     "offline_compare": Table("engines", "h200/offline_compare.json", engines.offline_table),
     "offline_mixed": Table("engines", "h200/offline_mixed.json", engines.offline_table),
     "offline_switches": Table("engines", "h200/offline_switches.json", engines.parts_table),
-    "vllm_gpt2": Table("inside_vllm", "h200/vllm_gpt2.json", engines.offline_table),
+    "nano_vllm": Table("engines", "h200/nano_vllm.json", engines.offline_table),
+    "vllm_gpt2_start_1": Table("inside_vllm", "h200/vllm_gpt2_start_1.json", engines.offline_table),
+    "vllm_gpt2_start_2": Table("inside_vllm", "h200/vllm_gpt2_start_2.json", engines.offline_table),
+    "vllm_gpt2_start_3": Table("inside_vllm", "h200/vllm_gpt2_start_3.json", engines.offline_table),
     "vllm_qwen3": Table("inside_vllm", "h200/vllm_qwen3.json", engines.offline_table),
+    "vllm_qwen3_start_2": Table("inside_vllm", "h200/vllm_qwen3_start_2.json", engines.offline_table),
+    "vllm_qwen3_h100": Table("inside_vllm", "h100/vllm_qwen3.json", engines.offline_table),
+    "vllm_llama8b_start_1": Table("inside_vllm", "h200/vllm_llama8b_start_1.json", engines.offline_table),
+    "vllm_llama8b_start_2": Table("inside_vllm", "h200/vllm_llama8b_start_2.json", engines.offline_table),
     "vllm_llama": Table("inside_vllm", "h200/vllm_llama.json", engines.offline_table),
-    "vllm_qwen3_start_1": Table("inside_vllm", "h100/vllm_qwen3_start_1.json", engines.offline_table),
-    "vllm_qwen3_start_2": Table("inside_vllm", "h100/vllm_qwen3_start_2.json", engines.offline_table),
-    "vllm_qwen3_start_3": Table("inside_vllm", "h100/vllm_qwen3_start_3.json", engines.offline_table),
     "vllm_gemma3": Table("inside_vllm", "h100/vllm_gemma3.json", engines.offline_table),
-    "vllm_llama8b_packed": Table("inside_vllm", "h100/vllm_llama8b_packed.json", engines.offline_table),
     "vllm_parts": Table("inside_vllm", "h200/vllm_parts.json", engines.parts_table),
     "block_manager": Table("parts", "cpu/block_manager.json", parts.block_manager_table),
     "prefix_hits": Table("parts", "cpu/prefix_hits.json", parts.prefix_hits_table),
@@ -130,7 +135,9 @@ _SERVER = "server at {:.0f} requests/s, median TTFT"
 SUMMARY: tuple[tuple[str, str, list[Any], str, tuple[str, ...]], ...] = (
     (f"standalone: {_STEP} (ms)", "offline_compare", _STEPS, "rose", PEERS),
     (f"inside vLLM, without the step graph: {_STEP} (ms)", "offline_compare", _STEPS, HOST, PEERS),
-    (f"inside vLLM, with the step graph: {_STEP} (ms)", "vllm_gpt2", _STEPS, HOST, (STOCK,)),
+    (f"inside vLLM, with the step graph: {_STEP} (ms)", "vllm_gpt2_start_3", _STEPS, HOST, (STOCK,)),
+    (f"inside vLLM, Qwen3 0.6B: {_STEP} (ms)", "vllm_qwen3", _STEPS, HOST, (STOCK, "sglang")),
+    (f"inside vLLM, Llama 8B: {_STEP} (ms)", "vllm_llama8b_start_1", _STEPS, HOST, (STOCK,)),
     (f"inside vLLM, Llama 1B: {_STEP} (ms)", "vllm_llama", _STEPS, HOST, (STOCK,)),
     (f"standalone: {_SERVER} (ms)", "online_compare", [0.028], "rose", PEERS),
     (f"inside vLLM: {_SERVER} (ms)", "online_compare", [0.009], HOST, PEERS),
@@ -165,8 +172,9 @@ def summary() -> str:
         theirs = " / ".join(milliseconds(value) for value, _ in best)
         ratio = " / ".join(f"{ratio:.2f}x" for ratio in ratios) + (" (slower)" if min(ratios) < 1 else "")
         rows.append((what, ours, f"{theirs}, {', '.join(dict.fromkeys(peer for _, peer in best))}", ratio))
-    where = "NVIDIA H200, float16, random weights, GPT-2 124M's shapes where no others are named. All tables, with "
-    where += "every case in which Rose is slower: [docs/performance](docs/performance/index.md)."
+    where = "NVIDIA H200, float16 (Qwen3 and Llama 8B: bfloat16), random weights, GPT-2 124M's shapes where no others "
+    where += "are named. All tables, with every case in which Rose is slower: "
+    where += "[docs/performance](docs/performance/index.md)."
     return markdown(("medians", "Rose", "best peer", "peer / Rose"), rows, where)
 
 
