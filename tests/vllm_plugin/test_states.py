@@ -17,7 +17,11 @@ from rose_backend.vllm_plugin.kv_cache.checkpoints import TOKENS_BETWEEN_CHECKPO
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.kv_cache.prompt_hashes import wrap_preprocess_add_request
 from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
-from tests.vllm_plugin.test_kv_cache_manager import full_spec, make_manager, make_request
+from tests.vllm_plugin.conftest import MakeConfig
+from tests.vllm_plugin.fake_worker import STATE as STATE_WINDOW
+from tests.vllm_plugin.simulation import make_simulation
+from tests.vllm_plugin.test_kv_cache_manager import full_spec, make_manager, make_request, state_of
+from tests.vllm_plugin.test_shared_prefixes import begin, scheduled
 
 STATE = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
 SPECS = (STATE, as_rose_spec(full_spec()), STATE)
@@ -215,3 +219,139 @@ def test_a_wide_block_is_cut_off_the_end_of_a_prompt_for_what_only_a_question_fo
     assert serve("f", [*range(1_460), *[6] * 100], 1_400, 1_560) == 1_200
     assert serve("g", [*range(1_460), *[7] * 100], 1_560) == 1_400
     assert manager.manager.stats.checkpoints == 3
+
+
+def go_on(manager: RoseKVCacheManager, request: Any, end: int) -> None:
+    """Compute a running request to a position, and begin the next step."""
+    assert manager.allocate_slots(request, end - request.num_computed_tokens) is not None
+    request.num_computed_tokens = end
+    manager.new_step_starts()
+    run_copies(manager)
+
+
+def test_a_prompt_waits_for_a_checkpoint_that_another_one_is_on_its_way_to() -> None:
+    manager = make(max_model_len=400)
+    leader, second = make_request("a", [*range(250)]), make_request("b", [*range(250), 5, 6])
+    assert begin(manager, leader, 50) == 0
+    go_on(manager, leader, 100)
+    before = state_of(manager)
+    assert begin(manager, second) is None and state_of(manager) == before
+    assert manager.defers(second) and not manager.defers(make_request("c", [7] * 40))
+    prompt, match = manager._look_up(second, None)
+    assert manager.checkpoints.are_coming_for(prompt, match)
+    # Whose tokens no hit reaches.
+    assert not manager.checkpoints.are_coming_for(dataclasses.replace(prompt, num_shareable=249), match)
+    go_on(manager, leader, 249)
+    assert begin(manager, second) is None
+    go_on(manager, leader, 250)
+    assert not manager.defers(second)
+    assert begin(manager, second) == 250
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_prompts_behind_one_that_waits_for_a_checkpoint_do_not_wait(
+    make_config: MakeConfig, depth: int
+) -> None:
+    simulation = make_simulation(
+        make_config,
+        num_blocks=100,
+        block_size=16,
+        max_num_seqs=8,
+        depth=depth,
+        max_num_batched_tokens=400,
+        long_prefill_token_threshold=50,
+        windows=(STATE_WINDOW, None),
+    )
+    prompt = [*range(120)]
+    steps = scheduled(simulation, prompt, [*prompt, 900], [7] * 30)
+    assert steps[:3] == [{"r0": 50, "r2": 30}, {"r0": 50, "r2": 1}, {"r0": 20, "r2": 1}]
+    assert steps[3]["r1"] == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "salt"),
+    [([*range(249), 7, 7, 7], None), ([*range(250)], None), ([*range(250), 5, 6], "another tenant")],
+    ids=["parts before it", "ends there", "another tenant"],
+)
+def test_no_prompt_waits_for_a_checkpoint_that_it_cannot_use(prompt: list[int], salt: str | None) -> None:
+    manager = make(max_model_len=400)
+    leader = make_request("a", [*range(250)])
+    assert begin(manager, leader, 40) == 0
+    go_on(manager, leader, 60)
+    request = make_request("b", prompt)
+    request.cache_salt = salt
+    assert not manager.defers(request)
+    assert begin(manager, request) == 0
+
+
+def test_no_prompt_waits_for_one_that_is_behind_its_match_or_few_tokens_ahead() -> None:
+    manager = make(max_model_len=400)
+    leader, first = make_request("a", [*range(250)]), make_request("b", [*range(150)])
+    assert begin(manager, leader, 100) == 0
+    manager.new_step_starts()
+    assert begin(manager, first) == 0
+    go_on(manager, leader, 140)
+    third = make_request("c", [*range(250), 5])
+    assert manager.get_computed_blocks(third)[1] == 150 and not manager.defers(third)
+    go_on(manager, leader, 150)
+    assert manager.defers(third)
+    fourth = make_request("d", [*range(220)])
+    manager.new_step_starts()
+    assert begin(manager, fourth, 70) == 150
+    go_on(manager, leader, 230)
+    assert manager.get_computed_blocks(third)[1] == 220 and not manager.defers(third)
+
+
+def test_a_prompt_waits_for_junctions_and_checkpoints_on_the_way_not_for_what_follows() -> None:
+    manager, head = make(4_000, max_model_len=20_000), [*range(3_000)]
+    leader, second = make_request("a", [*head, *[1] * 3_000]), make_request("b", [*head, *[2] * 500])
+    assert begin(manager, leader, 1_000) == 0
+    manager.new_step_starts()
+    assert manager.defers(second)
+    go_on(manager, leader, 2_100)
+    # The next is more than 4,000 tokens from the start.
+    assert not manager.defers(second) and begin(manager, second, 500) == 2_100
+    go_on(manager, leader, 3_500)
+    third = make_request("c", [*head, *[3] * 500])
+    blocks, num_hits, junction = manager.get_computed_blocks(third)
+    assert (num_hits, junction) == (2_100, 3_000)
+    assert manager.allocate_slots(third, 500, num_hits, blocks) is not None
+    third.num_computed_tokens = 2_600
+    manager.new_step_starts()
+    fourth = make_request("d", [*head, *[4] * 500])
+    assert manager.defers(fourth)
+    go_on(manager, third, junction)
+    # The end of the third, behind its junction.
+    assert begin(manager, make_request("e", [*head, *[3] * 500, 9])) is None
+    assert begin(manager, fourth, 500) == 3_000
+
+
+def test_a_prompt_waits_no_longer_when_the_other_one_has_ended() -> None:
+    manager = make(max_model_len=400)
+    leader, second = make_request("a", [*range(250)]), make_request("b", [*range(250), 5, 6])
+    assert begin(manager, leader, 100) == 0
+    manager.new_step_starts()
+    assert manager.defers(second)
+    manager.free(leader)
+    manager.new_step_starts()
+    assert not manager.defers(second) and begin(manager, second) == 100
+
+
+@pytest.mark.parametrize(
+    ("length", "full_blocks_only", "last"),
+    [(1_200, False, 1_056), (1_000, True, 528)],
+    ids=["saves too little", "no block ends there"],
+)
+def test_no_prompt_waits_for_the_end_of_another_one_that_leaves_no_checkpoint_there(
+    length: int, full_blocks_only: bool, last: int
+) -> None:
+    state = dataclasses.replace(STATE, block_size=528)
+    full = as_rose_spec(dataclasses.replace(full_spec(), block_size=528))
+    specs = (full, state, state, state)
+    manager = make(100, specs=specs, max_model_len=4_000, full_blocks_only=full_blocks_only)
+    leader, second = make_request("a", [*range(length)]), make_request("b", [*range(length), 5, 6])
+    assert begin(manager, leader, 200) == 0
+    manager.new_step_starts()
+    assert manager.defers(second)
+    go_on(manager, leader, last)
+    assert not manager.defers(second) and begin(manager, second) == last

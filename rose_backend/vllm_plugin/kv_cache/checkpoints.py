@@ -9,12 +9,14 @@ behind without a copy.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from rose_backend.block_manager import PrefixMatch
+    from rose_backend.vllm_plugin.kv_cache.prompt_hashes import HashedPrompt
 
 MIN_TOKENS_WORTH_A_CHECKPOINT = 64
 """A checkpoint saves computing the tokens behind the one before again; copying it costs as much as so few."""
@@ -31,6 +33,17 @@ def junction_of(match: PrefixMatch) -> int:
     return num_known if num_known - match.num_tokens >= MIN_TOKENS_WORTH_A_CHECKPOINT else 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """A prompt that is being computed."""
+
+    request: Request
+    prompt: HashedPrompt
+    junction: int
+    ends: tuple[int, int]
+    """Where else a checkpoint may be due: the ends of the last block and of the prompt."""
+
+
 class DueCheckpoints:
     """Where running requests are to leave checkpoints, by row.
 
@@ -42,12 +55,16 @@ class DueCheckpoints:
 
     def __init__(self, block_size: int, num_groups: int, full_blocks_only: bool) -> None:
         self._block_size, self._full_blocks_only = block_size, full_blocks_only
+        self._granularity = block_size if full_blocks_only else 1
         self._min_tokens_kept = num_groups * block_size // _SHARE_OF_SIZE
         self._min_tokens = max(MIN_TOKENS_WORTH_A_CHECKPOINT, self._min_tokens_kept)
         self._last: dict[int, int] = {}
         """Length of each row's last checkpoint, the one that it started from or 0."""
-        self._prefills: dict[int, tuple[Request, int, tuple[int, ...]]] = {}
-        """Rows whose prompts are being computed: the request, its junction, and where else a checkpoint may be due."""
+        self._prefills: dict[int, _Prefill] = {}
+
+    def __bool__(self) -> bool:
+        """Whether a prompt is being computed."""
+        return bool(self._prefills)
 
     def stop_behind(self, request: Request, start: int) -> int:
         """Return where a step that computes a request from ``start`` has to end at the latest; 0 for anywhere."""
@@ -61,10 +78,34 @@ class DueCheckpoints:
         is_apart = self._full_blocks_only or num_tokens - end >= MIN_TOKENS_WORTH_A_CHECKPOINT
         return end if is_apart and end >= self._min_tokens else 0
 
-    def add(self, row: int, request: Request, match: PrefixMatch) -> None:
+    def are_coming_for(self, prompt: HashedPrompt, match: PrefixMatch) -> bool:
+        """Whether a running request is on its way to a checkpoint that a waiting prompt could start from.
+
+        The prompt is to wait for it: it would compute the same tokens beside that request, which has come as far as the
+        match at least, and get there no earlier.
+        """
+        nearest = match.num_tokens + MIN_TOKENS_WORTH_A_CHECKPOINT
+        farthest = min(len(prompt.token_ids) - 1, prompt.num_shareable)
+        return any(
+            match.num_tokens <= prefill.request.num_computed_tokens
+            and nearest <= (end := self._next_checkpoint(row, prefill)) <= farthest
+            and prompt.begins_like(prefill.prompt, end)
+            for row, prefill in self._prefills.items()
+        )
+
+    def _next_checkpoint(self, row: int, prefill: _Prefill) -> int:
+        """Return where the next checkpoint of a row is due at the earliest, perhaps behind its prompt."""
+        last = self._last[row]
+        ends = [end for end in prefill.ends if end - last >= self._min_tokens]
+        places = (prefill.junction, *ends, last + TOKENS_BETWEEN_CHECKPOINTS)
+        start = prefill.request.num_computed_tokens
+        return min((place for place in places if place > start and not place % self._granularity), default=0)
+
+    def add(self, row: int, request: Request, prompt: HashedPrompt, match: PrefixMatch) -> None:
         """Note a request that was just admitted."""
         self._last[row] = match.num_tokens
-        self._prefills[row] = request, junction_of(match), (self._last_block_end(request), request.num_tokens)
+        ends = self._last_block_end(request), request.num_tokens
+        self._prefills[row] = _Prefill(request, prompt, junction_of(match), ends)
 
     def remove(self, row: int, num_computed: int) -> bool:
         """Forget a request that has ended; return whether its last state, of so many tokens, is worth keeping."""
@@ -74,11 +115,11 @@ class DueCheckpoints:
     def take_due(self) -> list[int]:
         """Return the rows whose computed tokens end where a checkpoint is due, each once."""
         due = []
-        for row, (request, junction, ends) in list(self._prefills.items()):
-            num_computed = request.num_computed_tokens
+        for row, prefill in list(self._prefills.items()):
+            num_computed, ends = prefill.request.num_computed_tokens, prefill.ends
             distance = num_computed - self._last[row]
             is_end = num_computed in ends and distance >= self._min_tokens
-            is_due = is_end or num_computed == junction or distance >= TOKENS_BETWEEN_CHECKPOINTS
+            is_due = is_end or num_computed == prefill.junction or distance >= TOKENS_BETWEEN_CHECKPOINTS
             if is_due and distance > 0 and num_computed <= ends[-1]:
                 due.append(row)
                 self._last[row] = num_computed

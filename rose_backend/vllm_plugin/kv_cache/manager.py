@@ -159,12 +159,11 @@ class RoseKVCacheManager(KVCacheFacade):
     def defers(self, request: Request) -> bool:
         """Whether a waiting request is deferred to the next step while later ones may be admitted.
 
-        Another request of this step computes its prefix, which the next step finds in the cache. A row and blocks for
-        its whole prompt are kept for it meanwhile. If there are none, it is not deferred, and ``allocate_slots`` blocks
-        it and all requests behind it.
+        Another request computes its prefix, which a later step finds in the cache. A row and blocks for its whole
+        prompt are kept for it meanwhile. If there are none, ``allocate_slots`` blocks it and all requests behind it.
         """
-        is_looked_up = self._in_flight_prefixes and self.prefix_cache_lookup_enabled(request)
-        if not is_looked_up or request.request_id in self._row_of:
+        may_wait = (self._in_flight_prefixes or self.checkpoints) and request.request_id not in self._row_of
+        if not may_wait or not self.prefix_cache_lookup_enabled(request):
             return False
         prompt, match = self._look_up(request, None)
         self._last_lookup = (request.request_id, match)
@@ -173,12 +172,17 @@ class RoseKVCacheManager(KVCacheFacade):
         if (
             self.manager.num_free_rows <= self._num_deferred_rows
             or num_blocks > self.manager.num_free_blocks - self._num_deferred_blocks
-            or not self._in_flight_prefixes.cover(prompt.token_ids, match)
+            or not self._finds_more_later(prompt, match)
         ):
             return False
         self._num_deferred_rows += 1
         self._num_deferred_blocks += num_blocks
         return True
+
+    def _finds_more_later(self, prompt: HashedPrompt, match: PrefixMatch) -> bool:
+        """Whether others compute so much of a prompt, behind its match, that it is to wait for them."""
+        is_coming = self.checkpoints is not None and self.checkpoints.are_coming_for(prompt, match)
+        return is_coming or self._in_flight_prefixes.cover(prompt.token_ids, match)
 
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
@@ -265,13 +269,12 @@ class RoseKVCacheManager(KVCacheFacade):
             return None
         is_loaded = num_external_computed_tokens > 0 or delay_cache_blocks
         if not is_loaded and self.prefix_cache_lookup_enabled(request):
-            if self._in_flight_prefixes.cover(prompt.token_ids, match):
+            if self._finds_more_later(prompt, match):
                 return None
             self._in_flight_prefixes.add(prompt.token_ids, match, num_new_tokens)
         blocks = self._admit(request, prompt, match, num_tokens)
         if is_loaded and blocks is not None:
-            row = self._row_of[request.request_id]
-            self._loads.add(row, num_computed, is_async=delay_cache_blocks)
+            self._loads.add(self._row_of[request.request_id], num_computed, is_async=delay_cache_blocks)
         return blocks
 
     def _fits(
@@ -298,7 +301,7 @@ class RoseKVCacheManager(KVCacheFacade):
         self._row_of[request.request_id] = row
         self.running.add(row, request, match.num_tokens)
         if self.checkpoints is not None:
-            self.checkpoints.add(row, request, match)
+            self.checkpoints.add(row, request, prompt, match)
         self._prompts.admit(request, prompt)
         return self.running.report(row)
 

@@ -39,6 +39,12 @@ class HashedPrompt:
             self.token_ids, namespace=self.namespace, max_tokens=limit, block_hashes=self.block_hashes
         )
 
+    def begins_like(self, other: HashedPrompt, num_tokens: int) -> bool:
+        """Whether this prompt and another have the same first ``num_tokens`` tokens, in one namespace."""
+        if self.namespace != other.namespace or num_tokens > min(len(self.token_ids), len(other.token_ids)):
+            return False
+        return np.array_equal(self.token_ids[:num_tokens], other.token_ids[:num_tokens])
+
     def shorten(self, match: PrefixMatch, num_tokens: int, block_size: int) -> PrefixMatch:
         """Return the first ``num_tokens`` of a match.
 
