@@ -26,10 +26,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
 DRAWN_RESULTS = ("cpu/block_manager.json", "cpu/state_hits.json", "h200/online_compare.json")
 COMMITS = {
+    "e708664bdf839ac6": "77e5e73",
     "74e316f06762f331": "c0cad35",
     "804bab44ef7b0f0c": "a1bbfd1",
     "dbf7e5cc16e90cd1": "130f14d",
-    "96afaf6e394409d7": "5c385a2",
     "0960b50e02957936": "fca7de6",
     "414eed5ccde5189b": "7950450",
     "46beff57b023f1fb": "891e8cf",
