@@ -38,6 +38,8 @@ _INSIDE_VLLM = ("rose-in-vllm", "vllm")
 _OFFLINE, _ONLINE = "benchmarks.offline_compare", "benchmarks.online_compare"
 _FOUR_API_SERVERS = """--engine-options '{}={{"api_server_count": 4}}'"""
 
+_GREEDY_STEPS = "--scenes decode offline --batches 1 8 32 128 256 --cases greedy --repeats 3"
+_QWEN3 = "--shape qwen3-0.6b --dtype bfloat16 --kv-cache-tokens 196608"
 _POISSON = "--requests 512 --seconds 3 --repeats 3"
 STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kernels": ("benchmarks.kernels --prove", ()),
@@ -67,15 +69,23 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
         "--cases greedy --kv-cache-tokens 196608 --repeats 3",
         _INSIDE_VLLM,
     ),
-    "vllm_gpt2": (
-        f"{_OFFLINE} --backends rose-in-vllm vllm --scenes decode offline --batches 1 8 32 128 256 --cases greedy "
-        "--repeats 3",
-        _INSIDE_VLLM,
+    **dict.fromkeys(
+        ("vllm_gpt2_start_1", "vllm_gpt2_start_2", "vllm_gpt2_start_3"),
+        (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS}", _INSIDE_VLLM),
     ),
-    "vllm_qwen3": (
-        f"{_OFFLINE} --backends rose rose-in-vllm vllm --scenes decode offline --cases greedy --shape qwen3-0.6b "
-        "--dtype bfloat16",
-        _ENGINES[:3],
+    "vllm_qwen3": (f"{_OFFLINE} --backends {' '.join(_ENGINES)} {_GREEDY_STEPS} {_QWEN3}", _ENGINES),
+    "vllm_qwen3_start_2": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_QWEN3}", _INSIDE_VLLM),
+    "nano_vllm": (
+        f"{_OFFLINE} --backends {' '.join(_ENGINES)} --scenes nano-vllm --batches 1 8 32 128 256 --repeats 3 {_QWEN3}",
+        _ENGINES,
+    ),
+    **dict.fromkeys(
+        ("vllm_llama8b_start_1", "vllm_llama8b_start_2"),
+        (
+            f"{_OFFLINE} --backends rose rose-in-vllm vllm {_GREEDY_STEPS} --shape llama-8b --dtype bfloat16 "
+            "--kv-cache-tokens 163840",
+            _ENGINES[:3],
+        ),
     ),
     "vllm_llama": (
         f"{_OFFLINE} --shape llama-1b --scenes decode offline --cases greedy --repeats 3",
@@ -83,13 +93,7 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     # Not published yet.
     "sglang_gpt2": (
-        f"{_OFFLINE} --backends rose-in-vllm sglang --scenes decode offline --batches 1 8 32 128 256 --cases greedy "
-        "--repeats 3",
-        ("rose-in-vllm", "sglang"),
-    ),
-    "sglang_qwen3": (
-        f"{_OFFLINE} --backends rose-in-vllm sglang --scenes decode offline --batches 1 8 32 128 256 --cases greedy "
-        "--repeats 3 --shape qwen3-0.6b --dtype bfloat16",
+        f"{_OFFLINE} --backends rose-in-vllm sglang {_GREEDY_STEPS}",
         ("rose-in-vllm", "sglang"),
     ),
 }
