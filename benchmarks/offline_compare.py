@@ -192,8 +192,8 @@ class Offline(Workload):
         longest = max(case.input_len[1] + case.output_len[1] for case in self._cases.values())
         if longest > facts.max_model_len:
             raise SystemExit(
-                f"--scenes: got {' '.join(options.scenes)}, of {longest:,} tokens; "
-                f"the model has {facts.max_model_len:,}"
+                f"--scenes, --offline: the longest request has {longest:,} tokens; "
+                f"the model takes {facts.max_model_len:,}"
             )
         self.settings = {"kv_cache_tokens": kv_cache_tokens(options, facts), **chosen(options, "repeats")}
 

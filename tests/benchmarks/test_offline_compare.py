@@ -196,5 +196,7 @@ def test_a_scene_longer_than_the_model_is_refused(tiny_model_path: Path) -> None
         "--model",
         str(tiny_model_path),
     ]
-    with pytest.raises(SystemExit, match=r"--scenes: got nano-vllm, of 2,048 tokens; the model has 1,024"):
+    with pytest.raises(
+        SystemExit, match="--scenes, --offline: the longest request has 2,048 tokens; the model takes 1,024"
+    ):
         offline_compare.main(arguments)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rose_backend.cli import main
 from rose_backend.config import EngineConfig
@@ -121,6 +122,24 @@ def test_the_library_multiplies_for_more_decodes_of_a_wide_model(
     monkeypatch.setattr(small_batch_linear, "choose_config", choose)
     record_start(qwen3_path, config, H100)
     assert max(rows) == largest
+
+
+def test_products_copy_whole_tiles_of_rows(qwen3_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (qwen3_path / "config.json").write_text(
+        json.dumps(QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072})
+    )
+    copied = []
+
+    class NotedDescriptor(TensorDescriptor):
+        def __post_init__(self) -> None:
+            copied.append((self.shape[0], self.block_shape[0]))
+
+    # Of x; that of the weight is made by TensorDescriptor.from_tensor.
+    monkeypatch.setattr(small_batch_linear, "TensorDescriptor", NotedDescriptor)
+    config = EngineConfig(model=str(qwen3_path), max_num_batched_tokens=8192, max_num_seqs=256)
+    record_start(qwen3_path, config, H100)
+    assert {tile for _, tile in copied} >= {32, 64, 128}
+    assert not [(rows, tile) for rows, tile in copied if rows % tile]
 
 
 def test_weights_or_their_type_in_config_make_no_difference(tiny_model_path: Path, tmp_path: Path) -> None:

@@ -389,6 +389,11 @@ def compile_chosen_cut(
             config=gpu.choose_config(rows, columns, depth, exact=exact, can_use_tma=capability >= 90),
             use_pdl=capability >= 90,
         )
+    cut, lines = launches[0].arguments, launches[0].arguments["PREFETCH"]
+    ahead = gpu.lines_ahead(
+        cut["DEPTH"] * x.element_size(), cut["BLOCK_N"], -(-columns // cut["BLOCK_N"]) * cut["SPLIT_K"]
+    )
+    assert lines == (ahead if capability >= 90 else 0)
     resources = compile_launch(launches[0], capability)
     assert resources.spill_bytes == 0
     assert resources.shared_bytes <= SHARED_BYTES[capability]

@@ -263,9 +263,31 @@ def test_prompts_behind_one_that_waits_for_a_checkpoint_do_not_wait(
         windows=(STATE_WINDOW, None),
     )
     prompt = [*range(120)]
-    steps = scheduled(simulation, prompt, [*prompt, 900], [7] * 30)
-    assert steps[:3] == [{"r0": 50, "r2": 30}, {"r0": 50, "r2": 1}, {"r0": 20, "r2": 1}]
+    # The fourth does not fit into one step, and waits for nobody either.
+    steps = scheduled(simulation, prompt, [*prompt, 900], [7] * 30, [8] * 90)
+    first, second, third = (
+        {"r0": 50, "r2": 30, "r3": 50},
+        {"r0": 50, "r2": 1, "r3": 40},
+        {"r0": 20, "r2": 1, "r3": 1},
+    )
+    assert steps[:3] == [first, second, third]
     assert steps[3]["r1"] == 1
+
+
+def test_a_prompt_that_waits_for_a_checkpoint_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make(max_model_len=400)
+    leader, second = make_request("a", [*range(250)]), make_request("b", [*range(250), 5, 6])
+    assert begin(manager, leader, 50) == 0
+    lookups = []
+    look_up = manager._look_up
+    monkeypatch.setattr(manager, "_look_up", lambda *given: lookups.append(given) or look_up(*given))
+    for end in (100, 150, 200):
+        go_on(manager, leader, end)
+        assert manager.defers(second)
+        assert (manager._num_deferred_rows, manager._num_deferred_blocks) == (1, 18)
+    assert len(lookups) == 1
+    go_on(manager, leader, 250)
+    assert not manager.defers(second)
 
 
 @pytest.mark.parametrize(
@@ -335,6 +357,19 @@ def test_a_prompt_waits_no_longer_when_the_other_one_has_ended() -> None:
     manager.free(leader)
     manager.new_step_starts()
     assert not manager.defers(second) and begin(manager, second) == 100
+
+
+def test_no_prompt_waits_on_when_the_other_one_has_passed_the_place() -> None:
+    state = dataclasses.replace(STATE, block_size=528)
+    full = as_rose_spec(dataclasses.replace(full_spec(), block_size=528))
+    manager = make(100, specs=(full, state), max_model_len=4_000)
+    leader, second = make_request("a", [*range(1_200)]), make_request("b", [*range(1_100), 5])
+    assert begin(manager, leader, 200) == 0
+    manager.new_step_starts()
+    assert manager.defers(second)
+    # A step that is not cut at the last block's end, 1,056, leaves no checkpoint there.
+    go_on(manager, leader, 1_100)
+    assert not manager.defers(second)
 
 
 @pytest.mark.parametrize(

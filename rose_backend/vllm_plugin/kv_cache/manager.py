@@ -128,6 +128,7 @@ class RoseKVCacheManager(KVCacheFacade):
         self._in_flight_prefixes = InFlightPrefixes(manager)
         # Kept for requests that were deferred in this step.
         self._num_deferred_rows = self._num_deferred_blocks = 0
+        self._defers_to_next_step = False
         self._last_lookup: tuple[str, PrefixMatch] | None = None
         self._full_blocks_only = full_blocks_only
         self._num_prefill_lookahead = num_prefill_lookahead
@@ -149,6 +150,7 @@ class RoseKVCacheManager(KVCacheFacade):
         self._is_flushed = False
         self._in_flight_prefixes.new_step_starts()
         self._num_deferred_rows = self._num_deferred_blocks = 0
+        self._defers_to_next_step = False
         self._last_lookup = None
         self.running.new_step_starts()
         if self.checkpoints is not None and (rows := self.checkpoints.take_due()):
@@ -165,15 +167,26 @@ class RoseKVCacheManager(KVCacheFacade):
         may_wait = (self._in_flight_prefixes or self.checkpoints) and request.request_id not in self._row_of
         if not may_wait or not self.prefix_cache_lookup_enabled(request):
             return False
+        num_kept = None if self.checkpoints is None else self.checkpoints.blocks_kept_for(request.request_id)
+        if num_kept is not None:
+            return self._keep(num_kept)
         prompt, match = self._look_up(request, None)
         self._last_lookup = (request.request_id, match)
         num_tokens = min(request.num_tokens, self.max_model_len)
         num_blocks = self.manager.blocks_needed(match, num_tokens, self.running.num_at_once)
-        if (
-            self.manager.num_free_rows <= self._num_deferred_rows
-            or num_blocks > self.manager.num_free_blocks - self._num_deferred_blocks
-            or not self._finds_more_later(prompt, match)
+        if self.checkpoints is not None and self.checkpoints.wait(
+            request.request_id, prompt, match, num_blocks
         ):
+            return self._keep(num_blocks)
+        if self._in_flight_prefixes.cover(prompt.token_ids, match) and self._keep(num_blocks):
+            self._defers_to_next_step = True
+            return True
+        return False
+
+    def _keep(self, num_blocks: int) -> bool:
+        """Keep a row and blocks for a deferred request; return False if there are none."""
+        has_row = self.manager.num_free_rows > self._num_deferred_rows
+        if not has_row or num_blocks > self.manager.num_free_blocks - self._num_deferred_blocks:
             return False
         self._num_deferred_rows += 1
         self._num_deferred_blocks += num_blocks
@@ -254,8 +267,9 @@ class RoseKVCacheManager(KVCacheFacade):
         if num_encoder_tokens:
             raise IntegrityError("allocate_slots: a feature that is refused at start-up asks for blocks")
         num_computed = num_new_computed_tokens + num_external_computed_tokens
-        if self._num_deferred_rows and num_computed + num_new_tokens < request.num_tokens:
-            # A partial prompt may not overtake deferred requests: vLLM would compute the rest of it before theirs.
+        if self._defers_to_next_step and num_computed + num_new_tokens < request.num_tokens:
+            # A partial prompt may not overtake requests that are deferred to the next step: vLLM would compute the rest
+            # of it before theirs.
             return None
         prompt = self._prompts.get(request)
         match = getattr(new_computed_blocks, "match", None)
