@@ -26,7 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
 DRAWN_RESULTS = ("cpu/block_manager.json", "cpu/state_hits.json", "h200/online_compare.json")
 COMMITS = {
-    "e708664bdf839ac6": "77e5e73",
+    "e3d3f3be6fd5fe59": "2b381bf",
     "74e316f06762f331": "c0cad35",
     "804bab44ef7b0f0c": "a1bbfd1",
     "dbf7e5cc16e90cd1": "130f14d",
