@@ -284,7 +284,7 @@ def test_a_prompt_that_waits_for_a_checkpoint_is_looked_up_once(monkeypatch: pyt
     for end in (100, 150, 200):
         go_on(manager, leader, end)
         assert manager.defers(second)
-        assert (manager._num_deferred_rows, manager._num_deferred_blocks) == (1, 18)
+        assert (manager._deferred.num_rows, manager._deferred.num_blocks) == (1, 18)
     assert len(lookups) == 1
     go_on(manager, leader, 250)
     assert not manager.defers(second)

@@ -12,6 +12,8 @@ from rose_backend.errors import IntegrityError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from rose_backend.vllm_plugin.kv_cache.groups import RoseGroups
+
 
 @dataclass(frozen=True, slots=True)
 class BlockHandle:
@@ -113,8 +115,8 @@ class CoordinatorShim:
     """``manager.coordinator``.
 
     Args:
-        groups: in vLLM's order.
-        full_attention_group_id: the first group that keeps everything.
+        groups: of the model.
+        block_pool: of all groups.
         num_blocks_to_grow: returns how many more blocks a request takes to hold a number of tokens.
     """
 
@@ -124,13 +126,15 @@ class CoordinatorShim:
 
     def __init__(
         self,
-        groups: tuple[GroupShim, ...],
-        full_attention_group_id: int,
+        groups: RoseGroups,
+        block_pool: BlockPoolShim,
         num_blocks_to_grow: Callable[[str, int], int],
     ) -> None:
-        self.single_type_managers = groups
-        self.full_attention_group_id = full_attention_group_id
-        self.block_pool = groups[0].block_pool
+        self.block_pool = block_pool
+        self.single_type_managers = tuple(
+            GroupShim(groups.block_size, spec, block_pool, index) for index, spec in enumerate(groups.specs)
+        )
+        self.full_attention_group_id = groups.first_full
         self._num_blocks_to_grow = num_blocks_to_grow
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:

@@ -39,6 +39,11 @@ class RoseGroups:
         return len(self.places)
 
     @property
+    def first_full(self) -> int:
+        """The first group, in vLLM's order, of layers that keep everything."""
+        return next(index for index, (kind, _) in enumerate(self.places) if kind == 0)
+
+    @property
     def has_windows(self) -> bool:
         """Whether there are groups with sliding windows."""
         return any(kind.window is not None for kind in self.kinds)

@@ -26,14 +26,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from rose_backend.block_manager import BlockManager, InFlightPrefixes, PrefixMatch
 from rose_backend.errors import IntegrityError
-from rose_backend.vllm_plugin.kv_cache.blocks import (
-    BlockPoolShim,
-    CoordinatorShim,
-    GroupShim,
-    HeldBlocks,
-    RoseBlocks,
-)
+from rose_backend.vllm_plugin.kv_cache.blocks import BlockPoolShim, CoordinatorShim, HeldBlocks, RoseBlocks
 from rose_backend.vllm_plugin.kv_cache.checkpoints import DueCheckpoints, junction_of
+from rose_backend.vllm_plugin.kv_cache.deferred_requests import DeferredRequests
 from rose_backend.vllm_plugin.kv_cache.events import KVEventLog
 from rose_backend.vllm_plugin.kv_cache.external_loads import ExternalLoads
 from rose_backend.vllm_plugin.kv_cache.facade import KVCacheFacade
@@ -109,12 +104,7 @@ class RoseKVCacheManager(KVCacheFacade):
         self.max_model_len = max_model_len
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.block_pool = BlockPoolShim()
-        shims = tuple(
-            GroupShim(self.block_size, spec, self.block_pool, index)
-            for index, spec in enumerate(groups.specs)
-        )
-        first_full = next(index for index, (kind, _) in enumerate(groups.places) if kind == 0)
-        self.coordinator = CoordinatorShim(shims, first_full, self._num_blocks_to_grow)
+        self.coordinator = CoordinatorShim(groups, self.block_pool, self._num_blocks_to_grow)
         # Groups and limits are its attributes: with more than 30, Python reads each of an object more slowly.
         self.running = RunningRequests(manager, groups, max_num_seqs, num_at_once, self._commit)
         self._loads = ExternalLoads()
@@ -126,9 +116,7 @@ class RoseKVCacheManager(KVCacheFacade):
         self._item_ids = ItemIds(self.block_size)
         self._prompts = PromptHashes(manager, self._item_ids)
         self._in_flight_prefixes = InFlightPrefixes(manager)
-        # Kept for requests that were deferred in this step.
-        self._num_deferred_rows = self._num_deferred_blocks = 0
-        self._defers_to_next_step = False
+        self._deferred = DeferredRequests(manager)
         self._last_lookup: tuple[str, PrefixMatch] | None = None
         self._full_blocks_only = full_blocks_only
         self._num_prefill_lookahead = num_prefill_lookahead
@@ -149,8 +137,7 @@ class RoseKVCacheManager(KVCacheFacade):
             self._release_ended()
         self._is_flushed = False
         self._in_flight_prefixes.new_step_starts()
-        self._num_deferred_rows = self._num_deferred_blocks = 0
-        self._defers_to_next_step = False
+        self._deferred.new_step_starts()
         self._last_lookup = None
         self.running.new_step_starts()
         if self.checkpoints is not None and (rows := self.checkpoints.take_due()):
@@ -169,7 +156,7 @@ class RoseKVCacheManager(KVCacheFacade):
             return False
         num_kept = None if self.checkpoints is None else self.checkpoints.blocks_kept_for(request.request_id)
         if num_kept is not None:
-            return self._keep(num_kept)
+            return self._deferred.keep(num_kept)
         prompt, match = self._look_up(request, None)
         self._last_lookup = (request.request_id, match)
         num_tokens = min(request.num_tokens, self.max_model_len)
@@ -177,20 +164,9 @@ class RoseKVCacheManager(KVCacheFacade):
         if self.checkpoints is not None and self.checkpoints.wait(
             request.request_id, prompt, match, num_blocks
         ):
-            return self._keep(num_blocks)
-        if self._in_flight_prefixes.cover(prompt.token_ids, match) and self._keep(num_blocks):
-            self._defers_to_next_step = True
-            return True
-        return False
-
-    def _keep(self, num_blocks: int) -> bool:
-        """Keep a row and blocks for a deferred request; return False if there are none."""
-        has_row = self.manager.num_free_rows > self._num_deferred_rows
-        if not has_row or num_blocks > self.manager.num_free_blocks - self._num_deferred_blocks:
-            return False
-        self._num_deferred_rows += 1
-        self._num_deferred_blocks += num_blocks
-        return True
+            return self._deferred.keep(num_blocks)
+        is_covered = self._in_flight_prefixes.cover(prompt.token_ids, match)
+        return is_covered and self._deferred.keep(num_blocks, until_next_step=True)
 
     def _finds_more_later(self, prompt: HashedPrompt, match: PrefixMatch) -> bool:
         """Whether others compute so much of a prompt, behind its match, that it is to wait for them."""
@@ -267,7 +243,7 @@ class RoseKVCacheManager(KVCacheFacade):
         if num_encoder_tokens:
             raise IntegrityError("allocate_slots: a feature that is refused at start-up asks for blocks")
         num_computed = num_new_computed_tokens + num_external_computed_tokens
-        if self._defers_to_next_step and num_computed + num_new_tokens < request.num_tokens:
+        if self._deferred.until_next_step and num_computed + num_new_tokens < request.num_tokens:
             # A partial prompt may not overtake requests that are deferred to the next step: vLLM would compute the rest
             # of it before theirs.
             return None
@@ -294,8 +270,8 @@ class RoseKVCacheManager(KVCacheFacade):
     def _fits(
         self, match: PrefixMatch, num_tokens: int, num_full_tokens: int, watermark: int, reserved_blocks: int
     ) -> bool:
-        free = self.manager.num_free_blocks - self._num_deferred_blocks - watermark
-        if self.manager.num_free_rows <= self._num_deferred_rows:
+        free = self.manager.num_free_blocks - self._deferred.num_blocks - watermark
+        if self.manager.num_free_rows <= self._deferred.num_rows:
             return False
         if self.manager.blocks_needed(match, num_tokens) > free - reserved_blocks:
             return False
