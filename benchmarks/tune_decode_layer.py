@@ -107,7 +107,7 @@ class Step:
         config, rows = self.model.config, len(self.ids)
         layer = self.model.weights.layers[0]
         products = {}
-        for linear in (layer.qkv, layer.attn_out, layer.mlp_in, layer.mlp_out):
+        for linear in (layer.qkv, layer.attn_out, layer.mlp.widen, layer.mlp.narrow):
             columns, depth = linear.packed.weight.shape
             products[columns, depth] = choose_config(rows, columns, depth, exact=False, can_use_tma=True)
         attention = decode_tuning(

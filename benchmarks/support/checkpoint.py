@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import string
 import tempfile
@@ -16,17 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
+    from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 END_OF_TEXT = "<|endoftext|>"
 GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_06B = "gpt2-124m", "llama-1b", "llama-8b", "qwen3-0.6b"
-GEMMA3_4B = "gemma-3-4b"
+GEMMA3_4B, QWEN3_30B = "gemma-3-4b", "qwen3-30b-a3b"
 SHAPES = {
     GPT2_124M: "GPT-2 124M",
     LLAMA_1B: "Llama 1B",
     LLAMA_8B: "Llama 8B",
     QWEN3_06B: "Qwen3 0.6B",
     GEMMA3_4B: "Gemma 3 4B",
+    QWEN3_30B: "Qwen3 30B-A3B",
 }
 """What a random checkpoint can look like, and what people call it."""
 
@@ -79,9 +81,14 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool) -> None:
         LLAMA_8B: llama_8b_config,
         QWEN3_06B: qwen3_config,
         GEMMA3_4B: gemma3_config,
+        QWEN3_30B: qwen3_moe_config,
     }
     config = make_configs[shape](small=small)
     torch.manual_seed(0)
+    if shape == QWEN3_30B:
+        _write_layer_by_layer(folder, config)
+        _write_tokenizer(folder, config.vocab_size)
+        return
     # A billion numbers and more: seconds on a GPU.
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(
@@ -163,6 +170,34 @@ def qwen3_config(*, small: bool = False) -> Qwen3Config:
     )
 
 
+def qwen3_moe_config(*, small: bool = False) -> Qwen3MoeConfig:
+    """Return Qwen3 30B-A3B's layers and vocabulary, with a window of 4,096 tokens."""
+    from transformers import Qwen3MoeConfig
+
+    width, num_layers = (128, 2) if small else (2048, 48)
+    return Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=1000 if small else QWEN3_VOCAB_SIZE,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        moe_intermediate_size=3 * width // 8,
+        num_experts=8 if small else 128,
+        num_experts_per_tok=2 if small else 8,
+        norm_topk_prob=True,
+        num_hidden_layers=num_layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=1 if small else 4,
+        head_dim=128,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-6,
+        rope_theta=1_000_000.0,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        dtype="bfloat16",
+    )
+
+
 def gemma3_config(*, small: bool = False) -> Gemma3TextConfig:
     """Return Gemma 3 4B's text layers and vocabulary, with a window of 4,096 tokens; five of six layers see 1,024."""
     from transformers import Gemma3TextConfig
@@ -188,6 +223,37 @@ def gemma3_config(*, small: bool = False) -> Gemma3TextConfig:
         bos_token_id=0,
         eos_token_id=0,
         dtype="bfloat16",
+    )
+
+
+def _write_layer_by_layer(folder: Path, config: PreTrainedConfig) -> None:
+    """Write a model too large to be in memory twice: one file for each layer, and one for what is around them."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    num_layers, device = config.num_hidden_layers, "cuda" if torch.cuda.is_available() else "cpu"
+    with tempfile.TemporaryDirectory() as scratch, torch.device(device):
+        config.num_hidden_layers = 1
+        one = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        one.save_pretrained(scratch, max_shard_size="1TB")
+        del one
+        tensors = load_file(Path(scratch, "model.safetensors"), device=device)
+    config.num_hidden_layers = num_layers
+    config.save_pretrained(folder)
+    layer = {name: tensor for name, tensor in tensors.items() if ".layers.0." in name}
+    files = {"around.safetensors": {name: tensor for name, tensor in tensors.items() if name not in layer}}
+    files |= {f"layer-{index}.safetensors": layer for index in range(num_layers)}
+    weight_map = {}
+    for index, (file, parts) in enumerate(files.items(), start=-1):
+        for tensor in parts.values():
+            if tensor.ndim > 1:
+                tensor.normal_(0.0, config.initializer_range)
+        named = {name.replace(".layers.0.", f".layers.{index}."): tensor for name, tensor in parts.items()}
+        save_file(named, folder / file)
+        weight_map |= dict.fromkeys(named, file)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
     )
 
 

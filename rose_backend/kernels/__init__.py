@@ -27,7 +27,8 @@ Letters that shapes are written in, everywhere in this package:
 ``N``   entries of a list: pairs of a clone plan, stored tokens, steps of a history
 ``V``   vocabulary; ``V'`` with padding rows behind it
 ``E``   width of the model
-``I``   width of the MLP
+``I``   width of the MLP, or of an expert's
+``X``   experts of a layer; ``A`` of them for each token
 ``O``   outputs of a linear layer
 ``K``   alternatives reported per token
 ``M``   tokens with a bias per request
@@ -48,6 +49,7 @@ from rose_backend.kernels.elementwise import (
     rms_norm,
     silu_mul,
 )
+from rose_backend.kernels.expert_mlp import Experts, expert_mlp
 from rose_backend.kernels.kv_cache import block_clone, write_kv
 from rose_backend.kernels.lm_head import lm_head_sample
 from rose_backend.kernels.paged_attention import (
@@ -63,6 +65,7 @@ from rose_backend.kernels.sampler import SampleOutput, SamplingTensors, advance_
 from rose_backend.kernels.small_batch_linear import (
     PackedLinear,
     empty_rows,
+    fold_norm,
     pack_linear,
     small_batch_linear,
     small_batch_linear_and_moments,
@@ -71,6 +74,7 @@ from rose_backend.kernels.small_batch_linear import (
 __all__ = [
     "AttentionOptions",
     "DecodePlan",
+    "Experts",
     "HeadRotation",
     "PackedLinear",
     "PrefillPlan",
@@ -84,6 +88,8 @@ __all__ = [
     "block_clone",
     "embed_tokens",
     "empty_rows",
+    "expert_mlp",
+    "fold_norm",
     "layer_norm",
     "lm_head_sample",
     "pack_linear",

@@ -81,17 +81,21 @@ def pack_linear(
         return PackedLinear(packed, wide_bias, None, eps, is_gated=gated)
     check_tensors(weight=(weight, "O E"), norm_weight=(norm_weight, "E"))
     if norm_bias is None:
-        folded = _fold(weight, norm_weight, out)
+        folded = fold_norm(weight, norm_weight, out)
         return PackedLinear(folded, wide_bias, None, eps, has_rms_norm=True, is_gated=gated)
     check_tensors(weight=(weight, "O E"), norm_bias=(norm_bias, "E"))
     shift = weight.float() @ norm_bias.float()
-    folded = _fold(weight, norm_weight, out)
+    folded = fold_norm(weight, norm_weight, out)
     folded_bias = shift if wide_bias is None else wide_bias + shift
     return PackedLinear(folded, folded_bias, folded.float().sum(1), eps, is_gated=gated)
 
 
-def _fold(weight: torch.Tensor, norm_weight: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Return ``weight * norm_weight``, rounded once from float32, in ``out`` or in memory of its own."""
+def fold_norm(
+    weight: torch.Tensor,  # [O, E]
+    norm_weight: torch.Tensor,  # [E]
+    out: torch.Tensor | None = None,  # [O, E]  written
+) -> torch.Tensor:
+    """Return ``weight * norm_weight``, rounded once from float32, in ``out``, which may be ``weight``, or new."""
     folded = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if out is None else out
     wide_norm = norm_weight.float()
     for rows, target in zip(weight.split(_FOLDED_ROWS), folded.split(_FOLDED_ROWS), strict=True):
@@ -166,6 +170,23 @@ def row_moments(
     return torch.stack([wide.sum(1), wide.square().sum(1)], 1).unsqueeze(2)
 
 
+def check_moments(
+    x: torch.Tensor,  # [T, E]
+    x_moments: torch.Tensor,  # [T, 2, P] float32
+) -> None:
+    """Require moments of ``x`` as ``small_batch_linear_and_moments`` returns them.
+
+    Raises:
+        ShapeError: another shape, dtype or layout.
+    """
+    check_tensors(x=(x, "T E"), x_moments=(x_moments, "T 2 P", torch.float32))
+    _, kinds, parts = x_moments.shape
+    if kinds != 2 or parts & (parts - 1) or not x_moments.is_contiguous():
+        raise ShapeError(
+            f"x_moments: expected contiguous [T, 2, P], P a power of two, got {list(x_moments.shape)}"
+        )
+
+
 def _compute(
     x: torch.Tensor,
     layer: PackedLinear,
@@ -188,12 +209,7 @@ def _compute(
         check_tensors(out=(out, "T O"), residual=(residual, "T O"))
         check_same_dtype(x=x, residual=residual)
     if x_moments is not None:
-        check_tensors(x=(x, "T E"), x_moments=(x_moments, "T 2 P", torch.float32))
-        _, kinds, parts = x_moments.shape
-        if kinds != 2 or parts & (parts - 1) or not x_moments.is_contiguous():
-            raise ShapeError(
-                f"x_moments: expected contiguous [T, 2, P], P a power of two, got {list(x_moments.shape)}"
-            )
+        check_moments(x, x_moments)
     if x.shape[0] > MAX_ROWS:
         raise ShapeError(f"x: expected at most {MAX_ROWS} rows, got {x.shape[0]}")
     if x.is_cuda:

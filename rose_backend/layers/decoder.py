@@ -10,7 +10,7 @@ from rose_backend.config import Switches
 from rose_backend.kernels import HeadRotation, rotate_query_key
 from rose_backend.kernels.small_batch_linear import MAX_ROWS
 from rose_backend.layers.attention import StepAttention
-from rose_backend.layers.linear import DecoderLayer, Linear, Norm, ResidualStream
+from rose_backend.layers.linear import DecoderLayer, Mlp, Norm, ResidualStream, SparseMlp
 
 MAX_ROTATED_ROWS = 128
 """Decodes of a step up to which attention rotates on its way. With 128 of them a layer of Qwen3 0.6B took 58.2 us on an
@@ -42,7 +42,7 @@ def run_layers(
     num_kv_heads: int,
     head_size: int,
     switches: Switches,
-    mlp: Callable[[ResidualStream, Norm, Linear, Linear], None],
+    mlp: Callable[[ResidualStream, Norm, Mlp], None],
     positions: torch.Tensor,  # [T] int64
     rotations: Sequence[HeadRotation | None] | None = None,
     all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -52,7 +52,7 @@ def run_layers(
     Args:
         hidden, moments: as from ``embed_tokens``, and launched in the ordinary way; moments may be None.
         layers: of this rank: ``num_heads`` and ``num_kv_heads`` are what it has of them.
-        mlp: ``ResidualStream.gelu_mlp`` or ``ResidualStream.silu_mlp``.
+        mlp: ``ResidualStream.gelu_mlp`` or ``ResidualStream.silu_mlp``, for layers that are not sparse.
         rotations: of queries and keys, by layer; None: none.
         all_reduce: sums what attention and MLPs add to the hidden states over ranks; None: there is one rank. Layers
             are not packed then.
@@ -76,5 +76,8 @@ def run_layers(
             attended = attended[attention.last_tokens]
             stream.keep(attention.last_tokens)
         stream.add(attended, layer.attn_out)
-        mlp(stream, layer.mlp_norm, layer.mlp_in, layer.mlp_out)
+        if isinstance(layer.mlp, SparseMlp):
+            stream.sparse_mlp(layer.mlp_norm, layer.mlp)
+        else:
+            mlp(stream, layer.mlp_norm, layer.mlp)
     return stream.normed(final_norm)

@@ -14,11 +14,14 @@ import torch.nn.functional as F
 
 from rose_backend.config import Switches
 from rose_backend.kernels import (
+    Experts,
     PackedLinear,
     add_layer_norm,
     add_rms_norm,
     bias_gelu,
     bias_residual,
+    expert_mlp,
+    fold_norm,
     layer_norm,
     pack_linear,
     rms_norm,
@@ -49,6 +52,22 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
+class Mlp:
+    """Two linear layers with an activation between them."""
+
+    widen: Linear  # [E, I], of a gated MLP [E, 2 * I]
+    narrow: Linear  # [I, E]
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMlp:
+    """A mixture of experts: a router chooses some of many gated MLPs for each token."""
+
+    router: Linear  # [E, X]
+    experts: Experts
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """One layer's tensors: attention and MLP, each with a norm in front of it."""
 
@@ -56,8 +75,7 @@ class DecoderLayer:
     qkv: Linear  # [E, (HQ + 2 * HKV) * D]: query, key and value side by side
     attn_out: Linear  # [HQ * D, E]
     mlp_norm: Norm
-    mlp_in: Linear  # [E, I], of a gated MLP [E, 2 * I]
-    mlp_out: Linear  # [I, E]
+    mlp: Mlp | SparseMlp
     query_norm: torch.Tensor | None = None  # [D]: RMSNorm of each head, in front of the rotation
     key_norm: torch.Tensor | None = None  # [D]
 
@@ -73,16 +91,24 @@ def pack_layer(layer: DecoderLayer) -> DecoderLayer:
 
     For larger batches the norms neither scale nor shift any longer. Every matrix is in memory once.
     """
-    gated = layer.mlp_in.weight.shape[1] != layer.mlp_out.weight.shape[0]
     return replace(
         layer,
         attn_norm=folded_norm(layer.attn_norm),
         qkv=pack(layer.qkv, layer.attn_norm),
         attn_out=pack(layer.attn_out),
         mlp_norm=folded_norm(layer.mlp_norm),
-        mlp_in=pack(layer.mlp_in, layer.mlp_norm, gated=gated),
-        mlp_out=pack(layer.mlp_out),
+        mlp=_pack_mlp(layer.mlp, layer.mlp_norm),
     )
+
+
+def _pack_mlp(mlp: Mlp | SparseMlp, norm: Norm) -> Mlp | SparseMlp:
+    if isinstance(mlp, SparseMlp):
+        assert norm.bias is None, "experts have an RMSNorm in front of them"
+        rows = mlp.experts.widen.flatten(0, 1)
+        fold_norm(rows, norm.weight, out=rows)
+        return SparseMlp(pack(mlp.router, norm), mlp.experts)
+    gated = mlp.widen.weight.shape[1] != mlp.narrow.weight.shape[0]
+    return Mlp(pack(mlp.widen, norm, gated=gated), pack(mlp.narrow))
 
 
 def pack(linear: Linear, norm: Norm | None = None, *, gated: bool = False, in_place: bool = False) -> Linear:
@@ -197,8 +223,9 @@ class ResidualStream:
         """Drop all tokens but ``tokens``, [R] int64. Only right after ``project``, when no residual add is pending."""
         self.hidden = self.hidden[tokens]
 
-    def gelu_mlp(self, norm: Norm, widen: Linear, narrow: Linear) -> None:
+    def gelu_mlp(self, norm: Norm, mlp: Mlp) -> None:
         """Add ``narrow(gelu(widen(norm(hidden states))))``, GELU in its tanh form; both layers have a bias."""
+        widen, narrow = mlp.widen, mlp.narrow
         if self.is_small_batch or self.hidden.is_cuda or not self.switches.fused_mlp:
             return self.add(self.project(norm, widen, gelu=True), narrow)
         assert widen.bias is not None and narrow.bias is not None, "a GELU MLP has biases"
@@ -207,8 +234,9 @@ class ResidualStream:
         self.hidden = bias_residual(widened @ narrow.weight, narrow.bias, self.hidden)
         return None
 
-    def silu_mlp(self, norm: Norm, widen: Linear, narrow: Linear) -> None:
+    def silu_mlp(self, norm: Norm, mlp: Mlp) -> None:
         """Add ``narrow(silu(gate) * up)``, where ``widen(norm(hidden states))`` is gate and up side by side."""
+        widen, narrow = mlp.widen, mlp.narrow
         projected = self.project(norm, widen)
         if self.is_small_batch:
             return self.add(projected, narrow)
@@ -217,6 +245,23 @@ class ResidualStream:
             return self.add(silu_mul(projected, alternating=alternating), narrow)
         gate, up = projected.unflatten(1, (-1, 2)).unbind(2) if alternating else projected.chunk(2, dim=-1)
         return self.add(F.silu(gate) * up, narrow)
+
+    def sparse_mlp(self, norm: Norm, mlp: SparseMlp) -> None:
+        """Add what the experts that the router chooses make of ``norm(hidden states)``."""
+        assert self._all_reduce is None, "the residual would be added on every rank"
+        if self.is_small_batch:
+            _, self._moments = expert_mlp(
+                self.hidden,
+                self.project(norm, mlp.router),
+                mlp.experts,
+                residual=self.hidden,
+                out=self.hidden,
+                rms_eps=norm.eps,
+                x_moments=self._moments,
+            )
+        else:
+            normed = self.normed(norm)
+            self._delta, _ = expert_mlp(normed, _product(normed, mlp.router), mlp.experts)
 
 
 def compute_logits(

@@ -18,6 +18,21 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Sizes of a mixture of experts."""
+
+    num_experts: int
+    top_k: int
+    """Experts of each token."""
+    intermediate_size: int
+    """Width of an expert's gated MLP."""
+    renormalize: bool
+    """The weights of a token's experts sum up to 1."""
+    sparse_layers: tuple[bool, ...]
+    """Which layers have experts; the others have an MLP of the model's ``intermediate_size``."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """What an engine has to know of a decoder-only model."""
 
@@ -38,12 +53,18 @@ class ModelConfig:
     device: torch.device
     gated_mlp: bool = False
     """The MLP multiplies two projections, both ``intermediate_size`` wide."""
+    experts: ExpertsConfig | None = None
 
     @property
     def activation_width(self) -> int:
         """Numbers per token that a step holds at most: residual, normed, QKV, attention's output, MLP, one spare."""
         attention = 2 * (self.num_attention_heads + self.num_kv_heads) * self.head_size
-        return 3 * self.hidden_size + attention + self.intermediate_size * (3 if self.gated_mlp else 1)
+        mlp = self.intermediate_size * (3 if self.gated_mlp else 1)
+        if (experts := self.experts) is not None:
+            # Activation and output of each expert, and a list of four bytes for each pair that there could be.
+            sparse = experts.top_k * (experts.intermediate_size + self.hidden_size)
+            mlp = max(mlp, sparse + 2 * experts.num_experts)
+        return 3 * self.hidden_size + attention + mlp
 
     @classmethod
     def from_hf(
@@ -69,15 +90,7 @@ class ModelConfig:
         """
 
         def read(name: str, default: int | None = None) -> int:
-            name = names.get(name, name)
-            value = fields.get(name)
-            if value is None and default is not None:
-                return default
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ModelError(f"config.json: {name} must be a positive integer, got {value!r}")
-            if value > MAX_SIZE:
-                raise ModelError(f"config.json: {name} must be at most {MAX_SIZE}, got {value!r}")
-            return value
+            return read_size(fields, names.get(name, name), default)
 
         if fields.get("quantization_config") is not None:
             raise ModelError(
@@ -108,6 +121,25 @@ class ModelConfig:
             device=torch.device(device),
             gated_mlp=gated_mlp,
         )
+
+
+def read_size(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """Return a size or a count of config.json.
+
+    Args:
+        default: where the field is missing or null; None: there is none.
+
+    Raises:
+        ModelError: it is not an integer from 1 to ``MAX_SIZE``.
+    """
+    value = fields.get(name)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"config.json: {name} must be a positive integer, got {value!r}")
+    if value > MAX_SIZE:
+        raise ModelError(f"config.json: {name} must be at most {MAX_SIZE}, got {value!r}")
+    return value
 
 
 def check_supported(fields: Mapping[str, Any], supported: Mapping[str, bool | tuple[Any, ...]]) -> None:

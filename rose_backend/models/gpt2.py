@@ -12,6 +12,7 @@ from rose_backend.layers.attention import AttentionMetadata, PagedAttention
 from rose_backend.layers.decoder import run_layers
 from rose_backend.layers.linear import (
     DecoderLayer,
+    Mlp,
     Norm,
     ResidualStream,
     compute_logits,
@@ -83,8 +84,10 @@ class GPT2:
                     qkv=reader.linear(f"h.{i}.attn.c_attn", width, 3 * width),
                     attn_out=reader.linear(f"h.{i}.attn.c_proj", width, width),
                     mlp_norm=reader.norm(f"h.{i}.ln_2"),
-                    mlp_in=reader.linear(f"h.{i}.mlp.c_fc", width, inner),
-                    mlp_out=reader.linear(f"h.{i}.mlp.c_proj", inner, width),
+                    mlp=Mlp(
+                        reader.linear(f"h.{i}.mlp.c_fc", width, inner),
+                        reader.linear(f"h.{i}.mlp.c_proj", inner, width),
+                    ),
                 )
                 for i in range(config.num_layers)
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -10,19 +10,29 @@ import torch
 
 from rose_backend.config import Switches
 from rose_backend.errors import ModelError
-from rose_backend.kernels import AttentionOptions, HeadRotation, embed_tokens
+from rose_backend.kernels import AttentionOptions, Experts, HeadRotation, embed_tokens
 from rose_backend.layers.attention import AttentionMetadata, PagedAttention
 from rose_backend.layers.decoder import run_layers
 from rose_backend.layers.linear import (
     DecoderLayer,
+    Mlp,
     Norm,
     ResidualStream,
+    SparseMlp,
     compute_logits,
     pack_layer,
     packs_layers,
 )
 from rose_backend.layers.rotary import rotary_table
-from rose_backend.models.config import MAX_SIZE, ModelConfig, check_supported, check_window, choose_dtype
+from rose_backend.models.config import (
+    MAX_SIZE,
+    ExpertsConfig,
+    ModelConfig,
+    check_supported,
+    check_window,
+    choose_dtype,
+)
+from rose_backend.models.experts import read_experts
 from rose_backend.models.rope import read_rotary_options
 from rose_backend.models.weights import Checkpoint, WeightReader
 
@@ -39,9 +49,8 @@ _COMMON: Mapping[str, bool | tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "logit_scale": (None, 1.0),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
 }
+_DENSE: Mapping[str, tuple[Any, ...]] = {"num_experts": (None, 0), "num_local_experts": (None, 0)}
 _ROTATES_ALL = {"no_rope_layers": (None,), "no_rope_layer_interval": (None,)}
 
 
@@ -57,6 +66,8 @@ class Family:
     """Queries, keys and values have a bias; None: as ``attention_bias`` says, and then the output projection too."""
     norms_heads: bool = False
     """An RMSNorm of each query and key head in front of the rotation."""
+    read_experts: Callable[[Mapping[str, Any], int], ExpertsConfig] | None = None
+    """Reads from config.json which of so many layers have experts, and what they are; None: none may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +112,8 @@ class Llama:
     ) -> Self:
         """Read a checkpoint; see ``CausalLM``."""
         fields = {**cls.family.defaults, **checkpoint.config}
-        check_supported(fields, {**_COMMON, **cls.family.supported})
+        read_experts = cls.family.read_experts
+        check_supported(fields, {**_COMMON, **({} if read_experts else _DENSE), **cls.family.supported})
         config = ModelConfig.from_hf(
             fields,
             names={"norm_eps": "rms_norm_eps"},
@@ -111,6 +123,8 @@ class Llama:
             norm_eps=1e-6,
             tie_word_embeddings=False,
         )
+        if read_experts is not None:
+            config = replace(config, experts=read_experts(fields, config.num_layers))
         rotary = read_rotary_options(fields, max_position_embeddings=config.max_position_embeddings)
         if rotary.rope_type == "linear":
             # As in vLLM: config.json has the window before it was stretched.
@@ -142,10 +156,10 @@ class Llama:
 
     @classmethod
     def _read_layer(cls, reader: WeightReader, fields: Mapping[str, Any], index: int) -> DecoderLayer:
-        config, attention, mlp = reader.config, f"layers.{index}.self_attn", f"layers.{index}.mlp"
-        width, inner, size = config.hidden_size, config.intermediate_size, config.head_size
+        config, attention = reader.config, f"layers.{index}.self_attn"
+        width, size = config.hidden_size, config.head_size
         query_width, kv_width = config.num_attention_heads * size, config.num_kv_heads * size
-        attention_bias, mlp_bias = bool(fields.get("attention_bias")), bool(fields.get("mlp_bias"))
+        attention_bias = bool(fields.get("attention_bias"))
         widths = {"q_proj": query_width, "k_proj": kv_width, "v_proj": kv_width}
         qkv_bias, has_norms = cls.family.qkv_bias, cls.family.norms_heads
         return DecoderLayer(
@@ -159,10 +173,7 @@ class Llama:
                 query_width, {f"{attention}.o_proj": width}, has_bias=attention_bias and qkv_bias is None
             ),
             mlp_norm=reader.rms_norm(f"layers.{index}.post_attention_layernorm"),
-            mlp_in=reader.joined(
-                width, {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}, has_bias=mlp_bias
-            ),
-            mlp_out=reader.joined(inner, {f"{mlp}.down_proj": width}, has_bias=mlp_bias),
+            mlp=_read_mlp(reader, fields, index),
             query_norm=reader.tensor(f"{attention}.q_norm.weight", size) if has_norms else None,
             key_norm=reader.tensor(f"{attention}.k_norm.weight", size) if has_norms else None,
         )
@@ -206,6 +217,26 @@ class Llama:
         return compute_logits(hidden, self.weights.padded_lm_head, self.config.vocab_size)
 
 
+def _read_mlp(reader: WeightReader, fields: Mapping[str, Any], index: int) -> Mlp | SparseMlp:
+    config, name, has_bias = reader.config, f"layers.{index}.mlp", bool(fields.get("mlp_bias"))
+    width, inner, experts = config.hidden_size, config.intermediate_size, config.experts
+    if experts is not None and experts.sparse_layers[index]:
+        count, inner = experts.num_experts, experts.intermediate_size
+        return SparseMlp(
+            router=reader.joined(width, {f"{name}.gate": count}),
+            experts=Experts(
+                widen=reader.stacked(name, ("gate_proj", "up_proj"), inner, width, num_experts=count),
+                narrow=reader.stacked(name, ("down_proj",), width, inner, num_experts=count),
+                top_k=experts.top_k,
+                renormalize=experts.renormalize,
+            ),
+        )
+    return Mlp(
+        reader.joined(width, {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}, has_bias=has_bias),
+        reader.joined(inner, {f"{name}.down_proj": width}, has_bias=has_bias),
+    )
+
+
 _NO_BIASES = {"attention_bias": False, "mlp_bias": False}
 
 
@@ -234,6 +265,17 @@ class Qwen3(Llama):
         defaults={"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
         supported={**_ROTATES_ALL, "mlp_bias": False},
         norms_heads=True,
+    )
+
+
+class Qwen3Moe(Llama):
+    """Qwen3 with a mixture of experts in some or all layers."""
+
+    family = Family(
+        defaults={"num_key_value_heads": 4, "intermediate_size": 6144, "use_sliding_window": False},
+        supported={**_ROTATES_ALL, "mlp_bias": False},
+        norms_heads=True,
+        read_experts=read_experts,
     )
 
 

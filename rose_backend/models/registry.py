@@ -18,6 +18,7 @@ MODEL_CLASSES = {
     "MistralForCausalLM": "rose_backend.models.llama:Mistral",
     "Qwen2ForCausalLM": "rose_backend.models.llama:Qwen2",
     "Qwen3ForCausalLM": "rose_backend.models.llama:Qwen3",
+    "Qwen3MoeForCausalLM": "rose_backend.models.llama:Qwen3Moe",
     "SmolLM3ForCausalLM": "rose_backend.models.llama:SmolLM3",
 }
 """Architecture as in config.json, and ``module:class`` of its ``CausalLM``, which is imported when it is used."""

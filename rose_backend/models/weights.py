@@ -6,7 +6,7 @@ Every way in which a checkpoint can be missing or damaged ends in a ``ModelError
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -233,6 +233,21 @@ class WeightReader:
             for name, part in zip(fan_outs, bias.split(sizes), strict=True):
                 self._fill(part, f"{self.prefix}{name}.bias")
         return Linear(matrix.t(), bias)
+
+    def stacked(
+        self, name: str, parts: Sequence[str], rows: int, columns: int, *, num_experts: int
+    ) -> torch.Tensor:
+        """Return the matrices of all experts, [num_experts, len(parts) * rows, columns].
+
+        Args:
+            name: of the mixture; expert 3's are stored as ``experts.3.part.weight`` below it, [rows, columns] each.
+            parts: matrices of each expert, one below the other.
+        """
+        stack = self._empty(num_experts, len(parts), rows, columns)
+        for expert, matrices in enumerate(stack):
+            for part, matrix in zip(parts, matrices, strict=True):
+                self._fill(matrix, f"{self.prefix}{name}.experts.{expert}.{part}.weight")
+        return stack.flatten(1, 2)
 
     def check_all_read(self, *, unused_suffixes: Collection[str] = ()) -> None:
         """Check that no tensor of the checkpoint was left out: it would be one that the model should compute with.

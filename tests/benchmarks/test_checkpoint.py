@@ -15,11 +15,13 @@ from benchmarks.support.checkpoint import (
     LLAMA_8B,
     LLAMA_8B_VOCAB_SIZE,
     QWEN3_06B,
+    QWEN3_30B,
     VOCAB_SIZE,
     checkpoint,
     llama_1b_config,
     llama_8b_config,
     model_facts,
+    qwen3_moe_config,
 )
 from rose_backend import LLM, SamplingParams
 
@@ -62,7 +64,34 @@ def test_the_other_llama_shape_is_that_of_8b() -> None:
     assert 32 * layer + 2 * LLAMA_8B_VOCAB_SIZE * 4096 == 8_029_995_008
 
 
-@pytest.mark.parametrize("shape", [LLAMA_8B, QWEN3_06B])
+def test_the_shape_with_experts_is_that_of_30b() -> None:
+    config = qwen3_moe_config()
+    experts = 128 * 3 * 2048 * config.moe_intermediate_size + 128 * 2048
+    layer = experts + 2048 * (2 * 32 + 2 * 4) * 128
+    # 30.5 billion, and 3.3 of them for each token.
+    assert 48 * layer + 2 * config.vocab_size * 2048 == 30_531_911_680
+    assert config.num_experts_per_tok == 8
+
+
+def test_layers_with_experts_are_written_one_by_one() -> None:
+    from transformers import AutoModelForCausalLM
+
+    with checkpoint(None, QWEN3_30B, small=True) as model:
+        assert sorted(path.name for path in Path(model).glob("*.safetensors")) == [
+            "around.safetensors",
+            "layer-0.safetensors",
+            "layer-1.safetensors",
+        ]
+        moe, notes = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True)
+        assert not any(notes[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        first, second = (
+            dict(layer.named_parameters())["mlp.experts.down_proj"] for layer in moe.model.layers
+        )
+        assert first.std().item() == pytest.approx(0.02, rel=0.05) and not torch.equal(first, second)
+        assert bool((moe.model.norm.weight == 1).all())
+
+
+@pytest.mark.parametrize("shape", [LLAMA_8B, QWEN3_06B, QWEN3_30B])
 def test_small_shapes_are_models_that_rose_serves(shape: str) -> None:
     with (
         checkpoint(None, shape, small=True) as model,

@@ -51,6 +51,7 @@ QWEN3 = {
     "torch_dtype": "bfloat16",
     "vocab_size": 1000,
 }
+EXPERTS = {"_choose_experts_kernel", "_expert_product_kernel", "_add_experts_kernel"}
 ALWAYS = {
     "_advance_rows_kernel",
     "_block_clone_kernel",
@@ -84,6 +85,16 @@ def test_a_start_is_recorded_from_config_alone(qwen3_path: Path, tiny_model_path
     assert set(gpt2) == ALWAYS
     # Kernels that only captured graphs launch, and one for each size of a batch.
     assert gpt2["_advance_rows_kernel"] > 5 and gpt2["small_batch_linear_kernel"] > 5
+
+
+def test_experts_of_all_batches_are_a_few_kernels(qwen3_path: Path) -> None:
+    sizes = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "hidden_size": 2048}
+    moe = QWEN3 | sizes | {"architectures": ["Qwen3MoeForCausalLM"]}
+    (qwen3_path / "config.json").write_text(json.dumps(moe))
+    recorded = record(qwen3_path)
+    assert set(recorded) == ALWAYS | EXPERTS | {"_rotate_kernel"}
+    # With and without lists of tokens; for the products also the norm in front, and the sizes of tiles.
+    assert recorded["_choose_experts_kernel"] == 2 and recorded["_expert_product_kernel"] <= 16
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def test_sizes_and_types(checkpoint: Path) -> None:
 def test_auto_dtype_on_cpu_is_float32(checkpoint: Path) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     save_file({name: tensor.half() for name, tensor in tensors.items()}, checkpoint / "model.safetensors")
-    assert load_model(checkpoint).weights.layers[0].mlp_in.weight.dtype == torch.float32
-    assert load_model(checkpoint, dtype="float16").weights.layers[0].mlp_in.weight.dtype == torch.float16
+    assert load_model(checkpoint).weights.layers[0].mlp.widen.weight.dtype == torch.float32
+    assert load_model(checkpoint, dtype="float16").weights.layers[0].mlp.widen.weight.dtype == torch.float16
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,18 @@ from transformers import AutoModelForCausalLM
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.errors import ConfigError, ModelError
+from rose_backend.layers.linear import SparseMlp
 from rose_backend.models.registry import load_model
 from tests.models.test_gpt2_logits import Sequences
 from tests.support.error_budget import assert_within_budget
-from tests.support.llama_checkpoints import CASES, VOCAB_SIZE, WINDOW, change_json, write_checkpoint
+from tests.support.llama_checkpoints import (
+    CASES,
+    NUM_EXPERTS,
+    VOCAB_SIZE,
+    WINDOW,
+    change_json,
+    write_checkpoint,
+)
 
 # What their makers' config.json say, but for sizes of no interest here.
 _SIZES = {"hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 36}
@@ -73,6 +81,25 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "sliding_window": None,
         "use_sliding_window": False,
     },
+    "Qwen3 30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "output_router_logits": False,
+        "rope_scaling": None,
+        "rope_theta": 1_000_000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
     "SmolLM2": {
         "architectures": ["LlamaForCausalLM"],
         "is_llama_config": True,
@@ -101,7 +128,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return one checkpoint of each family, which no test changes."""
-    names = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+    names = ("llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "smollm3")
     return {name: write_checkpoint(tmp_path_factory.mktemp(name), name) for name in names}
 
 
@@ -182,6 +209,14 @@ def error_of(path: Path, **options: Any) -> str:
             {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 512},
             "sliding_window=512 is not supported",
         ),
+        ("qwen3", {"num_experts": 128}, "num_experts=128 is not supported, allowed are null, 0"),
+        ("qwen3-moe", {"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ("qwen3-moe", {"num_local_experts": 0}, "num_local_experts must be a positive integer, got 0"),
+        ("qwen3-moe", {"num_local_experts": 2000}, "num_local_experts must be at most 1024, got 2000"),
+        ("qwen3-moe", {"num_experts_per_tok": 9}, "must be at most num_local_experts=8, got 9"),
+        ("qwen3-moe", {"moe_intermediate_size": "48"}, "moe_intermediate_size must be a positive integer"),
+        ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer, got 0"),
+        ("qwen3-moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers must be a list of integers, got ['1']"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must be 3 times 0 or 1, got [1, 0]"),
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers must be 3 times 0 or 1, got [1, 2, 0]"),
         (
@@ -244,6 +279,38 @@ def test_defaults_are_those_of_transformers(originals: dict[str, Path], copy: Pa
     torch.testing.assert_close(logits_of(path), expected, rtol=0, atol=1e-4)
 
 
+def test_which_layers_have_experts(originals: dict[str, Path], copy: Path) -> None:
+    path = copied(originals["qwen3-moe"], copy)
+    tensors = load_file(path / "model.safetensors")
+    assert [isinstance(layer.mlp, SparseMlp) for layer in load_model(path).weights.layers] == [
+        True,
+        False,
+        True,
+    ]
+    change_json(path / "config.json", mlp_only_layers="absent", decoder_sparse_step=2)
+    assert "tensor 'model.layers.0.mlp.gate_proj.weight' is missing" in error_of(path)
+    change_json(path / "config.json", mlp_only_layers=[1], decoder_sparse_step=1, num_local_experts=7)
+    assert "tensor 'model.layers.0.mlp.gate.weight' has shape [8, 64], expected [7, 64]" in error_of(path)
+    missing = "model.layers.2.mlp.experts.7.up_proj.weight"
+    del tensors[missing]
+    save_file(tensors, path / "model.safetensors")
+    change_json(path / "config.json", num_local_experts=8)
+    assert f"tensor '{missing}' is missing" in error_of(path)
+
+
+def test_experts_under_the_older_name_and_weights_as_they_come(
+    originals: dict[str, Path], copy: Path
+) -> None:
+    path = copied(originals["qwen3-moe"], copy, num_local_experts="absent", num_experts=8)
+    assert torch.equal(logits_of(path), logits_of(originals["qwen3-moe"]))
+    change_json(path / "config.json", norm_topk_prob="absent")
+    reference = AutoModelForCausalLM.from_pretrained(path).eval()
+    with torch.no_grad():
+        expected = reference(torch.arange(1, 41)[None]).logits[0]
+    torch.testing.assert_close(logits_of(path), expected, rtol=0, atol=1e-4)
+    assert not torch.allclose(expected, logits_of(originals["qwen3-moe"]), atol=1e-2)
+
+
 def test_several_files_with_an_index(originals: dict[str, Path], copy: Path) -> None:
     path = copied(originals["qwen3"], copy)
     tensors = sorted(load_file(path / "model.safetensors").items())
@@ -292,7 +359,9 @@ def test_tensors_that_would_not_be_used(originals: dict[str, Path], copy: Path) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES)
 def test_half_types_are_as_near_to_float32_as_torch(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, name, dtype=dtype)
+    # Where a token takes some of its experts, rounding decides which, and nothing can be compared.
+    changes = {"num_experts_per_tok": NUM_EXPERTS} if name == "qwen3-moe" else {}
+    path = write_checkpoint(tmp_path, name, dtype=dtype, **changes)
     tokens = torch.randint(VOCAB_SIZE, (200,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         exact, same = (

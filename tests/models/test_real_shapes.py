@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from rose_backend.layers.attention import AttentionMetadata
 from rose_backend.models.registry import load_model
@@ -51,6 +51,19 @@ def qwen3(width: int, layers: int, heads: int, kv_heads: int, head: int, inner: 
     return Qwen3Config(**_sizes(width, layers, heads, kv_heads, head, inner), **{**fields, **more})
 
 
+def qwen3_moe(width: int, layers: int, heads: int, kv_heads: int, head: int, inner: int, **more: Any) -> Any:
+    fields = {
+        "vocab_size": 151_936,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "max_position_embeddings": 40_960,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    }
+    return Qwen3MoeConfig(**_sizes(width, layers, heads, kv_heads, head, inner), **{**fields, **more})
+
+
 def _sizes(width: int, layers: int, heads: int, kv_heads: int, head: int, inner: int) -> dict[str, Any]:
     return {
         "hidden_size": width,
@@ -68,6 +81,7 @@ def _sizes(width: int, layers: int, heads: int, kv_heads: int, head: int, inner:
 SHAPES = {
     "Qwen3 0.6B": qwen3(1024, 28, 16, 8, 128, 3072),
     "Llama 3.2 1B": llama(2048, 16, 32, 8, 64, 8192, tie_word_embeddings=True),
+    "Qwen3 30B-A3B, 2 layers": qwen3_moe(2048, 2, 32, 4, 128, 6144),
     # A quarter of its layers: all of them in float32 and in 16 bits would take a minute to make.
     "Llama 3.1 8B, 8 layers": llama(4096, 8, 32, 8, 128, 14_336),
 }
@@ -79,6 +93,20 @@ LONG = {
     ),
 }
 SMALL = {
+    # All of 4 experts: which of more a token takes is decided by rounding.
+    "experts": qwen3_moe(
+        64,
+        2,
+        4,
+        2,
+        16,
+        128,
+        vocab_size=300,
+        max_position_embeddings=512,
+        num_experts=4,
+        num_experts_per_tok=4,
+        moe_intermediate_size=48,
+    ),
     "llama3": llama(
         64,
         2,

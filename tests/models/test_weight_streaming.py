@@ -240,8 +240,8 @@ def test_layers_are_packed_once_their_weights_are_there(
     packed = load_model(checkpoint).weights.layers
     assert len(packed) == len(plain)
     for ours, theirs in zip(packed, plain, strict=True):
-        assert ours.mlp_out.packed is not None and ours.qkv.packed is not None
-        assert torch.equal(ours.mlp_out.weight, theirs.mlp_out.weight)
+        assert ours.mlp.narrow.packed is not None and ours.qkv.packed is not None
+        assert torch.equal(ours.mlp.narrow.weight, theirs.mlp.narrow.weight)
         folded = theirs.qkv.weight * theirs.attn_norm.weight[:, None]
         assert torch.allclose(ours.qkv.weight, folded) and bool((ours.attn_norm.weight == 1).all())
 

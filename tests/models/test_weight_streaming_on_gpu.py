@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -60,5 +61,5 @@ def test_a_whole_model_is_the_one_of_the_cpu(tmp_path: Path) -> None:
     left, right = (model.weights for model in models)
     assert torch.equal(left.padded_lm_head, right.padded_lm_head.cpu())
     for ours, theirs in zip(left.layers, right.layers, strict=True):
-        for name in ("qkv", "attn_out", "mlp_in", "mlp_out"):
-            assert torch.equal(getattr(ours, name).weight, getattr(theirs, name).weight.cpu()), name
+        for name in ("qkv.weight", "attn_out.weight", "mlp.widen.weight", "mlp.narrow.weight"):
+            assert torch.equal(attrgetter(name)(ours), attrgetter(name)(theirs).cpu()), name

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from rose_backend.config import Switches
 from rose_backend.kernels import AttentionOptions
 from rose_backend.layers.attention import AttentionMetadata, PagedAttention
-from rose_backend.layers.linear import DecoderLayer, Norm, ResidualStream, compute_logits
+from rose_backend.layers.linear import DecoderLayer, Mlp, Norm, ResidualStream, compute_logits
 from rose_backend.models.config import ModelConfig, choose_dtype
 from rose_backend.models.weights import Checkpoint, WeightReader
 
@@ -77,8 +77,8 @@ class ToyLlama:
                 attended = attended[attention.last_tokens]
                 stream.keep(attention.last_tokens)
             stream.add(attended, layer.attn_out)
-            gate, up = stream.project(layer.mlp_norm, layer.mlp_in).chunk(2, dim=-1)
-            stream.add(F.silu(gate) * up, layer.mlp_out)
+            gate, up = stream.project(layer.mlp_norm, layer.mlp.widen).chunk(2, dim=-1)
+            stream.add(F.silu(gate) * up, layer.mlp.narrow)
         return stream.normed(weights.final_norm)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -109,8 +109,10 @@ def _read_weights(checkpoint: Checkpoint, config: ModelConfig) -> LlamaWeights:
             qkv=reader.joined(width, {f"{attention}.{name}": size for name, size in projections.items()}),
             attn_out=reader.joined(query_width, {f"{attention}.o_proj": width}),
             mlp_norm=reader.rms_norm(f"{stem}.post_attention_layernorm"),
-            mlp_in=reader.joined(width, {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}),
-            mlp_out=reader.joined(inner, {f"{mlp}.down_proj": width}),
+            mlp=Mlp(
+                reader.joined(width, {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}),
+                reader.joined(inner, {f"{mlp}.down_proj": width}),
+            ),
         )
 
     def build(reader: WeightReader) -> LlamaWeights:

@@ -12,6 +12,7 @@ from rose_backend import kernels
 from rose_backend.kernels import advance_rows, embed_tokens
 from rose_backend.kernels.sampling_tensors import SamplingTensors
 from rose_backend.kernels.steady_decode import end_steady_decode, write_block_ids
+from tests.kernels.test_expert_mlp import make_case as make_experts
 from tests.kernels.test_sample import make_params, random_case
 from tests.kernels.test_steady_decode import make_case, random_writes
 from tests.support.paged_inputs import PagedInputs, build_paged_inputs
@@ -209,6 +210,21 @@ def linear(num_rows: int, depth: int, columns: int, *, norm: bool, gated: bool =
     return run
 
 
+def experts(num_tokens: int) -> Case:
+    """A mixture of experts behind an RMSNorm, of shapes that no tile divides."""
+
+    def run(device: str) -> list[torch.Tensor]:
+        case = make_experts(num_tokens, 9, 3, 136, 72, HALF, norm=True)
+        weights = replace(
+            case.experts, widen=case.experts.widen.to(device), narrow=case.experts.narrow.to(device)
+        )
+        return list(
+            kernels.expert_mlp(case.x.to(device), case.router_logits.to(device), weights, rms_eps=EPS)
+        )
+
+    return run
+
+
 def on_device(params: SamplingTensors, device: str) -> SamplingTensors:
     """Return the same parameters on a device."""
     tensors = {field.name: getattr(params, field.name) for field in fields(params)}
@@ -323,6 +339,8 @@ CASES: dict[str, Case] = {
     "linear, 33 rows": linear(33, 801, 203, norm=False),
     "linear, gated": linear(5, 801, 206, norm=True, gated=True),
     "linear, gated, split": linear(17, 3072, 206, norm=False, gated=True),
+    "experts, 3 tokens": experts(3),
+    "experts, 70 tokens": experts(70),
     "sampler": sampler(24, 5003),
     "sampler, large": sampler(3, 50_257),
     "greedy": greedy,

@@ -22,6 +22,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -30,6 +32,7 @@ from tests.support.tiny_checkpoint import write_tokenizer
 
 VOCAB_SIZE = 500
 WINDOW = 1024
+NUM_EXPERTS = 8
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": WINDOW,
@@ -72,6 +75,20 @@ CASES: dict[str, Case] = {
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32, "rms_norm_eps": 1e-3}),
+    "qwen3-moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        # One of the layers has no experts.
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "num_experts": NUM_EXPERTS,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, {"no_rope_layers": [1, 0, 1], "num_hidden_layers": 3}),
 }
 

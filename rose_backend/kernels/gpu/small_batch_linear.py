@@ -203,7 +203,7 @@ def has_dependent_launch(device: torch.device) -> bool:
     return device.type != "cpu" and gpu_properties(device).capability >= (9, 0)
 
 
-def _is_aligned(matrix: torch.Tensor) -> bool:
+def is_aligned(matrix: torch.Tensor) -> bool:
     """Whether the tensor memory accelerator can copy tiles of ``matrix``."""
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
 
@@ -288,7 +288,7 @@ def small_batch_linear(
     num_columns = weight.shape[0]
     exact = x.dtype == torch.float32
     if config is None:
-        can_use_tma = has_dependent_launch(x.device) and _is_aligned(x) and _is_aligned(weight)
+        can_use_tma = has_dependent_launch(x.device) and is_aligned(x) and is_aligned(weight)
         config = choose_config(num_rows, num_columns, depth, exact=exact, can_use_tma=can_use_tma)
     if use_pdl is None:
         use_pdl = has_dependent_launch(x.device)

@@ -13,7 +13,7 @@ import torch
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 
 from rose_backend.errors import IntegrityError, ModelError
-from rose_backend.layers.linear import DecoderLayer, Linear, Norm, pack
+from rose_backend.layers.linear import DecoderLayer, Linear, Mlp, Norm, pack
 from rose_backend.vllm_plugin.models.model_choice import KEEP_OPTION
 
 
@@ -65,7 +65,7 @@ class LoadedLayer:
             ModelError: a norm was reloaded without the matrix that it is folded into. The matrix stays as it was.
         """
         attention = self._layer.self_attn
-        qkv, attn_out, mlp_in, mlp_out = [product.update() for product in self._products]
+        qkv, attn_out, widen, narrow = [product.update() for product in self._products]
         # All that is new is packed by now, whatever else is missing.
         for product in self._products:
             product.check_norm()
@@ -75,8 +75,7 @@ class LoadedLayer:
             qkv,
             attn_out,
             self._norm(self._layer.post_attention_layernorm),
-            mlp_in,
-            mlp_out,
+            Mlp(widen, narrow),
             None if query_norm is None else query_norm.weight.data,
             None if key_norm is None else key_norm.weight.data,
         )

@@ -99,7 +99,7 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
     """Return a decoder layer of a rank without memory, as ``LoadedLayer`` makes it of vLLM's modules."""
     import torch
 
-    from rose_backend.layers.linear import DecoderLayer, Linear, Norm
+    from rose_backend.layers.linear import DecoderLayer, Linear, Mlp, Norm
 
     model = vllm_config.model_config
     fields, width = model.hf_text_config, model.get_hidden_size()
@@ -124,8 +124,7 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
         linear(width, (heads + 2 * kv_heads) * size, has_qkv_bias),
         linear(heads * size, width, has_bias and is_llama),
         norm,
-        linear(width, 2 * inner, has_mlp_bias),
-        linear(inner, width, has_mlp_bias),
+        Mlp(linear(width, 2 * inner, has_mlp_bias), linear(inner, width, has_mlp_bias)),
         head_norm,
         head_norm,
     )

@@ -1,0 +1,54 @@
+"""How the products of a mixture of experts are cut into programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+MAX_TOKENS_APART = 8
+"""Up to so many tokens each pair of token and expert has programs of its own. Weights that two tokens share come from
+the L2 cache the second time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """How one product is cut into programs."""
+
+    block_m: int
+    """Pairs of token and expert of a program."""
+    block_n: int
+    """Columns of the result of a program; of a gated product as many of the gate and of its factor."""
+    block_k: int
+    """Depth that is loaded at once."""
+    num_warps: int = 4
+    num_stages: int = 4
+    weights_left: bool = False
+    """Weights are the left factor, for which tensor cores have taller tiles: for fewer rows than columns."""
+    use_tma: bool = False
+    """Tiles of the weights are copied by the tensor memory accelerator."""
+
+
+@lru_cache(maxsize=256)
+def choose_config(
+    num_pairs: int, num_experts: int, *, grouped: bool, gated: bool, exact: bool, can_use_tma: bool
+) -> ExpertConfig:
+    """Return the cut of a product.
+
+    Args:
+        num_pairs: tokens of the step times the experts of each.
+        exact: float32 inputs, which are multiplied without tensor cores.
+        can_use_tma: the GPU has a tensor memory accelerator, and the weights lie as it needs them.
+    """
+    # Of a gated product there are two tiles of weights.
+    halves = 2 if gated else 1
+    if exact:
+        return ExpertConfig(16, 32 // halves, 32, num_stages=2)
+    if not grouped:
+        return ExpertConfig(8, 64 // halves, 128, weights_left=True, use_tma=can_use_tma)
+    pairs_per_expert = num_pairs / num_experts
+    if pairs_per_expert <= 24:
+        block_m = 16 if pairs_per_expert <= 8 else 32
+        return ExpertConfig(block_m, 128 // halves, 64, weights_left=True, use_tma=can_use_tma)
+    if pairs_per_expert <= 64:
+        return ExpertConfig(64, 128 // halves, 64, use_tma=can_use_tma)
+    return ExpertConfig(128, 128 // halves, 64, num_warps=8, num_stages=3, use_tma=can_use_tma)

@@ -1,0 +1,275 @@
+"""The MLP of a mixture of experts: plain torch, the kernels interpreted on small shapes and compiled for three GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rose_backend.errors import ShapeError
+from rose_backend.kernels import Experts, expert_mlp
+from rose_backend.kernels.small_batch_linear import row_moments
+from tests.support.aot import compile_launch, compiles, record_launches
+from tests.support.error_budget import assert_within_budget
+from tests.support.interpreter import run_interpreted
+
+HALF, FLOAT32 = torch.float16, torch.float32
+DTYPES = [FLOAT32, HALF, torch.bfloat16]
+EPS = 1e-5
+
+
+@dataclass
+class Case:
+    """Arguments, and what comes of them, one expert after the other."""
+
+    x: torch.Tensor
+    router_logits: torch.Tensor
+    experts: Experts
+    residual: torch.Tensor | None
+    rms_eps: float | None
+
+    def by_hand(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the result of separate operations in ``dtype``."""
+        x, widen, narrow = (tensor.to(dtype) for tensor in (self.x, self.experts.widen, self.experts.narrow))
+        normed = x if self.rms_eps is None else F.rms_norm(x, x.shape[1:], eps=self.rms_eps)
+        logits = self.router_logits.double()
+        chosen = torch.zeros_like(logits, dtype=torch.bool)
+        for row, marks in zip(logits.tolist(), chosen, strict=True):
+            # Python's sort keeps the order of equals.
+            marks[sorted(range(len(row)), key=lambda index: -row[index])[: self.experts.top_k]] = True
+        weights = torch.softmax(logits, 1) * chosen
+        if self.experts.renormalize:
+            weights /= weights.sum(1, keepdim=True)
+        result = torch.zeros_like(x)
+        for expert, takes in enumerate(chosen.T):
+            gate, factor = (normed[takes] @ widen[expert].T).chunk(2, 1)
+            output = (F.silu(gate) * factor) @ narrow[expert].T
+            result[takes] += output * weights[takes, expert].to(dtype)[:, None]
+        return result if self.residual is None else result + self.residual.to(dtype)
+
+    def check(self, actual: torch.Tensor, moments: torch.Tensor) -> None:
+        assert actual.dtype == self.x.dtype
+        assert_within_budget(actual, self.by_hand(torch.float64), self.by_hand(self.x.dtype))
+        torch.testing.assert_close(moments.sum(2), row_moments(actual)[:, :, 0], rtol=1e-4, atol=1e-3)
+
+
+def make_case(
+    num_tokens: int,
+    num_experts: int = 6,
+    top_k: int = 2,
+    width: int = 72,
+    inner: int = 40,
+    dtype: torch.dtype = FLOAT32,
+    *,
+    renormalize: bool = True,
+    residual: bool = True,
+    norm: bool = False,
+    device: str = "cpu",
+) -> Case:
+    """Return random arguments; ``x`` and the residual are views of wider rows."""
+    generator = torch.Generator(device).manual_seed(num_tokens + num_experts)
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
+
+    return Case(
+        random(num_tokens, width + 5)[:, :width],
+        random(num_tokens, num_experts),
+        Experts(
+            random(num_experts, 2 * inner, width, scale=width**-0.5),
+            random(num_experts, width, inner, scale=inner**-0.5),
+            top_k,
+            renormalize,
+        ),
+        random(num_tokens, width + 3)[:, :width] if residual else None,
+        EPS if norm else None,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"renormalize": False}, {"residual": False}, {"norm": True}], ids=str
+)
+@pytest.mark.parametrize("num_tokens", [0, 1, 7])
+def test_the_twin_is_the_separate_operations(
+    num_tokens: int, options: dict[str, bool], dtype: torch.dtype
+) -> None:
+    case = make_case(num_tokens, dtype=dtype, **options)
+    before = case.x.clone()
+    case.check(
+        *expert_mlp(case.x, case.router_logits, case.experts, residual=case.residual, rms_eps=case.rms_eps)
+    )
+    assert torch.equal(case.x, before)
+
+
+def test_results_may_replace_the_residual_or_x() -> None:
+    case = make_case(5)
+    expected, _ = expert_mlp(case.x, case.router_logits, case.experts, residual=case.x)
+    for out in (case.x.clone(), case.x):
+        actual, _ = expert_mlp(case.x, case.router_logits, case.experts, residual=case.x, out=out)
+        assert actual is out and torch.equal(actual, expected)
+
+
+def test_a_token_may_take_one_expert_or_all() -> None:
+    for top_k in (1, 6):
+        case = make_case(4, top_k=top_k)
+        case.check(*expert_mlp(case.x, case.router_logits, case.experts, residual=case.residual))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_k": 7}, "top_k: expected 1 to 6, got 7"),
+        ({"top_k": 0}, "top_k: expected 1 to 6, got 0"),
+        ({"narrow": torch.zeros(6, 72, 39)}, "widen: expected 78 rows of each expert, got 80"),
+        ({"narrow": torch.zeros(5, 72, 40)}, "narrow: expected X=6, got 5"),
+        ({"narrow": torch.zeros(6, 72, 40).half()}, "narrow: expected dtype torch.float32 as x"),
+        ({"narrow": torch.zeros(6, 40, 72).mT}, "narrow: expected a contiguous tensor"),
+    ],
+)
+def test_wrong_experts_are_refused(change: dict[str, Any], message: str) -> None:
+    case = make_case(3)
+    with pytest.raises(ShapeError, match=message.replace("[", r"\[")):
+        expert_mlp(case.x, case.router_logits, replace(case.experts, **change))
+
+
+def test_other_wrong_arguments_are_refused() -> None:
+    case = make_case(3)
+    arguments = (case.x, case.router_logits, case.experts)
+    with pytest.raises(ShapeError, match="router_logits: expected T=3, got 2"):
+        expert_mlp(case.x, case.router_logits[:2], case.experts)
+    with pytest.raises(ShapeError, match="residual: expected E=72, got 71"):
+        expert_mlp(*arguments, residual=torch.zeros(3, 71))
+    with pytest.raises(ShapeError, match="x_moments: expected contiguous"):
+        expert_mlp(*arguments, x_moments=torch.zeros(3, 2, 3))
+    many = make_case(1, num_experts=1025, width=2, inner=1)
+    with pytest.raises(ShapeError, match="at most 1024 experts, got 1025"):
+        expert_mlp(many.x, many.router_logits, many.experts)
+
+
+def launch(case: Case, cuts: tuple[dict[str, Any], dict[str, Any]] | None = None) -> tuple[torch.Tensor, ...]:
+    """Return the result and its moments, memory that the launcher allocates being full of NaN."""
+    from rose_backend.kernels.gpu import expert_mlp as gpu
+
+    out = torch.full(
+        (len(case.x), case.x.shape[1] + 7), float("nan"), dtype=case.x.dtype, device=case.x.device
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        moments = gpu.expert_mlp(
+            case.x,
+            case.router_logits,
+            case.experts.widen,
+            case.experts.narrow,
+            case.residual,
+            out[:, : case.x.shape[1]],
+            top_k=case.experts.top_k,
+            renormalize=case.experts.renormalize,
+            rms_eps=case.rms_eps,
+            x_moments=None if case.rms_eps is None else row_moments(case.x),
+            configs=None if cuts is None else tuple(gpu.ExpertConfig(**cut) for cut in cuts),
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert out[:, case.x.shape[1] :].isnan().all()
+    assert not any(counts.any() for counts in gpu._counts.values()), "the next call finds them"
+    return out[:, : case.x.shape[1]], moments
+
+
+def cut(block_m: int, block_n: int, block_k: int, **options: bool) -> dict[str, Any]:
+    return dict(block_m=block_m, block_n=block_n, block_k=block_k, num_stages=2, **options)
+
+
+LEFT = {"weights_left": True}
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, HALF], ids=str)
+@pytest.mark.parametrize("options", [{"norm": True}, {"renormalize": False, "residual": False}], ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 1, 8, 9, 40])
+def test_the_interpreted_kernels_agree(num_tokens: int, options: dict[str, bool], dtype: torch.dtype) -> None:
+    case = make_case(num_tokens, dtype=dtype, **options)
+    case.check(*run_interpreted(launch, case))
+
+
+@pytest.mark.parametrize("num_tokens", [5, 50])
+@pytest.mark.parametrize(
+    "cuts", [(cut(16, 16, 32), cut(8, 32, 64, **LEFT)), (cut(8, 32, 16, **LEFT), cut(32, 64, 128))]
+)
+def test_tiles_of_other_sizes_agree(cuts: tuple[dict[str, Any], ...], num_tokens: int) -> None:
+    case = make_case(num_tokens, num_experts=5, top_k=3, width=600, inner=24, dtype=HALF, norm=True)
+    case.check(*run_interpreted(launch, case, cuts))
+
+
+@pytest.mark.parametrize("num_tokens", [3, 30])
+def test_weights_copied_by_the_tensor_memory_accelerator(num_tokens: int) -> None:
+    # Behind the last column of an expert are another expert's, behind the last expert nothing.
+    case = make_case(num_tokens, num_experts=3, width=72, inner=40, dtype=HALF)
+    tma = {"use_tma": True}
+    case.check(*run_interpreted(launch, case, (cut(16, 32, 32, **tma), cut(16, 64, 32, **LEFT, **tma))))
+
+
+def test_all_tokens_of_one_expert_and_ties() -> None:
+    case = make_case(40, num_experts=7, top_k=1)
+    for logits in (0.0, 30.0):
+        case.router_logits[:, 5] = logits
+        case.router_logits[:, :5] = case.router_logits[:, 6:] = 0.0
+        case.check(*run_interpreted(launch, case))
+        case.check(*expert_mlp(case.x, case.router_logits, case.experts, residual=case.residual))
+
+
+def test_a_token_that_is_not_a_number_spoils_no_other() -> None:
+    case = make_case(20, num_experts=4, top_k=3)
+    expected, _ = run_interpreted(launch, case)
+    case.x[3], case.router_logits[3] = float("nan"), float("nan")
+    case.router_logits[4] = float("-inf")
+    actual, _ = run_interpreted(launch, case)
+    others = [token for token in range(20) if token not in (3, 4)]
+    assert torch.equal(actual[others], expected[others])
+    assert actual[3].isnan().all()
+
+
+KERNELS = ("_choose_experts_kernel", "_expert_product_kernel", "_add_experts_kernel")
+
+
+@compiles(*KERNELS)
+@pytest.mark.parametrize("dtype", [HALF, FLOAT32], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 32, 1000])
+def test_compiles_without_spills(num_tokens: int, dtype: torch.dtype, capability: int) -> None:
+    from rose_backend.kernels.gpu import expert_mlp as gpu
+
+    # Qwen3 30B-A3B's, but for the number of experts, which takes memory.
+    case = make_case(num_tokens, 16, 8, 2048, 768, dtype, norm=num_tokens <= 128)
+    can_use_tma = capability >= 90
+    configs = tuple(
+        gpu.choose_config(
+            8 * num_tokens,
+            128,
+            grouped=num_tokens > 8,
+            gated=gated,
+            exact=dtype is FLOAT32,
+            can_use_tma=can_use_tma,
+        )
+        for gated in (True, False)
+    )
+    with record_launches(gpu, *KERNELS) as launches:
+        gpu.expert_mlp(
+            case.x,
+            case.router_logits,
+            case.experts.widen,
+            case.experts.narrow,
+            case.residual,
+            torch.empty_like(case.x),
+            top_k=8,
+            renormalize=True,
+            rms_eps=case.rms_eps,
+            x_moments=None if case.rms_eps is None else row_moments(case.x),
+            configs=configs,
+            use_pdl=capability >= 90,
+        )
+    for recorded in launches:
+        resources = compile_launch(recorded, capability)
+        assert resources.shared_bytes <= 99 << 10
+        assert ("griddepcontrol.wait" in resources.ptx) == (capability >= 90)
