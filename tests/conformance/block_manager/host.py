@@ -35,6 +35,7 @@ class Host:
     Args:
         entry: which manager.
         num_blocks: of the pool, the null block included.
+        windows: of further KV cache groups. Where windows have passed, a request may have no block.
         max_num_seqs, max_model_len: limits; the pool must hold one sequence of ``max_model_len``.
         options: further keywords of the manager.
     """
@@ -44,13 +45,15 @@ class Host:
         entry: ManagerEntry,
         num_blocks: int = 13,
         *,
+        windows: Sequence[int] = (),
         max_num_seqs: int = 8,
         max_model_len: int = 128,
         **options: Any,
     ) -> None:
         self.manager: Any = entry.make(
-            num_blocks, max_num_seqs=max_num_seqs, max_model_len=max_model_len, **options
+            num_blocks, windows=windows, max_num_seqs=max_num_seqs, max_model_len=max_model_len, **options
         )
+        self._windows = (max_model_len, *windows)
         self.num_usable_blocks = num_blocks - 1
         self._check_books = entry.check_books
         self._memory = np.full((num_blocks, BLOCK_SIZE), -1, np.int64)
@@ -139,7 +142,11 @@ class Host:
             sources, destinations = np.array(pairs).T
             self._memory[destinations] = self._memory[sources]
         for request, start, end in self._planned:
-            self._memory.reshape(-1)[self._slots(request, end)[start:]] = self._states_of(request)[start:end]
+            for group in range(len(self._windows)):
+                content = self._content(request, group)[start:end]
+                self._memory.reshape(-1)[self._slots(request, group, start, end)] = content
+            # What the step's tokens attend to.
+            self._check_slots(request, start, end)
         self.check_slots()
         for request, _, num_computed in self._planned:
             self.manager.cache_blocks(request, num_computed)
@@ -191,24 +198,29 @@ class Host:
         """Blocks that requests hold, from the manager's usage figure."""
         return round(self.manager.usage * self.num_usable_blocks)
 
-    def block_ids(self, request: Request) -> list[int]:
-        """Return a request's block table."""
-        (ids,) = self.manager.get_block_ids(request.request_id)
-        return list(ids)
+    def block_ids(self, request: Request, group: int = 0) -> list[int]:
+        """Return a request's block table, with 0 where a window has passed."""
+        return list(self.manager.get_block_ids(request.request_id)[group])
 
     def snapshot(self, *probes: Request) -> Any:
         """Return all that the interface shows: usage, tables, and what ``probes`` would find."""
         self._check_books(self.manager)
-        tables = {name: self.block_ids(request) for name, request in self._holders.items()}
+        tables = {name: self.manager.get_block_ids(name) for name in self._holders}
         return self.manager.usage, tables, [self.hits(probe) for probe in probes]
 
     def check_slots(self) -> None:
-        """Compare every computed position of every request that holds blocks with what it must hold."""
+        """Compare every position that the next token of every request attends to with what it must hold."""
         for request in self._holders.values():
-            num_computed = request.num_computed_tokens
-            got = self._memory.reshape(-1)[self._slots(request, num_computed)]
-            wrong = np.flatnonzero(got != self._states_of(request)[:num_computed])
-            assert not len(wrong), f"{request.request_id}: position {wrong[0]} holds another content"
+            self._check_slots(request, request.num_computed_tokens, request.num_computed_tokens)
+
+    def _check_slots(self, request: Request, next_token: int, end: int) -> None:
+        """Check the positions up to ``end`` that the token at ``next_token`` and those behind it attend to."""
+        for group, window in enumerate(self._windows):
+            start = max(next_token - window + 1, 0)
+            got = self._memory.reshape(-1)[self._slots(request, group, start, end)]
+            wrong = np.flatnonzero(got != self._content(request, group)[start:end])
+            where = f"{request.request_id}, group {group}"
+            assert not len(wrong), f"{where}: position {start + wrong[0]} holds another content"
 
     def check_no_leak(self) -> None:
         """Finish everybody; then no block is held and the whole pool can be handed out."""
@@ -217,12 +229,18 @@ class Host:
         assert self.manager.usage == 0.0
         self._check_books(self.manager)
 
-    def _slots(self, request: Request, num_tokens: int) -> Any:
-        positions = np.arange(num_tokens)
-        blocks = np.array(self.block_ids(request))
-        assert len(np.unique(blocks)) == len(blocks) and 0 not in blocks, f"{request.request_id}: {blocks}"
-        assert len(blocks) * BLOCK_SIZE >= num_tokens, f"{request.request_id}: too few blocks"
+    def _slots(self, request: Request, group: int, start: int, end: int) -> Any:
+        positions = np.arange(start, end)
+        blocks = np.array(self.block_ids(request, group))
+        where = f"{request.request_id}, group {group}: {blocks}"
+        held = blocks[blocks != 0]
+        assert len(np.unique(held)) == len(held), where
+        assert len(blocks) * BLOCK_SIZE >= end and 0 not in blocks[start // BLOCK_SIZE :], where
         return blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+
+    def _content(self, request: Request, group: int) -> Any:
+        """Return what the positions of a request hold in one group: layers of another would read something else."""
+        return np.array(self._states_of(request), dtype=np.int64) ^ group
 
     def _states_of(self, request: Request) -> list[int]:
         states = self._states.setdefault(request.request_id, [])

@@ -6,6 +6,7 @@ Every slot that a request reads is checked after every step (see ``host``), so e
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ SEEDS = range(4)
 
 
 def drive_all(
-    traffic: list[Arrival], num_blocks: int, token_budget: int, **options: bool
+    traffic: list[Arrival], num_blocks: int, token_budget: int, **options: Any
 ) -> dict[str, Record]:
     """Serve the same traffic with each manager; everybody must get exactly what a run without cache generates."""
     records = {}
@@ -57,6 +58,20 @@ def test_with_room_for_all_rose_finds_at_least_as_much_for_every_single_request(
     assert rose.hits.keys() == stock.hits.keys()
     assert {name: hit for name, hit in rose.hits.items() if hit < stock.hits[name]} == {}
     assert rose.hit_tokens > stock.hit_tokens > 0
+
+
+@pytest.mark.parametrize("windows", [(20,), (40, 7), (2, 33, 33)], ids=str)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_with_windows_both_serve_everybody_and_rose_finds_no_less(
+    seed: int, windows: tuple[int, ...]
+) -> None:
+    traffic = make_traffic(seed, num_requests=60, one_per_step=False)
+    # As few blocks as one sequence needs, and half as many again.
+    num_blocks = 1 + 8 * (1 + len(windows)) * 3 // 2
+    records = drive_all(traffic, num_blocks, 48, windows=windows)
+    rose, stock = records["rose"], records["stock"]
+    assert rose.num_preemptions > 0 and stock.num_preemptions > 0
+    assert rose.hit_tokens >= stock.hit_tokens > 0
 
 
 @pytest.mark.parametrize("has_items", [False, True], ids=["text", "images"])
