@@ -248,7 +248,8 @@ def expert_mlp(
         configs: of both products; None takes ``choose_config``'s.
         use_pdl: as in ``small_batch_linear``.
     """
-    (num_tokens, width), num_experts = x.shape, router_logits.shape[1]
+    num_tokens, width = x.shape
+    num_experts = router_logits.shape[1]
     parts = triton.next_power_of_2(triton.cdiv(width, _SUM_TILE))
     # All memory first: an error behind the first launch would leave counts behind.
     moments = x.new_empty((num_tokens, 2, parts), dtype=torch.float32)
@@ -333,7 +334,8 @@ def _product(
     rms_eps: float | None,
     experts: dict[str, int | bool],
 ) -> None:
-    (num_pairs, num_columns), (num_experts, num_outputs, depth) = out.shape, weight.shape
+    num_pairs, num_columns = out.shape
+    num_experts, num_outputs, depth = weight.shape
     # Each expert has at most one tile that is not full.
     row_tiles = num_pairs
     if experts["GROUPED"]:
