@@ -11,9 +11,6 @@ from rose_backend.kernels.reference import expert_mlp as reference
 from rose_backend.kernels.small_batch_linear import check_moments, empty_rows, row_moments
 from rose_backend.kernels.tensor_checks import check_same_dtype, check_tensors
 
-MAX_EXPERTS = 1024
-"""One warp or several of one program look at all logits of a token at once."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
@@ -50,7 +47,7 @@ def expert_mlp(
         x: innermost stride 1.
         out: may be ``residual`` or ``x`` itself; None allocates.
         rms_eps: of an RMSNorm of ``x`` in front, whose weight is folded into ``experts.widen``; None: there is none.
-        x_moments: see ``small_batch_linear``; needed on a GPU with ``rms_eps``, else None has them summed up first.
+        x_moments: see ``small_batch_linear``; used with ``rms_eps`` only, where None has them summed up first.
 
     Returns:
         [T, E], and as ``small_batch_linear_and_moments`` has them float32 [T, 2, P].
@@ -110,8 +107,8 @@ def _check(
     )
     if sizes["2I"] != 2 * sizes["I"]:
         raise ShapeError(f"widen: expected {2 * sizes['I']} rows of each expert, got {sizes['2I']}")
-    if sizes["X"] > MAX_EXPERTS:
-        raise ShapeError(f"router_logits: expected at most {MAX_EXPERTS} experts, got {sizes['X']}")
+    if sizes["X"] > reference.MAX_EXPERTS:
+        raise ShapeError(f"router_logits: expected at most {reference.MAX_EXPERTS} experts, got {sizes['X']}")
     if not 1 <= experts.top_k <= sizes["X"]:
         raise ShapeError(f"top_k: expected 1 to {sizes['X']}, got {experts.top_k}")
     check_same_dtype(x=x, router_logits=router_logits, widen=experts.widen, narrow=experts.narrow)

@@ -231,6 +231,21 @@ def test_a_token_that_is_not_a_number_spoils_no_other() -> None:
     assert actual[3].isnan().all()
 
 
+def addresses_of_counts() -> list[int]:
+    from rose_backend.kernels.gpu import expert_mlp as gpu
+
+    found = []
+    for num_experts in (4, 900):
+        launch(make_case(20, num_experts, width=16, inner=8))
+        found.append(gpu._counts[torch.device("cpu")].data_ptr())
+    return found
+
+
+def test_a_model_with_more_experts_leaves_captured_graphs_their_counters() -> None:
+    first, second = run_interpreted(addresses_of_counts)
+    assert first == second
+
+
 KERNELS = ("_choose_experts_kernel", "_expert_product_kernel", "_add_experts_kernel")
 
 

@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from rose_backend.kernels.gpu.expert_tuning import MAX_TOKENS_APART, ExpertConfig, choose_config
 from rose_backend.kernels.gpu.linear_tile import add_tile, load_moments, load_tile
 from rose_backend.kernels.gpu.small_batch_linear import has_dependent_launch, is_aligned
+from rose_backend.kernels.reference.expert_mlp import MAX_EXPERTS
 
 _SUM_TILE = 512
 
@@ -217,13 +218,14 @@ def _add_experts_kernel(
 _counts: dict[torch.device, torch.Tensor] = {}
 
 
-def _counts_of(device: torch.device, num_experts: int) -> torch.Tensor:
+def _counts_of(device: torch.device) -> torch.Tensor:
     """Return the device's counters of tokens by expert, which are zero between calls.
 
-    One stream at a time may use them: calls of one stream follow each other.
+    One stream at a time may use them: calls of one stream follow each other. They are as many as any model needs, and
+    stay where they are: captured graphs hold their address.
     """
-    if device not in _counts or len(_counts[device]) < num_experts:
-        _counts[device] = torch.zeros(num_experts, dtype=torch.int32, device=device)
+    if device not in _counts:
+        _counts[device] = torch.zeros(MAX_EXPERTS, dtype=torch.int32, device=device)
     return _counts[device]
 
 
@@ -262,7 +264,7 @@ def expert_mlp(
     expert_ids = x.new_empty(num_pairs, dtype=torch.int32)
     weights = x.new_empty(num_pairs, dtype=torch.float32)
     pairs = x.new_empty(num_experts * num_tokens if grouped else 1, dtype=torch.int32)
-    counts = _counts_of(x.device, num_experts)
+    counts = _counts_of(x.device)
     activated = x.new_empty((num_pairs, narrow.shape[2]))
     outputs = x.new_empty((num_pairs, width))
     experts = {

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+MAX_EXPERTS = 1024
+"""Of a layer. On a GPU one program looks at all logits of a token at once."""
+
 
 def choose_experts(
     router_logits: torch.Tensor,  # [T, X]
