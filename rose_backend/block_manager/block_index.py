@@ -98,7 +98,7 @@ class BlockIndex:
             parent = chain_digests[row]
             if fills:
                 chain_digests[row] = digest = chain_digest(parent, data[start : start + step])
-                if digest in full and not self._replaces(full[digest]):
+                if digest in full and (self._keeps_older or not self._replaces(full[digest])):
                     if parent_of[block_id]:
                         self.remove([block_id])
                     continue
@@ -131,7 +131,7 @@ class BlockIndex:
         columns = zip(block_ids.tolist(), opens.tolist(), links, strict=True)
         for block_id, is_new, (parent, digest) in columns:
             if digest:
-                if digest in full and not self._replaces(full[digest]):
+                if digest in full and (self._keeps_older or not self._replaces(full[digest])):
                     if parent_of[block_id]:
                         self.remove([block_id])
                     continue
@@ -154,7 +154,7 @@ class BlockIndex:
 
         A lookup passed it over, as a window in front of it was gone, and what is used again must not keep its old age.
         """
-        if self._keeps_older or self._pool.ref_counts[block_id]:
+        if self._pool.ref_counts[block_id]:
             return False
         self.remove([block_id])
         self._pool.discard(block_id)

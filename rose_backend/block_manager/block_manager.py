@@ -151,7 +151,7 @@ class BlockManager:
         """
         if self.cache is None:
             return []
-        return self.cache.hash_blocks(np.ascontiguousarray(token_ids, np.int32), namespace, known)
+        return self.cache.hasher.hash_blocks(np.ascontiguousarray(token_ids, np.int32), namespace, known)
 
     def match(
         self,

@@ -87,9 +87,11 @@ class CloneQueue:
         """Drain the pending copies into a plan whose sources stay held until ``finish``."""
         if not self._pending.shape[1]:
             return None
-        self._pending_source_of[self._pending[1].astype(np.int64)] = _NO_SOURCE
-        src_block_ids, dst_block_ids, num_tokens = self._with_followers(self._pending)
+        planned = self._with_followers(self._pending) if self._pool.has_groups else self._pending
+        src_block_ids, dst_block_ids, num_tokens = planned
         plan = ClonePlan(src_block_ids, dst_block_ids, num_tokens, self._pending.shape[1])
+        # Followers among them have no source here anyway.
+        self._pending_source_of[dst_block_ids.astype(np.int64)] = _NO_SOURCE
         self._pending = self._pending[:, :0]
         self._in_flight.append(plan)
         held, self._held_copies = self._held_copies, []
@@ -119,8 +121,6 @@ class CloneQueue:
 
     def _with_followers(self, copies: Int32Array) -> Int32Array:
         """Return copies of blocks and, behind them, those of the other groups; int32 ``[3, N]``."""
-        if not self._pool.has_groups:
-            return copies
         sources, destinations = (self._pool.followers[:, block_ids] for block_ids in copies[:2])
         exists = sources != NULL_BLOCK
         num_tokens = np.broadcast_to(copies[2], sources.shape)

@@ -23,7 +23,7 @@ from rose_backend.block_manager.block_pool import (
     IntArray,
 )
 from rose_backend.block_manager.observability import BlockRemoved, BlockStored, CacheCleared, CacheEvent
-from rose_backend.block_manager.prefix_hashes import BlockDigests, PrefixHasher
+from rose_backend.block_manager.prefix_hashes import PrefixHasher
 from rose_backend.block_manager.state_index import StateCursor, StateIndex
 from rose_backend.block_manager.window_cursor import WindowCursor
 from rose_backend.errors import RowError
@@ -98,14 +98,13 @@ class PrefixCache:
     @property
     def epoch(self) -> int:
         """Version of the cache, see ``PrefixMatch``."""
-        epoch = sum(index.epoch for index in self.indexes)
-        return epoch if self.states is None else epoch + self.states.epoch
+        epoch = self.indexes[0].epoch
+        if not self._has_one_kind:
+            epoch += sum(index.epoch for index in self.indexes[1:])
+            epoch += 0 if self.states is None else self.states.epoch
+        return epoch
 
     # Lookup
-
-    def hash_blocks(self, token_ids: Int32Array, namespace: bytes, known: Sequence[bytes]) -> BlockDigests:
-        """Return the root digest and the digest of each full block; ``known`` are the first of them."""
-        return self.hasher.hash_blocks(token_ids, namespace, known)
 
     def match(
         self, token_ids: Int32Array, namespace: bytes, max_tokens: int, block_hashes: Sequence[bytes] | None
@@ -118,7 +117,7 @@ class PrefixCache:
                 f"expected {1 + len(token_ids) // size}"
             )
         if block_hashes is None and not self._has_one_kind:
-            block_hashes = self.hash_blocks(token_ids, namespace, ())
+            block_hashes = self.hasher.hash_blocks(token_ids, namespace, ())
         digests = self.hasher.digests(token_ids, namespace) if block_hashes is None else iter(block_hashes)
         parent, block_ids = self._walk_full_blocks(token_ids, digests, max_tokens // size)
         num_tokens = len(block_ids) * size

@@ -221,7 +221,9 @@ class Reservations:
             candidates = np.flatnonzero(is_claim)
             candidates = candidates[np.argsort(num_new[index[candidates]], kind="stable")][::-1]
             is_claim[candidates] = pool.last_of_each(block_ids[candidates])
-        return _Tails(kind, index, entries, block_ids, offsets, is_claim, ~is_claim, np.zeros_like(is_claim))
+        return _Tails(
+            kind, index, entries, block_ids, offsets, is_claim, ~is_claim, np.zeros(len(index), np.bool_)
+        )
 
     def _overwrite_instead_of_clone(self, tails: _Tails) -> int:
         """Turn copies whose source only the row holds into overwrites, which drop cached tokens; return how many."""
@@ -315,16 +317,17 @@ class Reservations:
         first_columns = start // size
         counts = (end - 1) // size + 1 - first_columns
         entries = concatenate_ranges(rows * table.width + first_columns, counts)
-        row_of_block = np.repeat(rows, counts)
+        row_of_block = rows.repeat(counts)
         blocks = [kind.entries[entries] for kind in table.kinds]
-        is_full = (entries - row_of_block * table.width + 1) * size <= np.repeat(end, counts)
+        is_full = (entries - row_of_block * table.width + 1) * size <= end.repeat(counts)
         opens = [~self._pool.is_cached[each] for each in blocks]
         if cache.full_blocks_only:
             opens = [np.zeros_like(is_full)] * len(blocks)
         cache.publish(row_of_block, blocks, is_full, opens, table.chain_digests, table.namespaces)
-        next_publish = (end // size + 1) * size
-        if not cache.full_blocks_only:
-            next_publish = np.where(end % size == 0, end + 1, next_publish)
+        if cache.full_blocks_only:
+            next_publish = (end // size + 1) * size
+        else:
+            next_publish = np.maximum(-(-end // size) * size, end + 1)
         table.next_publish[rows] = next_publish
 
 

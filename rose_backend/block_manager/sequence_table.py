@@ -128,6 +128,8 @@ class SequenceTable:
         new_counts = old_counts + counts
         self.num_row_blocks[rows] = new_counts
         self.capacity[rows] = self.full_capacity(new_counts)
+        if not total:  # copies of shared blocks only
+            return rows[:0], rows[:0]
         if np.count_nonzero(counts) == total:  # at most one each
             gets_one = counts != 0
             row_of_block: Int64Array = rows[gets_one]

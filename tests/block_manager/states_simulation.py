@@ -202,7 +202,7 @@ class StatesSimulation(KindsSimulation):
         for namespace, tokens in {
             (self.sequences[row].namespace, tuple(self.computed[row])) for row in self.sequences
         } | set(self.book):
-            digests = cache.hash_blocks(np.array(tokens, np.int32), namespace, ())
+            digests = cache.hasher.hash_blocks(np.array(tokens, np.int32), namespace, ())
             for column, digest in enumerate(digests):
                 tokens_behind[digest] = namespace, tokens[: column * self.block_size]
         found = {}

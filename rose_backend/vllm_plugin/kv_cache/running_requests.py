@@ -98,7 +98,7 @@ class RunningRequests:
             The blocks that are new to vLLM, or None when blocks are short; then nothing has changed.
         """
         target = min(target, self._manager.max_model_len)
-        needed = -(-target // self._manager.block_size) - int(self._manager.num_row_blocks[row])
+        needed = -(-target // self._manager.block_size) - self._manager.num_row_blocks.item(row)
         if needed > 0:
             others = [] if self._has_extended_full_rows else self._other_full_rows(row)
             self._release_passed([row, *others])
@@ -177,7 +177,7 @@ class RunningRequests:
     def report(self, row: int) -> RoseBlocks:
         """Return the blocks of a row that vLLM does not know yet, and count them as known."""
         manager = self._manager
-        old_count, new_count = self.num_reported[row], int(manager.num_row_blocks[row])
+        old_count, new_count = self.num_reported[row], manager.num_row_blocks.item(row)
         self._note_reported(row, new_count)
         return RoseBlocks(self.groups.blocks_of(manager, row, old_count, new_count))
 
