@@ -22,6 +22,11 @@ class GpuProperties:
     capability: tuple[int, int]
     num_processors: int
 
+    @property
+    def has_large_tma_tiles(self) -> bool:
+        """Whether the tensor memory accelerator copies tiles into 227 KB of shared memory; capability 12 has 99 KB."""
+        return 9 <= self.capability[0] < 12
+
 
 class _Recording(threading.local):
     """What ``meta`` stands for in this thread."""

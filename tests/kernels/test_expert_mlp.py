@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ class Case:
 
     def by_hand(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the result of separate operations in ``dtype``."""
-        x, widen, narrow = (tensor.to(dtype) for tensor in (self.x, self.experts.widen, self.experts.narrow))
+        x = self.x.to(dtype)
         normed = x if self.rms_eps is None else F.rms_norm(x, x.shape[1:], eps=self.rms_eps)
         logits = self.router_logits.double()
         chosen = torch.zeros_like(logits, dtype=torch.bool)
@@ -45,8 +46,10 @@ class Case:
             weights /= weights.sum(1, keepdim=True)
         result = torch.zeros_like(x)
         for expert, takes in enumerate(chosen.T):
-            gate, factor = (normed[takes] @ widen[expert].T).chunk(2, 1)
-            output = (F.silu(gate) * factor) @ narrow[expert].T
+            # One expert at a time in float64: all of Qwen3 30B-A3B's take 5 GB.
+            widen, narrow = self.experts.widen[expert].to(dtype), self.experts.narrow[expert].to(dtype)
+            gate, factor = (normed[takes] @ widen.T).chunk(2, 1)
+            output = (F.silu(gate) * factor) @ narrow.T
             result[takes] += output * weights[takes, expert].to(dtype)[:, None]
         return result if self.residual is None else result + self.residual.to(dtype)
 
@@ -246,6 +249,21 @@ def test_a_model_with_more_experts_leaves_captured_graphs_their_counters() -> No
     assert first == second
 
 
+def counts_behind_a_failure() -> torch.Tensor:
+    from rose_backend.kernels.gpu import expert_mlp as gpu
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with mock.patch.object(gpu, "_product", fail), pytest.raises(RuntimeError, match="out of memory"):
+        launch(make_case(20))
+    return gpu._counts[torch.device("cpu")]
+
+
+def test_a_kernel_that_fails_leaves_no_counts_to_the_next_call() -> None:
+    assert not run_interpreted(counts_behind_a_failure).any()
+
+
 KERNELS = ("_choose_experts_kernel", "_expert_product_kernel", "_add_experts_kernel")
 
 
@@ -286,5 +304,5 @@ def test_compiles_without_spills(num_tokens: int, dtype: torch.dtype, capability
         )
     for recorded in launches:
         resources = compile_launch(recorded, capability)
-        assert resources.shared_bytes <= 99 << 10
+        assert resources.shared_bytes <= (227 << 10 if can_use_tma else 99 << 10)
         assert ("griddepcontrol.wait" in resources.ptx) == (capability >= 90)

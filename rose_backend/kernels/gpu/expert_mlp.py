@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rose_backend.kernels.gpu.expert_tuning import MAX_TOKENS_APART, ExpertConfig, choose_config
 from rose_backend.kernels.gpu.linear_tile import add_tile, load_moments, load_tile
-from rose_backend.kernels.gpu.small_batch_linear import has_dependent_launch, is_aligned
+from rose_backend.kernels.gpu.small_batch_linear import can_use_tma, has_dependent_launch
 from rose_backend.kernels.reference.expert_mlp import MAX_EXPERTS
 
 _SUM_TILE = 512
@@ -140,7 +140,11 @@ def _expert_product_kernel(
         OUTPUTS: tl.constexpr = 2 * NUM_COLUMNS if GATED else NUM_COLUMNS
         first_output = expert * OUTPUTS + column_tile * BLOCK_N
         of_expert = weight_ptr + expert.to(tl.int64) * (OUTPUTS * K)
-        acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHTS_LEFT else [BLOCK_M, BLOCK_N], tl.float32)
+        if EXACT:
+            # One sum over the whole depth would round more than twice as far as torch's product.
+            acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
+        else:
+            acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHTS_LEFT else [BLOCK_M, BLOCK_N], tl.float32)
         factor_acc = acc
         for start in range(0, K, BLOCK_K):
             x = load_tile(x_ptr, x_rows, in_rows, x_stride, start, K, BLOCK_K, 1)
@@ -148,14 +152,16 @@ def _expert_product_kernel(
                 weight = weight_desc.load([first_output, start])
             else:
                 weight = load_tile(of_expert, columns, in_columns, K, start, K, BLOCK_K, 1)
-            acc = add_tile(x, weight, acc, True, WEIGHTS_LEFT, EXACT)
+            acc = add_tile(x, weight, acc, not EXACT, WEIGHTS_LEFT, EXACT)
             if GATED:
                 if TMA:
                     factor = weight_desc.load([first_output + NUM_COLUMNS, start])
                 else:
                     factor = load_tile(of_expert, columns + NUM_COLUMNS, in_columns, K, start, K, BLOCK_K, 1)
-                factor_acc = add_tile(x, factor, factor_acc, True, WEIGHTS_LEFT, EXACT)
-        if WEIGHTS_LEFT:
+                factor_acc = add_tile(x, factor, factor_acc, not EXACT, WEIGHTS_LEFT, EXACT)
+        if EXACT:
+            acc, factor_acc = tl.sum(acc, 2), tl.sum(factor_acc, 2)
+        elif WEIGHTS_LEFT:
             acc, factor_acc = tl.trans(acc), tl.trans(factor_acc)
         if X_PARTS > 0:
             _, squares = load_moments(x_moments_ptr, x_rows, num_tokens, X_PARTS)
@@ -253,7 +259,6 @@ def expert_mlp(
     num_tokens, width = x.shape
     num_experts = router_logits.shape[1]
     parts = triton.next_power_of_2(triton.cdiv(width, _SUM_TILE))
-    # All memory first: an error behind the first launch would leave counts behind.
     moments = x.new_empty((num_tokens, 2, parts), dtype=torch.float32)
     if num_tokens == 0:
         return moments
@@ -261,10 +266,25 @@ def expert_mlp(
         use_pdl = has_dependent_launch(x.device)
     grouped = num_tokens > MAX_TOKENS_APART
     num_pairs = num_tokens * top_k
-    expert_ids = x.new_empty(num_pairs, dtype=torch.int32)
+    if configs is None:
+        first, second = (
+            choose_config(
+                num_pairs,
+                num_experts,
+                grouped=grouped,
+                gated=weight is widen,
+                exact=x.dtype == torch.float32,
+                can_use_tma=can_use_tma(weight.flatten(0, 1)),
+            )
+            for weight in (widen, narrow)
+        )
+        configs = first, second
     weights = x.new_empty(num_pairs, dtype=torch.float32)
-    pairs = x.new_empty(num_experts * num_tokens if grouped else 1, dtype=torch.int32)
-    counts = _counts_of(x.device)
+    lists = (
+        x.new_empty(num_pairs, dtype=torch.int32),
+        _counts_of(x.device),
+        x.new_empty(num_experts * num_tokens if grouped else 1, dtype=torch.int32),
+    )
     activated = x.new_empty((num_pairs, narrow.shape[2]))
     outputs = x.new_empty((num_pairs, width))
     experts = {
@@ -274,6 +294,32 @@ def expert_mlp(
         "PDL": use_pdl,
         "launch_pdl": use_pdl,
     }
+    try:
+        _choose(router_logits, weights, lists, top_k, renormalize, experts)
+        _product(x, widen, configs[0], lists, x_moments, None, activated, num_tokens, rms_eps, experts)
+        _product(activated, narrow, configs[1], lists, None, weights, outputs, num_tokens, None, experts)
+        _add(outputs, residual, out, moments, lists, top_k, experts)
+    except BaseException:
+        # A kernel that could not be loaded, say: the next call counts from zero all the same.
+        lists[1].zero_()
+        raise
+    return moments
+
+
+Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""The experts of tokens [T * A], how many tokens each expert has [X], and its pairs [X, T]; all int32."""
+
+
+def _choose(
+    router_logits: torch.Tensor,  # [T, X]
+    weights: torch.Tensor,  # [T * A] float32  written
+    lists: Lists,  # written
+    top_k: int,
+    renormalize: bool,
+    experts: dict[str, int | bool],
+) -> None:
+    num_tokens, num_experts = router_logits.shape
+    expert_ids, counts, pairs = lists
     _choose_experts_kernel[(num_tokens,)](
         router_logits,
         expert_ids,
@@ -288,47 +334,13 @@ def expert_mlp(
         num_warps=1 if num_experts <= 256 else 4,
         **experts,
     )
-    if configs is None:
-        exact, can_use_tma = x.dtype == torch.float32, has_dependent_launch(x.device)
-        first, second = (
-            choose_config(
-                num_pairs,
-                num_experts,
-                grouped=grouped,
-                gated=weight is widen,
-                exact=exact,
-                can_use_tma=can_use_tma and is_aligned(weight.flatten(0, 1)),
-            )
-            for weight in (widen, narrow)
-        )
-        configs = first, second
-    lists = (expert_ids, counts, pairs)
-    _product(x, widen, configs[0], lists, x_moments, None, activated, num_tokens, rms_eps, experts)
-    _product(activated, narrow, configs[1], lists, None, weights, outputs, num_tokens, None, experts)
-    _add_experts_kernel[(num_tokens, parts)](
-        outputs,
-        x if residual is None else residual,
-        out,
-        moments,
-        counts,
-        0 if residual is None else residual.stride(0),
-        out.stride(0),
-        TOP_K=top_k,
-        WIDTH=width,
-        TILE=_SUM_TILE,
-        PARTS=parts,
-        RESIDUAL=residual is not None,
-        num_warps=4,
-        **experts,
-    )
-    return moments
 
 
 def _product(
     x: torch.Tensor,  # [T, E] or [T * A, E]
     weight: torch.Tensor,  # [X, O, E]
     config: ExpertConfig,
-    lists: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lists: Lists,
     x_moments: torch.Tensor | None,
     scale: torch.Tensor | None,  # [T * A] float32
     out: torch.Tensor,  # [T * A, O] or, gated, [T * A, O / 2]  written
@@ -374,5 +386,34 @@ def _product(
         EXACT=x.dtype == torch.float32,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **experts,
+    )
+
+
+def _add(
+    outputs: torch.Tensor,  # [T * A, E]
+    residual: torch.Tensor | None,  # [T, E]
+    out: torch.Tensor,  # [T, E]  written
+    moments: torch.Tensor,  # [T, 2, P] float32  written
+    lists: Lists,
+    top_k: int,
+    experts: dict[str, int | bool],
+) -> None:
+    num_tokens, width = out.shape
+    parts = moments.shape[2]
+    _add_experts_kernel[(num_tokens, parts)](
+        outputs,
+        outputs if residual is None else residual,
+        out,
+        moments,
+        lists[1],
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+        TOP_K=top_k,
+        WIDTH=width,
+        TILE=_SUM_TILE,
+        PARTS=parts,
+        RESIDUAL=residual is not None,
+        num_warps=4,
         **experts,
     )

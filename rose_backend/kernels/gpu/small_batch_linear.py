@@ -204,8 +204,16 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 def is_aligned(matrix: torch.Tensor) -> bool:
-    """Whether the tensor memory accelerator can copy tiles of ``matrix``."""
+    """Whether the tensor memory accelerator could copy tiles of ``matrix``."""
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
+
+
+def can_use_tma(*matrices: torch.Tensor) -> bool:
+    """Whether the tensor memory accelerator can copy tiles of ``matrices``, large ones too."""
+    device = matrices[0].device
+    if device.type == "cpu" or not gpu_properties(device).has_large_tma_tiles:
+        return False
+    return all(map(is_aligned, matrices))
 
 
 def rows_of_tiles(x: torch.Tensor, block_m: int) -> int:
@@ -288,8 +296,7 @@ def small_batch_linear(
     num_columns = weight.shape[0]
     exact = x.dtype == torch.float32
     if config is None:
-        can_use_tma = has_dependent_launch(x.device) and is_aligned(x) and is_aligned(weight)
-        config = choose_config(num_rows, num_columns, depth, exact=exact, can_use_tma=can_use_tma)
+        config = choose_config(num_rows, num_columns, depth, exact=exact, can_use_tma=can_use_tma(x, weight))
     if use_pdl is None:
         use_pdl = has_dependent_launch(x.device)
     tiles, row_tiles = triton.cdiv(num_columns, config.block_n), triton.cdiv(num_rows, config.block_m)
