@@ -87,14 +87,17 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool) -> None:
     torch.manual_seed(0)
     if shape == QWEN3_30B:
         _write_layer_by_layer(folder, config)
-        _write_tokenizer(folder, config.vocab_size)
-        return
-    # A billion numbers and more: seconds on a GPU.
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, str(config.dtype).split(".")[-1])
-        )
-    model.save_pretrained(folder)
+    else:
+        # A billion numbers and more: seconds on a GPU.
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, str(config.dtype).split(".")[-1])
+            )
+        model.save_pretrained(folder)
+        del model
+    if torch.cuda.is_available():
+        # An engine that takes its share of the whole GPU finds it empty.
+        torch.cuda.empty_cache()
     _write_tokenizer(folder, config.vocab_size)
 
 

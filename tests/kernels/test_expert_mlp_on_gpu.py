@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 QWEN3_30B = {"num_experts": 128, "top_k": 8, "width": 2048, "inner": 768}
 ODD = {"num_experts": 13, "top_k": 5, "width": 1032, "inner": 136}
-NUM_TOKENS = [1, 2, 8, 9, 16, 33, 128, 129, 256, 600, 2100]
+NUM_TOKENS = [1, 2, 3, 8, 16, 33, 128, 129, 256, 600, 2100]
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -31,7 +31,7 @@ def test_every_number_of_tokens(
 
 
 @pytest.mark.parametrize("use_tma", [False, True])
-@pytest.mark.parametrize("num_tokens", [5, 200])
+@pytest.mark.parametrize("num_tokens", [2, 200])
 @pytest.mark.parametrize("sizes", [(16, 64, 64), (64, 64, 64), (128, 128, 32)], ids=str)
 def test_every_kind_of_tile(sizes: tuple[int, int, int], num_tokens: int, use_tma: bool) -> None:
     case = make_case(num_tokens, dtype=torch.bfloat16, norm=True, device="cuda", **ODD)
@@ -63,7 +63,7 @@ def replayed(case: Case) -> tuple[torch.Tensor, ...]:
     return results
 
 
-@pytest.mark.parametrize("num_tokens", [1, 8, 64, 256])
+@pytest.mark.parametrize("num_tokens", [1, 2, 64, 256])
 def test_graphs_replay_what_was_launched(num_tokens: int) -> None:
     results = replayed(make_case(num_tokens, dtype=torch.bfloat16, device="cuda", **QWEN3_30B))
     assert results[0].isfinite().all()
@@ -92,7 +92,7 @@ def test_weights_past_2_to_the_31_elements() -> None:
         True,
     )
     assert experts.widen.numel() > 2**31
-    for num_tokens in (4, 40):
+    for num_tokens in (2, 40):
         logits = torch.zeros(num_tokens, num_experts, dtype=torch.float16, device="cuda")
         logits[:, -2:] = random(num_tokens, 2, scale=1.0) + 20
         case = Case(random(num_tokens, width, scale=1.0), logits, experts, None, None)

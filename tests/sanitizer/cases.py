@@ -339,7 +339,7 @@ CASES: dict[str, Case] = {
     "linear, 33 rows": linear(33, 801, 203, norm=False),
     "linear, gated": linear(5, 801, 206, norm=True, gated=True),
     "linear, gated, split": linear(17, 3072, 206, norm=False, gated=True),
-    "experts, 3 tokens": experts(3),
+    "experts, 2 tokens": experts(2),
     "experts, 70 tokens": experts(70),
     "sampler": sampler(24, 5003),
     "sampler, large": sampler(3, 50_257),

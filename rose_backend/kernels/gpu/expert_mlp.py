@@ -1,10 +1,11 @@
-"""Triton kernels for the MLP of a mixture of experts, in four launches.
+"""Triton kernels for the MLP of a mixture of experts, in four launches, or three with few tokens.
 
 1. ``_choose_experts_kernel``, one program per token: the largest logits and their weights. Unless tokens are few it
    also lists the tokens of each expert, in an order that depends on which program came first; no result depends on it.
 2. ``_expert_product_kernel`` with the gate and its factor: ``silu(gate) * factor`` of each pair of token and expert.
 3. The same kernel with ``narrow``: each pair's result, times its weight.
-4. ``_add_experts_kernel``: the sum over a token's experts, always in the order of their weights, plus the residual.
+4. The sum over a token's experts, always in the order of their weights, plus the residual: see ``expert_sum``, whose
+   kernel for few tokens is 3 and 4 in one.
 
 A program of a product has the rows of one expert, as many as fit a tile. How many tiles each expert has is known on the
 GPU only, so there are as many programs as there could be tiles; those beyond the last tile end at once.
@@ -17,12 +18,17 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rose_backend.kernels.gpu.expert_tuning import MAX_TOKENS_APART, ExpertConfig, choose_config
+from rose_backend.kernels.gpu.expert_sum import add_experts, combine_experts, num_parts
+from rose_backend.kernels.gpu.expert_tuning import (
+    CombineConfig,
+    ExpertConfig,
+    are_apart,
+    choose_combine_config,
+    choose_config,
+)
 from rose_backend.kernels.gpu.linear_tile import add_tile, load_moments, load_tile
 from rose_backend.kernels.gpu.small_batch_linear import can_use_tma, has_dependent_launch
 from rose_backend.kernels.reference.expert_mlp import MAX_EXPERTS
-
-_SUM_TILE = 512
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -121,8 +127,9 @@ def _expert_product_kernel(
     """One program per (tile of rows, tile of columns); those that share weights are neighbours."""
     tile, column_tile = tl.program_id(0) % num_row_tiles, tl.program_id(0) // num_row_tiles
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        # Only then: the kernel behind knows the experts when it starts.
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if GROUPED:
         expert, first, count = _rows_of_tile(counts_ptr, tile, NUM_EXPERTS, EXPERTS, BLOCK_M)
     else:
@@ -175,51 +182,7 @@ def _expert_product_kernel(
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
 
 
-@triton.jit
-def _add_experts_kernel(
-    outputs_ptr,  # [T, A, E] contiguous
-    residual_ptr,  # [T, E], with RESIDUAL
-    out_ptr,  # [T, E], written
-    moments_ptr,  # [T, 2, PARTS] float32 contiguous, written
-    counts_ptr,  # [X] int32, with GROUPED: zero afterwards, written
-    residual_stride,
-    out_stride,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-    PARTS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program per (token, ``TILE`` columns)."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    columns = part * TILE + tl.arange(0, TILE)
-    mask = columns < WIDTH
-    total = tl.zeros([TILE], tl.float32)
-    for place in tl.static_range(TOP_K):
-        output = outputs_ptr + (token * TOP_K + place) * WIDTH + columns
-        total += tl.load(output, mask=mask, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        total += tl.load(residual_ptr + token * residual_stride + columns, mask=mask, other=0.0).to(
-            tl.float32
-        )
-    result = total.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token * out_stride + columns, result, mask=mask)
-    wide = result.to(tl.float32)
-    tl.store(moments_ptr + token * (2 * PARTS) + part, tl.sum(wide, 0))
-    tl.store(moments_ptr + token * (2 * PARTS) + PARTS + part, tl.sum(wide * wide, 0))
-    if GROUPED:
-        # Nobody reads them any more: both products have ended.
-        experts = tl.arange(0, EXPERTS)
-        if (token == 0) & (part == 0):
-            tl.store(counts_ptr + experts, tl.zeros([EXPERTS], tl.int32), mask=experts < NUM_EXPERTS)
-
+Configs = tuple[ExpertConfig, ExpertConfig | CombineConfig]
 
 _counts: dict[torch.device, torch.Tensor] = {}
 
@@ -247,46 +210,35 @@ def expert_mlp(
     renormalize: bool,
     rms_eps: float | None,
     x_moments: torch.Tensor | None,  # [T, 2, P] float32, with rms_eps
-    configs: tuple[ExpertConfig, ExpertConfig] | None = None,
+    configs: Configs | None = None,
     use_pdl: bool | None = None,
 ) -> torch.Tensor:
     """Launch the kernels; arguments as checked by ``rose_backend.kernels.expert_mlp``, whose moments are returned.
 
     Args:
-        configs: of both products; None takes ``choose_config``'s.
+        configs: of both products, the second a ``CombineConfig`` where ``are_apart``; None takes the measured choice.
         use_pdl: as in ``small_batch_linear``.
     """
     num_tokens, width = x.shape
     num_experts = router_logits.shape[1]
-    parts = triton.next_power_of_2(triton.cdiv(width, _SUM_TILE))
+    grouped = not are_apart(num_tokens, top_k)
+    num_pairs = num_tokens * top_k
+    if configs is None:
+        configs = _choose_configs(x, widen, narrow, top_k, grouped=grouped)
+    parts = num_parts(width, None if grouped else configs[1])
     moments = x.new_empty((num_tokens, 2, parts), dtype=torch.float32)
     if num_tokens == 0:
         return moments
     if use_pdl is None:
         use_pdl = has_dependent_launch(x.device)
-    grouped = num_tokens > MAX_TOKENS_APART
-    num_pairs = num_tokens * top_k
-    if configs is None:
-        first, second = (
-            choose_config(
-                num_pairs,
-                num_experts,
-                grouped=grouped,
-                gated=weight is widen,
-                exact=x.dtype == torch.float32,
-                can_use_tma=can_use_tma(weight.flatten(0, 1)),
-            )
-            for weight in (widen, narrow)
-        )
-        configs = first, second
-    weights = x.new_empty(num_pairs, dtype=torch.float32)
+    scales = x.new_empty(num_pairs, dtype=torch.float32)
     lists = (
         x.new_empty(num_pairs, dtype=torch.int32),
         _counts_of(x.device),
         x.new_empty(num_experts * num_tokens if grouped else 1, dtype=torch.int32),
     )
     activated = x.new_empty((num_pairs, narrow.shape[2]))
-    outputs = x.new_empty((num_pairs, width))
+    outputs = x.new_empty((num_pairs if grouped else 0, width))
     experts = {
         "NUM_EXPERTS": num_experts,
         "EXPERTS": triton.next_power_of_2(num_experts),
@@ -295,15 +247,36 @@ def expert_mlp(
         "launch_pdl": use_pdl,
     }
     try:
-        _choose(router_logits, weights, lists, top_k, renormalize, experts)
+        _choose(router_logits, scales, lists, top_k, renormalize, experts)
         _product(x, widen, configs[0], lists, x_moments, None, activated, num_tokens, rms_eps, experts)
-        _product(activated, narrow, configs[1], lists, None, weights, outputs, num_tokens, None, experts)
-        _add(outputs, residual, out, moments, lists, top_k, experts)
+        if grouped:
+            _product(activated, narrow, configs[1], lists, None, scales, outputs, num_tokens, None, experts)
+            add_experts(outputs, residual, out, moments, lists[1], top_k=top_k, use_pdl=use_pdl)
+        else:
+            combine_experts(
+                activated, narrow, lists[0], scales, residual, out, moments, configs[1], use_pdl=use_pdl
+            )
     except BaseException:
         # A kernel that could not be loaded, say: the next call counts from zero all the same.
         lists[1].zero_()
         raise
     return moments
+
+
+def _choose_configs(
+    x: torch.Tensor, widen: torch.Tensor, narrow: torch.Tensor, top_k: int, *, grouped: bool
+) -> Configs:
+    exact = x.dtype == torch.float32
+    num_pairs, num_experts = len(x) * top_k, len(widen)
+    first_tma, second_tma = can_use_tma(widen.flatten(0, 1)), can_use_tma(narrow.flatten(0, 1))
+    first = choose_config(
+        num_pairs, num_experts, grouped=grouped, gated=True, exact=exact, can_use_tma=first_tma
+    )
+    if not grouped:
+        return first, choose_combine_config(top_k, exact=exact, can_use_tma=second_tma)
+    return first, choose_config(
+        num_pairs, num_experts, grouped=True, gated=False, exact=exact, can_use_tma=second_tma
+    )
 
 
 Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -312,7 +285,7 @@ Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def _choose(
     router_logits: torch.Tensor,  # [T, X]
-    weights: torch.Tensor,  # [T * A] float32  written
+    scales: torch.Tensor,  # [T * A] float32  written
     lists: Lists,  # written
     top_k: int,
     renormalize: bool,
@@ -323,7 +296,7 @@ def _choose(
     _choose_experts_kernel[(num_tokens,)](
         router_logits,
         expert_ids,
-        weights,
+        scales,
         counts,
         pairs,
         num_tokens,
@@ -386,34 +359,5 @@ def _product(
         EXACT=x.dtype == torch.float32,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **experts,
-    )
-
-
-def _add(
-    outputs: torch.Tensor,  # [T * A, E]
-    residual: torch.Tensor | None,  # [T, E]
-    out: torch.Tensor,  # [T, E]  written
-    moments: torch.Tensor,  # [T, 2, P] float32  written
-    lists: Lists,
-    top_k: int,
-    experts: dict[str, int | bool],
-) -> None:
-    num_tokens, width = out.shape
-    parts = moments.shape[2]
-    _add_experts_kernel[(num_tokens, parts)](
-        outputs,
-        outputs if residual is None else residual,
-        out,
-        moments,
-        lists[1],
-        0 if residual is None else residual.stride(0),
-        out.stride(0),
-        TOP_K=top_k,
-        WIDTH=width,
-        TILE=_SUM_TILE,
-        PARTS=parts,
-        RESIDUAL=residual is not None,
-        num_warps=4,
         **experts,
     )
