@@ -312,7 +312,7 @@ COMPILED += [
     (rows, *shape, HALF) for rows in (4, 32, 128, 256) for shape in GATED_SHAPES[rows in (4, 128) :: 2]
 ]
 COMPILED += [(4, *GATED_SHAPES[1], FLOAT32)]
-# Llama 3.1 8B, Mistral 7B, Llama 3.2 1B twice, Llama 3.1 8B, and Qwen3 0.6B.
+# Llama 3.1 8B, Mistral 7B, Llama 3.2 1B twice, Llama 3.1 8B, Qwen3 0.6B, and Qwen3 30B-A3B twice.
 WIDE_SHAPES = [
     (4096, 6144, "rms nobias"),
     (4096, 14_336, "rms gated nobias"),
@@ -320,6 +320,8 @@ WIDE_SHAPES = [
     (8192, 2048, "nobias residual"),
     (14_336, 4096, "nobias residual"),
     (2048, 1024, "nobias residual"),
+    (2048, 5120, "rms nobias"),
+    (4096, 2048, "nobias residual"),
 ]
 COMPILED += [
     (rows, *shape, HALF) for rows in (1, 2, 8, 32, 64, 128, 256) for shape in WIDE_SHAPES[rows % 3 == 2 :: 2]

@@ -37,6 +37,7 @@ LLAMA_1B = [
     (8192, 2048, "nobias residual"),
     (2048, 1024, "nobias residual"),
 ]
+QWEN3_30B = [(2048, 5120, "rms nobias"), (4096, 2048, "nobias residual"), (2048, 128, "rms nobias")]
 # Depths of Qwen2.5 and SmolLM2, which end inside a tile.
 UNEVEN = [
     (896, 1152, "rms nobias"),
@@ -61,7 +62,7 @@ def test_odd_sizes(rows: int, dtype: torch.dtype, parts: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "row_counts"),
     [(shape, (*range(1, 66), 96, 127, 128, 129, 192, 255, 256)) for shape in SHAPES + GATED_SHAPES]
-    + [(shape, (1, 2, 3, 8, 16, 17, 33, 64, 65, 256)) for shape in LLAMA_1B + LLAMA_8B + UNEVEN],
+    + [(shape, (1, 2, 3, 8, 16, 17, 33, 64, 65, 256)) for shape in LLAMA_1B + LLAMA_8B + QWEN3_30B + UNEVEN],
     ids=str,
 )
 def test_the_shapes_of_models_at_any_number_of_rows(shape: tuple[int, int, str], row_counts: Any) -> None:

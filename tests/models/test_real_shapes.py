@@ -81,7 +81,8 @@ def _sizes(width: int, layers: int, heads: int, kv_heads: int, head: int, inner:
 SHAPES = {
     "Qwen3 0.6B": qwen3(1024, 28, 16, 8, 128, 3072),
     "Llama 3.2 1B": llama(2048, 16, 32, 8, 64, 8192, tie_word_embeddings=True),
-    "Qwen3 30B-A3B, 2 layers": qwen3_moe(2048, 2, 32, 4, 128, 6144),
+    # All of 8 experts: which of 128 a token takes is decided by rounding.
+    "Qwen3 30B-A3B, 2 layers": qwen3_moe(2048, 2, 32, 4, 128, 6144, num_experts=8),
     # A quarter of its layers: all of them in float32 and in 16 bits would take a minute to make.
     "Llama 3.1 8B, 8 layers": llama(4096, 8, 32, 8, 128, 14_336),
 }
@@ -93,7 +94,6 @@ LONG = {
     ),
 }
 SMALL = {
-    # All of 4 experts: which of more a token takes is decided by rounding.
     "experts": qwen3_moe(
         64,
         2,

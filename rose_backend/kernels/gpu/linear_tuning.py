@@ -43,7 +43,8 @@ class LinearConfig:
 
 
 _NARROW = 768
-"""Up to this width products are cut as GPT-2 124M's, wider ones as Qwen3 0.6B's, Llama 3.2 1B's and Llama 3.1 8B's."""
+"""Up to this width products are cut as GPT-2 124M's, wider ones as Qwen3 0.6B's and 30B-A3B's,
+Llama 3.2 1B's and Llama 3.1 8B's."""
 _WIDE = 1024
 _LONG = 1024
 _LONGEST = 4096
@@ -201,6 +202,11 @@ def _wide_to_narrow(block_m: int, depth: int) -> LinearConfig | None:
 
 def _wide_few_rows(block_m: int, num_columns: int, depth: int) -> LinearConfig:
     """A processor's shared memory is full of weights that are on their way."""
+    if block_m == 8 and depth <= 2048 and MAX_SPLIT_COLUMNS < num_columns <= 2 * MAX_SPLIT_COLUMNS:
+        return LinearConfig(8, 16, 2048, warp_split=8, num_warps=8, weights_left=True)
+    if block_m == 8 and 2048 < depth <= _LONGEST and num_columns <= 2048:
+        parts = triton.cdiv(depth, 1024)
+        return LinearConfig(8, 32, 1024, parts, warp_split=16, num_warps=16, weights_left=True)
     if block_m <= 16 and depth <= 2048 and num_columns <= MAX_SPLIT_COLUMNS:
         return LinearConfig(block_m, 32, 1024, 2, warp_split=8, num_warps=8, weights_left=True)
     if block_m == 8 and triton.cdiv(num_columns, 128) >= _MIN_PROGRAMS:
