@@ -26,6 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
 DRAWN_RESULTS = ("cpu/block_manager.json", "cpu/state_hits.json", "h200/online_compare.json")
 COMMITS = {
+    "d0f325891cf47ef6": "3b262ef",
     "e3d3f3be6fd5fe59": "2b381bf",
     "74e316f06762f331": "c0cad35",
     "804bab44ef7b0f0c": "a1bbfd1",
@@ -99,6 +100,7 @@ TABLES = {
     "offline_mixed": Table("engines", "h200/offline_mixed.json", engines.offline_table),
     "offline_switches": Table("engines", "h200/offline_switches.json", engines.parts_table),
     "nano_vllm": Table("engines", "h200/nano_vllm.json", engines.offline_table),
+    "qwen3_30b_a3b": Table("engines", "h200/qwen3_30b_a3b.json", engines.offline_table),
     "vllm_gpt2_start_1": Table("inside_vllm", "h200/vllm_gpt2_start_1.json", engines.offline_table),
     "vllm_gpt2_start_2": Table("inside_vllm", "h200/vllm_gpt2_start_2.json", engines.offline_table),
     "vllm_gpt2_start_3": Table("inside_vllm", "h200/vllm_gpt2_start_3.json", engines.offline_table),
