@@ -76,8 +76,8 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "vllm_qwen3": (f"{_OFFLINE} --backends {' '.join(_ENGINES)} {_GREEDY_STEPS} {_QWEN3}", _ENGINES),
     "vllm_qwen3_start_2": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_QWEN3}", _INSIDE_VLLM),
     "qwen3_30b_a3b": (
-        f"{_OFFLINE} --backends rose vllm --shape qwen3-30b-a3b --dtype bfloat16 --kv-cache-tokens 16384 --scenes decode "
-        "--batches 1 8 32 --cases greedy --repeats 3",
+        f"{_OFFLINE} --backends rose vllm --shape qwen3-30b-a3b --dtype bfloat16 --kv-cache-tokens 16384 "
+        "--scenes decode --batches 1 8 32 --cases greedy --repeats 3",
         ("rose", "vllm"),
     ),
     "nano_vllm": (
