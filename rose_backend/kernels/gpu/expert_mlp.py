@@ -225,7 +225,8 @@ def expert_mlp(
     num_pairs = num_tokens * top_k
     if configs is None:
         configs = _choose_configs(x, widen, narrow, top_k, grouped=grouped)
-    parts = num_parts(width, None if grouped else configs[1])
+    first, second = configs
+    parts = num_parts(width, second if isinstance(second, CombineConfig) else None)
     moments = x.new_empty((num_tokens, 2, parts), dtype=torch.float32)
     if num_tokens == 0:
         return moments
@@ -248,14 +249,14 @@ def expert_mlp(
     }
     try:
         _choose(router_logits, scales, lists, top_k, renormalize, experts)
-        _product(x, widen, configs[0], lists, x_moments, None, activated, num_tokens, rms_eps, experts)
-        if grouped:
-            _product(activated, narrow, configs[1], lists, None, scales, outputs, num_tokens, None, experts)
-            add_experts(outputs, residual, out, moments, lists[1], top_k=top_k, use_pdl=use_pdl)
-        else:
+        _product(x, widen, first, lists, x_moments, None, activated, num_tokens, rms_eps, experts)
+        if isinstance(second, CombineConfig):
             combine_experts(
-                activated, narrow, lists[0], scales, residual, out, moments, configs[1], use_pdl=use_pdl
+                activated, narrow, lists[0], scales, residual, out, moments, second, use_pdl=use_pdl
             )
+        else:
+            _product(activated, narrow, second, lists, None, scales, outputs, num_tokens, None, experts)
+            add_experts(outputs, residual, out, moments, lists[1], top_k=top_k, use_pdl=use_pdl)
     except BaseException:
         # A kernel that could not be loaded, say: the next call counts from zero all the same.
         lists[1].zero_()
