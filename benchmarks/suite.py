@@ -40,7 +40,10 @@ _FOUR_API_SERVERS = """--engine-options '{}={{"api_server_count": 4}}'"""
 
 _GREEDY_STEPS = "--scenes decode offline --batches 1 8 32 128 256 --cases greedy --repeats 3"
 _QWEN3 = "--shape qwen3-0.6b --dtype bfloat16 --kv-cache-tokens 196608"
+_GEMMA3 = "--shape gemma-3-4b --dtype bfloat16 --kv-cache-tokens 163840"
+_GPT_OSS = "--shape gpt-oss-20b --dtype bfloat16 --kv-cache-tokens 163840"
 _POISSON = "--requests 512 --seconds 3 --repeats 3"
+_SHARED_PREFIXES = f"{_ONLINE} poisson --sets shared-prefix --loads 0.25 0.5 0.75 1.0 {_POISSON}"
 STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kernels": ("benchmarks.kernels --prove", ()),
     "kv_cow_clone_float16": ("benchmarks.kv_cow_clone --device cuda --dtype float16", ()),
@@ -96,7 +99,11 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
         f"{_OFFLINE} --shape llama-1b --scenes decode offline --cases greedy --repeats 3",
         _INSIDE_VLLM,
     ),
-    # Not published yet.
+    # Not published from an H200 yet.
+    "vllm_gemma3": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_GEMMA3}", _INSIDE_VLLM),
+    "vllm_gpt_oss": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_GPT_OSS}", _INSIDE_VLLM),
+    "vllm_gemma3_serving": (f"{_SHARED_PREFIXES} {_GEMMA3}", _INSIDE_VLLM),
+    "vllm_gpt_oss_serving": (f"{_SHARED_PREFIXES} {_GPT_OSS}", _INSIDE_VLLM),
     "sglang_gpt2": (
         f"{_OFFLINE} --backends rose-in-vllm sglang {_GREEDY_STEPS}",
         ("rose-in-vllm", "sglang"),

@@ -17,17 +17,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+    from transformers import (
+        Gemma3TextConfig,
+        GptOssConfig,
+        LlamaConfig,
+        PreTrainedConfig,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
 
 END_OF_TEXT = "<|endoftext|>"
 GPT2_124M, LLAMA_1B, LLAMA_8B, QWEN3_06B = "gpt2-124m", "llama-1b", "llama-8b", "qwen3-0.6b"
-GEMMA3_4B, QWEN3_30B = "gemma-3-4b", "qwen3-30b-a3b"
+GEMMA3_4B, GPT_OSS_20B, QWEN3_30B = "gemma-3-4b", "gpt-oss-20b", "qwen3-30b-a3b"
 SHAPES = {
     GPT2_124M: "GPT-2 124M",
     LLAMA_1B: "Llama 1B",
     LLAMA_8B: "Llama 8B",
     QWEN3_06B: "Qwen3 0.6B",
     GEMMA3_4B: "Gemma 3 4B",
+    GPT_OSS_20B: "gpt-oss 20B",
     QWEN3_30B: "Qwen3 30B-A3B",
 }
 """What a random checkpoint can look like, and what people call it."""
@@ -39,6 +47,7 @@ VOCAB_SIZE = 50_257
 QWEN3_VOCAB_SIZE = 151_936
 LLAMA_8B_VOCAB_SIZE = 128_256
 GEMMA3_VOCAB_SIZE = 262_208
+GPT_OSS_VOCAB_SIZE = 201_088
 
 
 @contextlib.contextmanager
@@ -81,11 +90,12 @@ def write_checkpoint(folder: Path, shape: str, *, small: bool) -> None:
         LLAMA_8B: llama_8b_config,
         QWEN3_06B: qwen3_config,
         GEMMA3_4B: gemma3_config,
+        GPT_OSS_20B: gpt_oss_config,
         QWEN3_30B: qwen3_moe_config,
     }
     config = make_configs[shape](small=small)
     torch.manual_seed(0)
-    if shape == QWEN3_30B:
+    if shape in (GPT_OSS_20B, QWEN3_30B):
         _write_layer_by_layer(folder, config)
     else:
         # A billion numbers and more: seconds on a GPU.
@@ -229,6 +239,33 @@ def gemma3_config(*, small: bool = False) -> Gemma3TextConfig:
     )
 
 
+def gpt_oss_config(*, small: bool = False) -> GptOssConfig:
+    """Return gpt-oss 20B's layers and vocabulary, not quantized; every other layer sees 128 tokens only."""
+    from transformers import GptOssConfig
+
+    width, num_layers = (128, 2) if small else (2880, 24)
+    return GptOssConfig(
+        architectures=["GptOssForCausalLM"],
+        vocab_size=1000 if small else GPT_OSS_VOCAB_SIZE,
+        hidden_size=width,
+        intermediate_size=width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2 if small else 64,
+        num_key_value_heads=1 if small else 8,
+        head_dim=64,
+        num_local_experts=4 if small else 32,
+        num_experts_per_tok=2 if small else 4,
+        sliding_window=128,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+        dtype="bfloat16",
+    )
+
+
 def _write_layer_by_layer(folder: Path, config: PreTrainedConfig) -> None:
     """Write a model too large to be in memory twice: one file for each layer, and one for what is around them."""
     import torch
@@ -237,12 +274,11 @@ def _write_layer_by_layer(folder: Path, config: PreTrainedConfig) -> None:
 
     num_layers, device = config.num_hidden_layers, "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as scratch, torch.device(device):
-        config.num_hidden_layers = 1
-        one = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        one_layer = type(config).from_dict({**config.to_dict(), "num_hidden_layers": 1, "layer_types": None})
+        one = AutoModelForCausalLM.from_config(one_layer, dtype=torch.bfloat16)
         one.save_pretrained(scratch, max_shard_size="1TB")
         del one
         tensors = load_file(Path(scratch, "model.safetensors"), device=device)
-    config.num_hidden_layers = num_layers
     config.save_pretrained(folder)
     layer = {name: tensor for name, tensor in tensors.items() if ".layers.0." in name}
     files = {"around.safetensors": {name: tensor for name, tensor in tensors.items() if name not in layer}}

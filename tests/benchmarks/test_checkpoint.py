@@ -11,6 +11,7 @@ import torch
 from benchmarks import offline_compare, online_compare
 from benchmarks.support.checkpoint import (
     GPT2_124M,
+    GPT_OSS_20B,
     LLAMA_1B,
     LLAMA_8B,
     LLAMA_8B_VOCAB_SIZE,
@@ -18,6 +19,7 @@ from benchmarks.support.checkpoint import (
     QWEN3_30B,
     VOCAB_SIZE,
     checkpoint,
+    gpt_oss_config,
     llama_1b_config,
     llama_8b_config,
     model_facts,
@@ -73,10 +75,20 @@ def test_the_shape_with_experts_is_that_of_30b() -> None:
     assert config.num_experts_per_tok == 8
 
 
-def test_layers_with_experts_are_written_one_by_one() -> None:
+def test_the_shape_with_windows_and_experts_is_that_of_20b() -> None:
+    config = gpt_oss_config()
+    experts = 32 * (2880 * 2 * 2880 + 2 * 2880 + 2880 * 2880 + 2880) + 32 * (2880 + 1)
+    attention = 2880 * (64 + 2 * 8) * 64 + (64 + 2 * 8) * 64 + 64 * 64 * 2880 + 2880 + 64
+    norms = (2 * 24 + 1) * 2880
+    assert 24 * (experts + attention) + 2 * config.vocab_size * 2880 + norms == 20_914_757_184
+    assert config.layer_types == ["sliding_attention", "full_attention"] * 12
+
+
+@pytest.mark.parametrize("shape", [GPT_OSS_20B, QWEN3_30B])
+def test_layers_with_experts_are_written_one_by_one(shape: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    with checkpoint(None, QWEN3_30B, small=True) as model:
+    with checkpoint(None, shape, small=True) as model:
         assert sorted(path.name for path in Path(model).glob("*.safetensors")) == [
             "around.safetensors",
             "layer-0.safetensors",
