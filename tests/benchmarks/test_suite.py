@@ -22,7 +22,10 @@ from benchmarks.suite import STEPS, command
 from benchmarks.support import checkpoint
 from tests.support.patience import HANG_S
 
-UNPUBLISHED = ("sglang_gpt2", "vllm_gemma3", "vllm_gpt_oss", "vllm_gemma3_serving", "vllm_gpt_oss_serving")
+UNPUBLISHED = (
+    *("sglang_gpt2", "vllm_trace", "vllm_trace_rust"),
+    *("vllm_gemma3", "vllm_gpt_oss", "vllm_gemma3_serving", "vllm_gpt_oss_serving"),
+)
 """Steps without a result of an H200 in the repository."""
 
 
@@ -105,7 +108,7 @@ def test_where_an_engine_is_installed_goes_to_the_steps_that_compare_it() -> Non
 def test_comparisons_go_on_from_what_is_there(tmp_path: Path) -> None:
     resuming, anew = suite.parse_options(["--resume", "--results", str(tmp_path)]), suite.parse_options([])
     can = {name for name, (arguments, _) in STEPS.items() if arguments.split()[0].endswith("_compare")}
-    assert len(can) == 23
+    assert len(can) == 25
     for name in STEPS:
         result = tmp_path / f"{name}.json"
         assert "--resume" not in command(name, resuming, result)
