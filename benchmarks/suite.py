@@ -39,7 +39,6 @@ _OFFLINE, _ONLINE = "benchmarks.offline_compare", "benchmarks.online_compare"
 _FOUR_API_SERVERS = """--engine-options '{}={{"api_server_count": 4}}'"""
 
 _TRACE = "--backends rose-in-vllm vllm --scales 0.006 0.009 0.014 0.028 --modes greedy --repeats 5"
-_BEHIND_RUST = " ".join(f"--env {name}=VLLM_USE_RUST_FRONTEND=1" for name in _INSIDE_VLLM)
 _GREEDY_STEPS = "--scenes decode offline --batches 1 8 32 128 256 --cases greedy --repeats 3"
 _QWEN3 = "--shape qwen3-0.6b --dtype bfloat16 --kv-cache-tokens 196608"
 _GEMMA3 = "--shape gemma-3-4b --dtype bfloat16 --kv-cache-tokens 163840"
@@ -103,7 +102,7 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     # Not published from an H200 yet.
     "vllm_trace": (f"{_ONLINE} {_TRACE}", _INSIDE_VLLM),
-    "vllm_trace_rust": (f"{_ONLINE} {_TRACE} {_BEHIND_RUST}", _INSIDE_VLLM),
+    "vllm_trace_rust": (f"{_ONLINE} {_TRACE} --rust-front-end", _INSIDE_VLLM),
     "vllm_gemma3": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_GEMMA3}", _INSIDE_VLLM),
     "vllm_gpt_oss": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_GPT_OSS}", _INSIDE_VLLM),
     "vllm_gemma3_serving": (f"{_SHARED_PREFIXES} {_GEMMA3}", _INSIDE_VLLM),

@@ -34,6 +34,12 @@ class OverHttp(Workload):
 
     clients: ClientProcesses
 
+    @staticmethod
+    def add_server_options(group: argparse._ArgumentGroup) -> None:
+        """Add what decides how servers start."""
+        text = "vLLM's API server is its own in Rust, vllm-rs (its GPU packages bring it), on both sides"
+        group.add_argument("--rust-front-end", action="store_true", help=text)
+
     @contextlib.contextmanager
     def open(self, logs: Path) -> Iterator[Engines]:
         in_turn = getattr(self.options, "start_in_turn", False)
@@ -63,7 +69,9 @@ class Trace(OverHttp):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser, *, quick: bool) -> None:
-        add = parser.add_argument_group("trace").add_argument
+        group = parser.add_argument_group("trace")
+        add = group.add_argument
+        Trace.add_server_options(group)
         count, clients, scales = (8, 1, [0.05]) if quick else (1000, 4, SCALES)
         text = f"of sending times {DEFAULT}"
         add("--trace", type=Path, metavar="FILE", help="default: a made-up one")
@@ -93,7 +101,7 @@ class Trace(OverHttp):
             }
         }
         self.settings = {
-            **chosen(options, "repeats", "clients"),
+            **chosen(options, "repeats", "clients", "rust_front_end"),
             "scale": "sending times are multiplied by it: smaller is more load",
         }
 
@@ -136,6 +144,7 @@ class Poisson(OverHttp):
         add, at_rates = group.add_argument, group.add_mutually_exclusive_group().add_argument
         loads, count, seconds, clients, repeats = ([0.5], 8, 0.5, 1, 1) if quick else (LOADS, 512, 5.0, 4, 3)
         parser.set_defaults(repeats=repeats)
+        Poisson.add_server_options(group)
         add("--sets", nargs="+", choices=SETS, default=SETS, help="(default: both)")
         at_rates("--loads", type=above_zero, nargs="+", default=loads, metavar="SHARE", help=DEFAULT)
         at_rates("--rates", type=above_zero, nargs="+", metavar="N", help="per second, instead of --loads")
@@ -151,6 +160,10 @@ class Poisson(OverHttp):
     def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         if options.step_ms is not None and options.device != "cpu":
             parser.error(f"--step-ms: got --device {options.device}, needed is cpu")
+        if options.compare_joined_outputs and options.rust_front_end:
+            parser.error(
+                "--compare-joined-outputs: got --rust-front-end, behind which outputs are never joined"
+            )
 
     @staticmethod
     def sides(options: argparse.Namespace) -> Sides:
@@ -171,6 +184,7 @@ class Poisson(OverHttp):
             "clients",
             "start_in_turn",
             "step_ms",
+            "rust_front_end",
         )
         self.settings = chosen(options, *names)
 

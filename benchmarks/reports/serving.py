@@ -105,6 +105,10 @@ def trace_table(result: Result) -> str:
     return "\n\n".join((*parts, _trace_source(result), _verdict(pairs)))
 
 
+def _front_end(result: Result) -> str:
+    return ", vLLM's API server in Rust" if result["settings"].get("rust_front_end") else ""
+
+
 def _trace_source(result: Result) -> str:
     trace = result["trace"]
     lengths = (
@@ -112,7 +116,7 @@ def _trace_source(result: Result) -> str:
         for name, key in (("input", "input_length"), ("output", "output_length"))
     )
     turns = map(len, text.grouped(result["rows"], "mode", "scale", "backend").values())
-    how = text.caption(result, f"{trace['num_requests']:,} requests each", turns=turns)
+    how = text.caption(result, f"{trace['num_requests']:,} requests each{_front_end(result)}", turns=turns)
     return (
         f"{how} Workload: {trace['source']}; all lengths times {trace['length_scale']:g}, {trace['num_left_out']} "
         f"requests left out that do not fit {trace['max_model_len']:,} tokens even so; then tokens on average: "
@@ -176,7 +180,7 @@ def _poisson_source(result: Result) -> str:
     sent = f"{settings['requests']} requests at once or {settings['seconds']:g} s of Poisson arrivals"
     if settings.get("step_ms") is not None:
         sent += f", no model ({settings['step_ms']:g} ms a step)"
-    how = text.caption(result, sent, turns=turns)
+    how = text.caption(result, sent + _front_end(result), turns=turns)
     return f"{how} Start-up: {starts}; busiest client process: {busiest:.0%} of a core."
 
 

@@ -249,6 +249,8 @@ def _variables(options: argparse.Namespace, backend: str) -> dict[str, str]:
     if backend == "vllm":
         # Stock: no plug-in is loaded, not even one that stays out of the way.
         variables["VLLM_PLUGINS"] = ""
+    if backend in _VLLMS and getattr(options, "rust_front_end", False):
+        variables["VLLM_USE_RUST_FRONTEND"] = "1"
     return variables
 
 

@@ -184,6 +184,20 @@ def test_a_server_without_a_model_is_another_program() -> None:
     assert STEP_MS not in with_model.variables
 
 
+@pytest.mark.parametrize("workload", ["trace", "poisson"])
+def test_both_sides_stand_behind_the_front_end_that_is_asked_for(
+    workload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
+    for arguments, expected in (([], {None}), (["--rust-front-end"], {"1"})):
+        parsed = online_compare.parse_options([workload, *arguments])
+        sides = (engine_options(parsed, backend, "model", FACTS, []) for backend in FAKES)
+        assert {side.variables.get("VLLM_USE_RUST_FRONTEND") for side in sides} == expected
+        assert parsed.workload(parsed, FACTS).settings["rust_front_end"] is bool(arguments)
+    rose = engine_options(parsed, "rose", "model", FACTS, [])
+    assert "VLLM_USE_RUST_FRONTEND" not in rose.variables
+
+
 def test_a_server_that_does_not_start_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,11 +69,12 @@ def test_servers_are_shown_at_every_load_with_every_loss() -> None:
 
 def test_a_server_with_a_part_off_and_servers_without_a_model_say_so() -> None:
     rows = [*SERVED, turn("random", None, OUTPUTS_APART, 7.0)]
-    settings = {**serving_report(rows)["settings"], "step_ms": 1.5}
+    settings = {**serving_report(rows)["settings"], "step_ms": 1.5, "rust_front_end": True}
     text = poisson_table(serving_report(rows, settings=settings))
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert lines[3].startswith("| random, all at once | the same, `joined_outputs` off | 7 ms | 7 ms |")
     assert lines[4].startswith("| random, all at once | vLLM |") and ", no model (1.5 ms a step), " in text
+    assert " arrivals, no model (1.5 ms a step), vLLM's API server in Rust, " in text
     behind = "- random, all at once: Rose in vLLM behind the same, `joined_outputs` off: TTFT p50 13.5 ms against 7 ms"
     assert behind in text
 

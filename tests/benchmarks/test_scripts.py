@@ -112,6 +112,11 @@ def test_help_names_the_script_and_its_options(script: str, capsys: pytest.Captu
             ["poisson", "--step-ms", "1", "--device", "cuda"],
             "--step-ms: got --device cuda, ",
         ),
+        (
+            "online_compare",
+            ["poisson", "--compare-joined-outputs", "--rust-front-end"],
+            "--compare-joined-outputs: got --rust-front-end, ",
+        ),
         ("loading", ["--repeats", "0"], "--repeats: got 0, at least 1"),
         ("start_up", ["--repeats", "0"], "--repeats: got 0, at least 1"),
         ("start_up", ["--backends", "sglang"], "invalid choice: 'sglang'"),
