@@ -26,6 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
 DRAWN_RESULTS = ("cpu/block_manager.json", "cpu/state_hits.json", "h200/online_compare.json")
 COMMITS = {
+    "635f72b61410c9a5": "767695d",
     "d0f325891cf47ef6": "3b262ef",
     "e3d3f3be6fd5fe59": "2b381bf",
     "74e316f06762f331": "c0cad35",
@@ -38,7 +39,6 @@ COMMITS = {
     "ba762ad472dd1608": "0d20e9c",
     "e401c90beb095677": "6bda30a",
     "cpu/block_manager.json": "df57675",
-    "cpu/vllm_serving_host.json": "a427036",
     "h200/kv_append.json": "8323458",
     "h200/kv_cow_clone_float16.json": "8323458",
     "h200/vllm_serving.json": "7e9561b",
@@ -95,6 +95,7 @@ TABLES = {
         "servers", "h200/vllm_serving_4_api_servers.json", serving.poisson_table
     ),
     "vllm_serving_host": Table("servers", "cpu/vllm_serving_host.json", serving.poisson_table),
+    "vllm_serving_host_rust": Table("servers", "cpu/vllm_serving_host_rust.json", serving.poisson_table),
     "arrivals": Table("servers", "h200/arrivals.json", serving.in_process_table),
     "offline_compare": Table("engines", "h200/offline_compare.json", engines.offline_table),
     "offline_mixed": Table("engines", "h200/offline_mixed.json", engines.offline_table),
