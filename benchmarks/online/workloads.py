@@ -16,6 +16,7 @@ from benchmarks.online.servers import Server, processor_seconds, server_counts
 from benchmarks.online.timeline import summary
 from benchmarks.online.trace import fitted, read_trace, statistics_of, synthetic_trace
 from benchmarks.reports import serving
+from benchmarks.reports.engines import HOST, STOCK
 from benchmarks.reports.serving import CAPACITY, OUTPUTS_APART, OWN_LOAD, SAME_LOAD
 from benchmarks.support.checkpoint import ModelFacts
 from benchmarks.support.cli import DEFAULT, above_zero, at_least
@@ -37,7 +38,7 @@ class OverHttp(Workload):
     @staticmethod
     def add_server_options(group: argparse._ArgumentGroup) -> None:
         """Add what decides how servers start."""
-        text = "vLLM's API server is its own in Rust, vllm-rs (its GPU packages bring it), on both sides"
+        text = "vllm serve, with Rose and without, answers through vLLM's API server in Rust, vllm-rs"
         group.add_argument("--rust-front-end", action="store_true", help=text)
 
     @contextlib.contextmanager
@@ -80,6 +81,13 @@ class Trace(OverHttp):
         add("--length-scale", type=above_zero, default=0.1, help=f"of lengths {DEFAULT}")
         add("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="of sampling (default: all)")
         add("--clients", type=at_least(1), default=clients, help=f"processes of the client {DEFAULT}")
+
+    @staticmethod
+    def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        if options.rust_front_end and not {HOST, STOCK} & set(options.backends):
+            parser.error(
+                f"--rust-front-end: got --backends {' '.join(options.backends)}, needed is one in vLLM"
+            )
 
     def __init__(self, options: argparse.Namespace, facts: ModelFacts) -> None:
         super().__init__(options, facts)

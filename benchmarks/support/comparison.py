@@ -243,14 +243,15 @@ def _variables(options: argparse.Namespace, backend: str) -> dict[str, str]:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     if getattr(options, "step_ms", None) is not None:
         variables[STEP_MS] = str(options.step_ms)
+    if backend in _VLLMS and hasattr(options, "rust_front_end"):
+        # Not what this process happens to have: the report names the API server.
+        variables["VLLM_USE_RUST_FRONTEND"] = str(int(options.rust_front_end))
     for text in _given(options.env, backend):
         name, _, value = text.partition("=")
         variables[name] = value
     if backend == "vllm":
         # Stock: no plug-in is loaded, not even one that stays out of the way.
         variables["VLLM_PLUGINS"] = ""
-    if backend in _VLLMS and getattr(options, "rust_front_end", False):
-        variables["VLLM_USE_RUST_FRONTEND"] = "1"
     return variables
 
 

@@ -188,12 +188,13 @@ def test_a_server_without_a_model_is_another_program() -> None:
 def test_both_sides_stand_behind_the_front_end_that_is_asked_for(
     workload: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
-    for arguments, expected in (([], {None}), (["--rust-front-end"], {"1"})):
+    for arguments, expected, otherwise in (([], {"0"}, "1"), (["--rust-front-end"], {"1"}, "0")):
+        monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", otherwise)
         parsed = online_compare.parse_options([workload, *arguments])
         sides = (engine_options(parsed, backend, "model", FACTS, []) for backend in FAKES)
         assert {side.variables.get("VLLM_USE_RUST_FRONTEND") for side in sides} == expected
         assert parsed.workload(parsed, FACTS).settings["rust_front_end"] is bool(arguments)
+    monkeypatch.delenv("VLLM_USE_RUST_FRONTEND")
     rose = engine_options(parsed, "rose", "model", FACTS, [])
     assert "VLLM_USE_RUST_FRONTEND" not in rose.variables
 

@@ -117,6 +117,11 @@ def test_help_names_the_script_and_its_options(script: str, capsys: pytest.Captu
             ["poisson", "--compare-joined-outputs", "--rust-front-end"],
             "--compare-joined-outputs: got --rust-front-end, ",
         ),
+        (
+            "online_compare",
+            ["--backends", "rose", "sglang", "--rust-front-end"],
+            "--rust-front-end: got --backends rose sglang, ",
+        ),
         ("loading", ["--repeats", "0"], "--repeats: got 0, at least 1"),
         ("start_up", ["--repeats", "0"], "--repeats: got 0, at least 1"),
         ("start_up", ["--backends", "sglang"], "invalid choice: 'sglang'"),
