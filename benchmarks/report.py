@@ -94,6 +94,8 @@ TABLES = {
     "vllm_serving_4_api_servers": Table(
         "servers", "h200/vllm_serving_4_api_servers.json", serving.poisson_table
     ),
+    "vllm_gemma3_serving": Table("servers", "h200/vllm_gemma3_serving.json", serving.poisson_table),
+    "vllm_gpt_oss_serving": Table("servers", "h200/vllm_gpt_oss_serving.json", serving.poisson_table),
     "vllm_serving_host": Table("servers", "cpu/vllm_serving_host.json", serving.poisson_table),
     "vllm_serving_host_rust": Table("servers", "cpu/vllm_serving_host_rust.json", serving.poisson_table),
     "arrivals": Table("servers", "h200/arrivals.json", serving.in_process_table),
@@ -112,6 +114,7 @@ TABLES = {
     "vllm_llama8b_start_2": Table("inside_vllm", "h200/vllm_llama8b_start_2.json", engines.offline_table),
     "vllm_llama": Table("inside_vllm", "h200/vllm_llama.json", engines.offline_table),
     "vllm_gemma3": Table("inside_vllm", "h100/vllm_gemma3.json", engines.offline_table),
+    "vllm_gpt_oss": Table("inside_vllm", "h200/vllm_gpt_oss.json", engines.offline_table),
     "vllm_parts": Table("inside_vllm", "h200/vllm_parts.json", engines.parts_table),
     "block_manager": Table("parts", "cpu/block_manager.json", parts.block_manager_table),
     "prefix_hits": Table("parts", "cpu/prefix_hits.json", parts.prefix_hits_table),
