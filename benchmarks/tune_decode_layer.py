@@ -55,24 +55,21 @@ class Cuts:
     attention: DecodeTuning
     products: dict[tuple[int, int], LinearConfig] = field(default_factory=dict)
     """By columns and depth."""
-    rotates_in_attention: bool = True
 
     def changed(self, part: str, cut: Any) -> Cuts:
-        """Return these with another cut of one kernel; attention's has the place of the rotation beside it."""
+        """Return these with another cut of one kernel."""
         if part == ATTENTION:
-            return replace(self, attention=cut[0], rotates_in_attention=cut[1])
+            return replace(self, attention=cut)
         return replace(self, products={**self.products, _sizes(part): cut})
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Let the kernels be cut so."""
-        rows = MAX_ROWS if self.rotates_in_attention else 0
         with (
             mock.patch.object(
                 linear_gpu, "choose_config", lambda rows, columns, depth, **_: self.products[columns, depth]
             ),
             mock.patch.object(decode_gpu, "decode_tuning", lambda *_, **__: self.attention),
-            mock.patch.object(decoder, "MAX_ROTATED_ROWS", rows),
             mock.patch.object(decoder, "max_packed_rows", lambda hidden_size: MAX_ROWS),
         ):
             yield
@@ -118,7 +115,7 @@ class Step:
             num_queries=config.num_attention_heads // config.num_kv_heads,
             num_kv_heads=config.num_kv_heads,
         )
-        return Cuts(attention, products, rows <= decoder.MAX_ROTATED_ROWS)
+        return Cuts(attention, products)
 
 
 def attention_candidates(cut: DecodeTuning) -> list[DecodeTuning]:
@@ -126,8 +123,9 @@ def attention_candidates(cut: DecodeTuning) -> list[DecodeTuning]:
     found = [replace(cut, early_dependents=not cut.early_dependents)]
     if cut.use_dot:
         # Two programs of 8 warps fit a processor with 128 registers a thread.
-        warps_and_registers = ((2, None), (4, None), (8, None), (8, 128))
-        shapes = product((32, 64), warps_and_registers, (2, 3), (0, 1), (64, 128, 256))
+        warps_and_registers = ((1, None), (2, None), (4, None), (8, None), (8, 128))
+        splits = ((64, 0), (128, 0), (256, 0), (128, 512))
+        shapes = product((16, 32, 64), warps_and_registers, (2, 3), (0, 1), splits)
         found += [
             replace(
                 cut,
@@ -136,9 +134,10 @@ def attention_candidates(cut: DecodeTuning) -> list[DecodeTuning]:
                 max_registers=registers,
                 num_stages=stages,
                 early_tiles=early,
-                min_split=tokens,
+                min_split=split,
+                max_whole=whole,
             )
-            for tile, (warps, registers), stages, early, tokens in shapes
+            for tile, (warps, registers), stages, early, (split, whole) in shapes
         ]
     return [each for each in found if each != cut]
 
@@ -280,15 +279,12 @@ def search(step: Step, pool: ProcessPoolExecutor, wanted: Sequence[str] | None) 
     parts = [ATTENTION, *(f"{columns}x{depth}" for columns, depth in found.best.products)]
     for part in [part for part in parts if wanted is None or part in wanted]:
         if part == ATTENTION:
-            rotates, cuts = found.best.rotates_in_attention, attention_candidates(found.best.attention)
-            others: list[Any] = [(cut, there) for there in (rotates, not rotates) for cut in cuts]
-            others.append((found.best.attention, not rotates))
+            others: list[Any] = attention_candidates(found.best.attention)
         else:
             others = product_candidates(rows, *_sizes(part))
         found.improve(part, others)
     best = {
         ATTENTION: asdict(found.best.attention),
-        "rotates_in_attention": found.best.rotates_in_attention,
         **{f"{columns}x{depth}": asdict(cut) for (columns, depth), cut in found.best.products.items()},
     }
     for part, cut in best.items():

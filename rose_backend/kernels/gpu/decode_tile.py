@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from rose_backend.kernels.gpu.float8 import to_half
 from rose_backend.kernels.gpu.softmax import HIDDEN, LOG2_E, NO_LOGIT, cached_offsets, to_logits
+
+
+class PageSizes(NamedTuple):
+    """How tiles of a row's tokens lie in the blocks of a cache."""
+
+    BLOCK_SIZE: int
+    IN_BLOCK: bool
+    """No tile has tokens of two blocks."""
+    SAME_STRIDES: bool
+    """Keys and values are equally far apart."""
+
+
+class DecodeLoops(NamedTuple):
+    """How a program reads and attends its cached tokens."""
+
+    STAGES: int
+    USE_DOT: bool
+    BY_ASSEMBLER: bool
+    OVERLAP: bool
+    EARLY_DEPENDENTS: bool
+    EARLY_TILES: int
 
 
 @triton.jit
@@ -47,31 +70,47 @@ def head_columns(
 
 
 @triton.jit
-def load_block_ids(table_ptr, positions, end, BLOCK_SIZE: tl.constexpr):
-    """Return the blocks of ``positions`` before ``end``, of a row whose block table is given."""
-    return tl.load(table_ptr + positions.to(tl.uint32) // BLOCK_SIZE, mask=positions < end, other=0)
+def tile_places(start, tokens, IN_BLOCK: tl.constexpr):
+    """Return the positions ``start + tokens``, or where no tile has tokens of two blocks, the first of them."""
+    return tl.cast(start, tl.int32) if IN_BLOCK else start + tokens
 
 
 @triton.jit
-def load_tiles_block_ids(table_ptr, positions, end, COUNT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return the blocks of ``COUNT`` tiles before ``end``, the first of which is ``positions``."""
+def load_block_ids(table_ptr, places, end, BLOCK_SIZE: tl.constexpr):
+    """Return the blocks of ``places`` before ``end``, of a row whose block table is given."""
+    return tl.load(table_ptr + places.to(tl.uint32) // BLOCK_SIZE, mask=places < end, other=0)
+
+
+@triton.jit
+def load_tiles_block_ids(
+    table_ptr, places, end, COUNT: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """Return the blocks of ``COUNT`` tiles before ``end``, the first of which is at ``places``."""
     block_ids = ()
     for nth in tl.static_range(COUNT):
-        tile = positions + nth * positions.shape[0]
-        block_ids += (load_block_ids(table_ptr, tile, end, BLOCK_SIZE),)  # type: ignore[assignment]
+        block_ids += (load_block_ids(table_ptr, places + nth * TILE, end, BLOCK_SIZE),)  # type: ignore[assignment]
     return block_ids
 
 
 @triton.jit
-def load_tile(cache, columns, block_ids, positions, end, BLOCK_SIZE: tl.constexpr):
-    """Return keys and values at ``positions``, [tokens, columns], zero from ``end`` on.
+def load_tile(cache, columns, block_ids, places, tokens, end, PAGES: tl.constexpr):
+    """Return the keys and values of a tile, [tokens, columns], zero from ``end`` on.
 
     ``cache`` is (keys, values, the row's block table, strides of key blocks and tokens, of value blocks and tokens),
-    ``columns`` as ``head_columns`` returns them.
+    ``columns`` as ``head_columns`` returns them, ``places`` as ``tile_places`` does.
     """
+    positions = places + tokens if PAGES.IN_BLOCK else places
     mask = (positions < end)[:, None] & columns[2][None, :]
-    key_rows = cache[0] + cached_offsets(block_ids, positions, cache[3], cache[4], BLOCK_SIZE)
-    value_rows = cache[1] + cached_offsets(block_ids, positions, cache[5], cache[6], BLOCK_SIZE)
+    key_offsets = cached_offsets(block_ids, places, cache[3], cache[4], PAGES.BLOCK_SIZE)
+    if PAGES.SAME_STRIDES:
+        value_offsets = key_offsets
+    else:
+        value_offsets = cached_offsets(block_ids, places, cache[5], cache[6], PAGES.BLOCK_SIZE)
+    if PAGES.IN_BLOCK:
+        # Only scalars change from one tile to the next.
+        key_offsets += tokens.to(tl.int64) * cache[4]
+        value_offsets += tokens.to(tl.int64) * cache[6]
+    key_rows, value_rows = cache[0] + key_offsets, cache[1] + value_offsets
     # Read once in a step: what the layer's other kernels share stays in the L2 cache.
     key = tl.load(
         key_rows[:, None] + columns[0][None, :], mask=mask, other=0.0, eviction_policy="evict_first"
@@ -183,7 +222,7 @@ def attend_cached(
     queries,
     factors,
     TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    PAGES: tl.constexpr,  # PageSizes
     STAGES: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -210,8 +249,9 @@ def attend_cached(
             begin += TILE
         for start in tl.range(begin, end, TILE, num_stages=STAGES):
             positions = start + tokens
-            key, value = load_tile(cache, columns, block_ids, positions, end, BLOCK_SIZE)
-            block_ids = load_block_ids(cache[2], positions + TILE, end, BLOCK_SIZE)
+            places = tile_places(start, tokens, PAGES.IN_BLOCK)
+            key, value = load_tile(cache, columns, block_ids, places, tokens, end, PAGES)
+            block_ids = load_block_ids(cache[2], places + TILE, end, PAGES.BLOCK_SIZE)
             top, total, attended = attend_tile(
                 (top, total, attended), query, key, value, positions, positions < end, queries, factors,
                 CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI, USE_DOT, BY_ASSEMBLER,
@@ -219,8 +259,9 @@ def attend_cached(
     else:
         for start in tl.range(begin, end, TILE, num_stages=1):
             positions = start + tokens
-            last = load_tile(cache, columns, block_ids, positions + STAGES * TILE, end, BLOCK_SIZE)
-            block_ids = load_block_ids(cache[2], positions + (STAGES + 1) * TILE, end, BLOCK_SIZE)
+            places = tile_places(start, tokens, PAGES.IN_BLOCK) + STAGES * TILE
+            last = load_tile(cache, columns, block_ids, places, tokens, end, PAGES)
+            block_ids = load_block_ids(cache[2], places + TILE, end, PAGES.BLOCK_SIZE)
             top, total, attended = attend_tile(
                 (top, total, attended), query, early[0], early[1], positions, positions < end, queries, factors,
                 CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI, USE_DOT, BY_ASSEMBLER,

@@ -125,16 +125,29 @@ def _grouped_tuning(wanted: int, num_processors: int) -> DecodeTuning:
             use_dot=True,
             num_warps=8,
             num_stages=3,
+            max_whole=320,
             early_tiles=1,
         )
+    if wanted <= 3 * num_processors:
+        return DecodeTuning(
+            tile=32,
+            min_split=128,
+            num_programs=3 * num_processors,
+            use_dot=True,
+            num_warps=4,
+            num_stages=3,
+            max_whole=320,
+            early_tiles=1,
+        )
+    # Short rows take little but the time that memory takes to answer, which many small programs share.
     return DecodeTuning(
-        tile=32,
+        tile=16,
         min_split=128,
         num_programs=3 * num_processors,
         use_dot=True,
-        num_warps=2 if wanted > 3 * num_processors else 4,
+        num_warps=1,
         num_stages=3,
-        early_tiles=1 if wanted <= 8 * num_processors else 0,
+        max_whole=512,
     )
 
 

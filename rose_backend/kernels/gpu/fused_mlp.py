@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rose_backend.kernels.gpu.small_batch_linear import has_dependent_launch
+
 _TILE = 1024
 
 
@@ -47,8 +49,11 @@ def _silu_mul_kernel(
     stride_e,
     ALTERNATING: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Args: ALTERNATING: gate and up are in turns, not side by side."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = columns < width
@@ -108,7 +113,16 @@ def silu_mul(
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_tokens, width))
     if out.numel():
+        use_pdl = has_dependent_launch(out.device)
         _silu_mul_kernel[(num_tokens, triton.cdiv(width, _TILE))](
-            gate_up, out, width, *gate_up.stride(), ALTERNATING=alternating, TILE=_TILE, num_warps=4
+            gate_up,
+            out,
+            width,
+            *gate_up.stride(),
+            ALTERNATING=alternating,
+            TILE=_TILE,
+            PDL=use_pdl,
+            launch_pdl=use_pdl,
+            num_warps=4,
         )
     return out

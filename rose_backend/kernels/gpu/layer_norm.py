@@ -33,11 +33,13 @@ def _norm_kernel(
     PDL: tl.constexpr,
 ):
     """Args: ADD: x + residual first. CENTRE: LayerNorm with its bias, else RMSNorm."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, TILE)
     mask = columns < WIDTH
+    # What is constant is loaded before the wait.
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + token * x_stride_t + columns * x_stride_e, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         residual = residual_ptr + token * residual_stride_t + columns * residual_stride_e
@@ -45,7 +47,6 @@ def _norm_kernel(
         total = x.to(new_residual_ptr.dtype.element_ty)
         tl.store(new_residual_ptr + token * WIDTH + columns, total, mask=mask)
         x = total.to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if CENTRE:
         x = tl.where(mask, x - tl.sum(x, axis=0) / WIDTH, 0.0)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)

@@ -16,6 +16,8 @@ import triton.language as tl
 
 from rose_backend.kernels.attention_options import AttentionOptions, HeadRotation
 from rose_backend.kernels.gpu.decode_tile import (
+    DecodeLoops,
+    PageSizes,
     add_new_token,
     add_sinks,
     attend_cached,
@@ -28,6 +30,7 @@ from rose_backend.kernels.gpu.decode_tile import (
     load_tiles_block_ids,
     store_tokens,
     sum_lanes,
+    tile_places,
 )
 from rose_backend.kernels.gpu.decode_tuning import (
     DecodeTuning,
@@ -74,17 +77,6 @@ class DecodeWork(NamedTuple):
     NEW_TILE: int
 
 
-class DecodeLoops(NamedTuple):
-    """How a program reads and attends its cached tokens."""
-
-    STAGES: int
-    USE_DOT: bool
-    BY_ASSEMBLER: bool
-    OVERLAP: bool
-    EARLY_DEPENDENTS: bool
-    EARLY_TILES: int
-
-
 @triton.jit(
     do_not_specialize=["num_rows", "extra", "window", "table_stride", "table_width"],
     do_not_specialize_on_alignment=[
@@ -127,7 +119,7 @@ def _paged_decode_kernel(
     ROTATION: tl.constexpr,  # RotationSizes, None as above
     HEAD_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    PAGES: tl.constexpr,  # PageSizes
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
@@ -157,8 +149,9 @@ def _paged_decode_kernel(
     tokens = tl.arange(0, TILE)
     # Most rows begin at their first token: that is read before the length is known, as far as the table goes.
     table_ptr = block_table_ptr + work.to(tl.int64) * table_stride
-    table_end = tl.where(work < num_rows, table_width * BLOCK_SIZE, 0)
-    block_ids = load_tiles_block_ids(table_ptr, tokens, table_end, EARLY + 1, BLOCK_SIZE)
+    table_end = tl.where(work < num_rows, table_width * PAGES.BLOCK_SIZE, 0)
+    first = tile_places(work * 0, tokens, PAGES.IN_BLOCK)
+    block_ids = load_tiles_block_ids(table_ptr, first, table_end, EARLY + 1, TILE, PAGES.BLOCK_SIZE)
     row, length, first_token, query_len, split, num_splits, slot, begin, end = find_split(
         num_computed_ptr, query_start_ptr, num_rows, window, work, extra, SPLITS,
         MAX_QUERY_LEN, HAS_NEW, HAS_WINDOW,
@@ -186,18 +179,19 @@ def _paged_decode_kernel(
         key_cache_ptr + kv_head * strides.key[2], value_cache_ptr + kv_head * strides.value[2], table_ptr,
         strides.key[0], strides.key[1], strides.value[0], strides.value[1],
     )  # fmt: skip
+    places = tile_places(begin, tokens, PAGES.IN_BLOCK)
     if begin > 0:
-        block_ids = load_tiles_block_ids(table_ptr, begin + tokens, end, EARLY + 1, BLOCK_SIZE)
+        block_ids = load_tiles_block_ids(table_ptr, places, end, EARLY + 1, TILE, PAGES.BLOCK_SIZE)
     early = ()
     for nth in tl.static_range(EARLY):
-        early += load_tile(cache, columns, block_ids[nth], begin + nth * TILE + tokens, end, BLOCK_SIZE)
+        early += load_tile(cache, columns, block_ids[nth], places + nth * TILE, tokens, end, PAGES)
     if HAS_NEW:
         new_tokens = tl.arange(0, WORK.NEW_TILE)
         new_heads = (new_tokens * 0).to(tl.int64)
         if WORK.KV_HEADS > 1:
             new_heads, new_tokens = new_tokens.to(tl.int64), new_tokens * 0
         is_new = new_tokens < query_len
-        new_block_ids = load_block_ids(table_ptr, length + new_tokens, length + query_len, BLOCK_SIZE)
+        new_block_ids = load_block_ids(table_ptr, length + new_tokens, length + query_len, PAGES.BLOCK_SIZE)
     if ROTATION is not None:
         tl.static_assert(HAS_NEW and MAX_QUERY_LEN == 1, "all heads have the new token's position")
         angles = load_angles(rotation, length, HEAD_TILE, ROTATION)
@@ -251,7 +245,7 @@ def _paged_decode_kernel(
     # A row's own new tokens are among the cached ones when they were stored before.
     state = attend_cached(
         state, query, early, cache, columns, block_ids[EARLY], begin, end, query_limits, tile_factors,
-        TILE, BLOCK_SIZE, LOOPS.STAGES, MAX_QUERY_LEN > 1 and not HAS_NEW, MASK_WINDOW, HAS_CAP, HAS_ALIBI,
+        TILE, PAGES, LOOPS.STAGES, MAX_QUERY_LEN > 1 and not HAS_NEW, MASK_WINDOW, HAS_CAP, HAS_ALIBI,
         USE_DOT, BY_ASSEMBLER,
     )  # fmt: skip
     if OVERLAP and not LOOPS.EARLY_DEPENDENTS:
@@ -259,7 +253,8 @@ def _paged_decode_kernel(
     # Only now: nothing in front had to wait for the new tokens.
     if HAS_NEW and is_last_split & (share % WORK.SHARERS == 0):
         store_tokens(
-            cache, new_key, new_value, new_block_ids, length + new_tokens, strides, new_heads, new_mask, BLOCK_SIZE
+            cache, new_key, new_value, new_block_ids, length + new_tokens, strides, new_heads, new_mask,
+            PAGES.BLOCK_SIZE,
         )  # fmt: skip
     if not USE_DOT:
         state = sum_lanes(state, HEAD_TILE)
@@ -336,6 +331,7 @@ def paged_decode(
     query_tile = triton.next_power_of_2(group * tokens)
     new_tile = kv_heads if max_query_len == 1 else 16 if tuning.use_dot else tuning.tile
     rotation_tensors, rotation_sizes = (None, None) if rotation is None else inside_another_kernel(rotation)
+    in_block = options.sliding_window is None and block_size % tuning.tile == 0
     combined_queries = _COMBINE_ELEMENTS * tuning.num_warps // (_COMBINE_TILE * head_tile)
     _paged_decode_kernel[(shares * (num_rows + extra),)](
         out,
@@ -385,7 +381,12 @@ def paged_decode(
         ROTATION=rotation_sizes,
         HEAD_SIZE=head_size,
         HEAD_TILE=head_tile,
-        BLOCK_SIZE=block_size,
+        PAGES=PageSizes(
+            block_size,
+            # Without a window rows begin with their first token, and their splits with a tile.
+            in_block,
+            in_block and key_cache.stride() == value_cache.stride(),
+        ),
         HAS_WINDOW=options.sliding_window is not None,
         HAS_CAP=options.logits_soft_cap is not None,
         num_warps=tuning.num_warps,
