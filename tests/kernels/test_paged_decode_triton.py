@@ -369,6 +369,17 @@ def test_without_new_tokens_nothing_is_written(dtype: torch.dtype) -> None:
     assert same_bits(inputs.storage, stored)
 
 
+@pytest.mark.parametrize("block_size", [6, 8, 16])
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16], ids=str)
+def test_keys_and_values_have_strides_of_their_own(dtype: torch.dtype, block_size: int) -> None:
+    inputs = build_paged_inputs(LENGTHS, block_size=block_size, dtype=dtype)
+    values = torch.cat((inputs.value_cache, torch.full_like(inputs.value_cache, float("nan"))), 3)[..., :16]
+    apart, _ = run(replace(inputs, value_cache=values))
+    check(inputs, apart)
+    together, _ = run(inputs)
+    assert same_bits(apart, together) and same_bits(values.contiguous(), inputs.value_cache.contiguous())
+
+
 def test_new_token_is_not_read_back_from_the_cache() -> None:
     # Two rows that wrongly share their tail block: each must still see its own token.
     inputs = build_paged_inputs([4, 4])
