@@ -26,6 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
 DRAWN_RESULTS = ("cpu/block_manager.json", "cpu/state_hits.json", "h200/online_compare.json")
 COMMITS = {
+    "ffcbcead170b606a": "7255725",
     "635f72b61410c9a5": "767695d",
     "d0f325891cf47ef6": "3b262ef",
     "e3d3f3be6fd5fe59": "2b381bf",
@@ -109,6 +110,7 @@ TABLES = {
     "vllm_gpt2_start_3": Table("inside_vllm", "h200/vllm_gpt2_start_3.json", engines.offline_table),
     "vllm_qwen3": Table("inside_vllm", "h200/vllm_qwen3.json", engines.offline_table),
     "vllm_qwen3_start_2": Table("inside_vllm", "h200/vllm_qwen3_start_2.json", engines.offline_table),
+    "vllm_qwen3_start_3": Table("inside_vllm", "h200/vllm_qwen3_start_3.json", engines.offline_table),
     "vllm_qwen3_h100": Table("inside_vllm", "h100/vllm_qwen3.json", engines.offline_table),
     "vllm_llama8b_start_1": Table("inside_vllm", "h200/vllm_llama8b_start_1.json", engines.offline_table),
     "vllm_llama8b_start_2": Table("inside_vllm", "h200/vllm_llama8b_start_2.json", engines.offline_table),

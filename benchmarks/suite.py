@@ -79,6 +79,10 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "vllm_qwen3": (f"{_OFFLINE} --backends {' '.join(_ENGINES)} {_GREEDY_STEPS} {_QWEN3}", _ENGINES),
     "vllm_qwen3_start_2": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_QWEN3}", _INSIDE_VLLM),
+    "vllm_qwen3_start_3": (
+        f"{_OFFLINE} --backends {' '.join(_ENGINES[:3])} {_GREEDY_STEPS} {_QWEN3}",
+        _ENGINES[:3],
+    ),
     "qwen3_30b_a3b": (
         f"{_OFFLINE} --backends rose vllm --shape qwen3-30b-a3b --dtype bfloat16 --kv-cache-tokens 16384 "
         "--scenes decode --batches 1 8 32 --cases greedy --repeats 3",
@@ -100,13 +104,13 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
         f"{_OFFLINE} --shape llama-1b --scenes decode offline --cases greedy --repeats 3",
         _INSIDE_VLLM,
     ),
-    # Not published from an H200 yet.
-    "vllm_trace": (f"{_ONLINE} {_TRACE}", _INSIDE_VLLM),
-    "vllm_trace_rust": (f"{_ONLINE} {_TRACE} --rust-front-end", _INSIDE_VLLM),
-    "vllm_gemma3": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_GEMMA3}", _INSIDE_VLLM),
     "vllm_gpt_oss": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_GPT_OSS}", _INSIDE_VLLM),
     "vllm_gemma3_serving": (f"{_SHARED_PREFIXES} {_GEMMA3}", _INSIDE_VLLM),
     "vllm_gpt_oss_serving": (f"{_SHARED_PREFIXES} {_GPT_OSS}", _INSIDE_VLLM),
+    # Not published from an H200 yet.
+    "vllm_gemma3": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_GEMMA3}", _INSIDE_VLLM),
+    "vllm_trace": (f"{_ONLINE} {_TRACE}", _INSIDE_VLLM),
+    "vllm_trace_rust": (f"{_ONLINE} {_TRACE} --rust-front-end", _INSIDE_VLLM),
     "sglang_gpt2": (
         f"{_OFFLINE} --backends rose-in-vllm sglang {_GREEDY_STEPS}",
         ("rose-in-vllm", "sglang"),
