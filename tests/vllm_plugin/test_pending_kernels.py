@@ -147,11 +147,15 @@ def test_layers_are_recorded_with_the_attention_they_are_around(
     def decode_kinds(sources: list[KernelSource]) -> set[Any]:
         return {kind_of(source) for source in sources if source.name == "_paged_decode_kernel"}
 
-    # Steps that only decode rotate on their way; mixed ones do not, and do not begin early either.
+    # Few decodes rotate on their way, more of them do not, and mixed steps do not begin early either.
     has_norm = case == "qwen3"
-    assert decode_kinds(sources) == {(has_norm, True), (None, False)}
-    # Nor do steps of so many decodes that their products are the library's.
+    assert decode_kinds(sources) == {(has_norm, True), (None, True), (None, False)}
+    # With heads of one size any number does, without beginning early where the library multiplies.
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "rose_backend.layers.decoder.ALWAYS_ROTATED", make_layer(decoder_config(case)).head_size
+        )
+        assert decode_kinds(recorded()) == {(has_norm, True), (None, False)}
         patch.setattr("rose_backend.layers.decoder.max_packed_rows", lambda hidden_size: 100)
         assert decode_kinds(recorded()) == {(has_norm, True), (has_norm, False), (None, False)}
     # A rank's products are the library's.

@@ -115,26 +115,15 @@ def _grouped_tuning(wanted: int, num_processors: int) -> DecodeTuning:
             num_stages=3,
             early_tiles=1,
         )
-    if wanted <= 2 * num_processors:
-        # Two programs share a processor if neither takes more than 128 registers a thread. With tiles of 64 tokens and
-        # heads that are rotated on the way it takes 160.
-        return DecodeTuning(
-            tile=32,
-            min_split=128,
-            num_programs=3 * num_processors,
-            use_dot=True,
-            num_warps=8,
-            num_stages=3,
-            max_whole=320,
-            early_tiles=1,
-        )
     if wanted <= 3 * num_processors:
         return DecodeTuning(
             tile=32,
             min_split=128,
             num_programs=3 * num_processors,
             use_dot=True,
-            num_warps=4,
+            # Two programs of 8 warps share a processor if neither takes more than 128 registers a thread. With tiles of
+            # 64 tokens and heads that are rotated on the way it takes 160.
+            num_warps=8 if wanted <= 2 * num_processors else 4,
             num_stages=3,
             max_whole=320,
             early_tiles=1,
