@@ -232,6 +232,22 @@ def test_a_graph_of_decodes_is_captured_with_queries_of_one_token_and_a_mixed_on
     assert longest_queries == [8, 1]
 
 
+def test_estimating_the_memory_of_graphs_samples_as_many_as_rose_says() -> None:
+    source = inspect.getsource(cudagraph_utils.CudaGraphManager)
+    for part in ("descs[: self._max_full_descs_to_capture]", "self._capture_mem_samples.append("):
+        assert part in source, f"CudaGraphManager has no {part}"
+    # Set before the capture and read behind it, and not copied in between.
+    source = inspect.getsource(cudagraph_utils.profile_cudagraph_memory)
+    parts = (
+        "manager._max_full_descs_to_capture = _FULL_GRAPH_PROFILING_SAMPLES",
+        "manager._capture_mem_samples = mem_samples",
+        "runner.capture_model(profile_only=True)",
+        "_extrapolate_full_graph_memory(mem_samples, num_full_graphs)",
+    )
+    places = [source.find(part) for part in parts]
+    assert -1 not in places and places == sorted(places), dict(zip(parts, places, strict=True))
+
+
 def test_block_tables_hold_what_steady_steps_write() -> None:
     # Steady steps write new blocks and vLLM's count of them; vLLM's next step brings the count to the device.
     source = inspect.getsource(BlockTables.append_block_ids)

@@ -12,13 +12,26 @@ from rose_backend.vllm_plugin.plugin_logger import logger
 from rose_backend.vllm_plugin.step_graph.steady_choice import why_engine_is_not_steady
 from rose_backend.vllm_plugin.step_graph.steady_steps import SteadySteps
 
+PROFILED_GRAPHS = 9
+"""Full graphs that vLLM captures to estimate how much memory all of them will take; vLLM's own choice is two.
+
+It takes what the second one needed for what each needs. Device memory comes in steps of several MiB, which one graph
+fills and another does not begin: for the 105 graphs of Gemma 3 4B with Rose that gave 0.7 GiB, and they take 0.4. What
+is estimated too high is missing in the KV cache.
+"""
+
 
 def wrap_capture_model(original: Callable[..., int]) -> Callable[..., int]:
     """Build the replacement of ``GPUModelRunner.capture_model``; see the patch ledger."""
 
     @functools.wraps(original)
     def capture_model(self: Any, *args: Any, profile_only: bool = False, **kwargs: Any) -> int:
+        manager = self.cudagraph_manager
+        if profile_only:
+            manager._max_full_descs_to_capture = PROFILED_GRAPHS
         num_bytes = original(self, *args, profile_only=profile_only, **kwargs)
+        if profile_only:
+            _level_samples(manager._capture_mem_samples)
         if not rose_options(self.vllm_config).step_graph:
             return num_bytes
         reason = why_engine_is_not_steady(self)
@@ -31,7 +44,7 @@ def wrap_capture_model(original: Callable[..., int]) -> Callable[..., int]:
         steps = SteadySteps(self)
         steps.capture()
         # An attribute of the graphs' owner, so that it goes when they do.
-        self.cudagraph_manager.rose_steady_steps = steps
+        manager.rose_steady_steps = steps
         return num_bytes
 
     return capture_model
@@ -74,6 +87,13 @@ def wrap_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, grammar_output)
 
     return sample_tokens
+
+
+def _level_samples(samples: list[int]) -> None:
+    """Let every graph but the first, which fills the memory pool, stand for the mean of them; in place."""
+    later = samples[1:]
+    if later:
+        samples[1:] = [sum(later) // len(later)] * len(later)
 
 
 def _estimated_bytes(runner: Any) -> int:
