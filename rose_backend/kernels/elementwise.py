@@ -68,20 +68,24 @@ def layer_norm(
 
 
 def add_layer_norm(
-    x: torch.Tensor,  # [T, E]
+    x: torch.Tensor,  # [T, E] or [P, T, E]
     residual: torch.Tensor,  # [T, E]
     weight: torch.Tensor,  # [E]
     bias: torch.Tensor,  # [E]
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(layer_norm(x + residual), x + residual)``, both [T, E] and new; the inputs stay as they are."""
-    check_tensors(x=(x, "T E"), residual=(residual, "T E"), weight=(weight, "E"), bias=(bias, "E"))
+    """Return ``(layer_norm(x + residual), x + residual)``, both [T, E] and new; the inputs stay as they are.
+
+    Args:
+        x: with three dimensions, parts whose sum is meant, added in float32.
+    """
+    check_tensors(x=(x, _parts_of(x)), residual=(residual, "T E"), weight=(weight, "E"), bias=(bias, "E"))
     check_same_dtype(x=x, residual=residual, weight=weight, bias=bias)
     if x.is_cuda:
         from rose_backend.kernels.gpu import layer_norm as gpu
 
         return gpu.add_layer_norm(x, residual, weight, bias, eps)
-    new_residual = x + residual
+    new_residual = _sum(x, residual)
     return F.layer_norm(new_residual, weight.shape, weight, bias, eps), new_residual
 
 
@@ -103,20 +107,34 @@ def rms_norm(
 
 
 def add_rms_norm(
-    x: torch.Tensor,  # [T, E]
+    x: torch.Tensor,  # [T, E] or [P, T, E]
     residual: torch.Tensor,  # [T, E]
     weight: torch.Tensor,  # [E]
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(rms_norm(x + residual), x + residual)``, both [T, E] and new; the inputs stay as they are."""
-    check_tensors(x=(x, "T E"), residual=(residual, "T E"), weight=(weight, "E"))
+    """Return ``(rms_norm(x + residual), x + residual)``, both [T, E] and new; the inputs stay as they are.
+
+    Args:
+        x: with three dimensions, parts whose sum is meant, added in float32.
+    """
+    check_tensors(x=(x, _parts_of(x)), residual=(residual, "T E"), weight=(weight, "E"))
     check_same_dtype(x=x, residual=residual, weight=weight)
     if x.is_cuda:
         from rose_backend.kernels.gpu import layer_norm as gpu
 
         return gpu.add_rms_norm(x, residual, weight, eps)
-    new_residual = x + residual
+    new_residual = _sum(x, residual)
     return rms_norm(new_residual, weight, eps), new_residual
+
+
+def _parts_of(x: torch.Tensor) -> str:
+    return "P T E" if x.ndim == 3 else "T E"
+
+
+def _sum(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    if x.ndim == 2:
+        return x + residual
+    return (x.sum(0, dtype=torch.float32) + residual).to(residual.dtype)
 
 
 def bias_gelu(

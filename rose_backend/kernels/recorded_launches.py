@@ -272,6 +272,10 @@ def _matmul(
     return torch.empty((left.shape[0], *right.shape[1:]), dtype=dtype, device="meta")
 
 
+def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return torch.empty((*left.shape[:2], right.shape[2]), dtype=left.dtype, device="meta")
+
+
 def _sum(x: torch.Tensor, *dims: int, **options: Any) -> torch.Tensor | None:
     if options or len(dims) != 1 or not isinstance(dims[0], int):
         return None
@@ -301,6 +305,7 @@ _SHORTCUTS: dict[Any, Callable[..., torch.Tensor | None]] = {
     **_named(torch.Tensor, _compare, "eq", "ne", "lt", "le", "gt", "ge"),
     **_named(torch, _addmm, "addmm", "_addmm_activation"),
     **_named(torch, _matmul, "mm", "matmul"),
+    torch.bmm: _bmm,
     torch.Tensor.matmul: _matmul,
     torch.Tensor.sum: _sum,
     torch.Tensor.gather: _gather,

@@ -149,6 +149,22 @@ def test_norms(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_norms_of_parts(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, residual, weight, bias = make(*shape, dtype)
+    parts = torch.stack((x, 0.4 * residual))
+    total = parts.double().sum(0) + residual.double()
+    rounded = (parts.float().sum(0) + residual).to(dtype)
+    torch_result = F.layer_norm(rounded, weight.shape, weight, bias, EPS)
+    for normed, new_residual, exact in (
+        (*add_layer_norm(parts, residual, weight, bias, EPS), exact_layer_norm(total, weight, bias)),
+        (*add_rms_norm(parts, residual, weight, EPS), exact_rms_norm(total, weight)),
+    ):
+        assert_within_budget(new_residual, total, rounded)
+        assert_within_budget(normed, exact, torch_result)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_mlp_parts(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, residual, _, bias = make(*shape, dtype)
     summed = x.double() + bias.double()

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend import kernels as twin
+from rose_backend.errors import ShapeError
 from tests.support.aot import compile_launch, compiles, overlapped, record_launches
 from tests.support.error_budget import assert_within_budget
 from tests.support.interpreter import run_interpreted
@@ -77,6 +78,39 @@ def test_norms_of_sums(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
 
 
+@pytest.mark.parametrize("num_parts", [1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_is_added_may_come_in_parts(shape: tuple[int, int], dtype: torch.dtype, num_parts: int) -> None:
+    x, residual, weight, bias = make(*shape, dtype)
+    # A part next to the other in memory, as products of two halves may be.
+    parts = torch.stack([x * (0.3 + part) for part in range(num_parts)], 1).transpose(0, 1)
+    before = parts.clone()
+    exact_sum = parts.double().sum(0) + residual.double()
+    rounded = (parts.float().sum(0) + residual).to(dtype)
+    for name, arguments, exact, torch_norm in (
+        ("add_layer_norm", (weight, bias, EPS), exact_layer_norm(exact_sum, weight, bias), F.layer_norm),
+        ("add_rms_norm", (weight, EPS), exact_rms_norm(exact_sum, weight), F.rms_norm),
+    ):
+        torch_result = torch_norm(rounded, weight.shape, *arguments)
+        for normed, total in (
+            run_interpreted(call, name, parts, residual, *arguments),
+            getattr(twin, name)(parts, residual, *arguments),
+        ):
+            assert normed.shape == total.shape == residual.shape
+            assert_within_budget(normed, exact, torch_result)
+            assert_within_budget(total, exact_sum, rounded)
+    assert torch.equal(parts, before)
+
+
+@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
+def test_parts_are_of_the_residuals_shape(name: str) -> None:
+    x, residual, weight, bias = make(3, 7, torch.float32)
+    rest = (weight, bias, EPS) if name == "add_layer_norm" else (weight, EPS)
+    with pytest.raises(ShapeError, match="residual"):
+        getattr(twin, name)(torch.stack((x, x))[:, :2], residual, *rest)
+
+
 def test_eps_counts() -> None:
     x, _, weight, bias = make(4, 16, torch.float32)
     for name, args in (("layer_norm", (x, weight, bias, 0.5)), ("rms_norm", (x, weight, 0.5))):
@@ -102,7 +136,9 @@ def test_compiles_without_spills(capability: int) -> None:
                 x, residual, weight, bias = make(4, width, dtype)
                 gpu.add_layer_norm(x, residual, weight, bias, EPS)
         gpu.rms_norm(x, weight, EPS)
-    assert len(launches) == 5
+        x, residual, weight, _ = make(4, 4096, torch.bfloat16)
+        gpu.add_rms_norm(torch.stack((x, x)), residual, weight, EPS)
+    assert len(launches) == 6
     for recorded in launches:
         resources = compile_launch(overlapped(recorded, capability), capability)
         assert "ld.global.v4.b32" in resources.ptx and "st.global.v4.b32" in resources.ptx

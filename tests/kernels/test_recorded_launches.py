@@ -141,6 +141,9 @@ def operations() -> list[Callable[..., torch.Tensor]]:
         lambda wide, row, flags: wide @ row,
         lambda wide, row, flags: wide @ wide.t(),
         lambda wide, row, flags: torch.mm(wide.double(), wide.t().double()),
+        lambda wide, row, flags: torch.bmm(
+            wide.unflatten(1, (2, -1)).transpose(0, 1), wide.t().unflatten(0, (2, -1))
+        ),
         lambda wide, row, flags: wide.new_empty((3, 2)),
         lambda wide, row, flags: wide.new_empty(3, dtype=torch.int32),
         lambda wide, row, flags: torch.empty_like(wide.t()),

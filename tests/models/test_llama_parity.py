@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.config import SWITCH_NAMES
 from rose_backend.engine.startup.load import storage_bytes
 from rose_backend.kernels import rotate_query_key
-from rose_backend.layers import decoder
+from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
+from rose_backend.layers import decoder, linear
 from rose_backend.models import llama
 from rose_backend.models.registry import load_model
 from tests.kernels.test_small_batch_linear import record_moments
@@ -95,6 +97,44 @@ def test_the_way_for_few_decodes(case: Case, monkeypatch: pytest.MonkeyPatch) ->
     with LLM(str(path), device="cpu", dtype="float32") as llm:
         check(llm, case, num_prompts=16, num_tokens=24)
     assert seen
+
+
+def test_halves_of_products_summed_by_the_next_norm(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _, _ = case
+    num_parts = []
+
+    def adds_halves(x: torch.Tensor, product: linear.Linear) -> bool:
+        num_parts.append(2 if product.bias is None and x.shape[1] % 2 == 0 else 1)
+        return num_parts[-1] == 2
+
+    monkeypatch.setattr(linear, "adds_halves", adds_halves)
+    with LLM(str(path), device="cpu", dtype="float32") as llm:
+        check(llm, case, num_prompts=16)
+    assert set(num_parts) == {1 if "biases" in path.parent.name + path.name else 2}
+    num_parts.clear()
+    with LLM(str(path), device="cpu", dtype="float32", fused_add_layernorm=False) as llm:
+        check(llm, case, num_prompts=2)
+    assert not num_parts
+
+
+def test_where_halves_of_products_are_summed_by_the_next_norm() -> None:
+    def adds_halves(rows: int, fan_in: int, fan_out: int, dtype: torch.dtype = torch.bfloat16) -> bool:
+        weight = torch.empty(fan_out, fan_in, dtype=dtype, device="meta").t()
+        return linear.adds_halves(weight.new_empty(rows, fan_in), linear.Linear(weight, None))
+
+    with meta_stands_for(GpuProperties((9, 0), 132)):
+        of_llama_8b = [rows for rows in range(1, 1025) if adds_halves(rows, 14_336, 4096)]
+        assert of_llama_8b == list(range(129, 257))
+        assert not adds_halves(200, 4096, 4096) and not adds_halves(200, 14_336, 4096, torch.float16)
+        # Llama 3.2 1B's halves do not fill the GPU.
+        assert not any(adds_halves(rows, 8192, 2048) for rows in range(1, 257))
+        weight, bias = torch.empty(2, 4096, 14_336, dtype=torch.bfloat16, device="meta"), torch.empty(4096)
+        x = weight.new_empty(200, 14_336)
+        assert not linear.adds_halves(x, linear.Linear(weight[0].t(), bias))
+    with meta_stands_for(GpuProperties((8, 0), 108)):
+        assert not adds_halves(200, 14_336, 4096)
+    host = torch.empty(200, 14_336, dtype=torch.bfloat16)
+    assert not linear.adds_halves(host, linear.Linear(torch.empty(14_336, 4096), None))
 
 
 @pytest.mark.gpu

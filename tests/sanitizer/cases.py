@@ -160,6 +160,7 @@ def norms(num_tokens: int, width: int) -> Case:
             *kernels.add_layer_norm(x, residual, weight, bias, EPS),
             kernels.rms_norm(x, weight, EPS),
             *kernels.add_rms_norm(x, residual, weight, EPS),
+            *kernels.add_rms_norm(torch.stack((x, residual)), residual, weight, EPS),
             kernels.bias_gelu(x.clone(), bias),
             kernels.bias_residual(x.clone(), bias, residual),
             kernels.silu_mul(torch.cat((x, residual), 1)),

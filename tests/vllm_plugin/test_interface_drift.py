@@ -234,7 +234,11 @@ def test_a_graph_of_decodes_is_captured_with_queries_of_one_token_and_a_mixed_on
 
 def test_estimating_the_memory_of_graphs_samples_as_many_as_rose_says() -> None:
     source = inspect.getsource(cudagraph_utils.CudaGraphManager)
-    for part in ("descs[: self._max_full_descs_to_capture]", "self._capture_mem_samples.append("):
+    for part in (
+        "descs = self._capture_descs[mode]",
+        "descs[: self._max_full_descs_to_capture]",
+        "self._capture_mem_samples.append(",
+    ):
         assert part in source, f"CudaGraphManager has no {part}"
     # Set before the capture and read behind it, and not copied in between.
     source = inspect.getsource(cudagraph_utils.profile_cudagraph_memory)
@@ -242,6 +246,7 @@ def test_estimating_the_memory_of_graphs_samples_as_many_as_rose_says() -> None:
         "manager._max_full_descs_to_capture = _FULL_GRAPH_PROFILING_SAMPLES",
         "manager._capture_mem_samples = mem_samples",
         "runner.capture_model(profile_only=True)",
+        "num_full_graphs = len(manager._capture_descs.get(CUDAGraphMode.FULL, []))",
         "_extrapolate_full_graph_memory(mem_samples, num_full_graphs)",
     )
     places = [source.find(part) for part in parts]

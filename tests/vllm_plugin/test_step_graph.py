@@ -562,7 +562,7 @@ class HookedRunner:
 
     def __init__(self, runner: Runner, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.calls: list[Any] = []
-        self.cudagraph_manager = SimpleNamespace(_max_full_descs_to_capture=None, _capture_mem_samples=None)
+        self.cudagraph_manager = SimpleNamespace(_capture_descs={})
         self.vllm_config = SimpleNamespace(additional_config={"rose": options})
         self.max_num_reqs, self.vocab_size, self.dtype = 16, 1000, torch.float16
         monkeypatch.setattr(runner_hooks, "SteadySteps", lambda _: SimpleNamespace(capture=lambda: None))
@@ -587,7 +587,6 @@ def test_graphs_are_captured_behind_vllms(
     monkeypatch.setattr(runner_hooks, "why_engine_is_not_steady", lambda _: reason)
     hooked = HookedRunner(runner, monkeypatch, step_graph=is_on)
     is_steady = is_on and reason is None
-    hooked.cudagraph_manager._capture_mem_samples = []
     # In float16, and the float32 copy that draws are made from.
     assert hooked.capture(profile_only=True) == 7 + (16 * 1000 * (2 + 4) if is_steady else 0)
     assert not hasattr(hooked.cudagraph_manager, "rose_steady_steps")
@@ -596,30 +595,42 @@ def test_graphs_are_captured_behind_vllms(
     assert [kwargs["profile_only"] for _, _, kwargs in hooked.calls] == [True, False]
 
 
-@pytest.mark.parametrize("taken", [(), (90,), (90, 8), (90, 8, 0, 4, 0, 8, 4, 0, 8)])
-def test_vllm_estimates_the_memory_of_graphs_from_the_mean_of_several(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, taken: tuple[int, ...]
+@pytest.mark.parametrize("num_graphs", [0, 1, 9, 10, 11, 105])
+def test_the_memory_of_graphs_is_estimated_from_graphs_of_all_sizes(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, num_graphs: int
 ) -> None:
     from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
 
-    taken = tuple(mib << 20 for mib in taken)
+    mib, sizes = 1 << 20, list(range(num_graphs, 0, -1))
     monkeypatch.setattr(runner_hooks, "why_engine_is_not_steady", lambda _: "LoRA")
     hooked = HookedRunner(runner, monkeypatch)
     manager = hooked.cudagraph_manager
-    manager._capture_mem_samples = samples = []
+    manager._capture_descs, manager._capture_mem_samples = {CUDAGraphMode.FULL: sizes}, []
+    manager._max_full_descs_to_capture = 2
+    captured: list[int] = []
+
+    def memory_of(size: int) -> int:
+        return mib * {num_graphs: 90, num_graphs - 1: 20, num_graphs - 2: 20}.get(size, 2 if size % 2 else 4)
 
     def capture(self: HookedRunner, *, profile_only: bool) -> int:
-        if profile_only:
-            samples.extend(taken[: manager._max_full_descs_to_capture])
+        captured.extend(manager._capture_descs[CUDAGraphMode.FULL][: manager._max_full_descs_to_capture])
+        manager._capture_mem_samples.extend(map(memory_of, captured))
         return 0
 
     runner_hooks.wrap_capture_model(capture)(hooked, profile_only=True)
-    mean = sum(taken[1:]) // max(len(taken) - 1, 1)
-    assert len(samples) == len(taken) <= runner_hooks.PROFILED_GRAPHS
-    assert _extrapolate_full_graph_memory(samples, 100) == sum(taken[:1]) + 99 * mean
-    manager._max_full_descs_to_capture = None
-    runner_hooks.wrap_capture_model(capture)(hooked)
-    assert manager._max_full_descs_to_capture is None
+    assert manager._capture_descs[CUDAGraphMode.FULL] == sizes
+    samples = manager._capture_mem_samples
+    # vLLM takes it off what the whole capture took, and adds the estimate.
+    assert sum(samples) == sum(map(memory_of, captured))
+    if num_graphs <= runner_hooks.PROFILED_GRAPHS:
+        assert captured == sizes[:2]
+        return
+    assert len(set(captured)) == runner_hooks.PROFILED_GRAPHS and captured == sorted(captured, reverse=True)
+    assert captured[:3] == sizes[:3] and captured[-1] == 1
+    assert max(np.diff(captured[2:])) < 0 and np.ptp(np.diff(captured[2:])) <= 1 + (num_graphs > 20)
+    estimate = _extrapolate_full_graph_memory(samples, num_graphs)
+    exact = sum(map(memory_of, sizes))
+    assert exact - num_graphs * mib <= estimate <= exact + num_graphs * mib
 
 
 def test_other_calls_of_a_step_are_vllms(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """LayerNorm and RMSNorm, alone and with the residual add in front: one launch, one program per token.
 
 Statistics and products are float32; each output is rounded once. With the add in front, the sum is normalised as it is
-stored, so that both forms of a layer give the same numbers.
+stored, so that both forms of a layer give the same numbers. What is added may come in parts, of a product that was cut
+along its inner dimension: this saves the launch that would sum them.
 """
 
 from __future__ import annotations
@@ -15,19 +16,21 @@ from rose_backend.kernels.gpu.small_batch_linear import has_dependent_launch
 
 @triton.jit
 def _norm_kernel(
-    x_ptr,  # [T, E]
+    x_ptr,  # [PARTS, T, E]
     residual_ptr,  # [T, E]
     weight_ptr,  # [E]
     bias_ptr,  # [E]
     normed_ptr,  # [T, E] contiguous, written
     new_residual_ptr,  # [T, E] contiguous, written
     eps,
+    x_stride_p,
     x_stride_t,
     x_stride_e,
     residual_stride_t,
     residual_stride_e,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
+    PARTS: tl.constexpr,
     ADD: tl.constexpr,
     CENTRE: tl.constexpr,
     PDL: tl.constexpr,
@@ -40,7 +43,11 @@ def _norm_kernel(
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    x = tl.load(x_ptr + token * x_stride_t + columns * x_stride_e, mask=mask, other=0.0).to(tl.float32)
+    x_ptr += token * x_stride_t + columns * x_stride_e
+    x = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, PARTS):
+        x_ptr += x_stride_p
+        x += tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         residual = residual_ptr + token * residual_stride_t + columns * residual_stride_e
         x += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
@@ -67,7 +74,7 @@ def layer_norm(
 
 
 def add_layer_norm(
-    x: torch.Tensor,  # [T, E]
+    x: torch.Tensor,  # [T, E] or [P, T, E]
     residual: torch.Tensor,  # [T, E]
     weight: torch.Tensor,  # [E]
     bias: torch.Tensor,  # [E]
@@ -87,7 +94,7 @@ def rms_norm(
 
 
 def add_rms_norm(
-    x: torch.Tensor,  # [T, E]
+    x: torch.Tensor,  # [T, E] or [P, T, E]
     residual: torch.Tensor,  # [T, E]
     weight: torch.Tensor,  # [E]
     eps: float,
@@ -104,23 +111,25 @@ def _launch(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the normalised tensor and the sum; without a residual the sum is ``x`` itself."""
-    num_tokens, width = x.shape
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    parts = x if x.ndim == 3 else x[None]
+    num_parts, num_tokens, width = parts.shape
+    normed = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
     new_residual = x if residual is None else torch.empty_like(normed)
-    if x.numel():
+    if normed.numel():
         tile = triton.next_power_of_2(width)
         _norm_kernel[(num_tokens,)](
-            x,
+            parts,
             x if residual is None else residual,
             weight.contiguous(),
             weight if bias is None else bias.contiguous(),
             normed,
             new_residual,
             eps,
-            *x.stride(),
+            *parts.stride(),
             *(x if residual is None else residual).stride(),
             WIDTH=width,
             TILE=tile,
+            PARTS=num_parts,
             ADD=residual is not None,
             CENTRE=bias is not None,
             PDL=has_dependent_launch(x.device),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from rose_backend.errors import IntegrityError
@@ -13,12 +15,14 @@ from rose_backend.vllm_plugin.step_graph.steady_choice import why_engine_is_not_
 from rose_backend.vllm_plugin.step_graph.steady_steps import SteadySteps
 
 PROFILED_GRAPHS = 9
-"""Full graphs that vLLM captures to estimate how much memory all of them will take; vLLM's own choice is two.
+"""Full graphs that are captured to estimate the memory of all; vLLM's own choice is the two largest.
 
-It takes what the second one needed for what each needs. Device memory comes in steps of several MiB, which one graph
-fills and another does not begin: for the 105 graphs of Gemma 3 4B with Rose that gave 0.7 GiB, and they take 0.4. What
-is estimated too high is missing in the KV cache.
+vLLM takes what the second largest needed for what every other one needs. But the memory pool still grows with the
+first graphs, in steps of up to 20 MiB, and most of the others find room in it. What is estimated too high is missing in
+the KV cache.
 """
+_LARGEST = 3
+"""Of them, that need not be alike; the others are spread over all sizes."""
 
 
 def wrap_capture_model(original: Callable[..., int]) -> Callable[..., int]:
@@ -27,11 +31,8 @@ def wrap_capture_model(original: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(original)
     def capture_model(self: Any, *args: Any, profile_only: bool = False, **kwargs: Any) -> int:
         manager = self.cudagraph_manager
-        if profile_only:
-            manager._max_full_descs_to_capture = PROFILED_GRAPHS
-        num_bytes = original(self, *args, profile_only=profile_only, **kwargs)
-        if profile_only:
-            _level_samples(manager._capture_mem_samples)
+        with _spread_samples(manager) if profile_only else nullcontext():
+            num_bytes = original(self, *args, profile_only=profile_only, **kwargs)
         if not rose_options(self.vllm_config).step_graph:
             return num_bytes
         reason = why_engine_is_not_steady(self)
@@ -89,11 +90,31 @@ def wrap_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     return sample_tokens
 
 
-def _level_samples(samples: list[int]) -> None:
-    """Let every graph but the first, which fills the memory pool, stand for the mean of them; in place."""
-    later = samples[1:]
-    if later:
-        samples[1:] = [sum(later) // len(later)] * len(later)
+@contextmanager
+def _spread_samples(manager: Any) -> Iterator[None]:
+    """Let vLLM sample graphs of all sizes, and hand it samples from which it computes the right sum.
+
+    Args:
+        manager: vLLM's ``CudaGraphManager``, in ``profile_cudagraph_memory``. That takes the first sample once and the
+            second one for every other graph.
+    """
+    from vllm.config import CUDAGraphMode
+
+    full = manager._capture_descs.get(CUDAGraphMode.FULL, [])
+    if len(full) <= PROFILED_GRAPHS:
+        yield
+        return
+    num_spread = PROFILED_GRAPHS - _LARGEST
+    spread = [_LARGEST + (len(full) - 1 - _LARGEST) * nth // num_spread for nth in range(1, num_spread + 1)]
+    manager._capture_descs[CUDAGraphMode.FULL] = [*full[:_LARGEST], *(full[index] for index in spread)]
+    manager._max_full_descs_to_capture = PROFILED_GRAPHS
+    try:
+        yield
+    finally:
+        manager._capture_descs[CUDAGraphMode.FULL] = full
+    samples = manager._capture_mem_samples
+    each = int(statistics.median(samples[_LARGEST:]))
+    samples[:] = [sum(samples) - each * (len(samples) - 1)] + [each] * (len(samples) - 1)
 
 
 def _estimated_bytes(runner: Any) -> int:
