@@ -75,9 +75,9 @@ def trace_losses(rows: Iterable[Row]) -> list[Row]:
     return list(filter(_is_loss, _trace_pairs(rows)))
 
 
-def figure_name(mode: str) -> str:
-    """Return the name of a mode's picture without its ending."""
-    return "_".join(("online_compare", *mode.replace(",", "").replace(".", "").split()))
+def figure_name(name: str, mode: str) -> str:
+    """Return the name of a mode's picture in the result ``name``, without its ending."""
+    return "_".join((name, *mode.replace(",", "").replace(".", "").split()))
 
 
 def requests_per_s(result: Result, scale: float) -> float:
@@ -85,8 +85,11 @@ def requests_per_s(result: Result, scale: float) -> float:
     return float(result["trace"]["num_requests"] / (result["trace"]["seconds"] * scale))
 
 
-def trace_table(result: Result) -> str:
-    """Return, for each mode, its picture and every latency at every load; then the workload, and every loss."""
+def trace_table(result: Result, name: str = "online_compare") -> str:
+    """Return, for each mode, its picture and every latency at every load; then the workload, and every loss.
+
+    ``name`` is what the result's file is called: pictures are named after it.
+    """
     backends = [name for name in LABELS if name in result["backends"]]
     figures, parts = points(result["rows"]), []
     for mode in dict.fromkeys(mode for mode, _ in figures):
@@ -99,7 +102,7 @@ def trace_table(result: Result) -> str:
                 rows.append(("", metric.upper(), *(percentiles(side, metric, PERCENTILES) for side in sides)))
         alt = f"Latencies of {len(backends)} servers over the load, {mode}"
         header = ("p50 / p90 / p99 in ms", "", *(LABELS[name] for name in backends))
-        picture = f"![{alt}](../figures/{figure_name(mode)}.svg)"
+        picture = f"![{alt}](../figures/{figure_name(name, mode)}.svg)"
         parts += [f"{mode.capitalize()}:", picture, text.markdown(header, rows)]
     pairs = ((f"{pair['mode']}, scale {pair['scale']:g}", pair) for pair in _trace_pairs(result["rows"]))
     return "\n\n".join((*parts, _trace_source(result), _verdict(pairs)))
