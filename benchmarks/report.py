@@ -26,6 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
 DRAWN_RESULTS = ("cpu/block_manager.json", "cpu/state_hits.json", "h200/online_compare.json")
 COMMITS = {
+    "150b493ba640fbb1": "2145dc8",
     "ffcbcead170b606a": "7255725",
     "635f72b61410c9a5": "767695d",
     "d0f325891cf47ef6": "3b262ef",
