@@ -10,6 +10,7 @@ digest of the result it shows. A result in which an engine was missing or failed
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -24,7 +25,13 @@ from benchmarks.reports.text import LABELS, Result, grouped, markdown, milliseco
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
-DRAWN_RESULTS = ("cpu/block_manager.json", "cpu/state_hits.json", "h200/online_compare.json")
+DRAWN_RESULTS = (
+    "cpu/block_manager.json",
+    "cpu/state_hits.json",
+    "h200/online_compare.json",
+    "h200/vllm_trace.json",
+    "h200/vllm_trace_rust.json",
+)
 COMMITS = {
     "150b493ba640fbb1": "2145dc8",
     "ffcbcead170b606a": "7255725",
@@ -92,6 +99,10 @@ class Table(NamedTuple):
 
 TABLES = {
     "online_compare": Table("servers", "h200/online_compare.json", serving.trace_table),
+    **{
+        name: Table("servers", f"h200/{name}.json", functools.partial(serving.trace_table, name=name))
+        for name in ("vllm_trace", "vllm_trace_rust")
+    },
     "vllm_serving": Table("servers", "h200/vllm_serving.json", serving.poisson_table),
     "vllm_serving_4_api_servers": Table(
         "servers", "h200/vllm_serving_4_api_servers.json", serving.poisson_table

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.online.timeline import METRICS
-from benchmarks.reports.serving import figure_name, points, requests_per_s
+from benchmarks.reports.serving import figure_name, front_end, points, requests_per_s
 from benchmarks.reports.text import LABELS, Result, grouped
 
 COST_PANELS = {
@@ -43,7 +43,8 @@ def are_drawn(result: Result, name: str, folder: Path) -> bool:
 def draw(result: Result, name: str, out: Path) -> list[Path]:
     """Write a result's pictures, with its digest, into ``out``; return their paths.
 
-    They are called after ``name``, that of the result's file. KeyError where there is no picture of such a result.
+    They are called after ``name``, that of the result's file.
+    KeyError where there is no picture of such a result.
     """
     import matplotlib
 
@@ -125,8 +126,9 @@ def _latencies(result: Result, name: str) -> dict[str, tuple[str, list[Panel]]]:
                 ({"title": metric.upper(), "ylabel": "ms", "xlabel": "requests per second"}, curves)
             )
         heading = (
-            f"{trace['num_requests']} requests of {trace['source']}, lengths x {trace['length_scale']:g}, {mode}; "
-            f"{result['settings']['model']}; {result['device']}.\nLine: p90, band: p50 to p90, hollow: p99"
+            f"{trace['num_requests']} requests of {trace['source']}, lengths x {trace['length_scale']:g}, "
+            f"{mode}{front_end(result)}; {result['settings']['model']}; {result['device']}.\n"
+            "Line: p90, band: p50 to p90, hollow: p99"
         )
         found[figure_name(name, mode)] = (heading, panels)
     return found

@@ -100,7 +100,7 @@ def trace_table(result: Result, name: str = "online_compare") -> str:
             rows.append((load, "answered/s", *(f"{side['request_throughput']:,.0f}" for side in sides)))
             for metric in METRICS:
                 rows.append(("", metric.upper(), *(percentiles(side, metric, PERCENTILES) for side in sides)))
-        alt = f"Latencies of {len(backends)} servers over the load, {mode}"
+        alt = f"Latencies of {len(backends)} servers over the load, {mode}{front_end(result)}"
         header = ("p50 / p90 / p99 in ms", "", *(LABELS[name] for name in backends))
         picture = f"![{alt}](../figures/{figure_name(name, mode)}.svg)"
         parts += [f"{mode.capitalize()}:", picture, text.markdown(header, rows)]
@@ -108,7 +108,8 @@ def trace_table(result: Result, name: str = "online_compare") -> str:
     return "\n\n".join((*parts, _trace_source(result), _verdict(pairs)))
 
 
-def _front_end(result: Result) -> str:
+def front_end(result: Result) -> str:
+    """Return what is told of vLLM's API server where it is not the usual one."""
     return ", vLLM's API server in Rust" if result["settings"].get("rust_front_end") else ""
 
 
@@ -119,7 +120,7 @@ def _trace_source(result: Result) -> str:
         for name, key in (("input", "input_length"), ("output", "output_length"))
     )
     turns = map(len, text.grouped(result["rows"], "mode", "scale", "backend").values())
-    how = text.caption(result, f"{trace['num_requests']:,} requests each{_front_end(result)}", turns=turns)
+    how = text.caption(result, f"{trace['num_requests']:,} requests each{front_end(result)}", turns=turns)
     return (
         f"{how} Workload: {trace['source']}; all lengths times {trace['length_scale']:g}, {trace['num_left_out']} "
         f"requests left out that do not fit {trace['max_model_len']:,} tokens even so; then tokens on average: "
@@ -183,7 +184,7 @@ def _poisson_source(result: Result) -> str:
     sent = f"{settings['requests']} requests at once or {settings['seconds']:g} s of Poisson arrivals"
     if settings.get("step_ms") is not None:
         sent += f", no model ({settings['step_ms']:g} ms a step)"
-    how = text.caption(result, sent + _front_end(result), turns=turns)
+    how = text.caption(result, sent + front_end(result), turns=turns)
     return f"{how} Start-up: {starts}; busiest client process: {busiest:.0%} of a core."
 
 
