@@ -10,6 +10,7 @@ digest of the result it shows. A result in which an engine was missing or failed
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -24,8 +25,15 @@ from benchmarks.reports.text import LABELS, Result, grouped, markdown, milliseco
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
-DRAWN_RESULTS = ("cpu/block_manager.json", "cpu/state_hits.json", "h200/online_compare.json")
+DRAWN_RESULTS = (
+    "cpu/block_manager.json",
+    "cpu/state_hits.json",
+    "h200/online_compare.json",
+    "h200/vllm_trace.json",
+    "h200/vllm_trace_rust.json",
+)
 COMMITS = {
+    "150b493ba640fbb1": "2145dc8",
     "ffcbcead170b606a": "7255725",
     "635f72b61410c9a5": "767695d",
     "d0f325891cf47ef6": "3b262ef",
@@ -91,6 +99,10 @@ class Table(NamedTuple):
 
 TABLES = {
     "online_compare": Table("servers", "h200/online_compare.json", serving.trace_table),
+    **{
+        name: Table("servers", f"h200/{name}.json", functools.partial(serving.trace_table, name=name))
+        for name in ("vllm_trace", "vllm_trace_rust")
+    },
     "vllm_serving": Table("servers", "h200/vllm_serving.json", serving.poisson_table),
     "vllm_serving_4_api_servers": Table(
         "servers", "h200/vllm_serving_4_api_servers.json", serving.poisson_table
@@ -210,7 +222,7 @@ def rewritten(page: str) -> str:
 
 def old_figures() -> list[str]:
     """Return the names of results whose figures are not there or show another result."""
-    return [name for name in DRAWN_RESULTS if not figures.are_drawn(read(name), FIGURES)]
+    return [name for name in DRAWN_RESULTS if not figures.are_drawn(read(name), Path(name).stem, FIGURES)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -220,14 +232,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--check", action="store_true", help="only say what is out of date; exit 1 if there is")
-    add("--draw", type=Path, metavar="FILE", help="only draw this result (from --json)")
+    add("--draw", type=Path, metavar="FILE", help="only draw this result (from --json), named after it")
     add("--out", type=Path, default=FIGURES, metavar="DIR", help="folder of figures")
     options = parser.parse_args(arguments)
     if options.draw is not None:
         result, known = json.loads(options.draw.read_text()), ", ".join(figures.DRAW)
         if result.get("benchmark") not in figures.DRAW:
             parser.error(f"--draw: got a result of {result.get('benchmark')}, there are figures of {known}")
-        print(*figures.draw(result, options.out), sep="\n")
+        print(*figures.draw(result, options.draw.stem, options.out), sep="\n")
         return 0
     texts = {page: rewritten(page) for page in pages()}
     changed = {path: text for path, text in texts.items() if text != (ROOT / path).read_text()}
@@ -238,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(bool(old))
     # Pictures first: a page whose pictures could not be drawn would name files that are not there.
     for name in undrawn:
-        figures.draw(read(name), options.out)
+        figures.draw(read(name), Path(name).stem, options.out)
     for path, text in changed.items():
         (ROOT / path).write_text(text)
     return 0

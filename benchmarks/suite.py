@@ -107,10 +107,10 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "vllm_gpt_oss": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_GPT_OSS}", _INSIDE_VLLM),
     "vllm_gemma3_serving": (f"{_SHARED_PREFIXES} {_GEMMA3}", _INSIDE_VLLM),
     "vllm_gpt_oss_serving": (f"{_SHARED_PREFIXES} {_GPT_OSS}", _INSIDE_VLLM),
-    # Not published from an H200 yet.
-    "vllm_gemma3": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_GEMMA3}", _INSIDE_VLLM),
     "vllm_trace": (f"{_ONLINE} {_TRACE}", _INSIDE_VLLM),
     "vllm_trace_rust": (f"{_ONLINE} {_TRACE} --rust-front-end", _INSIDE_VLLM),
+    # Not published from an H200 yet.
+    "vllm_gemma3": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_GEMMA3}", _INSIDE_VLLM),
     "sglang_gpt2": (
         f"{_OFFLINE} --backends rose-in-vllm sglang {_GREEDY_STEPS}",
         ("rose-in-vllm", "sglang"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.online.timeline import METRICS
-from benchmarks.reports.serving import figure_name, points, requests_per_s
+from benchmarks.reports.serving import figure_name, front_end, points, requests_per_s
 from benchmarks.reports.text import LABELS, Result, grouped
 
 COST_PANELS = {
@@ -33,14 +33,17 @@ def _digest(result: Result) -> str:
     return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def are_drawn(result: Result, folder: Path) -> bool:
-    """Return whether all figures of a result are in a folder."""
-    return all(is_drawn_from(folder / f"{name}.svg", result) for name in DRAW[result["benchmark"]](result))
+def are_drawn(result: Result, name: str, folder: Path) -> bool:
+    """Return whether all figures of a result, whose file is called ``name``, are in a folder."""
+    return all(
+        is_drawn_from(folder / f"{figure}.svg", result) for figure in DRAW[result["benchmark"]](result, name)
+    )
 
 
-def draw(result: Result, out: Path) -> list[Path]:
+def draw(result: Result, name: str, out: Path) -> list[Path]:
     """Write a result's pictures, with its digest, into ``out``; return their paths.
 
+    They are called after ``name``, that of the result's file.
     KeyError where there is no picture of such a result.
     """
     import matplotlib
@@ -51,7 +54,8 @@ def draw(result: Result, out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     # Not in the style of whoever draws.
     style = {**matplotlib.rcParamsDefault, "axes.facecolor": GROUND, "axes.grid": True, "grid.alpha": 0.3}
-    for name, (title, panels) in DRAW[result["benchmark"]](result).items():
+    pictures = DRAW[result["benchmark"]](result, name)
+    for picture, (title, panels) in pictures.items():
         with matplotlib.rc_context(style):
             rows = len(panels) // 2
             figure, axes = plt.subplots(rows, 2, figsize=(11, 1 + 3.4 * rows), layout="constrained")
@@ -60,9 +64,9 @@ def draw(result: Result, out: Path) -> list[Path]:
             figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
             figure.suptitle(title, fontsize=10)
             metadata = {"Description": f"result {_digest(result)}", "Date": None}
-            figure.savefig(out / f"{name}.svg", facecolor=GROUND, metadata=metadata)
+            figure.savefig(out / f"{picture}.svg", facecolor=GROUND, metadata=metadata)
             plt.close(figure)
-    return [out / f"{name}.svg" for name in DRAW[result["benchmark"]](result)]
+    return [out / f"{picture}.svg" for picture in pictures]
 
 
 def _draw_panel(axis: Any, panel: Panel) -> None:
@@ -85,12 +89,12 @@ def cost_curve(result: Result, scene: str, side: str) -> dict[str, list[float]]:
     return {"x": [point[axis] for point in found], **curve}
 
 
-def _costs(result: Result) -> dict[str, tuple[str, list[Panel]]]:
+def _costs(result: Result, name: str) -> dict[str, tuple[str, list[Panel]]]:
     """Return decode cost per row over pool size and over sequence length: medians, bands from p10 to p90."""
     settings, panels = result["settings"], []
     for scene, (_, label) in COST_PANELS.items():
-        found = {name: cost_curve(result, scene, side) for side, name in COST_SIDES.items()}
-        curves = {name: curve for name, curve in found.items() if curve["x"]}
+        found = {label: cost_curve(result, scene, side) for side, label in COST_SIDES.items()}
+        curves = {label: curve for label, curve in found.items() if curve["x"]}
         panels.append(
             ({"xlabel": label, "xscale": "log", "ylabel": "µs per request and decode step"}, curves)
         )
@@ -98,7 +102,7 @@ def _costs(result: Result) -> dict[str, tuple[str, list[Panel]]]:
         f"Block manager, {settings['rows']} requests, blocks of {settings['block_size']}, "
         f"mean over whole blocks; {result['machine']['cpu']}, one core\nLine: median, band: p10 to p90"
     )
-    return {"block_manager_cost": (title, panels)}
+    return {f"{name}_cost": (title, panels)}
 
 
 def latency_curve(result: Result, mode: str, backend: str, metric: str) -> dict[str, list[float]]:
@@ -110,33 +114,34 @@ def latency_curve(result: Result, mode: str, backend: str, metric: str) -> dict[
     return {"x": [requests_per_s(result, scale) for scale, _ in found], **curve}
 
 
-def _latencies(result: Result) -> dict[str, tuple[str, list[Panel]]]:
+def _latencies(result: Result, name: str) -> dict[str, tuple[str, list[Panel]]]:
     """Return TTFT, TPOT, ITL and E2EL of every server over the load, for each mode."""
     trace, found = result["trace"], {}
     for mode in dict.fromkeys(row["mode"] for row in result["rows"]):
         panels = []
         for metric in METRICS:
-            sides = (name for name in LABELS if name in result["backends"])
+            sides = (side for side in LABELS if side in result["backends"])
             curves = {LABELS[side]: latency_curve(result, mode, side, metric) for side in sides}
             panels.append(
                 ({"title": metric.upper(), "ylabel": "ms", "xlabel": "requests per second"}, curves)
             )
         heading = (
-            f"{trace['num_requests']} requests of {trace['source']}, lengths x {trace['length_scale']:g}, {mode}; "
-            f"{result['settings']['model']}; {result['device']}.\nLine: p90, band: p50 to p90, hollow: p99"
+            f"{trace['num_requests']} requests of {trace['source']}, lengths x {trace['length_scale']:g}, "
+            f"{mode}{front_end(result)}; {result['settings']['model']}; {result['device']}.\n"
+            "Line: p90, band: p50 to p90, hollow: p99"
         )
-        found[figure_name(mode)] = (heading, panels)
+        found[figure_name(name, mode)] = (heading, panels)
     return found
 
 
-def _state_hits(result: Result) -> dict[str, tuple[str, list[Panel]]]:
+def _state_hits(result: Result, name: str) -> dict[str, tuple[str, list[Panel]]]:
     """Return the share of prompt tokens that both managers found over the size of the pool, for each trace."""
     panels = []
     for trace, cases in grouped(result["points"], "trace").items():
         curves = {}
-        for name, side in {"Rose": "rose", "vLLM": "vllm"}.items():
+        for label, side in {"Rose": "rose", "vLLM": "vllm"}.items():
             line = [100 * case[side]["hit_tokens"] / case["prompt_tokens"] for case in cases]
-            curves[name] = {
+            curves[label] = {
                 "x": [100 * case["share"] for case in cases],
                 "line": line,
                 "low": line,
@@ -145,7 +150,7 @@ def _state_hits(result: Result) -> dict[str, tuple[str, list[Panel]]]:
         labels = {"title": trace, "xlabel": "% of the blocks that vLLM fills", "ylabel": "% of prompt tokens"}
         panels.append((labels | {"yscale": "linear"}, curves))
     title = "Prefix hits with Qwen3.5's KV cache groups: one of attention, three of states"
-    return {"state_hits": (title, panels)}
+    return {name: (title, panels)}
 
 
 DRAW = {"block_manager": _costs, "online_compare": _latencies, "state_hits": _state_hits}

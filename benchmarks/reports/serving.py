@@ -75,9 +75,9 @@ def trace_losses(rows: Iterable[Row]) -> list[Row]:
     return list(filter(_is_loss, _trace_pairs(rows)))
 
 
-def figure_name(mode: str) -> str:
-    """Return the name of a mode's picture without its ending."""
-    return "_".join(("online_compare", *mode.replace(",", "").replace(".", "").split()))
+def figure_name(name: str, mode: str) -> str:
+    """Return the name of a mode's picture in the result ``name``, without its ending."""
+    return "_".join((name, *mode.replace(",", "").replace(".", "").split()))
 
 
 def requests_per_s(result: Result, scale: float) -> float:
@@ -85,8 +85,11 @@ def requests_per_s(result: Result, scale: float) -> float:
     return float(result["trace"]["num_requests"] / (result["trace"]["seconds"] * scale))
 
 
-def trace_table(result: Result) -> str:
-    """Return, for each mode, its picture and every latency at every load; then the workload, and every loss."""
+def trace_table(result: Result, name: str = "online_compare") -> str:
+    """Return, for each mode, its picture and every latency at every load; then the workload, and every loss.
+
+    ``name`` is what the result's file is called: pictures are named after it.
+    """
     backends = [name for name in LABELS if name in result["backends"]]
     figures, parts = points(result["rows"]), []
     for mode in dict.fromkeys(mode for mode, _ in figures):
@@ -97,15 +100,16 @@ def trace_table(result: Result) -> str:
             rows.append((load, "answered/s", *(f"{side['request_throughput']:,.0f}" for side in sides)))
             for metric in METRICS:
                 rows.append(("", metric.upper(), *(percentiles(side, metric, PERCENTILES) for side in sides)))
-        alt = f"Latencies of {len(backends)} servers over the load, {mode}"
+        alt = f"Latencies of {len(backends)} servers over the load, {mode}{front_end(result)}"
         header = ("p50 / p90 / p99 in ms", "", *(LABELS[name] for name in backends))
-        picture = f"![{alt}](../figures/{figure_name(mode)}.svg)"
+        picture = f"![{alt}](../figures/{figure_name(name, mode)}.svg)"
         parts += [f"{mode.capitalize()}:", picture, text.markdown(header, rows)]
     pairs = ((f"{pair['mode']}, scale {pair['scale']:g}", pair) for pair in _trace_pairs(result["rows"]))
     return "\n\n".join((*parts, _trace_source(result), _verdict(pairs)))
 
 
-def _front_end(result: Result) -> str:
+def front_end(result: Result) -> str:
+    """Return what is told of vLLM's API server where it is not the usual one."""
     return ", vLLM's API server in Rust" if result["settings"].get("rust_front_end") else ""
 
 
@@ -116,7 +120,7 @@ def _trace_source(result: Result) -> str:
         for name, key in (("input", "input_length"), ("output", "output_length"))
     )
     turns = map(len, text.grouped(result["rows"], "mode", "scale", "backend").values())
-    how = text.caption(result, f"{trace['num_requests']:,} requests each{_front_end(result)}", turns=turns)
+    how = text.caption(result, f"{trace['num_requests']:,} requests each{front_end(result)}", turns=turns)
     return (
         f"{how} Workload: {trace['source']}; all lengths times {trace['length_scale']:g}, {trace['num_left_out']} "
         f"requests left out that do not fit {trace['max_model_len']:,} tokens even so; then tokens on average: "
@@ -180,7 +184,7 @@ def _poisson_source(result: Result) -> str:
     sent = f"{settings['requests']} requests at once or {settings['seconds']:g} s of Poisson arrivals"
     if settings.get("step_ms") is not None:
         sent += f", no model ({settings['step_ms']:g} ms a step)"
-    how = text.caption(result, sent + _front_end(result), turns=turns)
+    how = text.caption(result, sent + front_end(result), turns=turns)
     return f"{how} Start-up: {starts}; busiest client process: {busiest:.0%} of a core."
 
 

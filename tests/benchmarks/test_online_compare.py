@@ -65,8 +65,8 @@ def test_a_quick_run_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "0.05" in capsys.readouterr().out
     loads = [8 / (report["trace"]["seconds"] * scale) for scale in (0.05, 0.02)]
     assert figures.latency_curve(report, "greedy", "rose", "ttft")["x"] == loads
-    files = figures.draw(report, tmp_path / "figures")
-    assert [file.name for file in files] == ["online_compare_greedy.svg"]
+    files = figures.draw(report, path.stem, tmp_path / "figures")
+    assert [file.name for file in files] == ["online_greedy.svg"]
     assert all(file.stat().st_size > 5000 for file in files)
 
 

@@ -87,5 +87,9 @@ def test_losses_of_all_modes_are_named() -> None:
     assert trace_table(result(ROWS[3:] + ROWS[1:2])).endswith("No losses in 12 comparisons.")
 
 
+def test_pictures_have_the_name_of_their_result() -> None:
+    assert f"![{ALT}, greedy](../figures/some_trace_greedy.svg)" in trace_table(result(ROWS), "some_trace")
+
+
 def test_requests_that_failed_are_not_published() -> None:
     assert problems(result([turn("rose", 0.1, 1.0, failed=3)])) == ["3 requests of rose failed"]

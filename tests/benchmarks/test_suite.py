@@ -22,7 +22,7 @@ from benchmarks.suite import STEPS, command
 from benchmarks.support import checkpoint
 from tests.support.patience import HANG_S
 
-UNPUBLISHED = ("sglang_gpt2", "vllm_trace", "vllm_trace_rust", "vllm_gemma3")
+UNPUBLISHED = ("sglang_gpt2", "vllm_gemma3")
 """Steps without a result of an H200 in the repository."""
 
 

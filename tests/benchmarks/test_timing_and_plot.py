@@ -103,9 +103,9 @@ def test_curves_are_sorted_and_leave_out_what_was_skipped() -> None:
 
 def test_pictures_are_drawn_on_a_light_ground_of_their_own(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib (the bench or dev extra)")
-    (path,) = figures.draw(a_report(), tmp_path / "figures")
+    (path,) = figures.draw(a_report(), "managers", tmp_path / "figures")
     text = path.read_text()
-    assert "</svg>" in text and path.name == "block_manager_cost.svg"
+    assert "</svg>" in text and path.name == "managers_cost.svg"
     # The whole picture's rectangle comes first.
     assert re.findall(r"style=\"fill: (\S+)\"", text)[0] == figures.GROUND
     assert is_drawn_from(path, a_report())
