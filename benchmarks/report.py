@@ -33,6 +33,8 @@ DRAWN_RESULTS = (
     "h200/vllm_trace_rust.json",
 )
 COMMITS = {
+    "38c04b9951d1d612": "f00eac3",
+    "7ed99bfb03d1ecf6": "7e1cc20",
     "150b493ba640fbb1": "2145dc8",
     "ffcbcead170b606a": "7255725",
     "635f72b61410c9a5": "767695d",
@@ -120,6 +122,7 @@ TABLES = {
     "vllm_gpt2_start_1": Table("inside_vllm", "h200/vllm_gpt2_start_1.json", engines.offline_table),
     "vllm_gpt2_start_2": Table("inside_vllm", "h200/vllm_gpt2_start_2.json", engines.offline_table),
     "vllm_gpt2_start_3": Table("inside_vllm", "h200/vllm_gpt2_start_3.json", engines.offline_table),
+    "sglang_gpt2": Table("inside_vllm", "h100/sglang_gpt2.json", engines.offline_table),
     "vllm_qwen3": Table("inside_vllm", "h200/vllm_qwen3.json", engines.offline_table),
     "vllm_qwen3_start_2": Table("inside_vllm", "h200/vllm_qwen3_start_2.json", engines.offline_table),
     "vllm_qwen3_start_3": Table("inside_vllm", "h200/vllm_qwen3_start_3.json", engines.offline_table),
@@ -160,7 +163,7 @@ SUMMARY: tuple[tuple[str, str, list[Any], str, tuple[str, ...]], ...] = (
     (f"inside vLLM, Llama 8B: {_STEP} (ms)", "vllm_llama8b_start_1", _STEPS, HOST, (STOCK,)),
     (f"inside vLLM, Llama 1B: {_STEP} (ms)", "vllm_llama", _STEPS, HOST, (STOCK,)),
     (f"standalone: {_SERVER} (ms)", "online_compare", [0.028], "rose", PEERS),
-    (f"inside vLLM: {_SERVER} (ms)", "online_compare", [0.009], HOST, PEERS),
+    (f"inside vLLM: {_SERVER} (ms)", "vllm_trace", [0.009], HOST, (STOCK,)),
     ("prefill attention, Llama-8B's shape (µs)", "kernels", ["prefill Llama-8B 4 x 8,192"], "Rose", ()),
     ("clone of 256 KV blocks, 12 layers (µs)", "kernels", ["clone 256 blocks of 12 layers"], "Rose", ()),
 )
@@ -175,7 +178,7 @@ def summary() -> str:
         if name == "kernels":
             of_case = {row["case"]: row["sides"] for row in result["rows"]}
             sides = [{side: timed["p50_us"] for side, timed in of_case[case].items()} for case in cases]
-        elif name == "online_compare":
+        elif name in ("online_compare", "vllm_trace"):
             loads = serving.points(result["rows"])
             what = what.format(serving.requests_per_s(result, cases[0]))
             sides = [
