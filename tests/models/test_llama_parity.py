@@ -126,6 +126,8 @@ def test_where_halves_of_products_are_summed_by_the_next_norm() -> None:
         of_llama_8b = [rows for rows in range(1, 1025) if adds_halves(rows, 14_336, 4096)]
         assert of_llama_8b == list(range(129, 257))
         assert not adds_halves(200, 4096, 4096) and not adds_halves(200, 14_336, 4096, torch.float16)
+        # Wider ones fill it with 128 rows and fewer, too, which was not measured.
+        assert not any(adds_halves(rows, 28_672, 8192) for rows in range(1, 1025))
         # Llama 3.2 1B's halves do not fill the GPU.
         assert not any(adds_halves(rows, 8192, 2048) for rows in range(1, 257))
         weight, bias = torch.empty(2, 4096, 14_336, dtype=torch.bfloat16, device="meta"), torch.empty(4096)
