@@ -22,7 +22,7 @@ first graphs, in steps of up to 20 MiB, and most of the others find room in it. 
 the KV cache.
 """
 _LARGEST = 3
-"""Of them, that need not be alike; the others are spread over all sizes."""
+"""How many of them are the largest, with which the memory pool grows; the others are spread over all other sizes."""
 
 
 def wrap_capture_model(original: Callable[..., int]) -> Callable[..., int]:
