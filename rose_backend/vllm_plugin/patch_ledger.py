@@ -129,7 +129,8 @@ LEDGER: dict[str, Patch] = {
     ),
     "step_graph_capture": Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model",
-        reason="what surrounds vLLM's decode graphs is captured right behind them, in their memory pool",
+        reason="what surrounds vLLM's decode graphs is captured right behind them, in their memory pool, whose size is "
+        "estimated from graphs of all sizes",
         remove_when="vLLM captures whole decode steps",
         build=f"{_PLUGIN}.step_graph.runner_hooks:wrap_capture_model",
     ),

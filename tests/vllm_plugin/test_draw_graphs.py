@@ -177,6 +177,25 @@ def test_the_same_tokens_as_step_by_step(samplers: Pair, counts: SampleCounts) -
     assert counts.vllm == {}
 
 
+@pytest.mark.parametrize("num_rows", [1, 7, SLOTS])
+def test_a_whole_steps_graph_draws_the_same_tokens(samplers: Pair, num_rows: int) -> None:
+    for slot in range(SLOTS):
+        add_to_both(samplers, slot, KINDS[slot % len(KINDS)](slot))
+    generator = np.random.default_rng(num_rows)
+    replaying, plain = samplers
+    for _ in range(3):
+        slots = generator.permutation(SLOTS)[:num_rows].tolist()
+        positions = generator.integers(1, 1000, num_rows).tolist()
+        seeded = torch.Generator().manual_seed(num_rows)
+        logits = (torch.randn(num_rows, VOCAB, generator=seeded) * 3).to(plain.device, LOGITS_DTYPE)
+        kept, expected = logits.clone(), plain.step(logits, slots, positions)
+        # A step before, with more rows: its logits lie where these come to lie.
+        draw_both(samplers, list(range(SLOTS)), generator)
+        of_rows = (torch.tensor(slots, dtype=torch.int32), torch.tensor(positions))
+        drawn = replaying.sample.graphs.compute(logits, *(each.to(plain.device) for each in of_rows))
+        assert drawn.tolist() == expected.tolist() and torch.equal(logits, kept)
+
+
 def test_padding_rows_of_a_graph_belong_to_no_request(samplers: Pair) -> None:
     """Drawn again and again, the rows of a larger step before would be scaled until they are infinite."""
     generator = np.random.default_rng(5)

@@ -238,6 +238,8 @@ def test_estimating_the_memory_of_graphs_samples_as_many_as_rose_says() -> None:
         "descs = self._capture_descs[mode]",
         "descs[: self._max_full_descs_to_capture]",
         "self._capture_mem_samples.append(",
+        # All decode graphs are captured on the stream that Rose gives.
+        "graph, pool, stream=self._capture_stream(desc)",
     ):
         assert part in source, f"CudaGraphManager has no {part}"
     # Set before the capture and read behind it, and not copied in between.
@@ -248,6 +250,7 @@ def test_estimating_the_memory_of_graphs_samples_as_many_as_rose_says() -> None:
         "runner.capture_model(profile_only=True)",
         "num_full_graphs = len(manager._capture_descs.get(CUDAGraphMode.FULL, []))",
         "_extrapolate_full_graph_memory(mem_samples, num_full_graphs)",
+        "measured - sum(mem_samples) + full_estimate",
     )
     places = [source.find(part) for part in parts]
     assert -1 not in places and places == sorted(places), dict(zip(parts, places, strict=True))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.worker.gpu.ec_connector import NO_OP_EC_CONNECTOR
 from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
@@ -55,7 +56,7 @@ def make_runner(*groups: list[AttentionGroup]) -> Any:
         **dict.fromkeys(nothing),
         model_state=state,
         sampler=sampler,
-        cudagraph_manager=SimpleNamespace(hidden_states=object()),
+        cudagraph_manager=SimpleNamespace(_capture_descs={CUDAGraphMode.FULL: [object()]}),
         vllm_config=SimpleNamespace(
             parallel_config=SimpleNamespace(enable_eplb=False),
             observability_config=SimpleNamespace(cudagraph_metrics=False),
@@ -119,6 +120,20 @@ def test_other_groups_are_vllms_and_the_reason_is_told(case: str) -> None:
     runner = make_runner([make_group(FULL)], [make_group(WINDOW)])
     change(runner)
     assert why_engine_is_not_steady(runner) == reason
+
+
+@pytest.mark.parametrize(
+    "descs",
+    [{}, {CUDAGraphMode.FULL: []}, {CUDAGraphMode.PIECEWISE: [object()]}],
+    ids=["none", "empty", "other"],
+)
+def test_an_engine_without_full_graphs_is_vllms(descs: dict[CUDAGraphMode, list[Any]]) -> None:
+    runner = make_runner([make_group(FULL)])
+    assert why_engine_is_not_steady(runner) is None
+    runner.cudagraph_manager._capture_descs = descs
+    assert why_engine_is_not_steady(runner) == "no full graphs of decodes"
+    runner.cudagraph_manager = None
+    assert why_engine_is_not_steady(runner) == "no full graphs of decodes"
 
 
 def test_no_group_at_all_is_vllms() -> None:

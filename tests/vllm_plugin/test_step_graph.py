@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from vllm.compilation import cudagraph_pool
 from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
@@ -564,8 +567,16 @@ class HookedRunner:
         self.calls: list[Any] = []
         self.cudagraph_manager = SimpleNamespace(_capture_descs={})
         self.vllm_config = SimpleNamespace(additional_config={"rose": options})
-        self.max_num_reqs, self.vocab_size, self.dtype = 16, 1000, torch.float16
-        monkeypatch.setattr(runner_hooks, "SteadySteps", lambda _: SimpleNamespace(capture=lambda: None))
+        self.streams: list[Any] = []
+        monkeypatch.setattr(
+            runner_hooks, "SteadySteps", lambda _: SimpleNamespace(capture=self.streams.append)
+        )
+        monkeypatch.setattr(runner_hooks, "_room_for_logits", self.note_stream)
+
+    @contextmanager
+    def note_stream(self, _: Any, streams: list[Any]) -> Iterator[None]:
+        yield
+        streams.append("vLLM's stream")
 
     def method(self, name: str, result: Any) -> Any:
         def call(self: HookedRunner, *args: Any, **kwargs: Any) -> Any:
@@ -587,17 +598,57 @@ def test_graphs_are_captured_behind_vllms(
     monkeypatch.setattr(runner_hooks, "why_engine_is_not_steady", lambda _: reason)
     hooked = HookedRunner(runner, monkeypatch, step_graph=is_on)
     is_steady = is_on and reason is None
-    # In float16, and the float32 copy that draws are made from.
-    assert hooked.capture(profile_only=True) == 7 + (16 * 1000 * (2 + 4) if is_steady else 0)
-    assert not hasattr(hooked.cudagraph_manager, "rose_steady_steps")
+    assert hooked.capture(profile_only=True) == 7
+    assert not hasattr(hooked.cudagraph_manager, "rose_steady_steps") and not hooked.streams
     assert hooked.capture() == 7
+    # Graphs of one stream share memory.
+    assert hooked.streams == (["vLLM's stream"] if is_steady else [])
     assert hasattr(hooked.cudagraph_manager, "rose_steady_steps") == is_steady
     assert [kwargs["profile_only"] for _, _, kwargs in hooked.calls] == [True, False]
 
 
+def test_logits_are_allocated_on_vllms_stream_before_its_first_graph(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Any] = []
+
+    class Graphs:
+        def __init__(self, compute: Any) -> None:
+            self._compute = compute
+
+        def capture(self, sizes: list[int], pool: Any, stream: Any) -> None:
+            events.append((pool, stream, *(self._compute(size, None).shape for size in sizes)))
+
+    class Captures(Runner):
+        model_config = SimpleNamespace(get_hidden_size=lambda: 1)
+        vllm_config = SimpleNamespace(use_cumem_cudagraph_pool=False)
+        dtype = torch.float64
+
+    class Streams:
+        pool = "vLLM's pool"
+        _capture_descs: ClassVar = {CUDAGraphMode.FULL: [Desc(size) for size in (4 * MAX_REQS, MAX_REQS, 1)]}
+
+        def _capture_stream(self, desc: Desc) -> str:
+            return "vLLM's stream"
+
+    monkeypatch.setattr(runner_hooks, "CapturedGraphs", {int: Graphs})
+    monkeypatch.setattr(cudagraph_pool, "set_graph_pool_id", lambda _: None)
+    captures, manager, streams = Captures(), Streams(), []
+    captures.cudagraph_manager = manager
+    with runner_hooks._room_for_logits(captures, streams):
+        for desc in manager._capture_descs[CUDAGraphMode.FULL]:
+            # The stream is asked for as an argument of the graph's capture.
+            events.append((desc.num_tokens, manager._capture_stream(desc)))
+    first, *graphs = events
+    assert first == ("vLLM's pool", "vLLM's stream", (MAX_REQS, VOCAB_SIZE))
+    assert graphs == [(size, "vLLM's stream") for size in (4 * MAX_REQS, MAX_REQS, 1)]
+    assert streams == ["vLLM's stream"] and "_capture_stream" not in vars(manager)
+
+
+@pytest.mark.parametrize("small", [(2, 4), (0, 1), (0, 0), (-4, -2)], ids=str)
 @pytest.mark.parametrize("num_graphs", [0, 1, 9, 10, 11, 105])
 def test_the_memory_of_graphs_is_estimated_from_graphs_of_all_sizes(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, num_graphs: int
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, num_graphs: int, small: tuple[int, int]
 ) -> None:
     from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
 
@@ -610,26 +661,25 @@ def test_the_memory_of_graphs_is_estimated_from_graphs_of_all_sizes(
     captured: list[int] = []
 
     def memory_of(size: int) -> int:
-        return mib * {num_graphs: 90, num_graphs - 1: 20, num_graphs - 2: 20}.get(size, 2 if size % 2 else 4)
+        return mib * {num_graphs: 90, num_graphs - 1: -20, num_graphs - 2: 20}.get(size, small[size % 2])
 
     def capture(self: HookedRunner, *, profile_only: bool) -> int:
         captured.extend(manager._capture_descs[CUDAGraphMode.FULL][: manager._max_full_descs_to_capture])
         manager._capture_mem_samples.extend(map(memory_of, captured))
-        return 0
+        return sum(map(memory_of, captured))
 
-    runner_hooks.wrap_capture_model(capture)(hooked, profile_only=True)
+    measured = runner_hooks.wrap_capture_model(capture)(hooked, profile_only=True)
     assert manager._capture_descs[CUDAGraphMode.FULL] == sizes
     samples = manager._capture_mem_samples
-    # vLLM takes it off what the whole capture took, and adds the estimate.
-    assert sum(samples) == sum(map(memory_of, captured))
     if num_graphs <= runner_hooks.PROFILED_GRAPHS:
-        assert captured == sizes[:2]
+        assert captured == sizes[:2] and samples == [*map(memory_of, captured)]
         return
     assert len(set(captured)) == runner_hooks.PROFILED_GRAPHS and captured == sorted(captured, reverse=True)
     assert captured[:3] == sizes[:3] and captured[-1] == 1
     assert max(np.diff(captured[2:])) < 0 and np.ptp(np.diff(captured[2:])) <= 1 + (num_graphs > 20)
-    estimate = _extrapolate_full_graph_memory(samples, num_graphs)
-    exact = sum(map(memory_of, sizes))
+    # As vLLM computes it. No graph gives back what others need.
+    estimate = measured - sum(samples) + _extrapolate_full_graph_memory(samples, num_graphs)
+    exact = measured + sum(max(memory_of(size), 0) for size in set(sizes) - set(captured))
     assert exact - num_graphs * mib <= estimate <= exact + num_graphs * mib
 
 

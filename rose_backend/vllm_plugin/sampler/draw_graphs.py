@@ -121,11 +121,15 @@ class DrawGraphs:
 
     def compute(
         self,
-        logits: torch.Tensor,  # [R, V] float32, overwritten
+        logits: torch.Tensor,  # [R, V], R at most the largest of ``sizes``; stay as they are
         slots: torch.Tensor,  # [R] int32, row -> request slot; ``padding_slot`` without a request
         positions: torch.Tensor,  # [R] int64
     ) -> torch.Tensor:
         """Return one token per row, int64 [R]. For steps that are captured as a whole."""
+        own_logits = self._logits[: len(logits)].copy_(logits)
+        return self._drawn(own_logits, slots, positions)
+
+    def _drawn(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
         from vllm.v1.worker.gpu.sample.min_p import apply_min_p
 
@@ -148,7 +152,7 @@ class DrawGraphs:
         return self._num_slots
 
     def _compute(self, size: int, _: None = None) -> None:
-        self._token_ids[:size] = self.compute(self._logits[:size], self._slots[:size], self._positions[:size])
+        self._token_ids[:size] = self._drawn(self._logits[:size], self._slots[:size], self._positions[:size])
 
 
 def launch_draws(vllm_config: VllmConfig, layer: Any) -> None:

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
+
 from rose_backend.errors import IntegrityError
+from rose_backend.kernels.captured_graphs import CapturedGraphs
 from rose_backend.vllm_plugin.options import rose_options
 from rose_backend.vllm_plugin.plugin_logger import logger
 from rose_backend.vllm_plugin.step_graph.steady_choice import why_engine_is_not_steady
@@ -17,9 +20,9 @@ from rose_backend.vllm_plugin.step_graph.steady_steps import SteadySteps
 PROFILED_GRAPHS = 9
 """Full graphs that are captured to estimate the memory of all; vLLM's own choice is the two largest.
 
-vLLM takes what the second largest needed for what every other one needs. But the memory pool still grows with the
-first graphs, in steps of up to 20 MiB, and most of the others find room in it. What is estimated too high is missing in
-the KV cache.
+vLLM takes what the second largest needed, at least 1 MiB, for what every other one needs. But the memory pool still
+grows with the first graphs, in steps of up to 20 MiB, and most of the others find room in it, or even less is in use
+behind them. What is estimated too high is missing in the KV cache.
 """
 _LARGEST = 3
 """How many of them are the largest, with which the memory pool grows; the others are spread over all other sizes."""
@@ -31,21 +34,21 @@ def wrap_capture_model(original: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(original)
     def capture_model(self: Any, *args: Any, profile_only: bool = False, **kwargs: Any) -> int:
         manager = self.cudagraph_manager
-        with _spread_samples(manager) if profile_only else nullcontext():
+        is_on = rose_options(self.vllm_config).step_graph
+        reason = why_engine_is_not_steady(self) if is_on else "off"
+        if is_on and reason is not None and not profile_only:
+            logger.info("Rose step graph is off: %s", reason)
+        streams: list[torch.cuda.Stream] = []
+        with (
+            _spread_samples(manager) if profile_only else nullcontext(),
+            _room_for_logits(self, streams) if reason is None else nullcontext(),
+        ):
             num_bytes = original(self, *args, profile_only=profile_only, **kwargs)
-        if not rose_options(self.vllm_config).step_graph:
-            return num_bytes
-        reason = why_engine_is_not_steady(self)
-        if reason is not None:
-            if not profile_only:
-                logger.info("Rose step graph is off: %s", reason)
-            return num_bytes
-        if profile_only:
-            return num_bytes + _estimated_bytes(self)
-        steps = SteadySteps(self)
-        steps.capture()
-        # An attribute of the graphs' owner, so that it goes when they do.
-        manager.rose_steady_steps = steps
+        if reason is None and not profile_only:
+            steps = SteadySteps(self)
+            steps.capture(streams[0])
+            # An attribute of the graphs' owner, so that it goes when they do.
+            manager.rose_steady_steps = steps
         return num_bytes
 
     return capture_model
@@ -95,10 +98,10 @@ def _spread_samples(manager: Any) -> Iterator[None]:
     """Let vLLM sample graphs of all sizes, and hand it samples from which it computes the right sum.
 
     Args:
-        manager: vLLM's ``CudaGraphManager``, in ``profile_cudagraph_memory``. That takes the first sample once and the
-            second one for every other graph.
+        manager: vLLM's ``CudaGraphManager``, in ``profile_cudagraph_memory``.
     """
     from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
 
     full = manager._capture_descs.get(CUDAGraphMode.FULL, [])
     if len(full) <= PROFILED_GRAPHS:
@@ -113,13 +116,43 @@ def _spread_samples(manager: Any) -> Iterator[None]:
     finally:
         manager._capture_descs[CUDAGraphMode.FULL] = full
     samples = manager._capture_mem_samples
-    each = int(statistics.median(samples[_LARGEST:]))
-    samples[:] = [sum(samples) - each * (len(samples) - 1)] + [each] * (len(samples) - 1)
+    each = max(int(statistics.median(samples[_LARGEST:])), 0)
+    others = (len(full) - len(samples)) * each
+    # vLLM takes the sum of the samples off what all of this took, and adds what it extrapolates from the first two.
+    extrapolated = _extrapolate_full_graph_memory([0, each], len(full))
+    samples[:] = [0, each, extrapolated - each - others]
 
 
-def _estimated_bytes(runner: Any) -> int:
-    """Return what the epilogues take: logits in the model's dtype, and float32 ones to draw from."""
-    from rose_backend.vllm_plugin.sampler.draw_graphs import MAX_LOGITS_BYTES
+@contextmanager
+def _room_for_logits(runner: Any, streams: list[torch.cuda.Stream]) -> Iterator[None]:
+    """Let activations of vLLM's graphs lie where an epilogue's logits lie later in the step.
 
-    logits = runner.max_num_reqs * runner.vocab_size
-    return int(logits * runner.dtype.itemsize + min(4 * logits, MAX_LOGITS_BYTES))
+    Graphs find memory of others in their pool only where both were captured on one stream. Logits are the largest
+    tensor of a step, so they go first: activations find room in theirs, but not the other way round.
+
+    Args:
+        streams: gets the one that vLLM captures on.
+    """
+    from vllm.compilation.cudagraph_pool import capture_pool
+    from vllm.config import CUDAGraphMode
+
+    manager = runner.cudagraph_manager
+    choose_stream = manager._capture_stream
+    most = max(desc.num_tokens for desc in manager._capture_descs[CUDAGraphMode.FULL])
+    shape = (min(most, runner.max_num_reqs), runner.model_config.get_hidden_size())
+    hidden_states = torch.zeros(shape, dtype=runner.dtype, device=runner.device)
+    logits = CapturedGraphs[int](lambda size, _: runner.model.compute_logits(hidden_states[:size]))
+
+    def capture_logits_first(desc: Any) -> torch.cuda.Stream:
+        stream = choose_stream(desc)
+        if not streams:
+            streams.append(stream)
+            with capture_pool(manager.pool, runner.vllm_config) as pool:
+                logits.capture([len(hidden_states)], pool, stream)
+        return stream
+
+    manager._capture_stream = capture_logits_first
+    try:
+        yield
+    finally:
+        del manager._capture_stream

@@ -52,8 +52,9 @@ def why_engine_is_not_steady(runner: Any) -> str | None:
     """Return what in this engine a steady step leaves out; None if nothing.
 
     Args:
-        runner: vLLM's ``GPUModelRunner`` (V2), its graphs captured.
+        runner: vLLM's ``GPUModelRunner`` (V2), its attention initialized.
     """
+    from vllm.config import CUDAGraphMode
     from vllm.v1.kv_cache_interface import MambaSpec
     from vllm.v1.worker.gpu.ec_connector import NO_OP_EC_CONNECTOR
     from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
@@ -87,7 +88,7 @@ def why_engine_is_not_steady(runner: Any) -> str | None:
         or state.num_new_sampled_tokens_per_step != 1,
         "a model without lm_head": not hasattr(runner.model, "lm_head"),
         "another sampler": type(sampler) is not Sampler,
-        "no full graphs of decodes": manager is None or manager.hidden_states is None,
+        "no full graphs of decodes": manager is None or not manager._capture_descs.get(CUDAGraphMode.FULL),
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     return reason or _why_sampler_is_not_steady(sampler) or _why_attention_is_not_steady(runner)

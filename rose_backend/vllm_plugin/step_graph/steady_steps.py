@@ -81,8 +81,8 @@ class SteadySteps:
         # Products of other sizes round otherwise; so both kinds of steps multiply the same rows.
         runner.model.compute_logits = self._compute_padded_logits
 
-    def capture(self) -> None:
-        """Capture prologue and epilogue of each of vLLM's decode graphs."""
+    def capture(self, stream: torch.cuda.Stream) -> None:
+        """Capture prologue and epilogue of each of vLLM's decode graphs, which were captured on ``stream``."""
         from vllm.compilation.cudagraph_pool import capture_pool
         from vllm.distributed.parallel_state import graph_capture
 
@@ -91,9 +91,11 @@ class SteadySteps:
         runner, manager = self._runner, self._manager
         with (
             graph_capture(device=runner.device),
+            # Products have a workspace on each stream.
+            torch.cuda.stream(stream),
             capture_pool(manager.pool, runner.vllm_config) as pool,
         ):
-            self._graphs.capture(self._parts(), pool, torch.cuda.current_stream())
+            self._graphs.capture(self._parts(), pool, stream)
         # Compiled before steps need it.
         write_block_ids(torch.zeros(2, 0, dtype=torch.int64, device=runner.device), self._groups)
         num_bytes = max(free_before - torch.cuda.mem_get_info()[0], 0)
@@ -267,8 +269,7 @@ class SteadySteps:
         else:
             assert self._batches.replayed is not None
             positions, request_slots = self._inputs.positions[:size], self._inputs.request_slots[:size]
-            own_logits = torch.empty_like(logits, dtype=torch.float32).copy_(logits)
-            tokens.copy_(self._batches.replayed.graphs.compute(own_logits, request_slots, positions))
+            tokens.copy_(self._batches.replayed.graphs.compute(logits, request_slots, positions))
         end_steady_decode(slots, tokens, self._state)
 
 
