@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rose_backend.vllm_plugin.step_graph.steady_steps import SteadySteps
 from rose_backend.vllm_plugin.step_graph.step_counts import STEPS
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.e2e.test_vllm_features import inputs_of, scheduler_of
+from tests.e2e.test_vllm_gpu_features import needs_two_gpus
 from tests.e2e.test_vllm_gpu_parity import ROSES_LAYERS, has_roses_layers
 from tests.support import random_checkpoints
 from tests.support.random_checkpoints import (
@@ -84,25 +85,36 @@ def check_groups(llm: Any, model: str) -> None:
     assert len(groups) == num_groups and windows.count(random_checkpoints.SLIDING_WINDOW) == num_groups - 1
 
 
+Launch = Callable[[SteadySteps, Any], bool]
+LAUNCH: Launch = SteadySteps.launch
+
+
+def launch_when(wanted: Callable[[int], bool]) -> Launch:
+    """Return a launch of steps that replays only those for which ``wanted``, given the step's number, is true."""
+    count = 0
+
+    def chosen(self: SteadySteps, output: Any) -> bool:
+        nonlocal count
+        count += 1
+        if wanted(count):
+            return LAUNCH(self, output)
+        self._armed = None
+        return False
+
+    return chosen
+
+
 @pytest.fixture
-def replay_when(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[int], bool]], None]]:
+def replay_when(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], bool]], None]:
     """Return a function that lets steps be replayed only where ``wanted``, given the step's number, is true."""
-    launch = SteadySteps.launch
+    return lambda wanted: monkeypatch.setattr(SteadySteps, "launch", launch_when(wanted))
 
-    def set_rule(wanted: Callable[[int], bool]) -> None:
-        count = 0
 
-        def chosen(self: SteadySteps, output: Any) -> bool:
-            nonlocal count
-            count += 1
-            if wanted(count):
-                return launch(self, output)
-            self._armed = None
-            return False
-
-        monkeypatch.setattr(SteadySteps, "launch", chosen)
-
-    yield set_rule
+def set_rule_of_worker(_: Any, rule: str) -> int:
+    """Say in a worker's process which steps are replayed; return how many were so far."""
+    rules = {"never": is_never, "always": lambda _: True, "at random": is_random(3)}
+    SteadySteps.launch = launch_when(rules[rule])  # type: ignore[method-assign]
+    return STEPS.replayed
 
 
 def params_of_every_kind(num_requests: int, one_in: int = 4) -> list[SamplingParams]:
@@ -248,6 +260,41 @@ def test_requests_that_come_and_go_get_the_same_answers(
     for others in answers[1:]:
         different = [name for name, answer in others.items() if answer != answers[0].get(name)]
         assert different == [] and others.keys() == answers[0].keys()
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("model", ["Qwen3", "Llama"])
+def test_two_gpus_replay_the_same_steps(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    kind, graphs = MODELS[model]
+    prompts = [prompt for prompt in parity_prompts(VOCAB_SIZE) if len(prompt) < 300]
+    compilation = {**graphs["compilation_config"], "pass_config": {"fuse_allreduce_rms": False}}
+    options: dict[str, Any] = {
+        "dtype": half_dtype(model),
+        "num_gpu_blocks_override": 400,
+        "max_num_seqs": 48,
+        "tensor_parallel_size": 2,
+        # Answers of other processes come at any time, and the next step would be made before or after.
+        "async_scheduling": False,
+        "compilation_config": compilation,
+    }
+    answers = []
+    with make_engine(model=str(WRITERS[kind](tmp_path)), enforce_eager=False, **options, **GPU_MEMORY) as llm:
+        for rule in ("never", "always", "at random"):
+            before = llm.collective_rpc(set_rule_of_worker, args=(rule,))
+            assert llm.reset_prefix_cache()
+            answers.append(come_and_go(llm, prompts, NUM_REQUESTS))
+            after = llm.collective_rpc(set_rule_of_worker, args=("never",))
+            assert before[0] == before[1] and after[0] == after[1]
+            assert (after[0] - before[0] > NUM_REQUESTS // 4) == (rule != "never")
+        manager = scheduler_of(llm).kv_cache_manager.manager
+        manager.check_integrity()
+        assert manager.usage == 0.0 and min(manager.stats.clones, manager.stats.evictions) > 0
+    assert len(answers[0]) > 0.9 * NUM_REQUESTS
+    assert answers[1] == answers[0] and answers[2] == answers[0]
 
 
 def count_preemptions(scheduler: Any) -> Callable[[], int]:
