@@ -239,7 +239,7 @@ def test_two_gpus(
     choose_runner(monkeypatch, runner)
     # vLLM sees only whether torch holds a CUDA context here; looking for devices, as tests do, rules out forks, too.
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    with make_engine(num_gpu_blocks_override=300, **PARALLEL[manner], **GPU_MEMORY) as llm:
+    with make_engine(num_gpu_blocks_override=400, **PARALLEL[manner], **GPU_MEMORY) as llm:
         for _ in range(2):
             assert_greedy(llm.generate(inputs_of(case[0]), GREEDY, use_tqdm=False), case[1])
         manager = scheduler_of(llm).kv_cache_manager.manager
@@ -248,15 +248,19 @@ def test_two_gpus(
 
 
 @needs_two_gpus
-@pytest.mark.parametrize("executor", ["mp", "ray"])
+@pytest.mark.parametrize(("executor", "runner"), [("mp", "V2"), ("mp", "V1"), ("ray", "V2")])
 @pytest.mark.parametrize("model", ["Llama", "Qwen3"])
 def test_grouped_heads_on_two_gpus(
     make_engine: MakeEngine,
     request: pytest.FixtureRequest,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     model: str,
     executor: str,
+    runner: str,
 ) -> None:
+    choose_runner(monkeypatch, runner)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if executor == "ray":
         ray = pytest.importorskip("ray", reason="ray is not installed")
         # An engine leaves its placement group, and so both GPUs, to the process that it ran in.
