@@ -33,6 +33,7 @@ DRAWN_RESULTS = (
     "h200/vllm_trace_rust.json",
 )
 COMMITS = {
+    "cde27bb955c80ae0": "9284310",
     "38c04b9951d1d612": "f00eac3",
     "7ed99bfb03d1ecf6": "7e1cc20",
     "150b493ba640fbb1": "2145dc8",
