@@ -27,6 +27,11 @@ class GpuProperties:
         """Whether the tensor memory accelerator copies tiles into 227 KB of shared memory; capability 12 has 99 KB."""
         return 9 <= self.capability[0] < 12
 
+    @property
+    def has_tensor_memory(self) -> bool:
+        """Whether tensor cores take their left factor from a memory of their own, at most 512 elements deep."""
+        return 10 <= self.capability[0] < 12
+
 
 class _Recording(threading.local):
     """What ``meta`` stands for in this thread."""

@@ -334,9 +334,12 @@ COMPILED += [
     [
         (1, SHAPES[0]),
         (16, SHAPES[3]),
+        (32, SHAPES[3]),
+        (64, SHAPES[3]),
         (64, SHAPES[2]),
         (16, GATED_SHAPES[0]),
         (4, GATED_SHAPES[1]),
+        (32, GATED_SHAPES[2]),
         (64, GATED_SHAPES[1]),
     ],
 )
@@ -388,7 +391,14 @@ def compile_chosen_cut(
             gated=layer.is_gated,
             x_moments=moments_of(x, num_x_parts) if case.norm else None,
             with_moments=case.residual is not None,
-            config=gpu.choose_config(rows, columns, depth, exact=exact, can_use_tma=capability >= 90),
+            config=gpu.choose_config(
+                rows,
+                columns,
+                depth,
+                exact=exact,
+                can_use_tma=capability >= 90,
+                has_tensor_memory=capability >= 100,
+            ),
             use_pdl=capability >= 90,
         )
     cut, lines = launches[0].arguments, launches[0].arguments["PREFETCH"]

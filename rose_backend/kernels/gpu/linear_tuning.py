@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import triton
@@ -51,16 +51,34 @@ _LONGEST = 4096
 """Up to this depth, weights of ``_LONG`` at least wait for ``x`` in a program."""
 
 
+_TENSOR_MEMORY_DEPTH = 512
+
+
 @lru_cache(maxsize=256)
 def choose_config(
-    num_rows: int, num_columns: int, depth: int, *, exact: bool, can_use_tma: bool
+    num_rows: int,
+    num_columns: int,
+    depth: int,
+    *,
+    exact: bool,
+    can_use_tma: bool,
+    has_tensor_memory: bool = False,
 ) -> LinearConfig:
     """Return the measured cut of a product.
 
     Args:
         exact: float32 inputs, which are multiplied without tensor cores.
         can_use_tma: the GPU has a tensor memory accelerator, and ``x`` and the weight lie as it needs them.
+        has_tensor_memory: see ``GpuProperties``.
     """
+    config = _measured(num_rows, num_columns, depth, exact=exact, can_use_tma=can_use_tma)
+    if has_tensor_memory and config.use_tma and config.block_k > _TENSOR_MEMORY_DEPTH:
+        # As much shared memory, a part at a time; in two parts a kernel spilled registers.
+        return replace(config, block_k=256, num_stages=config.block_k // 256)
+    return config
+
+
+def _measured(num_rows: int, num_columns: int, depth: int, *, exact: bool, can_use_tma: bool) -> LinearConfig:
     whole = max(triton.next_power_of_2(depth), 128)
     block_m = triton.next_power_of_2(num_rows)
     is_long = depth > _LONG

@@ -296,7 +296,14 @@ def small_batch_linear(
     num_columns = weight.shape[0]
     exact = x.dtype == torch.float32
     if config is None:
-        config = choose_config(num_rows, num_columns, depth, exact=exact, can_use_tma=can_use_tma(x, weight))
+        config = choose_config(
+            num_rows,
+            num_columns,
+            depth,
+            exact=exact,
+            can_use_tma=can_use_tma(x, weight),
+            has_tensor_memory=x.device.type != "cpu" and gpu_properties(x.device).has_tensor_memory,
+        )
     if use_pdl is None:
         use_pdl = has_dependent_launch(x.device)
     tiles, row_tiles = triton.cdiv(num_columns, config.block_n), triton.cdiv(num_rows, config.block_m)
