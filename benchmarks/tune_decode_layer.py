@@ -37,6 +37,7 @@ from rose_backend.kernels.gpu import paged_decode as decode_gpu
 from rose_backend.kernels.gpu import small_batch_linear as linear_gpu
 from rose_backend.kernels.gpu.decode_tuning import DecodeTuning, decode_tuning
 from rose_backend.kernels.gpu.linear_tuning import MAX_SPLIT_FLOATS, LinearConfig, choose_config
+from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.small_batch_linear import MAX_ROWS
 from rose_backend.layers import decoder
 from rose_backend.layers.attention import AttentionMetadata
@@ -106,7 +107,14 @@ class Step:
         products = {}
         for linear in (layer.qkv, layer.attn_out, layer.mlp.widen, layer.mlp.narrow):
             columns, depth = linear.packed.weight.shape
-            products[columns, depth] = choose_config(rows, columns, depth, exact=False, can_use_tma=True)
+            products[columns, depth] = choose_config(
+                rows,
+                columns,
+                depth,
+                exact=False,
+                can_use_tma=True,
+                has_tensor_memory=gpu_properties(self.ids.device).has_tensor_memory,
+            )
         attention = decode_tuning(
             config.head_size,
             config.dtype,
@@ -154,6 +162,22 @@ def product_candidates(rows: int, columns: int, depth: int) -> list[LinearConfig
             if fits_shared and block_n * whole <= 4096 * num_warps and (split_k == 1 or depth > 1024):
                 found.append(
                     LinearConfig(tile_m, block_n, whole, split_k, num_warps, num_warps, 3, True, True)
+                )
+        for tile_m, block_n, split_k in product(row_tiles, (32, 64, 128), (1, 2, 3, 4, 6)):
+            whole = triton.next_power_of_2(triton.cdiv(depth, split_k))
+            is_used = whole >= 256 and whole * split_k < 2 * depth
+            if is_used and (tile_m + block_n) * whole * 2 <= MAX_SHARED_BYTES:
+                num_warps = 8 if block_n == 128 else 4
+                found.append(
+                    LinearConfig(
+                        tile_m,
+                        block_n,
+                        whole,
+                        split_k,
+                        num_warps=num_warps,
+                        weights_left=True,
+                        use_tma=True,
+                    )
                 )
     if rows <= 2:
         for block_n, block_k, num_warps in product((2, 4), (1024, 2048, 4096), (4, 8)):

@@ -339,6 +339,7 @@ COMPILED += [
         (64, SHAPES[2]),
         (16, GATED_SHAPES[0]),
         (4, GATED_SHAPES[1]),
+        (32, GATED_SHAPES[1]),
         (32, GATED_SHAPES[2]),
         (64, GATED_SHAPES[1]),
     ],

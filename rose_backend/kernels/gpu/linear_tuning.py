@@ -172,8 +172,9 @@ def _without_tma(block_m: int, num_columns: int, depth: int) -> LinearConfig:
     return LinearConfig(block_m, 16, min(whole, 256))
 
 
-_MIN_PROGRAMS = 96
-"""Of a product at least, where that is possible: an H200 has 132 multiprocessors."""
+_MIN_PROGRAMS, _MAX_PROGRAMS = 96, 128
+"""Of a product at least, where that is possible; and at most, where each takes a multiprocessor's shared memory. An
+H100 and an H200 have 132."""
 
 
 def _wide(num_rows: int, num_columns: int, depth: int) -> LinearConfig | None:
@@ -182,6 +183,9 @@ def _wide(num_rows: int, num_columns: int, depth: int) -> LinearConfig | None:
     if block_m <= 32 and depth <= _LONG:
         if block_m <= 16 or num_columns <= _WIDE:
             return None
+        if _MIN_PROGRAMS <= triton.cdiv(num_columns, 64) <= _MAX_PROGRAMS:
+            # All of a program's weights are in its shared memory when ``x`` comes.
+            return LinearConfig(32, 64, _LONG, weights_left=True, use_tma=True)
         return LinearConfig(32, 64, 256, num_stages=4, weights_left=True, use_tma=True, is_early=False)
     if num_columns <= _WIDE:
         return _wide_to_narrow(block_m, depth)
@@ -208,7 +212,7 @@ def _wide_to_narrow(block_m: int, depth: int) -> LinearConfig | None:
             8, 16, 1024, triton.cdiv(depth, 1024), warp_split=8, num_warps=8, weights_left=True
         )
     if block_m == 32 and depth <= 2048:
-        return LinearConfig(32, 64, 256, 2, num_stages=4, weights_left=True, use_tma=True, is_early=False)
+        return LinearConfig(32, 32, 256, 2, num_stages=6, weights_left=True, use_tma=True)
     if block_m <= 32:
         return None
     if block_m == 64:
