@@ -167,8 +167,11 @@ def _without_tma(block_m: int, num_columns: int, depth: int) -> LinearConfig:
         # So many columns fill the GPU without a split.
         return LinearConfig(block_m, 32, min(whole, 256 if block_m < 64 else 128))
     if depth > _LONG:
-        split_k, block_k = (2 if many_rows else 4, 256) if block_m == 64 else (8, min(whole // 8, 512))
-        return LinearConfig(block_m, 32, block_k, split_k)
+        if block_m == 64:
+            return LinearConfig(64, 32, 256, 2 if many_rows else 4)
+        # Where there are several, two tiles of 32 rows have to fit the 99 KiB of most GPUs of this kind.
+        block_k = 256 if block_m == 32 and whole > 8 * 512 else min(whole // 8, 512)
+        return LinearConfig(block_m, 32, block_k, 8)
     return LinearConfig(block_m, 16, min(whole, 256))
 
 
