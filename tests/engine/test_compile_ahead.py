@@ -360,3 +360,46 @@ def test_warm_cache_really_compiles(
     kernels, failure = warm_cache(config, (9, 0), None)
     assert failure is None and len(kernels) == len(sources) > 1
     assert all((tmp_path / "cache" / kernel.folder).is_dir() for kernel in kernels)
+
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "capability", "num_processors", "shared_bytes"),
+    [(QWEN3, (10, 0), None, 227 << 10), (QWEN3 | LLAMA_8B, (12, 0), 170, 99 << 10)],
+    ids=["Qwen3 0.6B on a B200", "Llama 3.1 8B on an RTX 5090"],
+)
+def test_all_products_and_decodes_of_a_start_fit_gpus_that_are_not_here(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model: dict[str, Any],
+    capability: tuple[int, int],
+    num_processors: int | None,
+    shared_bytes: int,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+
+    def record_some(*args: Any) -> list[KernelSource]:
+        return [
+            source
+            for source in record_start(*args)
+            if source.name.endswith(("_linear_kernel", "_decode_kernel"))
+        ]
+
+    monkeypatch.setattr(compile_ahead, "record_start", record_some)
+    config = EngineConfig(model=str(tmp_path), max_num_batched_tokens=2048)
+    kernels, failure = warm_cache(config, capability, num_processors)
+    assert failure is None and len(kernels) > 20
+    for kernel in kernels:
+        files = (tmp_path / "cache" / kernel.folder).glob("*.json")
+        (facts,) = (json.loads(path.read_text()) for path in files if not path.name.startswith("__grp__"))
+        assert facts["shared"] <= shared_bytes, facts["name"]
