@@ -13,7 +13,7 @@ import torch
 
 from rose_backend.kernels import SampleOutput, SamplingTensors, sample_unfused
 from tests.kernels.test_sample import beyond_every_range, make_params, random_case, range_ends
-from tests.support.aot import compile_launch, compiles, overlapped, record_launches
+from tests.support.aot import CAPABILITIES, compile_launch, compiles, overlapped, record_launches
 from tests.support.interpreter import run_interpreted
 
 INFINITY = float("inf")
@@ -198,3 +198,16 @@ def test_compiles_without_spills(capability: int) -> None:
     assert len(launches) == 2
     for recorded in launches:
         compile_launch(overlapped(recorded, capability), capability)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("stride", "is_aligned"), [(50_304, True), (50_257, False)])
+def test_aligned_logits_are_loaded_four_at_a_time(capability: int, stride: int, is_aligned: bool) -> None:
+    from rose_backend.kernels.gpu import sampler as gpu
+
+    logits = torch.zeros(2, stride)[:, :50_257]
+    with record_launches(gpu, "_scan_kernel", "_choose_kernel") as launches:
+        gpu.sample(logits, make_params(2))
+    resources = compile_launch(overlapped(launches[0], capability), capability)
+    assert resources.spill_bytes == 0
+    assert ("ld.global.v4" in resources.ptx) == is_aligned
