@@ -53,12 +53,12 @@ from rose_backend.kernels.expert_mlp import Experts, expert_mlp
 from rose_backend.kernels.kv_cache import block_clone, write_kv
 from rose_backend.kernels.lm_head import lm_head_sample
 from rose_backend.kernels.paged_attention import (
+    DecodePlan,
     paged_decode,
     paged_prefill,
     plan_paged_decode,
     plan_paged_prefill,
 )
-from rose_backend.kernels.reference.paged_decode import DecodePlan
 from rose_backend.kernels.reference.paged_prefill import PrefillPlan
 from rose_backend.kernels.rotary import rotate_query_key
 from rose_backend.kernels.sampler import SampleOutput, SamplingTensors, advance_rows, sample, sample_unfused

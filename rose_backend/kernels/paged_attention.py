@@ -12,7 +12,6 @@ from rose_backend.errors import ShapeError
 from rose_backend.kernels.attention_options import AttentionOptions, HeadRotation
 from rose_backend.kernels.reference import paged_decode as decode_reference
 from rose_backend.kernels.reference import paged_prefill as prefill_reference
-from rose_backend.kernels.reference.paged_decode import DecodePlan
 from rose_backend.kernels.reference.paged_prefill import PrefillPlan
 from rose_backend.kernels.rotary import check_rotation, rotate_query_key
 from rose_backend.kernels.tensor_checks import (
@@ -29,6 +28,9 @@ MAX_GPU_HEAD_SIZE = 512
 MAX_QUERY_LEN = 8
 """New tokens of a row that one call of ``paged_decode`` takes; longer chunks are ``paged_prefill``'s."""
 
+DecodePlan = decode_reference.DecodePlan | torch.Tensor
+"""What all layers of a step share: on a GPU ``[R]`` int32, in which order rows begin to be attended."""
+
 _GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -42,18 +44,29 @@ def plan_paged_decode(
     max_query_len: int = 1,
     chunk_bytes: int = decode_reference.CHUNK_BYTES,
 ) -> DecodePlan | None:
-    """Work out what all layers of a step share. None on a GPU: the kernel reads lengths on the device.
+    """Work out what all layers of a step share. On a GPU that is found on the device, and a graph may contain it.
 
     Args:
         options: sliding window and ALiBi slopes have to be the same for all layers that use the plan.
-        chunk_bytes: keys that are gathered at once, at most, unless a single request has more.
+        chunk_bytes: keys that are gathered at once, at most, unless a single request has more. Not on a GPU.
+
+    Returns:
+        None on a GPU where all rows begin at once, or all read no more than a sliding window.
 
     Raises:
         ShapeError: ``max_query_len`` is not allowed, or a row has more tokens.
     """
-    if key_cache.is_cuda:
-        return None
     _check_query_lens(query_start_loc, max_query_len)
+    if key_cache.is_cuda:
+        from rose_backend.kernels.gpu.decode_tuning import begins_in_turns, num_processors
+        from rose_backend.kernels.gpu.longest_first import longest_first
+
+        num_heads = len(num_computed_tokens) * key_cache.shape[2]
+        if options.sliding_window is not None or not begins_in_turns(
+            num_heads, num_processors(key_cache.device)
+        ):
+            return None
+        return longest_first(num_computed_tokens)
     return decode_reference.plan_paged_decode(
         block_table,
         num_computed_tokens,
@@ -102,7 +115,8 @@ def paged_decode(
         query_start_loc: a row may have 0 to ``max_query_len`` tokens; on a GPU further ones would be left out.
         max_query_len: 1 to ``MAX_QUERY_LEN``.
         plan: from ``plan_paged_decode`` with the same lengths, table and options, made once for all layers of a step;
-            None makes one for this call. A GPU needs none.
+            None makes one for this call. A GPU needs none: with it, programs of long rows do not begin last, which
+            decides speed only. With ``overlap`` it must be complete as all else is that is read ahead.
         overlap: on GPUs of capability 9.0 and later, start while the kernel in front still runs, and allow the same to
             the next one (programmatic dependent launch). What kernels in front make or read may be ``query``,
             ``new_key``, ``new_value`` and ``out``. All else, the cached tokens too, is read ahead and must be complete:
@@ -120,7 +134,7 @@ def paged_decode(
     Raises:
         ShapeError: shapes or dtypes disagree, ``HQ`` is not a multiple of ``HKV``, only one new tensor is given, a
             scale is given without float8 caches, ``max_query_len`` is not allowed, or ``rotation`` is given without
-            ``new_key`` or with ``query_start_loc``. On a GPU also: the dtype is
+            ``new_key`` or with ``query_start_loc``, or ``plan`` is another device's. On a GPU also: the dtype is
             another, ``D`` is over ``MAX_GPU_HEAD_SIZE``, an innermost stride is not 1, or it cannot convert float8.
     """
     tensors = (query, new_key, new_value, key_cache, value_cache, block_table, num_computed_tokens)
@@ -130,7 +144,10 @@ def paged_decode(
         if new_key is None or query_start_loc is not None:
             raise ShapeError("rotation: expected new_key and no query_start_loc beside it")
         check_rotation(query, rotation)
+    if plan is not None and isinstance(plan, torch.Tensor) != query.is_cuda:
+        raise ShapeError(f"plan: expected one made for {query.device}, got {type(plan).__name__}")
     if not query.is_cuda:
+        assert not isinstance(plan, torch.Tensor)
         if rotation is not None and new_key is not None:
             query, new_key = query.clone(), new_key.clone()
             # Padding rows need a position, too.
@@ -153,6 +170,7 @@ def paged_decode(
         out=out,
         query_start_loc=query_start_loc,
         max_query_len=max_query_len,
+        order=plan if isinstance(plan, torch.Tensor) else None,
         overlap=overlap and new_key is not None and has_dependent_launch(query.device),
         rotation=rotation,
     )

@@ -56,8 +56,9 @@ class AttentionRows(Generic[_Plan]):
     query_start_loc: torch.Tensor | None = None  # [R + 1] int32, counted from the first of ``tokens``
     max_query_len: int = 1
     """Of decodes; more than 1 needs ``query_start_loc``."""
-    plans: dict[int | None, _Plan | None] = field(default_factory=dict)
-    """By sliding window: made by the first layer that needs one, shared by the others."""
+    plans: dict[tuple[int | None, bool], _Plan | None] = field(default_factory=dict)
+    """By sliding window, and whether a graph is being captured, which has to contain what makes its plans: made by the
+    first layer that needs one, shared by the others."""
 
 
 @dataclass(slots=True)
@@ -135,6 +136,7 @@ class PagedAttention:
         self.last_tokens: torch.Tensor | None = None
         if split:
             step.decode = AttentionRows(slice(0, split), tables[:split], computed[:split])
+            plan_decode(step.decode, kv_cache[0, 0], options)
         if computed.shape[0] > split:
             assert metadata.query_start_loc is not None, "prefill attention needs query_start_loc"
             start_loc = metadata.query_start_loc[split:] - split
@@ -173,6 +175,31 @@ class PagedAttention:
             rotation=rotation,
         )
         return self._out.flatten(1)
+
+
+def plan_decode(
+    rows: AttentionRows[DecodePlan],
+    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  only shape, dtype and device are used
+    options: AttentionOptions,
+) -> DecodePlan | None:
+    """Return what all layers with these options share in a step.
+
+    Layers whose attention overlaps the kernel in front need it early: call this first, with a kernel in between that
+    overlaps nothing.
+    """
+    # ALiBi slopes differ between models, not between layers that share a step.
+    is_captured = key_cache.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    key = options.sliding_window, is_captured
+    if key not in rows.plans:
+        rows.plans[key] = plan_paged_decode(
+            rows.block_table,
+            rows.num_computed_tokens,
+            key_cache,
+            options=options,
+            query_start_loc=rows.query_start_loc,
+            max_query_len=rows.max_query_len,
+        )
+    return rows.plans[key]
 
 
 def attend(
@@ -215,19 +242,10 @@ def attend(
             value_scale=options.value_scale,
         )
         key = value = None
-    window = options.sliding_window
     if (decode := step.decode) is not None:
         tokens = decode.tokens
-        if window not in decode.plans:
-            # ALiBi slopes differ between models, not between layers that share a step.
-            decode.plans[window] = plan_paged_decode(
-                decode.block_table,
-                decode.num_computed_tokens,
-                key_cache,
-                options=options,
-                query_start_loc=decode.query_start_loc,
-                max_query_len=decode.max_query_len,
-            )
+        is_early = bool(decode.plans) or not overlap or query.device.type != "cuda"
+        assert is_early, "plan_decode has to come before layers that overlap"
         paged_decode(
             query[tokens],
             None if key is None else key[tokens],
@@ -240,15 +258,16 @@ def attend(
             out=out[tokens],
             query_start_loc=decode.query_start_loc,
             max_query_len=decode.max_query_len,
-            plan=decode.plans[window],
+            plan=plan_decode(decode, key_cache, options),
             overlap=overlap,
             rotation=rotation,
         )
     if (prefill := step.prefill) is not None:
         tokens, start_loc = prefill.tokens, prefill.query_start_loc
         assert start_loc is not None, "prefill attention needs query_start_loc"
-        if window not in prefill.plans:
-            prefill.plans[window] = plan_paged_prefill(
+        shared_by = options.sliding_window, False
+        if shared_by not in prefill.plans:
+            prefill.plans[shared_by] = plan_paged_prefill(
                 prefill.block_table,
                 start_loc,
                 prefill.num_computed_tokens,
@@ -268,7 +287,7 @@ def attend(
                 prefill.num_computed_tokens,
                 options=options,
                 out=out[tokens],
-                plan=prefill.plans[window],
+                plan=prefill.plans[shared_by],
                 mean_query_len=mean_query_len,
             )
     return out

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from rose_backend.kernels.gpu import decode_tuning, longest_first
 from rose_backend.vllm_plugin.step_graph.steady_steps import SteadySteps
 from rose_backend.vllm_plugin.step_graph.step_counts import STEPS
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
@@ -194,6 +196,43 @@ def test_both_kinds_of_steps_say_the_same_to_the_bit(
     assert answers[1] == answers[0]
     assert answers[2] == answers[0]
     assert answers[3] == answers[0]
+
+
+@pytest.mark.parametrize("model", ["GPT-2", "Qwen3", "Qwen3 with vLLM's layers", "gpt-oss"])
+def test_rows_that_begin_in_turns_say_the_same_to_the_bit(
+    make_engine: MakeEngine,
+    tiny_model_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+) -> None:
+    kind, graphs = MODELS[model]
+    path = tiny_model_path if kind == "GPT-2" else WRITERS[kind](tmp_path)
+    prompts = parity_prompts(VOCAB_SIZE)[:40]
+    params = params_of_every_kind(len(prompts))
+    options: dict[str, Any] = {"dtype": half_dtype(model), "max_num_seqs": 48, **graphs, **GPU_MEMORY}
+    answers: list[Any] = []
+    were_captured: list[bool] = []
+    order = longest_first.longest_first
+
+    def counted(lengths: torch.Tensor) -> torch.Tensor:
+        were_captured.append(torch.cuda.is_current_stream_capturing())
+        return order(lengths)
+
+    monkeypatch.setattr(longest_first, "longest_first", counted)
+    for in_turns in (False, True):
+        with monkeypatch.context() as patches:
+            if in_turns:
+                # As if the rows of the tiny model were too many to begin all at once.
+                patches.setattr(decode_tuning, "begins_in_turns", lambda *_: True)
+            with make_engine(model=str(path), enforce_eager=False, **options) as llm:
+                before = STEPS.replayed
+                answers.append(said(llm.generate(inputs_of(prompts), params, use_tqdm=False)))
+                assert STEPS.replayed > before, STEPS
+        assert bool(were_captured) == in_turns
+    # In graphs, and in front of each in the run that compiles its kernels.
+    assert set(were_captured) == {False, True}
+    assert answers[1] == answers[0]
 
 
 def come_and_go(llm: Any, prompts: Any, num_requests: int) -> dict[str, list[Any]]:
@@ -439,8 +478,6 @@ def come_in_waves(llm: Any, prompts: Any, num_requests: int) -> dict[str, list[A
 
 def memory_while_decoding(llm: Any, num_steps: int) -> list[tuple[int, int]]:
     """Replay ``num_steps`` steps and more; return the bytes in use after each round, of the device and pinned ones."""
-    import torch
-
     engine, sizes, end = llm.llm_engine, [], STEPS.replayed + num_steps
     while STEPS.replayed < end:
         for index in range(3):
@@ -568,8 +605,6 @@ def test_switched_off_nothing_is_replayed(make_engine: MakeEngine) -> None:
 
 def test_memory_does_not_grow(make_engine: MakeEngine) -> None:
     """Thousands of steps with requests that come and go take no memory of the device or of pinned host memory."""
-    import torch
-
     prompts = parity_prompts(VOCAB_SIZE)[:40]
     params = [
         SamplingParams(temperature=0.0, max_tokens=40 + 3 * index, ignore_eos=True)

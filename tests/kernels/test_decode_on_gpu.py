@@ -149,7 +149,9 @@ def test_addresses_past_two_to_the_31_elements(max_query_len: int | None) -> Non
     assert same_bits(far.value_cache.contiguous(), near.value_cache.contiguous())
 
 
-def run_again(step: GpuStep, max_query_len: int | None) -> tuple[Any, torch.Tensor, torch.Tensor]:
+def run_again(
+    step: GpuStep, max_query_len: int | None, *, ordered: bool = False
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """Return a launch of the step into its own output, that output, and the lengths that it reads."""
     lengths, out = step.num_computed_tokens, torch.empty_like(step.query)
     options: dict[str, Any] = {}
@@ -167,6 +169,7 @@ def run_again(step: GpuStep, max_query_len: int | None) -> tuple[Any, torch.Tens
             lengths,
             options=step.options(),
             out=out,
+            plan=plan_of(step, lengths) if ordered else None,
             **options,
         )
 
@@ -222,12 +225,36 @@ def test_a_thousand_runs_give_the_same_bits(heads: tuple[int, int, int], max_que
     assert int(differences) == 0
 
 
-def test_no_plan_is_made() -> None:
+def plan_of(step: GpuStep, lengths: torch.Tensor) -> Any:
+    return plan_paged_decode(step.block_table, lengths, step.key_cache, options=step.options())
+
+
+def test_few_rows_have_no_plan() -> None:
     step = make_step([40])
-    assert (
-        plan_paged_decode(step.block_table, step.num_computed_tokens, step.key_cache, options=step.options())
-        is None
-    )
+    assert plan_of(step, step.num_computed_tokens) is None
+
+
+@pytest.mark.parametrize("heads", [(16, 8, 128), (12, 12, 64)], ids=str)
+def test_longest_rows_first_in_a_graph_give_the_same_bits(heads: tuple[int, int, int]) -> None:
+    step = make_step([(37 * row) % 1500 - 1 for row in range(200)], shape=(*heads, 16))
+    order = plan_of(step, step.num_computed_tokens)
+    assert torch.equal(order.long(), torch.sort(-step.num_computed_tokens.long(), stable=True).indices)
+    step.check(step.decode(plan=order))
+    launch, out, lengths = run_again(step, None, ordered=True)
+    long, graph = lengths.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    # In another order, and no longer than before: the tables have blocks for so many.
+    for lengths_now in (long, (long * 7 % 1500).minimum(long)):
+        lengths.copy_(lengths_now)
+        run, expected, of_plain = run_again(step, None)
+        of_plain.copy_(lengths_now)
+        run()
+        out.fill_(float("nan"))
+        graph.replay()
+        rows = lengths_now >= 0
+        assert same_bits(out[rows], expected[rows]) and out[~rows].isnan().all()
+    assert not torch.equal(plan_of(step, lengths), order)
 
 
 def test_what_the_kernel_cannot_do_is_named() -> None:

@@ -41,6 +41,7 @@ def launch(
     max_whole: int,
     num_stages: int,
     early_tiles: int,
+    order: torch.Tensor | None,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, int, int]:
     """Return output, records written by split rows, and what the counters add up to afterwards."""
@@ -89,6 +90,7 @@ def launch(
             inputs.num_computed_tokens,
             out=out,
             tuning=tuning,
+            order=order,
             **grouped(scale=SCALE, key_scale=inputs.key_scale, value_scale=inputs.value_scale, **options),
         )
     finally:
@@ -108,11 +110,12 @@ def run(
     max_whole: int = 0,
     num_stages: int = 2,
     early_tiles: int = 0,
+    order: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, int]:
     """Return output and the number of records of split rows."""
     out, num_records, counted = run_interpreted(
-        launch, inputs, stored_before, num_programs, max_whole, num_stages, early_tiles, options
+        launch, inputs, stored_before, num_programs, max_whole, num_stages, early_tiles, order, options
     )
     assert counted == 0, "a counter was left behind for the next launch"
     return out, num_records
@@ -139,6 +142,21 @@ def check(inputs: PagedInputs, out: torch.Tensor, **options: Any) -> None:
     same_dtype = naive_attention(inputs, scale=SCALE, dtype=out.dtype, **options)
     assert_within_budget(out[real], exact[real], same_dtype[real])
     assert out[~real].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16], ids=str)
+@pytest.mark.parametrize("num_programs", [0, 48])
+@pytest.mark.parametrize("max_query_len", [1, 4])
+def test_no_order_of_rows_changes_a_bit(dtype: torch.dtype, num_programs: int, max_query_len: int) -> None:
+    query_lens = None if max_query_len == 1 else [1, 4, 2, 1, 0, 3]
+    order = torch.tensor([5, 2, 0, 4, 1, 3], dtype=torch.int32)
+    ordered, plain = (build_paged_inputs(LENGTHS, query_lens, dtype=dtype) for _ in range(2))
+    attend = run_tokens if max_query_len > 1 else lambda *args, **options: run(*args, **options)[0]
+    options = {"num_programs": num_programs, "max_whole": 8}
+    expected = attend(plain, **options)
+    assert same_bits(attend(ordered, order=order, **options), expected)
+    assert same_bits(ordered.storage, plain.storage)
+    check(plain, expected)
 
 
 @pytest.mark.parametrize(

@@ -93,18 +93,23 @@ def decode_tunings(model: ModelConfig, num_processors: int) -> Callable[[int], H
     Args:
         num_processors: multiprocessors of the GPU.
     """
-    from rose_backend.kernels.gpu.decode_tuning import decode_tuning, heads_per_program
+    from rose_backend.kernels.gpu.decode_tuning import begins_in_turns, decode_tuning, heads_per_program
 
     group = model.num_attention_heads // model.num_kv_heads
     head_tile = max(1 << (model.head_size - 1).bit_length(), 16)
-    return lambda num_rows: decode_tuning(
-        model.head_size,
-        model.dtype,
-        num_processors,
-        num_rows=num_rows,
-        num_queries=heads_per_program(group, 1, head_tile),
-        num_kv_heads=model.num_kv_heads,
-    )
+
+    def kind(num_rows: int) -> Hashable:
+        tuning = decode_tuning(
+            model.head_size,
+            model.dtype,
+            num_processors,
+            num_rows=num_rows,
+            num_queries=heads_per_program(group, 1, head_tile),
+            num_kv_heads=model.num_kv_heads,
+        )
+        return tuning, begins_in_turns(num_rows * model.num_kv_heads, num_processors)
+
+    return kind
 
 
 def padding_passes(

@@ -83,6 +83,7 @@ class DecodeWork(NamedTuple):
         "block_table_ptr",
         "num_computed_ptr",
         "query_start_ptr",
+        "order_ptr",
         "slopes_ptr",
         "sinks_ptr",
         "key_scale_ptr",
@@ -99,6 +100,7 @@ def _paged_decode_kernel(
     block_table_ptr,
     num_computed_ptr,
     query_start_ptr,  # None with one token per row
+    order_ptr,  # None where rows begin in their own order
     slopes_ptr,  # each None where the option is off
     sinks_ptr,
     key_scale_ptr,
@@ -147,13 +149,16 @@ def _paged_decode_kernel(
     own_token = share % (MAX_QUERY_LEN // TOKENS)
     work = tl.program_id(0) // WORK.SHARES
     tokens = tl.arange(0, TILE)
+    own_row = work
+    if order_ptr is not None:
+        own_row = tl.load(order_ptr + work, mask=work < num_rows, other=0)
     # Most rows begin at their first token: that is read before the length is known, as far as the table goes.
-    table_ptr = block_table_ptr + work.to(tl.int64) * table_stride
+    table_ptr = block_table_ptr + own_row.to(tl.int64) * table_stride
     table_end = tl.where(work < num_rows, table_width * PAGES.BLOCK_SIZE, 0)
     first = tile_places(work * 0, tokens, PAGES.IN_BLOCK)
     block_ids = load_tiles_block_ids(table_ptr, first, table_end, EARLY + 1, TILE, PAGES.BLOCK_SIZE)
     row, length, first_token, query_len, split, num_splits, slot, begin, end = find_split(
-        num_computed_ptr, query_start_ptr, num_rows, window, work, extra, SPLITS,
+        num_computed_ptr, query_start_ptr, num_rows, window, work, own_row, extra, SPLITS,
         MAX_QUERY_LEN, HAS_NEW, HAS_WINDOW,
     )  # fmt: skip
     if (row >= num_rows) | (length < 0) | (own_token >= query_len):
@@ -294,6 +299,7 @@ def paged_decode(
     out: torch.Tensor,  # [T, HQ, D]  written
     query_start_loc: torch.Tensor | None = None,  # [R + 1] int32
     max_query_len: int = 1,
+    order: torch.Tensor | None = None,  # [R] int32, each row once
     overlap: bool = False,
     rotation: HeadRotation | None = None,
     tuning: DecodeTuning | None = None,
@@ -324,11 +330,13 @@ def paged_decode(
         group = math.gcd(num_kv_heads, tuning.kv_heads)
     kv_heads = 1 if tuning.use_dot else group
     shares = num_query_heads // group * (max_query_len // tokens)
+    sharers = max(shares // num_kv_heads, 1)
     # Where there is room for more programs than rows, none has to wait for another.
     places = max(tuning.num_programs // shares, 1)
     extra = max(places - triton.next_power_of_2(num_rows), places // 2, 1)
     record = record_size(group * tokens, head_size)
     query_tile = triton.next_power_of_2(group * tokens)
+    padded_tile = max(query_tile, 16) if tuning.use_dot else query_tile
     new_tile = kv_heads if max_query_len == 1 else 16 if tuning.use_dot else tuning.tile
     rotation_tensors, rotation_sizes = (None, None) if rotation is None else inside_another_kernel(rotation)
     in_block = options.sliding_window is None and block_size % tuning.tile == 0
@@ -343,6 +351,7 @@ def paged_decode(
         block_table,
         num_computed_tokens,
         query_start_loc,
+        order,
         options.alibi_slopes,
         options.sinks,
         options.key_scale,
@@ -356,16 +365,7 @@ def paged_decode(
         attention_strides(out, query, new_key, new_value, key_cache, value_cache),
         block_table.stride(0),
         block_table.shape[1],
-        WORK=DecodeWork(
-            shares,
-            max(shares // num_kv_heads, 1),
-            kv_heads,
-            group,
-            tokens,
-            max_query_len,
-            max(query_tile, 16) if tuning.use_dot else query_tile,
-            new_tile,
-        ),
+        WORK=DecodeWork(shares, sharers, kv_heads, group, tokens, max_query_len, padded_tile, new_tile),
         SPLITS=SplitSizes(
             1 if num_rows == 1 else rows_tile(num_rows), tuning.max_whole, tuning.min_split, tuning.tile
         ),

@@ -88,6 +88,7 @@ def find_split(
     num_rows,
     window,
     work,
+    own_row,
     extra,
     SPLITS: tl.constexpr,  # SplitSizes
     MAX_QUERY_LEN: tl.constexpr,
@@ -97,14 +98,14 @@ def find_split(
     """Return what piece ``work`` is: row, length, first token, number of tokens, split, number of splits, first slot,
     begin, end.
 
-    The row is ``num_rows`` or more, or its length negative, if there is no such piece. Positions ``begin .. end - 1``
-    are read from the cache.
+    Piece ``work`` below ``num_rows`` is the first of ``own_row``. The row is ``num_rows`` or more, or its length
+    negative, if there is no such piece. Positions ``begin .. end - 1`` are read from the cache.
     """
     ROWS_TILE: tl.constexpr = SPLITS.ROWS_TILE
     MAX_WHOLE: tl.constexpr = SPLITS.MAX_WHOLE
     TILE: tl.constexpr = SPLITS.TILE
     # The first pieces are the rows' first splits, so that a short row looks at nothing but its own length.
-    row = work
+    row = own_row
     split, num_splits, first_slot, size = work * 0, work * 0 + 1, work * 0, work * 0
     length, first_token, query_len, begin, end = _find_rows(
         num_computed_ptr, query_start_ptr, row, num_rows, window, MAX_QUERY_LEN, HAS_NEW, HAS_WINDOW

@@ -10,7 +10,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 
 from rose_backend.errors import ConfigError
 from rose_backend.kernels import AttentionOptions, DecodePlan, HeadRotation, PrefillPlan, write_kv
-from rose_backend.layers.attention import AttentionRows, AttentionStep, attend
+from rose_backend.layers.attention import AttentionRows, AttentionStep, attend, plan_decode
 from rose_backend.vllm_plugin.attention import flash_attention
 from rose_backend.vllm_plugin.attention.metadata import (
     RoseAttentionMetadata,
@@ -220,8 +220,7 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         if attn_metadata is None:
             # A profiling run: there is no cache yet.
             return output.fill_(0)
-        if (step := attn_metadata.step) is None:
-            step = attn_metadata.step = _attention_step(attn_metadata, appends=self.appends_in_attention)
+        step = self._step_of(attn_metadata)
         if self.kv_sharing_target_layer_name is not None:
             key = value = None
         caches = self._caches(kv_cache)
@@ -249,6 +248,19 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
                 key = value = None
             flash_attention.flash_prefill(query, key, value, *caches, rows, self.scale, output)
         return output
+
+    def plan_decode(self, layer: Any, kv_cache: torch.Tensor, attn_metadata: RoseAttentionMetadata) -> None:
+        """Work out what layers share of a step in which decode attention shall overlap the kernel in front of it.
+
+        Arguments are those of ``forward``.
+        """
+        if (decode := self._step_of(attn_metadata).decode) is not None:
+            plan_decode(decode, self._caches(kv_cache)[0], self._options(layer, kv_cache.device))
+
+    def _step_of(self, metadata: RoseAttentionMetadata) -> AttentionStep:
+        if metadata.step is None:
+            metadata.step = _attention_step(metadata, appends=self.appends_in_attention)
+        return metadata.step
 
     def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V as [NB, BS, HKV, D] views of vLLM's [NB, HKV, BS, 2 * D] view."""

@@ -59,7 +59,7 @@ class ModuleAttention:
     __slots__ = ("_names", "_out", "appends", "decodes_only", "last_tokens")
 
     def __init__(self, modules: Sequence[Any], out: torch.Tensor) -> None:
-        """``out`` [T, HQ, D] is written by each layer."""
+        """``out`` [T, HQ, D] is written by each layer. What layers share is launched here, if anything is."""
         metadata, _, _, _ = get_attention_context(modules[0].layer_name)
         self._names = [module.layer_name for module in modules]
         self._out = out
@@ -68,6 +68,10 @@ class ModuleAttention:
         # A KV connector may have its own work in front of a layer's attention.
         self.appends = modules[0].impl.appends_in_attention and not has_kv_transfer_group()
         self.last_tokens = None
+        if self.decodes_only and self.appends:
+            for name in self._names:
+                metadata, module, kv_cache, _ = get_attention_context(name)
+                module.impl.plan_decode(module, kv_cache, metadata)
 
     def __call__(
         self,
@@ -157,6 +161,12 @@ class RoseDecoder:
         """Return the hidden states behind the final norm, [T, E]."""
         model, moments = self.model, None
         wait_for_kernels(*_PROFILED_KERNELS)
+        impl = self._attention[0].impl
+        num_heads, num_kv_heads, head_size = impl.num_heads, impl.num_kv_heads, impl.head_size
+        # In front of the embedding, which overlaps nothing.
+        attention = ModuleAttention(
+            self._attention, empty_rows(model.norm.weight.data, len(positions), num_heads, head_size)
+        )
         if inputs_embeds is not None:
             hidden = inputs_embeds.clone()  # The runner's own; small batches write theirs.
         elif self._all_reduce is not None:
@@ -164,17 +174,14 @@ class RoseDecoder:
         else:
             assert input_ids is not None, "the first stage has token ids or embeddings"
             hidden, moments = embed_tokens(input_ids, positions, model.embed_tokens.weight.data)
-        impl = self._attention[0].impl
-        num_heads, num_kv_heads, head_size = impl.num_heads, impl.num_kv_heads, impl.head_size
         layers = [layer for layer in self._layers if layer is not None]
         assert len(layers) == len(self._layers), "vLLM has not finished loading"
-        out = empty_rows(hidden, hidden.shape[0], num_heads, head_size)
         return run_layers(
             hidden,
             moments,
             layers,
             norm_of(model.norm),
-            ModuleAttention(self._attention, out),
+            attention,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
