@@ -122,6 +122,7 @@ class Step:
             num_rows=rows,
             num_queries=config.num_attention_heads // config.num_kv_heads,
             num_kv_heads=config.num_kv_heads,
+            norms_heads=layer.query_norm is not None,
         )
         return Cuts(attention, products)
 

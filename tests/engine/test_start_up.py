@@ -161,12 +161,13 @@ def test_kernels_are_prepared_for_grouped_heads() -> None:
     kinds = [kind(num_rows) for num_rows in range(1, 257)]
     changes = {row for row in range(2, 257) if kinds[row - 1] != kinds[row - 2]}
     # One program attends the four query heads that share a K/V head. More than 132 rows begin in turns.
-    options = {"num_queries": 4, "num_kv_heads": 8}
-    tunings = [
-        decode_tuning(128, torch.float16, 132, num_rows=num_rows, **options) for num_rows in range(1, 257)
-    ]
-    of_tuning = {row for row in range(2, 257) if tunings[row - 1] != tunings[row - 2]}
-    assert of_tuning and of_tuning | {133} <= changes
+    for norms_heads in (False, True):
+        options = {"num_queries": 4, "num_kv_heads": 8, "norms_heads": norms_heads}
+        tunings = [
+            decode_tuning(128, torch.float16, 132, num_rows=num_rows, **options) for num_rows in range(1, 257)
+        ]
+        of_tuning = {row for row in range(2, 257) if tunings[row - 1] != tunings[row - 2]}
+        assert of_tuning and of_tuning | {133} <= changes
 
 
 @pytest.mark.parametrize("head_size", [64, 128])

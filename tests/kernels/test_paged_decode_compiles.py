@@ -56,7 +56,7 @@ def check(resources: Resources, *, lane_by_lane: bool) -> None:
     assert "griddepcontrol" not in resources.ptx
 
 
-@pytest.mark.parametrize("num_rows", [1, 32, 256])
+@pytest.mark.parametrize("num_rows", [1, 4, 8, 32, 256])
 @pytest.mark.parametrize("shape", [QWEN3_06B, LLAMA_8B], ids=str)
 def test_rotating_kernels_compile_without_spills(shape: Shape, num_rows: int) -> None:
     resources = compile_decode(shape, num_rows, 1, None, 90, norms=shape == QWEN3_06B)
@@ -68,8 +68,12 @@ def test_rotating_kernels_compile_without_spills(shape: Shape, num_rows: int) ->
     [
         (GPT2, 8, True, None),
         (GPT2, 64, False, None),
+        (LLAMA_8B, 8, True, None),
         (LLAMA_8B, 40, True, None),
         (LLAMA_8B, 40, True, False),
+        (QWEN3_06B, 8, True, True),
+        (QWEN3_06B, 24, False, True),
+        (QWEN3_06B, 40, True, True),
         (LLAMA_8B, 64, True, None),
         (LLAMA_8B, 64, True, False),
         (LLAMA_8B, 256, True, None),

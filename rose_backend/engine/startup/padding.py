@@ -106,6 +106,8 @@ def decode_tunings(model: ModelConfig, num_processors: int) -> Callable[[int], H
             num_rows=num_rows,
             num_queries=heads_per_program(group, 1, head_tile),
             num_kv_heads=model.num_kv_heads,
+            # Without norms it changes at fewer numbers of rows.
+            norms_heads=True,
         )
         return tuning, begins_in_turns(num_rows * model.num_kv_heads, num_processors)
 

@@ -54,6 +54,7 @@ def decode_tuning(
     num_rows: int = 64,
     num_queries: int = 1,
     num_kv_heads: int = 1,
+    norms_heads: bool = False,
 ) -> DecodeTuning:
     """Return what was fastest on an H200 for this shape, or for the nearest that was measured.
 
@@ -61,6 +62,7 @@ def decode_tuning(
         dtype: of the query.
         cache_dtype: None is ``dtype``.
         num_queries: query heads times new tokens that one program attends, of those that share a KV head.
+        norms_heads: query and key heads pass through norms on their way.
     """
     head_tile = max(triton.next_power_of_2(head_size), 16)
     if dtype.itemsize == 4:
@@ -81,14 +83,14 @@ def decode_tuning(
         return DecodeTuning(
             tile=64,
             min_split=128,
-            num_programs=4 * num_processors,
+            num_programs=(6 if num_rows * num_kv_heads > 2 * num_processors else 4) * num_processors,
             use_dot=True,
             num_warps=min(max(query_warps, 4 if num_rows == 1 else 2), 8),
             num_stages=3,
         )
     is_large = num_queries > 16 or not is_16_bit
     if head_tile == 128 and not is_large:
-        return _grouped_tuning(num_rows * num_kv_heads, num_processors)
+        return _grouped_tuning(num_rows * num_kv_heads, num_processors, norms_heads=norms_heads)
     tile = 8192 if is_large and head_tile == 128 else 4096
     return DecodeTuning(
         tile=max(tile // head_tile, 16),
@@ -101,39 +103,44 @@ def decode_tuning(
     )
 
 
-def _grouped_tuning(wanted: int, num_processors: int) -> DecodeTuning:
-    """Return the tuning of heads of 128 elements, ``wanted`` of which are read: KV heads of all rows."""
-    if wanted <= num_processors:
-        # A program has a processor for itself. Adding up splits pays where they are very few: a layer of Qwen3 0.6B
-        # took 17.4 us with one row of 144 tokens in splits of 64 on an H100, 18.4 whole; with four rows 21.1 and 19.3.
-        has_room = wanted <= num_processors // 6
+def _grouped_tuning(num_heads: int, num_processors: int, *, norms_heads: bool) -> DecodeTuning:
+    """Return the tuning of heads of 128 elements, ``num_heads`` of which are read: KV heads of all rows.
+
+    Measured with rows of 50 to 8,000 tokens, mixed and alike. Long rows gain by programs that share a processor, so
+    that none has to wait for the longest row, and short ones by few large programs: with 8 rows of Qwen3 0.6B's heads
+    on an H200, 300 to 800 tokens took 17.4 us by programs of 8 warps and 11.9 by those of 4, and 144 tokens 5.8 and
+    7.9. With norms, one of 8 warps takes 160 registers a thread and has a processor for itself; without, two share it.
+    """
+    if num_heads <= num_processors // 4 or (num_heads <= num_processors and not norms_heads):
+        # Adding up splits of short rows pays where they are very few.
+        has_room = num_heads <= num_processors // 6
         return DecodeTuning(
             tile=64,
-            min_split=64 if has_room else 256,
-            num_programs=2 * num_processors,
+            min_split=64 if has_room else 256 if norms_heads else 128,
+            num_programs=num_processors if norms_heads else 2 * num_processors,
             use_dot=True,
             num_warps=8,
-            num_stages=3,
+            num_stages=2 if has_room and not norms_heads else 3,
             early_tiles=1,
         )
-    if wanted <= 3 * num_processors:
+    if num_heads <= 3 * num_processors:
+        per_processor = -(-num_heads // num_processors)
         return DecodeTuning(
-            tile=32,
-            min_split=128,
-            num_programs=3 * num_processors,
+            tile=32 if per_processor == 3 else 64,
+            min_split=256,
+            num_programs=(1 + per_processor) * num_processors,
             use_dot=True,
-            # Two programs of 8 warps share a processor if neither takes more than 128 registers a thread. With tiles of
-            # 64 tokens and heads that are rotated on the way it takes 160.
-            num_warps=8 if wanted <= 2 * num_processors else 4,
+            num_warps=4,
             num_stages=3,
             max_whole=320,
             early_tiles=1,
+            early_dependents=per_processor != 2,
         )
-    # Short rows take little but the time that memory takes to answer, which many small programs share.
+    # Many small programs share the time that memory takes to answer.
     return DecodeTuning(
         tile=16,
         min_split=128,
-        num_programs=3 * num_processors,
+        num_programs=8 * num_processors,
         use_dot=True,
         num_warps=1,
         num_stages=3,
@@ -148,6 +155,8 @@ def _lane_tuning(num_rows: int, num_kv_heads: int, num_processors: int) -> Decod
     """
     wanted = num_rows * num_kv_heads / num_processors
     is_single, is_few = num_rows == 1, wanted <= 1
+    # Rows of 20 to 1,000 tokens: what splits them finely enough that no long one is attended last.
+    programs = 1 if is_few else 4 if wanted <= 4 else 8 if wanted <= 8 else 15
     tile, num_warps, num_stages, kv_heads = 64, 4, 1, 1
     if wanted > 16:
         tile, num_warps, kv_heads = 8, 1, 2
@@ -162,7 +171,7 @@ def _lane_tuning(num_rows: int, num_kv_heads: int, num_processors: int) -> Decod
     return DecodeTuning(
         tile=tile * kv_heads // heads,
         min_split=64 if is_single else 128,
-        num_programs=(1 if is_few else 4) * num_processors,
+        num_programs=programs * num_processors,
         use_dot=False,
         num_warps=num_warps,
         num_stages=num_stages,

@@ -322,6 +322,7 @@ def paged_decode(
             num_rows=num_rows,
             num_queries=group * tokens,
             num_kv_heads=num_kv_heads,
+            norms_heads=rotation is not None and rotation.query_norm is not None,
         )
     if not tuning.use_dot:
         # Each query has programs of its own; those that share a KV head find it in the L2 cache.
