@@ -80,7 +80,8 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "vllm_qwen3": (f"{_OFFLINE} --backends {' '.join(_ENGINES)} {_GREEDY_STEPS} {_QWEN3}", _ENGINES),
     "vllm_qwen3_start_2": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_QWEN3}", _INSIDE_VLLM),
     "vllm_qwen3_start_3": (
-        f"{_OFFLINE} --backends {' '.join(_ENGINES[:3])} {_GREEDY_STEPS} {_QWEN3}",
+        f"{_OFFLINE} --backends {' '.join(_ENGINES[:3])} --scenes decode offline nano-vllm "
+        f"--batches 1 8 32 128 256 --cases greedy nano-vllm --repeats 3 {_QWEN3}",
         _ENGINES[:3],
     ),
     "qwen3_30b_a3b": (
