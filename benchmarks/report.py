@@ -33,6 +33,7 @@ DRAWN_RESULTS = (
     "h200/vllm_trace_rust.json",
 )
 COMMITS = {
+    "5f2349c1eb711ee0": "bb87551",
     "cde27bb955c80ae0": "9284310",
     "38c04b9951d1d612": "f00eac3",
     "7ed99bfb03d1ecf6": "7e1cc20",
