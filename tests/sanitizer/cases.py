@@ -78,7 +78,12 @@ def attention(
         if prefill:
             kernels.paged_prefill(**arguments, options=options)
         else:
-            kernels.paged_decode(**arguments, options=options, max_query_len=max(query_lens or [1]))
+            sizes = {"max_query_len": max(query_lens or [1]), "options": options}
+            shared = ("block_table", "num_computed_tokens", "key_cache", "query_start_loc")
+            plan = kernels.plan_paged_decode(
+                **{name: arguments[name] for name in shared if name in arguments}, **sizes
+            )
+            kernels.paged_decode(**arguments, **sizes, plan=plan)
         return [out, inputs.storage]
 
     return run
