@@ -1,12 +1,15 @@
 """Find the fastest cuts of a decode layer's kernels on this GPU: attention and four products, all together.
 
-    python -m benchmarks.tune_decode_layer [--shape qwen3-0.6b] [--rows 1 8 32 128 256] [--contexts 144]
+    python -m benchmarks.tune_decode_layer [--shape qwen3-0.6b] [--rows 1 8 32 128 256] [--contexts 144 100-1100]
                                            [--parts attention 4096x1024] [--json FILE]
 
 A kernel's best cut depends on what its neighbours leave free, so each candidate is timed in a CUDA graph of all layers
 of a model with random weights, the other kernels as they are best so far. The search starts with the cuts that are in
 use. Before it is timed, a cut is compiled in one of several processes and its hidden states are compared there, over
 two layers, with those of library products: a cut is left out if they are further from float32 than twice as far.
+
+Rows of a range of contexts are of lengths drawn from it. What is fastest for equal rows can be slow there: a step waits
+for its longest row.
 """
 
 from __future__ import annotations
@@ -46,7 +49,13 @@ from rose_backend.models.registry import load_model
 MAX_SHARED_BYTES = 220_000
 BLOCK_SIZE = 16
 NUM_SAMPLES = 5
+PROGRAMS = (1, 2, 3, 4, 6, 8, 12, 15, 18)
+"""Pieces of attention's work that are wanted, for each processor."""
 ATTENTION = "attention"
+
+
+Context = tuple[int, int]
+"""Tokens in the cache of a row, at least and at most."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +88,23 @@ class Cuts:
 class Step:
     """A decode step of a model: all layers behind the embedding, and the norm behind them."""
 
-    def __init__(self, model: Any, rows: int, context: int) -> None:
+    def __init__(self, model: Any, rows: int, context: Context) -> None:
         self.model, self.context = model, context
         config = model.config
         generator = torch.Generator("cuda").manual_seed(1)
-        width = context // BLOCK_SIZE + 1
-        shape = (config.num_layers, 2, rows * width + 1, BLOCK_SIZE, config.num_kv_heads, config.head_size)
+        lengths = torch.randint(
+            context[0], context[1] + 1, (rows,), generator=generator, device="cuda", dtype=torch.int32
+        )
+        counts = lengths // BLOCK_SIZE + 1
+        num_blocks = int(counts.sum())
+        shape = (config.num_layers, 2, num_blocks + 1, BLOCK_SIZE, config.num_kv_heads, config.head_size)
         self.cache = torch.empty(shape, dtype=config.dtype, device="cuda")
         for layer in self.cache:
             layer.normal_(generator=generator)
-        blocks = torch.randperm(rows * width, generator=generator, device="cuda") + 1
-        lengths = torch.full((rows,), context, dtype=torch.int32, device="cuda")
-        self.metadata = AttentionMetadata(None, lengths, blocks.view(rows, width).int(), None, rows)
+        blocks = torch.randperm(num_blocks, generator=generator, device="cuda").int() + 1
+        table = torch.zeros((rows, int(counts.max())), dtype=torch.int32, device="cuda")
+        table[torch.arange(table.shape[1], device="cuda") < counts[:, None]] = blocks
+        self.metadata = AttentionMetadata(None, lengths, table, None, rows)
         self.positions = lengths.long()
         self.ids = torch.randint(config.vocab_size, (rows,), generator=generator, device="cuda")
 
@@ -127,9 +141,23 @@ class Step:
         return Cuts(attention, products)
 
 
-def attention_candidates(cut: DecodeTuning) -> list[DecodeTuning]:
+def as_context(text: str) -> Context:
+    """Return the context that ``144`` or ``100-1100`` stands for."""
+    low, _, high = text.partition("-")
+    if not (low.isdecimal() and (high or low).isdecimal() and 0 < int(low) <= int(high or low)):
+        raise argparse.ArgumentTypeError(f"got {text}, allowed: N, or N-N with the larger one last, from 1")
+    return int(low), int(high or low)
+
+
+def as_text(context: Context) -> str:
+    """Return what ``as_context`` takes."""
+    return str(context[0]) if context[0] == context[1] else f"{context[0]}-{context[1]}"
+
+
+def attention_candidates(cut: DecodeTuning, num_processors: int) -> list[DecodeTuning]:
     """Return other cuts of decode attention worth timing."""
     found = [replace(cut, early_dependents=not cut.early_dependents)]
+    found += [replace(cut, num_programs=share * num_processors) for share in PROGRAMS]
     if cut.use_dot:
         # Two programs of 8 warps fit a processor with 128 registers a thread.
         warps_and_registers = ((1, None), (2, None), (4, None), (8, None), (8, 128))
@@ -220,7 +248,7 @@ def _start_worker(path: str) -> None:
 
 
 @functools.cache
-def _small_step(rows: int, context: int) -> tuple[Step, torch.Tensor, float]:
+def _small_step(rows: int, context: Context) -> tuple[Step, torch.Tensor, float]:
     """Return a step of two layers, its hidden states by library products, and how far those of cuts in use are."""
     step = Step(_model, rows, context)
     with mock.patch.object(decoder, "max_packed_rows", lambda hidden_size: 0):
@@ -230,7 +258,7 @@ def _small_step(rows: int, context: int) -> tuple[Step, torch.Tensor, float]:
     return step, library, error
 
 
-def _try(rows: int, context: int, cuts: Cuts) -> str | None:
+def _try(rows: int, context: Context, cuts: Cuts) -> str | None:
     """Compile a step's kernels and run them; return what is wrong with the cuts."""
     step, library, usual_error = _small_step(rows, context)
     try:
@@ -297,14 +325,15 @@ def search(step: Step, pool: ProcessPoolExecutor, wanted: Sequence[str] | None) 
     """Return the fastest cuts that were found, and microseconds per layer."""
     found, rows = Search(step, pool), len(step.ids)
     print(
-        f"{rows} rows, {step.context} tokens each: in use {found.in_use_us:.2f} us a layer, by library products "
-        f"{found.library_us:.2f}",
+        f"{rows} rows, {as_text(step.context)} tokens each: in use {found.in_use_us:.2f} us a layer, "
+        f"by library products {found.library_us:.2f}",
         flush=True,
     )
     parts = [ATTENTION, *(f"{columns}x{depth}" for columns, depth in found.best.products)]
     for part in [part for part in parts if wanted is None or part in wanted]:
         if part == ATTENTION:
-            others: list[Any] = attention_candidates(found.best.attention)
+            num_processors = gpu_properties(step.ids.device).num_processors
+            others: list[Any] = attention_candidates(found.best.attention, num_processors)
         else:
             others = product_candidates(rows, *_sizes(part))
         found.improve(part, others)
@@ -321,7 +350,7 @@ def search(step: Step, pool: ProcessPoolExecutor, wanted: Sequence[str] | None) 
     }
     return {
         "rows": rows,
-        "context": step.context,
+        "context": as_text(step.context),
         **times,
         "fastest": best,
         "tried": found.tried,
@@ -352,10 +381,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     add(
         "--contexts",
-        type=int,
+        type=as_context,
         nargs="+",
-        default=[144],
-        help="tokens in the cache, of each row (default: 144)",
+        default=[(144, 144)],
+        metavar="N or N-N",
+        help="tokens in the cache, of each row, or at least and at most (default: 144)",
     )
     add(
         "--parts",

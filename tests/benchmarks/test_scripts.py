@@ -131,6 +131,8 @@ def test_help_names_the_script_and_its_options(script: str, capsys: pytest.Captu
             "--backends: got vllm rose-in-vllm, allowed is one",
         ),
         ("step_profile", ["--batches", "4", "0"], "--batches: got 0, at least 1"),
+        ("tune_decode_layer", ["--contexts", "144", "9-3"], "--contexts: got 9-3, allowed: N, or N-N"),
+        ("tune_decode_layer", ["--contexts", "0"], "--contexts: got 0, allowed: N"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(
