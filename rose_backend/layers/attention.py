@@ -57,8 +57,7 @@ class AttentionRows(Generic[_Plan]):
     max_query_len: int = 1
     """Of decodes; more than 1 needs ``query_start_loc``."""
     plans: dict[tuple[int | None, bool], _Plan | None] = field(default_factory=dict)
-    """By sliding window, and whether a graph is being captured, which has to contain what makes its plans: made by the
-    first layer that needs one, shared by the others."""
+    """By ``_shared_by``: made by the first layer that needs one, shared by the others."""
 
 
 @dataclass(slots=True)
@@ -177,20 +176,30 @@ class PagedAttention:
         return self._out.flatten(1)
 
 
+def _shared_by(options: AttentionOptions, device: torch.device) -> tuple[int | None, bool]:
+    """Return what layers have in common that share a plan: ALiBi slopes differ between models, not between layers.
+
+    A graph that is being captured has to contain what makes its plans.
+    """
+    return options.sliding_window, device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def plan_decode(
     rows: AttentionRows[DecodePlan],
     key_cache: torch.Tensor,  # [NB, BS, HKV, D]  only shape, dtype and device are used
     options: AttentionOptions,
+    *,
+    overlap: bool = False,
 ) -> DecodePlan | None:
     """Return what all layers with these options share in a step.
 
-    Layers whose attention overlaps the kernel in front need it early: call this first, with a kernel in between that
-    overlaps nothing.
+    Args:
+        overlap: for attention that overlaps the kernel in front of it. The plan has to be there then: call this before
+            the layers, with a kernel in between that overlaps nothing.
     """
-    # ALiBi slopes differ between models, not between layers that share a step.
-    is_captured = key_cache.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    key = options.sliding_window, is_captured
+    key = _shared_by(options, key_cache.device)
     if key not in rows.plans:
+        assert not overlap, "plan_decode comes before layers that overlap"
         rows.plans[key] = plan_paged_decode(
             rows.block_table,
             rows.num_computed_tokens,
@@ -244,8 +253,6 @@ def attend(
         key = value = None
     if (decode := step.decode) is not None:
         tokens = decode.tokens
-        is_early = bool(decode.plans) or not overlap or query.device.type != "cuda"
-        assert is_early, "plan_decode has to come before layers that overlap"
         paged_decode(
             query[tokens],
             None if key is None else key[tokens],
@@ -258,14 +265,14 @@ def attend(
             out=out[tokens],
             query_start_loc=decode.query_start_loc,
             max_query_len=decode.max_query_len,
-            plan=plan_decode(decode, key_cache, options),
+            plan=plan_decode(decode, key_cache, options, overlap=overlap),
             overlap=overlap,
             rotation=rotation,
         )
     if (prefill := step.prefill) is not None:
         tokens, start_loc = prefill.tokens, prefill.query_start_loc
         assert start_loc is not None, "prefill attention needs query_start_loc"
-        shared_by = options.sliding_window, False
+        shared_by = _shared_by(options, query.device)
         if shared_by not in prefill.plans:
             prefill.plans[shared_by] = plan_paged_prefill(
                 prefill.block_table,

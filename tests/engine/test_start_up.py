@@ -159,15 +159,21 @@ def test_kernels_are_prepared_for_grouped_heads() -> None:
     model = ModelConfig.from_hf(fields, names={"norm_eps": "rms_norm_eps"}, dtype=torch.float16, device="cpu")
     kind = decode_tunings(model, 132)
     kinds = [kind(num_rows) for num_rows in range(1, 257)]
-    changes = {row for row in range(2, 257) if kinds[row - 1] != kinds[row - 2]}
-    # One program attends the four query heads that share a K/V head. More than 132 rows begin in turns.
-    for norms_heads in (False, True):
+
+    def tunings(*, norms_heads: bool) -> list[Any]:
+        # One program attends the four query heads that share a K/V head.
         options = {"num_queries": 4, "num_kv_heads": 8, "norms_heads": norms_heads}
-        tunings = [
+        return [
             decode_tuning(128, torch.float16, 132, num_rows=num_rows, **options) for num_rows in range(1, 257)
         ]
-        of_tuning = {row for row in range(2, 257) if tunings[row - 1] != tunings[row - 2]}
-        assert of_tuning and of_tuning | {133} <= changes
+
+    def changes(kinds: list[Any]) -> set[int]:
+        return {row for row in range(2, 257) if kinds[row - 1] != kinds[row - 2]}
+
+    # More than 132 rows begin in turns.
+    with_norms = tunings(norms_heads=True)
+    assert kinds == [(tuning, row > 132) for row, tuning in enumerate(with_norms, 1)]
+    assert changes(tunings(norms_heads=False)) < changes(with_norms)
 
 
 @pytest.mark.parametrize("head_size", [64, 128])

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rose_backend.errors import ShapeError
-from rose_backend.kernels import AttentionOptions, paged_decode, plan_paged_decode
+from rose_backend.kernels import AttentionOptions, plan_paged_decode
 from rose_backend.kernels.gpu import longest_first as gpu
 from rose_backend.kernels.gpu.decode_tuning import begins_in_turns
 from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
@@ -57,7 +56,7 @@ def test_rows_are_ordered_where_they_cannot_all_begin_at_once() -> None:
     assert not begins_in_turns(8 * 132, 132) and begins_in_turns(8 * 132 + 1, 132)
 
 
-def test_a_plan_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_made_once_before_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -68,27 +67,12 @@ def test_a_plan_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> 
     inputs = build_paged_inputs([5, 9])
     rows = AttentionRows(slice(0, 2), inputs.block_table, inputs.num_computed_tokens)
     options = AttentionOptions(0.25)
+    tensors = (inputs.query, inputs.new_key, inputs.new_value, inputs.key_cache, inputs.value_cache)
+    step, out = AttentionStep(rows, None, None), torch.empty_like(inputs.query)
+    with pytest.raises(AssertionError, match="plan_decode comes before layers that overlap"):
+        attend(*tensors, step, options, out, overlap=True)
     first = plan_decode(rows, inputs.key_cache, options)
     assert plan_decode(rows, inputs.key_cache, options) is first
-    out = torch.empty_like(inputs.query)
-    tensors = (inputs.query, inputs.new_key, inputs.new_value, inputs.key_cache, inputs.value_cache)
-    attend(*tensors, AttentionStep(rows, None, None), options, out, overlap=True)
+    attend(*tensors, step, options, out, overlap=True)
     plan_decode(rows, inputs.key_cache, AttentionOptions(0.25, 4))
     assert calls == [None, 4]
-
-
-def test_a_gpus_plan_is_refused_elsewhere() -> None:
-    inputs = build_paged_inputs([5, 9])
-    with pytest.raises(ShapeError, match=r"plan: expected one made for cpu, got Tensor"):
-        paged_decode(
-            inputs.query,
-            inputs.new_key,
-            inputs.new_value,
-            inputs.key_cache,
-            inputs.value_cache,
-            inputs.block_table,
-            inputs.num_computed_tokens,
-            options=AttentionOptions(0.25),
-            out=torch.empty_like(inputs.query),
-            plan=torch.tensor([1, 0], dtype=torch.int32),
-        )

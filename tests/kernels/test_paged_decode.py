@@ -239,13 +239,14 @@ def test_rows_are_split_by_length() -> None:
             r"new_key: expected dtype torch.float32 as query",
         ),
         ({"value_cache": torch.zeros(5, 4, 2, 16)}, r"value_cache: expected (NB|BS)="),
+        ({"plan": torch.tensor([1, 0], dtype=torch.int32)}, r"plan: expected one made for cpu, got Tensor"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_mismatches_are_named(change: dict[str, Any], message: str) -> None:
     inputs = build_paged_inputs([3, 8])
-    for name, value in change.items():
-        setattr(inputs, name, value)
+    for name in change.keys() - {"plan"}:
+        setattr(inputs, name, change[name])
     with pytest.raises(ShapeError, match=message):
         paged_decode(
             inputs.query,
@@ -257,6 +258,7 @@ def test_mismatches_are_named(change: dict[str, Any], message: str) -> None:
             inputs.num_computed_tokens,
             options=AttentionOptions(SCALE),
             out=torch.zeros(2, 4, 16),
+            plan=change.get("plan"),
         )
 
 

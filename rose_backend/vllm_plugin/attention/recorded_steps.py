@@ -73,6 +73,7 @@ class RecordedAttention:
         **options: Any,
     ) -> None:
         """Launch what ``RoseAttentionImpl.forward`` launches; ``options`` are its."""
+        self._layer.plan_decode(self._module, self._cache, metadata)
         self._layer.forward(self._module, query, key, value, self._cache, metadata, out, **options)
 
 

@@ -69,8 +69,13 @@ class ModuleAttention:
         self.appends = modules[0].impl.appends_in_attention and not has_kv_transfer_group()
         self.last_tokens = None
         if self.decodes_only and self.appends:
-            for name in self._names:
-                metadata, module, kv_cache, _ = get_attention_context(name)
+            # Layers of one group and window share a plan.
+            contexts = map(get_attention_context, self._names)
+            kinds = {
+                (id(metadata), module.impl.sliding_window): (module, kv_cache, metadata)
+                for metadata, module, kv_cache, _ in contexts
+            }
+            for module, kv_cache, metadata in kinds.values():
                 module.impl.plan_decode(module, kv_cache, metadata)
 
     def __call__(
