@@ -40,6 +40,9 @@ _FOUR_API_SERVERS = """--engine-options '{}={{"api_server_count": 4}}'"""
 
 _TRACE = "--backends rose-in-vllm vllm --scales 0.006 0.009 0.014 0.028 --modes greedy --repeats 5"
 _GREEDY_STEPS = "--scenes decode offline --batches 1 8 32 128 256 --cases greedy --repeats 3"
+_STEPS_AND_NANO_VLLM = (
+    "--scenes decode offline nano-vllm --batches 1 8 32 128 256 --cases greedy nano-vllm --repeats 3"
+)
 _QWEN3 = "--shape qwen3-0.6b --dtype bfloat16 --kv-cache-tokens 196608"
 _GEMMA3 = "--shape gemma-3-4b --dtype bfloat16 --kv-cache-tokens 163840"
 _GPT_OSS = "--shape gpt-oss-20b --dtype bfloat16 --kv-cache-tokens 163840"
@@ -77,11 +80,10 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("vllm_gpt2_start_1", "vllm_gpt2_start_2", "vllm_gpt2_start_3"),
         (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS}", _INSIDE_VLLM),
     ),
-    "vllm_qwen3": (f"{_OFFLINE} --backends {' '.join(_ENGINES)} {_GREEDY_STEPS} {_QWEN3}", _ENGINES),
+    "vllm_qwen3": (f"{_OFFLINE} --backends {' '.join(_ENGINES)} {_STEPS_AND_NANO_VLLM} {_QWEN3}", _ENGINES),
     "vllm_qwen3_start_2": (f"{_OFFLINE} --backends rose-in-vllm vllm {_GREEDY_STEPS} {_QWEN3}", _INSIDE_VLLM),
     "vllm_qwen3_start_3": (
-        f"{_OFFLINE} --backends {' '.join(_ENGINES[:3])} --scenes decode offline nano-vllm "
-        f"--batches 1 8 32 128 256 --cases greedy nano-vllm --repeats 3 {_QWEN3}",
+        f"{_OFFLINE} --backends {' '.join(_ENGINES[:3])} {_STEPS_AND_NANO_VLLM} {_QWEN3}",
         _ENGINES[:3],
     ),
     "qwen3_30b_a3b": (

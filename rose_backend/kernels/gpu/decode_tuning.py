@@ -123,28 +123,32 @@ def _grouped_tuning(num_heads: int, num_processors: int, *, norms_heads: bool) -
             num_stages=2 if has_room and not norms_heads else 3,
             early_tiles=1,
         )
-    if num_heads <= 3 * num_processors:
-        per_processor = -(-num_heads // num_processors)
+    if num_heads <= 2 * num_processors:
+        is_alone = num_heads <= num_processors
         return DecodeTuning(
-            tile=32 if per_processor == 3 else 64,
+            tile=64,
             min_split=256,
-            num_programs=(1 + per_processor) * num_processors,
+            num_programs=(2 if is_alone else 3) * num_processors,
             use_dot=True,
             num_warps=4,
             num_stages=3,
             max_whole=320,
             early_tiles=1,
-            early_dependents=per_processor != 2,
+            early_dependents=is_alone,
         )
-    # Many small programs share the time that memory takes to answer.
+    # Many small programs share the time that memory takes to answer. Measured in whole layers on an H100: 80 rows of
+    # Qwen3 0.6B's heads take 173 us at 830 to 1,750 tokens, 107 at 100 to 1,100 and 47 at 144, by 8 pieces a processor
+    # 192, 115 and 51. In turns, more pieces cost time: 280 us instead of 272 with 200 rows of 400 to 1,320.
+    are_many = norms_heads and not begins_in_turns(num_heads, num_processors)
     return DecodeTuning(
         tile=16,
         min_split=128,
-        num_programs=8 * num_processors,
+        num_programs=(18 if are_many else 10) * num_processors,
         use_dot=True,
         num_warps=1,
         num_stages=3,
         max_whole=512,
+        early_dependents=not are_many,
     )
 
 
