@@ -33,6 +33,7 @@ DRAWN_RESULTS = (
     "h200/vllm_trace_rust.json",
 )
 COMMITS = {
+    "7f34b86f6b652a37": "15d9350",
     "5f2349c1eb711ee0": "bb87551",
     "cde27bb955c80ae0": "9284310",
     "38c04b9951d1d612": "f00eac3",
@@ -119,7 +120,6 @@ TABLES = {
     "offline_compare": Table("engines", "h200/offline_compare.json", engines.offline_table),
     "offline_mixed": Table("engines", "h200/offline_mixed.json", engines.offline_table),
     "offline_switches": Table("engines", "h200/offline_switches.json", engines.parts_table),
-    "nano_vllm": Table("engines", "h200/nano_vllm.json", engines.offline_table),
     "qwen3_30b_a3b": Table("engines", "h200/qwen3_30b_a3b.json", engines.offline_table),
     "vllm_gpt2_start_1": Table("inside_vllm", "h200/vllm_gpt2_start_1.json", engines.offline_table),
     "vllm_gpt2_start_2": Table("inside_vllm", "h200/vllm_gpt2_start_2.json", engines.offline_table),

@@ -91,10 +91,6 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
         "--scenes decode --batches 1 8 32 --cases greedy --repeats 3",
         ("rose", "vllm"),
     ),
-    "nano_vllm": (
-        f"{_OFFLINE} --backends {' '.join(_ENGINES)} --scenes nano-vllm --batches 1 8 32 128 256 --repeats 3 {_QWEN3}",
-        _ENGINES,
-    ),
     **dict.fromkeys(
         ("vllm_llama8b_start_1", "vllm_llama8b_start_2"),
         (
