@@ -173,23 +173,13 @@ def launch(case: Case, cuts: tuple[dict[str, Any], dict[str, Any]] | None = None
             renormalize=case.experts.renormalize,
             rms_eps=case.rms_eps,
             x_moments=None if case.rms_eps is None else row_moments(case.x),
-            configs=None if cuts is None else _configs(cuts, len(case.x), case.experts.top_k),
+            configs=None if cuts is None else (gpu.ExpertConfig(**cuts[0]), gpu.ExpertConfig(**cuts[1])),
         )
     finally:
         torch.use_deterministic_algorithms(False)
     assert out[:, case.x.shape[1] :].isnan().all()
     assert not any(counts.any() for counts in gpu._counts.values()), "the next call finds them"
     return out[:, : case.x.shape[1]], moments
-
-
-def _configs(cuts: tuple[dict[str, Any], dict[str, Any]], num_tokens: int, top_k: int) -> tuple[Any, Any]:
-    from rose_backend.kernels.gpu import expert_mlp as gpu
-
-    first, second = cuts
-    if not gpu.are_apart(num_tokens, top_k):
-        return gpu.ExpertConfig(**first), gpu.ExpertConfig(**second)
-    combine = gpu.CombineConfig(second["block_n"], second["block_k"], num_stages=second["num_stages"])
-    return gpu.ExpertConfig(**first), combine
 
 
 def cut(block_m: int, block_n: int, block_k: int, **options: bool) -> dict[str, Any]:
@@ -233,6 +223,14 @@ def test_all_tokens_of_one_expert_and_ties() -> None:
         case.check(*expert_mlp(case.x, case.router_logits, case.experts, residual=case.residual))
 
 
+@pytest.mark.parametrize("dtype", [FLOAT32, HALF], ids=str)
+def test_large_logits_of_either_sign(dtype: torch.dtype) -> None:
+    case = make_case(20, num_experts=7, top_k=3, dtype=dtype, renormalize=False)
+    case.router_logits[:10] -= 40_000
+    case.router_logits[10:] += 40_000
+    case.check(*run_interpreted(launch, case))
+
+
 def test_a_token_that_is_not_a_number_spoils_no_other() -> None:
     case = make_case(20, num_experts=4, top_k=3)
     expected, _ = run_interpreted(launch, case)
@@ -270,12 +268,36 @@ def counts_behind_a_failure() -> torch.Tensor:
     return gpu._counts[torch.device("cpu")]
 
 
+def programs_that_counted(case: Case, cuts: tuple[dict[str, Any], dict[str, Any]]) -> list[int]:
+    """Return how many programs of the first product have stored their results, by expert."""
+    from rose_backend.kernels.gpu import expert_mlp as gpu
+
+    product, found = gpu._product, []
+
+    def first_only(*arguments: Any) -> None:
+        if not found:
+            product(*arguments)
+            found.append(gpu._counts[torch.device("cpu")][gpu.MAX_EXPERTS :].tolist())
+
+    with mock.patch.object(gpu, "_product", first_only):
+        launch(case, cuts)
+    return found[0][: len(case.experts.widen)]
+
+
+def test_programs_of_the_first_product_count_themselves() -> None:
+    case = make_case(40, num_experts=4, top_k=1, width=40, inner=24)
+    case.router_logits.zero_()
+    case.router_logits[:33, 2] = case.router_logits[33:, 3] = 1.0
+    # 33 tokens are three tiles of 16 rows, 24 columns two of 16.
+    assert run_interpreted(programs_that_counted, case, (cut(16, 16, 32), cut(8, 32, 64))) == [0, 0, 6, 2]
+
+
 def test_a_kernel_that_fails_leaves_no_counts_to_the_next_call() -> None:
     assert not run_interpreted(counts_behind_a_failure).any()
 
 
 KERNELS = ("_choose_experts_kernel", "_expert_product_kernel")
-SUM_KERNELS = ("_add_experts_kernel", "_combine_experts_kernel")
+SUM_KERNELS = ("_add_experts_kernel",)
 
 
 @compiles(*KERNELS, *SUM_KERNELS)
@@ -312,6 +334,7 @@ def test_compiles_without_spills(numbers: tuple[int, int], dtype: torch.dtype, c
             resources = compile_launch(recorded, capability)
             assert resources.shared_bytes <= (227 << 10 if can_use_tma else 99 << 10)
             assert ("griddepcontrol.wait" in resources.ptx) == can_use_tma
-            # Weights are on their way while the kernel in front runs.
-            is_early = can_use_tma and "combine" in recorded.kernel.__name__
-            assert ("prefetch.global.L2" in resources.ptx) == is_early
+            if can_use_tma and "product" in recorded.kernel.__name__:
+                # The second product reads what the first one's programs have counted, and waits when it has stored.
+                is_last = resources.ptx.index("griddepcontrol.wait") > resources.ptx.rindex("st.global")
+                assert is_last != recorded.arguments["GATED"]

@@ -1,14 +1,17 @@
-"""Triton kernels for the MLP of a mixture of experts, in four launches, or three with few tokens.
+"""Triton kernels for the MLP of a mixture of experts, in four launches.
 
-1. ``_choose_experts_kernel``, one program per token: the largest logits and their weights. Unless tokens are few it
-   also lists the tokens of each expert, in an order that depends on which program came first; no result depends on it.
+1. ``_choose_experts_kernel``, one program per token: the largest logits and their weights. It also lists the tokens of
+   each expert, in an order that depends on which program came first; no result depends on it.
 2. ``_expert_product_kernel`` with the gate and its factor: ``silu(gate) * factor`` of each pair of token and expert.
 3. The same kernel with ``narrow``: each pair's result, times its weight.
-4. The sum over a token's experts, always in the order of their weights, plus the residual: see ``expert_sum``, whose
-   kernel for few tokens is 3 and 4 in one.
+4. ``_add_experts_kernel``: the sum over a token's experts, always in the order of their weights, plus the residual.
 
 A program of a product has the rows of one expert, as many as fit a tile. How many tiles each expert has is known on the
 GPU only, so there are as many programs as there could be tiles; those beyond the last tile end at once.
+
+The second product does not wait for the first one's last programs, which leave memory idle (programmatic dependent
+launch): its own start in the processors that become free, and each waits for the programs of its expert only, which
+have counted themselves.
 """
 
 from __future__ import annotations
@@ -18,26 +21,46 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rose_backend.kernels.gpu.expert_sum import add_experts, combine_experts, num_parts
-from rose_backend.kernels.gpu.expert_tuning import (
-    CombineConfig,
-    ExpertConfig,
-    are_apart,
-    choose_combine_config,
-    choose_config,
-)
+from rose_backend.kernels.gpu.expert_sum import add_experts, num_parts
+from rose_backend.kernels.gpu.expert_tuning import ExpertConfig, choose_config
+from rose_backend.kernels.gpu.gumbel_max import ordered_key, value_of_key
 from rose_backend.kernels.gpu.linear_tile import add_tile, load_moments, load_tile
 from rose_backend.kernels.gpu.small_batch_linear import can_use_tma, has_dependent_launch
 from rose_backend.kernels.reference.expert_mlp import MAX_EXPERTS
+
+_EXPERT_MASK = tl.constexpr(MAX_EXPERTS - 1)
+
+
+@triton.jit
+def _keys(logits, experts, ARE_WIDE: tl.constexpr):
+    """Map logits, as float32, and their experts to integers in the order of logits; of equals the first is larger.
+
+    An integer has the expert in its last bits. Logits of 16 bits leave them free in float32, so that 32 bits are
+    enough, of which a warp finds the largest in one instruction.
+    """
+    keys = ordered_key(logits)
+    if ARE_WIDE:
+        keys = keys.to(tl.int64) * (_EXPERT_MASK + 1)
+    return (keys & (-1 - _EXPERT_MASK)) + (_EXPERT_MASK - experts)
+
+
+@triton.jit
+def _logit(key, ARE_WIDE: tl.constexpr):
+    """Return the logit of one of ``_keys``."""
+    if ARE_WIDE:
+        ordered = ((key - (key & _EXPERT_MASK)) // (_EXPERT_MASK + 1)).to(tl.int32)
+    else:
+        # Of negative numbers, the bits that were free are ones in ``ordered_key``.
+        ordered = tl.where(key < 0, key | _EXPERT_MASK, key & (-1 - _EXPERT_MASK))
+    return value_of_key(ordered)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _choose_experts_kernel(
     logits_ptr,  # [T, X]
-    expert_ids_ptr,  # [T, A] int32 contiguous, written
     weights_ptr,  # [T, A] float32 contiguous, written
-    counts_ptr,  # [X] int32, zero before, with GROUPED: tokens of each expert, written
-    pairs_ptr,  # [X, T] int32, with GROUPED: of each expert its pairs, token * A + place, written
+    counts_ptr,  # [X] int32, zero before: tokens of each expert, written
+    pairs_ptr,  # [X, T] int32: of each expert its pairs, token * A + place, written
     num_tokens,
     logits_stride,
     NUM_EXPERTS: tl.constexpr,
@@ -45,7 +68,6 @@ def _choose_experts_kernel(
     TOP_K: tl.constexpr,  # A
     PLACES: tl.constexpr,  # the next power of two
     RENORMALIZE: tl.constexpr,
-    GROUPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per token."""
@@ -56,55 +78,88 @@ def _choose_experts_kernel(
     experts, places = tl.arange(0, EXPERTS), tl.arange(0, PLACES)
     in_experts, in_places = experts < NUM_EXPERTS, places < TOP_K
     row = logits_ptr + token.to(tl.int64) * logits_stride
-    logits = tl.load(row + experts, mask=in_experts, other=float("-inf")).to(tl.float32)
+    logits = tl.load(row + experts, mask=in_experts, other=float("-inf"))
     # Below all numbers are only experts that are taken or do not exist: no token takes one twice, also with NaN.
     LOWEST: tl.constexpr = -3.4e38
-    left = tl.where(logits >= LOWEST, logits, LOWEST)
-    left = tl.where(in_experts, left, float("-inf"))
-    peak = tl.max(left, 0)
-    total = tl.sum(tl.exp(logits - peak), 0)
+    ARE_WIDE: tl.constexpr = logits.dtype == tl.float32
+    TAKEN: tl.constexpr = -(2**50) if ARE_WIDE else -(2**31)
+    wide = logits.to(tl.float32)
+    keys = _keys(tl.where(wide >= LOWEST, wide, float("-inf")), experts, ARE_WIDE)
+    keys = tl.where(in_experts, keys, TAKEN)
+    peak = tl.maximum(_logit(tl.max(keys, 0), ARE_WIDE), LOWEST)
+    total = tl.sum(tl.exp(wide - peak), 0)
     chosen = tl.zeros([PLACES], tl.int32)
     weights = tl.zeros([PLACES], tl.float32)
     for place in tl.static_range(TOP_K):
-        largest, index = tl.max(left, 0, return_indices=True)
-        chosen = tl.where(places == place, index, chosen)
-        weights = tl.where(places == place, tl.exp(largest - peak) / total, weights)
-        left = tl.where(experts == index, float("-inf"), left)
+        largest = tl.max(keys, 0)
+        chosen = tl.where(places == place, _EXPERT_MASK - (largest & _EXPERT_MASK).to(tl.int32), chosen)
+        weights = tl.where(
+            places == place, tl.exp(tl.maximum(_logit(largest, ARE_WIDE), LOWEST) - peak) / total, weights
+        )
+        keys = tl.where(keys == largest, TAKEN, keys)
     if RENORMALIZE:
         weights /= tl.sum(weights, 0)
     pairs = token * TOP_K + places
-    tl.store(expert_ids_ptr + pairs, chosen, mask=in_places)
     tl.store(weights_ptr + pairs, weights, mask=in_places)
-    if GROUPED:
-        before = tl.atomic_add(counts_ptr + chosen, 1, mask=in_places, sem="relaxed")
-        tl.store(pairs_ptr + chosen.to(tl.int64) * num_tokens + before, pairs, mask=in_places)
+    before = tl.atomic_add(counts_ptr + chosen, 1, mask=in_places, sem="relaxed")
+    tl.store(pairs_ptr + chosen.to(tl.int64) * num_tokens + before, pairs, mask=in_places)
 
 
 @triton.jit
-def _rows_of_tile(counts_ptr, tile, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the expert of a tile of rows, ``EXPERTS`` behind the last, its first row and how many it has of them."""
+def _work_of(
+    counts_ptr,
+    program,
+    TILES: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Return a program's expert, ``EXPERTS`` or more behind the last, how many rows that has, and which tiles are its.
+
+    Experts come one after the other, so that each is finished early, and of an expert's programs those that share
+    weights.
+    """
     experts = tl.arange(0, EXPERTS)
     counts = tl.load(counts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
-    ends = tl.cumsum(tl.cdiv(counts, BLOCK_M), 0)
-    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    ends = tl.cumsum(tl.cdiv(counts, BLOCK_M), 0) * TILES
+    expert = tl.sum((ends <= program).to(tl.int32), 0)
     begin = tl.max(tl.where(experts < expert, ends, 0), 0)
     count = tl.sum(tl.where(experts == expert, counts, 0), 0)
-    return expert, (tile - begin) * BLOCK_M, count
+    num_row_tiles = tl.maximum(tl.cdiv(count, BLOCK_M), 1)
+    place = program - begin
+    return expert, count, place % num_row_tiles, place // num_row_tiles
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_row_tiles"])
+@triton.jit
+def _wait_for(finished_ptr, needed):
+    """Wait until so many programs have counted themselves; then what they have stored can be read."""
+    while tl.atomic_add(finished_ptr, 0, sem="acquire", scope="gpu") < needed:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def _end_behind_first(program):
+    """Let the second product not end before the first: what is behind waits for the second only.
+
+    One program is enough. All of them would keep processors that the others of the second product need.
+    """
+    if program == tl.num_programs(0) - 1:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
 def _expert_product_kernel(
     weight_desc,  # of weight as [X * O, E], with TMA
     x_ptr,  # [T, E], or [T * A, E] where PAIRS_PER_ROW is 1
     weight_ptr,  # [X, O, E] contiguous
-    expert_ids_ptr,  # [T * A] int32
-    counts_ptr,  # [X] int32, with GROUPED
-    pairs_ptr,  # [X, T] int32, with GROUPED
+    counts_ptr,  # [X] int32
+    finished_ptr,  # [X] int32: programs of the gated product that have stored; zero before it, which counts
+    pairs_ptr,  # [X, T] int32
     x_moments_ptr,  # [T, 2, X_PARTS] float32, with X_PARTS
-    scale_ptr,  # [T * A] float32, with SCALED
+    scale_ptr,  # [T * A] float32, without GATED
     out_ptr,  # [T * A, NUM_COLUMNS] contiguous, written
     num_tokens,
-    num_row_tiles,
     x_stride,
     eps,
     NUM_EXPERTS: tl.constexpr,
@@ -112,35 +167,33 @@ def _expert_product_kernel(
     NUM_COLUMNS: tl.constexpr,  # O, with GATED O / 2
     K: tl.constexpr,  # E
     PAIRS_PER_ROW: tl.constexpr,  # that have a row of x in common
+    FIRST_TILES: tl.constexpr,  # of columns, of the gated product
+    FIRST_BLOCK_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WEIGHTS_LEFT: tl.constexpr,
     TMA: tl.constexpr,
-    GROUPED: tl.constexpr,
-    GATED: tl.constexpr,
-    SCALED: tl.constexpr,
+    GATED: tl.constexpr,  # the first product, else the second
     X_PARTS: tl.constexpr,  # of an RMSNorm in front, else 0
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per (tile of rows, tile of columns); those that share weights are neighbours."""
-    tile, column_tile = tl.program_id(0) % num_row_tiles, tl.program_id(0) // num_row_tiles
+    """One program per (expert, tile of its rows, tile of columns)."""
+    program = tl.program_id(0)
     if PDL:
-        # Only then: the kernel behind knows the experts when it starts.
-        tl.extra.cuda.gdc_wait()
+        if GATED:
+            # Only then: the second product knows the experts when it starts.
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if GROUPED:
-        expert, first, count = _rows_of_tile(counts_ptr, tile, NUM_EXPERTS, EXPERTS, BLOCK_M)
-    else:
-        expert, first, count = tl.load(expert_ids_ptr + tile), 0, 1
+    TILES: tl.constexpr = (NUM_COLUMNS + BLOCK_N - 1) // BLOCK_N
+    expert, count, row_tile, column_tile = _work_of(counts_ptr, program, TILES, NUM_EXPERTS, EXPERTS, BLOCK_M)
     if expert < NUM_EXPERTS:
-        rows = first + tl.arange(0, BLOCK_M)
+        rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         in_rows = rows < count
-        if GROUPED:
-            pairs = tl.load(pairs_ptr + expert.to(tl.int64) * num_tokens + rows, mask=in_rows, other=0)
-        else:
-            pairs = rows + tile
+        pairs = tl.load(pairs_ptr + expert.to(tl.int64) * num_tokens + rows, mask=in_rows, other=0)
+        if not GATED:
+            _wait_for(finished_ptr + expert, tl.cdiv(count, FIRST_BLOCK_M) * FIRST_TILES)
         x_rows = pairs // PAIRS_PER_ROW
         columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         in_columns = columns < NUM_COLUMNS
@@ -176,25 +229,29 @@ def _expert_product_kernel(
             acc, factor_acc = acc * norm, factor_acc * norm
         if GATED:
             acc = acc * tl.sigmoid(acc) * factor_acc
-        if SCALED:
+        else:
             acc *= tl.load(scale_ptr + pairs, mask=in_rows, other=0.0)[:, None]
         out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * NUM_COLUMNS + columns[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
+        if GATED:
+            # All of the program's stores come before it counts.
+            tl.debug_barrier()
+            tl.atomic_add(finished_ptr + expert, 1, sem="release", scope="gpu")
+    if PDL and not GATED:
+        _end_behind_first(program)
 
-
-Configs = tuple[ExpertConfig, ExpertConfig | CombineConfig]
 
 _counts: dict[torch.device, torch.Tensor] = {}
 
 
 def _counts_of(device: torch.device) -> torch.Tensor:
-    """Return the device's counters of tokens by expert, which are zero between calls.
+    """Return the device's counters by expert, of tokens and of programs that have finished; zero between calls.
 
     One stream at a time may use them: calls of one stream follow each other. They are as many as any model needs, and
     stay where they are: captured graphs hold their address.
     """
     if device not in _counts:
-        _counts[device] = torch.zeros(MAX_EXPERTS, dtype=torch.int32, device=device)
+        _counts[device] = torch.zeros(2 * MAX_EXPERTS, dtype=torch.int32, device=device)
     return _counts[device]
 
 
@@ -210,78 +267,65 @@ def expert_mlp(
     renormalize: bool,
     rms_eps: float | None,
     x_moments: torch.Tensor | None,  # [T, 2, P] float32, with rms_eps
-    configs: Configs | None = None,
+    configs: tuple[ExpertConfig, ExpertConfig] | None = None,
     use_pdl: bool | None = None,
 ) -> torch.Tensor:
     """Launch the kernels; arguments as checked by ``rose_backend.kernels.expert_mlp``, whose moments are returned.
 
     Args:
-        configs: of both products, the second a ``CombineConfig`` where ``are_apart``; None takes the measured choice.
+        configs: of both products; None takes the measured choice.
         use_pdl: as in ``small_batch_linear``.
     """
     num_tokens, width = x.shape
     num_experts = router_logits.shape[1]
-    grouped = not are_apart(num_tokens, top_k)
     num_pairs = num_tokens * top_k
     if configs is None:
-        configs = _choose_configs(x, widen, narrow, top_k, grouped=grouped)
-    first, second = configs
-    parts = num_parts(width, second if isinstance(second, CombineConfig) else None)
-    moments = x.new_empty((num_tokens, 2, parts), dtype=torch.float32)
+        configs = _choose_configs(x, widen, narrow, top_k)
+    moments = x.new_empty((num_tokens, 2, num_parts(width)), dtype=torch.float32)
     if num_tokens == 0:
         return moments
     if use_pdl is None:
         use_pdl = has_dependent_launch(x.device)
     scales = x.new_empty(num_pairs, dtype=torch.float32)
-    lists = (
-        x.new_empty(num_pairs, dtype=torch.int32),
-        _counts_of(x.device),
-        x.new_empty(num_experts * num_tokens if grouped else 1, dtype=torch.int32),
-    )
+    lists = (_counts_of(x.device), x.new_empty((num_experts, num_tokens), dtype=torch.int32))
     activated = x.new_empty((num_pairs, narrow.shape[2]))
-    outputs = x.new_empty((num_pairs if grouped else 0, width))
+    outputs = x.new_empty((num_pairs, width))
     experts = {
         "NUM_EXPERTS": num_experts,
         "EXPERTS": triton.next_power_of_2(num_experts),
-        "GROUPED": grouped,
         "PDL": use_pdl,
         "launch_pdl": use_pdl,
     }
     try:
         _choose(router_logits, scales, lists, top_k, renormalize, experts)
-        _product(x, widen, first, lists, x_moments, None, activated, num_tokens, rms_eps, experts)
-        if isinstance(second, CombineConfig):
-            combine_experts(
-                activated, narrow, lists[0], scales, residual, out, moments, second, use_pdl=use_pdl
-            )
-        else:
-            _product(activated, narrow, second, lists, None, scales, outputs, num_tokens, None, experts)
-            add_experts(outputs, residual, out, moments, lists[1], top_k=top_k, use_pdl=use_pdl)
+        _product(x, widen, configs, lists, x_moments, None, activated, rms_eps, experts)
+        _product(activated, narrow, configs, lists, None, scales, outputs, None, experts)
+        add_experts(outputs, residual, out, moments, lists[0], top_k=top_k, use_pdl=use_pdl)
     except BaseException:
         # A kernel that could not be loaded, say: the next call counts from zero all the same.
-        lists[1].zero_()
+        lists[0].zero_()
         raise
     return moments
 
 
 def _choose_configs(
-    x: torch.Tensor, widen: torch.Tensor, narrow: torch.Tensor, top_k: int, *, grouped: bool
-) -> Configs:
-    exact = x.dtype == torch.float32
-    num_pairs, num_experts = len(x) * top_k, len(widen)
-    first_tma, second_tma = can_use_tma(widen.flatten(0, 1)), can_use_tma(narrow.flatten(0, 1))
-    first = choose_config(
-        num_pairs, num_experts, grouped=grouped, gated=True, exact=exact, can_use_tma=first_tma
+    x: torch.Tensor, widen: torch.Tensor, narrow: torch.Tensor, top_k: int
+) -> tuple[ExpertConfig, ExpertConfig]:
+    first, second = (
+        choose_config(
+            len(x) * top_k,
+            len(weight),
+            gated=weight is widen,
+            exact=x.dtype == torch.float32,
+            can_use_tma=can_use_tma(weight.flatten(0, 1)),
+        )
+        for weight in (widen, narrow)
     )
-    if not grouped:
-        return first, choose_combine_config(top_k, exact=exact, can_use_tma=second_tma)
-    return first, choose_config(
-        num_pairs, num_experts, grouped=True, gated=False, exact=exact, can_use_tma=second_tma
-    )
+    return first, second
 
 
-Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""The experts of tokens [T * A], how many tokens each expert has [X], and its pairs [X, T]; all int32."""
+Lists = tuple[torch.Tensor, torch.Tensor]
+"""Counters (``_counts_of``), and each expert's pairs of token and expert [X, T]; all int32."""
 
 
 def _choose(
@@ -293,10 +337,9 @@ def _choose(
     experts: dict[str, int | bool],
 ) -> None:
     num_tokens, num_experts = router_logits.shape
-    expert_ids, counts, pairs = lists
+    counts, pairs = lists
     _choose_experts_kernel[(num_tokens,)](
         router_logits,
-        expert_ids,
         scales,
         counts,
         pairs,
@@ -313,49 +356,49 @@ def _choose(
 def _product(
     x: torch.Tensor,  # [T, E] or [T * A, E]
     weight: torch.Tensor,  # [X, O, E]
-    config: ExpertConfig,
+    configs: tuple[ExpertConfig, ExpertConfig],
     lists: Lists,
     x_moments: torch.Tensor | None,
-    scale: torch.Tensor | None,  # [T * A] float32
-    out: torch.Tensor,  # [T * A, O] or, gated, [T * A, O / 2]  written
-    num_tokens: int,
+    scales: torch.Tensor | None,  # [T * A] float32, of the second product
+    out: torch.Tensor,  # [T * A, O] or, of the first product, [T * A, O / 2]  written
     rms_eps: float | None,
     experts: dict[str, int | bool],
 ) -> None:
+    counts, pairs = lists
+    num_experts, num_tokens = pairs.shape
     num_pairs, num_columns = out.shape
-    num_experts, num_outputs, depth = weight.shape
+    depth = weight.shape[2]
+    first, second = configs
+    config = first if scales is None else second
     # Each expert has at most one tile that is not full.
-    row_tiles = num_pairs
-    if experts["GROUPED"]:
-        row_tiles = min(num_pairs, num_pairs // config.block_m + num_experts)
+    row_tiles = min(num_pairs, num_pairs // config.block_m + num_experts)
     descriptor = None
     if config.use_tma:
         descriptor = TensorDescriptor.from_tensor(weight.flatten(0, 1), [config.block_n, config.block_k])
-    expert_ids, counts, pairs = lists
     _expert_product_kernel[(row_tiles * triton.cdiv(num_columns, config.block_n),)](
         descriptor,
         x,
         weight,
-        expert_ids,
         counts,
+        counts[MAX_EXPERTS:],
         pairs,
         x if x_moments is None else x_moments,
-        x if scale is None else scale,
+        x if scales is None else scales,
         out,
         num_tokens,
-        row_tiles,
         x.stride(0),
         0.0 if rms_eps is None else rms_eps,
         NUM_COLUMNS=num_columns,
         K=depth,
         PAIRS_PER_ROW=num_pairs // len(x),
+        FIRST_TILES=triton.cdiv(num_columns if scales is None else depth, first.block_n),
+        FIRST_BLOCK_M=first.block_m,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         WEIGHTS_LEFT=config.weights_left,
         TMA=config.use_tma,
-        GATED=num_outputs != num_columns,
-        SCALED=scale is not None,
+        GATED=scales is None,
         X_PARTS=0 if rms_eps is None or x_moments is None else x_moments.shape[2],
         EXACT=x.dtype == torch.float32,
         num_warps=config.num_warps,

@@ -5,12 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-import triton
-
-MAX_TOKENS_APART = 2
-"""Up to so many tokens each pair of token and expert has programs of its own, and the second product those of a token
-with all of its experts. Weights that two tokens share come from the L2 cache the second time."""
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertConfig:
@@ -30,27 +24,9 @@ class ExpertConfig:
     """Tiles of the weights are copied by the tensor memory accelerator."""
 
 
-@dataclass(frozen=True, slots=True)
-class CombineConfig:
-    """How the second product of few tokens is cut, which ends with the sum over a token's experts."""
-
-    block_n: int
-    """Columns of a program."""
-    block_k: int
-    """Depth of each of the token's experts that is loaded at once."""
-    num_warps: int = 4
-    num_stages: int = 6
-
-
-def choose_combine_config(top_k: int, *, exact: bool, can_use_tma: bool) -> CombineConfig:
-    """Return the cut; see ``choose_config`` for the arguments."""
-    num_stages = 2 if exact else 6 if can_use_tma else 3
-    return CombineConfig(8, max(1024 // triton.next_power_of_2(top_k), 16), num_stages=num_stages)
-
-
 @lru_cache(maxsize=256)
 def choose_config(
-    num_pairs: int, num_experts: int, *, grouped: bool, gated: bool, exact: bool, can_use_tma: bool
+    num_pairs: int, num_experts: int, *, gated: bool, exact: bool, can_use_tma: bool
 ) -> ExpertConfig:
     """Return the cut of a product of pairs of token and expert.
 
@@ -63,11 +39,9 @@ def choose_config(
     halves = 2 if gated else 1
     if exact:
         return ExpertConfig(8, 16, 32, num_stages=2)
-    pairs_per_expert = num_pairs / num_experts if grouped else 0
+    pairs_per_expert = num_pairs / num_experts
     if can_use_tma:
         return _with_tma(pairs_per_expert, gated=gated)
-    if not grouped:
-        return ExpertConfig(8, 32, 128, weights_left=True)
     if pairs_per_expert <= 24:
         return ExpertConfig(16 if pairs_per_expert <= 8 else 32, 128 // halves, 64, weights_left=True)
     if pairs_per_expert <= 64:
@@ -77,8 +51,6 @@ def choose_config(
 
 def _with_tma(pairs_per_expert: float, *, gated: bool) -> ExpertConfig:
     """Measured with Qwen3 30B-A3B's shapes: 2,048 columns, 128 experts of 768, of which a token takes 8."""
-    if pairs_per_expert == 0:
-        return ExpertConfig(8, 16, 256, num_warps=2, weights_left=True)
     if pairs_per_expert > 64:
         return ExpertConfig(128, 128 if gated else 256, 64, num_warps=8, use_tma=True)
     if gated:
@@ -86,8 +58,3 @@ def _with_tma(pairs_per_expert: float, *, gated: bool) -> ExpertConfig:
             return ExpertConfig(64, 128, 64, num_warps=8, num_stages=3, use_tma=True)
         return ExpertConfig(16, 64, 128, num_stages=3, weights_left=True, use_tma=True)
     return ExpertConfig(16 if pairs_per_expert <= 8 else 32, 64, 128, weights_left=True, use_tma=True)
-
-
-def are_apart(num_tokens: int, top_k: int) -> bool:
-    """Whether tokens are not grouped by expert: see ``MAX_TOKENS_APART``."""
-    return num_tokens <= MAX_TOKENS_APART and top_k <= 32
