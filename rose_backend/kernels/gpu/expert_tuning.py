@@ -50,11 +50,17 @@ def choose_config(
 
 
 def _with_tma(pairs_per_expert: float, *, gated: bool) -> ExpertConfig:
-    """Measured with Qwen3 30B-A3B's shapes: 2,048 columns, 128 experts of 768, of which a token takes 8."""
+    """Measured on an H200 with Qwen3 30B-A3B's shapes: 2,048 columns, 128 experts of 768, of which a token takes 8.
+
+    Small programs leave less of the GPU idle where one product takes over from the other: with 8 tokens a layer took
+    139 us by those below and 145 by programs of 64 columns with a third more shared memory, of which two found room on
+    a processor.
+    """
     if pairs_per_expert > 64:
         return ExpertConfig(128, 128 if gated else 256, 64, num_warps=8, use_tma=True)
+    if pairs_per_expert > 16:
+        return ExpertConfig(64, 64 if gated else 128, 64, num_stages=3, use_tma=True)
     if gated:
-        if pairs_per_expert > 24:
-            return ExpertConfig(64, 128, 64, num_warps=8, num_stages=3, use_tma=True)
-        return ExpertConfig(16, 64, 128, num_stages=3, weights_left=True, use_tma=True)
-    return ExpertConfig(16 if pairs_per_expert <= 8 else 32, 64, 128, weights_left=True, use_tma=True)
+        return ExpertConfig(16, 32, 128, num_warps=2, num_stages=3, weights_left=True, use_tma=True)
+    block_m = 16 if pairs_per_expert <= 8 else 32
+    return ExpertConfig(block_m, 64, 64, num_stages=5, weights_left=True, use_tma=True)
