@@ -33,6 +33,7 @@ DRAWN_RESULTS = (
     "h200/vllm_trace_rust.json",
 )
 COMMITS = {
+    "0bc68454b06a4630": "c9cb932",
     "7f34b86f6b652a37": "15d9350",
     "5f2349c1eb711ee0": "bb87551",
     "cde27bb955c80ae0": "9284310",
@@ -41,7 +42,6 @@ COMMITS = {
     "150b493ba640fbb1": "2145dc8",
     "ffcbcead170b606a": "7255725",
     "635f72b61410c9a5": "767695d",
-    "d0f325891cf47ef6": "3b262ef",
     "e3d3f3be6fd5fe59": "2b381bf",
     "74e316f06762f331": "c0cad35",
     "804bab44ef7b0f0c": "a1bbfd1",
