@@ -40,7 +40,6 @@ COMMITS = {
     "38c04b9951d1d612": "f00eac3",
     "7ed99bfb03d1ecf6": "7e1cc20",
     "150b493ba640fbb1": "2145dc8",
-    "ffcbcead170b606a": "7255725",
     "635f72b61410c9a5": "767695d",
     "e3d3f3be6fd5fe59": "2b381bf",
     "74e316f06762f331": "c0cad35",
@@ -51,7 +50,6 @@ COMMITS = {
     "46beff57b023f1fb": "891e8cf",
     "94facc4f88991104": "52107a4",
     "ba762ad472dd1608": "0d20e9c",
-    "e401c90beb095677": "6bda30a",
     "cpu/block_manager.json": "df57675",
     "h200/kv_append.json": "8323458",
     "h200/kv_cow_clone_float16.json": "8323458",
@@ -159,8 +157,7 @@ _STEP, _STEPS = "decode step of 1 / 32 / 256 requests", [f"step, {n} requests, g
 _SERVER = "server at {:.0f} requests/s, median TTFT"
 SUMMARY: tuple[tuple[str, str, list[Any], str, tuple[str, ...]], ...] = (
     (f"standalone: {_STEP} (ms)", "offline_compare", _STEPS, "rose", PEERS),
-    (f"inside vLLM, without the step graph: {_STEP} (ms)", "offline_compare", _STEPS, HOST, PEERS),
-    (f"inside vLLM, with the step graph: {_STEP} (ms)", "vllm_gpt2_start_3", _STEPS, HOST, (STOCK,)),
+    (f"inside vLLM: {_STEP} (ms)", "offline_compare", _STEPS, HOST, PEERS),
     (f"inside vLLM, Qwen3 0.6B: {_STEP} (ms)", "vllm_qwen3", _STEPS, HOST, (STOCK, "sglang")),
     (f"inside vLLM, Llama 8B: {_STEP} (ms)", "vllm_llama8b_start_1", _STEPS, HOST, (STOCK,)),
     (f"inside vLLM, Llama 1B: {_STEP} (ms)", "vllm_llama", _STEPS, HOST, (STOCK,)),
