@@ -1,10 +1,9 @@
 """Triton kernels for the MLP of a mixture of experts, in four launches.
 
-1. ``_choose_experts_kernel``, one program per token: the largest logits and their weights. It also lists the tokens of
-   each expert, in an order that depends on which program came first; no result depends on it.
+1. ``_choose_experts_kernel``, see ``expert_choice``: each token's experts and their weights, each expert's tokens.
 2. ``_expert_product_kernel`` with the gate and its factor: ``silu(gate) * factor`` of each pair of token and expert.
 3. The same kernel with ``narrow``: each pair's result, times its weight.
-4. ``_add_experts_kernel``: the sum over a token's experts, always in the order of their weights, plus the residual.
+4. ``_add_experts_kernel``, see ``expert_sum``: a token's experts, added in the order of their weights, and a residual.
 
 A program of a product has the rows of one expert, as many as fit a tile. How many tiles each expert has is known on the
 GPU only, so there are as many programs as there could be tiles; those beyond the last tile end at once.
@@ -21,88 +20,12 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rose_backend.kernels.gpu.expert_choice import choose_experts
 from rose_backend.kernels.gpu.expert_sum import add_experts, num_parts
 from rose_backend.kernels.gpu.expert_tuning import ExpertConfig, choose_config
-from rose_backend.kernels.gpu.gumbel_max import ordered_key, value_of_key
 from rose_backend.kernels.gpu.linear_tile import add_tile, load_moments, load_tile
 from rose_backend.kernels.gpu.small_batch_linear import can_use_tma, has_dependent_launch
 from rose_backend.kernels.reference.expert_mlp import MAX_EXPERTS
-
-_EXPERT_MASK = tl.constexpr(MAX_EXPERTS - 1)
-
-
-@triton.jit
-def _keys(logits, experts, ARE_WIDE: tl.constexpr):
-    """Map logits, as float32, and their experts to integers in the order of logits; of equals the first is larger.
-
-    An integer has the expert in its last bits. Logits of 16 bits leave them free in float32, so that 32 bits are
-    enough, of which a warp finds the largest in one instruction.
-    """
-    keys = ordered_key(logits)
-    if ARE_WIDE:
-        keys = keys.to(tl.int64) * (_EXPERT_MASK + 1)
-    return (keys & (-1 - _EXPERT_MASK)) + (_EXPERT_MASK - experts)
-
-
-@triton.jit
-def _logit(key, ARE_WIDE: tl.constexpr):
-    """Return the logit of one of ``_keys``."""
-    if ARE_WIDE:
-        ordered = ((key - (key & _EXPERT_MASK)) // (_EXPERT_MASK + 1)).to(tl.int32)
-    else:
-        # Of negative numbers, the bits that were free are ones in ``ordered_key``.
-        ordered = tl.where(key < 0, key | _EXPERT_MASK, key & (-1 - _EXPERT_MASK))
-    return value_of_key(ordered)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _choose_experts_kernel(
-    logits_ptr,  # [T, X]
-    weights_ptr,  # [T, A] float32 contiguous, written
-    counts_ptr,  # [X] int32, zero before: tokens of each expert, written
-    pairs_ptr,  # [X, T] int32: of each expert its pairs, token * A + place, written
-    num_tokens,
-    logits_stride,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS: tl.constexpr,  # the next power of two
-    TOP_K: tl.constexpr,  # A
-    PLACES: tl.constexpr,  # the next power of two
-    RENORMALIZE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program per token."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    token = tl.program_id(0)
-    experts, places = tl.arange(0, EXPERTS), tl.arange(0, PLACES)
-    in_experts, in_places = experts < NUM_EXPERTS, places < TOP_K
-    row = logits_ptr + token.to(tl.int64) * logits_stride
-    logits = tl.load(row + experts, mask=in_experts, other=float("-inf"))
-    # Below all numbers are only experts that are taken or do not exist: no token takes one twice, also with NaN.
-    LOWEST: tl.constexpr = -3.4e38
-    ARE_WIDE: tl.constexpr = logits.dtype == tl.float32
-    TAKEN: tl.constexpr = -(2**50) if ARE_WIDE else -(2**31)
-    wide = logits.to(tl.float32)
-    keys = _keys(tl.where(wide >= LOWEST, wide, float("-inf")), experts, ARE_WIDE)
-    keys = tl.where(in_experts, keys, TAKEN)
-    peak = tl.maximum(_logit(tl.max(keys, 0), ARE_WIDE), LOWEST)
-    total = tl.sum(tl.exp(wide - peak), 0)
-    chosen = tl.zeros([PLACES], tl.int32)
-    weights = tl.zeros([PLACES], tl.float32)
-    for place in tl.static_range(TOP_K):
-        largest = tl.max(keys, 0)
-        chosen = tl.where(places == place, _EXPERT_MASK - (largest & _EXPERT_MASK).to(tl.int32), chosen)
-        weights = tl.where(
-            places == place, tl.exp(tl.maximum(_logit(largest, ARE_WIDE), LOWEST) - peak) / total, weights
-        )
-        keys = tl.where(keys == largest, TAKEN, keys)
-    if RENORMALIZE:
-        weights /= tl.sum(weights, 0)
-    pairs = token * TOP_K + places
-    tl.store(weights_ptr + pairs, weights, mask=in_places)
-    before = tl.atomic_add(counts_ptr + chosen, 1, mask=in_places, sem="relaxed")
-    tl.store(pairs_ptr + chosen.to(tl.int64) * num_tokens + before, pairs, mask=in_places)
 
 
 @triton.jit
@@ -290,16 +213,10 @@ def expert_mlp(
     lists = (_counts_of(x.device), x.new_empty((num_experts, num_tokens), dtype=torch.int32))
     activated = x.new_empty((num_pairs, narrow.shape[2]))
     outputs = x.new_empty((num_pairs, width))
-    experts = {
-        "NUM_EXPERTS": num_experts,
-        "EXPERTS": triton.next_power_of_2(num_experts),
-        "PDL": use_pdl,
-        "launch_pdl": use_pdl,
-    }
     try:
-        _choose(router_logits, scales, lists, top_k, renormalize, experts)
-        _product(x, widen, configs, lists, x_moments, None, activated, rms_eps, experts)
-        _product(activated, narrow, configs, lists, None, scales, outputs, None, experts)
+        choose_experts(router_logits, scales, *lists, top_k=top_k, renormalize=renormalize, use_pdl=use_pdl)
+        _product(x, widen, configs, lists, x_moments, None, activated, rms_eps, use_pdl)
+        _product(activated, narrow, configs, lists, None, scales, outputs, None, use_pdl)
         add_experts(outputs, residual, out, moments, lists[0], top_k=top_k, use_pdl=use_pdl)
     except BaseException:
         # A kernel that could not be loaded, say: the next call counts from zero all the same.
@@ -328,31 +245,6 @@ Lists = tuple[torch.Tensor, torch.Tensor]
 """Counters (``_counts_of``), and each expert's pairs of token and expert [X, T]; all int32."""
 
 
-def _choose(
-    router_logits: torch.Tensor,  # [T, X]
-    scales: torch.Tensor,  # [T * A] float32  written
-    lists: Lists,  # written
-    top_k: int,
-    renormalize: bool,
-    experts: dict[str, int | bool],
-) -> None:
-    num_tokens, num_experts = router_logits.shape
-    counts, pairs = lists
-    _choose_experts_kernel[(num_tokens,)](
-        router_logits,
-        scales,
-        counts,
-        pairs,
-        num_tokens,
-        router_logits.stride(0),
-        TOP_K=top_k,
-        PLACES=triton.next_power_of_2(top_k),
-        RENORMALIZE=renormalize,
-        num_warps=1 if num_experts <= 256 else 4,
-        **experts,
-    )
-
-
 def _product(
     x: torch.Tensor,  # [T, E] or [T * A, E]
     weight: torch.Tensor,  # [X, O, E]
@@ -362,7 +254,7 @@ def _product(
     scales: torch.Tensor | None,  # [T * A] float32, of the second product
     out: torch.Tensor,  # [T * A, O] or, of the first product, [T * A, O / 2]  written
     rms_eps: float | None,
-    experts: dict[str, int | bool],
+    use_pdl: bool,
 ) -> None:
     counts, pairs = lists
     num_experts, num_tokens = pairs.shape
@@ -388,6 +280,8 @@ def _product(
         num_tokens,
         x.stride(0),
         0.0 if rms_eps is None else rms_eps,
+        NUM_EXPERTS=num_experts,
+        EXPERTS=triton.next_power_of_2(num_experts),
         NUM_COLUMNS=num_columns,
         K=depth,
         PAIRS_PER_ROW=num_pairs // len(x),
@@ -401,7 +295,8 @@ def _product(
         GATED=scales is None,
         X_PARTS=0 if rms_eps is None or x_moments is None else x_moments.shape[2],
         EXACT=x.dtype == torch.float32,
+        PDL=use_pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **experts,
+        launch_pdl=use_pdl,
     )
