@@ -331,6 +331,11 @@ def test_compiles_without_spills(numbers: tuple[int, int], dtype: torch.dtype, c
             resources = compile_launch(recorded, capability)
             assert resources.shared_bytes <= (227 << 10 if can_use_tma else 99 << 10)
             assert ("griddepcontrol.wait" in resources.ptx) == can_use_tma
+            if "product" in recorded.kernel.__name__:
+                # What one has counted the other waits for: in the interpreter programs run one after the other.
+                is_first = recorded.arguments["GATED"]
+                assert ("gpu.release" in resources.ptx) == is_first
+                assert ("gpu.acquire" in resources.ptx) != is_first
             if can_use_tma and "product" in recorded.kernel.__name__:
                 # The second product reads what the first one's programs have counted, and waits when it has stored.
                 is_last = resources.ptx.index("griddepcontrol.wait") > resources.ptx.rindex("st.global")
