@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl
@@ -20,6 +20,9 @@ from rose_backend.vllm_plugin.attention.mixed_graphs import (
     graph_sizes,
     leaves_graphs_to_vllm,
 )
+from rose_backend.vllm_plugin.hooks.start_up_log import describe_parts
+from rose_backend.vllm_plugin.models.model_choice import ModelChoice
+from rose_backend.vllm_plugin.options import rose_options
 from rose_backend.vllm_plugin.patch_ledger import apply_patch, is_applied
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.test_attention_backend import (
@@ -34,6 +37,11 @@ from tests.vllm_plugin.test_attention_backend import (
 )
 
 VLLM_SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+LAYER_BY_LAYER = KVTransferConfig(
+    kv_connector="ExampleConnector",
+    kv_role="kv_both",
+    kv_connector_extra_config={"shared_storage_path": "unused"},
+)
 N_GRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 
@@ -101,6 +109,7 @@ def test_full_graphs_take_the_place_of_pieces(on_gpu: OnGpu, switches: dict[str,
         {"attention_backend": None},
         {"additional_config": {"rose": {"cuda_graph": False}}},
         {"speculative_config": N_GRAM},
+        {"kv_transfer_config": LAYER_BY_LAYER},
     ],
     ids=str,
 )
@@ -109,6 +118,56 @@ def test_other_engines_keep_vllms_choice(on_gpu: OnGpu, options: dict[str, Any])
     choose_mixed_graphs(config)
     assert config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
     assert config.compilation_config.cudagraph_capture_sizes == VLLM_SIZES
+
+
+def test_a_model_that_nobody_read_keeps_vllms_graphs_and_the_log_says_why(
+    on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = on_gpu()
+    monkeypatch.setattr(config.model_config, "_architecture", "Qwen3VLForConditionalGeneration")
+    for asked in (CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL):
+        # FULL: the user's own choice, which vLLM lowers by what attention says that it supports.
+        config.compilation_config.cudagraph_mode = asked
+        choose_mixed_graphs(config)
+        assert config.compilation_config.cudagraph_mode == asked
+        assert config.compilation_config.cudagraph_capture_sizes == VLLM_SIZES
+        support = RoseAttentionMetadataBuilder.get_cudagraph_support(config, None)
+        assert support is AttentionCGSupport.UNIFORM_BATCH
+        reason = "Qwen3VLForConditionalGeneration is not among the audited models"
+        assert graphs_told_of(config) == f" graphs of decodes only ({reason})"
+
+
+def graphs_told_of(config: Any) -> str:
+    """Return what the start-up line says about graphs."""
+    line = describe_parts(config, rose_options(config), ModelChoice(None))
+    return line.partition("attention ROSE (")[2].partition("); block manager")[0].partition("full CUDA")[2]
+
+
+def test_the_log_is_silent_about_full_graphs_of_all_steps_and_about_none(on_gpu: OnGpu) -> None:
+    config = on_gpu()
+    assert RoseAttentionMetadataBuilder.get_cudagraph_support(config, None) is AttentionCGSupport.ALWAYS
+    assert graphs_told_of(config) == " graphs of decodes only (CUDA graph options of your own)"
+    choose_mixed_graphs(config)
+    assert graphs_told_of(config) == ""
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    assert graphs_told_of(config) == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"speculative_config": N_GRAM}, "drafts"),
+        ({"kv_transfer_config": LAYER_BY_LAYER}, "a KV connector that works layer by layer"),
+    ],
+    ids=str,
+)
+def test_the_log_says_why_prompts_have_no_full_graphs(
+    on_gpu: OnGpu, options: dict[str, Any], reason: str
+) -> None:
+    config = on_gpu(**options)
+    assert graphs_told_of(config) == f" graphs of decodes only ({reason})"
+    support = RoseAttentionMetadataBuilder.get_cudagraph_support(config, None)
+    assert support is AttentionCGSupport.UNIFORM_BATCH
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from rose_backend.kernels.gpu_properties import is_recording
 from rose_backend.kernels.paged_attention import MAX_QUERY_LEN
 from rose_backend.layers.attention import AttentionStep
 from rose_backend.vllm_plugin.attention.flash_attention import FlashRows, choose_rows, uses_flash_attention
-from rose_backend.vllm_plugin.attention.mixed_graphs import captures_mixed_steps
+from rose_backend.vllm_plugin.attention.mixed_graphs import captures_mixed_steps, why_prompts_need_python
 from rose_backend.vllm_plugin.options import replays_steps
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
@@ -118,11 +118,17 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Any step on CUDA; with drafts, decodes only, drafts included where decode attention takes them.
 
-        The torch reference kernels plan on the host, so no graph may contain them.
+        The torch reference kernels plan on the host, so no graph may contain them. Attention alone could be in a graph
+        of any step of any model. But vLLM asks for nothing else before it replays prompts, and a model's Python may
+        have to run in these.
         """
         if not current_platform.is_cuda():
             return AttentionCGSupport.NEVER
-        if max_decode_query_len(vllm_config) == 1 and vllm_config.use_v2_model_runner:
+        if (
+            max_decode_query_len(vllm_config) == 1
+            and vllm_config.use_v2_model_runner
+            and why_prompts_need_python(vllm_config) is None
+        ):
             return AttentionCGSupport.ALWAYS
         if _decode_query_len(vllm_config) < max_decode_query_len(vllm_config):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

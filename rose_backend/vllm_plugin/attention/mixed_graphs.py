@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rose_backend.vllm_plugin.attention.audited_models import find_unaudited
 from rose_backend.vllm_plugin.attention.flash_attention import LAUNCHED_FROM, uses_flash_attention
-from rose_backend.vllm_plugin.options import is_rose_selected, rose_options
+from rose_backend.vllm_plugin.options import has_kv_connector, is_rose_selected, rose_options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,24 +31,45 @@ to schedule beside that: such steps, launched, took 66 ms, for 26 of which the d
 _SIZES_PER_DOUBLING = 8
 """Graph sizes above vLLM's own, which end at 512 tokens. At most an eighth of a step is padding."""
 
+_CONNECTORS_OUTSIDE_OF_LAYERS = ("OffloadingConnector", "NixlConnector", "LMCacheMPConnector")
+"""KV connectors that do nothing when a layer calls them: they load before a step and store behind it."""
+
 
 def captures_mixed_steps(vllm_config: VllmConfig) -> bool:
-    """Whether all layers use ROSE, and full graphs of mixed steps support every step of this configuration."""
+    """Whether ROSE is selected, and full graphs of mixed steps support every step of this configuration."""
+    return is_rose_selected(vllm_config) and why_mixed_steps_are_not_captured(vllm_config) is None
+
+
+def why_mixed_steps_are_not_captured(vllm_config: VllmConfig) -> str | None:
+    """Return why no full graph of mixed steps is captured, as far as the configuration tells; None if some may be."""
     from vllm.platforms import current_platform
 
     model_config = vllm_config.model_config
-    return (
-        current_platform.is_cuda()
-        and model_config is not None
-        and not model_config.is_hybrid
-        and is_rose_selected(vllm_config)
-        and rose_options(vllm_config).cuda_graph
-        and not vllm_config.attention_config.backend_per_kind
-        and vllm_config.use_v2_model_runner
-        and vllm_config.speculative_config is None
-        and vllm_config.lora_config is None
-        and vllm_config.parallel_config.pipeline_parallel_size == 1
-    )
+    reasons = {
+        "no CUDA device": not current_platform.is_cuda(),
+        "cuda_graph is off": not rose_options(vllm_config).cuda_graph,
+        "model runner V1": not vllm_config.use_v2_model_runner,
+        "layers with a state": model_config is not None and model_config.is_hybrid,
+        "another attention backend for some layers": bool(vllm_config.attention_config.backend_per_kind),
+        "drafts": vllm_config.speculative_config is not None,
+        "LoRA": vllm_config.lora_config is not None,
+        "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
+    }
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    return found or why_prompts_need_python(vllm_config)
+
+
+def why_prompts_need_python(vllm_config: VllmConfig) -> str | None:
+    """Return what Python, which no replayed graph calls, may have to do in steps with prompts; None if nothing."""
+    model_config, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
+    if model_config is None:
+        return "no model"
+    unaudited = find_unaudited(model_config)
+    if unaudited is not None:
+        return f"{unaudited} is not among the audited models"
+    if has_kv_connector(vllm_config) and transfer.kv_connector not in _CONNECTORS_OUTSIDE_OF_LAYERS:
+        return "a KV connector that works layer by layer"
+    return None
 
 
 def leaves_graphs_to_vllm(vllm_config: VllmConfig) -> bool:

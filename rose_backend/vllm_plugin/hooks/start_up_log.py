@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING
 
 from rose_backend.config import SWITCH_NAMES
 from rose_backend.vllm_plugin.attention.flash_attention import describe_thresholds, uses_flash_attention
+from rose_backend.vllm_plugin.attention.mixed_graphs import (
+    why_mixed_steps_are_not_captured,
+    why_prompts_need_python,
+)
 from rose_backend.vllm_plugin.models.model_choice import GPT2, ModelChoice
 from rose_backend.vllm_plugin.options import (
     NEEDS_MANAGER,
@@ -39,7 +43,8 @@ def describe_parts(vllm_config: VllmConfig, options: PluginConfig, choice: Model
     switches = (*SWITCH_NAMES, "block_manager", "batched_scheduling", "step_graph", "joined_outputs")
     off = [name for name in switches if not getattr(options, name)]
     parts = (
-        f"attention ROSE ({'stores K/V itself' if fused else 'separate K/V write'}{_describe_flash(vllm_config)})",
+        f"attention ROSE ({'stores K/V itself' if fused else 'separate K/V write'}{_describe_flash(vllm_config)}"
+        f"{_describe_graphs(vllm_config)})",
         f"block manager {manager} ({_describe_hits(vllm_config, options)})",
         f"decodes scheduled {'at once' if batches_decode_steps(vllm_config) else 'one by one'}",
         f"model {_describe_model(vllm_config, options, choice)}",
@@ -54,6 +59,20 @@ def _describe_flash(vllm_config: VllmConfig) -> str:
     if not uses_flash_attention(vllm_config):
         return ""
     return f", FlashAttention 3 for {describe_thresholds()}, outside full CUDA graphs"
+
+
+def _describe_graphs(vllm_config: VllmConfig) -> str:
+    """Return why steps with prompts are not replayed from full graphs, where steps that only decode are."""
+    from vllm.config import CUDAGraphMode
+    from vllm.platforms import current_platform
+
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if not current_platform.is_cuda() or mode is None or mode.decode_mode() != CUDAGraphMode.FULL:
+        return ""
+    if mode.mixed_mode() == CUDAGraphMode.FULL and why_prompts_need_python(vllm_config) is None:
+        return ""
+    reason = why_mixed_steps_are_not_captured(vllm_config) or "CUDA graph options of your own"
+    return f", full CUDA graphs of decodes only ({reason})"
 
 
 def _describe_idle_parts(vllm_config: VllmConfig, options: PluginConfig, choice: ModelChoice) -> str:

@@ -1,0 +1,111 @@
+"""Model classes whose steps with prompts may be replayed from a full CUDA graph.
+
+A replayed graph repeats what the device did at capture, and calls no Python. A class whose Python ``forward`` changes
+something that a later step reads, such as a buffer of image features that it clears behind itself, would then give
+one request's features to another one. vLLM's own graphs of such steps leave that Python in place, and so every class
+that nobody has read keeps them. Adding a class means reading its ``forward``, and what that calls, in every vLLM that
+the plugin accepts; ``tests/vllm_plugin/test_audited_models.py`` holds each to a scan of vLLM's sources.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+_VLLM = "vllm.model_executor.models."
+_ROSE = "rose_backend.vllm_plugin.models."
+
+_LAYERS = "Token ids or embeddings go through the layers, and every value lives in one step."
+_EXPERTS = f"{_LAYERS} The device chooses each token's experts."
+_WRAPPER = (
+    "Embeddings of images are written into the runner's buffer in front of forward, which passes that buffer on to the "
+    "language model's layers and keeps nothing."
+)
+_ROSE_LAYERS = "The loop of rose_backend/layers: a step's residual stream and attention are made in forward."
+
+AUDITED_CLASSES: dict[str, str] = {
+    **{
+        f"{_ROSE}decoder:Rose{family}ForCausalLM": _ROSE_LAYERS
+        for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    },
+    f"{_ROSE}gpt2:RoseGPT2LMHeadModel": _LAYERS,
+    f"{_VLLM}gpt2:GPT2LMHeadModel": _LAYERS,
+    f"{_VLLM}llama:LlamaForCausalLM": _LAYERS,
+    f"{_VLLM}mistral:MistralForCausalLM": _LAYERS,
+    f"{_VLLM}mixtral:MixtralForCausalLM": _EXPERTS,
+    f"{_VLLM}qwen2:Qwen2ForCausalLM": _LAYERS,
+    f"{_VLLM}qwen2_moe:Qwen2MoeForCausalLM": _EXPERTS,
+    f"{_VLLM}qwen3:Qwen3ForCausalLM": _LAYERS,
+    f"{_VLLM}qwen3_moe:Qwen3MoeForCausalLM": _EXPERTS,
+    f"{_VLLM}gemma:GemmaForCausalLM": _LAYERS,
+    f"{_VLLM}gemma2:Gemma2ForCausalLM": _LAYERS,
+    f"{_VLLM}gemma3:Gemma3ForCausalLM": _LAYERS,
+    f"{_VLLM}gemma4:Gemma4ForCausalLM": (
+        f"{_EXPERTS} Fast prefill keeps rows in buffers; it is refused at start-up (kv_sharing_fast_prefill)."
+    ),
+    f"{_VLLM}gpt_oss:GptOssForCausalLM": _EXPERTS,
+    f"{_VLLM}phi3:Phi3ForCausalLM": f"{_LAYERS} max_model_len alone chooses between long and short rotary tables.",
+    f"{_VLLM}granite:GraniteForCausalLM": _LAYERS,
+    f"{_VLLM}glm4:Glm4ForCausalLM": _LAYERS,
+    f"{_VLLM}glm4_moe:Glm4MoeForCausalLM": _EXPERTS,
+    f"{_VLLM}commandr:CohereForCausalLM": _LAYERS,
+    f"{_VLLM}olmoe:OlmoeForCausalLM": _EXPERTS,
+    f"{_VLLM}gemma3_mm:Gemma3ForConditionalGeneration": _WRAPPER,
+    f"{_VLLM}idefics3:Idefics3ForConditionalGeneration": _WRAPPER,
+    f"{_VLLM}mistral3:Mistral3ForConditionalGeneration": _WRAPPER,
+    f"{_VLLM}paddleocr_vl:PaddleOCRVLForConditionalGeneration": _WRAPPER,
+    f"{_VLLM}qwen2_vl:Qwen2VLForConditionalGeneration": _WRAPPER,
+    f"{_VLLM}qwen2_5_vl:Qwen2_5_VLForConditionalGeneration": (
+        f"{_WRAPPER} The vision encoder remembers rotary tables; it runs outside of these graphs."
+    ),
+}
+"""``module:class``, exactly, as a subclass may keep what its base does not, with the reason."""
+
+
+_FROM_CONFIG = ""
+_LANGUAGE_MODELS = {
+    f"{_VLLM}gemma3_mm:Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    f"{_VLLM}mistral3:Mistral3ForConditionalGeneration": _FROM_CONFIG,
+    f"{_VLLM}qwen2_vl:Qwen2VLForConditionalGeneration": "Qwen2ForCausalLM",
+    f"{_VLLM}qwen2_5_vl:Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
+}
+"""Audited classes that look up their language model in vLLM's registry, and its architecture there."""
+
+
+def find_unaudited(model_config: ModelConfig) -> str | None:
+    """Return the architecture, of the model or of the language model inside, that has no audited class; None if none.
+
+    What counts is the class that vLLM's registry has for it: a user may have registered another one.
+    """
+    outer = model_config.architecture
+    path = class_of(outer)
+    if path not in AUDITED_CLASSES:
+        return outer
+    inner = _LANGUAGE_MODELS.get(path)
+    if inner == _FROM_CONFIG:
+        inner = _architecture_of(model_config.hf_text_config)
+    return inner if inner is not None and class_of(inner) not in AUDITED_CLASSES else None
+
+
+def class_of(architecture: str) -> str:
+    """Return ``module:class`` of what vLLM's registry has for an architecture; "" if it has nothing."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    entry = ModelRegistry.models.get(architecture)
+    if entry is None:
+        return ""
+    model_class = getattr(entry, "model_cls", None)
+    if model_class is not None:
+        return f"{model_class.__module__}:{model_class.__qualname__}"
+    return f"{entry.module_name}:{entry.class_name}"
+
+
+def _architecture_of(text_config: Any) -> str:
+    """Return the architecture that vLLM builds of a language model's part of a config.json."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if text_config.architectures:
+        return str(text_config.architectures[0])
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text_config.model_type, text_config.model_type))
