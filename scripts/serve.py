@@ -27,6 +27,8 @@ from types import FrameType
 DEFAULT_HOST = "127.0.0.1"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 POLL_SECONDS = 0.25
+# Until the server answers, a line this often says that it is still starting.
+SECONDS_BETWEEN_LINES = 15.0
 # After Ctrl-C the server gets this long; then the whole process group is told to end, then killed.
 SECONDS_BEFORE_TERMINATE = 15.0
 SECONDS_BEFORE_KILL = 25.0
@@ -233,7 +235,7 @@ def supervise(server: Server, host: str, port: int, model_name: str) -> int:
 
     0: stopped by a signal and ended in order. Otherwise the server's own status, never 0.
     """
-    started = time.monotonic()
+    started = line_due = time.monotonic()
     is_ready = False
     while not server.stop_requests:
         status = server.wait(POLL_SECONDS)
@@ -244,13 +246,18 @@ def supervise(server: Server, host: str, port: int, model_name: str) -> int:
                 file=sys.stderr,
             )
             return status if status > 0 else 128 - status if status < 0 else 1
-        if not is_ready and is_healthy(host, port):
+        if is_ready:
+            continue
+        seconds = time.monotonic() - started
+        if is_healthy(host, port):
             is_ready = True
-            seconds = time.monotonic() - started
             print(
                 f"\nReady after {seconds:.0f} s; Ctrl-C ends it. Try:\n\n{curl_line(model_name, host, port)}\n",
                 flush=True,
             )
+        elif time.monotonic() - line_due >= SECONDS_BETWEEN_LINES:
+            line_due = time.monotonic()
+            print(f"vLLM is still starting, {seconds:.0f} s so far", flush=True)
     print("\nStopping the server ...", flush=True)
     status = server.stop()
     return (
@@ -280,6 +287,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.model, options.port, extra, is_cpu=is_cpu, has_compiler=has_compiler
     )
     print(f"$ {shlex.join(['vllm', *server_args])}", flush=True)
+    print(
+        "Starting vLLM: it imports its modules, loads the model and warms up. Its log begins after the imports; with "
+        "two cores it answers after one to two minutes.",
+        flush=True,
+    )
     adopt_orphans()
     server = Server([str(vllm_script), *server_args], server_environment(os.environ))
     local_host = "localhost" if host in ("", "0.0.0.0", "::") else host

@@ -69,13 +69,14 @@ def advice_for(output: str) -> str:
 
 
 def run(command: list[str]) -> None:
-    """Run a command with its output visible.
+    """Name a command, and run it with its output visible.
 
     Raises:
         SetUpError: it failed; carries the last lines of its standard error.
     """
     environment = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", **os.environ, "PIP_NO_INPUT": "1", "PIP_USER": "0"}
     environment["PYTHONNOUSERSITE"] = "1"
+    print(f"$ {' '.join(command)}", flush=True)
     last_lines: list[str] = []
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -92,6 +93,7 @@ def run(command: list[str]) -> None:
 def pip_install(*arguments: str) -> None:
     """Run ``pip install`` in the virtual environment."""
     # Compiling 20,000 files takes a minute; Python compiles the few that are used when they are first imported.
+    print("pip is silent while it unpacks, which may take minutes", flush=True)
     run([str(VENV / "bin" / "python"), "-m", "pip", "install", "--no-compile", *arguments])
 
 

@@ -25,6 +25,7 @@ def check(device: str) -> list[str]:
             names = " ".join(unwanted)
             return [f"{names} must not be installed beside a CPU torch: .venv/bin/pip uninstall {names}"]
 
+    print("importing torch, transformers and vLLM, which may take a minute", flush=True)
     import torch
     import transformers
     import vllm

@@ -120,6 +120,7 @@ def test_a_signal_ends_everything_in_order(
         lines += process.stdout.readlines()
         status = process.wait(timeout=HANG_S)
     assert status == 0
+    assert lines[0].startswith("$ vllm serve gpt2 ") and lines[1].startswith("Starting vLLM: it imports ")
     assert "server ended in order\n" in lines
     assert len([line for line in lines if "curl" in line]) == 1
     assert f"http://127.0.0.1:{free_port}/v1/completions" in "".join(lines)
@@ -156,6 +157,30 @@ def test_the_server_ends_even_when_its_launcher_is_killed(tmp_path: Path, free_p
         is_gone = not exists(server)
         os.kill(helper, signal.SIGKILL)
     assert is_gone
+
+
+class SlowServer:
+    """Answers after 40 s of its own clock."""
+
+    stop_requests: tuple[int, ...] = ()
+    now = 0.0
+
+    def wait(self, seconds: float) -> int | None:
+        self.now += 5.0
+        return 0 if self.now > 100 else None
+
+
+def test_a_start_that_takes_long_says_so_and_what_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = SlowServer()
+    monkeypatch.setattr(serve.time, "monotonic", lambda: server.now)
+    monkeypatch.setattr(serve, "is_healthy", lambda host, port: server.now >= 40)
+    assert serve.supervise(server, "127.0.0.1", 1, "gpt2") == 1  # type: ignore[arg-type]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert lines[:2] == [f"vLLM is still starting, {seconds} s so far" for seconds in (15, 30)]
+    assert lines[2] == "Ready after 40 s; Ctrl-C ends it. Try:"
+    assert lines[3].startswith("curl ") and not lines[4:]
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:

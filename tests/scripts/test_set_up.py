@@ -227,3 +227,8 @@ def test_main_reports_a_failure(fake: FakeSetUp, capsys: pytest.CaptureFixture[s
     fake.failing = "project"
     assert set_up.main() == 1
     assert "SET-UP FAILED\nproject failed" in capsys.readouterr().err
+
+
+def test_a_command_is_named_before_it_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    set_up.run([sys.executable, "-c", "print('ran')"])
+    assert capfd.readouterr().out.splitlines() == [f"$ {sys.executable} -c print('ran')", "ran"]
