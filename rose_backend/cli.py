@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 from rose_backend import __version__
 from rose_backend.cli_blocks import add_blocks_command
@@ -23,11 +25,11 @@ from rose_backend.cli_options import (
 from rose_backend.cli_serve import add_serve_command
 from rose_backend.cli_warmup import add_warmup_command
 from rose_backend.config import SWITCH_NAMES, EngineConfig, Switches
+from rose_backend.engine.process_settings import note_imports
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.errors import RequestError, RoseError
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
-_EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None takes the process's own.
 
     Returns:
-        The exit code: 0, 2 for a mistake in options or input, 130 when interrupted.
+        The exit code: 0, 2 for a mistake in options or input, 128 + the signal's number when interrupted: 130 for
+        Ctrl-C, 143 for SIGTERM.
     """
     parser = build_parser()
     try:
@@ -60,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"rose: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return EXIT_USAGE
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("rose: interrupted", file=sys.stderr)
-        return _EXIT_INTERRUPTED
+        return 128 + (interrupt.number if isinstance(interrupt, _Terminated) else signal.SIGINT)
 
 
 def build_parser() -> RoseParser:
@@ -87,8 +90,8 @@ def build_parser() -> RoseParser:
     source.add_argument(
         "--output",
         metavar="FILE.jsonl",
-        help='where to write the results of --prompts, one object per line; its "index" is that of the prompt\'s line, '
-        "from 0",
+        help="where to write the results of --prompts, one object per line, each as soon as it is finished; its "
+        '"index" is that of the prompt\'s line, from 0',
     )
     add_sampling_options(generate)
     add_engine_options(generate)
@@ -111,14 +114,34 @@ def _generate(args: argparse.Namespace) -> int:
     config = EngineConfig(model=args.model, **engine_options(args))
     given = sampling_options(args)
     SamplingParams(**given)
-    # Imported here: it loads torch, which takes seconds; mistakes in the options are reported before.
-    start = time.perf_counter()
-    from rose_backend.cli_generate import generate_file, stream_prompt
+    with _sigterm_interrupts():
+        # Imported here: it loads torch, which takes seconds; mistakes in the options are reported before.
+        from rose_backend.cli_generate import generate_file, stream_prompt
 
-    imports_s = time.perf_counter() - start
-    if args.prompt is not None:
-        return stream_prompt(config, args.prompt, given, imports_s)
-    return generate_file(config, args.prompts, args.output, given, imports_s)
+        note_imports()
+        if args.prompt is not None:
+            return stream_prompt(config, args.prompt, given)
+        return generate_file(config, args.prompts, args.output, given)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+    number = signal.SIGTERM
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM end the command as Ctrl-C does, so that what is open is closed."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _check_sources(prompt: str | None, prompts: str | None, output: str | None) -> None:

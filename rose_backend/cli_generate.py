@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from rose_backend.config import EngineConfig
 from rose_backend.engine.generation_config import sampling_defaults
 from rose_backend.engine.llm import LLM
 from rose_backend.engine.outputs import CompletionOutput, RequestOutput
-from rose_backend.engine.progress import GenerationProgress
 from rose_backend.engine.request import Prompt
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.startup.report import show_start_up
@@ -29,16 +27,15 @@ class LineOfPrompts(NamedTuple):
     """Of ``SamplingParams``, checked."""
 
 
-def stream_prompt(config: EngineConfig, prompt: str, given: dict[str, Any], imports_s: float) -> int:
+def stream_prompt(config: EngineConfig, prompt: str, given: dict[str, Any]) -> int:
     """Write a continuation to stdout as it is generated; several, when ``n`` asks for them, one after the other.
 
     Args:
         given: ``SamplingParams`` fields; the model's generation_config.json may have others.
-        imports_s: how long loading Python modules took, for the start-up table.
     """
     params = SamplingParams(**{**sampling_defaults(config).fields, **given})
     with LLM.from_config(config) as llm:
-        show_start_up(llm.core.start_up, imports_s=imports_s)
+        show_start_up(llm.core.start_up)
         if params.n > 1:
             for completion in llm.generate(prompt, params)[0].outputs:
                 print(f"--- completion {completion.index} ---\n{completion.text}")
@@ -50,15 +47,15 @@ def stream_prompt(config: EngineConfig, prompt: str, given: dict[str, Any], impo
     return 0
 
 
-def generate_file(
-    config: EngineConfig, prompts: str, output: str, given: dict[str, Any], imports_s: float
-) -> int:
-    """Generate for every line of ``prompts`` and write one JSON object per prompt to ``output``, in the same order.
+def generate_file(config: EngineConfig, prompts: str, output: str, given: dict[str, Any]) -> int:
+    """Generate for every line of ``prompts`` and write one JSON object per prompt to ``output``.
+
+    Each is written as soon as it is finished, so an interrupted run leaves all answers that progress counts. Lines are
+    therefore in the order in which prompts finish; ``index`` says whose they are.
 
     Args:
         prompts: text file, or .jsonl file whose lines may override ``given``.
         given: ``SamplingParams`` fields of lines that say nothing else; generation_config.json may have others.
-        imports_s: how long loading Python modules took, for the start-up table.
 
     Raises:
         RequestError: a line is not usable; its number is named and nothing has been generated.
@@ -69,21 +66,20 @@ def generate_file(
     defaults = sampling_defaults(config).fields
     params = [SamplingParams(**{**defaults, **request.fields}) for request in requests]
     with LLM.from_config(config) as llm:
-        show_start_up(llm.core.start_up, imports_s=imports_s)
+        show_start_up(llm.core.start_up)
         # Checks every request, so a bad line leaves an existing output file alone.
-        finished = llm.generate_unordered([request.prompt for request in requests], params)
-        with (
-            open(output, "w", encoding="utf-8") as file,
-            GenerationProgress(len(requests)) as progress,
-        ):
-            writer = _OrderedWriter(file, [request.line_index for request in requests])
-            for index, result in finished:
-                writer.add(index, result)
-                progress.advance(result)
-    print(
-        f"{len(requests)} prompts, {progress.num_tokens} tokens, {progress.tokens_per_s:,.0f} tokens/s -> {output}",
-        file=sys.stderr,
-    )
+        finished = llm.generate_unordered([request.prompt for request in requests], params, progress=True)
+        num_written = 0
+        try:
+            with open(output, "w", encoding="utf-8") as file:
+                for index, result in finished:
+                    record = _as_record(requests[index].line_index, result)
+                    # One call for the line and its end: where a signal comes between two, half a line would stay.
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                    file.flush()
+                    num_written += 1
+        finally:
+            print(f"{num_written} of {len(requests)} answers are in {output}", file=sys.stderr)
     return 0
 
 
@@ -126,24 +122,6 @@ def _parse_line(line: str, given: dict[str, Any], *, source: str) -> tuple[Promp
     except RequestError as error:
         raise RequestError(f"{source}: {error}", parameter=error.parameter, value=error.value) from error
     return prompt, {**given, **fields}
-
-
-class _OrderedWriter:
-    """Writes results in the order of their lines, each as soon as all before it are written."""
-
-    def __init__(self, file: TextIO, line_indexes: Sequence[int]) -> None:
-        self._file = file
-        self._line_indexes = line_indexes
-        self._pending: dict[int, RequestOutput] = {}
-        self._next_index = 0
-
-    def add(self, index: int, output: RequestOutput) -> None:
-        self._pending[index] = output
-        while self._next_index in self._pending:
-            record = _as_record(self._line_indexes[self._next_index], self._pending.pop(self._next_index))
-            self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            self._next_index += 1
-        self._file.flush()
 
 
 def _as_record(index: int, output: RequestOutput) -> dict[str, Any]:

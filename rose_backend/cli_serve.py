@@ -8,10 +8,13 @@ import logging
 import os
 from typing import Any
 
+from rose_backend import __version__
 from rose_backend.cli_options import add_engine_options, engine_options
 from rose_backend.config import EngineConfig
 from rose_backend.errors import ConfigError
 from rose_backend.server.settings import LOG_FORMAT, ServerSettings
+
+logger = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "ROSE_API_KEY"
 
@@ -82,19 +85,20 @@ def _serve(args: argparse.Namespace) -> int:
         raise ConfigError("serve: give the model once, as PATH or as --model PATH")
     model = args.path or args.model
     config = EngineConfig(model=model, **engine_options(args))
-    # Imported here: --help and mistakes in the options should not wait for torch.
-    try:
-        from rose_backend.server.serve import serve
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"serve: needs {error.name}, which is not installed; pip install 'WHEEL[serve]' brings it"
-        ) from error
     options = {name: getattr(args, name) for name in _SERVER_HELP}
     names, keys = options.pop("served_model_name"), options.pop("api_key")
     settings = ServerSettings(
         served_model_names=tuple(names or [model]), api_keys=tuple(keys or _keys_of_environment()), **options
     )
     _log_with_times()
+    logger.info("starting to serve %s with rose %s; importing PyTorch may take a while", model, __version__)
+    # Imported here: neither --help, nor mistakes in the options, nor the line above should wait for these.
+    try:
+        from rose_backend.server.serve import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"serve: needs {error.name}, which is not installed; pip install 'WHEEL[serve]' brings it"
+        ) from error
     return serve(config, settings)
 
 

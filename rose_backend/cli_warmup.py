@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import re
+import sys
 import time
 from typing import Any
 
@@ -18,7 +21,8 @@ def add_warmup_command(commands: argparse._SubParsersAction[Any]) -> None:
         "warmup",
         help="compile a model's kernels into Triton's cache",
         description="Compile all kernels that generate and serve launch with the same options into Triton's cache "
-        "(TRITON_CACHE_DIR), in one process per core. Weights are not read: config.json is enough.",
+        "(TRITON_CACHE_DIR), in one process per core, which takes minutes with two cores. Weights are not read: "
+        "config.json is enough.",
     )
     parser.add_argument("path", metavar="PATH", help="local directory or Hugging Face id")
     group = parser.add_argument_group("GPU to compile for", "Without these: the one that is here.")
@@ -42,7 +46,12 @@ def _warmup(args: argparse.Namespace) -> int:
     capability = _capability(args.compute_capability)
     if args.multiprocessors is not None and capability is None:
         raise ConfigError("multiprocessors: allowed with --compute-capability only")
-    # Imported here: --help and mistakes in the options should not wait for torch.
+    print(
+        f"compiling kernels for {args.path}, in one process per core: with two cores this takes minutes",
+        flush=True,
+    )
+    _log_progress()
+    # Imported here: neither --help, nor mistakes in the options, nor the line above should wait for torch.
     from rose_backend.engine.startup.compile_ahead import warm_cache
     from rose_backend.kernels.compilation_pool import cache_directory
 
@@ -60,6 +69,12 @@ def _warmup(args: argparse.Namespace) -> int:
             "what launches them needs CUDA's driver, which is not here: the first start compiles it, in seconds"
         )
     return 0
+
+
+def _log_progress() -> None:
+    """Let stderr have lines of progress where it is no terminal, which has a bar, unless ROSE_LOG_LEVEL is set."""
+    if not sys.stderr.isatty() and "ROSE_LOG_LEVEL" not in os.environ:
+        logging.getLogger("rose_backend.engine.progress").setLevel(logging.INFO)
 
 
 def _capability(text: str | None) -> tuple[int, int] | None:

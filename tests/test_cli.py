@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,7 +86,9 @@ def test_file_of_prompts(tiny_model_path: Path, tmp_path: Path, capsys: pytest.C
     source.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8")
     argv = ["--prompts", str(source), "--output", str(target), "--temperature", "0", "--max-num-seqs", "2"]
     assert run("generate", "--model", str(tiny_model_path), *argv) == 0
-    records = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+    records = sorted(
+        map(json.loads, target.read_text(encoding="utf-8").splitlines()), key=itemgetter("index")
+    )
     with LLM(str(tiny_model_path)) as llm:
         for index, (line, record) in enumerate(zip(lines, records, strict=True)):
             fields = {"temperature": 0.0} | {name: value for name, value in line.items() if name != "prompt"}
@@ -97,7 +102,57 @@ def test_file_of_prompts(tiny_model_path: Path, tmp_path: Path, capsys: pytest.C
     assert len(records[1]["outputs"][0]["logprobs"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "3/3" in captured.err and "tokens/s" in captured.err
+    num_tokens = sum(len(each["token_ids"]) for record in records for each in record["outputs"])
+    assert f"generating: 3 of 3 prompts finished, {num_tokens:,} tokens, " in captured.err
+    assert captured.err.endswith(f"3 of 3 answers are in {target}\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_finished_before_a_signal_is_in_the_file(
+    number: signal.Signals,
+    tiny_model_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    # The first prompt is the last to finish.
+    lines = [{"prompt": "The king", "max_tokens": 200}, *({"prompt": "The queen", "max_tokens": 2},) * 49]
+    source.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
+    generate = LLM.generate_unordered
+
+    def interrupted(llm: LLM, *args: Any, **options: Any) -> Iterator[Any]:
+        for count, finished in enumerate(generate(llm, *args, **options), 1):
+            yield finished
+            if count == 49:
+                signal.raise_signal(number)
+
+    monkeypatch.setattr(LLM, "generate_unordered", interrupted)
+    handler = signal.getsignal(signal.SIGTERM)
+    argv = ["--prompts", str(source), "--output", str(target), "--ignore-eos"]
+    assert run("generate", "--model", str(tiny_model_path), *argv) == 128 + number
+    assert signal.getsignal(signal.SIGTERM) is handler
+    records = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+    assert sorted(record["index"] for record in records) == list(range(1, 50))
+    assert f"49 of 50 answers are in {target}\nrose: interrupted\n" in capsys.readouterr().err
+
+
+def test_an_answer_is_in_the_file_before_the_next_is_asked_for(
+    tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    source.write_text("The king\nThe queen\nThe rose", encoding="utf-8")
+    generate, sizes = LLM.generate_unordered, []
+
+    def watched(llm: LLM, *args: Any, **options: Any) -> Iterator[Any]:
+        for finished in generate(llm, *args, **options):
+            yield finished
+            sizes.append(target.read_bytes().count(b"\n"))
+
+    monkeypatch.setattr(LLM, "generate_unordered", watched)
+    argv = ["--prompts", str(source), "--output", str(target), "--max-tokens", "2"]
+    assert run("generate", "--model", str(tiny_model_path), *argv) == 0
+    assert sizes == [1, 2, 3]
 
 
 def test_text_file_has_one_prompt_per_line(tiny_model_path: Path, tmp_path: Path) -> None:
@@ -109,7 +164,8 @@ def test_text_file_has_one_prompt_per_line(tiny_model_path: Path, tmp_path: Path
         run("generate", "--model", str(tiny_model_path), "--prompts", str(source), "--output", str(target))
         == 0
     )
-    records = [json.loads(line) for line in target.read_text(encoding="utf-8").split("\n") if line]
+    lines = target.read_text(encoding="utf-8").split("\n")
+    records = sorted((json.loads(line) for line in lines if line), key=itemgetter("index"))
     expected = [(1, "The king"), (4, "  The queen  "), (5, "The\x0cold\u2028king")]
     assert [(record["index"], record["prompt"]) for record in records] == expected
 
@@ -119,7 +175,8 @@ def test_blank_lines_between_objects_count_as_lines(tiny_model_path: Path, tmp_p
     source.write_text('{"prompt": "The king"}\n\n{"prompt": "The\u2028queen"}\n', encoding="utf-8")
     argv = ["--prompts", str(source), "--output", str(target), "--max-tokens", "1"]
     assert run("generate", "--model", str(tiny_model_path), *argv) == 0
-    records = [json.loads(line) for line in target.read_text(encoding="utf-8").split("\n") if line]
+    lines = target.read_text(encoding="utf-8").split("\n")
+    records = sorted((json.loads(line) for line in lines if line), key=itemgetter("index"))
     expected = [(0, "The king"), (2, "The\u2028queen")]
     assert [(record["index"], record["prompt"]) for record in records] == expected
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Container, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -91,7 +90,7 @@ class LLM:
                 ``prompt`` or ``prompt_token_ids`` and, for a prefix cache of its own, a ``cache_salt``.
             sampling_params: one for all, or one for each prompt; None takes those of ``get_default_sampling_params``,
                 with fewer ``max_tokens`` where the window ends before.
-            progress: show a progress bar on stderr.
+            progress: show on stderr how many prompts and tokens are done: a bar at a terminal, else lines.
 
         Returns:
             One finished output per prompt, in order.
@@ -102,24 +101,24 @@ class LLM:
         """
         prompt_list = _as_prompt_list(prompts)
         outputs: list[RequestOutput | None] = [None] * len(prompt_list)
-        # A bar that is not shown would take milliseconds of a large batch.
-        with GenerationProgress(len(prompt_list)) if progress else nullcontext() as bar:
-            for index, output in self.generate_unordered(prompt_list, sampling_params):
-                outputs[index] = output
-                if bar is not None:
-                    bar.advance(output)
+        for index, output in self.generate_unordered(prompt_list, sampling_params, progress=progress):
+            outputs[index] = output
         return [output for output in outputs if output is not None]
 
     def generate_unordered(
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Generate for all prompts at once and yield each as soon as it has finished, with its index.
 
-        Closing the iterator aborts what is left. Arguments and errors are those of ``generate``.
+        Closing the iterator aborts what is left. Arguments and errors are those of ``generate``; what its caller does
+        with an output comes before progress counts it.
         """
-        return self._run(self._check(prompts, sampling_params), is_streaming=False)
+        steps = self._run(self._check(prompts, sampling_params), is_streaming=False)
+        return self._with_progress(steps, len(prompts)) if progress else _each(steps)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -133,7 +132,7 @@ class LLM:
             EngineDeadError: the engine failed.
         """
         checked = self._check([prompt], sampling_params)
-        return (output for _, output in self._run(checked, is_streaming=True))
+        return (output for _, output in _each(self._run(checked, is_streaming=True)))
 
     def close(self) -> None:
         """Release the model and the KV pool. May be repeated."""
@@ -175,7 +174,8 @@ class LLM:
 
     def _run(
         self, checked: list[ProcessedInput], *, is_streaming: bool
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    ) -> Iterator[list[tuple[int, RequestOutput]]]:
+        """Yield after each step what it gave, with the indexes of the prompts."""
         core = self.core
         queue = deque(enumerate(checked))
         unfinished: dict[str, int] = {}
@@ -191,16 +191,26 @@ class LLM:
                     unfinished[request.request_id] = index
                     tokens_to_feed -= len(prompt.token_ids)
                 tokens_to_feed = math.inf
-                for output in self._outputs_of(core, unfinished):
-                    index = unfinished[output.request_id]
+                outputs = self._outputs_of(core, unfinished)
+                indexed = [(unfinished[output.request_id], output) for output in outputs]
+                for output in outputs:
                     if output.finished:
                         del unfinished[output.request_id]
-                    yield index, output
+                yield indexed
         finally:
             if core.is_alive:
                 self._unclaimed = [each for each in self._unclaimed if each.request_id not in unfinished]
                 for request_id in unfinished:
                     core.abort(request_id)
+
+    def _with_progress(
+        self, steps: Iterable[list[tuple[int, RequestOutput]]], num_prompts: int
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        core = self.core
+        with GenerationProgress(num_prompts, lambda: core.stats.generated_tokens) as progress:
+            for outputs in steps:
+                yield from outputs
+                progress.update(len(outputs))
 
     def _outputs_of(self, core: EngineCore, requests: Container[str]) -> list[RequestOutput]:
         """Return the next outputs of ``requests`` after at most one step; those of other iterators are kept."""
@@ -211,6 +221,11 @@ class LLM:
         outputs = self._unclaimed
         self._unclaimed = [output for output in outputs if output.request_id not in requests]
         return [output for output in outputs if output.request_id in requests] if self._unclaimed else outputs
+
+
+def _each(steps: Iterable[list[tuple[int, RequestOutput]]]) -> Iterator[tuple[int, RequestOutput]]:
+    for outputs in steps:
+        yield from outputs
 
 
 def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,4 +1,5 @@
 """What an engine sets for the whole process while it works: garbage collection, the interpreter lock, torch's threads.
+And how long the process has run, for what tells when a start began.
 
 torch is imported inside functions: the process that only serves HTTP uses this module, too, and never loads torch.
 """
@@ -10,6 +11,7 @@ import gc
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +27,33 @@ _SWITCH_INTERVAL_S = 200e-6
 """``sys.setswitchinterval``. At Python's default of 5 ms the step loop, which releases the interpreter lock several
 times in a step, would wait for the output thread and for stream consumers longer than a step takes."""
 
+_imports: dict[str, float] = {}
 _lock = threading.Lock()
 _num_servers = 0
 _num_short_intervals = 0
 _interval_before = 0.0
+
+
+def process_age_s() -> float:
+    """Return for how many seconds this process has run, the start of the interpreter included; to 0.01 s."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+def note_imports() -> None:
+    """Let the report of the next engine's start begin with this process: all until now counts as imports.
+
+    For commands, whose user waits for these, too.
+    """
+    _imports["imports"] = process_age_s()
+
+
+def take_imports() -> dict[str, float]:
+    """Return what ``note_imports`` has noted, as a part of the start-up report; once."""
+    noted = dict(_imports)
+    _imports.clear()
+    return noted
 
 
 def begin_serving() -> None:

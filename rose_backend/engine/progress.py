@@ -1,14 +1,19 @@
-"""Progress bars: of finished requests, of weights that are read, and of the phases of start-up."""
+"""Progress of finished requests, of weights that are read, and of the phases of start-up.
+
+A bar on stderr where that is a terminal, elsewhere a line now and then.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from types import TracebackType
 from typing import TypeVar
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -19,17 +24,37 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from rose_backend.engine.outputs import RequestOutput
 from rose_backend.kernels.gpu_properties import is_recording
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+LINE_INTERVAL_S = 10.0
+"""Between two lines of progress where stderr is no terminal."""
+_BAR_INTERVAL_S = 0.1
+"""Between two updates of a bar: one costs as much as a small step's own work."""
+
+
+class _Interval:
+    """Says that something is due, once every so many seconds, for the first time after the first of them."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._last = seconds, time.perf_counter()
+
+    def is_over(self) -> bool:
+        """Return whether it is due; the next interval begins then."""
+        now = time.perf_counter()
+        if now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
+
 
 def show_progress(what: str, items: Iterable[_T], /, *, total: int | None = None) -> Iterator[_T]:
-    """Yield ``items`` and show a bar on stderr where that is a terminal, which goes when all are done. Log it, too.
+    """Yield ``items`` and show a bar on stderr where that is a terminal, which goes when all are done.
 
+    The log has the beginning and the end, and elsewhere how many are done, every ``LINE_INTERVAL_S`` at most.
     Nothing is shown while kernels are only recorded.
 
     Args:
@@ -52,18 +77,20 @@ def show_progress(what: str, items: Iterable[_T], /, *, total: int | None = None
     )
     start = time.perf_counter()
     logger.info("%s: %d", what, total)
+    interval = _Interval(LINE_INTERVAL_S)
     with bar:
-        yield from bar.track(items, total)
+        for num_done, item in enumerate(bar.track(items, total), 1):
+            yield item
+            if not console.is_terminal and interval.is_over():
+                logger.info("%s: %d of %d", what, num_done, total)
     logger.info("%s: %d took %.1f s", what, total, time.perf_counter() - start)
 
 
 class LoadingProgress:
     """Shows how many bytes of weights were read, and how fast: a bar on stderr where that is a terminal, which goes.
 
-    Elsewhere a log line every ``LOG_INTERVAL_S``. The log has the end in both cases.
+    Elsewhere a log line every ``LINE_INTERVAL_S``. The log has the end in both cases.
     """
-
-    LOG_INTERVAL_S = 5.0
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -79,20 +106,19 @@ class LoadingProgress:
             disable=not console.is_terminal,
         )
         self._task = self._progress.add_task("loading weights", total=None)
-        self._start = self._logged = time.perf_counter()
+        self._start = time.perf_counter()
+        self._interval = _Interval(LINE_INTERVAL_S)
         self._is_complete = False
 
     def update(self, num_bytes: int, total: int) -> None:
         """Show that ``num_bytes`` of ``total`` were read."""
         self._progress.update(self._task, completed=num_bytes, total=total)
-        now = time.perf_counter()
-        is_due = not self._is_terminal and now - self._logged >= self.LOG_INTERVAL_S
+        is_due = not self._is_terminal and self._interval.is_over()
         if (is_due or num_bytes == total) and not self._is_complete:
-            self._logged, self._is_complete = now, num_bytes == total
-            rate = num_bytes / max(now - self._start, 1e-9)
-            logger.info(
-                "loading weights: %.2f of %.2f GB, %.2f GB/s", num_bytes / 1e9, total / 1e9, rate / 1e9
-            )
+            self._is_complete = num_bytes == total
+            rate = num_bytes / max(time.perf_counter() - self._start, 1e-9)
+            sizes = (decimal(int(count), precision=2) for count in (num_bytes, total, rate))
+            logger.info("loading weights: %s of %s, %s/s", *sizes)
 
     def __enter__(self) -> LoadingProgress:
         self._progress.start()
@@ -105,34 +131,48 @@ class LoadingProgress:
 
 
 class GenerationProgress:
-    """Counts finished requests and generated tokens, and shows them on stderr.
+    """Shows finished prompts and generated tokens on stderr: a bar where that is a terminal, else lines.
 
     Args:
-        total: requests.
+        total: prompts.
+        count_tokens: returns the tokens that were generated so far, those of unfinished prompts included.
     """
 
-    def __init__(self, total: int) -> None:
-        self.num_tokens = 0
-        self._start = time.perf_counter()
+    def __init__(self, total: int, count_tokens: Callable[[], int]) -> None:
+        self._total, self._count_tokens = total, count_tokens
+        self._num_finished = 0
+        self._first_token, self._start = count_tokens(), time.perf_counter()
+        console = Console(stderr=True)
+        self._is_terminal = console.is_terminal
+        self._interval = _Interval(_BAR_INTERVAL_S if self._is_terminal else LINE_INTERVAL_S)
         self._progress = Progress(
             TextColumn("generating"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[speed]}"),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=console,
+            disable=not self._is_terminal,
         )
         self._task = self._progress.add_task("generating", total=total, speed="")
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens per second since the start."""
-        return self.num_tokens / max(time.perf_counter() - self._start, 1e-9)
+    def update(self, num_finished: int) -> None:
+        """Note after a step that ``num_finished`` more prompts are finished."""
+        self._num_finished += num_finished
+        if self._interval.is_over():
+            self._show()
 
-    def advance(self, output: RequestOutput) -> None:
-        """Count one finished request."""
-        self.num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-        self._progress.update(self._task, advance=1, speed=f"{self.tokens_per_s:,.0f} tokens/s")
+    def _show(self) -> None:
+        num_tokens = self._count_tokens() - self._first_token
+        rate = num_tokens / max(time.perf_counter() - self._start, 1e-9)
+        speed = f"{num_tokens:,} tokens, {rate:,.0f} tokens/s"
+        self._progress.update(self._task, completed=self._num_finished, speed=speed)
+        if not self._is_terminal:
+            print(
+                f"generating: {self._num_finished} of {self._total} prompts finished, {speed}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def __enter__(self) -> GenerationProgress:
         self._progress.start()
@@ -141,4 +181,5 @@ class GenerationProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._show()
         self._progress.stop()

@@ -22,7 +22,7 @@ from rose_backend.engine.engine_stats import Counters
 from rose_backend.engine.input_processor import ProcessedInput
 from rose_backend.engine.output.output_thread import OutputHandler, StreamConsumers
 from rose_backend.engine.outputs import CompletionOutput, RequestOutput
-from rose_backend.engine.process_settings import begin_serving
+from rose_backend.engine.process_settings import begin_serving, note_imports
 from rose_backend.errors import EngineDeadError, RoseError
 from rose_backend.server import engine_messages as messages
 from rose_backend.server.engine_messages import OutputBatch, Update, encode, read_message
@@ -212,6 +212,7 @@ def main() -> int:
         return EXIT_DEAD
     logging.basicConfig(format=LOG_FORMAT, stream=sys.stderr)
     logging.getLogger("rose_backend").setLevel(start_up.log_level)
+    note_imports()
     try:
         engine = EngineProcess(start_up.config, connection, commands)
     except RoseError as error:

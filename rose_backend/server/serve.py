@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from rose_backend.config import EngineConfig
+from rose_backend.engine.process_settings import note_imports, process_age_s
 from rose_backend.errors import ConfigError
 from rose_backend.server.app import build_app
 from rose_backend.server.chat_template import ChatTemplate
@@ -69,6 +70,7 @@ def make_engine(config: EngineConfig, settings: ServerSettings) -> AsyncEngine |
     # Imported here: a process that only serves HTTP does without torch.
     from rose_backend.engine.async_engine import AsyncEngine
 
+    note_imports()
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return AsyncEngine(options.pop("model"), **options)
 
@@ -108,7 +110,8 @@ class DrainingServer(uvicorn.Server):
             await self._service.engine.start()
         await super().startup(sockets)
         for listener in sockets or ():
-            logger.info("serving %s on %s", self._service.model_name, _describe(listener))
+            age_s = process_age_s()
+            logger.info("serving %s on %s after %.1f s", self._service.model_name, _describe(listener), age_s)
         self._loop = asyncio.get_running_loop()
         if self._service.is_draining:
             self._begin_drain()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from collections import Counter
@@ -295,7 +296,11 @@ def test_warmup_notes_starts_online_and_offline(
 ) -> None:
     assert main(["warmup", str(qwen3_path), "--compute-capability", "9.0", "--max-num-seqs", "2"]) == 0
     out = capsys.readouterr().out
+    assert out.startswith(f"compiling kernels for {qwen3_path}, ") and "takes minutes" in out.splitlines()[0]
     assert "0 there before" in out and "cache: " in out
+    assert logging.getLogger("rose_backend.engine.progress").isEnabledFor(logging.INFO), (
+        "stderr is no terminal"
+    )
     for budget in (2048, 8192, 16_384):
         config = EngineConfig(model="m", max_num_batched_tokens=budget, max_num_seqs=2)
         assert compile_starts(qwen3_path, [config], H100).is_over

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from triton import next_power_of_2
 from rose_backend import LLM
 from rose_backend.config import EngineConfig
 from rose_backend.engine import progress
+from rose_backend.engine.process_settings import note_imports, process_age_s
 from rose_backend.engine.scheduling.token_budget import default_token_budget
 from rose_backend.engine.startup import report as start_up_report
 from rose_backend.engine.startup.load import storage_bytes
@@ -84,10 +87,23 @@ def test_table_is_for_terminals(is_terminal: bool, monkeypatch: pytest.MonkeyPat
         "Console",
         lambda stderr: Console(stderr=stderr, force_terminal=is_terminal, width=100),
     )
-    show_start_up(ON_GPU, imports_s=3.0)
+    show_start_up(ON_GPU)
     captured = capfd.readouterr()
     assert captured.out == ""
-    assert ("4,097 of 16 tokens" in captured.err) == ("3.0 s" in captured.err) == is_terminal
+    assert ("4,097 of 16 tokens" in captured.err) == is_terminal
+
+
+def test_a_commands_start_up_begins_with_its_process(make_llm: Callable[..., LLM]) -> None:
+    before = time.perf_counter()
+    seconds = make_llm().core.start_up.seconds
+    assert "imports" not in seconds, "a program may have run for hours before"
+    note_imports()
+    at_least = time.perf_counter() - before
+    seconds = make_llm().core.start_up.seconds
+    assert next(iter(seconds)) == "imports"
+    # The clock that says when a process has begun has steps of 10 ms.
+    assert at_least <= seconds["imports"] + 0.01 <= process_age_s() + 0.02
+    assert "imports" not in make_llm().core.start_up.seconds, "imports were waited for once"
 
 
 def test_an_allocation_that_two_tensors_share_counts_once() -> None:
@@ -183,6 +199,48 @@ def test_tunings_change_at_the_lengths_that_are_listed(head_size: int) -> None:
     ]
     changes = {mean for mean in range(2, 2000) if tunings[mean - 1] != tunings[mean - 2]}
     assert changes <= set(TUNED_QUERY_LENS)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_every_token_is_progress_and_without_a_terminal_a_line_says_so_now_and_then(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    now, num_tokens = 100.0, 1000
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    monkeypatch.setattr(
+        progress, "Console", lambda stderr: Console(stderr=stderr, force_terminal=is_terminal, width=100)
+    )
+    with progress.GenerationProgress(4, lambda: num_tokens) as shown:
+        for moment, tokens, finished in ((104.0, 20, 0), (110.0, 40, 0), (111.0, 44, 2), (121.0, 84, 0)):
+            now, num_tokens = moment, 1000 + tokens
+            shown.update(finished)
+        now, num_tokens = 125.0, 1100
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    if is_terminal:
+        assert "2/4" in captured.err and "100 tokens, 4 tokens/s" in captured.err
+        return
+    assert captured.err.splitlines() == [
+        "generating: 0 of 4 prompts finished, 40 tokens, 4 tokens/s",
+        "generating: 2 of 4 prompts finished, 84 tokens, 4 tokens/s",
+        "generating: 2 of 4 prompts finished, 100 tokens, 4 tokens/s",
+    ]
+
+
+def test_phases_without_a_terminal_have_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rose_backend.engine.progress")
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    for _ in progress.show_progress("compiling kernels", range(5)):
+        now += 6.0
+    assert caplog.messages == [
+        "compiling kernels: 5",
+        "compiling kernels: 2 of 5",
+        "compiling kernels: 4 of 5",
+        "compiling kernels: 5 took 30.0 s",
+    ]
 
 
 def test_progress_is_a_bar_on_terminals_and_lines_elsewhere(

@@ -262,13 +262,25 @@ def test_progress_is_logged_now_and_then_and_at_the_end(
     monkeypatch.setattr("time.perf_counter", lambda: now)
     caplog.set_level(logging.INFO, "rose_backend.engine.progress")
     with LoadingProgress() as progress:
-        for moment, done in ((102.0, 1), (106.0, 3), (107.0, 4), (110.0, 8), (110.0, 8)):
+        for moment, done in ((109.0, 1), (112.0, 3), (113.0, 4), (116.0, 8), (116.0, 8)):
             now = moment
             progress.update(done * 10**9, 8 * 10**9)
     assert caplog.messages == [
-        "loading weights: 3.00 of 8.00 GB, 0.50 GB/s",
-        "loading weights: 8.00 of 8.00 GB, 0.80 GB/s",
+        "loading weights: 3.00 GB of 8.00 GB, 250.00 MB/s",
+        "loading weights: 8.00 GB of 8.00 GB, 500.00 MB/s",
     ]
+
+
+def test_a_tiny_models_weights_are_more_than_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rose_backend.engine.progress")
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    with LoadingProgress() as progress:
+        now = 0.5
+        progress.update(2_900_000, 2_900_000)
+    assert caplog.messages == ["loading weights: 2.90 MB of 2.90 MB, 5.80 MB/s"]
 
 
 def test_progress_is_a_bar_at_a_terminal(

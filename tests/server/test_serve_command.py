@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -75,7 +76,8 @@ def test_a_process_from_start_to_end(tiny_model_path: Path, tmp_path: Path) -> N
         assert process.wait(HANG_S) == 0
     assert not path.exists()
     text = log.read_text()
-    assert f"serving tiny on unix:{path}" in text
+    assert re.search(rf"serving tiny on unix:{path} after \d+\.\d s\n", text)
+    assert re.search(r"start-up: \d+\.\d s: imports \d", text), "it begins with the process"
     assert "route=/v1/completions status=200" in text and "finish=length" in text
     assert "killing" not in text, "the engine ends when told to"
     assert "Traceback" not in text and "secret" not in text
@@ -151,6 +153,19 @@ def test_a_unix_socket_works_again_and_again(tiny_model_path: Path, tmp_path: Pa
         path.unlink()
         path.write_text("another's")
     assert path.read_text() == "another's"
+
+
+def test_the_first_line_comes_before_what_takes_long_to_import() -> None:
+    code = (
+        "import logging, sys; from rose_backend.cli import main\n"
+        "class Imported(logging.Handler):\n"
+        "    def emit(self, record):\n"
+        "        print(*{'torch', 'fastapi', 'uvicorn', 'jinja2', 'rich'} & sys.modules.keys(), record.getMessage())\n"
+        "        sys.stdout.flush(); os._exit(0)\n"
+        "import os; logging.getLogger().addHandler(Imported()); main(['serve', 'some/model'])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.startswith("starting to serve some/model with rose "), result.stderr
 
 
 def test_the_process_that_serves_http_does_without_torch() -> None:

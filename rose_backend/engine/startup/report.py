@@ -111,22 +111,14 @@ _FIELD_NAMES = {each.name for each in fields(MemoryUse)} - {"total"}
 assert set(_MEMORY_NAMES) == _FIELD_NAMES, "every part needs a name"
 
 
-def show_start_up(report: StartUpReport, *, imports_s: float | None = None) -> None:
-    """Print the report as a table on stderr if that is a terminal; otherwise the log has it.
-
-    Args:
-        imports_s: how long loading Python modules took before, if the caller knows.
-    """
+def show_start_up(report: StartUpReport) -> None:
+    """Print the report as a table on stderr if that is a terminal; otherwise the log has it."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        if imports_s is not None:
-            logger.info("imports: %.1f s", imports_s)
         return
     table = Table(show_header=False, title="start-up", title_justify="left")
     table.add_column(style="bold")
     table.add_column()
     for name, value in report.lines():
         table.add_row(name, value)
-    if imports_s is not None:
-        table.add_row("imports before that", f"{imports_s:.1f} s")
     console.print(table)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from rose_backend.engine.execution.model_runner import ModelRunner
+from rose_backend.engine.process_settings import take_imports
 from rose_backend.engine.startup.compile_ahead import wait_for_forward_kernels, wait_for_kernels
 from rose_backend.engine.startup.load import LoadedModel
 from rose_backend.engine.startup.padding import launch_everything
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 def warm_up(runner: ModelRunner, loaded: LoadedModel) -> StartUpReport:
     """Make ``runner`` ready to serve, so that no step waits for a kernel to be compiled."""
-    config, device, seconds = loaded.config, loaded.device, dict(loaded.seconds)
+    config, device, seconds = loaded.config, loaded.device, {**take_imports(), **loaded.seconds}
     taken = {"decode graphs": 0, "prompt graphs": 0}
 
     @contextlib.contextmanager
