@@ -1,6 +1,6 @@
 """Make the tables and figures of docs/performance, and README's summary, from the files in benchmarks/results.
 
-    python -m benchmarks.report [--check]
+    python -m benchmarks.report [--check] [--as-of COMMIT]
     python -m benchmarks.report --draw FILE [--out DIR]    the figures of one result
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. Figures are in docs/figures; each has the
@@ -18,13 +18,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.reports import engines, figures, parts, serving
-from benchmarks.reports.engines import HOST, PEERS, STOCK
+from benchmarks.reports import commits, engines, figures, parts, serving
+from benchmarks.reports.engines import HOST, STOCK
+from benchmarks.reports.peers import PEERS, Fastest, fastest
 from benchmarks.reports.text import LABELS, Result, grouped, markdown, milliseconds
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
+LATER_COMMITS = "later_commits.json"
 DRAWN_RESULTS = (
     "cpu/block_manager.json",
     "cpu/state_hits.json",
@@ -32,30 +34,6 @@ DRAWN_RESULTS = (
     "h200/vllm_trace.json",
     "h200/vllm_trace_rust.json",
 )
-COMMITS = {
-    "0bc68454b06a4630": "c9cb932",
-    "7f34b86f6b652a37": "15d9350",
-    "5f2349c1eb711ee0": "bb87551",
-    "cde27bb955c80ae0": "9284310",
-    "38c04b9951d1d612": "f00eac3",
-    "7ed99bfb03d1ecf6": "7e1cc20",
-    "150b493ba640fbb1": "2145dc8",
-    "635f72b61410c9a5": "767695d",
-    "e3d3f3be6fd5fe59": "2b381bf",
-    "74e316f06762f331": "c0cad35",
-    "804bab44ef7b0f0c": "a1bbfd1",
-    "dbf7e5cc16e90cd1": "130f14d",
-    "0960b50e02957936": "fca7de6",
-    "414eed5ccde5189b": "7950450",
-    "46beff57b023f1fb": "891e8cf",
-    "94facc4f88991104": "52107a4",
-    "ba762ad472dd1608": "0d20e9c",
-    "cpu/block_manager.json": "df57675",
-    "h200/kv_append.json": "8323458",
-    "h200/kv_cow_clone_float16.json": "8323458",
-    "h200/vllm_serving.json": "7e9561b",
-}
-"""Digest of sources -> the first commit that has them; result without a digest -> the commit that brought it."""
 
 
 def problems(result: Result) -> list[str]:
@@ -77,6 +55,20 @@ def read(name: str) -> Result:
     return result
 
 
+@functools.cache
+def published() -> Fastest:
+    """Return each peer's fastest median of every work, of all committed results."""
+    return fastest(json.loads(path.read_text()) for path in sorted(RESULTS.glob("*/*.json")))
+
+
+def _offline_table(result: Result) -> str:
+    return engines.offline_table(result, published())
+
+
+def _poisson_table(result: Result) -> str:
+    return serving.poisson_table(result, published())
+
+
 class Table(NamedTuple):
     """A table of one result: its page in docs/performance, and its file in benchmarks/results."""
 
@@ -92,12 +84,19 @@ class Table(NamedTuple):
         return f"{self.make(result)}\n\nSource digest: {self.sources()}."
 
     def sources(self) -> str:
-        """Return digest, commit and date of what was measured."""
+        """Return digest, commit and date of what was measured, and how many later commits changed it."""
         result = read(self.file)
         digest = result.get("sources_digest")
-        commit = f"commit {COMMITS.get(digest or self.file, 'not noted')}"
-        known = f"`{digest}` ({commit})" if digest else f"not recorded (result added with {commit})"
-        return f"{known}, measured on {result['date'][:10]}"
+        commit = commits.COMMITS.get(digest or self.file)
+        if commit is None:
+            raise SystemExit(
+                f"{self.file}: the commit of its sources is not in benchmarks/reports/commits.py"
+            )
+        known = (
+            f"`{digest}` (commit {commit})" if digest else f"not recorded (result added with commit {commit})"
+        )
+        later = commits.read(RESULTS / LATER_COMMITS)
+        return f"{known}, measured on {result['date'][:10]}; {later.since(commit)}"
 
 
 TABLES = {
@@ -106,32 +105,30 @@ TABLES = {
         name: Table("servers", f"h200/{name}.json", functools.partial(serving.trace_table, name=name))
         for name in ("vllm_trace", "vllm_trace_rust")
     },
-    "vllm_serving": Table("servers", "h200/vllm_serving.json", serving.poisson_table),
-    "vllm_serving_4_api_servers": Table(
-        "servers", "h200/vllm_serving_4_api_servers.json", serving.poisson_table
-    ),
-    "vllm_gemma3_serving": Table("servers", "h200/vllm_gemma3_serving.json", serving.poisson_table),
-    "vllm_gpt_oss_serving": Table("servers", "h200/vllm_gpt_oss_serving.json", serving.poisson_table),
-    "vllm_serving_host": Table("servers", "cpu/vllm_serving_host.json", serving.poisson_table),
-    "vllm_serving_host_rust": Table("servers", "cpu/vllm_serving_host_rust.json", serving.poisson_table),
+    "vllm_serving": Table("servers", "h200/vllm_serving.json", _poisson_table),
+    "vllm_serving_4_api_servers": Table("servers", "h200/vllm_serving_4_api_servers.json", _poisson_table),
+    "vllm_gemma3_serving": Table("servers", "h200/vllm_gemma3_serving.json", _poisson_table),
+    "vllm_gpt_oss_serving": Table("servers", "h200/vllm_gpt_oss_serving.json", _poisson_table),
+    "vllm_serving_host": Table("servers", "cpu/vllm_serving_host.json", _poisson_table),
+    "vllm_serving_host_rust": Table("servers", "cpu/vllm_serving_host_rust.json", _poisson_table),
     "arrivals": Table("servers", "h200/arrivals.json", serving.in_process_table),
-    "offline_compare": Table("engines", "h200/offline_compare.json", engines.offline_table),
-    "offline_mixed": Table("engines", "h200/offline_mixed.json", engines.offline_table),
+    "offline_compare": Table("engines", "h200/offline_compare.json", _offline_table),
+    "offline_mixed": Table("engines", "h200/offline_mixed.json", _offline_table),
     "offline_switches": Table("engines", "h200/offline_switches.json", engines.parts_table),
-    "qwen3_30b_a3b": Table("engines", "h200/qwen3_30b_a3b.json", engines.offline_table),
-    "vllm_gpt2_start_1": Table("inside_vllm", "h200/vllm_gpt2_start_1.json", engines.offline_table),
-    "vllm_gpt2_start_2": Table("inside_vllm", "h200/vllm_gpt2_start_2.json", engines.offline_table),
-    "vllm_gpt2_start_3": Table("inside_vllm", "h200/vllm_gpt2_start_3.json", engines.offline_table),
-    "sglang_gpt2": Table("inside_vllm", "h100/sglang_gpt2.json", engines.offline_table),
-    "vllm_qwen3": Table("inside_vllm", "h200/vllm_qwen3.json", engines.offline_table),
-    "vllm_qwen3_start_2": Table("inside_vllm", "h200/vllm_qwen3_start_2.json", engines.offline_table),
-    "vllm_qwen3_start_3": Table("inside_vllm", "h200/vllm_qwen3_start_3.json", engines.offline_table),
-    "vllm_qwen3_h100": Table("inside_vllm", "h100/vllm_qwen3.json", engines.offline_table),
-    "vllm_llama8b_start_1": Table("inside_vllm", "h200/vllm_llama8b_start_1.json", engines.offline_table),
-    "vllm_llama8b_start_2": Table("inside_vllm", "h200/vllm_llama8b_start_2.json", engines.offline_table),
-    "vllm_llama": Table("inside_vllm", "h200/vllm_llama.json", engines.offline_table),
-    "vllm_gemma3": Table("inside_vllm", "h100/vllm_gemma3.json", engines.offline_table),
-    "vllm_gpt_oss": Table("inside_vllm", "h200/vllm_gpt_oss.json", engines.offline_table),
+    "qwen3_30b_a3b": Table("engines", "h200/qwen3_30b_a3b.json", _offline_table),
+    "vllm_gpt2_start_1": Table("inside_vllm", "h200/vllm_gpt2_start_1.json", _offline_table),
+    "vllm_gpt2_start_2": Table("inside_vllm", "h200/vllm_gpt2_start_2.json", _offline_table),
+    "vllm_gpt2_start_3": Table("inside_vllm", "h200/vllm_gpt2_start_3.json", _offline_table),
+    "sglang_gpt2": Table("inside_vllm", "h100/sglang_gpt2.json", _offline_table),
+    "vllm_qwen3": Table("inside_vllm", "h200/vllm_qwen3.json", _offline_table),
+    "vllm_qwen3_start_2": Table("inside_vllm", "h200/vllm_qwen3_start_2.json", _offline_table),
+    "vllm_qwen3_start_3": Table("inside_vllm", "h200/vllm_qwen3_start_3.json", _offline_table),
+    "vllm_qwen3_h100": Table("inside_vllm", "h100/vllm_qwen3.json", _offline_table),
+    "vllm_llama8b_start_1": Table("inside_vllm", "h200/vllm_llama8b_start_1.json", _offline_table),
+    "vllm_llama8b_start_2": Table("inside_vllm", "h200/vllm_llama8b_start_2.json", _offline_table),
+    "vllm_llama": Table("inside_vllm", "h200/vllm_llama.json", _offline_table),
+    "vllm_gemma3": Table("inside_vllm", "h100/vllm_gemma3.json", _offline_table),
+    "vllm_gpt_oss": Table("inside_vllm", "h200/vllm_gpt_oss.json", _offline_table),
     "vllm_parts": Table("inside_vllm", "h200/vllm_parts.json", engines.parts_table),
     "block_manager": Table("parts", "cpu/block_manager.json", parts.block_manager_table),
     "prefix_hits": Table("parts", "cpu/prefix_hits.json", parts.prefix_hits_table),
@@ -162,7 +159,7 @@ SUMMARY: tuple[tuple[str, str, list[Any], str, tuple[str, ...]], ...] = (
     (f"inside vLLM, Llama 8B: {_STEP} (ms)", "vllm_llama8b_start_1", _STEPS, HOST, (STOCK,)),
     (f"inside vLLM, Llama 1B: {_STEP} (ms)", "vllm_llama", _STEPS, HOST, (STOCK,)),
     (f"standalone: {_SERVER} (ms)", "online_compare", [0.028], "rose", PEERS),
-    (f"inside vLLM: {_SERVER} (ms)", "vllm_trace", [0.009], HOST, (STOCK,)),
+    (f"inside vLLM: {_SERVER} (ms)", "vllm_trace", [0.028], HOST, (STOCK,)),
     ("prefill attention, Llama-8B's shape (µs)", "kernels", ["prefill Llama-8B 4 x 8,192"], "Rose", ()),
     ("clone of 256 KV blocks, 12 layers (µs)", "kernels", ["clone 256 blocks of 12 layers"], "Rose", ()),
 )
@@ -172,22 +169,22 @@ SUMMARY: tuple[tuple[str, str, list[Any], str, tuple[str, ...]], ...] = (
 def summary() -> str:
     """Return a few figures of both hosts, where Rose is behind among them."""
     rows = []
-    for what, name, cases, rose, peers in SUMMARY:
+    for what, name, cases, rose, named in SUMMARY:
         result = read(TABLES[name].file)
         if name == "kernels":
             of_case = {row["case"]: row["sides"] for row in result["rows"]}
             sides = [{side: timed["p50_us"] for side, timed in of_case[case].items()} for case in cases]
         elif name in ("online_compare", "vllm_trace"):
-            loads = serving.points(result["rows"])
             what = what.format(serving.requests_per_s(result, cases[0]))
-            sides = [
-                {side: timed["p50_ttft_ms"] for side, timed in loads["greedy", scale].items()}
-                for scale in cases
-            ]
+            sides = [serving.ttft_at(result, scale, published()) for scale in cases]
         else:
             of_case = engines.by_case(result["rows"])
-            sides = [{side: engines.compared(row) for side, row in of_case[case].items()} for case in cases]
-        others = peers or [side for side in sides[0] if side != rose]
+            sides = [
+                {rose: engines.compared(of_case[case][rose])}
+                | engines.fastest_peers(result, of_case[case], published())
+                for case in cases
+            ]
+        others = named or [side for side in sides[0] if side != rose]
         best = [min((times[peer], LABELS.get(peer, peer)) for peer in others) for times in sides]
         ratios = [value / times[rose] for times, (value, _) in zip(sides, best, strict=True)]
         ours = " / ".join(milliseconds(times[rose]) for times in sides)
@@ -195,9 +192,10 @@ def summary() -> str:
         ratio = " / ".join(f"{ratio:.2f}x" for ratio in ratios) + (" (slower)" if min(ratios) < 1 else "")
         rows.append((what, ours, f"{theirs}, {', '.join(dict.fromkeys(peer for _, peer in best))}", ratio))
     where = "NVIDIA H200, float16 (Qwen3 and Llama 8B: bfloat16), random weights, GPT-2 124M's shapes where no others "
-    where += "are named. All tables, with every case in which Rose is slower: "
-    where += "[docs/performance](docs/performance/index.md)."
-    return markdown(("medians", "Rose", "best peer", "peer / Rose"), rows, where)
+    where += "are named. A peer's time is its fastest median in any published run of this work, model, dtype, release "
+    where += "and GPU; Rose's is of one run. [docs/performance](docs/performance/index.md) shows all runs, with every "
+    where += "case in which Rose is slower."
+    return markdown(("medians", "Rose", "fastest peer", "peer / Rose"), rows, where)
 
 
 def pages() -> dict[str, dict[str, Callable[[], str]]]:
@@ -234,6 +232,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--check", action="store_true", help="only say what is out of date; exit 1 if there is")
+    add(
+        "--as-of",
+        default="HEAD",
+        metavar="COMMIT",
+        help="count commits after those of the results up to this one",
+    )
     add("--draw", type=Path, metavar="FILE", help="only draw this result (from --json), named after it")
     add("--out", type=Path, default=FIGURES, metavar="DIR", help="folder of figures")
     options = parser.parse_args(arguments)
@@ -243,6 +247,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--draw: got a result of {result.get('benchmark')}, there are figures of {known}")
         print(*figures.draw(result, options.draw.stem, options.out), sep="\n")
         return 0
+    if not options.check:
+        later = commits.count(ROOT, options.as_of)
+        if later is None:
+            print("no whole history here: the numbers of later commits stay as they are")
+        else:
+            commits.write(RESULTS / LATER_COMMITS, later)
     texts = {page: rewritten(page) for page in pages()}
     changed = {path: text for path, text in texts.items() if text != (ROOT / path).read_text()}
     undrawn = old_figures()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from benchmarks.reports.peers import NONE, PEERS, Fastest, better, offline_work
 from benchmarks.reports.text import (
     LABELS,
     Result,
@@ -17,7 +18,7 @@ from benchmarks.reports.text import (
 )
 from benchmarks.support.run_facts import bar
 
-ROSE_HOSTS, PEERS = ("rose", "rose-in-vllm"), ("vllm", "sglang")
+ROSE_HOSTS = ("rose", "rose-in-vllm")
 HOST, STOCK = "rose-in-vllm", "vllm"
 
 # Wall time of one decode step of the standalone engine, GPT-2 124M on one H200.
@@ -54,6 +55,10 @@ PAIRS = {
 }
 """Part -> the side without and the side with it; they differ in nothing else."""
 START_UP = ("ready_s", "first_token_s", "kv_cache_tokens")
+RATIOS = (
+    " Ratios are to a peer's fastest median in any published run of this work, model, dtype, release and GPU, which "
+    "brackets name where it is not this run's; losses are counted within this run."
+)
 NOISE = 0.02
 """Share of a time by which two sides may differ without a reason: a part within it neither pays nor costs."""
 
@@ -120,15 +125,34 @@ def inside_vllm_bars(rows: Iterable[Row]) -> list[Row]:
     ]
 
 
-def offline_table(result: Result) -> str:
-    """Return every case with all engines, and every loss."""
+def fastest_peers(result: Result, sides: dict[str, Row], published: Fastest) -> dict[str, float]:
+    """Return each peer's figure at one case: its fastest published median, or this result's where none is faster."""
+    found = {peer: compared(sides[peer]) for peer in PEERS if peer in sides}
+    for peer, own in found.items() if published else ():
+        row = sides[peer]
+        found[peer] = better(row["figure"], own, published.get(offline_work(result, row), own))
+    return found
+
+
+def offline_table(result: Result, published: Fastest = NONE) -> str:
+    """Return every case with all engines, and every loss.
+
+    Args:
+        published: what ratios are taken of, beside the result's own figures.
+    """
     # With switched-off sides beside them when it is printed; published comparisons of engines have none.
     backends = sorted(result["backends"], key=lambda name: [*LABELS, name].index(name))
     ours = next((host for host in ROSE_HOSTS if host in backends), "")
     rows = []
     for case, sides in by_case(result["rows"]).items():
-        peers = [compared(sides[peer]) for peer in PEERS if peer in sides]
-        ratio = f"{min(peers) / compared(sides[ours]):.2f}x" if peers and ours in sides else ""
+        peers = fastest_peers(result, sides, published)
+        ratio = ""
+        if peers and ours in sides:
+            best = min(peers, key=lambda peer: peers[peer])
+            ratio = f"{peers[best] / compared(sides[ours]):.2f}x"
+            if peers[best] != compared(sides[best]):
+                unit = "ms" if sides[best]["scene"] == "decode" else "s"
+                ratio += f" ({LABELS[best]} {milliseconds(peers[best])} {unit})"
         rows.append((case, *(_cell(sides.get(name)) for name in backends), ratio))
     labels = [LABELS.get(name, name) for name in backends]
     lost = (
@@ -139,8 +163,9 @@ def offline_table(result: Result) -> str:
         for loss in result["losses"]
     )
     of = f"{sum(1 for _ in _comparisons(result['rows']))} comparisons"
-    header = ("", *labels, f"best peer / {LABELS.get(ours, '')}")
-    return markdown(header, rows, source(result), verdict(lost, of))
+    theirs = [LABELS[name] for name in backends if name in PEERS]
+    header = ("", *labels, f"{theirs[0] if len(theirs) == 1 else 'best peer'} / {LABELS.get(ours, '')}")
+    return markdown(header, rows, source(result) + (RATIOS if published else ""), verdict(lost, of))
 
 
 def parts_table(result: Result) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from benchmarks.online.timeline import METRICS, PERCENTILES
 from benchmarks.reports import text
-from benchmarks.reports.engines import HOST, PEERS, ROSE_HOSTS, STOCK, source
+from benchmarks.reports.engines import HOST, RATIOS, ROSE_HOSTS, STOCK, source
+from benchmarks.reports.peers import NONE, PEERS, Fastest, better, poisson_work, trace_work
 from benchmarks.reports.text import LABELS, Result, Row, percentiles
 from benchmarks.support.run_facts import bar
 
@@ -23,6 +24,9 @@ OUTPUTS_APART = "rose-in-vllm, joined_outputs off"
 """Name of the server that tells what ``joined_outputs`` is worth."""
 _SERVED = {HOST: LABELS[HOST], OUTPUTS_APART: "the same, `joined_outputs` off", **LABELS}
 MIN_THROUGHPUT_TIMES, MAX_EXTRA_START_UP_S = 1.3, 5.0
+
+MIN_ANSWERED_SHARE = 0.95
+"""Of the requests that are sent in a second. At a light load, less than all only because the last answers come late."""
 
 CAPACITY, SAME_LOAD, OWN_LOAD = "capacity", "same load", "own load"
 MAX_ITL_TAIL, MAX_TTFT_SHARE = 3.0, 1 / 3
@@ -83,6 +87,30 @@ def figure_name(name: str, mode: str) -> str:
 def requests_per_s(result: Result, scale: float) -> float:
     """Return how many requests a second a trace sends at a scale of its sending times."""
     return float(result["trace"]["num_requests"] / (result["trace"]["seconds"] * scale))
+
+
+def ttft_at(result: Result, scale: float, published: Fastest) -> dict[str, float]:
+    """Return each engine's median TTFT in milliseconds under a greedy trace: a peer's fastest published, Rose's own.
+
+    Raises:
+        ValueError: the fastest or Rose answer less than ``MIN_ANSWERED_SHARE`` of what is sent: a queue is measured.
+    """
+    sides, figure = points(result["rows"])["greedy", scale], "p50_ttft_ms"
+    found = {}
+    for side, figures in sides.items():
+        value = figures[figure]
+        best = published.get(trace_work(result, side, "greedy", scale, figure), value)
+        found[side] = better(figure, value, best)
+    compared = [side for side in ROSE_HOSTS if side in sides] + [
+        min(filter(sides.get, PEERS), key=found.__getitem__)
+    ]
+    for side in compared:
+        share = sides[side]["request_throughput"] / requests_per_s(result, scale)
+        if share < MIN_ANSWERED_SHARE:
+            raise ValueError(
+                f"scale {scale:g}: {side} answers {share:.0%} of the load, which then is a queue"
+            )
+    return found
 
 
 def trace_table(result: Result, name: str = "online_compare") -> str:
@@ -162,18 +190,30 @@ def poisson_bars(comparison: Iterable[Row], start_up_s: Mapping[str, float]) -> 
     return found
 
 
-def poisson_table(result: Result) -> str:
-    """Return latencies, throughput and prefilled tokens at every load, and every loss."""
+def poisson_table(result: Result, published: Fastest = NONE) -> str:
+    """Return latencies, throughput and prefilled tokens at every load, and every loss.
+
+    Args:
+        published: what ratios are taken of, beside the result's own figures.
+    """
     rows, pairs = [], []
     for row in result["comparison"]:
         rate, sides = row["rate"], row["medians"]
         load = f"{row['set']}, {'all at once' if rate is None else f'{rate:.0f} requests/s'}"
         for side in filter(sides.get, _SERVED):
             rows.append((load, _SERVED[side], *(_shown(name, sides[side][name]) for name in COMPARED)))
-        if times := row.get("times"):
-            rows.append((load, "Rose / vLLM", *(f"{times[name] or 0:.2f}x" for name in COMPARED)))
+        if "times" in row:
+            vllm = {
+                name: better(
+                    name, value, published.get(poisson_work(result, STOCK, row["set"], rate, name), value)
+                )
+                for name, value in sides[STOCK].items()
+            }
+            times = (sides[HOST][name] / vllm[name] if vllm[name] else 0 for name in COMPARED)
+            rows.append((load, "Rose / vLLM", *(f"{each:.2f}x" for each in times)))
         pairs += [(load, pair) for pair in _pairs(sides, (STOCK, OUTPUTS_APART), COMPARED)]
-    return text.markdown(("", "", *COMPARED.values()), rows, _poisson_source(result), _verdict(pairs))
+    how = _poisson_source(result) + (RATIOS if published else "")
+    return text.markdown(("", "", *COMPARED.values()), rows, how, _verdict(pairs))
 
 
 def _poisson_source(result: Result) -> str:

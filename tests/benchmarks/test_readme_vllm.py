@@ -122,7 +122,7 @@ def test_another_model_is_set_against_vllm() -> None:
     rows = [row("decode, 1", HOST, 0.5), row("decode, 1", STOCK, 1.0), row("mixed", HOST, 6.0)]
     rows.append(row("mixed", STOCK, 3.0))
     text = offline_table(report(rows))
-    assert "|  | Rose in vLLM | vLLM | best peer / Rose in vLLM |" in text
+    assert "|  | Rose in vLLM | vLLM | vLLM / Rose in vLLM |" in text
     assert "| decode, 1 | 0.5 ms | 1 ms | 2.00x |" in text
     assert text.endswith(
         "Slower in 1 of 2 comparisons:\n\n- Rose in vLLM behind vLLM: mixed (2.00x its time)"

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from benchmarks import block_manager, report
-from benchmarks.reports import engines, figures, parts, serving
+from benchmarks.reports import commits, engines, figures, parts, peers, serving
+from tests.benchmarks.test_readme_compare import report as engine_report
+from tests.benchmarks.test_readme_compare import row as engine_row
 
 
 @pytest.mark.parametrize("page", report.pages())
@@ -34,7 +36,9 @@ def test_every_table_has_its_command_losses_and_sources(name: str) -> None:
         r"(Slower\b.* in \d+ of |Fewer hits in \d+ of |No losses in |A gain of 2% or more in )", verdict
     )
     assert re.match(
-        r"Source digest: (`[0-9a-f]{16}` \(|not recorded \(result added with )commit [0-9a-f]{7}\)", sources
+        r"Source digest: (`[0-9a-f]{16}` \(|not recorded \(result added with )commit [0-9a-f]{7}\), measured on "
+        r"[0-9-]{10}; \d+ later commits? up to [0-9a-f]{7} changed the package\.$",
+        sources,
     )
 
 
@@ -68,6 +72,91 @@ def test_the_index_says_which_sources_were_measured() -> None:
         assert line.startswith(
             f"`{digest}` (commit " if digest else "not recorded (result added with commit "
         )
+
+
+@pytest.fixture(scope="module")
+def history() -> Callable[..., str]:
+    """Return a function that asks git."""
+    if commits.count(report.ROOT, "HEAD") is None:
+        pytest.skip("needs the whole history, which a source distribution and a shallow clone do not have")
+    return lambda *arguments: commits.git(report.ROOT, *arguments)
+
+
+def test_later_commits_are_counted_at_a_commit_that_is_a_part_of_the_history(
+    history: Callable[..., str],
+) -> None:
+    noted = commits.read(report.RESULTS / report.LATER_COMMITS)
+    assert commits.count(report.ROOT, noted.as_of) == noted
+    history("merge-base", "--is-ancestor", noted.as_of, "HEAD")
+
+
+def test_counts_are_of_commits_that_change_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def commit(name: str) -> str:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(str(len(shown)))
+        commits.git(tmp_path, "add", "--all")
+        commits.git(tmp_path, *identity, "commit", "--quiet", "--message", "some")
+        shown.append(commits.git(tmp_path, "rev-parse", "--short=7", "HEAD"))
+        return shown[-1]
+
+    identity, shown = ("-c", "user.name=a", "-c", "user.email=a@b"), list[str]()
+    assert commits.count(tmp_path, "HEAD") is None
+    commits.git(tmp_path, "init", "--quiet")
+    first = commit("rose_backend/a.py")
+    commit("docs/a.md"), commit("rose_backend/README.md"), commit("rose_backend/a.py")
+    (tmp_path / "rose_backend/deep").mkdir()
+    noted = commit("rose_backend/deep/b.py")
+    commit("rose_backend/a.py")
+    monkeypatch.setattr(commits, "COMMITS", {"0123": first, "4567": noted})
+    assert commits.count(tmp_path, noted) == commits.LaterCommits(noted, {first: 2, noted: 0})
+    last = commits.count(tmp_path, "HEAD")
+    assert last == commits.LaterCommits(shown[-1], {first: 3, noted: 1})
+    assert last.since(noted) == f"1 later commit up to {shown[-1]} changed the package"
+
+
+def test_no_result_that_was_replaced_has_a_faster_peer(history: Callable[..., str]) -> None:
+    """A run on a slow host may replace one on a fast host; then the latter belongs into ``results/earlier``."""
+    log = history(
+        "log", "--format=", "--raw", "--no-abbrev", "--no-renames", "--", "benchmarks/results/*.json"
+    )
+    blobs = {line.split()[3]: line.split("\t")[1] for line in log.splitlines() if line.split()[4] in "AM"}
+    published, faster = report.published(), []
+    for blob, path in blobs.items():
+        result = json.loads(history("cat-file", "blob", blob))
+        for work, median in peers.fastest([result]).items():
+            known = published.get(work, median)
+            if peers.better(str(work[-1]), median, known) != known:
+                faster.append((path, blob, work, median, known))
+    assert len(blobs) > 60 and not faster
+
+
+def test_a_ratio_is_to_the_fastest_run_of_a_peer_and_names_it() -> None:
+    def run(device: str = "some GPU", release: str = "1", **medians: float) -> dict[str, Any]:
+        rows = [engine_row("decode, 1", side, median) for side, median in medians.items()]
+        versions = {side: {"version": release} for side in medians}
+        return {**engine_report(rows), "benchmark": "offline_compare", "device": device, "backends": versions}
+
+    named = run(rose=1.0, vllm=6.0, sglang=5.0)
+    others = [
+        run(vllm=3.0, sglang=7.0, rose=0.1),
+        run(device="another", vllm=2.0),
+        run(release="2", vllm=2.0),
+    ]
+    others.append({**run(vllm=2.0), "settings": {"model": "another", "dtype": "float16"}})
+    others.append({**run(vllm=2.0), "settings": {"model": "some model", "dtype": "bfloat16"}})
+    text = engines.offline_table(named, peers.fastest([named, *others]))
+    assert "| decode, 1 | 1 ms | 6 ms | 5 ms | 3.00x (vLLM 3 ms) |" in text and engines.RATIOS in text
+    alone = engines.offline_table(named)
+    assert "| decode, 1 | 1 ms | 6 ms | 5 ms | 5.00x |" in alone and engines.RATIOS not in alone
+
+
+def test_a_load_that_is_a_queue_is_not_summarized() -> None:
+    result = report.read("h200/vllm_trace.json")
+    assert serving.ttft_at(result, 0.028, peers.NONE).keys() == {"rose-in-vllm", "vllm"}
+    with pytest.raises(ValueError, match=r"scale 0\.009: rose-in-vllm answers 82% of the load"):
+        serving.ttft_at(result, 0.009, report.published())
 
 
 def recounted_losses(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -122,6 +211,8 @@ def one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(report, "FIGURES", tmp_path / "figures")
     monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(commits, "COMMITS", {"0123": "abcdef0"})
+    commits.write(tmp_path / report.LATER_COMMITS, commits.LaterCommits("fedcba9", {"abcdef0": 1}))
     monkeypatch.setattr(report, "summary", lambda: "in short")
     monkeypatch.setattr(report, "sources", lambda: "of what")
     (tmp_path / "docs/performance").mkdir(parents=True)
@@ -158,7 +249,10 @@ def test_tables_and_figures_follow_their_result(one_result: Path, capsys: pytest
         assert report.main(["--check"]) == 1
         assert "run python -m benchmarks.report" in capsys.readouterr().out
         assert report.main(out) == 0
-        sources = "Source digest: `0123` (commit not noted), measured on 2026-11-21."
+        sources = (
+            "Source digest: `0123` (commit abcdef0), measured on 2026-11-21; "
+            "1 later commit up to fedcba9 changed the package."
+        )
         marks = "before\n<!-- table: some -->", "<!-- end of table -->\nbehind\n"
         assert page.read_text() == f"\n\n| {value} |\n\n{sources}\n\n".join(marks)
         assert "in short" in (report.ROOT / "README.md").read_text()
