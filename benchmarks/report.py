@@ -192,9 +192,9 @@ def summary() -> str:
         ratio = " / ".join(f"{ratio:.2f}x" for ratio in ratios) + (" (slower)" if min(ratios) < 1 else "")
         rows.append((what, ours, f"{theirs}, {', '.join(dict.fromkeys(peer for _, peer in best))}", ratio))
     where = "NVIDIA H200, float16 (Qwen3 and Llama 8B: bfloat16), random weights, GPT-2 124M's shapes where no others "
-    where += "are named. A peer's time is its fastest median in any published run of this work, model, dtype, release "
-    where += "and GPU; Rose's is of one run. [docs/performance](docs/performance/index.md) shows all runs, with every "
-    where += "case in which Rose is slower."
+    where += "are named. An engine's or server's time is, for a peer, its fastest median in any published run of this "
+    where += "work, model, dtype, release and GPU, for Rose that of one run; kernels are timed in turns in one run. "
+    where += "[docs/performance](docs/performance/index.md) shows all runs, with every case in which Rose is slower."
     return markdown(("medians", "Rose", "fastest peer", "peer / Rose"), rows, where)
 
 

@@ -56,8 +56,8 @@ PAIRS = {
 """Part -> the side without and the side with it; they differ in nothing else."""
 START_UP = ("ready_s", "first_token_s", "kv_cache_tokens")
 RATIOS = (
-    " Ratios are to a peer's fastest median in any published run of this work, model, dtype, release and GPU, which "
-    "brackets name where it is not this run's; losses are counted within this run."
+    " Ratios are to a peer's best median in any published run of this work, model, dtype, release and GPU{}; losses "
+    "are counted within this run."
 )
 NOISE = 0.02
 """Share of a time by which two sides may differ without a reason: a part within it neither pays nor costs."""
@@ -134,6 +134,9 @@ def fastest_peers(result: Result, sides: dict[str, Row], published: Fastest) -> 
     return found
 
 
+_NAMED = ", given in brackets where it is not this run's"
+
+
 def offline_table(result: Result, published: Fastest = NONE) -> str:
     """Return every case with all engines, and every loss.
 
@@ -165,7 +168,9 @@ def offline_table(result: Result, published: Fastest = NONE) -> str:
     of = f"{sum(1 for _ in _comparisons(result['rows']))} comparisons"
     theirs = [LABELS[name] for name in backends if name in PEERS]
     header = ("", *labels, f"{theirs[0] if len(theirs) == 1 else 'best peer'} / {LABELS.get(ours, '')}")
-    return markdown(header, rows, source(result) + (RATIOS if published else ""), verdict(lost, of))
+    return markdown(
+        header, rows, source(result) + (RATIOS.format(_NAMED) if published else ""), verdict(lost, of)
+    )
 
 
 def parts_table(result: Result) -> str:

@@ -212,7 +212,7 @@ def poisson_table(result: Result, published: Fastest = NONE) -> str:
             times = (sides[HOST][name] / vllm[name] if vllm[name] else 0 for name in COMPARED)
             rows.append((load, "Rose / vLLM", *(f"{each:.2f}x" for each in times)))
         pairs += [(load, pair) for pair in _pairs(sides, (STOCK, OUTPUTS_APART), COMPARED)]
-    how = _poisson_source(result) + (RATIOS if published else "")
+    how = _poisson_source(result) + (RATIOS.format("") if published else "")
     return text.markdown(("", "", *COMPARED.values()), rows, how, _verdict(pairs))
 
 
