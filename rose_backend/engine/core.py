@@ -27,6 +27,7 @@ from rose_backend.engine.scheduling.token_budget import min_tokens_worth_waiting
 from rose_backend.engine.sequence_state import SequenceState
 from rose_backend.engine.startup.load import LoadedModel, load
 from rose_backend.engine.startup.warm_up import warm_up
+from rose_backend.engine.tokenizer_loading import PendingTokenizer
 from rose_backend.errors import EngineDeadError, IntegrityError, RequestError, kind_and_text
 
 Command = Request | str
@@ -42,6 +43,7 @@ class EngineCore:
         config: checked options; loading starts here.
         is_online: clients read tokens as they come; decides options that were left open.
         output_handler: where outputs go; None: ``step`` returns them.
+        tokenizer: of the model, if something else loads it.
 
     Raises:
         ConfigError: the options do not fit the model or the machine.
@@ -49,9 +51,14 @@ class EngineCore:
     """
 
     def __init__(
-        self, config: EngineConfig, *, is_online: bool = False, output_handler: OutputHandler | None = None
+        self,
+        config: EngineConfig,
+        *,
+        is_online: bool = False,
+        output_handler: OutputHandler | None = None,
+        tokenizer: PendingTokenizer | None = None,
     ) -> None:
-        loaded = load(config, is_online=is_online)
+        loaded = load(config, is_online=is_online, tokenizer=tokenizer)
         self.config = config = loaded.config
         self.token_budget = config.token_budget
         self.max_model_len = loaded.max_model_len

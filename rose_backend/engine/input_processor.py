@@ -195,6 +195,13 @@ class InputProcessor:
             return self._checked_ids(prompt)
         ids = self.tokenizer.encode(prompt)
         self._check_length(len(ids))
+        # Files beside the tokenizer's may add tokens that the model has no embeddings for.
+        if (largest := max(ids)) >= self.vocab_size:
+            raise RequestError(
+                f"prompt: its text holds {self.tokenizer.decode_token(largest)!r}, token {largest}, allowed are the "
+                f"model's, up to {self.vocab_size - 1}",
+                parameter="prompt",
+            )
         return np.array(ids, np.int32)
 
     def _check_length(self, num_tokens: int) -> None:

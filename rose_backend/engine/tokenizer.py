@@ -13,33 +13,30 @@ from numpy.typing import NDArray
 
 from rose_backend.block_manager.block_pool import IntArray
 from rose_backend.block_manager.sequence_table import concatenate_ranges
-from rose_backend.errors import ModelError, RequestError
-from rose_backend.models.weights import read_json
-
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
-_ADJUSTMENTS = ("add_bos_token", "add_eos_token", "add_prefix_space")
-"""Fields of ``tokenizer_config.json`` by which transformers changes what ``tokenizer.json`` says."""
-
+from rose_backend.engine.tokenizer_loading import TokenizerParts, load_tokenizer
+from rose_backend.errors import RequestError
 
 _NUM_CONTEXT_TOKENS = 8
 """A character takes at most four tokens of single bytes; a few special tokens may stand behind it."""
 
 
 class Tokenizer:
-    """The tokenizer in a model's directory.
+    """The tokenizer in a model's directory, equal to transformers' ``AutoTokenizer`` of all files there.
 
     Decoding is the tokenizer library's own, or identical (``ByteLevelDecoder``), without transformers'
     clean-up of spaces, so that the text of tokens read one by one equals the text of all of them.
 
     Args:
-        directory: local directory with ``tokenizer.json`` or the files it can be made from; nothing is downloaded.
+        source: the directory, which ``load_tokenizer`` then loads, or what was loaded.
 
     Raises:
         ModelError: there is no usable fast tokenizer.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        self._backend = _load_backend(Path(directory))
+    def __init__(self, source: str | Path | TokenizerParts) -> None:
+        parts = source if isinstance(source, TokenizerParts) else load_tokenizer(source)
+        self._backend = parts.backend
+        self._backend.encode_special_tokens = parts.splits_special_tokens
         self._byte_level: dict[bool, ByteLevelDecoder] = {}  # by skip_special_tokens
         if is_byte_level(self._backend):
             left_out = {True: special_tokens(self._backend), False: []}
@@ -48,11 +45,19 @@ class Tokenizer:
         self._token_texts: dict[int, str] = {}
         self.max_token_length = max(map(len, self._backend.get_vocab()), default=1)
         """Characters of the longest token, as the vocabulary writes it."""
-        self.eos_token_id: int | None = self._id_of(_eos_token(Path(directory)))
+        self.special_tokens = parts.special_tokens
+        """Texts of special tokens by name, ``eos_token`` for example; chat templates use them."""
+        eos_token = parts.special_tokens.get("eos_token")
+        self.eos_token_id: int | None = None if eos_token is None else self._backend.token_to_id(eos_token)
         """What the tokenizer's own configuration calls the end of a text."""
+        self.chat_templates = parts.chat_templates
+        """The model's own by name; the only one is called ``default``."""
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a prompt, with whatever special tokens the tokenizer adds to one.
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a prompt.
+
+        Args:
+            add_special_tokens: with whatever special tokens the tokenizer adds to a prompt.
 
         Raises:
             RequestError: the text holds code points that are not Unicode characters (lone surrogates).
@@ -63,7 +68,7 @@ class Tokenizer:
             raise RequestError(
                 f"prompt: not valid Unicode text ({error.reason})", parameter="prompt"
             ) from error
-        ids: list[int] = self._backend.encode(text).ids
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def prepare(self) -> None:
@@ -117,53 +122,6 @@ class Tokenizer:
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
-
-    def _id_of(self, token: str | None) -> int | None:
-        return None if token is None else self._backend.token_to_id(token)
-
-
-def _load_backend(directory: Path) -> Any:
-    # Without any of them transformers would silently build an empty tokenizer.
-    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelError(f"{directory}: no tokenizer, one of {', '.join(_TOKENIZER_FILES)} is needed")
-    if (directory / "tokenizer.json").is_file() and not _is_adjusted(directory):
-        return _read_backend(directory / "tokenizer.json")
-    # Imported here: it takes seconds, and a mistaken model path should be reported before that.
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), use_fast=True, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise ModelError(f"{directory}: no usable tokenizer ({first_line})") from error
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ModelError(
-            f"{directory}: its tokenizer has no fast form (tokenizer.json); only fast ones are supported"
-        )
-    return backend
-
-
-def _eos_token(directory: Path) -> str | None:
-    path = directory / "tokenizer_config.json"
-    token = read_json(path).get("eos_token") if path.is_file() else None
-    # Either its text, or an object with all its properties.
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
-
-
-def _is_adjusted(directory: Path) -> bool:
-    path = directory / "tokenizer_config.json"
-    return path.is_file() and any(name in read_json(path) for name in _ADJUSTMENTS)
-
-
-def _read_backend(path: Path) -> Any:
-    from tokenizers import Tokenizer as Backend
-
-    try:
-        return Backend.from_file(str(path))
-    except Exception as error:  # the library raises nothing more special
-        raise ModelError(f"{path}: no usable tokenizer ({error})") from error
 
 
 _PIECES_AT_ONCE = 64

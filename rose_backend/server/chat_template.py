@@ -2,91 +2,137 @@
 
 from __future__ import annotations
 
+import reprlib
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 
-from rose_backend.errors import ConfigError, ModelError, RequestError
-from rose_backend.models.weights import read_json, resolve_model_path
+from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.errors import ConfigError, RequestError, kind_and_text
 from rose_backend.server.request_models import ChatMessage
 
-# Templates refuse with an error of Jinja's, or fail on an unexpected conversation.
-_REFUSALS = (TemplateError, TypeError, ValueError, KeyError)
+_MAX_REASON_LENGTH = 500
+"""Characters of an error that a template raises, which may quote the conversation."""
 
 
 class ChatTemplate:
-    """The model's chat template, if it has one.
+    """The template for conversations: that of a file, or the model's, which ``use`` brings.
 
     Args:
-        model: directory or Hugging Face id, as the engine was given it.
-        path: file with a template to use instead; None takes the tokenizer's own.
+        path: file with a template to use instead of the model's; None takes the model's own.
 
     Raises:
-        ConfigError: the file cannot be read, or is no template.
-        ModelError: there is no such model, or it has no usable tokenizer.
+        ConfigError: the file cannot be read.
     """
 
-    def __init__(self, model: str, path: str | None) -> None:
-        self._tokenizer: Any = None
-        template = None if path is None else _read(path)
-        directory = resolve_model_path(model)
-        if template is None and not _has_template(directory):
-            return
-        # Imported here: it takes seconds, and is not needed without a template.
-        from transformers import AutoTokenizer
+    def __init__(self, path: str | None) -> None:
+        self._template = None if path is None else _read(path)
+        self._missing = "this model has no chat template"
+        self._tokenizer: Tokenizer | None = None
 
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                str(directory), use_fast=True, local_files_only=True
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{directory}: no usable tokenizer ({error})") from error
-        if template is not None:
-            self._tokenizer.chat_template = template
-        self._check_syntax()
-
-    def check_available(self) -> None:
-        """Refuse conversations if the model has no template.
+    def use(self, tokenizer: Tokenizer) -> None:
+        """Take the model's own template unless there is one already, and the tokenizer for all prompts.
 
         Raises:
-            RequestError: the model has no template.
+            ConfigError: it is no template.
         """
-        if self._tokenizer is None:
+        self._tokenizer = tokenizer
+        templates = tokenizer.chat_templates
+        if self._template is None:
+            # As in vLLM and transformers, the others are for requests with tools and the like.
+            self._template = templates.get("default")
+            if templates:
+                self._missing = (
+                    f"this model has several chat templates ({reprlib.repr(sorted(templates))}), none of them "
+                    "named default"
+                )
+        self.check_syntax()
+
+    def check_syntax(self) -> None:
+        """Check the template, if there is one, without a conversation.
+
+        Raises:
+            ConfigError: it is no template.
+        """
+        if self._template is None:
+            return
+        try:
+            self._render([{"role": "user", "content": "?"}], add_generation_prompt=False)
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"chat_template: line {error.lineno}: {error.message}") from error
+        except Exception:
+            # It does not accept so short a conversation, or none at all; requests report that.
+            pass
+
+    def check_available(self) -> None:
+        """Refuse conversations if there is no template.
+
+        Raises:
+            RequestError: there is none.
+        """
+        if self._template is None:
             raise RequestError(
-                "messages: this model has no chat template; use /v1/completions, or start the server with "
-                "--chat-template FILE",
+                f"messages: {self._missing}; use /v1/completions, or start the server with --chat-template FILE",
                 parameter="messages",
             )
 
     def encode(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> list[int]:
-        """Return the prompt's token ids.
+        """Return the prompt's token ids; arguments and errors are those of ``render``."""
+        assert self._tokenizer is not None, "use() comes first"
+        text = self.render(messages, add_generation_prompt=add_generation_prompt)
+        # The template writes all special tokens.
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+        """Return the prompt's text.
 
         Args:
             messages: answer of ``plain_messages``.
 
         Raises:
-            RequestError: the template refuses the conversation.
+            RequestError: the template refuses the conversation, or fails, or the text is no valid Unicode.
         """
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except _REFUSALS as error:
+            text = self._render(self._for_template(messages), add_generation_prompt)
+        except Exception as error:  # a template is a program, and may fail in any way
+            reason = kind_and_text(error)[:_MAX_REASON_LENGTH]
             raise RequestError(
-                f"messages: the model's chat template refuses them ({error})", parameter="messages"
+                f"messages: the model's chat template refuses them ({reason})", parameter="messages"
             ) from error
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
-    def _check_syntax(self) -> None:
         try:
-            self._tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
-        except TemplateSyntaxError as error:
-            raise ConfigError(f"chat_template: line {error.lineno}: {error.message}") from error
-        except _REFUSALS:
-            # It does not accept so short a conversation; requests report that.
-            pass
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"messages: not valid Unicode text ({error.reason})", parameter="messages"
+            ) from error
+        return text
+
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        # Imported here: it takes a second, and is not needed without a template. It does not import torch.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        (text,), _ = render_jinja_template(
+            conversations=[messages],
+            chat_template=self._template,
+            add_generation_prompt=add_generation_prompt,
+            **({} if self._tokenizer is None else self._tokenizer.special_tokens),
+        )
+        return str(text)
+
+    def _for_template(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages in roles that the template knows, as in vLLM: one that does not name the role developer gets
+        such messages as the system's, and then all of the system's as one in front."""
+        assert self._template is not None
+        is_known = '"developer"' in self._template or "'developer'" in self._template
+        if is_known or all(message["role"] != "developer" for message in messages):
+            return messages
+        instructions = [message for message in messages if message["role"] in ("system", "developer")]
+        others = [message for message in messages if message["role"] not in ("system", "developer")]
+        if len(instructions) == 1 and messages[0] is instructions[0]:
+            return [{**instructions[0], "role": "system"}, *others]
+        texts = [message["content"] for message in instructions if message["content"]]
+        return [{"role": "system", "content": "\n\n".join(texts)}, *others]
 
 
 def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
@@ -117,11 +163,3 @@ def _read(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template: cannot read {path} ({error})") from error
-
-
-def _has_template(directory: Path) -> bool:
-    names = ("chat_template.jinja", "chat_template.json")
-    config = directory / "tokenizer_config.json"
-    return any((directory / name).is_file() for name in names) or (
-        config.is_file() and bool(read_json(config).get("chat_template"))
-    )

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import rose_backend
@@ -22,6 +22,7 @@ from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.process_settings import begin_serving, end_serving
 from rose_backend.engine.request import check_request_id
 from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.engine.tokenizer_loading import load_tokenizer
 from rose_backend.errors import EngineDeadError, RequestError
 from rose_backend.models.weights import resolve_model_path
 from rose_backend.server import engine_messages as messages
@@ -47,19 +48,25 @@ class EngineClient:
 
     The constructor blocks until the model is loaded. ``start`` has to be awaited on the event loop that will serve.
 
+    Args:
+        use_tokenizer: called with the tokenizer while the model is loading; its errors end the start.
+
     Raises:
         ConfigError: the options do not fit the model or the machine.
         ModelError: the model cannot be loaded.
         EngineDeadError: the process ended while it was loading.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, use_tokenizer: Callable[[Tokenizer], None]) -> None:
         # Before the process is started, so that a wrong path is reported at once.
         directory = resolve_model_path(config.model)
         self._process, self._socket = _start_process(config)
         self._end_process = weakref.finalize(self, _kill, self._process)
         try:
-            tokenizer = Tokenizer(directory)
+            parts = load_tokenizer(directory)
+            _send_at_start(self._socket, parts)
+            tokenizer = Tokenizer(parts)
+            use_tokenizer(tokenizer)
             ready = self._wait_until_ready()
         except BaseException:
             self._end_process()
@@ -244,11 +251,14 @@ def _start_process(config: EngineConfig) -> tuple[subprocess.Popen[bytes], socke
             # Ctrl-C is for this process, which lets running requests finish.
             process_group=0,
         )
-    start_up = messages.StartUp(config, logging.getLogger("rose_backend").getEffectiveLevel())
-    # If it has ended already, reading its first message reports that.
-    with contextlib.suppress(ConnectionError):
-        ours.sendall(encode(start_up))
+    _send_at_start(ours, messages.StartUp(config, logging.getLogger("rose_backend").getEffectiveLevel()))
     return process, ours
+
+
+def _send_at_start(connection: socket.socket, message: object) -> None:
+    # If the process has ended already, reading its first message reports that.
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(encode(message))
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:

@@ -43,7 +43,7 @@ def read_message(stream: BinaryIO) -> object | None:
     return decode(content) if len(content) == length else None
 
 
-# To the engine process. The first message is its ``StartUp``.
+# To the engine process. The first message is its ``StartUp``, the second the ``TokenizerParts`` of its model.
 
 
 class StartUp(NamedTuple):

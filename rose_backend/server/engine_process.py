@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections import deque
+from concurrent.futures import Future
 from typing import BinaryIO
 
 import numpy as np
@@ -23,6 +24,7 @@ from rose_backend.engine.input_processor import ProcessedInput
 from rose_backend.engine.output.output_thread import OutputHandler, StreamConsumers
 from rose_backend.engine.outputs import CompletionOutput, RequestOutput
 from rose_backend.engine.process_settings import begin_serving, note_imports
+from rose_backend.engine.tokenizer_loading import TokenizerParts
 from rose_backend.errors import EngineDeadError, RoseError
 from rose_backend.server import engine_messages as messages
 from rose_backend.server.engine_messages import OutputBatch, Update, encode, read_message
@@ -98,8 +100,9 @@ class EngineProcess:
         self._request_ids: dict[int, str] = {}
         consumers = StreamConsumers(self._is_ready, lambda: None)
         handler = OutputHandler(self._deliver, consumers, self._changed)
+        self._tokenizer: Future[TokenizerParts] = Future()
         threading.Thread(target=self._read, args=(commands,), name="rose-commands", daemon=True).start()
-        self._core = EngineCore(config, is_online=True, output_handler=handler)
+        self._core = EngineCore(config, is_online=True, output_handler=handler, tokenizer=self._tokenizer)
 
     def run(self) -> None:
         """Serve until ``Stop`` comes.
@@ -188,6 +191,8 @@ class EngineProcess:
             # None: it has ended meanwhile.
             if (ended := self._request_ids.get(command.number)) is not None:
                 self._enqueue(ended)
+        elif isinstance(command, TokenizerParts):
+            self._tokenizer.set_result(command)
         elif isinstance(command, messages.GetCounters):
             self._send(Counters(self._core.stats, self._core.load))
         elif isinstance(command, messages.Stop):

@@ -56,23 +56,27 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
     # Both before the model is loaded, so that a mistake is reported at once. No client can connect before that is done.
     _allow_open_files(settings.max_connections)
     with _bound(settings) as listener:
-        chat_template = ChatTemplate(config.model, settings.chat_template)
-        service = Service(make_engine(config, settings), settings, chat_template)
-        server = make_server(service)
+        server = make_server(make_service(config, settings))
         server.run(sockets=[listener])
     return EXIT_ENGINE_DEAD if server.engine_has_died else 0
 
 
-def make_engine(config: EngineConfig, settings: ServerSettings) -> AsyncEngine | EngineClient:
+def make_service(config: EngineConfig, settings: ServerSettings) -> Service:
     """Load the model, in this process or in one of its own; errors are those of ``serve``."""
+    chat_template = ChatTemplate(settings.chat_template)
+    engine: AsyncEngine | EngineClient
     if settings.frontend_multiprocessing:
-        return EngineClient(config)
-    # Imported here: a process that only serves HTTP does without torch.
-    from rose_backend.engine.async_engine import AsyncEngine
+        engine = EngineClient(config, chat_template.use)
+    else:
+        chat_template.check_syntax()
+        # Imported here: a process that only serves HTTP does without torch.
+        from rose_backend.engine.async_engine import AsyncEngine
 
-    note_imports()
-    options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return AsyncEngine(options.pop("model"), **options)
+        note_imports()
+        options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        engine = AsyncEngine(options.pop("model"), **options)
+        chat_template.use(engine.tokenizer)
+    return Service(engine, settings, chat_template)
 
 
 def make_server(service: Service) -> DrainingServer:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer  # noqa: F401  # this process then loads tokenizers, in no time
 
 from rose_backend import LLM, SamplingParams
 

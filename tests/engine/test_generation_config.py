@@ -147,7 +147,7 @@ def test_end_tokens_of_every_file_count(
     stops_at(middle)
     backend = json.loads((checkpoint / "tokenizer.json").read_text())
     (text,) = (token for token, index in backend["model"]["vocab"].items() if index == early)
-    change_json(checkpoint / "tokenizer_config.json", eos_token={"content": text})
+    change_json(checkpoint / "tokenizer_config.json", eos_token={"__type": "AddedToken", "content": text})
     assert Tokenizer(checkpoint).eos_token_id == early
     stops_at(early)
 

@@ -9,12 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer  # noqa: F401  # this process then loads tokenizers, in no time
 
 from rose_backend import LLM
 from tests.server.live_server import LiveServer, running_server
 
-CHAT_TEMPLATE = """{%- for message in messages -%}
+CHAT_TEMPLATE = """{%- macro endless() -%}{{ endless() }}{%- endmacro -%}
+{%- for message in messages -%}
 {%- if message.content == "forbidden" -%}{{ raise_exception("not this word") }}{%- endif -%}
+{%- if message.content == "divided" -%}{{ 1 // 0 }}{%- endif -%}
+{%- if message.content == "endless" -%}{{ endless() }}{%- endif -%}
+{%- if message.content == "huge" -%}{{ "a" * 10 ** 18 }}{%- endif -%}
+{%- if message.content == "nothing" -%}{{ message.tools.name }}{%- endif -%}
+{%- if message.name == "refused" -%}{{ raise_exception(message.content) }}{%- endif -%}
 {{ message.role }}{{ " " + message.name if message.name }}: {{ message.content }}
 {% endfor -%}
 {%- if add_generation_prompt -%}assistant:{%- endif -%}"""

@@ -20,10 +20,8 @@ from rose_backend import EngineConfig
 from rose_backend.engine.async_engine import AsyncEngine
 from rose_backend.engine.core import EngineCore
 from rose_backend.engine.engine_stats import Counters, EngineLoad
-from rose_backend.server.chat_template import ChatTemplate
 from rose_backend.server.engine_client import EngineClient
-from rose_backend.server.serve import bind, make_engine, make_server
-from rose_backend.server.service import Service
+from rose_backend.server.serve import bind, make_server, make_service
 from rose_backend.server.settings import ServerSettings
 from tests.support.patience import HANG_S
 
@@ -50,9 +48,8 @@ class LiveServer:
         defaults: dict[str, Any] = {"served_model_names": (MODEL,), "port": 0, "drain_timeout_s": HANG_S}
         defaults["frontend_multiprocessing"] = False
         self.settings = ServerSettings(**{**defaults, **settings})
-        self.engine = make_engine(EngineConfig(model=str(model), **options), self.settings)
-        template = ChatTemplate(str(model), self.settings.chat_template)
-        self.service = Service(self.engine, self.settings, template)
+        self.service = make_service(EngineConfig(model=str(model), **options), self.settings)
+        self.engine = self.service.engine
         listener = bind(self.settings)
         self.port: int = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

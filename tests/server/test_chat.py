@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from rose_backend import LLM, SamplingParams
-from rose_backend.errors import ConfigError
+from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.errors import ConfigError, ModelError, RequestError
 from rose_backend.server.chat_template import ChatTemplate, plain_messages
 from rose_backend.server.request_models import ChatMessage
 from tests.server.live_server import MODEL, LiveServer, error_of, running_server
@@ -37,12 +42,13 @@ def test_the_template_makes_the_prompt(server: LiveServer, llm: LLM) -> None:
 
 
 def test_the_example_serves_a_model_without_a_template(tiny_model_path: Path) -> None:
-    template = ChatTemplate(str(tiny_model_path), str(EXAMPLE))
+    tokenizer = Tokenizer(tiny_model_path)
+    template = ChatTemplate(str(EXAMPLE))
+    template.use(tokenizer)
     ids = template.encode(
         plain_messages([ChatMessage(**each) for each in MESSAGES]), add_generation_prompt=True
     )
-    text = template._tokenizer.decode(ids)
-    assert text == "System: Be kind.\n\nUser: Tell me of the king.\n\nAssistant:"
+    assert tokenizer.decode(ids) == "System: Be kind.\n\nUser: Tell me of the king.\n\nAssistant:"
 
 
 def test_without_the_start_of_an_answer(server: LiveServer, llm: LLM) -> None:
@@ -146,6 +152,25 @@ def test_a_stream_adds_up_to_the_whole(server: LiveServer) -> None:
         ),
         ({"messages": [{"role": "user", "content": "forbidden"}]}, "messages", "not this word"),
         (
+            {"messages": [{"role": "user", "content": "divided"}]},
+            "messages",
+            "refuses them (ZeroDivisionError",
+        ),
+        ({"messages": [{"role": "user", "content": "endless"}]}, "messages", "refuses them (RecursionError"),
+        ({"messages": [{"role": "user", "content": "huge"}]}, "messages", "refuses them ("),
+        ({"messages": [{"role": "user", "content": "nothing"}]}, "messages", "refuses them (UndefinedError"),
+        ({"messages": [{"role": "user", "content": "a\ud800"}]}, "messages", "not valid Unicode text"),
+        (
+            {"messages": [{"role": "user", "content": "a", "name": "\udfff"}]},
+            "messages",
+            "not valid Unicode text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a\ud800" * 999, "name": "refused"}]},
+            "messages",
+            "refuses them (TemplateError: a\ud800a",
+        ),
+        (
             {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]},
             "messages",
             "messages.0.tool_calls: not supported",
@@ -159,20 +184,144 @@ def test_a_stream_adds_up_to_the_whole(server: LiveServer) -> None:
     ],
 )
 def test_refusals(server: LiveServer, fields: dict[str, Any], param: str, message: str) -> None:
-    answer = post(server, **fields)
+    # Lone surrogates are characters of JSON, but not of UTF-8.
+    content = json.dumps(fields).encode()
+    answer = server.http.post(
+        "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
+    )
     assert answer.status_code == 400
     error = error_of(answer)
     assert error["param"] == param and message in error["message"]
-    assert error["type"] == "invalid_request_error"
+    assert error["type"] == "invalid_request_error" and len(error["message"]) < 1000
 
 
 def test_a_template_with_a_mistake(tiny_model_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "chat.jinja"
     path.write_text("{% for message in messages %}\n{{ message.content }")
+    tokenizer = Tokenizer(tiny_model_path)
     with pytest.raises(ConfigError, match=r"^chat_template: line 2: "):
-        ChatTemplate(str(tiny_model_path), str(path))
+        ChatTemplate(str(path)).use(tokenizer)
+    with pytest.raises(ConfigError, match=r"^chat_template: line 2: "):
+        ChatTemplate(str(path)).check_syntax()
     path.write_text("{{ raise_exception('at least two messages') }}")
-    ChatTemplate(str(tiny_model_path), str(path)).check_available()
+    template = ChatTemplate(str(path))
+    template.use(tokenizer)
+    template.check_available()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 1 // 0 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ messages.a.b }}",
+        "{{ messages[0].content.encode('ascii').foo() }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{{ messages | sum }}",
+        "{% include 'a' %}",
+        "{{ raise_exception(3) }}",
+    ],
+)
+def test_a_template_that_fails_does_not_end_the_start(
+    tiny_model_path: Path, tmp_path: Path, source: str
+) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text(source)
+    template = ChatTemplate(str(path))
+    template.use(Tokenizer(tiny_model_path))
+    template.check_available()
+    with pytest.raises(RequestError, match=r"^messages: the model's chat template refuses them") as caught:
+        template.encode([{"role": "user", "content": "a"}], add_generation_prompt=True)
+    assert caught.value.parameter == "messages"
+
+
+def model_with(path: Path, tiny_model_path: Path, **files: str) -> ChatTemplate:
+    """Return the template of a model's directory that has these files, too; ``__`` is a dot."""
+    for file in ("config.json", "tokenizer.json"):
+        (path / file).write_bytes((tiny_model_path / file).read_bytes())
+    for name, content in files.items():
+        (path / name.replace("__", ".")).write_text(content)
+    template = ChatTemplate(None)
+    template.use(Tokenizer(path))
+    return template
+
+
+def test_the_template_of_a_processor(tiny_model_path: Path, tmp_path: Path) -> None:
+    file = json.dumps({"chat_template": "{{ messages[0].content }}!"})
+    template = model_with(tmp_path, tiny_model_path, chat_template__json=file)
+    assert template.render([{"role": "user", "content": "a"}], add_generation_prompt=True) == "a!"
+    template = model_with(tmp_path, tiny_model_path, chat_template__jinja="{{ messages[0].content }}?")
+    assert template.render([{"role": "user", "content": "a"}], add_generation_prompt=True) == "a?"
+
+
+@pytest.mark.parametrize("content", ['{"chat_template": 5}', "[]", "{"])
+def test_a_processors_file_without_template(tiny_model_path: Path, tmp_path: Path, content: str) -> None:
+    with pytest.raises(ModelError, match="chat"):
+        model_with(tmp_path, tiny_model_path, chat_template__json=content)
+
+
+@pytest.mark.parametrize("names", [("tool_use", "default"), ("tool_use", "rag")])
+def test_named_templates(tiny_model_path: Path, tmp_path: Path, names: tuple[str, ...]) -> None:
+    config = {"chat_template": [{"name": name, "template": f"{name} {{{{ eos_token }}}}"} for name in names]}
+    template = model_with(
+        tmp_path, tiny_model_path, tokenizer_config__json=json.dumps({**config, "eos_token": "<|endoftext|>"})
+    )
+    if "default" in names:
+        template.check_available()
+        assert template.render([], add_generation_prompt=True) == "default <|endoftext|>"
+    else:
+        with pytest.raises(
+            RequestError, match=r"several chat templates \(\['rag', 'tool_use'\]\), none of them named"
+        ):
+            template.check_available()
+
+
+SYSTEM, DEVELOPER, USER = (
+    {"role": "system", "content": "s"},
+    {"role": "developer", "content": "d"},
+    {"role": "user", "content": "u"},
+)
+
+
+@pytest.mark.parametrize(
+    ("messages", "rendered"),
+    [
+        ([DEVELOPER, USER], "system:d user:u "),
+        ([SYSTEM, USER, DEVELOPER, USER], "system:s\n\nd user:u user:u "),
+        ([USER, DEVELOPER], "system:d user:u "),
+        # As the template has it, where nobody has this role.
+        ([USER, SYSTEM], "user:u system:s "),
+    ],
+)
+def test_instructions_of_a_developer(
+    tiny_model_path: Path, tmp_path: Path, messages: list[dict[str, Any]], rendered: str
+) -> None:
+    source = "{% for message in messages %}{{ message.role }}:{{ message.content }} {% endfor %}"
+    template = model_with(tmp_path, tiny_model_path, chat_template__jinja=source)
+    assert template.render(messages, add_generation_prompt=True) == rendered
+    assert template.render(messages, add_generation_prompt=True) == _vllms(source, messages)
+    # A template that knows the role gets it.
+    knows = source + "{{ '' if messages[0].role == 'developer' }}"
+    template = model_with(tmp_path, tiny_model_path, chat_template__jinja=knows)
+    own = "".join(f"{message['role']}:{message['content']} " for message in messages)
+    assert template.render(messages, add_generation_prompt=True) == own == _vllms(knows, messages)
+
+
+def _vllms(source: str, messages: list[Any]) -> str:
+    """Return what vLLM makes of a conversation."""
+    from vllm.renderers.hf import safe_apply_chat_template
+
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=BackendTokenizer(BPE()))
+    return str(
+        safe_apply_chat_template(
+            cast(Any, None),
+            tokenizer,
+            messages,
+            chat_template=source,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+    )
 
 
 def test_a_model_without_template_is_named(tiny_model_path: Path) -> None:

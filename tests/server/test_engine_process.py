@@ -19,6 +19,7 @@ import pytest
 from rose_backend import EngineConfig
 from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.engine.tokenizer_loading import load_tokenizer
 from rose_backend.errors import ConfigError, EngineDeadError, ModelError
 from rose_backend.server import engine_client, engine_process, serve
 from rose_backend.server import engine_messages as messages
@@ -98,7 +99,7 @@ def test_a_model_that_cannot_be_loaded(
 ) -> None:
     config = EngineConfig(**{"model": str(tiny_model_path), **options})
     with pytest.raises(error, match=message):
-        EngineClient(config)
+        EngineClient(config, lambda tokenizer: None)
 
 
 def test_an_engine_process_that_ends_while_loading(
@@ -106,7 +107,7 @@ def test_an_engine_process_that_ends_while_loading(
 ) -> None:
     monkeypatch.setattr("rose_backend.server.engine_client.sys.executable", "false")
     with pytest.raises(EngineDeadError, match="ended with exit code 1 while it was loading"):
-        EngineClient(EngineConfig(model=str(tiny_model_path)))
+        EngineClient(EngineConfig(model=str(tiny_model_path)), lambda tokenizer: None)
 
 
 @pytest.fixture
@@ -118,6 +119,8 @@ def engine_in_a_thread(
     ours, its = socket.socketpair()
     config = EngineConfig(model=str(tiny_model_path), num_blocks=100, max_num_seqs=4)
     with ours, its, its.makefile("rb") as commands:
+        # It is read once there is an engine process.
+        threading.Thread(target=ours.sendall, args=(encode(load_tokenizer(tiny_model_path)),)).start()
         yield EngineProcess(config, its, commands), ours
         ours.shutdown(socket.SHUT_RDWR)
         wait_until(lambda: not any(thread.name == "rose-commands" for thread in threading.enumerate()))

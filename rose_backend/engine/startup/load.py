@@ -25,6 +25,7 @@ from rose_backend.engine.startup.kv_pool import (
     gpu_reserve_bytes,
 )
 from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.engine.tokenizer_loading import PendingTokenizer, TokenizerLoading
 from rose_backend.errors import ConfigError, RoseError, kind_and_text
 from rose_backend.kernels import PackedLinear
 from rose_backend.kernels.ahead_compilation import AheadCompilation
@@ -74,16 +75,26 @@ class LoadedModel:
     """How long each part of loading took."""
 
 
-def load(config: EngineConfig, *, is_online: bool = False) -> LoadedModel:
+def load(
+    config: EngineConfig, *, is_online: bool = False, tokenizer: PendingTokenizer | None = None
+) -> LoadedModel:
     """Load the model and make its KV pool.
 
     Args:
         is_online: clients read tokens as they come; decides ``max_num_batched_tokens`` where that is None.
+        tokenizer: something else loads it; None: it is loaded beside the weights.
 
     Raises:
         ConfigError: the options do not fit the model or the machine.
         ModelError: the model cannot be loaded.
     """
+    if tokenizer is not None:
+        return _load(config, is_online, tokenizer)
+    with TokenizerLoading(resolve_model_path(config.model)) as loading:
+        return _load(config, is_online, loading)
+
+
+def _load(config: EngineConfig, is_online: bool, pending: PendingTokenizer) -> LoadedModel:
     start = time.perf_counter()
     device = resolve_device(config.device)
     check_num_threads(config, device)
@@ -108,7 +119,7 @@ def load(config: EngineConfig, *, is_online: bool = False) -> LoadedModel:
     num_blocks = choose_num_blocks(config, sizes, max_model_len=max_model_len, device=device)
     kv_cache = allocate_kv_cache(num_blocks, config.block_size, sizes, device)
     pool_made = time.perf_counter()
-    tokenizer = Tokenizer(directory)
+    tokenizer = Tokenizer(pending.result())
     if not is_online:
         tokenizer.prepare()
     weight_bytes = storage_bytes(model.weights, leave_out=PackedLinear)

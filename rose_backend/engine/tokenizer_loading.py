@@ -1,0 +1,198 @@
+"""A model's tokenizer as transformers builds it from all files in its directory, in a process that does without torch.
+
+Which tokens there are, which of them are special and how a prompt begins is spread over up to a dozen files and depends
+on classes of transformers. Importing these takes 1.5 s without torch and three times as long with it, so that another
+process does it while this one loads a model, and hands over what only needs the tokenizers library.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import reprlib
+import subprocess
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import rose_backend
+from rose_backend.errors import ModelError, kind_and_text
+from rose_backend.models.weight_files import read_json
+
+_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
+_CHAT_TEMPLATE_FILE = "chat_template.json"
+"""A processor's, for images and text alike; transformers' tokenizers do not read it."""
+_AUTO_TOKENIZER = "transformers.models.auto.tokenization_auto"
+_PACKAGE_ROOT = Path(rose_backend.__file__).resolve().parent.parent
+_PROGRAM = (
+    # An import of torch fails, and transformers does without what needs it.
+    "import sys; sys.modules['torch'] = None; sys.path.append(sys.argv[2]); "
+    "from rose_backend.engine.tokenizer_loading import main; main()"
+)
+_ENVIRONMENT = {
+    "PYTHONSAFEPATH": "1",
+    "HF_HUB_OFFLINE": "1",
+    # Says that PyTorch was not found.
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+}
+
+
+class TokenizerParts(NamedTuple):
+    """What the files of a tokenizer say; can be pickled."""
+
+    backend: Any
+    """``tokenizers.Tokenizer``."""
+    splits_special_tokens: bool
+    """The names of special tokens in a text are text like any other. Not part of a pickled backend."""
+    special_tokens: dict[str, Any]
+    """Their texts by name, ``eos_token`` for example; chat templates use them."""
+    chat_templates: dict[str, str]
+    """By name; the only one is called ``default``."""
+
+
+class PendingTokenizer(Protocol):
+    """A tokenizer that something else is loading."""
+
+    def result(self) -> TokenizerParts:
+        """Wait for it.
+
+        Raises:
+            ModelError: there is no usable fast tokenizer.
+        """
+
+
+class TokenizerLoading(AbstractContextManager["TokenizerLoading"]):
+    """A tokenizer that another process loads, or this one has, if it had imported transformers' tokenizers before.
+
+    Args:
+        directory: local directory with ``tokenizer.json`` or the files it can be made from; nothing is downloaded.
+
+    Raises:
+        ModelError: there are no such files.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self._directory = Path(directory)
+        # Without any of them transformers would silently build an empty tokenizer.
+        if not any((self._directory / name).is_file() for name in _FILES):
+            raise ModelError(f"{directory}: no tokenizer, one of {', '.join(_FILES)} is needed")
+        self._process: subprocess.Popen[bytes] | None = None
+        if _AUTO_TOKENIZER not in sys.modules:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(self._directory), str(_PACKAGE_ROOT)],
+                env={**os.environ, **_ENVIRONMENT},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+            )
+
+    def result(self) -> TokenizerParts:
+        """Wait for the tokenizer; once only.
+
+        Raises:
+            ModelError: there is no usable fast tokenizer.
+        """
+        if self._process is None:
+            return _load(self._directory)
+        content, _ = self._process.communicate()
+        if self._process.returncode:
+            raise ModelError(
+                f"{self._directory}: no usable tokenizer (loading it ended with exit code {self._process.returncode})"
+            )
+        loaded = pickle.loads(content)
+        if isinstance(loaded, ModelError):
+            raise loaded
+        assert isinstance(loaded, TokenizerParts)
+        return loaded
+
+    def __exit__(self, *error: object) -> None:
+        """End the process if nobody has waited for it."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.communicate()
+
+
+def load_tokenizer(directory: str | Path) -> TokenizerParts:
+    """Load a tokenizer and wait for it; errors are those of ``TokenizerLoading``."""
+    with TokenizerLoading(directory) as loading:
+        return loading.result()
+
+
+def _load(directory: Path) -> TokenizerParts:
+    from transformers import AutoTokenizer
+
+    try:
+        # The repository's own code is never run, and Mistral's own format has no fast form.
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False, mistral_format=False
+        )
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except (
+        BaseException
+    ) as error:  # a file can say anything, and a panic of the tokenizers library is no Exception
+        first_line = kind_and_text(error).strip().partition("\n")[0]
+        raise ModelError(f"{directory}: no usable tokenizer ({first_line})") from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ModelError(
+            f"{directory}: its tokenizer has no fast form (tokenizer.json); only fast ones are supported"
+        )
+    # Left over from a training.
+    backend.no_truncation()
+    backend.no_padding()
+    _mark_special_tokens(backend)
+    return TokenizerParts(
+        backend,
+        tokenizer.split_special_tokens,
+        tokenizer.special_tokens_map,
+        _chat_templates(directory, tokenizer.chat_template),
+    )
+
+
+def _mark_special_tokens(backend: Any) -> None:
+    """Mark as special what decoding leaves out: a token that was special once stays so whatever files say later, but
+    its mark, which is all that can be pickled, does not."""
+    for token_id, token in backend.get_added_tokens_decoder().items():
+        if not token.special and backend.decode([token_id]) != backend.decode(
+            [token_id], skip_special_tokens=False
+        ):
+            token.special = True
+            backend.add_special_tokens([token])
+
+
+def _chat_templates(directory: Path, found: object) -> dict[str, str]:
+    """Return templates by name.
+
+    Args:
+        found: what the tokenizer has: one, several by name, or None.
+
+    Raises:
+        ModelError: one is no text.
+    """
+    path = directory / _CHAT_TEMPLATE_FILE
+    if found is None and path.is_file():
+        found = read_json(path).get("chat_template")
+    templates: dict[str, Any] = (
+        found if isinstance(found, dict) else {} if found is None else {"default": found}
+    )
+    for name, template in templates.items():
+        if not isinstance(name, str) or not isinstance(template, str):
+            raise ModelError(
+                f"{directory}: chat template {name!r} must be text, got {reprlib.repr(template)}"
+            )
+    return templates
+
+
+def main() -> None:
+    """Load the tokenizer of the directory that is the first argument; write its parts, or the ``ModelError``."""
+    # Whatever a library prints belongs to the log.
+    with io.FileIO(os.dup(1), "w") as raw, io.BufferedWriter(raw) as output:
+        os.dup2(2, 1)
+        loaded: TokenizerParts | ModelError
+        try:
+            loaded = _load(Path(sys.argv[1]))
+        except ModelError as error:
+            loaded = error
+        output.write(pickle.dumps(loaded))
