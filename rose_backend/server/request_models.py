@@ -1,7 +1,7 @@
 """Bodies of requests as pydantic models, which check types and ranges and describe the API in /openapi.json.
 
-``null`` means the same as leaving a field out, except for ``max_tokens``, where it fills the model's window. Ranges are
-those of ``SamplingParams``, which also checks fields against each other.
+``null`` means the same as leaving a field out. Ranges are those of ``SamplingParams``, which also checks fields against
+each other.
 
 Fields that are not in a model: one that would change the answer and is not supported is refused by name, unless its
 value is neutral. One that changes no answer is ignored. Any other is ignored with a debug line, unless its name is so
@@ -179,8 +179,6 @@ class GenerationRequest(Body):
         """
         fields = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_NAMES}
         given = {name: value for name, value in fields.items() if value is not None}
-        if "max_tokens" in fields:
-            given["max_tokens"] = fields["max_tokens"]
         if self.stream_options is not None and not self.stream:
             raise RequestError(
                 "stream_options: got options without stream, allowed with stream set to true only",
