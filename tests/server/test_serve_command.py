@@ -25,6 +25,8 @@ from rose_backend.server.settings import ServerSettings
 from tests.server.live_server import LONG, wait_until
 from tests.support.patience import HANG_S
 
+CHAT_MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-qwen3-chat"
+
 
 def run(*argv: str) -> int:
     """Return the exit code, whether ``main`` returns it or argparse raises it."""
@@ -169,8 +171,18 @@ def test_the_first_line_comes_before_what_takes_long_to_import() -> None:
 
 
 def test_the_process_that_serves_http_does_without_torch() -> None:
-    code = "import sys; from rose_backend.server import serve; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    code = """
+import sys
+from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.server import serve
+from rose_backend.server.chat_template import ChatTemplate
+template = ChatTemplate(None)
+template.use(Tokenizer(sys.argv[1]))
+template.check_available()
+assert template.encode([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+sys.exit("torch" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code, str(CHAT_MODEL)]).returncode == 0
 
 
 @pytest.fixture
