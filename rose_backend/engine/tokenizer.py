@@ -18,6 +18,13 @@ from rose_backend.errors import RequestError
 
 _NUM_CONTEXT_TOKENS = 8
 """A character takes at most four tokens of single bytes; a few special tokens may stand behind it."""
+_SHORT_LENGTH = 8192
+"""Characters or token ids whose conversion holds the interpreter lock for a few milliseconds at most."""
+_CHARACTERS_AT_ONCE = 1 << 16
+"""A long text is counted in pieces of that many."""
+_UNSURE_TOKENS = 1024
+"""Tokens of a piece that may be owed to the cuts, beside those of a cut token: half a word, where a whole one that is
+long has a single token for unknown text; a space that is put in front."""
 
 
 class Tokenizer:
@@ -62,14 +69,38 @@ class Tokenizer:
         Raises:
             RequestError: the text holds code points that are not Unicode characters (lone surrogates).
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"prompt: not valid Unicode text ({error.reason})", parameter="prompt"
-            ) from error
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        _check_unicode(text)
+        ids: list[int] = self._encoding(text, add_special_tokens).ids
         return ids
+
+    def count_tokens(self, text: str, limit: int) -> tuple[int, int]:
+        """Count the tokens of a long text from its start, as far as ``limit``, without tokenizing the rest.
+
+        Tokenized whole, 16 MiB may take 2 GiB of memory. The text is cut anywhere, which changes the tokens beside a
+        cut: so many are left out of the count that the text itself never has fewer tokens than were counted.
+
+        Returns:
+            A lower bound for the number of tokens in the first characters, and how many these are: all, unless the
+            first number is above ``limit``.
+
+        Raises:
+            RequestError: as from ``encode``.
+        """
+        _check_unicode(text)
+        num_unsure = _UNSURE_TOKENS + 4 * self.max_token_length  # a character is at most four tokens
+        count = end = 0
+        while end < len(text) and count <= limit:
+            piece = text[end : end + _CHARACTERS_AT_ONCE]
+            count += max(len(self._encoding(piece, False)) - num_unsure, 0)
+            end += len(piece)
+        return count, end
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Any:
+        if len(text) <= _SHORT_LENGTH:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        # Unlike ``encode``, it works without the interpreter lock. Its results have no offsets and are freed at once.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding
 
     def prepare(self) -> None:
         """Build the tables for batch decoding now instead of in its first call."""
@@ -84,6 +115,9 @@ class Tokenizer:
         """Return the text; bytes that are no valid UTF-8 become U+FFFD."""
         if (decoder := self._byte_level.get(skip_special_tokens)) is not None:
             return decoder.decode(token_ids)
+        if len(token_ids) > _SHORT_LENGTH:
+            # Unlike ``decode``, it works without the interpreter lock.
+            return self.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
@@ -122,6 +156,13 @@ class Tokenizer:
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"prompt: not valid Unicode text ({error.reason})", parameter="prompt") from error
 
 
 _PIECES_AT_ONCE = 64
@@ -178,7 +219,11 @@ class ByteLevelDecoder:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text."""
-        return text_of(self.bytes_of(token_ids))
+        if len(token_ids) <= _SHORT_LENGTH:
+            return text_of(self.bytes_of(token_ids))
+        # Between two parts, other threads may take the interpreter lock.
+        parts = range(0, len(token_ids), _SHORT_LENGTH)
+        return text_of(b"".join([self.bytes_of(token_ids[part : part + _SHORT_LENGTH]) for part in parts]))
 
 
 def whole_characters(text: str) -> str:
