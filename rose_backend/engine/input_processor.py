@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rose_backend.config import MAX_CACHE_SALT_LENGTH
 from rose_backend.engine.detokenizer import Detokenizer
+from rose_backend.engine.process_settings import return_free_memory
 from rose_backend.engine.request import Completion, CompletionText, Prompt, Request
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer import Tokenizer
@@ -29,6 +30,8 @@ _IDS_AT_ONCE = 1 << 16
 """Token ids that are converted in one call; it takes about 2 ms."""
 _MAX_UNCOUNTED_TOKENS = 1 << 20
 """A text that cannot have more tokens is tokenized at once, a longer one is counted first."""
+_TRIMMED_LENGTH = 1 << 18
+"""Characters of a text after which memory is given back: the tokenizer library takes some dozens of bytes for each."""
 _FORBIDDEN_IN_SALTS = frozenset("@/\\\0")
 """As in vLLM, so that the same salts are valid in both."""
 
@@ -180,7 +183,7 @@ class InputProcessor:
             parts = [struct.pack(f"{len(part)}i", *part) for prompt in prompts for part in _parts(prompt)]
         except struct.error:
             return None
-        ids = np.frombuffer(bytearray(b"".join(parts)), np.int32)
+        ids = np.frombuffer(bytearray().join(parts), np.int32)
         # Seen as unsigned numbers, negative ones are the largest.
         if ids.view(np.uint32).max() >= self.vocab_size:
             return None
@@ -225,7 +228,11 @@ class InputProcessor:
                     f"allowed are at most {max_tokens}",
                     parameter="prompt",
                 )
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        finally:
+            if len(text) > _TRIMMED_LENGTH:
+                return_free_memory()
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens == 0:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Sequence
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, NamedTuple
 
@@ -19,6 +19,10 @@ DONE_EVENT = b"data: [DONE]\n\n"
 _compact = json.JSONEncoder(separators=(",", ":")).encode
 
 Positions = list[dict[int, Logprob]]
+_POSITIONS_AT_ONCE = 64
+"""Positions that are formatted in one go: with 20 alternatives each, that takes a few milliseconds."""
+_CHARACTERS_AT_ONCE = 1 << 16
+"""Characters of an answer, about as many as that gives."""
 _MIN_LOGPROB = -9999.0
 """Written for minus infinity, which JSON lacks; vLLM writes the same."""
 
@@ -39,7 +43,10 @@ class AnswerOptions(NamedTuple):
 
 
 class Answer(ABC):
-    """Collects the outputs of one HTTP request, and formats them."""
+    """Collects the outputs of one HTTP request, and formats them.
+
+    Large answers are formatted piece by piece, each in a few milliseconds, so that others can run between two of them.
+    """
 
     object_name: str
     event_object_name: str
@@ -61,13 +68,15 @@ class Answer(ABC):
         """Note a prompt's latest output."""
         self._latest[prompt_index] = output
 
-    def events(self, prompt_index: int, output: RequestOutput) -> bytes:
-        """Return an event for each completion that has changed; empty when none has.
+    def events(self, prompt_index: int, output: RequestOutput) -> Iterator[bytes]:
+        """Yield, in pieces, an event for each completion that has changed; nothing when none has.
 
         As in vLLM, tokens whose text is held back (part of a character or of a stop string) still make an event.
         """
         self._latest[prompt_index] = output
-        parts = []
+        return _pieces(self._event_parts(prompt_index, output))
+
+    def _event_parts(self, prompt_index: int, output: RequestOutput) -> Iterator[str]:
         for completion in output.outputs:
             index = prompt_index * self._n + completion.index
             if index in self._finished:
@@ -78,9 +87,13 @@ class Answer(ABC):
             elif len(completion.token_ids) == start:
                 continue
             self._num_sent_tokens[index] = len(completion.token_ids)
-            logprobs = None if completion.logprobs is None else completion.logprobs[start:]
-            parts.append(self._event(index, completion, logprobs))
-        return "".join(parts).encode()
+            text, end = self._event_text(index, completion), self._event_end(completion)
+            if completion.logprobs is None:
+                yield f'{text},"logprobs":null{end}'
+            else:
+                yield f'{text},"logprobs":'
+                yield from self._logprobs(index, completion.logprobs[start:])
+                yield end
 
     def end_events(self) -> bytes:
         """Return the last events of a complete stream."""
@@ -90,20 +103,28 @@ class Answer(ABC):
             f'{self._event_start},"choices":[],"usage":{_compact(self.usage())}}}\n\n'.encode() + DONE_EVENT
         )
 
-    def body(self) -> bytes:
-        """Return the whole answer as JSON."""
-        choices = [
-            {
-                "index": prompt_index * self._n + completion.index,
-                **self._content(prompt_index, completion),
-                "finish_reason": completion.finish_reason,
-                "stop_reason": completion.stop_reason,
-            }
-            for prompt_index, output in sorted(self._latest.items())
-            for completion in output.outputs
-        ]
-        head = {"object": self.object_name, **self._head}
-        return json.dumps({**head, "choices": choices, "usage": self.usage()}).encode()
+    def body(self) -> Iterator[bytes]:
+        """Yield the whole answer as JSON, in pieces; takes the outputs, which are freed on the way."""
+        return _pieces(self._body_parts())
+
+    def _body_parts(self) -> Iterator[str]:
+        usage = _compact(self.usage())
+        yield _compact({"object": self.object_name, **self._head})[:-1]
+        separator = ',"choices":['
+        for prompt_index in sorted(self._latest):
+            for completion in self._latest.pop(prompt_index).outputs:
+                index = prompt_index * self._n + completion.index
+                yield f'{separator}{{"index":{index},'
+                yield from self._whole_text(prompt_index, completion)
+                yield ',"logprobs":'
+                if completion.logprobs is None:
+                    yield "null"
+                else:
+                    yield from self._logprobs(index, completion.logprobs)
+                yield f',"finish_reason":{_compact(completion.finish_reason)}'
+                yield f',"stop_reason":{_compact(completion.stop_reason)}}}'
+                separator = ","
+        yield f'],"usage":{usage}}}'
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts so far; a prompt with several completions counts once."""
@@ -122,12 +143,37 @@ class Answer(ABC):
         }
 
     @abstractmethod
-    def _event(self, index: int, completion: CompletionOutput, logprobs: Positions | None) -> str:
-        """Return the event for what is new in one completion."""
+    def _event_text(self, index: int, completion: CompletionOutput) -> str:
+        """Return the start of the event for what is new in one completion, up to its text."""
 
     @abstractmethod
-    def _content(self, prompt_index: int, completion: CompletionOutput) -> dict[str, Any]:
-        """Return text and log-probabilities of one finished completion."""
+    def _whole_text(self, prompt_index: int, completion: CompletionOutput) -> Iterator[str]:
+        """Yield the text of one finished completion as a field."""
+
+    @abstractmethod
+    def _described(self, index: int, positions: Positions) -> dict[str, Any]:
+        """Return the log-probabilities of the next positions of one completion, as lists."""
+
+    def _logprobs(self, index: int, positions: Positions) -> Iterator[str]:
+        """Yield the log-probabilities of positions that follow each other; empties the list, part by part."""
+        lists: dict[str, list[str]] = {}
+        while True:
+            some, positions[:_POSITIONS_AT_ONCE] = positions[:_POSITIONS_AT_ONCE], ()
+            described = self._described(index, some)
+            if not positions and not lists:
+                yield _compact(described)
+                return
+            for name, values in described.items():
+                lists.setdefault(name, []).append(_compact(values)[1:-1])
+            if not positions:
+                break
+            yield _PAUSE
+        start = "{"
+        for name, parts in lists.items():
+            yield f'{start}"{name}":['
+            yield from _joined(parts)
+            start = "],"
+        yield "]}"
 
     def _event_end(self, completion: CompletionOutput) -> str:
         if completion.finish_reason is None:
@@ -140,38 +186,35 @@ class CompletionAnswer(Answer):
     """Answer of ``/v1/completions``.
 
     Args:
-        echo: returns the text to repeat in front of a prompt's completions; called once the prompt is accepted.
+        echo: text of each prompt, to repeat in front of its completions.
     """
 
     object_name = event_object_name = "text_completion"
 
-    def __init__(self, options: AnswerOptions, *, echo: Callable[[int], str] | None = None) -> None:
+    def __init__(self, options: AnswerOptions, *, echo: Sequence[str] | None = None) -> None:
         super().__init__(options)
         self._echo = echo
+        self._started: set[int] = set()
         self._text_lengths: dict[int, int] = {}
 
-    def _event(self, index: int, completion: CompletionOutput, logprobs: Positions | None) -> str:
+    def _event_text(self, index: int, completion: CompletionOutput) -> str:
         text = completion.delta_text
-        if self._echo is None and logprobs is None:
-            end = self._event_end(completion)
-            return f'{self._prefix}{index},"text":{_quoted(text)},"logprobs":null{end}'
-        if self._echo is not None and index not in self._text_lengths:
-            text = self._echo(index // self._n) + text
-        start = self._text_lengths.get(index, 0)
-        self._text_lengths[index] = start
-        shown = "null"
-        if logprobs is not None:
-            shown = _compact(_completion_logprobs(logprobs, start))
-            self._text_lengths[index] = start + _num_characters(logprobs)
-        return f'{self._prefix}{index},"text":{_quoted(text)},"logprobs":{shown}{self._event_end(completion)}'
+        if self._echo is not None and index not in self._started:
+            self._started.add(index)
+            text = self._echo[index // self._n] + text
+        return f'{self._prefix}{index},"text":{_quoted(text)}'
 
-    def _content(self, prompt_index: int, completion: CompletionOutput) -> dict[str, Any]:
-        echo = "" if self._echo is None else self._echo(prompt_index)
-        logprobs = completion.logprobs
-        return {
-            "text": echo + completion.text,
-            "logprobs": None if logprobs is None else _completion_logprobs(logprobs, 0),
-        }
+    def _whole_text(self, prompt_index: int, completion: CompletionOutput) -> Iterator[str]:
+        yield '"text":"'
+        if self._echo is not None:
+            yield from _quoted_parts(self._echo[prompt_index])
+        yield from _quoted_parts(completion.text)
+        yield '"'
+
+    def _described(self, index: int, positions: Positions) -> dict[str, Any]:
+        start = self._text_lengths.get(index, 0)
+        self._text_lengths[index] = start + _num_characters(positions)
+        return _completion_logprobs(positions, start)
 
 
 class ChatAnswer(Answer):
@@ -188,7 +231,7 @@ class ChatAnswer(Answer):
         self._num_top_logprobs = num_top_logprobs
         self._started: set[int] = set()
 
-    def _event(self, index: int, completion: CompletionOutput, logprobs: Positions | None) -> str:
+    def _event_text(self, index: int, completion: CompletionOutput) -> str:
         first = ""
         if index not in self._started:
             self._started.add(index)
@@ -196,19 +239,47 @@ class ChatAnswer(Answer):
             first = (
                 f'{self._prefix}{index},"delta":{delta},"logprobs":null,"finish_reason":null{self._suffix}'
             )
-        content = _quoted(completion.delta_text)
-        shown = "null"
-        if logprobs is not None:
-            shown = _compact(_chat_logprobs(logprobs, self._num_top_logprobs))
-        delta = f'{{"content":{content}}}'
-        return f'{first}{self._prefix}{index},"delta":{delta},"logprobs":{shown}{self._event_end(completion)}'
+        return f'{first}{self._prefix}{index},"delta":{{"content":{_quoted(completion.delta_text)}}}'
 
-    def _content(self, prompt_index: int, completion: CompletionOutput) -> dict[str, Any]:
-        logprobs = completion.logprobs
-        return {
-            "message": {"role": "assistant", "content": completion.text},
-            "logprobs": None if logprobs is None else _chat_logprobs(logprobs, self._num_top_logprobs),
-        }
+    def _whole_text(self, prompt_index: int, completion: CompletionOutput) -> Iterator[str]:
+        yield '"message":{"role":"assistant","content":"'
+        yield from _quoted_parts(completion.text)
+        yield '"}'
+
+    def _described(self, index: int, positions: Positions) -> dict[str, Any]:
+        return _chat_logprobs(positions, self._num_top_logprobs)
+
+
+_PAUSE = ""
+"""Among the parts of an answer: what was done since the last one has taken a few milliseconds."""
+
+
+def _pieces(parts: Iterable[str]) -> Iterator[bytes]:
+    """Join short parts. A piece may be empty, where there was much to do but nothing to write."""
+    joined: list[str] = []
+    num_characters = 0
+    for part in parts:
+        joined.append(part)
+        num_characters += len(part)
+        if not part or num_characters >= _CHARACTERS_AT_ONCE:
+            yield "".join(joined).encode()
+            joined.clear()
+            num_characters = 0
+    if joined:
+        yield "".join(joined).encode()
+
+
+def _joined(parts: list[str]) -> Iterator[str]:
+    separator = ""
+    for part in parts:
+        yield separator + part
+        separator = ","
+
+
+def _quoted_parts(text: str) -> Iterator[str]:
+    """Yield a text as the inside of a JSON string."""
+    for first in range(0, len(text), _CHARACTERS_AT_ONCE):
+        yield _quoted(text[first : first + _CHARACTERS_AT_ONCE])[1:-1]
 
 
 def _completion_logprobs(positions: Positions, start: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Counts of values, fields and lists in a large body, checked before it is parsed.
 
-Parsing holds the interpreter lock, for up to seconds with 16 MiB of short values, in which no stream sends anything.
-A body with more values than any request may have is refused without parsing.
+Parsing strings and literals holds the interpreter lock, for up to seconds with 16 MiB of short ones, in which no stream
+sends anything. A body with more values than any request may have is refused without parsing.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ _CHUNK_BYTES = 1 << 18
 """Bytes counted at once; between two chunks other threads may take the interpreter lock."""
 
 
+_WORDS = np.frombuffer(b'"tfn', np.uint8)
+
+
 class BodyParts(NamedTuple):
-    """Numbers of structural characters outside of strings."""
+    """Numbers of strings, and of structural characters outside of them."""
 
     commas: int
     colons: int
     brackets: int
     """Opening ones, of lists and objects."""
+    words: int
+    """Strings, names of fields included, and true, false and null."""
 
 
 def check_body_parts(content: bytes, max_prompts: int, max_model_len: int) -> None:
@@ -36,7 +41,7 @@ def check_body_parts(content: bytes, max_prompts: int, max_model_len: int) -> No
         content: the body, which may not be JSON.
 
     Raises:
-        RequestError: there are too many fields, lists and objects, or values.
+        RequestError: there are too many fields, lists and objects, strings and literals, or values.
     """
     parts = count_body_parts(content)
     max_lists = max_prompts + MAX_BODY_LISTS
@@ -45,6 +50,8 @@ def check_body_parts(content: bytes, max_prompts: int, max_model_len: int) -> No
     for what, number, limit in (
         ("fields", parts.colons, MAX_BODY_FIELDS),
         ("lists and objects", parts.brackets, max_lists),
+        # Each field has a name, and may have one for its value; a list of prompts has many.
+        ("strings, truth values and nulls", parts.words, 2 * MAX_BODY_FIELDS + max_lists),
         ("values", parts.commas, max_values),
     ):
         if number > limit:
@@ -55,7 +62,7 @@ def check_body_parts(content: bytes, max_prompts: int, max_model_len: int) -> No
 
 def count_body_parts(content: bytes) -> BodyParts:
     """Count without parsing, about as fast as hashing."""
-    totals = np.zeros(3, np.int64)
+    totals = np.zeros(4, np.int64)
     is_inside, rest = False, b""
     for first in range(0, len(content), _CHUNK_BYTES):
         chunk = rest + content[first : first + _CHUNK_BYTES]
@@ -68,10 +75,12 @@ def count_body_parts(content: bytes) -> BodyParts:
         inside = np.logical_xor.accumulate(data == ord('"')) ^ is_inside
         is_inside = bool(inside[-1])
         outside = data[~inside]
+        # Of a string, only the quotation mark at its end is outside.
         totals += [
             np.count_nonzero(outside == ord(",")),
             np.count_nonzero(outside == ord(":")),
             np.count_nonzero((outside == ord("[")) | (outside == ord("{"))),
+            np.count_nonzero(np.isin(outside, _WORDS)),
         ]
     return BodyParts(*totals.tolist())
 

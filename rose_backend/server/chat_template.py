@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,9 @@ class ChatTemplate:
         if self._template is None:
             return
         try:
-            self._render([{"role": "user", "content": "?"}], add_generation_prompt=False)
+            self._render(
+                [{"role": "user", "content": "?"}], add_generation_prompt=False, max_length=sys.maxsize
+            )
         except TemplateSyntaxError as error:
             raise ConfigError(f"chat_template: line {error.lineno}: {error.message}") from error
         except Exception:
@@ -77,29 +80,29 @@ class ChatTemplate:
                 parameter="messages",
             )
 
-    def encode(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> list[int]:
-        """Return the prompt's token ids; arguments and errors are those of ``render``."""
-        assert self._tokenizer is not None, "use() comes first"
-        text = self.render(messages, add_generation_prompt=add_generation_prompt)
-        # The template writes all special tokens.
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, max_length: int) -> str:
         """Return the prompt's text.
 
         Args:
             messages: answer of ``plain_messages``.
+            max_length: of the text, in characters. A template can make any number of one message.
 
         Raises:
-            RequestError: the template refuses the conversation, or fails, or the text is no valid Unicode.
+            RequestError: the template refuses the conversation, or fails, or the text is longer or no valid Unicode.
         """
         try:
-            text = self._render(self._for_template(messages), add_generation_prompt)
+            text = self._render(self._for_template(messages), add_generation_prompt, max_length)
         except Exception as error:  # a template is a program, and may fail in any way
             reason = kind_and_text(error)[:_MAX_REASON_LENGTH]
             raise RequestError(
                 f"messages: the model's chat template refuses them ({reason})", parameter="messages"
             ) from error
+        if len(text) > max_length:
+            raise RequestError(
+                f"messages: got more than {max_length} characters from the chat template, allowed are at most "
+                f"{max_length} (a window full of the longest token)",
+                parameter="messages",
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -108,17 +111,26 @@ class ChatTemplate:
             ) from error
         return text
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, max_length: int) -> str:
+        """Return the text, or a start of it that is longer than ``max_length``."""
         # Imported here: it takes a second, and is not needed without a template. It does not import torch.
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        (text,), _ = render_jinja_template(
-            conversations=[messages],
-            chat_template=self._template,
+        template = _compile_jinja_template(self._template)
+        parts: list[str] = []
+        length = 0
+        for part in template.generate(
+            messages=messages,
+            tools=None,
+            documents=None,
             add_generation_prompt=add_generation_prompt,
             **({} if self._tokenizer is None else self._tokenizer.special_tokens),
-        )
-        return str(text)
+        ):
+            parts.append(part)
+            length += len(part)
+            if length > max_length:
+                break
+        return "".join(parts)
 
     def _for_template(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages in roles that the template knows, as in vLLM: one that does not name the role developer gets

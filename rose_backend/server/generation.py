@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import TypeAlias
@@ -23,6 +23,8 @@ PromptOutput: TypeAlias = tuple[int, RequestOutput]
 """Index of the prompt, and its output."""
 
 _numbers = itertools.count()
+_STARTS_PER_TURN = 16
+"""Prompts of one request that are submitted in one turn of the event loop; that takes about a millisecond."""
 _HEADERS = [
     (b"cache-control", b"no-cache"),
     # Proxies like nginx would buffer events.
@@ -90,9 +92,13 @@ class Generation:
             except Exception as error:  # raised again below, in the consumer's task
                 await queue.put(error)
 
-        tasks = [asyncio.create_task(pump(index)) for index in range(len(self._inputs))]
-        num_unfinished = len(tasks)
+        tasks: list[asyncio.Task[None]] = []
+        num_unfinished = len(self._inputs)
         try:
+            for index in range(num_unfinished):
+                tasks.append(asyncio.create_task(pump(index)))
+                if len(tasks) % _STARTS_PER_TURN == 0:
+                    await asyncio.sleep(0)
             while num_unfinished:
                 item = await queue.get()
                 if isinstance(item, Exception):
@@ -227,6 +233,28 @@ class EventStream(Response):
             self._record.status = CLIENT_LEFT
         finally:
             self._watch.close()
+
+
+class WholeAnswer(Response):
+    """Sends JSON that may be long.
+
+    Args:
+        pieces: of the text, at least one.
+    """
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.media_type = "application/json"
+        self._pieces = pieces
+        self.init_headers({"content-length": str(sum(map(len, pieces)))})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for piece in self._pieces[:-1]:
+            await send(events_message(piece))
+        await send(events_message(self._pieces[-1], is_last=True))
 
 
 def events_message(events: bytes, *, is_last: bool = False) -> Message:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import reprlib
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +21,14 @@ from rose_backend.server.answers import DONE_EVENT, Answer, AnswerOptions, ChatA
 from rose_backend.server.chat_template import plain_messages
 from rose_backend.server.direct_routes import DirectRoute
 from rose_backend.server.error_answers import ApiError, as_api_error
-from rose_backend.server.generation import ClientWatch, EventStream, Generation, PromptOutput, events_message
+from rose_backend.server.generation import (
+    ClientWatch,
+    EventStream,
+    Generation,
+    PromptOutput,
+    WholeAnswer,
+    events_message,
+)
 from rose_backend.server.request_models import (
     Body,
     ChatCompletionRequest,
@@ -36,6 +43,8 @@ T = TypeVar("T")
 
 _MAX_INLINE_LENGTH = 8192
 """Characters and token ids that are processed on the event loop; more are in a thread, to not delay streams."""
+_LENGTH_OF_EACH = 128
+"""So many characters take as long as what is done for each prompt and message beside its text."""
 
 # Of each event; its data is JSON, or [DONE].
 _EVENT_SCHEMA = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
@@ -55,13 +64,11 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     processor = service.engine.input_processor
     prompts = read_prompts(body.prompt, service.settings.max_prompts, processor.max_model_len)
     inputs = await process_prompts(processor, prompts, params, namespace)
-
-    def echo(index: int) -> str:
-        text, ids = inputs[index].prompt, inputs[index].token_ids
-        return processor.tokenizer.decode(ids.tolist(), skip_special_tokens=False) if text is None else text
-
-    options = answer_options(request, body, params.n, "cmpl")
-    answer = CompletionAnswer(options, echo=echo if body.echo else None)
+    echo = None
+    if body.echo:
+        echo = await run_by_length(length_of(prompts), lambda: [text_of(each, processor) for each in inputs])
+    check_answer_tokens(inputs, echo, service)
+    answer = CompletionAnswer(answer_options(request, body, params.n, "cmpl"), echo=echo)
     return await generate(request, inputs, answer, is_streaming=bool(body.stream))
 
 
@@ -77,16 +84,21 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
     template = service.chat_template
     template.check_available()
     messages = plain_messages(body.messages)
-    num_characters = sum(len(message["content"]) for message in messages)
-    check_text_length("messages", num_characters, processor)
+    length = length_of([text for message in messages for text in message.values()])
+    check_text_length("messages", sum(len(message["content"]) for message in messages), processor)
     adds_start = body.add_generation_prompt is not False
 
     def process() -> list[ProcessedInput]:
-        ids = template.encode(messages, add_generation_prompt=adds_start)
+        # A template may show a text more than once.
+        text = template.render(
+            messages, add_generation_prompt=adds_start, max_length=max_text_length(processor)
+        )
+        ids = processor.encode(text, max_tokens=processor.max_model_len - 1, add_special_tokens=False)
         processed = processor.process_all([ids], [params], namespace)
         return [processor.with_limit(each, service.sampling_defaults.max_new_tokens) for each in processed]
 
-    inputs = await run_by_length(num_characters, process)
+    inputs = await run_by_length(length, process)
+    check_answer_tokens(inputs, None, service)
     options = answer_options(request, body, params.n, "chatcmpl")
     answer = ChatAnswer(options, num_top_logprobs=body.top_logprobs or 0)
     return await generate(request, inputs, answer, is_streaming=bool(body.stream))
@@ -154,8 +166,12 @@ async def generate(
                 return EventStream(outputs, send_events, watch, record)
             async for index, output in outputs:
                 answer.keep(index, output)
+            pieces = []
+            for piece in answer.body():
+                pieces.append(piece)
+                await asyncio.sleep(0)
         watch.close()
-        return Response(answer.body(), media_type="application/json")
+        return WholeAnswer(pieces)
     except BaseException:
         watch.close()
         await outputs.aclose()
@@ -175,15 +191,26 @@ async def _send_events(
         index, output = first
         num_unfinished -= output.finished
         while num_unfinished:
-            await send(events_message(answer.events(index, output)))
+            last = await _send_but_last(answer.events(index, output), send)
+            await send(events_message(last))
             index, output = await anext(outputs)
             num_unfinished -= output.finished
-        events = answer.events(index, output) + answer.end_events()
+        events = await _send_but_last(answer.events(index, output), send) + answer.end_events()
     except (RequestError, EngineDeadError) as error:
         record.error = str(error)
         events = as_api_error(error).event() + DONE_EVENT
     # The last events and the end of the answer are one message, and one system call.
     await send(events_message(events, is_last=True))
+
+
+async def _send_but_last(pieces: Iterator[bytes], send: Send) -> bytes:
+    """Send all pieces but the last one, each in a turn of the event loop of its own; return the last one, if any."""
+    last = next(pieces, b"")
+    for piece in pieces:
+        await send(events_message(last))
+        await asyncio.sleep(0)
+        last = piece
+    return last
 
 
 def read_prompts(value: Any, max_prompts: int, max_model_len: int) -> list[str | list[int]]:
@@ -232,21 +259,62 @@ async def process_prompts(
         "prompt", max((len(each) for each in prompts if isinstance(each, str)), default=0), processor
     )
     return await run_by_length(
-        sum(map(len, prompts)),
+        length_of(prompts),
         lambda: processor.process_all(prompts, [params] * len(prompts), namespace),
     )
 
 
 def check_text_length(field: str, num_characters: int, processor: InputProcessor) -> None:
     """Raise RequestError if a text is longer than a window full of the longest token, before it is tokenized."""
-    max_model_len, max_token_length = processor.max_model_len, processor.tokenizer.max_token_length
-    limit = max_model_len * max_token_length
+    limit = max_text_length(processor)
     if num_characters > limit:
         raise RequestError(
-            f"{field}: got {num_characters} characters, allowed are at most {limit} (a window of {max_model_len} "
-            f"tokens, none longer than {max_token_length} characters)",
+            f"{field}: got {num_characters} characters, allowed are at most {limit} (a window of "
+            f"{processor.max_model_len} tokens, none longer than {processor.tokenizer.max_token_length} characters)",
             parameter=field,
         )
+
+
+def max_text_length(processor: InputProcessor) -> int:
+    """Return the characters of a window full of the longest token."""
+    return processor.max_model_len * processor.tokenizer.max_token_length
+
+
+def check_answer_tokens(inputs: list[ProcessedInput], echo: list[str] | None, service: Service) -> None:
+    """Check how much one answer may become. A single completion is bounded by the window.
+
+    Args:
+        inputs: of one request, with the same parameters but for ``max_tokens``.
+        echo: text in front of the completions of each.
+
+    Raises:
+        RequestError: all completions together may have more tokens and log-probabilities than one request may ask for.
+    """
+    limit, max_model_len = service.settings.max_answer_tokens, service.engine.input_processor.max_model_len
+    n, num_logprobs = inputs[0].params.n, inputs[0].params.logprobs or 0
+    if len(inputs) * n == 1:
+        return
+    limits = (each.params.max_tokens or max_model_len - len(each.token_ids) for each in inputs)
+    num_tokens = n * sum(limits) * (1 + num_logprobs) + n * sum(map(len, echo or ()))
+    if num_tokens > limit:
+        raise RequestError(
+            f"max_tokens: got up to {num_tokens} tokens in {len(inputs) * n} completions, each counted once and once "
+            f"more for each of its {num_logprobs} log-probabilities, echoed characters included; allowed are at most "
+            f"{limit} in one request (--max-answer-tokens)",
+            parameter="max_tokens",
+        )
+
+
+def text_of(processed: ProcessedInput, processor: InputProcessor) -> str:
+    """Return the text of a prompt, which may have come as token ids."""
+    if processed.prompt is not None:
+        return processed.prompt
+    return processor.tokenizer.decode(processed.token_ids.tolist(), skip_special_tokens=False)
+
+
+def length_of(texts: Sequence[str | list[int]]) -> int:
+    """Return a measure for how long it takes to process texts or lists of token ids."""
+    return sum(map(len, texts)) + _LENGTH_OF_EACH * len(texts)
 
 
 async def run_by_length(length: int, work: Callable[[], T]) -> T:

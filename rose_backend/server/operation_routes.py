@@ -22,6 +22,7 @@ from rose_backend.server.answer_models import (
 )
 from rose_backend.server.direct_routes import DirectRoute
 from rose_backend.server.error_answers import ApiError
+from rose_backend.server.generation import WholeAnswer
 from rose_backend.server.generation_routes import check_body, check_number, check_text_length, run_by_length
 from rose_backend.server.request_models import DetokenizeRequest, TokenizeRequest
 from rose_backend.server.service import Service
@@ -30,6 +31,10 @@ router = APIRouter()
 
 _IDS_AT_ONCE = 4096
 """Token ids that are written as JSON in less than a millisecond."""
+_CHARACTERS_AT_ONCE = 1 << 16
+"""Characters that are."""
+_MAX_TOKENS = 1 << 20
+"""Tokens of a long prompt that ``/tokenize`` returns, where the window holds fewer."""
 
 
 @router.get("/v1/models", responses={200: {"model": ModelList}}, tags=["models"])
@@ -56,9 +61,13 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     service = check_body(request, body)
     processor = service.engine.input_processor
     check_text_length("prompt", len(body.prompt), processor)
-    token_ids = await run_by_length(len(body.prompt), lambda: processor.tokenizer.encode(body.prompt))
-    answer = {"count": len(token_ids), "max_model_len": processor.max_model_len}
-    return await run_by_length(len(token_ids), lambda: _json_with_ids(answer, "tokens", token_ids))
+    max_tokens = max(processor.max_model_len, _MAX_TOKENS)
+
+    def encode() -> Response:
+        token_ids = processor.encode(body.prompt, max_tokens=max_tokens)
+        return _json_with_ids({"count": len(token_ids), "max_model_len": processor.max_model_len}, token_ids)
+
+    return await run_by_length(len(body.prompt), encode)
 
 
 @router.post("/detokenize", responses={200: {"model": DetokenizeAnswer}}, tags=["tokens"])
@@ -67,11 +76,12 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     token has are left out."""
     service = check_body(request, body)
     processor = service.engine.input_processor
-    token_ids = read_token_ids("tokens", body.tokens, processor.max_model_len, processor.vocab_size)
-    return await run_by_length(
-        len(token_ids),
-        lambda: _json({"prompt": processor.tokenizer.decode(token_ids, skip_special_tokens=False)}),
-    )
+
+    def decode() -> Response:
+        token_ids = read_token_ids("tokens", body.tokens, processor.max_model_len, processor.vocab_size)
+        return _json_with_text(processor.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    return await run_by_length(len(body.tokens) if isinstance(body.tokens, list) else 0, decode)
 
 
 DIRECT_ROUTES: dict[str, DirectRoute] = {
@@ -109,14 +119,18 @@ async def metrics(request: Request) -> Response:
     return Response(service.metrics.render(counters), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-def _json_with_ids(answer: Mapping[str, object], name: str, token_ids: list[int]) -> Response:
+def _json_with_ids(answer: Mapping[str, object], token_ids: list[int]) -> Response:
     """Return ``answer`` with a list that may be long: encoded in one call, it would hold the interpreter lock."""
-    parts = [
-        json.dumps(token_ids[first : first + _IDS_AT_ONCE])[1:-1]
-        for first in range(0, len(token_ids), _IDS_AT_ONCE)
-    ]
-    content = f'{json.dumps(answer)[:-1]}, "{name}": [{", ".join(parts)}]}}'
-    return Response(content.encode(), media_type="application/json")
+    pieces = [f'{json.dumps(answer)[:-1]}, "tokens": ['.encode()]
+    for first in range(0, len(token_ids), _IDS_AT_ONCE):
+        separator = ", " if first else ""
+        pieces.append((separator + json.dumps(token_ids[first : first + _IDS_AT_ONCE])[1:-1]).encode())
+    return WholeAnswer([*pieces, b"]}"])
+
+
+def _json_with_text(text: str) -> Response:
+    parts = (text[first : first + _CHARACTERS_AT_ONCE] for first in range(0, len(text), _CHARACTERS_AT_ONCE))
+    return WholeAnswer([b'{"prompt": "', *(json.dumps(part)[1:-1].encode() for part in parts), b'"}'])
 
 
 def _json(answer: object) -> Response:

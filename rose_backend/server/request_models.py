@@ -17,7 +17,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.types import FailFast
 
 from rose_backend.config import (
@@ -34,7 +34,7 @@ from rose_backend.config import (
 )
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.errors import RequestError
-from rose_backend.server.settings import MAX_MESSAGES, MAX_PARTS, MAX_UNKNOWN_FIELDS
+from rose_backend.server.settings import MAX_MESSAGES, MAX_NAME_LENGTH, MAX_PARTS, MAX_UNKNOWN_FIELDS
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +223,12 @@ class ChatMessage(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
-    name: str | None = None
+    name: Annotated[str, Field(max_length=MAX_NAME_LENGTH)] | None = None
+
+    @model_validator(mode="after")
+    def _let_others_run(self) -> ChatMessage:
+        """Do nothing: where Python is called, another thread may take the interpreter lock between two messages."""
+        return self
 
 
 class ChatCompletionRequest(GenerationRequest):

@@ -15,9 +15,11 @@ MAX_MESSAGES = 1024
 """Messages of one chat request."""
 MAX_PARTS = 256
 """Parts of one message."""
-MAX_BODY_FIELDS = 131_072
+MAX_NAME_LENGTH = 256
+"""Characters of a message's ``name``."""
+MAX_BODY_FIELDS = 65_536
 """Fields of all objects in one body."""
-MAX_BODY_LISTS = 65_536
+MAX_BODY_LISTS = 16_384
 """Lists and objects in one body, beside one list for each prompt."""
 MAX_UNKNOWN_FIELDS = 16
 """Unknown fields of one request; each is compared with all known names."""
@@ -57,6 +59,9 @@ class ServerSettings:
     """How long a connection may stay idle after an answer."""
     max_prompts: int = 1024
     """Prompts of one request."""
+    max_answer_tokens: int = 1 << 22
+    """Tokens that a request for several completions may ask for in all of them together: ``max_tokens`` of each, and as
+    many again for each log-probability; of echoed prompts, each character counts as one."""
     drain_timeout_s: float = 30.0
     """How long running requests may continue after SIGTERM before they are aborted."""
     send_timeout_s: float = 60.0
@@ -81,6 +86,7 @@ class ServerSettings:
             _check_seconds(name, getattr(self, name))
         check_int("max_body_bytes", self.max_body_bytes, 1, 1 << 32)
         check_int("max_prompts", self.max_prompts, 1, 1 << 20)
+        check_int("max_answer_tokens", self.max_answer_tokens, 1, 1 << 40)
         if not self.host:
             raise ConfigError("host: got an empty name, allowed is an address or a host name")
         if not 0.0 <= self.drain_timeout_s < math.inf:

@@ -131,8 +131,10 @@ def test_completions_and_conversations(name: str, tokenizer: Tokenizer, expected
     template.use(tokenizer)
     for adds in (True, False):
         options: Any = {"tokenize": True, "return_dict": False, "add_generation_prompt": adds}
-        ids = template.encode(MESSAGES, add_generation_prompt=adds)
-        assert ids == expected.apply_chat_template(MESSAGES, **options)
+        text = template.render(MESSAGES, add_generation_prompt=adds, max_length=1000)
+        assert processor.encode(
+            text, max_tokens=1000, add_special_tokens=False
+        ) == expected.apply_chat_template(MESSAGES, **options)
 
 
 @pytest.mark.parametrize(

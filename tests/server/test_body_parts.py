@@ -23,13 +23,14 @@ MAX_PROMPTS, MAX_MODEL_LEN = 1024, 1024
 def plain_count(value: Any) -> BodyParts:
     """Count what ``json.dumps`` writes for a value, by looking at the value."""
     if not isinstance(value, (list, dict)):
-        return BodyParts(0, 0, 0)
+        return BodyParts(0, 0, 0, words=int(value is None or isinstance(value, str)))
     inner = [plain_count(each) for each in (value.values() if isinstance(value, dict) else value)]
     num_colons = len(value) if isinstance(value, dict) else 0
     return BodyParts(
         sum(each.commas for each in inner) + max(len(value) - 1, 0),
         sum(each.colons for each in inner) + num_colons,
         sum(each.brackets for each in inner) + 1,
+        sum(each.words for each in inner) + num_colons,
     )
 
 
@@ -62,15 +63,19 @@ TOO_MANY = [
     (b'{"prompt": [' + b"1," * 1_300_000 + b"1]}", "values"),
     (b'{"prompt": "a", "stop": [' + b"[]," * 70_000 + b"[]]}", "lists and objects"),
     (b'{"prompt": "a", "stop": [[' + b"1," * 1_300_000 + b"1]]}", "values"),
+    (b'{"prompt": [' + b'"",' * 150_000 + b'""]}', "strings, truth values and nulls"),
+    (b'{"prompt": "a", "stop": [' + b"null,true," * 75_000 + b"null]}", "strings, truth values and nulls"),
     (b'{"prompt": "a", ' + b",".join(b'"q%07d": 1' % each for each in range(140_000)) + b"}", "fields"),
 ]
 
 
-@pytest.mark.parametrize(("content", "what"), TOO_MANY, ids=["ids", "nested stop", "ids in stop", "fields"])
+@pytest.mark.parametrize(
+    ("content", "what"), TOO_MANY, ids=["ids", "nested stop", "ids in stop", "texts", "nulls", "fields"]
+)
 def test_too_many_parts_are_refused_before_they_are_parsed(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, content: bytes, what: str
 ) -> None:
-    def parse(*_: object) -> None:
+    def parse(*_: object, **__: object) -> None:
         raise AssertionError("the body is parsed")
 
     monkeypatch.setattr(direct_routes, "parse_body", parse)
@@ -87,7 +92,12 @@ def direct_routes_of(server: LiveServer) -> list[str]:
 
 
 def test_limits_are_named() -> None:
-    for content, limit in ((b'"a":1,', MAX_BODY_FIELDS), (b"[", MAX_PROMPTS + MAX_BODY_LISTS)):
+    max_lists = MAX_PROMPTS + MAX_BODY_LISTS
+    for content, limit in (
+        (b'"a":1,', MAX_BODY_FIELDS),
+        (b"[", max_lists),
+        (b"true ", 2 * MAX_BODY_FIELDS + max_lists),
+    ):
         check_body_parts(content * limit, MAX_PROMPTS, MAX_MODEL_LEN)
         with pytest.raises(
             RequestError, match=f"^body: got {limit + 1} .* allowed are at most {limit} in one"
@@ -133,4 +143,4 @@ def test_half_a_surrogate_hides_nothing(encoding: str) -> None:
     text = '["\ud800", "\u2200", ' + "[], " * 1000 + "1]"
     content = text.encode(encoding, "surrogatepass")
     assert len(json.loads(content)) == 1003
-    assert count_body_parts(as_utf8(content)) == BodyParts(commas=1002, colons=0, brackets=1001)
+    assert count_body_parts(as_utf8(content)) == BodyParts(commas=1002, colons=0, brackets=1001, words=2)

@@ -42,13 +42,11 @@ def test_the_template_makes_the_prompt(server: LiveServer, llm: LLM) -> None:
 
 
 def test_the_example_serves_a_model_without_a_template(tiny_model_path: Path) -> None:
-    tokenizer = Tokenizer(tiny_model_path)
     template = ChatTemplate(str(EXAMPLE))
-    template.use(tokenizer)
-    ids = template.encode(
-        plain_messages([ChatMessage(**each) for each in MESSAGES]), add_generation_prompt=True
-    )
-    assert tokenizer.decode(ids) == "System: Be kind.\n\nUser: Tell me of the king.\n\nAssistant:"
+    template.use(Tokenizer(tiny_model_path))
+    messages = plain_messages([ChatMessage(**each) for each in MESSAGES])
+    text = template.render(messages, add_generation_prompt=True, max_length=1000)
+    assert text == "System: Be kind.\n\nUser: Tell me of the king.\n\nAssistant:"
 
 
 def test_without_the_start_of_an_answer(server: LiveServer, llm: LLM) -> None:
@@ -138,6 +136,11 @@ def test_a_stream_adds_up_to_the_whole(server: LiveServer) -> None:
         ({}, "messages", "messages: missing, but required"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "user", "content": "a"}] * 1025}, "messages", "at most 1024 items"),
+        (
+            {"messages": [{"role": "user", "content": "a", "name": "x" * 257}]},
+            "messages.0.name",
+            "at most 256 characters",
+        ),
         ({"messages": [{"role": "pirate", "content": "a"}]}, "messages.0.role", "got 'pirate'"),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "missing, but required"),
         (
@@ -231,7 +234,7 @@ def test_a_template_that_fails_does_not_end_the_start(
     template.use(Tokenizer(tiny_model_path))
     template.check_available()
     with pytest.raises(RequestError, match=r"^messages: the model's chat template refuses them") as caught:
-        template.encode([{"role": "user", "content": "a"}], add_generation_prompt=True)
+        template.render([{"role": "user", "content": "a"}], add_generation_prompt=True, max_length=1000)
     assert caught.value.parameter == "messages"
 
 
@@ -249,9 +252,15 @@ def model_with(path: Path, tiny_model_path: Path, **files: str) -> ChatTemplate:
 def test_the_template_of_a_processor(tiny_model_path: Path, tmp_path: Path) -> None:
     file = json.dumps({"chat_template": "{{ messages[0].content }}!"})
     template = model_with(tmp_path, tiny_model_path, chat_template__json=file)
-    assert template.render([{"role": "user", "content": "a"}], add_generation_prompt=True) == "a!"
+    assert (
+        template.render([{"role": "user", "content": "a"}], add_generation_prompt=True, max_length=1000)
+        == "a!"
+    )
     template = model_with(tmp_path, tiny_model_path, chat_template__jinja="{{ messages[0].content }}?")
-    assert template.render([{"role": "user", "content": "a"}], add_generation_prompt=True) == "a?"
+    assert (
+        template.render([{"role": "user", "content": "a"}], add_generation_prompt=True, max_length=1000)
+        == "a?"
+    )
 
 
 @pytest.mark.parametrize("content", ['{"chat_template": 5}', "[]", "{"])
@@ -268,7 +277,7 @@ def test_named_templates(tiny_model_path: Path, tmp_path: Path, names: tuple[str
     )
     if "default" in names:
         template.check_available()
-        assert template.render([], add_generation_prompt=True) == "default <|endoftext|>"
+        assert template.render([], add_generation_prompt=True, max_length=1000) == "default <|endoftext|>"
     else:
         with pytest.raises(
             RequestError, match=r"several chat templates \(\['rag', 'tool_use'\]\), none of them named"
@@ -298,13 +307,17 @@ def test_instructions_of_a_developer(
 ) -> None:
     source = "{% for message in messages %}{{ message.role }}:{{ message.content }} {% endfor %}"
     template = model_with(tmp_path, tiny_model_path, chat_template__jinja=source)
-    assert template.render(messages, add_generation_prompt=True) == rendered
-    assert template.render(messages, add_generation_prompt=True) == _vllms(source, messages)
+    assert template.render(messages, add_generation_prompt=True, max_length=1000) == rendered
+    assert template.render(messages, add_generation_prompt=True, max_length=1000) == _vllms(source, messages)
     # A template that knows the role gets it.
     knows = source + "{{ '' if messages[0].role == 'developer' }}"
     template = model_with(tmp_path, tiny_model_path, chat_template__jinja=knows)
     own = "".join(f"{message['role']}:{message['content']} " for message in messages)
-    assert template.render(messages, add_generation_prompt=True) == own == _vllms(knows, messages)
+    assert (
+        template.render(messages, add_generation_prompt=True, max_length=1000)
+        == own
+        == _vllms(knows, messages)
+    )
 
 
 def _vllms(source: str, messages: list[Any]) -> str:

@@ -194,7 +194,7 @@ def test_tokens_without_text_are_events() -> None:
         output = RequestOutput(
             "r", None, [1], [CompletionOutput(0, "", token_ids, delta_text=new_text)], finished=False
         )
-        return answer.events(0, output).split(b"\n\n")[:-1]
+        return b"".join(answer.events(0, output)).split(b"\n\n")[:-1]
 
     assert len(events([5], "")) == 1
     assert events([5], "") == []

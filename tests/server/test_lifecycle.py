@@ -223,6 +223,7 @@ def test_an_address_in_use(server: LiveServer) -> None:
         ({"port": 65_536}, "port: got 65536, allowed is an integer from 0 to 65535"),
         ({"max_body_bytes": 0}, "max_body_bytes: got 0"),
         ({"max_prompts": 0}, "max_prompts: got 0"),
+        ({"max_answer_tokens": 0}, "max_answer_tokens: got 0"),
         ({"max_connections": 0}, "max_connections: got 0"),
         ({"max_header_bytes": 1023}, "max_header_bytes: got 1023, allowed is an integer from 1024"),
         ({"max_headers": 15}, "max_headers: got 15, allowed is an integer from 16"),

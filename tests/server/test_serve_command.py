@@ -179,7 +179,7 @@ from rose_backend.server.chat_template import ChatTemplate
 template = ChatTemplate(None)
 template.use(Tokenizer(sys.argv[1]))
 template.check_available()
-assert template.encode([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+assert template.render([{"role": "user", "content": "hi"}], add_generation_prompt=True, max_length=1000)
 sys.exit("torch" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code, str(CHAT_MODEL)]).returncode == 0
@@ -204,7 +204,7 @@ def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, Server
     argv = (
         "m --host ::1 --port 9 --uds u --served-model-name a b --api-key k1 --api-key k2 --chat-template t "
         "--max-connections 10 --max-header-bytes 2000 --max-headers 20 --header-timeout-s 1.5 --body-timeout-s 2.5 "
-        "--keep-alive-timeout-s 3.5 --max-body-bytes 5 --max-prompts 6 "
+        "--keep-alive-timeout-s 3.5 --max-body-bytes 5 --max-prompts 6 --max-answer-tokens 7 "
         "--drain-timeout-s 7.5 --send-timeout-s 8.5 --no-log-requests --no-frontend-multiprocessing "
         "--share-prefix-cache --exact-cached-tokens --no-prefix-cache --no-token-granular-hits --seed 3"
     )
@@ -224,6 +224,7 @@ def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, Server
         keep_alive_timeout_s=3.5,
         max_body_bytes=5,
         max_prompts=6,
+        max_answer_tokens=7,
         drain_timeout_s=7.5,
         send_timeout_s=8.5,
         share_prefix_cache=True,
