@@ -220,7 +220,7 @@ def test_few_prompts_start_in_one_turn() -> None:
     ("model", "body", "num_calls"),
     [
         (CompletionRequest, {"prompt": [1, 300, 50_000] * 10_000}, 30_000),
-        (CompletionRequest, {"prompt": "a", "stop": [[0.5] * 10_000]}, 10_000),
+        (CompletionRequest, {"prompt": "a", "anything": [0.5] * 10_000}, 10_000),
         (
             ChatCompletionRequest,
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 9}] * 1000},
@@ -240,13 +240,10 @@ def test_parsing_a_large_body_calls_python(model: Any, body: dict[str, Any], num
     sys.setprofile(count)
     try:
         parsed = parse_body(model, json.dumps(body).encode(), **_SHARES_THE_LOCK)
-    except Exception as error:
-        assert "stop" in str(getattr(error, "detail", error))
-    else:
-        assert parsed == parse_body(model, json.dumps(body).encode())
     finally:
         sys.setprofile(None)
     assert calls >= num_calls
+    assert parsed == parse_body(model, json.dumps(body).encode())
 
 
 def test_large_bodies_are_parsed_in_a_thread(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
