@@ -127,6 +127,19 @@ LEDGER: dict[str, Patch] = {
         remove_when="CUDAGraphMode has full graphs of mixed steps beside full graphs of decodes",
         build=f"{_PLUGIN}.attention.mixed_graphs:wrap_init_candidates",
     ),
+    "prompt_tails_v1": Patch(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._determine_batch_execution_and_padding",
+        reason="a prompt's last token beside decodes is replayed as one; a model that is not audited and keeps "
+        "features of images in front of its forward would leave them to the next step",
+        remove_when="vLLM replays no graph of decodes for a prompt's token, or its models keep no features themselves",
+        build=f"{_PLUGIN}.attention.prompt_tails:wrap_determine_batch_execution",
+    ),
+    "prompt_tails_v2": Patch(
+        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.gather_batch_req_state",
+        reason="as prompt_tails_v1, in model runner V2",
+        remove_when="vLLM replays no graph of decodes for a prompt's token, or its models keep no features themselves",
+        build=f"{_PLUGIN}.attention.prompt_tails:wrap_gather_batch_req_state",
+    ),
     "step_graph_capture": Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model",
         reason="what surrounds vLLM's decode graphs is captured right behind them, in their memory pool, whose size is "

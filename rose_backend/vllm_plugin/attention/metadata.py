@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from rose_backend.kernels.gpu_properties import is_recording
 from rose_backend.kernels.paged_attention import MAX_QUERY_LEN
 from rose_backend.layers.attention import AttentionStep
+from rose_backend.vllm_plugin.attention.audited_models import find_unaudited
 from rose_backend.vllm_plugin.attention.flash_attention import FlashRows, choose_rows, uses_flash_attention
 from rose_backend.vllm_plugin.attention.mixed_graphs import captures_mixed_steps, why_prompts_need_python
 from rose_backend.vllm_plugin.options import replays_steps
@@ -102,6 +103,8 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
         if captures_mixed_steps(vllm_config):
             # Here because workers build this before they capture graphs, and only if ROSE is selected.
             apply_patch("decode_graphs")
+        if find_unaudited(vllm_config.model_config) is not None:
+            apply_patch("prompt_tails_v2" if vllm_config.use_v2_model_runner else "prompt_tails_v1")
         if replays_steps(vllm_config):
             for name in ("step_graph_capture", "step_graph_execution", "step_graph_sampling"):
                 apply_patch(name)
