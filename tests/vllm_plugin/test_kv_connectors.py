@@ -154,6 +154,42 @@ def test_what_was_loaded_meanwhile_is_found(make_config: MakeConfig) -> None:
     assert scheduler.kv_cache_manager.get_computed_blocks(request)[1] == 59
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(
+    ("ends", "num_hits"),
+    # vLLM has taken back the last token of what has arrived, to compute it.
+    [("with its first token", 64), ("when it has arrived", 63), ("while it is loaded", 0), ("not", 64)],
+)
+def test_a_prompt_that_was_loaded_to_its_end_is_found_by_one_that_continues_it(
+    make_config: MakeConfig, depth: str, ends: str, num_hits: int
+) -> None:
+    connector = FakeConnector(share_sent=0.0, is_async=True)
+    simulation = simulate(make_config, depth, connector=connector)
+    scheduler, prompt = simulation.scheduler, list(range(64))
+    name = next(
+        name
+        for name in map("loaded{}".format, range(1000))
+        if connector.get_num_new_matched_tokens(make_request(name, prompt, 1), 0)[0] == 64
+    )
+    request = make_request(name, prompt, 1 if ends == "with its first token" else 20)
+    scheduler.add_request(request)
+    simulation.step()
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    if ends == "when it has arrived":
+        while not scheduler.finished_recving_kv_req_ids:
+            simulation.step()
+        # The next step would do this, and compute the last token.
+        scheduler._update_waiting_for_remote_kv(request)
+        request.status = RequestStatus.WAITING
+    if ends in ("when it has arrived", "while it is loaded"):
+        scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+    while connector.is_busy or simulation.in_flight or not (request.is_finished() or simulation.outputs):
+        simulation.step()
+    scheduler.kv_cache_manager.new_step_starts()
+    continued = make_request("continued", [*prompt, 5, 6, 7], 1)
+    assert scheduler.kv_cache_manager.get_computed_blocks(continued)[1] == num_hits
+
+
 def test_a_connector_gets_no_hit_inside_a_block(make_config: MakeConfig) -> None:
     manager = simulate(make_config).scheduler.kv_cache_manager
     first, second = (make_request(name, list(range(60)), 5) for name in ("first", "second"))

@@ -225,8 +225,5 @@ class KVCacheFacade:
     def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: what windows have passed is released before more is allocated."""
 
-    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Do nothing: tokens are committed before the next lookup."""
-
     def record_blocks_for_zeroing(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: attention never reads what was not written."""

@@ -324,6 +324,12 @@ class RoseKVCacheManager(KVCacheFacade):
         committed: list[int] = (starts + counts).tolist()
         return committed
 
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Note that what a connector loads meanwhile has arrived; tokens are committed before the next lookup."""
+        row = self._row_of.get(request.request_id)
+        if row is not None:
+            self._loads.arrive(row)
+
     def take_events(self) -> list[Any]:
         """Return the events of the prefix cache since the last call, as vLLM's."""
         if self._events is None:
