@@ -21,6 +21,8 @@ def build_app(service: Service) -> ASGIApp:
         title="rose_backend",
         version=__version__,
         redoc_url=None,
+        # A redirect would name the host that the request names, which anybody may have chosen.
+        redirect_slashes=False,
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
     app.state.service = service

@@ -8,6 +8,7 @@ import logging
 import secrets
 import sys
 import termios
+from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
@@ -16,15 +17,21 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from rose_backend.server.error_answers import ApiError
+from rose_backend.server.half_closed import HalfClosedWatch
 from rose_backend.server.service import RequestRecord, Service
 from rose_backend.server.settings import RETRY_AFTER_S
 
 logger = logging.getLogger(__name__)
 
 _LINGER_S = 2.0
-"""How long a refused client may still send; a connection closed at once is reset before the answer is read."""
+"""How long a client whose request was answered before it was complete may pause while it sends the rest. It is dropped;
+a connection closed at once is reset before the answer is read."""
+_MAX_LINGER_S = 30.0
+"""How long it may take to send the rest."""
+_MAX_LINGER_BYTES = 64 << 20
+"""How much more it may send."""
 MAX_LINGERING = 64
-"""Refused connections that may do so, beyond ``max_connections``. More are closed at once."""
+"""Connections that may do so, beyond ``max_connections``. More are closed at once."""
 MAX_PIPELINED = 16
 """Requests of one connection that may wait for the answer to an earlier one. uvicorn keeps any number."""
 
@@ -136,7 +143,11 @@ class Connection(SendTimeoutProtocol):
         self._settings = config.service.settings
         self._lingering = config.lingering
         self.timeout_keep_alive = self._settings.keep_alive_timeout_s  # type: ignore[assignment]
-        self._is_refused = False
+        # Answered for the last time: what still comes is dropped.
+        self._is_over = False
+        self._num_dropped_bytes = 0
+        self._linger_deadline_s = 0.0
+        self._half_closed: HalfClosedWatch | None = None
         self._refusal: ApiError | None = None
         self._awaits_header = True
         self._num_headers = 0
@@ -168,6 +179,8 @@ class Connection(SendTimeoutProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._lingering.discard(self)
         self._stop_timer()
+        if self._half_closed is not None:
+            self._half_closed.close()
         self._unset_keepalive_if_required()
         self.pipeline.clear()
         if self._running is not None and not self._running.response_complete:
@@ -175,9 +188,23 @@ class Connection(SendTimeoutProtocol):
             self._running.message_event.set()
         super().connection_lost(exc)
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether the connection stays open: for the answer to a complete request."""
+        is_complete = self._awaits_header and not self._num_pending_bytes
+        if self._is_over or self._is_idle or not is_complete or self._running is None:
+            return False
+        self.cycle.keep_alive = False
+        self._half_closed = HalfClosedWatch(self.loop, self.transport, self._running)
+        return True
+
     def data_received(self, data: bytes) -> None:
+        if self._is_over:
+            self._num_dropped_bytes += len(data)
+            if self._num_dropped_bytes > _MAX_LINGER_BYTES:
+                self.transport.abort()
+            return
         # The parser buffers an unfinished header, so bytes are counted before it gets them.
-        while data and not self._is_refused and not self.transport.is_closing():
+        while data and not self._is_over and not self.transport.is_closing():
             room = self._settings.max_header_bytes - self._num_pending_bytes
             if room <= 0:
                 self._refuse(
@@ -189,7 +216,7 @@ class Connection(SendTimeoutProtocol):
             piece, data = data[:room], data[room:]
             self._num_pending_bytes += len(piece)
             super().data_received(piece)
-        if self._timer is None and not self._is_refused:
+        if self._timer is None and not self._is_over:
             if not self._awaits_header:
                 self._start_timer(self._settings.body_timeout_s)
             elif self._num_pending_bytes:
@@ -249,7 +276,16 @@ class Connection(SendTimeoutProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        # All that a cycle uses of it.
+        write, is_closing = self.transport.write, self.transport.is_closing
+        cycle.transport = SimpleNamespace(write=write, is_closing=is_closing, close=self._close_behind)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_over:
+            # uvicorn takes it for a connection that waits for its next request.
+            self._unset_keepalive_if_required()
 
     # Timers.
 
@@ -282,14 +318,10 @@ class Connection(SendTimeoutProtocol):
 
     def _refuse(self, refusal: ApiError) -> None:
         """Answer, if no other answer is under way, and close."""
-        if self._is_refused:
+        if self._is_over:
             return
-        self._is_refused = True
-        self._stop_timer()
-        self._unset_keepalive_if_required()
-        # It no longer counts as a connection, and shutdown does not wait for it.
-        self.connections.discard(self)
         if not self._take_over():
+            self._end()
             self._close()
             return
         record = RequestRecord(
@@ -299,12 +331,39 @@ class Connection(SendTimeoutProtocol):
         self._service.metrics.responses.labels(record.route, str(record.status)).inc()
         if self._settings.log_requests:
             record.log()
+        self._linger()
+
+    def _close_behind(self) -> None:
+        """Close behind an answer."""
+        if self.cycle.more_body and not self._is_over:
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        """Close for writing, and drop for a while what the client still sends."""
+        self._end()
         if len(self._lingering) < MAX_LINGERING and self.transport.can_write_eof():
             self._lingering.add(self)
             self.transport.write_eof()
-            self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)
+            self.flow.resume_reading()
+            self._linger_deadline_s = self.loop.time() + _MAX_LINGER_S
+            self._timer = self.loop.call_later(_LINGER_S, self._check_lingering, 0)
         else:
             self._close()
+
+    def _check_lingering(self, num_bytes_before: int) -> None:
+        if self._num_dropped_bytes == num_bytes_before or self.loop.time() > self._linger_deadline_s:
+            self.transport.abort()
+        else:
+            self._timer = self.loop.call_later(_LINGER_S, self._check_lingering, self._num_dropped_bytes)
+
+    def _end(self) -> None:
+        """Handle nothing more that comes. It no longer counts as a connection, and shutdown does not wait for it."""
+        self._is_over = True
+        self._stop_timer()
+        self._unset_keepalive_if_required()
+        self.connections.discard(self)
 
     def _close(self) -> None:
         """Close; after a while also if the client does not read what is buffered."""

@@ -200,6 +200,19 @@ def test_unknown_routes_and_methods(server: LiveServer) -> None:
         assert error_of(answer)["message"].startswith(f"{method} {path}: ")
 
 
+def test_no_answer_sends_a_client_elsewhere(server: LiveServer) -> None:
+    for method, path in (
+        ("POST", "/v1/completions/"),
+        ("GET", "/health/"),
+        ("GET", "/docs/"),
+        ("GET", "//health"),
+    ):
+        answer = server.http.request(
+            method, path, headers={"Host": "attacker.example"}, json={}, follow_redirects=False
+        )
+        assert answer.status_code == 404 and "location" not in answer.headers
+
+
 def test_another_model_is_not_found(server: LiveServer) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         server.openai.completions.create(model="gpt-4", prompt="a")
