@@ -31,6 +31,13 @@ class QueueFullError(RequestError):
     """The queue is full; the request may be retried."""
 
 
+class EngineStalledError(RequestError):
+    """The engine process does not answer, but has not ended; the request may be retried."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine does not answer at present; no request is taken until it does")
+
+
 class ModelError(RoseError, ValueError):
     """A checkpoint is missing, damaged, or of a kind that is not supported."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterable
@@ -19,6 +20,8 @@ from rose_backend.engine.process_settings import begin_serving, end_serving
 from rose_backend.engine.request import Prompt, Request, check_queue, check_request_id
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.errors import EngineDeadError, RequestError
+
+logger = logging.getLogger(__name__)
 
 
 class AsyncEngine:
@@ -180,9 +183,11 @@ class AsyncEngine:
             death = EngineDeadError("the engine was shut down")
         except EngineDeadError as error:
             death = error
+            logger.error("the engine has died", exc_info=error)
         except BaseException as error:
             death = EngineDeadError(f"the engine stopped: {error!r}")
             death.__cause__ = error
+            logger.error("the engine has died", exc_info=error)
         self._core.close()
         end_serving()
         with self._lock:

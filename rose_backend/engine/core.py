@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -29,6 +30,8 @@ from rose_backend.engine.startup.load import LoadedModel, load
 from rose_backend.engine.startup.warm_up import warm_up
 from rose_backend.engine.tokenizer_loading import PendingTokenizer
 from rose_backend.errors import EngineDeadError, IntegrityError, RequestError, kind_and_text
+
+logger = logging.getLogger(__name__)
 
 Command = Request | str
 """A request to serve, or the id of one to end."""
@@ -271,6 +274,8 @@ class EngineCore:
         except Exception as error:
             self._failure = error
             where = "its output thread" if error is self._output_thread.failure else self._where()
+            # Not in the error's text, which every caller gets.
+            logger.error("the newest requests in %s: %s", where, ", ".join(list(self._requests)[-3:]))
             raise EngineDeadError(f"the engine stopped in {where}: {kind_and_text(error)}") from error
         except BaseException as error:
             # Ctrl-C, too, can leave rows and reservations inconsistent: further steps could give wrong text.
@@ -314,9 +319,8 @@ class EngineCore:
             self._prompt_lists = PromptLists()
 
     def _where(self) -> str:
-        """Describe the step and the requests it served, for the error message of a failure."""
-        num_rows, newest = len(self._scheduler.running_rows), ", ".join(list(self._requests)[-3:])
-        return f"step {self._pipeline.counters.steps} with {num_rows} rows, newest requests {newest}"
+        """Describe the step, for the error message of a failure."""
+        return f"step {self._pipeline.counters.steps} with {len(self._scheduler.running_rows)} rows"
 
     def _check_alive(self) -> None:
         if (error := self._failure) is not None:

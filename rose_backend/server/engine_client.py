@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from rose_backend.engine.process_settings import begin_serving, end_serving
 from rose_backend.engine.request import check_request_id
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import load_tokenizer
-from rose_backend.errors import EngineDeadError, RequestError
+from rose_backend.errors import EngineDeadError, EngineStalledError, RequestError
 from rose_backend.models.weights import resolve_model_path
 from rose_backend.server import engine_messages as messages
 from rose_backend.server.engine_messages import HEADER, decode, encode, read_message
@@ -41,6 +42,17 @@ _ENGINE_PROGRAM = (
 """The end of the path is where this process imported the package from, which may not be installed."""
 _END_TIMEOUT_S = 10.0
 """How long an engine process that was told to stop may take until it is killed."""
+_HEARTBEAT_INTERVAL_S = 5.0
+"""How often the engine process is asked for a sign of life; a thread of its own answers, however long a step takes."""
+_HEARTBEAT_TIMEOUT_S = 10.0
+"""After so long without any message the engine counts as stalled, until the next one."""
+_COUNTERS_TIMEOUT_S = 1.0
+"""How long metrics wait for the engine's present counters."""
+_MAX_COUNTER_WAITERS = 64
+_MAX_UNREAD_BYTES = 256 << 20
+"""Memory of requests that the engine process has not read; others wait until it has."""
+_BYTES_PER_REQUEST, _BYTES_PER_TOKEN = 8 << 10, 48
+"""Memory that a request takes in this process: tasks and outputs; and its token ids as an array, a list, a message."""
 
 
 class EngineClient:
@@ -84,12 +96,21 @@ class EngineClient:
         self._streams: dict[int, RemoteStream] = {}
         self._numbers: dict[str, int] = {}
         self._counters = ready.counters
-        self._counter_waiters: list[asyncio.Future[None]] = []
+        # Each with what had been sent when it asked.
+        self._counter_waiters: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._room_waiter: asyncio.Future[None] | None = None
+        # Memory of the requests that were sent to the engine process, and of those that it has read for certain.
+        self._num_sent_bytes = 0
+        self._num_read_bytes = 0
+        self._num_messages = 0
+        self.is_stalled = False
+        """The engine process runs, but does not answer. Requests wait; it may go on."""
         self._is_stopping = False
         self._death: EngineDeadError | None = None
         self._unsent: list[bytes] = []
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._heartbeats: asyncio.Task[None] | None = None
 
     @property
     def is_running(self) -> bool:
@@ -100,13 +121,22 @@ class EngineClient:
         """Serve requests of the running event loop."""
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=_SOCKET_BUFFER_BYTES)
         self._reading = asyncio.create_task(self._read(reader))
+        self._heartbeats = asyncio.create_task(self._watch_heartbeats())
         begin_serving()
 
     async def generate(self, prompt: ProcessedInput, *, request_id: str) -> AsyncIterator[RequestOutput]:
-        """Do what ``AsyncEngine.generate`` does, with an answer of ``input_processor`` that is used once."""
+        """Do what ``AsyncEngine.generate`` does, with an answer of ``input_processor`` that is used once.
+
+        Raises:
+            EngineStalledError: the engine process does not answer.
+        """
         self._check_running()
+        while self._num_sent_bytes - self._num_read_bytes > _MAX_UNREAD_BYTES:
+            await self._wait_until_read()
+            self._check_running()
         check_request_id(request_id, self._numbers)
         number, text, ids, params, namespace = prompt
+        self._num_sent_bytes += _BYTES_PER_REQUEST + _BYTES_PER_TOKEN * len(ids)
         stream = RemoteStream(request_id, text, ids.tolist(), asyncio.get_running_loop())
         self._streams[number], self._numbers[request_id] = stream, number
         self._send(messages.Add(number, request_id, ids.tobytes(), params, namespace))
@@ -131,12 +161,9 @@ class EngineClient:
         return number is not None
 
     async def counters(self) -> Counters:
-        """Return counters and present load; of an engine that has died, the last ones known."""
-        if self.is_running:
-            waiter = asyncio.get_running_loop().create_future()
-            self._counter_waiters.append(waiter)
-            self._send(messages.GetCounters())
-            await asyncio.wait([waiter])
+        """Return counters and present load; of an engine that has died or does not answer, the last ones known."""
+        if self.is_running and not self.is_stalled and len(self._counter_waiters) < _MAX_COUNTER_WAITERS:
+            await asyncio.wait([self._ask()], timeout=_COUNTERS_TIMEOUT_S)
         return self._counters
 
     async def shutdown(self) -> None:
@@ -157,6 +184,36 @@ class EngineClient:
             raise EngineDeadError(str(self._death))
         if self._is_stopping:
             raise EngineDeadError("the engine was shut down")
+        if self.is_stalled:
+            raise EngineStalledError
+
+    def _ask(self) -> asyncio.Future[None]:
+        """Ask for counters; the result is done when they have come, and cancelled at the end."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._counter_waiters.append((waiter, self._num_sent_bytes))
+        self._send(messages.GetCounters())
+        return waiter
+
+    async def _wait_until_read(self) -> None:
+        """Wait until the engine process has read what it was sent so far, or ``is_stalled`` may have changed."""
+        if self._room_waiter is None or self._room_waiter.done():
+            self._room_waiter = self._ask()
+        await asyncio.wait([self._room_waiter], timeout=_COUNTERS_TIMEOUT_S)
+
+    async def _watch_heartbeats(self) -> None:
+        """Keep ``is_stalled`` up to date while the engine runs."""
+        while self.is_running:
+            num_messages, waiter = self._num_messages, self._ask()
+            await asyncio.wait([waiter], timeout=_HEARTBEAT_TIMEOUT_S)
+            if waiter.done():
+                await asyncio.sleep(_HEARTBEAT_INTERVAL_S)
+            elif self._num_messages == num_messages:
+                self.is_stalled = True
+                logger.error(
+                    "the engine process has not answered for %g s; new requests are refused until it does",
+                    _HEARTBEAT_TIMEOUT_S,
+                )
+                await asyncio.wait([waiter])
 
     def _send(self, command: object) -> None:
         """Send all commands of one turn of the event loop at once: each read in the engine process takes the
@@ -187,6 +244,10 @@ class EngineClient:
             self._note_death(f"the engine process ended with {_describe_status(status)}")
 
     def _handle(self, message: object) -> None:
+        self._num_messages += 1
+        if self.is_stalled:
+            self.is_stalled = False
+            logger.warning("the engine process answers again")
         if isinstance(message, messages.OutputBatch):
             for update in message.updates:
                 self._hand_over(update)
@@ -196,7 +257,9 @@ class EngineClient:
             self._forget(message.number).fail(message.error)
         elif isinstance(message, Counters):
             self._counters = message
-            self._counter_waiters.pop(0).set_result(None)
+            waiter, self._num_read_bytes = self._counter_waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
         elif isinstance(message, messages.EngineDied):
             self._note_death(message.message)
 
@@ -221,9 +284,11 @@ class EngineClient:
         for stream in self._streams.values():
             # One exception per request: tracebacks must not accumulate in one object.
             stream.fail(EngineDeadError(str(error)))
-        for waiter in self._counter_waiters:
+        for waiter, _ in self._counter_waiters:
             waiter.cancel()
         self._counter_waiters.clear()
+        if self._heartbeats is not None:
+            self._heartbeats.cancel()
 
     def _wait_until_ready(self) -> messages.Ready:
         with self._socket.makefile("rb") as stream:
@@ -276,4 +341,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _describe_status(status: int) -> str:
-    return f"exit code {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+    if status >= 0:
+        return f"exit code {status}"
+    # Real-time signals have no names.
+    names = {each.value: each.name for each in signal.Signals}
+    return f"signal {names.get(-status, -status)}"

@@ -14,8 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from rose_backend.errors import EngineDeadError, QueueFullError, RequestError
+from rose_backend.errors import EngineDeadError, EngineStalledError, QueueFullError, RequestError
 from rose_backend.server.settings import RETRY_AFTER_S
+
+ENGINE_HAS_STOPPED = "the engine has stopped; the server's log has the reason"
 
 CLIENT_LEFT = 499
 """Status in logs and metrics of a request whose client disconnected before the answer; it is never sent."""
@@ -80,10 +82,13 @@ def as_api_error(error: Exception, what: str = "request") -> ApiError:
         return answer
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", retry_after=str(RETRY_AFTER_S))
+    if isinstance(error, EngineStalledError):
+        return ApiError(503, str(error), code="engine_stalled", retry_after=str(RETRY_AFTER_S))
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.parameter)
     if isinstance(error, EngineDeadError):
-        return ApiError(503, str(error), code="engine_dead")
+        # The error's own text may quote anything of the step that failed, other clients' requests included.
+        return ApiError(503, ENGINE_HAS_STOPPED, code="engine_dead")
     return ApiError(500, "the server failed; its log has the reason")
 
 

@@ -10,7 +10,8 @@ import secrets
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rose_backend.server.error_answers import CLIENT_LEFT, ApiError
+from rose_backend.errors import EngineStalledError
+from rose_backend.server.error_answers import CLIENT_LEFT, ApiError, as_api_error
 from rose_backend.server.service import RequestRecord, Service
 from rose_backend.server.settings import RETRY_AFTER_S
 
@@ -100,6 +101,8 @@ class Middleware:
                 retry_after=str(RETRY_AFTER_S),
                 connection="close",
             )
+        if route in GENERATING_ROUTES and service.engine_is_stalled:
+            raise as_api_error(EngineStalledError())
         if method != "POST":
             return
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()

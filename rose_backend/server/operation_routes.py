@@ -12,7 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import Response
 
 from rose_backend import __version__
-from rose_backend.errors import RequestError
+from rose_backend.errors import EngineStalledError, RequestError
 from rose_backend.server.answer_models import (
     DetokenizeAnswer,
     HealthAnswer,
@@ -21,7 +21,7 @@ from rose_backend.server.answer_models import (
     VersionAnswer,
 )
 from rose_backend.server.direct_routes import DirectRoute
-from rose_backend.server.error_answers import ApiError
+from rose_backend.server.error_answers import ENGINE_HAS_STOPPED, ApiError
 from rose_backend.server.generation import WholeAnswer
 from rose_backend.server.generation_routes import check_body, check_number, check_text_length, run_by_length
 from rose_backend.server.request_models import DetokenizeRequest, TokenizeRequest
@@ -92,12 +92,15 @@ DIRECT_ROUTES: dict[str, DirectRoute] = {
 
 @router.get("/health", responses={200: {"model": HealthAnswer}}, tags=["operations"])
 async def health(request: Request) -> Response:
-    """Report whether requests are served: 503 after a failure of the engine, and while shutting down."""
+    """Report whether requests are served: 503 after a failure of the engine, while it does not answer, and while
+    shutting down."""
     service: Service = request.app.state.service
     if service.is_draining:
         raise ApiError(503, "the server is shutting down", code="draining")
     if not service.engine.is_running:
-        raise ApiError(503, "the engine has stopped; the server must be restarted", code="engine_dead")
+        raise ApiError(503, ENGINE_HAS_STOPPED, code="engine_dead")
+    if service.engine_is_stalled:
+        raise EngineStalledError
     return _json({"status": "ok"})
 
 

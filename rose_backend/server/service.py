@@ -15,12 +15,12 @@ from rose_backend.block_manager import reporting_unit
 from rose_backend.engine.generation_config import sampling_defaults
 from rose_backend.engine.input_processor import check_cache_salt
 from rose_backend.server.chat_template import ChatTemplate
+from rose_backend.server.engine_client import EngineClient
 from rose_backend.server.metrics import ServerMetrics
 from rose_backend.server.settings import ServerSettings
 
 if TYPE_CHECKING:  # a process that only serves HTTP does without torch
     from rose_backend.engine.async_engine import AsyncEngine
-    from rose_backend.server.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
 request_logger = logging.getLogger("rose_backend.server.requests")
@@ -128,6 +128,11 @@ class Service:
         """HTTP requests to routes that generate."""
         self.engine_request_ids: set[str] = set()
         """Unfinished requests inside the engine."""
+
+    @property
+    def engine_is_stalled(self) -> bool:
+        """Whether the engine's process runs, but does not answer."""
+        return isinstance(self.engine, EngineClient) and self.engine.is_stalled
 
     async def abort_all(self) -> None:
         """Abort every request; each is still answered with the tokens it has."""

@@ -10,9 +10,12 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -41,7 +44,7 @@ def engine_process_of(server: LiveServer) -> int:
     return server.engine._process.pid
 
 
-def test_a_full_queue_and_a_killed_engine(tiny_model_path: Path) -> None:
+def test_a_full_queue_and_a_killed_engine(tiny_model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with running_server(tiny_model_path, TWO, max_num_seqs=1, max_queue_size=1, device="cpu") as server:
         with long_stream(server), sent(server, json.dumps({**LONG, "prompt": "Waiting"}).encode()):
             wait_until(lambda: server.metric("num_requests_waiting") == 1)
@@ -57,11 +60,112 @@ def test_a_full_queue_and_a_killed_engine(tiny_model_path: Path) -> None:
             events = [line for line in lines if line]
         assert events[-1] == "data: [DONE]"
         error = json.loads(events[-2].removeprefix("data: "))["error"]
-        assert error["code"] == "engine_dead" and "signal SIGKILL" in error["message"]
+        assert error["code"] == "engine_dead" and "the engine has stopped" in error["message"]
+        assert "the engine process ended with signal SIGKILL" in caplog.messages
         for answer in (server.http.get("/health"), server.complete(prompt="a")):
             assert answer.status_code == 503 and error_of(answer)["code"] == "engine_dead"
         assert server.http.get("/metrics").status_code == 200
     assert server.server.engine_has_died
+
+
+def wait_for_heartbeats(engine: EngineClient, number: int) -> None:
+    """Return when the engine process has told its counters ``number`` times more."""
+    for _ in range(number):
+        wait_until(partial(lambda last: engine._counters is not last, engine._counters))
+
+
+def test_a_stalled_engine_is_noticed_and_may_go_on(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_client, "_HEARTBEAT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(engine_client, "_HEARTBEAT_TIMEOUT_S", HANG_S)
+    with running_server(tiny_model_path, TWO, device="cpu") as server:
+        engine, pid = server.engine, engine_process_of(server)
+        assert isinstance(engine, EngineClient)
+        alone = server.text(**LONG)
+        with long_stream(server) as lines:
+            monkeypatch.setattr(engine_client, "_HEARTBEAT_TIMEOUT_S", 0.05)
+            # Then a heartbeat with that time is under way.
+            wait_for_heartbeats(engine, 2)
+            num_tokens = server.metric("generation_tokens_total")
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                wait_until(lambda: server.http.get("/health").status_code == 503)
+                for answer in (server.http.get("/health"), server.complete(**LONG)):
+                    assert answer.status_code == 503 and error_of(answer)["code"] == "engine_stalled"
+                    assert answer.headers["retry-after"] == "1"
+                # With the values that are known, and what does without the engine is answered as ever.
+                assert server.metric("generation_tokens_total") >= num_tokens
+                assert server.http.post("/tokenize", json={"prompt": "a"}).status_code == 200
+                assert sum("has not answered for" in message for message in caplog.messages) >= 1
+            finally:
+                monkeypatch.setattr(engine_client, "_HEARTBEAT_TIMEOUT_S", HANG_S)
+                os.kill(pid, signal.SIGCONT)
+            wait_until(lambda: server.http.get("/health").status_code == 200)
+            events = [line for line in lines if line]
+        assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert server.text(**LONG) == alone
+        with long_stream(server) as lines:
+            # A real-time signal, which has no name.
+            os.kill(pid, 40)
+            events = [line for line in lines if line]
+        assert events[-1] == "data: [DONE]" and "engine_dead" in events[-2]
+        assert "the engine process ended with signal 40" in caplog.messages
+    assert server.server.engine_has_died
+
+
+def have_ended(answers: list[Future[httpx.Response]], number: int) -> bool:
+    """Return whether at least so many have come."""
+    return sum(answer.done() for answer in answers) >= number
+
+
+def test_what_waits_for_a_stalled_engine_is_bounded(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 100 * engine_client._BYTES_PER_REQUEST
+    monkeypatch.setattr(engine_client, "_MAX_UNREAD_BYTES", limit)
+    body = {"prompt": [[1, 2, 3]] * 64, "max_tokens": 2}
+    with running_server(tiny_model_path, TWO) as server, ThreadPoolExecutor() as pool:
+        engine, pid = server.engine, engine_process_of(server)
+        assert isinstance(engine, EngineClient)
+
+        def unread() -> int:
+            return engine._num_sent_bytes - engine._num_read_bytes
+
+        def all_wait() -> bool:
+            return len(server.service.engine_request_ids) == 4 * 64
+
+        answers: list[Future[httpx.Response]]
+        for is_noticed in (False, True):
+            wait_until(lambda: not unread() and not engine._counter_waiters)
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                answers = [pool.submit(server.complete, **body) for _ in range(4)]
+                wait_until(all_wait)
+                assert limit < unread() < limit + 2 * engine_client._BYTES_PER_REQUEST
+                assert len(engine._streams) <= 100
+                # Not one more for each request that waits.
+                assert len(engine._counter_waiters) <= 2
+                engine.is_stalled = is_noticed
+                if is_noticed:
+                    # The one whose prompts were sent before waits on.
+                    wait_until(partial(have_ended, answers, 3))
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            got = [answer.result() for answer in answers]
+            if is_noticed:
+                assert sum(answer.status_code == 503 for answer in got) >= 3
+            else:
+                assert [len(answer.json()["choices"]) for answer in got] == [64] * 4
+        server.wait_until_idle()
+
+
+def test_a_status_is_described_whatever_ended_the_process() -> None:
+    for number in range(1, signal.NSIG):
+        assert str(number) in engine_client._describe_status(-number) or number in set(signal.Signals)
+    assert engine_client._describe_status(-9) == "signal SIGKILL"
+    assert engine_client._describe_status(-40) == "signal 40"
+    assert engine_client._describe_status(3) == "exit code 3"
 
 
 def test_draining_aborts_and_kills_what_takes_too_long(
