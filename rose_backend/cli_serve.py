@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import logging
 import os
+import stat
 from typing import Any
 
 from rose_backend import __version__
@@ -18,14 +19,15 @@ logger = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "ROSE_API_KEY"
 
-
 # In the order of --help. Defaults and types are those of ``ServerSettings``.
 _SERVER_HELP = {
     "host": "address to listen on (default: %(default)s)",
     "port": "0 takes a free one (default: %(default)s)",
     "uds": "Unix socket to listen on instead of host and port; the umask says who may connect",
     "served_model_name": "names that requests may use; answers carry the first (default: the model's path)",
-    "api_key": f"key that requests must bring; may be given several times (default: ${API_KEY_VARIABLE})",
+    "api_key": f"key that requests must bring; may be given several times (default: ${API_KEY_VARIABLE}). "
+    "Every user of this machine can read it in the list of processes: better use the variable or a file",
+    "api_key_file": "file of such keys, one a line, empty lines left out; they count beside those of --api-key",
     "chat_template": "Jinja template to use instead of the model's",
     # What one client may ask of the server, most of it checked before its key.
     "max_connections": "connections at once; more are answered 503 (default: %(default)s)",
@@ -54,6 +56,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "uds": {"metavar": "FILE"},
     "served_model_name": {"nargs": "+", "metavar": "NAME"},
     "api_key": {"action": "append", "metavar": "KEY"},
+    "api_key_file": {"metavar": "FILE"},
     "chat_template": {"metavar": "FILE"},
 }
 """How ``argparse`` reads an option; those that are missing here are numbers or switches."""
@@ -88,10 +91,9 @@ def _serve(args: argparse.Namespace) -> int:
     model = args.path or args.model
     config = EngineConfig(model=model, **engine_options(args))
     options = {name: getattr(args, name) for name in _SERVER_HELP}
-    names, keys = options.pop("served_model_name"), options.pop("api_key")
-    settings = ServerSettings(
-        served_model_names=tuple(names or [model]), api_keys=tuple(keys or _keys_of_environment()), **options
-    )
+    names, keys, key_file = (options.pop(name) for name in ("served_model_name", "api_key", "api_key_file"))
+    keys = [*(keys or ()), *(() if key_file is None else _keys_of_file(key_file))] or _keys_of_environment()
+    settings = ServerSettings(served_model_names=tuple(names or [model]), api_keys=tuple(keys), **options)
     _log_with_times()
     logger.info("starting to serve %s with rose %s; importing PyTorch may take a while", model, __version__)
     # Imported here: neither --help, nor mistakes in the options, nor the line above should wait for these.
@@ -112,6 +114,22 @@ def _keys_of_environment() -> list[str]:
     if not key.strip():
         raise ConfigError(f"{API_KEY_VARIABLE}: is set but empty; give it a key, or unset it to ask for none")
     return [key]
+
+
+def _keys_of_file(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            lines = file.read().splitlines()
+            is_open_to_all = bool(os.fstat(file.fileno()).st_mode & stat.S_IROTH)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"api_key_file: cannot read {path} ({reason})") from error
+    keys = [key for line in lines if (key := line.strip())]
+    if not keys:
+        raise ConfigError(f"api_key_file: {path} holds no key, one a line is needed")
+    if is_open_to_all:
+        logger.warning("api_key_file: every user of this machine can read %s", path)
+    return keys
 
 
 def _log_with_times() -> None:

@@ -245,6 +245,44 @@ def test_an_option_goes_before_the_variable(
     assert [settings.api_keys for _, settings in started] == [("from-variable",), ("from-option",)]
 
 
+def test_keys_from_a_file(
+    started: list[tuple[EngineConfig, ServerSettings]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    # Not asked for where a key is given.
+    monkeypatch.setenv("ROSE_API_KEY", "from-variable")
+    file = tmp_path / "keys"
+    file.write_text("\ufeffone\n\n  #two \r\nthree")
+    file.chmod(0o640)
+    assert (
+        run("m", "--api-key-file", str(file)) == run("m", "--api-key", "k", "--api-key-file", str(file)) == 0
+    )
+    keys = "one", "#two", "three"
+    assert [settings.api_keys for _, settings in started] == [keys, ("k", *keys)]
+    assert not caplog.messages
+    file.chmod(0o644)
+    assert run("m", "--api-key-file", str(file)) == 0
+    assert caplog.messages == [f"api_key_file: every user of this machine can read {file}"]
+    # A file without a key is a secret that is missing; it must not disable authentication.
+    for content, reason in (
+        (b"", "holds no key"),
+        (b" \n\n", "holds no key"),
+        (b"\xff", "(not UTF-8 text)"),
+        (b"a secret", "api_key: got an empty key or one with spaces"),
+    ):
+        file.write_bytes(content)
+        assert run("m", "--api-key-file", str(file)) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("rose: error: api_key") and reason in error and "secret" not in error
+    file.unlink()
+    assert run("m", "--api-key-file", str(file)) == 2
+    assert "(No such file or directory)" in capsys.readouterr().err
+    assert len(started) == 3
+
+
 @pytest.mark.parametrize("key", ["", " ", "\t\n"])
 def test_an_empty_variable_is_no_key(
     started: list[tuple[EngineConfig, ServerSettings]],
