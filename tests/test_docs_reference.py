@@ -181,7 +181,7 @@ def test_entries_match_messages(entry: str, text: str, is_match: bool) -> None:
 
 def registered_metrics() -> dict[str, tuple[str, frozenset[str]]]:
     """Return name -> kind and labels of all metrics of ``rose serve``, counters with ``_total``."""
-    metrics = ServerMetrics("m", block_size=16, num_blocks=10)
+    metrics = ServerMetrics("m", block_size=16, num_blocks=10, max_model_len=100)
     metrics.responses.labels("other", "404").inc()
     text = metrics.render(Counters(EngineStats(), EngineLoad(0, 0, 0.0))).decode()
     found = {}

@@ -55,3 +55,5 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     """Prompt tokens whose K/V came from the prefix cache."""
+    scheduled_s: float | None = None
+    """``time.monotonic`` when the engine began to compute it; None while it waits for that."""

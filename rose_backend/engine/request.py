@@ -113,6 +113,8 @@ class Request:
     completions: list[Completion] = field(default_factory=list)
     num_cached_tokens: int | None = None
     """None until it first got a row."""
+    scheduled_s: float | None = None
+    """``time.monotonic`` when it first got a row."""
     is_aborted: bool = False
     has_output: bool = False
     """Its caller has been given an output. For the output thread."""
@@ -150,6 +152,7 @@ class Request:
             outputs=[snapshot(completion) for completion in self.completions],
             finished=self.is_finished,
             num_cached_tokens=self.num_cached_tokens or 0,
+            scheduled_s=self.scheduled_s,
         )
 
 

@@ -264,7 +264,7 @@ class EngineClient:
             self._note_death(message.message)
 
     def _hand_over(self, update: messages.Update) -> None:
-        number, _, is_finished, _ = update
+        number, _, is_finished, *_ = update
         stream = self._forget(number) if is_finished else self._streams[number]
         stream.put(update)
 

@@ -119,9 +119,9 @@ class CompletionDelta(NamedTuple):
     stop_reason: int | str | None
 
 
-Update: TypeAlias = tuple[int, int, bool, list[tuple[Any, ...]]]
-"""Number of the request, its cached prompt tokens, whether this is its last update, and the fields of a
-``CompletionDelta`` for each completion that has changed."""
+Update: TypeAlias = tuple[int, int, bool, list[tuple[Any, ...]], float | None]
+"""Number of the request, its cached prompt tokens, whether this is its last update, the fields of a ``CompletionDelta``
+for each completion that has changed, and when the request was scheduled (``RequestOutput.scheduled_s``)."""
 
 
 class OutputBatch(NamedTuple):

@@ -50,7 +50,7 @@ class UpdateBuilder:
     def update(self, output: RequestOutput) -> Update:
         """Return what is new in ``output``."""
         deltas = [delta for each in output.outputs if (delta := self._delta(each)) is not None]
-        return self.number, output.num_cached_tokens, output.finished, deltas
+        return self.number, output.num_cached_tokens, output.finished, deltas, output.scheduled_s
 
     def _delta(self, completion: CompletionOutput) -> tuple[object, ...] | None:
         """Return what is new in a completion; None for nothing."""

@@ -48,6 +48,7 @@ class Generation:
         # Clients may repeat an id, the engine's must be unique.
         self._name = f"{record.request_id}-{next(_numbers)}"
         self._num_tokens = [0] * len(inputs)
+        self._submit_s = [0.0] * len(inputs)
         self._first_s = [0.0] * len(inputs)
         self._last_s = [0.0] * len(inputs)
 
@@ -65,6 +66,7 @@ class Generation:
         request_id = f"{self._name}-{index}"
         running = self._service.engine_request_ids
         running.add(request_id)
+        self._submit_s[index] = time.monotonic()
         stream = self._service.engine.generate(self._inputs[index], request_id=request_id)
         is_over = False
         try:
@@ -139,9 +141,17 @@ class Generation:
             if completion.finish_reason is not None:
                 self._count_ends(completion.finish_reason, 1)
         metrics.request_latency.observe(now - self._record.start_s)
-        num_later_tokens = max(len(completion.token_ids) for completion in output.outputs) - 1
-        if num_later_tokens > 0:
-            metrics.time_per_output_token.observe((now - self._first_s[index]) / num_later_tokens)
+        max_num_tokens = max(len(completion.token_ids) for completion in output.outputs)
+        if max_num_tokens > 1:
+            metrics.time_per_output_token.observe((now - self._first_s[index]) / (max_num_tokens - 1))
+        if max_num_tokens and output.scheduled_s is not None:
+            metrics.request_queue_time.observe(output.scheduled_s - self._submit_s[index])
+            metrics.request_prefill_time.observe(self._first_s[index] - output.scheduled_s)
+            metrics.request_decode_time.observe(now - self._first_s[index])
+            metrics.request_prompt_tokens.observe(len(output.prompt_token_ids))
+            metrics.request_max_num_generation_tokens.observe(max_num_tokens)
+            for completion in output.outputs:
+                metrics.request_generation_tokens.observe(len(completion.token_ids))
 
     def _count_ends(self, reason: str, num_completions: int) -> None:
         self._record.finish_reasons.add(reason)

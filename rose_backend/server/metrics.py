@@ -19,6 +19,7 @@ _TTFT_BUCKETS_S = (
 # fmt: on
 _TOKEN_BUCKETS_S = (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2.5)
 _REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+_TOKEN_COUNT_STEPS = (1, 2, 5)
 FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -28,11 +29,18 @@ class ServerMetrics:
     Args:
         block_size: of the KV cache, in tokens.
         num_blocks: of the KV cache, the null block included.
+        max_model_len: prompt plus output, in tokens; the last bucket of numbers of tokens.
         exact_cached_tokens: count every token that was found in the prefix cache.
     """
 
     def __init__(
-        self, model_name: str, *, block_size: int, num_blocks: int, exact_cached_tokens: bool = False
+        self,
+        model_name: str,
+        *,
+        block_size: int,
+        num_blocks: int,
+        max_model_len: int,
+        exact_cached_tokens: bool = False,
     ) -> None:
         self._registry = CollectorRegistry()
         cache_config = {
@@ -61,6 +69,27 @@ class ServerMetrics:
         self.request_latency = self._histogram(
             "e2e_request_latency_seconds", "From the request's arrival to its last token.", _REQUEST_BUCKETS_S
         )
+        self.request_queue_time = self._histogram(
+            "request_queue_time_seconds", "From a prompt's submission to its first step.", _REQUEST_BUCKETS_S
+        )
+        self.request_prefill_time = self._histogram(
+            "request_prefill_time_seconds",
+            "From a prompt's first step to its first token.",
+            _REQUEST_BUCKETS_S,
+        )
+        self.request_decode_time = self._histogram(
+            "request_decode_time_seconds", "From a prompt's first token to its last.", _REQUEST_BUCKETS_S
+        )
+        token_buckets = _token_count_buckets(max_model_len)
+        self.request_prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Tokens of a prompt.", token_buckets
+        )
+        self.request_generation_tokens = self._histogram(
+            "request_generation_tokens", "Tokens of a completion.", token_buckets
+        )
+        self.request_max_num_generation_tokens = self._histogram(
+            "request_max_num_generation_tokens", "Tokens of a prompt's longest completion.", token_buckets
+        )
         success = Counter(
             "rose:request_success",
             "Completions that ended, by reason.",
@@ -84,6 +113,13 @@ class ServerMetrics:
         family = Histogram(f"rose:{name}", text, _LABELS, buckets=buckets, registry=self._registry)
         # Looked up once: labels() costs more than an observation.
         return family.labels(self._model_name)
+
+
+def _token_count_buckets(max_model_len: int) -> tuple[float, ...]:
+    """Return 1, 2, 5, 10, 20, 50 and so on, at most ``max_model_len``."""
+    powers = (10**exponent for exponent in range(len(str(max_model_len))))
+    buckets = (step * power for power in powers for step in _TOKEN_COUNT_STEPS)
+    return tuple(float(bucket) for bucket in buckets if bucket <= max_model_len)
 
 
 class _EngineCollector(Collector):

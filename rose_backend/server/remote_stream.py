@@ -25,6 +25,7 @@ class RemoteStream:
         "_num_cached_tokens",
         "_prompt",
         "_prompt_token_ids",
+        "_scheduled_s",
         "_waiter",
         "request_id",
     )
@@ -41,6 +42,7 @@ class RemoteStream:
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
         self._num_cached_tokens = 0
+        self._scheduled_s: float | None = None
         self._is_finished = False
         # In order of index: the first one splits off the others in that order.
         self._completions: dict[int, CompletionOutput] = {}
@@ -51,7 +53,7 @@ class RemoteStream:
     def put(self, update: Update) -> None:
         """Add what is new."""
         # Merged at once: updates in a queue would take many times the memory.
-        _, self._num_cached_tokens, self._is_finished, deltas = update
+        _, self._num_cached_tokens, self._is_finished, deltas, self._scheduled_s = update
         # In the order of messages.CompletionDelta: making one would cost as much as all that is done with it here.
         for index, text, token_ids, logprobs, cumulative_logprob, finish_reason, stop_reason in deltas:
             completion = self._completions.get(index)
@@ -117,4 +119,5 @@ class RemoteStream:
             outputs,
             self._is_finished,
             self._num_cached_tokens,
+            self._scheduled_s,
         )

@@ -116,6 +116,7 @@ class Service:
             self.model_name,
             block_size=engine.config.block_size,
             num_blocks=engine.num_blocks,
+            max_model_len=engine.input_processor.max_model_len,
             exact_cached_tokens=settings.exact_cached_tokens,
         )
         self.namespaces = CacheNamespaces(settings)

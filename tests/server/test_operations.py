@@ -184,6 +184,60 @@ def test_metrics_move(server: LiveServer) -> None:
     assert read_metric(after, "num_preemptions_total") == 0
 
 
+DASHBOARD = (
+    "e2e_request_latency_seconds_bucket",
+    "e2e_request_latency_seconds_count",
+    "e2e_request_latency_seconds_sum",
+    "generation_tokens_total",
+    "inter_token_latency_seconds_bucket",
+    "inter_token_latency_seconds_count",
+    "inter_token_latency_seconds_sum",
+    "kv_cache_usage_perc",
+    "num_requests_running",
+    "num_requests_waiting",
+    "prompt_tokens_total",
+    "request_decode_time_seconds_sum",
+    "request_generation_tokens_bucket",
+    "request_max_num_generation_tokens_sum",
+    "request_prefill_time_seconds_sum",
+    "request_prompt_tokens_bucket",
+    "request_queue_time_seconds_sum",
+    "request_success_total",
+    "time_to_first_token_seconds_bucket",
+    "time_to_first_token_seconds_count",
+    "time_to_first_token_seconds_sum",
+)
+"""Every series that vLLM's example dashboard for Grafana asks for, by its ``model_name``."""
+
+
+def test_a_dashboard_for_vllm_finds_everything(server: LiveServer) -> None:
+    server.complete(prompt=PROMPT, max_tokens=2, ignore_eos=True)
+    text = server.http.get("/metrics").text
+    for name in DASHBOARD:
+        assert re.search(rf'(?m)^rose:{name}{{(.*,)?model_name="{MODEL}"', text), name
+
+
+def test_times_of_a_request_add_up(server: LiveServer) -> None:
+    names = [f"request_{part}_time_seconds" for part in ("queue", "prefill", "decode")]
+    before = server.http.get("/metrics").text
+    server.complete(prompt=[[70, 71, 72], [80, 81]], max_tokens=20, ignore_eos=True, n=2, seed=1)
+    after = server.http.get("/metrics").text
+
+    def moved(name: str) -> float:
+        return read_metric(after, name) - read_metric(before, name)
+
+    assert [moved(f"{name}_count") for name in names] == [2, 2, 2]
+    parts = [moved(f"{name}_sum") for name in names]
+    assert min(parts) > 0 and sum(parts) <= moved("e2e_request_latency_seconds_sum")
+    assert parts[0] + parts[1] <= moved("time_to_first_token_seconds_sum")
+    for name, count, total in (("prompt", 2, 5), ("generation", 4, 80), ("max_num_generation", 2, 40)):
+        assert moved(f"request_{name}_tokens_count") == count
+        assert moved(f"request_{name}_tokens_sum") == total
+    buckets = re.findall(r'rose:request_prompt_tokens_bucket{le="(\S+?)"', after)
+    # The model's window is 1024.
+    assert buckets == [f"{each}.0" for each in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)] + ["+Inf"]
+
+
 def test_prefix_hits_are_counted(server: LiveServer) -> None:
     ids = list(range(400, 440))
     server.complete(prompt=ids)

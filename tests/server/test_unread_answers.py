@@ -58,12 +58,12 @@ def make_update(token: int) -> Update:
     """Return what comes for a token; it shares nothing with other updates, as if it had come from elsewhere."""
     is_last = token == NUM_TOKENS - 1
     piece = (0, f" {token:03}", [1000 + token], None, None, "length" if is_last else None, None)
-    return 0, 0, is_last, [piece]
+    return 0, 0, is_last, [piece], None
 
 
 def make_generation(engine: RemoteEngine) -> Generation:
     service = SimpleNamespace(engine=engine, engine_request_ids=set(), metrics=None, hit_unit=16)
-    service.metrics = ServerMetrics("tiny", block_size=16, num_blocks=1)
+    service.metrics = ServerMetrics("tiny", block_size=16, num_blocks=1, max_model_len=1024)
     record = RequestRecord("id", "/v1/completions")
     ids, params = np.array([1, 2, 3], np.int32), SamplingParams(max_tokens=NUM_TOKENS)
     inputs = [ProcessedInput(number, None, ids, params, b"") for number in range(NUM_PROMPTS)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import NamedTuple
 
@@ -196,12 +197,13 @@ class Admission:
         return self._manager.reserve(rows, np.array([each.num_tokens for each in candidates])).ok
 
     def _assign_rows(self, candidates: list[_Candidate]) -> tuple[Int32Array, Int32Array, int]:
-        num_cached_tokens = 0
+        num_cached_tokens, now = 0, time.monotonic()
         for candidate in candidates:
             self._rows.fill(candidate.row, candidate.completion)
             request = candidate.completion.request
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = candidate.num_cached_tokens
+                request.scheduled_s = now
                 num_cached_tokens += candidate.num_cached_tokens
         rows = np.array([candidate.row for candidate in candidates], np.int32)
         return rows, np.array([candidate.num_tokens for candidate in candidates], np.int32), num_cached_tokens
