@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 from rose_backend.config import EngineConfig
 from rose_backend.engine.generation_config import sampling_defaults
 from rose_backend.engine.llm import LLM
-from rose_backend.engine.outputs import CompletionOutput, RequestOutput
+from rose_backend.engine.outputs import CompletionOutput, RequestOutput, json_logprob
 from rose_backend.engine.request import Prompt
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.startup.report import show_start_up
@@ -142,9 +143,13 @@ def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
         "stop_reason": completion.stop_reason,
     }
     if completion.logprobs is not None:
-        record["cumulative_logprob"] = completion.cumulative_logprob
+        total = completion.cumulative_logprob
+        record["cumulative_logprob"] = total if total is not None and math.isfinite(total) else None
         record["logprobs"] = [
-            {str(token_id): entry._asdict() for token_id, entry in position.items()}
+            {
+                str(token_id): {**entry._asdict(), "logprob": json_logprob(entry.logprob)}
+                for token_id, entry in position.items()
+            }
             for position in completion.logprobs
         ]
     return record

@@ -38,6 +38,10 @@ class EngineStalledError(RequestError):
         super().__init__("the engine does not answer at present; no request is taken until it does")
 
 
+class GenerationError(RoseError, RuntimeError):
+    """The engine could not go on with one request. Other requests are not affected."""
+
+
 class ModelError(RoseError, ValueError):
     """A checkpoint is missing, damaged, or of a kind that is not supported."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -17,7 +18,9 @@ import pytest
 
 from rose_backend import LLM, EngineConfig, SamplingParams, __version__
 from rose_backend.cli import main
+from rose_backend.cli_generate import _completion_record
 from rose_backend.config import SWITCH_NAMES
+from rose_backend.engine.outputs import CompletionOutput, Logprob
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +156,19 @@ def test_an_answer_is_in_the_file_before_the_next_is_asked_for(
     argv = ["--prompts", str(source), "--output", str(target), "--max-tokens", "2"]
     assert run("generate", "--model", str(tiny_model_path), *argv) == 0
     assert sizes == [1, 2, 3]
+
+
+@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, -1.5])
+def test_every_record_is_json(logprob: float) -> None:
+    completion = CompletionOutput(0, "a", [5], [{5: Logprob(logprob, 1, "a")}], logprob, "length")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    record = json.loads(json.dumps(_completion_record(completion)), parse_constant=refuse)
+    shown = {math.inf: None, -math.inf: -9999.0, -1.5: -1.5}.get(logprob)
+    assert record["logprobs"] == [{"5": {"logprob": shown, "rank": 1, "decoded_token": "a"}}]
+    assert record["cumulative_logprob"] == (logprob if logprob == -1.5 else None)
 
 
 def test_text_file_has_one_prompt_per_line(tiny_model_path: Path, tmp_path: Path) -> None:

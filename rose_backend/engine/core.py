@@ -89,6 +89,7 @@ class EngineCore:
         self._prompt_lists = PromptLists()
         self._is_stalled = False
         self._generated_tokens = 0
+        self._num_failed_completions = 0
         self._failure: BaseException | None = None
 
     @property
@@ -293,14 +294,34 @@ class EngineCore:
             self._output_thread.wait()
 
     def _process_tokens(self, rows: Int64Array, sampled: SampledTokens) -> None:
-        self._generated_tokens += len(rows)
+        has_token = sampled.token_ids >= 0
+        num_tokens = int(np.count_nonzero(has_token))
+        self._generated_tokens += num_tokens
         ended_rows, message = self._reader.apply(rows, sampled)
         if message is None:
             return
+        if num_tokens < len(rows):
+            self._note_failed_rows(rows[~has_token])
+            rows = rows[has_token]
         self._deferred_stops.note_sent(rows)
         self._deferred_stops.leave(ended_rows)
         # After the release, which has put the tokens of completed rows into their completions.
         self._output_thread.post(message, is_urgent=message.has_first_tokens)
+
+    def _note_failed_rows(self, rows: Int64Array) -> None:
+        """Handle rows whose logits allowed no token: whoever has the same prompt computes it anew."""
+        self._commits.flush(rows)
+        for row in rows.tolist():
+            num_blocks = -(-int(self.manager.num_computed_tokens[row]) // self.config.block_size)
+            self.manager.uncache(self.manager.block_table[row, :num_blocks])
+            self._num_failed_completions += 1
+            # Fewer lines the more there are: broken weights fail every request.
+            if self._num_failed_completions & (self._num_failed_completions - 1) == 0:
+                logger.error(
+                    "request %s ends with an error: its logits are all NaN or minus infinity (%d since start-up)",
+                    self._rows.completion(row).request.request_id,
+                    self._num_failed_completions,
+                )
 
     def _take_report(self) -> None:
         if not self._output_thread.has_report:  # in most steps

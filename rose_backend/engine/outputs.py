@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""``error``: all logits were NaN or minus infinity, so no token could be chosen. The tokens before it are kept."""
 
 
 class Logprob(NamedTuple):
@@ -16,6 +18,15 @@ class Logprob(NamedTuple):
     rank: int
     """1 for the most likely token."""
     decoded_token: str
+
+
+_MIN_LOGPROB = -9999.0
+"""Written for minus infinity, which JSON lacks; vLLM writes the same."""
+
+
+def json_logprob(logprob: float) -> float | None:
+    """Return a log-probability as JSON can hold it; None where the model's logits gave no number."""
+    return max(logprob, _MIN_LOGPROB) if logprob < math.inf else None
 
 
 @dataclass(slots=True)

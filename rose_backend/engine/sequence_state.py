@@ -13,6 +13,9 @@ from rose_backend.engine.sampling_params import SamplingParams
 
 Int32Array = NDArray[np.int32]
 
+INVALID_TOKEN_ID = -1
+"""What a step draws for a row whose logits allow no token: its completion ends with an error when the host reads it."""
+
 SAMPLING_FIELDS = (
     "temperature",
     "top_k",
@@ -180,6 +183,11 @@ class SequenceState:
         self.num_tokens[rows] = self._appended_lengths
         is_full: NDArray[np.bool_] = self._appended_lengths >= self._appended_limits
         return is_full
+
+    def take_back(self, rows: NDArray[np.int64]) -> None:
+        """Remove the newest token of each of ``rows``, which leave."""
+        self.num_tokens[rows] -= 1
+        self._appended_rows = None
 
     def tokens_at(self, rows: IntArray, starts: IntArray, counts: IntArray) -> Int32Array:
         """Return ``counts[i]`` tokens of each of ``rows`` from position ``starts[i]`` on, ``[sum(counts)]``."""

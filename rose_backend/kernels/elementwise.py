@@ -25,7 +25,8 @@ def embed_tokens(
     float32 [T, 2, 1].
 
     Args:
-        input_ids, positions: inside their tables; a GPU does not check that.
+        input_ids, positions: inside their tables; a GPU does not check that. But a negative id, of a row for which no
+            token could be chosen (``SamplingTensors.invalid_token_id``), counts as 0.
         position_embedding: None adds nothing.
     """
     check_tensors(
@@ -45,7 +46,7 @@ def embed_tokens(
 
         out = empty_rows(token_embedding, input_ids.shape[0], token_embedding.shape[1])
         return out, gpu.embed_tokens(input_ids, positions, token_embedding, position_embedding, out)
-    embedded = F.embedding(input_ids, token_embedding)
+    embedded = F.embedding(input_ids.clamp(min=0), token_embedding)
     if position_embedding is not None:
         embedded = embedded + F.embedding(positions, position_embedding)
     return embedded, row_moments(embedded)

@@ -26,7 +26,8 @@ def sample(
     In this order, as vLLM: bias, penalties, temperature, min-p, top-k, top-p, draw. Top-k keeps every token that ties
     with the k-th most likely one. Top-p keeps tokens, most likely first (of equal ones the lower id), until they hold
     the probability asked for; at least one. A token that a filter drops is never drawn, nor is one with a logit of
-    minus infinity unless all have it. After bias and penalties NaN counts as minus infinity.
+    minus infinity unless all have it: then the row's token is ``invalid_token_id``. After bias and penalties NaN counts
+    as minus infinity.
 
     The draw depends on nothing but the row's own logits, parameters, seed and position. Its random bits are those of
     Philox4x32-10 with the seed as key and (token id // 4, position, 0, 0) as counter, word ``token id % 4``.

@@ -42,6 +42,8 @@ class SamplingTensors:
     the order given, so a token named twice gets both. None with ``bias_token_ids``."""
     num_logprobs: int = -1
     """Alternatives to report for every row; 0 reports the chosen token's log-probability only, -1 nothing."""
+    invalid_token_id: int = 0
+    """Returned for a row with nothing to choose: after bias and penalties all its logits are NaN or minus infinity."""
 
     def select(self, rows: torch.Tensor | slice) -> SamplingTensors:
         """Return the entries of ``rows``, indices or a slice, without the penalties' [R, V] tensors."""
@@ -58,6 +60,7 @@ class SamplingTensors:
             bias_token_ids=None if self.bias_token_ids is None else self.bias_token_ids[rows],
             bias=None if self.bias is None else self.bias[rows],
             num_logprobs=self.num_logprobs,
+            invalid_token_id=self.invalid_token_id,
         )
 
 
@@ -69,7 +72,7 @@ class SampleOutput:
     """
 
     token_ids: torch.Tensor
-    """[R] int64."""
+    """[R] int64, in [0, V) or ``invalid_token_id``."""
     logprob: torch.Tensor | None
     """[R] float32, of the chosen tokens; None with ``num_logprobs`` -1."""
     top_logprobs: torch.Tensor | None

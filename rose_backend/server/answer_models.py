@@ -64,9 +64,9 @@ class CompletionLogprobs(Exact):
     """Log-probabilities, one entry per token in each list."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float | None]]
 
 
 class CompletionChoice(Choice):
@@ -87,7 +87,7 @@ class TopLogprob(Exact):
     """One candidate."""
 
     token: str
-    logprob: float
+    logprob: float | None
     bytes: list[int]
 
 

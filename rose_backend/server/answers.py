@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, NamedTuple
 
-from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput, json_logprob
 
 DONE_EVENT = b"data: [DONE]\n\n"
 
@@ -23,8 +23,6 @@ _POSITIONS_AT_ONCE = 64
 """Positions that are formatted in one go: with 20 alternatives each, that takes a few milliseconds."""
 _CHARACTERS_AT_ONCE = 1 << 16
 """Characters of an answer, about as many as that gives."""
-_MIN_LOGPROB = -9999.0
-"""Written for minus infinity, which JSON lacks; vLLM writes the same."""
 
 
 class AnswerOptions(NamedTuple):
@@ -292,10 +290,10 @@ def _completion_logprobs(positions: Positions, start: int) -> dict[str, Any]:
         start += len(entry.decoded_token)
     return {
         "text_offset": offsets,
-        "token_logprobs": [_finite(entry.logprob) for entry in chosen],
+        "token_logprobs": [json_logprob(entry.logprob) for entry in chosen],
         "tokens": [entry.decoded_token for entry in chosen],
         "top_logprobs": [
-            {entry.decoded_token: _finite(entry.logprob) for entry in position.values()}
+            {entry.decoded_token: json_logprob(entry.logprob) for entry in position.values()}
             for position in positions
         ],
     }
@@ -312,12 +310,8 @@ def _chat_logprobs(positions: Positions, num_top: int) -> dict[str, Any]:
 
 def _token_object(entry: Logprob) -> dict[str, Any]:
     token = entry.decoded_token
-    return {"token": token, "logprob": _finite(entry.logprob), "bytes": list(token.encode())}
+    return {"token": token, "logprob": json_logprob(entry.logprob), "bytes": list(token.encode())}
 
 
 def _num_characters(positions: Positions) -> int:
     return sum(len(next(iter(position.values())).decoded_token) for position in positions)
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _MIN_LOGPROB)

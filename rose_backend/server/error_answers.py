@@ -14,7 +14,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from rose_backend.errors import EngineDeadError, EngineStalledError, QueueFullError, RequestError
+from rose_backend.errors import (
+    EngineDeadError,
+    EngineStalledError,
+    GenerationError,
+    QueueFullError,
+    RequestError,
+)
 from rose_backend.server.settings import RETRY_AFTER_S
 
 ENGINE_HAS_STOPPED = "the engine has stopped; the server's log has the reason"
@@ -22,7 +28,7 @@ ENGINE_HAS_STOPPED = "the engine has stopped; the server's log has the reason"
 CLIENT_LEFT = 499
 """Status in logs and metrics of a request whose client disconnected before the answer; it is never sent."""
 
-EXPECTED_ERRORS = (HTTPException, RequestError, EngineDeadError, ClientDisconnect)
+EXPECTED_ERRORS = (HTTPException, RequestError, EngineDeadError, GenerationError, ClientDisconnect)
 """Any other error is a fault of the server, and is logged with its traceback."""
 
 _INVALID, _SERVER = "invalid_request_error", "server_error"
@@ -86,6 +92,8 @@ def as_api_error(error: Exception, what: str = "request") -> ApiError:
         return ApiError(503, str(error), code="engine_stalled", retry_after=str(RETRY_AFTER_S))
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.parameter)
+    if isinstance(error, GenerationError):
+        return ApiError(500, str(error), code="generation_error")
     if isinstance(error, EngineDeadError):
         # The error's own text may quote anything of the step that failed, other clients' requests included.
         return ApiError(503, ENGINE_HAS_STOPPED, code="engine_dead")

@@ -16,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rose_backend.engine.input_processor import ProcessedInput
 from rose_backend.engine.outputs import RequestOutput
+from rose_backend.errors import GenerationError
 from rose_backend.server.error_answers import CLIENT_LEFT
 from rose_backend.server.service import RequestRecord, Service
 
@@ -58,6 +59,7 @@ class Generation:
         Raises:
             RequestError: the queue is full; then none of them runs on.
             EngineDeadError: the engine failed or was shut down.
+            GenerationError: it could not go on with one of the completions; then none of them runs on.
         """
         # Each further generator would cost time for every event of every stream.
         return self._one(0) if len(self._inputs) == 1 else self._all()
@@ -115,10 +117,11 @@ class Generation:
     def _observe(self, index: int, output: RequestOutput) -> None:
         """Count an output's new tokens."""
         now, record, metrics = time.monotonic(), self._record, self._service.metrics
-        num_tokens = 0
+        num_tokens, has_failed = 0, False
         # Runs for every event of every stream: a generator would take as long as all the rest.
         for completion in output.outputs:
             num_tokens += len(completion.token_ids)
+            has_failed |= completion.finish_reason == "error"
         if self._num_tokens[index] == 0 and num_tokens:
             metrics.time_to_first_token.observe(now - record.start_s)
             metrics.prompt_tokens.inc(len(output.prompt_token_ids))
@@ -132,6 +135,12 @@ class Generation:
             metrics.inter_token_latency.observe(now - self._last_s[index])
         record.num_output_tokens += num_tokens - self._num_tokens[index]
         self._num_tokens[index], self._last_s[index] = num_tokens, now
+        if has_failed:
+            for completion in output.outputs:
+                self._count_ends(completion.finish_reason or "abort", 1)
+            raise GenerationError(
+                "the model's logits for this request are all NaN or minus infinity, so no token can be chosen"
+            )
         if output.finished:
             self._observe_end(index, output, now)
 

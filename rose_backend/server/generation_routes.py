@@ -15,7 +15,7 @@ from starlette.types import Send
 
 from rose_backend.engine.input_processor import InputProcessor, ProcessedInput
 from rose_backend.engine.sampling_params import SamplingParams
-from rose_backend.errors import EngineDeadError, RequestError
+from rose_backend.errors import EngineDeadError, GenerationError, RequestError
 from rose_backend.server.answer_models import ChatAnswerModel, CompletionAnswerModel
 from rose_backend.server.answers import DONE_EVENT, Answer, AnswerOptions, ChatAnswer, CompletionAnswer
 from rose_backend.server.chat_template import plain_messages
@@ -154,6 +154,7 @@ async def generate(
         ClientDisconnect: the client disconnected before the answer began.
         RequestError: the queue is full.
         EngineDeadError: the engine failed.
+        GenerationError: it could not go on with this request.
     """
     record: RequestRecord = request.state.record
     outputs = Generation(request.app.state.service, record, inputs).outputs()
@@ -196,7 +197,7 @@ async def _send_events(
             index, output = await anext(outputs)
             num_unfinished -= output.finished
         events = await _send_but_last(answer.events(index, output), send) + answer.end_events()
-    except (RequestError, EngineDeadError) as error:
+    except (RequestError, EngineDeadError, GenerationError) as error:
         record.error = str(error)
         events = as_api_error(error).event() + DONE_EVENT
     # The last events and the end of the answer are one message, and one system call.

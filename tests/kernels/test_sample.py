@@ -47,6 +47,19 @@ def make_params(num_rows: int, **values: Any) -> SamplingTensors:
     return SamplingTensors(**params, **values)
 
 
+def rows_without_a_token(vocab_size: int) -> tuple[torch.Tensor, list[int | None]]:
+    """Return rows of logits that allow no token or only one, and that token, None where there is none."""
+    nan, infinity = float("nan"), float("inf")
+    logits = torch.full((6, vocab_size), nan)
+    logits[1] = -infinity
+    logits[2, ::2] = -infinity
+    logits[3, vocab_size - 1] = -1e30
+    logits[4, 1] = infinity
+    logits[5] = -infinity
+    logits[5, 7] = 0.0
+    return logits, [None, None, None, vocab_size - 1, 1, 7]
+
+
 def heavy_tailed_logits(vocab_size: int = 61) -> torch.Tensor:
     ranks = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(3)) + 1
     return -1.2 * ranks.float().log()

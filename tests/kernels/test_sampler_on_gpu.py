@@ -16,6 +16,7 @@ from tests.kernels.test_sample import (
     make_params,
     random_case,
     range_ends,
+    rows_without_a_token,
 )
 
 pytestmark = pytest.mark.gpu
@@ -229,6 +230,18 @@ def test_rows_of_a_wider_tensor() -> None:
     wide = torch.full((32, 1100), float("nan"), device="cuda")
     wide[:, :1009] = logits.cuda()
     assert_same(sample(wide[:, :1009], on_gpu(params)), sample(logits.cuda(), on_gpu(params)))
+
+
+@pytest.mark.parametrize(
+    "filters", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str
+)
+@pytest.mark.parametrize("vocab_size", [67, 50_257, 151_936])
+def test_rows_without_a_token_are_told(vocab_size: int, filters: dict[str, Any]) -> None:
+    logits, expected = rows_without_a_token(vocab_size)
+    for invalid in (-1, 0):
+        params = make_params(len(logits), **filters, num_logprobs=2, invalid_token_id=invalid)
+        wanted = [invalid if token is None else token for token in expected]
+        assert sample(logits.cuda(), on_gpu(params)).token_ids.tolist() == wanted
 
 
 def test_no_rows() -> None:

@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from rose_backend import kernels
 from rose_backend.kernels import SampleOutput, SamplingTensors, sample_unfused
-from tests.kernels.test_sample import beyond_every_range, make_params, random_case, range_ends
+from tests.kernels.test_sample import (
+    beyond_every_range,
+    make_params,
+    random_case,
+    range_ends,
+    rows_without_a_token,
+)
 from tests.support.aot import CAPABILITIES, compile_launch, compiles, overlapped, record_launches
 from tests.support.interpreter import run_interpreted
 
@@ -178,6 +185,35 @@ def test_not_a_number_ends_and_stays_in_the_vocabulary() -> None:
     params = make_params(4, top_k=[3, 0, 3, 0], top_p=0.5)
     drawn = sample(logits, params).token_ids
     assert ((drawn >= 0) & (drawn < 67)).all()
+
+
+@pytest.mark.parametrize("num_logprobs", [-1, 2])
+@pytest.mark.parametrize(
+    "filters",
+    [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 5, "top_p": 0.5}],
+    ids=str,
+)
+def test_rows_without_a_token_are_told(filters: dict[str, Any], num_logprobs: int) -> None:
+    logits, expected = rows_without_a_token(67)
+    for invalid in (-1, 0):
+        params = make_params(len(logits), **filters, num_logprobs=num_logprobs, invalid_token_id=invalid)
+        wanted = [invalid if token is None else token for token in expected]
+        for output in (
+            sample(logits, params),
+            sample_unfused(logits, params),
+            kernels.sample(logits, params),
+        ):
+            assert output.token_ids.tolist() == wanted
+    # What the request asks for counts, too: all tokens but those with NaN are forbidden.
+    logits = torch.full((2, 67), float("nan"))
+    logits[:, :3] = 1.0
+    forbidden = {
+        "bias_token_ids": torch.tensor([[0, 1, 2], [0, 1, -1]]).int(),
+        "bias": torch.full((2, 3), -INFINITY),
+    }
+    params = make_params(2, **filters, **forbidden, invalid_token_id=-1)
+    for output in (sample(logits, params), sample_unfused(logits, params), kernels.sample(logits, params)):
+        assert output.token_ids.tolist() == [-1, 2]
 
 
 @compiles("_scan_kernel", "_choose_kernel")

@@ -85,6 +85,20 @@ def test_embed(implementation: str, id_type: torch.dtype, dtype: torch.dtype) ->
         torch.testing.assert_close(moments, moments_of(wanted, 1))
 
 
+@pytest.mark.parametrize("id_type", [torch.int64, torch.int32], ids=str)
+def test_a_negative_id_is_read_as_the_first(id_type: torch.dtype) -> None:
+    ids, positions, table = (
+        torch.tensor([2, -1]).to(id_type),
+        torch.zeros(2, dtype=torch.int64),
+        torch.randn(3, 8),
+    )
+    for embedded, _ in (
+        embed_tokens(ids, positions, table),
+        run_interpreted(launch_embed, ids, positions, table, None),
+    ):
+        assert torch.equal(embedded, table[[2, 0]])
+
+
 def test_embed_refuses_other_ids() -> None:
     ids, table = torch.zeros(2, dtype=torch.int64), torch.randn(3, 8)
     with pytest.raises(

@@ -26,6 +26,16 @@ def generator_of(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+def test_a_row_without_a_token_draws_what_vllms_sampler_does(value: float) -> None:
+    logits = torch.full((2, VOCAB_SIZE), value)
+    logits[1, 7] = 0.0
+    filters = torch.tensor([5, 5]), torch.tensor([0.9, 0.9])
+    stock, _ = TopKTopPSampler().forward_native(logits.clone(), {}, *filters)
+    drawn, _ = RoseTopKTopP()(logits.clone(), {}, *filters)
+    assert drawn[0] == stock[0] == 0 and drawn[1] == 7
+
+
 def test_a_seeded_request_draws_the_same_alone_and_in_any_batch() -> None:
     logits = logits_of(4)
     top_k, top_p = torch.tensor([50, 3, 300, 20]), torch.tensor([0.9, 1.0, 0.5, 0.7])

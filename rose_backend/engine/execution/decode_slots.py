@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rose_backend.engine.sequence_state import SAMPLING_FIELDS, Int32Array, SequenceState
+from rose_backend.engine.sequence_state import INVALID_TOKEN_ID, SAMPLING_FIELDS, Int32Array, SequenceState
 from rose_backend.kernels import SamplingTensors, advance_rows
 from rose_backend.kernels.captured_graphs import Fields, Inputs, SizedGraphs
 
@@ -165,6 +165,7 @@ class DecodeBuffers:
             seed=self.seeds[:width],
             position=self.draw_positions[:width],
             num_logprobs=-1,
+            invalid_token_id=INVALID_TOKEN_ID,
             **{name: values[:width] for name, values in self._sampling.items()},
         )
 

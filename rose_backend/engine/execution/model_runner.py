@@ -18,7 +18,7 @@ from rose_backend.engine.execution.prompt_graphs import PromptGraphs
 from rose_backend.engine.execution.sampling_extras import SamplingExtras
 from rose_backend.engine.output.logprobs import LogprobWords, pack_logprobs
 from rose_backend.engine.scheduling.scheduler import Step
-from rose_backend.engine.sequence_state import SAMPLING_FIELDS, Int32Array, SequenceState
+from rose_backend.engine.sequence_state import INVALID_TOKEN_ID, SAMPLING_FIELDS, Int32Array, SequenceState
 from rose_backend.kernels.captured_graphs import Fields, Inputs, SizedGraphs, download, upload
 from rose_backend.layers.attention import AttentionMetadata
 from rose_backend.models.base import CausalLM
@@ -249,5 +249,9 @@ def _sampling_tensors(inputs: Inputs) -> kernels.SamplingTensors:
     """Return the parameters of draws from seed, position and ``SAMPLING_FIELDS`` of each, ``[R, ...]``."""
     by_name = sampling_of_rows(inputs["words"])
     return kernels.SamplingTensors(
-        seed=inputs["seed"], position=inputs["position"], num_logprobs=-1, **by_name
+        seed=inputs["seed"],
+        position=inputs["position"],
+        num_logprobs=-1,
+        invalid_token_id=INVALID_TOKEN_ID,
+        **by_name,
     )

@@ -126,7 +126,11 @@ class SamplingExtras:
         banned: torch.Tensor,
     ) -> SampleOutput:
         prompt_mask, output_counts = self._penalties.gather(rows)
-        extras = {"prompt_mask": prompt_mask, "output_counts": output_counts, "bias_token_ids": banned}
+        extras: dict[str, Any] = {
+            "prompt_mask": prompt_mask,
+            "output_counts": output_counts,
+            "bias_token_ids": banned,
+        }
         bias = self._minus_infinity[: len(logits)]
         return self._sample(
             logits,
@@ -170,6 +174,9 @@ class PenaltyTable:
         return self._prompt_mask.index_select(0, rows), self._output_counts.index_select(0, rows)
 
     def count(self, rows: torch.Tensor, token_ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Add ``weights`` (int32 ``[S]``, 0 or 1) to the output counts of ``token_ids`` (int64 ``[S]``)."""
+        """Add ``weights`` (int32 ``[S]``, 0 or 1) to the output counts of ``token_ids`` (int64 ``[S]``).
+
+        ``INVALID_TOKEN_ID`` counts as token 0: such a row ends.
+        """
         counts = self._output_counts
-        counts.view(-1).scatter_add_(0, rows * counts.shape[1] + token_ids, weights)
+        counts.view(-1).scatter_add_(0, rows * counts.shape[1] + token_ids.clamp(min=0), weights)

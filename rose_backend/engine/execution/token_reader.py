@@ -15,7 +15,7 @@ from rose_backend.engine.scheduling.scheduler import Scheduler
 from rose_backend.engine.sequence_state import Int32Array, SequenceState
 
 _NO_ROWS: Int32Array = np.zeros(0, np.int32)
-_AT_LENGTH, _AT_EOS = Ending("length", None), Ending("stop", None)
+_AT_LENGTH, _AT_EOS, _AT_ERROR = Ending("length", None), Ending("stop", None), Ending("error", None)
 
 
 class TokenReader:
@@ -36,25 +36,28 @@ class TokenReader:
         self._lengths_only_rows: Int64Array | None = None
 
     def apply(self, rows: Int64Array, sampled: SampledTokens) -> tuple[Int32Array, NewTokens | None]:
-        """Append one token to each of ``rows``.
+        """Append one token to each of ``rows``; a row that has none (``INVALID_TOKEN_ID``) ends.
 
         Returns:
             The rows whose completion has ended, and what the output thread needs of this step; None for nothing.
         """
         state, token_ids = self._state, sampled.token_ids
         is_full = state.append(rows, token_ids)
-        if self._only_lengths_matter(rows) and not np.count_nonzero(is_full):
+        is_invalid = token_ids < 0
+        if np.count_nonzero(is_invalid):
+            state.take_back(rows[is_invalid])
+        elif self._only_lengths_matter(rows) and not np.count_nonzero(is_full):
             return _NO_ROWS, None
         # np.isin sorts; there are one or two of them.
         is_eos = np.zeros(len(rows), np.bool_)
         for eos_token_id in self._eos_token_ids.tolist():
             is_eos |= token_ids == eos_token_id
         # In most steps no row has ended.
-        if not np.count_nonzero(is_eos | is_full | state.needs_token_check[rows]):
+        if not np.count_nonzero(is_eos | is_full | is_invalid | state.needs_token_check[rows]):
             return _NO_ROWS, None
         is_eos &= state.stops_at_eos[rows]
         is_stop = self._stop_tokens(rows, token_ids)
-        ended = np.flatnonzero(is_eos | is_stop | is_full)
+        ended = np.flatnonzero(is_eos | is_stop | is_full | is_invalid)
         followed = np.flatnonzero(state.needs_each_token[rows])
         ended_rows = rows[ended].astype(np.int32)
         if not len(ended) and not len(followed):
@@ -63,7 +66,9 @@ class TokenReader:
         for index, row in zip(ended.tolist(), ended_rows.tolist(), strict=True):
             completion, ending = self._state.completion(row), _AT_LENGTH
             completion.has_ended = True
-            if is_eos[index]:
+            if is_invalid[index]:
+                ending = _AT_ERROR
+            elif is_eos[index]:
                 ending = _AT_EOS
             elif is_stop[index]:
                 ending = Ending("stop", int(token_ids[index]))

@@ -44,7 +44,9 @@ def pack_logprobs(logits: torch.Tensor, drawn: SampleOutput) -> torch.Tensor:
         logits: float32 ``[S, V]``, which was drawn from.
     """
     assert drawn.logprob is not None and drawn.top_logprobs is not None and drawn.top_token_ids is not None
-    rank = (logits > logits.gather(1, drawn.token_ids[:, None])).sum(-1) + 1
+    # A row without a token to choose has a negative one. It ends there, and reports nothing.
+    token_ids = drawn.token_ids.clamp(min=0)
+    rank = (logits > logits.gather(1, token_ids[:, None])).sum(-1) + 1
     numbers = [rank[:, None], drawn.top_token_ids]
     rank_bits, token_bits = (each.to(torch.int32).view(torch.float32) for each in numbers)
     return torch.cat([drawn.logprob[:, None], rank_bits, drawn.top_logprobs, token_bits], dim=1)

@@ -28,7 +28,7 @@ class NewTokens:
     """One step's tokens of ``F`` completions with ``needs_each_token``, and which completions ended in it."""
 
     completions: list[Completion]  # [F]
-    token_ids: list[int]  # [F]
+    token_ids: list[int]  # [F], negative where an error ended the completion in place of a token
     indices: NDArray[np.intp]  # [F], of each in logprobs
     logprobs: LogprobWords | None
     endings: dict[Completion, Ending]
@@ -129,8 +129,15 @@ class OutputProcessor:
     def _see_token(self, completion: Completion, index: int, message: NewTokens) -> None:
         text, token_id = completion.text, message.token_ids[index]
         num_logprobs = completion.request.params.logprobs
-        text.token_ids.append(token_id)
-        if text.logprobs is not None and num_logprobs is not None and message.logprobs is not None:
+        has_token = token_id >= 0
+        if has_token:
+            text.token_ids.append(token_id)
+        if (
+            has_token
+            and text.logprobs is not None
+            and num_logprobs is not None
+            and message.logprobs is not None
+        ):
             words = message.logprobs[message.indices[index]]
             entry = logprobs_entry(words, token_id, num_logprobs, self._tokenizer)
             text.logprobs.append(entry)

@@ -31,7 +31,7 @@ def _embed_tokens_kernel(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, TILE)
     mask = columns < WIDTH
-    token_id = tl.load(input_ids_ptr + token).to(tl.int64)
+    token_id = tl.maximum(tl.load(input_ids_ptr + token), 0).to(tl.int64)
     if ADD:
         position = tl.load(positions_ptr + token)
     of_token = token_embedding_ptr + token_id * token_stride + columns

@@ -105,7 +105,11 @@ def _scan_kernel(
         tl.store(winners_ptr + row * num_slices + slice_index, winner)
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_slices", "logits_stride", "bias_width", "num_logprobs"])
+@triton.jit(
+    do_not_specialize=[
+        "vocab_size", "num_slices", "logits_stride", "bias_width", "num_logprobs", "invalid_token_id"
+    ]
+)  # fmt: skip
 def _choose_kernel(
     logits_ptr,  # [R, V]
     logits_stride,
@@ -124,6 +128,7 @@ def _choose_kernel(
     token_ids_ptr,  # [R]  written
     logprobs,  # pointers to logprob [R], top_logprobs [R, K] and top_token_ids [R, K], written; or None
     num_logprobs,
+    invalid_token_id,
     vocab_size,
     num_slices,
     GROUP: tl.constexpr,
@@ -171,7 +176,8 @@ def _choose_kernel(
                 )  # fmt: skip
         # Whatever the filters are, it is one of the vocabulary.
         token = tl.where(token < vocab_size, token, 0)
-        tl.store(token_ids_ptr + row, token.to(tl.int64))
+        reported = tl.where(row_max == MINUS_INFINITY, invalid_token_id, token)
+        tl.store(token_ids_ptr + row, reported.to(tl.int64))
         if logprobs is not None:
             normaliser = _logsumexp(raw[1], row, num_slices, slice_tile)
             tl.store(logprobs[0] + row, tl.load(logits_ptr + token) - normaliser)
@@ -308,6 +314,7 @@ def _launch(
         token_ids,
         logprobs,
         num_logprobs,
+        params.invalid_token_id,
         **options,
         CANDIDATES=MAX_CANDIDATES,
         FEW=min(_FEW_CANDIDATES, MAX_CANDIDATES),

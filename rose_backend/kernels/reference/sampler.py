@@ -41,8 +41,7 @@ def sample(
 ) -> SampleOutput:
     """Twin of ``rose_backend.kernels.sample``."""
     scores = apply_penalties(add_bias(logits, params), params)
-    token_ids = _choose_number(_choose, scores, params)
-    return _report(logits, token_ids, params.num_logprobs)
+    return _report(logits, scores, _choose_number(_choose, scores, params), params)
 
 
 def _choose_number(
@@ -286,15 +285,18 @@ def _row_tiles(num_rows: int, vocab_size: int) -> list[slice]:
 
 def _report(
     logits: torch.Tensor,  # [R, V]
-    token_ids: torch.Tensor,  # [R]
-    num_logprobs: int,
+    scores: torch.Tensor,  # [R, V], after bias and penalties
+    token_ids: torch.Tensor,  # [R], where there is a token to choose
+    params: SamplingTensors,
 ) -> SampleOutput:
-    if num_logprobs < 0:
-        return SampleOutput(token_ids, None, None, None)
+    has_token = scores.gather(1, token_ids.unsqueeze(1)).squeeze(1) > _MINUS_INFINITY
+    reported = token_ids.where(has_token, params.invalid_token_id)
+    if params.num_logprobs < 0:
+        return SampleOutput(reported, None, None, None)
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
-    top = logits.topk(num_logprobs, dim=-1)
+    top = logits.topk(params.num_logprobs, dim=-1)
     chosen = logits.gather(1, token_ids.unsqueeze(1)) - normaliser
-    return SampleOutput(token_ids, chosen.squeeze(1), top.values - normaliser, top.indices)
+    return SampleOutput(reported, chosen.squeeze(1), top.values - normaliser, top.indices)
 
 
 def sample_unfused(
@@ -304,10 +306,9 @@ def sample_unfused(
     """Twin of ``rose_backend.kernels.sample_unfused``."""
     if is_recording():
         # The rest reads values, and launches none of our kernels.
-        return _report(logits, logits.argmax(dim=-1), params.num_logprobs)
+        return _report(logits, logits, logits.argmax(dim=-1), params)
     scores = apply_penalties(add_bias(logits, params), params)
-    token_ids = _choose_number(_choose_unfused, scores, params)
-    return _report(logits, token_ids, params.num_logprobs)
+    return _report(logits, scores, _choose_number(_choose_unfused, scores, params), params)
 
 
 def _choose_unfused(
