@@ -85,6 +85,8 @@ class TokenizerLoading(AbstractContextManager["TokenizerLoading"]):
                 env={**os.environ, **_ENVIRONMENT},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
+                # Ctrl-C is for this process, which ends it.
+                process_group=0,
             )
 
     def result(self) -> TokenizerParts:

@@ -206,6 +206,12 @@ def test_files_that_say_nonsense(tmp_path: Path, file: str, content: str) -> Non
     assert "\n" not in str(caught.value)
 
 
+def test_no_file_of_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ModelError, match=rf"^{tmp_path}: no tokenizer, one of tokenizer.json, "):
+        load_tokenizer(tmp_path)
+
+
 def test_nonsense_that_another_process_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_layout(tmp_path, "gpt2-without-config")
     (tmp_path / "tokenizer_config.json").write_text("{not JSON")
@@ -221,8 +227,12 @@ def test_code_of_a_repository_is_not_run(tmp_path: Path) -> None:
         '{"auto_map": {"AutoTokenizer": [null, "theirs.Theirs"]}}'
     )
     (tmp_path / "theirs.py").write_text("raise SystemExit('this was run')")
-    with pytest.raises(ModelError, match=r"no usable tokenizer \(ValueError: .* contains custom code"):
+    with pytest.raises(
+        ModelError, match=r"no usable tokenizer \(ValueError: .* contains custom code"
+    ) as caught:
         load_tokenizer(tmp_path)
+    # transformers' error has several.
+    assert "\n" not in str(caught.value)
 
 
 def test_a_process_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
