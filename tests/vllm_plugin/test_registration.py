@@ -191,6 +191,8 @@ def test_register_touches_only_what_the_ledger_names(fresh: dict[str, Any]) -> N
             "mamba2_state_spec",
             "merged_outputs",
             "output_statistics",
+            "prompt_tails_v1",
+            "prompt_tails_v2",
             "request_block_hashes",
             "windowed_layer_spec",
         ),
