@@ -53,6 +53,8 @@ THIRD_PARTY = {
 }
 ONLY_IN_PLUGIN = "vllm"
 HEAVY_MODULES = ("torch", "triton", "vllm", "transformers", "flashinfer", "fastapi")
+# What an engine on a CPU must do without, although it may import torch.
+NOT_ON_A_CPU = ("triton", "vllm", "transformers", "flashinfer")
 
 MAX_LINES = 400
 
@@ -344,6 +346,23 @@ def test_light_modules_import_nothing_heavy(statement: str, tmp_path: Path) -> N
     )
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.split() == []
+
+
+@pytest.mark.parametrize("model", ["tiny-gpt2", "tiny-qwen3-chat"])
+def test_an_engine_on_a_cpu_works_without_what_only_gpus_and_vllm_need(model: str, tmp_path: Path) -> None:
+    # None in sys.modules makes an import fail, wherever it stands.
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({NOT_ON_A_CPU!r}))\n"
+        "from rose_backend import LLM, SamplingParams\n"
+        f"llm = LLM({str(PACKAGE.parent / 'models' / model)!r}, device='cpu', num_blocks=100, max_model_len=64)\n"
+        "(answer,) = llm.generate(['a'], SamplingParams(max_tokens=3, ignore_eos=True))\n"
+        "print(len(answer.outputs[0].token_ids))"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.split() == ["3"]
 
 
 def long_files() -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rose_backend.kernels.compilation_pool import (
     CompilationPool,
@@ -11,7 +12,9 @@ from rose_backend.kernels.compilation_pool import (
     check_cache_is_writable,
 )
 from rose_backend.kernels.compilations import settle_cache_keys
-from rose_backend.kernels.recorded_launches import KernelSource
+
+if TYPE_CHECKING:
+    from rose_backend.kernels.recorded_launches import KernelSource
 
 Progress = Callable[[Iterable[CompiledKernel], int], Iterator[CompiledKernel]]
 """Shows how far an iteration is, given what to yield and how many there will be."""

@@ -22,9 +22,12 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rose_backend.errors import ConfigError
-from rose_backend.kernels.recorded_launches import KernelSource
+
+if TYPE_CHECKING:
+    from rose_backend.kernels.recorded_launches import KernelSource
 
 MAX_PROCESSES = 32
 """A start has about as many kernels as this, twice."""

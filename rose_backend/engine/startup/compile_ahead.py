@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,11 +25,13 @@ from rose_backend.errors import ConfigError
 from rose_backend.kernels.ahead_compilation import AheadCompilation
 from rose_backend.kernels.compilation_pool import CompiledKernel, CompleteStarts
 from rose_backend.kernels.gpu_properties import GpuProperties, gpu_properties
-from rose_backend.kernels.recorded_launches import KernelSource, record_launches
 from rose_backend.kernels.sampler import SAMPLER_KERNELS
 from rose_backend.models.base import CausalLM
 from rose_backend.models.registry import load_model
 from rose_backend.models.weights import CONFIG_FILE, resolve_model_path
+
+if TYPE_CHECKING:
+    from rose_backend.kernels.recorded_launches import KernelSource
 
 _NUM_PROCESSORS = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
 """Of A100, H100 SXM and H200, B200."""
@@ -103,6 +106,8 @@ def _show_progress(kernels: Iterable[CompiledKernel], total: int) -> Iterator[Co
 
 def record_start(directory: Path, config: EngineConfig, gpu: GpuProperties) -> list[KernelSource]:
     """Return all that a start on a GPU launches; arguments and errors are those of ``compile_starts``."""
+    from rose_backend.kernels.recorded_launches import record_launches
+
     with record_launches(gpu) as recorded:
         meta = torch.device("meta")
         model = load_model(
