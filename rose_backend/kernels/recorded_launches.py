@@ -24,6 +24,7 @@ from triton.runtime.jit import JITCallable, JITFunction
 from rose_backend.kernels.compilations import called_functions
 from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
 
+_PACKAGE = "rose_backend."
 _WARP_SIZE = 32
 _recording = threading.RLock()
 """Recordings of several threads come one after the other: each puts back what it found in Triton."""
@@ -58,13 +59,58 @@ def _length(function: JITCallable, seen: set[int]) -> int:
     return len(function.src) + sum(_length(each, seen) for each in called)
 
 
+@dataclass(frozen=True, slots=True)
+class _Compilation:
+    """One call of ``JITFunction._do_compile``, without device."""
+
+    kernel: JITFunction[Any]
+    key: str
+    signature: dict[str, Any]
+    constexprs: dict[tuple[int, ...], Any]
+    options: Any
+    attributes: dict[tuple[int, ...], Any]
+
+    def do(self, device: Any) -> Any:
+        """Return the compiled kernel, which launches on ``device`` find from now on; None if a hook refuses."""
+        return self.kernel._do_compile(
+            self.key, self.signature, device, self.constexprs, self.options, self.attributes, True
+        )
+
+
 @dataclass(slots=True)
 class RecordedLaunches:
-    """What launches would compile, each once."""
+    """What launches of this package's kernels would compile, each once."""
 
     gpu: GpuProperties
-    sources: list[KernelSource] = field(default_factory=list)
-    kernels: set[JITFunction[Any]] = field(default_factory=set)
+    compilations: list[_Compilation] = field(default_factory=list)
+
+    @property
+    def sources(self) -> list[KernelSource]:
+        """What is compiled, in the order of first launches."""
+        return [
+            KernelSource(
+                each.kernel.__module__,
+                each.kernel.fn.__name__,
+                each.signature,
+                each.constexprs,
+                each.attributes,
+                dict(each.options.__dict__),
+                self.target,
+            )
+            for each in self.compilations
+        ]
+
+    def load(self) -> None:
+        """Load each kernel on the current device, from Triton's cache or compiled now.
+
+        Launches like those that were recorded find it from then on: nothing is compiled when they come.
+        """
+        device = driver.active.get_current_device()
+        for each in self.compilations:
+            if each.key not in each.kernel.device_caches[device][0]:
+                compiled = each.do(device)
+                if compiled is not None:
+                    _ = compiled.run  # which loads it into the device
 
     @property
     def target(self) -> GPUTarget:
@@ -87,6 +133,7 @@ def record_launches(gpu: GpuProperties) -> Iterator[RecordedLaunches]:
 def _record(recorded: RecordedLaunches) -> Iterator[RecordedLaunches]:
     device = _RecordingDriver(recorded, driver._active)
     do_compile = JITFunction._do_compile
+    kernels: list[JITFunction[Any]] = []
 
     def record(
         kernel: JITFunction[Any],
@@ -100,18 +147,11 @@ def _record(recorded: RecordedLaunches) -> Iterator[RecordedLaunches]:
     ) -> Any:
         if where is not device:
             return do_compile(kernel, key, signature, where, constexprs, options, attributes, warmup)
-        target = recorded.target
-        source = KernelSource(
-            kernel.__module__,
-            kernel.fn.__name__,
-            signature,
-            constexprs,
-            attributes,
-            dict(options.__dict__),
-            target,
-        )
-        recorded.sources.append(source)
-        recorded.kernels.add(kernel)
+        kernels.append(kernel)
+        # Those of vLLM are vLLM's to compile.
+        if kernel.__module__.startswith(_PACKAGE):
+            compilation = _Compilation(kernel, key, signature, constexprs, options, attributes)
+            recorded.compilations.append(compilation)
         # As Triton does with a compiled kernel: the next launch of the same finds it.
         kernel.device_caches[where][0][key] = _NotLaunched()
         return kernel.device_caches[where][0][key]
@@ -124,8 +164,8 @@ def _record(recorded: RecordedLaunches) -> Iterator[RecordedLaunches]:
     finally:
         driver.set_active(device.real)
         JITFunction._do_compile = do_compile
-        for kernel in recorded.kernels:
-            del kernel.device_caches[device]
+        for kernel in kernels:
+            kernel.device_caches.pop(device, None)
 
 
 class _NotLaunched:

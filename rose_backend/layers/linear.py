@@ -304,5 +304,11 @@ def adds_halves(x: torch.Tensor, linear: Linear) -> bool:
     return x.shape[0] > _TILE and is_deep and num_processors // 2 < num_tiles <= num_processors
 
 
+def fewest_halved_rows(width: int, num_processors: int) -> int:
+    """Return the fewest rows that ``adds_halves`` may take of a product with ``width`` columns."""
+    tiles_per_row = 2 * -(-width // _TILE)
+    return max(num_processors // 2 // tiles_per_row, 1) * _TILE + 1
+
+
 def _product(x: torch.Tensor, linear: Linear) -> torch.Tensor:
     return x @ linear.weight if linear.bias is None else torch.addmm(linear.bias, x, linear.weight)

@@ -27,7 +27,7 @@ from rose_backend.engine.startup.compile_ahead import (
 )
 from rose_backend.engine.startup.padding import launch_everything
 from rose_backend.errors import ConfigError, ModelError
-from rose_backend.kernels import ahead_compilation
+from rose_backend.kernels import ahead_compilation, recorded_launches
 from rose_backend.kernels.ahead_compilation import AheadCompilation
 from rose_backend.kernels.compilation_pool import CompiledKernel
 from rose_backend.kernels.gpu import small_batch_linear
@@ -255,7 +255,7 @@ def test_the_sampler_is_launched_last(tiny_model_path: Path, monkeypatch: pytest
 
     recorded: RecordedLaunches
     monkeypatch.setattr(compile_ahead, "launch_everything", launch)
-    monkeypatch.setattr(compile_ahead, "record_launches", record)
+    monkeypatch.setattr(recorded_launches, "record_launches", record)
     config = EngineConfig(model="m", max_num_batched_tokens=2048, max_num_seqs=2)
     everything = [source.name for source in record_start(tiny_model_path, config, H100)]
     assert set(SAMPLER_KERNELS) < set(everything) and not set(SAMPLER_KERNELS) & set(launched)

@@ -23,12 +23,15 @@ from rose_backend.engine.process_settings import note_imports, process_age_s
 from rose_backend.engine.scheduling.token_budget import default_token_budget
 from rose_backend.engine.startup import report as start_up_report
 from rose_backend.engine.startup.load import storage_bytes
-from rose_backend.engine.startup.padding import decode_tunings, padding_passes
+from rose_backend.engine.startup.padding import decode_kinds, padding_passes, token_counts
 from rose_backend.engine.startup.report import MemoryUse, StartUpReport, show_start_up
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError
 from rose_backend.kernels.gpu.decode_tuning import decode_tuning, rows_tile
+from rose_backend.kernels.gpu.expert_tuning import choose_config as choose_expert_config
 from rose_backend.kernels.gpu.prefill_tuning import TUNED_QUERY_LENS, prefill_tuning
+from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
+from rose_backend.layers.linear import Linear, adds_halves
 from rose_backend.models.config import ModelConfig
 
 GIB = 1 << 30
@@ -156,7 +159,7 @@ def test_padding_passes_reach_every_kernel_of_decode_steps(max_num_seqs: int) ->
     assert all(each.num_tokens <= 2048 for each in passes)
 
     def kernel(num_rows: int) -> Any:
-        return next_power_of_2(num_rows), num_rows % 16 == 0, kind(num_rows)
+        return next_power_of_2(num_rows), kind(num_rows)
 
     decodes = [each.num_decodes for each in passes if not each.num_prefills]
     assert {kernel(count) for count in decodes} == {kernel(count) for count in range(1, max_num_seqs + 1)}
@@ -173,7 +176,7 @@ def test_kernels_are_prepared_for_grouped_heads() -> None:
         "max_position_embeddings": 1024,
     }
     model = ModelConfig.from_hf(fields, names={"norm_eps": "rms_norm_eps"}, dtype=torch.float16, device="cpu")
-    kind = decode_tunings(model, 132)
+    kind = decode_kinds(model, 132)
     kinds = [kind(num_rows) for num_rows in range(1, 257)]
 
     def tunings(*, norms_heads: bool) -> list[Any]:
@@ -188,8 +191,51 @@ def test_kernels_are_prepared_for_grouped_heads() -> None:
 
     # More than 132 rows begin in turns.
     with_norms = tunings(norms_heads=True)
-    assert kinds == [(tuning, row > 132) for row, tuning in enumerate(with_norms, 1)]
-    assert changes(tunings(norms_heads=False)) < changes(with_norms)
+    without = tunings(norms_heads=False)
+    assert [kind[:3] for kind in kinds] == [
+        (*both, row > 132) for row, both in enumerate(zip(without, with_norms, strict=True), 1)
+    ]
+    assert changes(kinds) == changes(without) | changes(with_norms) | {2, 33}
+
+
+@pytest.mark.parametrize(("max_num_seqs", "token_budget"), [(1, 600), (13, 1000), (256, 300), (48, 4096)])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (60, 4), (16, 2), (256, 8)])
+def test_padding_passes_reach_every_cut_of_experts(
+    num_experts: int, top_k: int, max_num_seqs: int, token_budget: int
+) -> None:
+    model: Any = SimpleNamespace(
+        hidden_size=2048, experts=SimpleNamespace(num_experts=num_experts, top_k=top_k)
+    )
+    config = EngineConfig(model="m", max_num_seqs=max_num_seqs, max_num_batched_tokens=token_budget)
+    passes = padding_passes(config, token_counts=token_counts(model, 132))
+    assert all(each.num_tokens <= token_budget for each in passes)
+
+    def cuts(num_tokens: int) -> Any:
+        options = {"num_experts": num_experts, "exact": False}
+        return [
+            choose_expert_config(num_tokens * top_k, gated=gated, can_use_tma=can_use_tma, **options)
+            for gated in (False, True)
+            for can_use_tma in (False, True)
+        ]
+
+    reached = [cuts(each.num_tokens) for each in passes]
+    assert all(cuts(num_tokens) in reached for num_tokens in range(1, token_budget + 1))
+
+
+@pytest.mark.parametrize("num_processors", [78, 108, 132, 148])
+def test_padding_passes_reach_products_in_halves(num_processors: int) -> None:
+    def is_halved(num_tokens: int, width: int) -> bool:
+        x, weight = (
+            torch.empty(sizes, dtype=torch.bfloat16, device="meta")
+            for sizes in ((num_tokens, 2 * width), (2 * width, width))
+        )
+        return adds_halves(x, Linear(weight, None))
+
+    with meta_stands_for(GpuProperties((9, 0), num_processors)):
+        for width in (1024, 2048, 4096):
+            (count,) = token_counts(SimpleNamespace(hidden_size=width, experts=None), num_processors)  # type: ignore[arg-type]
+            halved = [num_tokens for num_tokens in range(1, 2500) if is_halved(num_tokens, width)]
+            assert not halved or halved[0] == count
 
 
 @pytest.mark.parametrize("head_size", [64, 128])

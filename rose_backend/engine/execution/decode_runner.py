@@ -35,6 +35,12 @@ def graph_widths(max_rows: int) -> tuple[int, ...]:
     return (*(width for width in widths if width < limit), limit)
 
 
+def launched_widths(max_rows: int) -> tuple[int, ...]:
+    """Return numbers of slots above those of graphs, rising: the least for each power of two kernels round up to."""
+    powers = (MAX_CAPTURED_ROWS << doubling for doubling in range(max_rows.bit_length()))
+    return tuple(power + 1 for power in powers if power < max_rows)
+
+
 class DecodeRunner:
     """Runs decode steps without waiting for them, and without waiting for their tokens to start the next one.
 
@@ -73,9 +79,9 @@ class DecodeRunner:
         self._history = self.buffers.history.numpy()
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Compute a step of each of ``widths`` without rows, for a runner that captures none: kernels are compiled."""
-        for width in show_progress("preparing decode steps", self.widths[::-1]):
+    def warm_up(self, widths: tuple[int, ...]) -> None:
+        """Compute a step of each of ``widths``, rising, without rows: kernels of steps without a graph are compiled."""
+        for width in show_progress("preparing decode steps", widths[::-1]):
             self._graphs.run(width, num_parts=2)
         self.buffers.reset()
 

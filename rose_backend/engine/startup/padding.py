@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from rose_backend import kernels
 from rose_backend.config import EngineConfig
+from rose_backend.engine.execution.decode_runner import launched_widths
 from rose_backend.engine.execution.model_runner import ModelRunner
 from rose_backend.engine.progress import show_progress
 from rose_backend.layers.attention import AttentionMetadata
+from rose_backend.layers.linear import fewest_halved_rows
 from rose_backend.models.base import CausalLM
 from rose_backend.models.config import ModelConfig
-
-_ROW_STEP = 16
-"""Triton specializes a kernel for integer arguments that are multiples of this."""
 
 
 class PaddedModel(Protocol):
@@ -64,8 +64,8 @@ def launch_everything(
     before_draws()
     with part("sampler"):
         runner.warm_up_draws()
-        if not captures_graphs:
-            runner.decoder.warm_up()
+        launched = launched_widths(model.config.max_num_seqs)
+        runner.decoder.warm_up(launched if captures_graphs else (*runner.decoder.widths, *launched))
     if captures_graphs:
         with part("decode graphs"):
             runner.decoder.capture()
@@ -76,74 +76,64 @@ def launch_everything(
 @torch.inference_mode()
 def warm_kernels(loaded: PaddedModel) -> None:
     """Launch each kernel that a step can reach outside captured graphs, on padding."""
-    from rose_backend.kernels.gpu.decode_tuning import num_processors
+    from rose_backend.kernels.gpu.decode_tuning import num_processors, row_counts
 
     config, device = loaded.config, loaded.kv_cache.device
-    decode_kind = decode_tunings(loaded.model.config, num_processors(device))
-    for each in show_progress("preparing kernels", padding_passes(config, decode_kind)):
+    sizes = loaded.model.config, num_processors(device)
+    passes = padding_passes(config, decode_kinds(*sizes), token_counts(*sizes))
+    for each in show_progress("preparing kernels", passes):
         _run_padding(loaded, each)
-    for num_pairs in _row_counts(config.max_num_seqs):
+    for num_pairs in row_counts(config.max_num_seqs):
         null_block = torch.zeros(num_pairs, dtype=torch.int32, device=device)
         kernels.block_clone(loaded.kv_cache, null_block, null_block, block_dim=2)
 
 
-def decode_tunings(model: ModelConfig, num_processors: int) -> Callable[[int], Hashable]:
-    """Return a function from a number of rows to what decode attention over them is tuned to.
+def decode_kinds(model: ModelConfig, num_processors: int) -> Callable[[int], Hashable]:
+    """Return ``decode_kind`` of this model's heads on a GPU of so many multiprocessors."""
+    from rose_backend.kernels.gpu.decode_tuning import decode_kind
 
-    Args:
-        num_processors: multiprocessors of the GPU.
-    """
-    from rose_backend.kernels.gpu.decode_tuning import begins_in_turns, decode_tuning, heads_per_program
+    return functools.partial(
+        decode_kind,
+        num_heads=model.num_attention_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_size=model.head_size,
+        dtype=model.dtype,
+        num_processors=num_processors,
+    )
 
-    group = model.num_attention_heads // model.num_kv_heads
-    head_tile = max(1 << (model.head_size - 1).bit_length(), 16)
 
-    def kind(num_rows: int) -> Hashable:
-        tuning = decode_tuning(
-            model.head_size,
-            model.dtype,
-            num_processors,
-            num_rows=num_rows,
-            num_queries=heads_per_program(group, 1, head_tile),
-            num_kv_heads=model.num_kv_heads,
-            # Without norms it changes at fewer numbers of rows.
-            norms_heads=True,
-        )
-        return tuning, begins_in_turns(num_rows * model.num_kv_heads, num_processors)
+def token_counts(model: ModelConfig, num_processors: int) -> list[int]:
+    """Return numbers of tokens: products of chunks of any number are cut as those of one of these, or of one token."""
+    from rose_backend.kernels.gpu.expert_tuning import TUNED_PAIRS_PER_EXPERT
 
-    return kind
+    counts = [fewest_halved_rows(model.hidden_size, num_processors)]
+    if (experts := model.experts) is not None:
+        counts += [pairs * experts.num_experts // experts.top_k + 1 for pairs in TUNED_PAIRS_PER_EXPERT]
+    return counts
 
 
 def padding_passes(
-    config: EngineConfig, decode_kind: Callable[[int], Hashable] = lambda num_rows: None
+    config: EngineConfig,
+    decode_kind: Callable[[int], Hashable] = lambda num_rows: None,
+    token_counts: Sequence[int] = (),
 ) -> list[PaddingPass]:
     """Return passes that reach every kernel that a forward pass within the limits can launch, the largest first.
 
     Args:
-        decode_kind: what decode attention over so many rows is tuned to.
+        decode_kind: what decode attention over so many rows is compiled for.
+        token_counts: of passes over one chunk, where the limits allow them.
     """
-    from rose_backend.kernels.gpu.decode_tuning import rows_tile
+    from rose_backend.kernels.gpu.decode_tuning import row_counts, rows_tile
     from rose_backend.kernels.gpu.prefill_tuning import TUNED_QUERY_LENS
 
-    passes = {PaddingPass(num_rows, 0, 0) for num_rows in _row_counts(config.max_num_seqs, decode_kind)}
+    passes = {PaddingPass(num_rows, 0, 0) for num_rows in row_counts(config.max_num_seqs, decode_kind)}
     for query_len in TUNED_QUERY_LENS:
-        for num_rows in _row_counts(config.max_num_seqs):
+        for num_rows in row_counts(config.max_num_seqs):
             fitting = max(min(num_rows, config.token_budget // query_len), 1)
             if rows_tile(fitting) == rows_tile(num_rows):
                 passes.add(PaddingPass(0, fitting, min(query_len, config.token_budget)))
+    passes |= {PaddingPass(0, 1, count) for count in token_counts if count <= config.token_budget}
     return sorted(passes, key=lambda each: each.num_tokens, reverse=True)
-
-
-def _row_counts(limit: int, kind: Callable[[int], Hashable] = lambda num_rows: None) -> list[int]:
-    """Return numbers of rows up to ``limit``, one for each group that Triton compiles a kernel of its own for.
-
-    Groups differ in the power of two that numbers are rounded up to, in divisibility by ``_ROW_STEP``, or in ``kind``.
-    """
-    first_of_each: dict[Hashable, int] = {}
-    for count in range(1, limit + 1):
-        key = ((count - 1).bit_length(), count % _ROW_STEP == 0, kind(count))
-        first_of_each.setdefault(key, count)
-    return sorted(first_of_each.values())
 
 
 def _run_padding(loaded: PaddedModel, each: PaddingPass) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -218,3 +219,52 @@ def rows_tile(num_rows: int) -> int:
     rows. A warp looks at 32 at once.
     """
     return next((size for size in (32, 256, 1024) if size >= num_rows), triton.next_power_of_2(num_rows))
+
+
+def decode_kind(
+    num_rows: int,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    num_processors: int,
+    cache_dtype: torch.dtype | None = None,
+    max_query_len: int = 1,
+) -> Hashable:
+    """Return what decode attention over so many rows is compiled for; equal where the kernels are the same.
+
+    Args:
+        num_processors: multiprocessors of the GPU.
+        cache_dtype: None is ``dtype``.
+    """
+    group = heads_per_program(
+        num_heads // num_kv_heads, max_query_len, max(triton.next_power_of_2(head_size), 16)
+    )
+    tunings = (
+        decode_tuning(
+            head_size,
+            dtype,
+            num_processors,
+            cache_dtype=cache_dtype,
+            num_rows=num_rows,
+            num_queries=group * max_query_len,
+            num_kv_heads=num_kv_heads,
+            norms_heads=norms_heads,
+        )
+        for norms_heads in (False, True)
+    )
+    in_turns = begins_in_turns(num_rows * num_kv_heads, num_processors)
+    return *tunings, in_turns, num_rows == 1, rows_tile(num_rows)
+
+
+def row_counts(limit: int, kind: Callable[[int], Hashable] = lambda num_rows: None) -> list[int]:
+    """Return numbers of rows up to ``limit``, one for each group that kernels are compiled apart for.
+
+    Groups differ in the power of two that numbers are rounded up to, or in ``kind``. No kernel is specialized for a
+    number of rows or tokens itself, nor for what divides it.
+    """
+    first_of_each: dict[Hashable, int] = {}
+    for count in range(1, limit + 1):
+        first_of_each.setdefault(((count - 1).bit_length(), kind(count)), count)
+    return sorted(first_of_each.values())

@@ -64,3 +64,7 @@ def _with_tma(pairs_per_expert: float, *, gated: bool) -> ExpertConfig:
         return ExpertConfig(16, 32, 128, num_warps=2, num_stages=3, weights_left=True, use_tma=True)
     block_m = 16 if pairs_per_expert <= 8 else 32
     return ExpertConfig(block_m, 64, 64, num_stages=5, weights_left=True, use_tma=True)
+
+
+TUNED_PAIRS_PER_EXPERT = (8, 16, 24, 64)
+"""Pairs of token and expert, on average over the experts, above which cuts change, on one GPU or another."""

@@ -1,0 +1,152 @@
+"""No step of an engine on a GPU launches a kernel that its start has not launched: random steps, without a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rose_backend.config import EngineConfig
+from rose_backend.engine.execution.model_runner import ModelRunner
+from rose_backend.engine.scheduling.scheduler import Step
+from rose_backend.engine.startup import compile_ahead
+from rose_backend.engine.startup.compile_ahead import record_start
+from rose_backend.engine.startup.padding import launch_everything
+from rose_backend.kernels import recorded_launches
+from rose_backend.kernels.gpu_properties import GpuProperties
+from rose_backend.kernels.recorded_launches import RecordedLaunches, record_launches
+from tests.engine.test_compile_ahead import H100, LLAMA_8B, QWEN3
+
+NUM_STEPS = 250
+SHORT = {"max_position_embeddings": 2048}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 2,
+    "n_positions": 1024,
+    "torch_dtype": "float16",
+    "vocab_size": 50_257,
+}
+# Numbers of experts for which a step's tokens change the kernel elsewhere than at powers of two.
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 768,
+    "hidden_size": 2048,
+}
+A100 = GpuProperties((8, 0), 108)
+
+
+class RandomSteps:
+    """Runs steps of a runner as the engine does, of rows that are random but for what kernels are chosen by.
+
+    Args:
+        limits: the engine's options.
+    """
+
+    def __init__(self, runner: ModelRunner, limits: EngineConfig) -> None:
+        self._runner = runner
+        self._manager, self._state = runner._manager, runner._state
+        self._manager.finish_clone_plan = lambda plan: None  # type: ignore[method-assign]
+        self._state.token_ids[:] = 0
+        self._limits = limits
+        self._rng = np.random.default_rng(5)
+
+    def run(self) -> None:
+        """Run one step: decodes, chunks of prompts behind what was computed before, and copies of blocks."""
+        rng, num_seqs = self._rng, self._limits.max_num_seqs
+        rows = rng.permutation(num_seqs).astype(np.int32)[: self._size(num_seqs)]
+        num_decodes = int(rng.integers(0, len(rows) + 1)) if rng.random() < 0.7 else 0
+        budget = self._limits.token_budget - num_decodes
+        num_chunks = min(len(rows) - num_decodes, max(budget, 0))
+        rows = rows[: num_decodes + num_chunks]
+        counts = np.ones(len(rows), np.int32)
+        if num_chunks:
+            num_tokens = num_chunks + self._size(budget - num_chunks + 1) - 1
+            counts[num_decodes:] += rng.multinomial(
+                num_tokens - num_chunks, np.full(num_chunks, 1 / num_chunks)
+            )
+        longest = self._state.token_ids.shape[1]
+        counts = np.minimum(counts, longest - 1)
+        self._manager.num_computed_tokens[rows] = rng.integers(0, longest - counts, len(rows))
+        self._state.num_tokens[rows] = self._manager.num_computed_tokens[rows] + 1
+        self._state.needs_sampling_extras[rows] = rng.random(len(rows)) < rng.choice([0, 0.1])
+        self._state.min_num_tokens[rows] = longest
+        forwarded = self._runner.forward(Step(rows, counts, num_decodes, self._clones()))
+        if num_chunks:
+            due = np.flatnonzero(rng.random(num_chunks) < 0.7)
+            if len(due):
+                sources = np.sort(rng.integers(0, len(due), len(due)))
+                self._runner.sample(forwarded, due, rows[num_decodes:][due], sources)
+
+    def _size(self, most: int) -> int:
+        """Return 1 to ``most``, small ones, powers of two and their neighbors more often."""
+        near = int(2 ** self._rng.uniform(0, np.log2(most + 1)))
+        return int(np.clip(self._rng.choice([near, near - 1, near + 1, near // 16 * 16]), 1, most))
+
+    def _clones(self) -> Any:
+        if self._rng.random() < 0.7:
+            return None
+        ids = np.zeros(self._size(self._limits.max_num_seqs), np.int32)
+        return SimpleNamespace(src_block_ids=ids, dst_block_ids=ids)
+
+
+# Which model, on which GPU, with which options.
+CASES: dict[str, tuple[dict[str, Any], GpuProperties, dict[str, Any]]] = {
+    "GPT-2": (GPT2, H100, {}),
+    "GPT-2, launched": (GPT2, H100, {"cuda_graph": False, "fused_kv_append": False, "max_num_seqs": 700}),
+    "GPT-2, few tokens": (GPT2, A100, {"max_num_batched_tokens": 61, "max_num_seqs": 13}),
+    "GPT-2, float32": (GPT2, H100, {"dtype": "float32", "max_num_seqs": 48}),
+    "Qwen3, many rows": (QWEN3, H100, {"max_num_seqs": 700}),
+    "Llama": (QWEN3 | LLAMA_8B, H100, {}),
+    "Llama, launched": (QWEN3 | LLAMA_8B, A100, {"cuda_graph": False, "max_num_seqs": 300}),
+    "experts": (QWEN3 | QWEN3_MOE, H100, {}),
+    "experts, few tokens": (
+        QWEN3 | QWEN3_MOE,
+        H100,
+        {"cuda_graph": False, "max_num_batched_tokens": 300, "max_num_seqs": 140},
+    ),
+    "experts, unfused": (QWEN3 | QWEN3_MOE, A100, {"fused_mlp": False, "fused_add_layernorm": False}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_random_steps_launch_what_the_start_has_launched(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, gpu, options = CASES[case]
+    limits = SHORT if "max_position_embeddings" in model else {}
+    (tmp_path / "config.json").write_text(json.dumps(model | limits))
+    num_launched = 0
+
+    @contextmanager
+    def record(gpu: GpuProperties) -> Iterator[RecordedLaunches]:
+        nonlocal recorded
+        with record_launches(gpu) as recorded:
+            yield recorded
+
+    def launch_and_serve(runner: ModelRunner, start: Any, *args: Any) -> None:
+        nonlocal num_launched
+        launch_everything(runner, start, *args)
+        num_launched = len(recorded.sources)
+        steps = RandomSteps(runner, start.config)
+        for _ in range(NUM_STEPS):
+            steps.run()
+
+    recorded: RecordedLaunches
+    monkeypatch.setattr(recorded_launches, "record_launches", record)
+    monkeypatch.setattr(compile_ahead, "launch_everything", launch_and_serve)
+    config = EngineConfig(model=str(tmp_path), **{"max_num_batched_tokens": 8192, **options})
+    sources = record_start(tmp_path, config, gpu)
+    assert num_launched > 20
+    late = [(each.name, each.signature, each.constexprs, each.attributes) for each in sources[num_launched:]]
+    assert not late, "\n".join(map(str, late))
