@@ -1,12 +1,15 @@
-"""Rose's kernels, compiled in other processes while vLLM loads and compiles the model.
+"""Rose's kernels, compiled in other processes while vLLM loads and compiles the model, and loaded before it serves.
 
 Layers are built before weights are read. The first one begins: what this engine launches is found by running it on
-tensors of device ``meta``. Whoever launches first waits.
+tensors of device ``meta``. Whoever launches first waits. Before vLLM captures graphs all of them are loaded, those
+included that only a step with other requests would launch: nothing is compiled for a request.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
     from rose_backend.kernels.ahead_compilation import AheadCompilation
     from rose_backend.kernels.gpu_properties import GpuProperties
-    from rose_backend.kernels.recorded_launches import KernelSource
+    from rose_backend.kernels.recorded_launches import RecordedLaunches
 
 _ROOM = "rose_backend.vllm_plugin"
 LAUNCHERS = (
@@ -30,8 +33,17 @@ LAUNCHERS = (
 _SIZES = ("n_inner", "intermediate_size", "attention_bias", "qkv_bias", "bias", "mlp_bias")
 """Fields of config.json that kernels of Rose's layers depend on."""
 
+
+@dataclass(frozen=True, slots=True)
+class PendingKernels:
+    """What one kind of layer launches."""
+
+    compilation: AheadCompilation
+    launches: RecordedLaunches
+
+
 _begun: set[Hashable] = set()
-_pending: list[AheadCompilation] = []
+_pending: list[PendingKernels] = []
 
 
 def begin(vllm_config: VllmConfig, layer: Any, kind: Hashable) -> None:
@@ -56,9 +68,7 @@ def begin(vllm_config: VllmConfig, layer: Any, kind: Hashable) -> None:
         _warn(f"{type(error).__name__}: {error}")
 
 
-def compile_ahead(
-    vllm_config: VllmConfig, layer: Any, kind: Hashable, gpu: GpuProperties
-) -> AheadCompilation:
+def compile_ahead(vllm_config: VllmConfig, layer: Any, kind: Hashable, gpu: GpuProperties) -> PendingKernels:
     """Compile for an engine on ``gpu``; see ``begin``."""
     from rose_backend.kernels.ahead_compilation import AheadCompilation
     from rose_backend.kernels.compilation_pool import CompleteStarts, usable_cores
@@ -66,14 +76,17 @@ def compile_ahead(
     start = CompleteStarts(gpu, installed_vllm_version(), kind, *_key(vllm_config))
     # Each worker of this machine has processes of its own.
     num_workers = max(vllm_config.parallel_config.local_world_size, 1)
-    return AheadCompilation(
+    # Where nothing is left to compile it is recorded, too, to be loaded.
+    launches = functools.cache(lambda: record(vllm_config, layer, gpu))
+    compilation = AheadCompilation(
         [start],
-        lambda: record(vllm_config, layer, gpu),
+        lambda: launches().sources,
         num_processes=max(usable_cores() // num_workers, 1),
     )
+    return PendingKernels(compilation, launches())
 
 
-def record(vllm_config: VllmConfig, layer: Any, gpu: GpuProperties) -> list[KernelSource]:
+def record(vllm_config: VllmConfig, layer: Any, gpu: GpuProperties) -> RecordedLaunches:
     """Return the kernels of Rose that an engine on ``gpu`` launches."""
     import torch
 
@@ -89,17 +102,21 @@ def record(vllm_config: VllmConfig, layer: Any, gpu: GpuProperties) -> list[Kern
                 getattr(import_module(module), function)(vllm_config, layer)
     finally:
         torch.set_default_dtype(dtype)
-    # vLLM's own kernels among them are vLLM's to compile.
-    return [source for source in recorded.sources if source.module.startswith("rose_backend.")]
+    return recorded
 
 
 def wait_for_kernels(*names: str) -> None:
-    """Wait until all kernels that were begun are compiled, or all of these names."""
-    for compilation in _pending:
+    """Wait until kernels of these names that were begun are compiled; without names, until all are loaded."""
+    for pending in _pending:
         if names:
-            compilation.wait_for(*names)
-        elif (failure := compilation.wait()) is not None:
+            pending.compilation.wait_for(*names)
+            continue
+        if (failure := pending.compilation.wait()) is not None:
             _warn(failure)
+        try:
+            pending.launches.load()
+        except Exception as error:  # it may be one that no request needs
+            _warn(f"{type(error).__name__}: {error}")
     if not names:
         _pending.clear()
 

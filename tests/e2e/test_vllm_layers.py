@@ -221,13 +221,13 @@ def test_what_steps_launch_on_a_gpu_is_compiled_ahead(
         monkeypatch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
         config.compilation_config.cudagraph_capture_sizes = [1, 8, 64, 96, 512]
         attention = [each.impl for each in model._attention]
-        ahead = pending_kernels.record(config, attention[0], gpu)
+        ahead = pending_kernels.record(config, attention[0], gpu).sources
         launched: list[KernelSource] = []
         with torch.inference_mode(), record_launches(gpu) as recorded:
             for module in model._attention:
                 module.impl.process_weights_after_loading(torch.float16)
                 module.kv_cache = torch.empty((64, 2, 16, 64), dtype=torch.float16, device=meta)
-            for metadata in recorded_steps(config):
+            for metadata in recorded_steps(config, attention[0]):
                 tokens = torch.empty(metadata.num_actual_tokens, dtype=torch.int64, device=meta)
                 by_layer = {module.layer_name: metadata for module in model._attention}
                 with set_forward_context(by_layer, config, slot_mapping={}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -24,10 +26,15 @@ H100 = GpuProperties((9, 0), 132)
 
 
 class CompilingDriver:
-    """Of a GPU that is not there: enough to compile for it."""
+    """Of a GPU that is not there, each of another one: enough to compile for it."""
+
+    _devices = itertools.count()
+
+    def __init__(self) -> None:
+        self._device = next(self._devices)
 
     def get_current_device(self) -> int:
-        return 0
+        return self._device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -85,6 +92,23 @@ def test_launches_find_what_the_pool_has_compiled(compiling_launches: None) -> N
         ids = torch.empty(3, dtype=torch.int64, device="meta")
         kernels.embed_tokens(ids, ids, torch.empty((9, 72), dtype=torch.float16, device="meta"))
     assert len(seen.names) == 1 and seen.compiled == seen.names
+
+
+def test_what_is_loaded_is_not_compiled_again(
+    compiling_launches: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_code: list[str] = []
+    monkeypatch.setattr(CompiledKernel, "run", property(lambda self: with_code.append(self.name)))
+    with record_launches(H100) as recorded:
+        launch_some()
+    with watch_compilations() as seen:
+        recorded.load()
+    # Nothing of it is on disk: it is compiled now.
+    assert sorted(seen.compiled) == sorted(with_code) == NAMES
+    with watch_compilations() as seen:
+        launch_some()
+        recorded.load()
+    assert not seen.names and len(with_code) == 4
 
 
 def test_each_kernel_is_recorded_once_and_nothing_is_left_behind() -> None:

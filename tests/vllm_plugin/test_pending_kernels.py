@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,12 +17,11 @@ from rose_backend.kernels.compilation_pool import CompiledKernel
 from rose_backend.kernels.gpu.paged_decode import DecodeLoops
 from rose_backend.kernels.gpu.rotary import RotationSizes
 from rose_backend.kernels.gpu_properties import GpuProperties
-from rose_backend.kernels.recorded_launches import KernelSource
+from rose_backend.kernels.recorded_launches import KernelSource, RecordedLaunches
 from rose_backend.kernels.sampler import SAMPLER_KERNELS
 from rose_backend.vllm_plugin import pending_kernels
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
-from rose_backend.vllm_plugin.attention.recorded_steps import step_sizes
 from tests.support.llama_checkpoints import write_checkpoint
 from tests.vllm_plugin.conftest import MakeConfig
 
@@ -64,7 +63,7 @@ def record(make_config: MakeConfig, layer: dict[str, Any] | None = None, **optio
     made = make_layer(config, **(layer or {}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
-        sources = pending_kernels.record(config, made, H200)
+        sources = pending_kernels.record(config, made, H200).sources
     assert all(source.module.startswith("rose_backend.kernels.gpu.") for source in sources)
     return Counter(source.name for source in sources)
 
@@ -100,8 +99,9 @@ def test_other_layers_are_recorded(
 def test_parts_that_are_off_are_left_out(make_config: MakeConfig) -> None:
     off = {"fused_sampler": False, "fused_mlp": False, "fused_add_layernorm": False}
     assert set(record(make_config, additional_config={"rose": off})) == ATTENTION_KERNELS
+    # Draws are launched where no graph is captured.
     assert set(record(make_config, additional_config={"rose": {"cuda_graph": False}})) == (
-        ATTENTION_KERNELS | GPT2_KERNELS
+        ATTENTION_KERNELS | GPT2_KERNELS | set(SAMPLER_KERNELS)
     )
 
 
@@ -141,7 +141,7 @@ def test_layers_are_recorded_with_the_attention_they_are_around(
         made = make_layer(config)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
-            return pending_kernels.record(config, made, H200)
+            return pending_kernels.record(config, made, H200).sources
 
     sources = recorded()
     assert {source.name for source in sources} == ATTENTION_KERNELS | set(SAMPLER_KERNELS) | LAYER_KERNELS
@@ -172,18 +172,14 @@ def test_layers_are_recorded_with_the_attention_they_are_around(
     )
 
 
-def test_steps_are_those_of_graphs_and_of_kernels() -> None:
-    sizes = step_sizes([1, 2, 512], 48)
-    assert sizes[0] == 512 and {1, 2, 16, 17, 33, 48, 64} <= set(sizes)
-    assert step_sizes(None, 1) == [2, 1]
-
-
 class Pool:
     """Stands for the processes: 'compiles' a kernel when it is asked for."""
 
     failure: str | None = None
     num_processes: int | None = None
     num_finished = 0
+    loaded: ClassVar[list[int]] = []
+    """Kernels of each kind of layer whose kernels were loaded."""
 
     def __init__(self, num_processes: int | None) -> None:
         Pool.num_processes = num_processes
@@ -205,6 +201,8 @@ class Pool:
 def pool(monkeypatch: pytest.MonkeyPatch) -> type[Pool]:
     monkeypatch.setattr(ahead_compilation, "CompilationPool", Pool)
     monkeypatch.setattr(Pool, "num_finished", 0)
+    monkeypatch.setattr(Pool, "loaded", [])
+    monkeypatch.setattr(RecordedLaunches, "load", lambda self: Pool.loaded.append(len(self.sources)))
     monkeypatch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
     monkeypatch.setattr("rose_backend.kernels.gpu_properties.gpu_properties", lambda device: H200)
     return Pool
@@ -221,15 +219,20 @@ def test_the_first_layer_begins_and_launches_wait(make_config: MakeConfig, pool:
     num_finished = pool.num_finished
     assert num_finished > 0
     pending_kernels.wait_for_kernels(*SAMPLER_KERNELS)
-    assert pool.num_finished == num_finished
+    assert pool.num_finished == num_finished and not pool.loaded
     RoseAttentionMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
     assert pending_kernels._pending == [] and pool.num_finished > num_finished
+    assert pool.loaded == [pool.num_finished]
     # Everything is in the cache now.
     pending_kernels._begun.clear()
     make_layer(config)
-    assert [each.is_over for each in pending_kernels._pending] == [True]
+    assert [each.compilation.is_over for each in pending_kernels._pending] == [True]
+    pending_kernels.wait_for_kernels()
+    assert pool.loaded == [pool.num_finished] * 2, "what an earlier start has compiled is loaded, too"
+    pending_kernels._begun.clear()
+    make_layer(config)
     make_layer(config, sliding_window=64)
-    assert [each.is_over for each in pending_kernels._pending] == [True, False]
+    assert [each.compilation.is_over for each in pending_kernels._pending] == [True, False]
 
 
 def test_another_engine_of_the_process_begins_too(make_config: MakeConfig, pool: type[Pool]) -> None:
@@ -259,6 +262,13 @@ def test_a_start_survives_what_goes_wrong(
     def fail(*args: Any) -> None:
         raise ValueError("no such thing")
 
+    pending_kernels._begun.clear()
+    monkeypatch.setattr(pool, "failure", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordedLaunches, "load", fail)
+        make_layer(config)
+        pending_kernels.wait_for_kernels()
+    assert rose_log[-1] == f"{message}ValueError: no such thing"
     monkeypatch.setattr(pending_kernels, "record", fail)
     make_layer(config, sliding_window=64)
     assert rose_log[-1] == f"{message}ValueError: no such thing"

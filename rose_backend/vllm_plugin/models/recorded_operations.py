@@ -34,7 +34,7 @@ def launch_model(vllm_config: VllmConfig, layer: Any) -> None:
 
 
 def _launch_gpt2(vllm_config: VllmConfig) -> None:
-    """Launch the operations of ``gpt2_ops.py`` for a few tokens and for many."""
+    """Launch the operations of ``gpt2_ops.py``, whose kernels do not depend on the number of tokens."""
     import torch
 
     from rose_backend import kernels
@@ -42,56 +42,71 @@ def _launch_gpt2(vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
     width = model.get_hidden_size()
     inner = (model.hf_config.n_inner or 4 * width) // vllm_config.parallel_config.tensor_parallel_size
-    for num_tokens in (1, 15, 16, 4096):
-        narrow, wide = (
-            torch.empty((num_tokens, size), dtype=model.dtype, device="meta") for size in (width, inner)
-        )
-        kernels.layer_norm(narrow, narrow[0], narrow[0], 1e-5)
-        kernels.add_layer_norm(narrow, narrow, narrow[0], narrow[0], 1e-5)
-        kernels.bias_gelu(wide, wide[0])
-        kernels.bias_residual(narrow, narrow[0], narrow)
+    narrow, wide = (torch.empty((2, size), dtype=model.dtype, device="meta") for size in (width, inner))
+    kernels.layer_norm(narrow, narrow[0], narrow[0], 1e-5)
+    kernels.add_layer_norm(narrow, narrow, narrow[0], narrow[0], 1e-5)
+    kernels.bias_gelu(wide, wide[0])
+    kernels.bias_residual(narrow, narrow[0], narrow)
 
 
 def _launch_decoder(vllm_config: VllmConfig, layer: Any) -> None:
-    """Launch a layer, and for decodes another: what that gets from the first one is what all later ones get."""
-    import torch
+    from rose_backend.vllm_plugin.attention.recorded_steps import recorded_steps
 
-    from rose_backend.kernels import HeadRotation, embed_tokens
-    from rose_backend.layers.decoder import run_layers
-    from rose_backend.layers.linear import ResidualStream, pack_layer, packs_layers
-    from rose_backend.vllm_plugin.attention.recorded_steps import RecordedAttention, recorded_steps
-    from rose_backend.vllm_plugin.options import rose_options
+    decoder = RecordedDecoder(vllm_config, layer)
+    for metadata in recorded_steps(vllm_config, layer):
+        decoder.run(metadata)
 
-    model, switches = vllm_config.model_config, rose_options(vllm_config)
-    has_ranks = vllm_config.parallel_config.tensor_parallel_size > 1
-    decoder = recorded_layer(vllm_config, layer)
-    final_norm, head_size = decoder.attn_norm, layer.head_size
-    if not has_ranks and packs_layers(switches, torch.device("meta")):
-        decoder = pack_layer(decoder)
-    table = torch.empty((model.max_model_len, head_size), dtype=torch.float32, device="meta")
-    rotation = HeadRotation(table, decoder.query_norm, decoder.key_norm, 1e-6)
-    embedding = torch.empty(
-        (model.get_vocab_size(), model.get_hidden_size()), dtype=model.dtype, device="meta"
-    )
-    attend = RecordedAttention(vllm_config, layer)
-    for metadata in recorded_steps(vllm_config):
-        num_tokens = metadata.num_actual_tokens
-        layers = (decoder, decoder) if metadata.decodes_only else (decoder,)
+
+class RecordedDecoder:
+    """A decoder without memory, of which one layer or two run: what the second gets is what all later ones get."""
+
+    def __init__(self, vllm_config: VllmConfig, layer: Any) -> None:
+        import torch
+
+        from rose_backend.kernels import HeadRotation
+        from rose_backend.layers.linear import pack_layer, packs_layers
+        from rose_backend.vllm_plugin.attention.recorded_steps import RecordedAttention
+        from rose_backend.vllm_plugin.options import rose_options
+
+        model, self._switches = vllm_config.model_config, rose_options(vllm_config)
+        self._has_ranks = vllm_config.parallel_config.tensor_parallel_size > 1
+        decoder = recorded_layer(vllm_config, layer)
+        self._final_norm = decoder.attn_norm
+        if not self._has_ranks and packs_layers(self._switches, torch.device("meta")):
+            decoder = pack_layer(decoder)
+        table = torch.empty((model.max_model_len, layer.head_size), dtype=torch.float32, device="meta")
+        self._decoder, self._layer = decoder, layer
+        self._rotation = HeadRotation(table, decoder.query_norm, decoder.key_norm, 1e-6)
+        self._embedding = torch.empty(
+            (model.get_vocab_size(), model.get_hidden_size()), dtype=model.dtype, device="meta"
+        )
+        self._attend = RecordedAttention(vllm_config, layer)
+
+    def run(self, metadata: RoseAttentionMetadata) -> None:
+        """Launch a step; of decodes, whose layers pass on what norms need, two layers."""
+        import torch
+
+        from rose_backend.kernels import embed_tokens
+        from rose_backend.layers.decoder import run_layers
+        from rose_backend.layers.linear import ResidualStream
+
+        num_tokens, layer = metadata.num_actual_tokens, self._layer
+        layers = [self._decoder] * (2 if metadata.decodes_only else 1)
         input_ids = torch.empty(num_tokens, dtype=torch.int32, device="meta")
         positions = torch.empty(num_tokens, dtype=torch.int64, device="meta")
         run_layers(
-            *embed_tokens(input_ids, positions, embedding),
+            *embed_tokens(input_ids, positions, self._embedding),
             layers,
-            final_norm,
-            _RecordedSteps(attend, metadata, layer),
+            self._final_norm,
+            _RecordedSteps(self._attend, metadata, layer),
             num_heads=layer.num_heads,
             num_kv_heads=layer.num_kv_heads,
-            head_size=head_size,
-            switches=switches,
+            head_size=layer.head_size,
+            switches=self._switches,
             mlp=ResidualStream.silu_mlp,
             positions=positions,
-            rotations=[rotation] * len(layers),
-            all_reduce=(lambda partial_sum: partial_sum) if has_ranks else None,
+            rotations=[self._rotation] * len(layers),
+            all_reduce=(lambda partial_sum: partial_sum) if self._has_ranks else None,
         )
 
 

@@ -156,25 +156,25 @@ class DrawGraphs:
 
 
 def launch_draws(vllm_config: VllmConfig, layer: Any) -> None:
-    """Launch what an engine's draw graphs launch, if it has any, on tensors without memory."""
+    """Launch what an engine's draws launch, if Rose draws, on tensors without memory."""
     import torch
 
-    if not (
-        is_sampler_chosen(vllm_config)
-        and vllm_config.speculative_config is None
-        and why_vllm_draws(vllm_config) is None
-        and captures_draws(vllm_config)
-    ):
+    if not is_sampler_chosen(vllm_config) or why_vllm_draws(vllm_config) is not None:
         return
-    num_slots, integers = (
+    num_slots, vocab_size = (
         vllm_config.scheduler_config.max_num_seqs,
-        {"top_k": torch.int32, "seeds": torch.int64},
+        vllm_config.model_config.get_vocab_size(),
     )
-    states = {
-        name: SimpleNamespace(
-            gpu=torch.empty(num_slots, dtype=integers.get(name, torch.float32), device="meta")
-        )
+    integers = {"top_k": torch.int32, "seeds": torch.int64}
+    of_slot = {
+        name: torch.empty(num_slots, dtype=integers.get(name, torch.float32), device="meta")
         for name in PARAMETERS
     }
-    sizes = {"max_num_reqs": num_slots, "vocab_size": vllm_config.model_config.get_vocab_size()}
-    DrawGraphs(SimpleNamespace(**states, **sizes)).capture()
+    temperature, _, top_k, top_p, seeds = of_slot.values()
+    # Launched, rows of logits are those of a tensor, or of a product with a head that has rows of padding behind it.
+    for width in (vocab_size, -(-vocab_size // 16) * 16):
+        logits = torch.empty((num_slots, width), device="meta")[:, :vocab_size]
+        draw(logits, temperature, top_k, top_p, seeds, torch.empty_like(seeds))
+    if vllm_config.speculative_config is None and captures_draws(vllm_config):
+        states = {name: SimpleNamespace(gpu=values) for name, values in of_slot.items()}
+        DrawGraphs(SimpleNamespace(**states, max_num_reqs=num_slots, vocab_size=vocab_size)).capture()
