@@ -30,6 +30,7 @@ from rose_backend.engine.startup.load import LoadedModel, load
 from rose_backend.engine.startup.warm_up import warm_up
 from rose_backend.engine.tokenizer_loading import PendingTokenizer
 from rose_backend.errors import EngineDeadError, IntegrityError, RequestError, kind_and_text
+from rose_backend.kernels.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,8 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             seed=config.seed,
         )
+        # Another engine's launches may come between this one's.
+        self._workspace = Workspace()
         self._build(loaded, is_online)
         self._outputs = OutputQueue()
         self._returns_outputs = output_handler is None
@@ -214,7 +217,7 @@ class EngineCore:
             EngineDeadError: the step or the output thread failed, now or before; the cause is chained.
         """
         self._check_alive()
-        with self._threads():
+        with self._threads(), self._workspace:
             self._guarded(self._advance)
         outputs = self._outputs.take()
         # In this order: the stop check of a text precedes its last output, so a caller that has it finds its rows free.
@@ -262,7 +265,8 @@ class EngineCore:
             min_tokens_worth_waiting=min_tokens_worth_waiting(loaded.device),
         )
         self._runner = ModelRunner(loaded.model, config, self.manager, self._rows, loaded.kv_cache)
-        self.start_up = warm_up(self._runner, loaded)
+        with self._workspace:
+            self.start_up = warm_up(self._runner, loaded)
         self._pipeline = StepPipeline(
             self.manager, self._rows, self._scheduler, self._runner, commits, loaded.device, loaded.run_ahead
         )

@@ -125,8 +125,8 @@ def paged_decode(
         rotation: ``query`` and ``new_key`` are rotated by the tokens' positions on their way, as by
             ``rotate_query_key``; both stay as they are. With one new token per request only.
 
-    Calls on one GPU share scratch memory and must follow one another on one stream. They can be captured in a CUDA
-    graph after a first call outside, and one captured call serves any lengths.
+    Calls in one ``Workspace`` share scratch memory and must follow one another on one stream. They can be captured in a
+    CUDA graph after a first call outside, and one captured call serves any lengths.
 
     Returns:
         ``out``. Accumulated in float32, rounded once.

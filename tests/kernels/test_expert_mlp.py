@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import Experts, expert_mlp
 from rose_backend.kernels.small_batch_linear import row_moments
+from rose_backend.kernels.workspace import Workspace, current_workspace
 from tests.support.aot import compile_launch, compiles, record_launches
 from tests.support.error_budget import assert_within_budget
 from tests.support.interpreter import run_interpreted
@@ -178,7 +180,7 @@ def launch(case: Case, cuts: tuple[dict[str, Any], dict[str, Any]] | None = None
     finally:
         torch.use_deterministic_algorithms(False)
     assert out[:, case.x.shape[1] :].isnan().all()
-    assert not any(counts.any() for counts in gpu._counts.values()), "the next call finds them"
+    assert not gpu._counts_on(case.x.device).any(), "the next call finds them"
     return out[:, : case.x.shape[1]], moments
 
 
@@ -248,13 +250,45 @@ def addresses_of_counts() -> list[int]:
     found = []
     for num_experts in (4, 900):
         launch(make_case(20, num_experts, width=16, inner=8))
-        found.append(gpu._counts[torch.device("cpu")].data_ptr())
+        found.append(gpu._counts_on(torch.device("cpu")).data_ptr())
     return found
 
 
 def test_a_model_with_more_experts_leaves_captured_graphs_their_counters() -> None:
     first, second = run_interpreted(addresses_of_counts)
     assert first == second
+
+
+def launch_beside_another(case: Case, other: Case) -> tuple[torch.Tensor, ...]:
+    """Launch one engine's experts, and a whole call of another engine's behind each launch of its first three."""
+    from rose_backend.kernels.gpu import expert_mlp as gpu
+
+    another, num_launches = Workspace(), 0
+
+    def interrupt(original: Callable[..., None]) -> Callable[..., None]:
+        def interrupted(*args: Any, **options: Any) -> None:
+            nonlocal num_launches
+            original(*args, **options)
+            if current_workspace() is not another:
+                num_launches += 1
+                with another:
+                    other.check(*launch(other))
+
+        return interrupted
+
+    with (
+        mock.patch.object(gpu, "choose_experts", interrupt(gpu.choose_experts)),
+        mock.patch.object(gpu, "_product", interrupt(gpu._product)),
+        Workspace(),
+    ):
+        result = launch(case)
+    assert num_launches == 3
+    return result
+
+
+def test_another_engine_may_launch_between_the_launches_of_one() -> None:
+    case, other = make_case(40), make_case(7, num_experts=9, norm=True)
+    case.check(*run_interpreted(launch_beside_another, case, other))
 
 
 def counts_behind_a_failure() -> torch.Tensor:
@@ -265,7 +299,7 @@ def counts_behind_a_failure() -> torch.Tensor:
 
     with mock.patch.object(gpu, "_product", fail), pytest.raises(RuntimeError, match="out of memory"):
         launch(make_case(20))
-    return gpu._counts[torch.device("cpu")]
+    return gpu._counts_on(torch.device("cpu"))
 
 
 def programs_that_counted(case: Case, cuts: tuple[dict[str, Any], dict[str, Any]]) -> list[int]:
@@ -277,7 +311,7 @@ def programs_that_counted(case: Case, cuts: tuple[dict[str, Any], dict[str, Any]
     def first_only(*arguments: Any) -> None:
         if not found:
             product(*arguments)
-            found.append(gpu._counts[torch.device("cpu")][gpu.MAX_EXPERTS :].tolist())
+            found.append(gpu._counts_on(torch.device("cpu"))[gpu.MAX_EXPERTS :].tolist())
 
     with mock.patch.object(gpu, "_product", first_only):
         launch(case, cuts)

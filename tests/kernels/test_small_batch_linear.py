@@ -428,7 +428,7 @@ def test_parts_never_outgrow_their_scratch(rows: int, depth: int, columns: int, 
     from rose_backend.kernels.gpu import small_batch_linear as gpu
 
     cut = gpu.choose_config(rows, columns, depth, exact=False, can_use_tma=can_use_tma)
-    partial, arrivals = gpu.scratch_of(torch.device("cpu"))
+    partial, arrivals = gpu.scratch_on(torch.device("cpu"))
     num_tiles = -(-columns // cut.block_n) * -(-rows // cut.block_m)
     if cut.split_k > 1:
         assert num_tiles * cut.split_k * cut.block_m * cut.block_n <= partial.numel()

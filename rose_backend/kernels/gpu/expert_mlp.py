@@ -26,6 +26,7 @@ from rose_backend.kernels.gpu.expert_tuning import ExpertConfig, choose_config
 from rose_backend.kernels.gpu.linear_tile import add_tile, load_moments, load_tile
 from rose_backend.kernels.gpu.small_batch_linear import can_use_tma, has_dependent_launch
 from rose_backend.kernels.reference.expert_mlp import MAX_EXPERTS
+from rose_backend.kernels.workspace import current_workspace
 
 
 @triton.jit
@@ -164,18 +165,16 @@ def _expert_product_kernel(
         _end_behind_first(program)
 
 
-_counts: dict[torch.device, torch.Tensor] = {}
+def _counts_on(device: torch.device) -> torch.Tensor:
+    """Return the workspace's counters by expert, of tokens and of programs that have finished; zero between calls.
 
-
-def _counts_of(device: torch.device) -> torch.Tensor:
-    """Return the device's counters by expert, of tokens and of programs that have finished; zero between calls.
-
-    One stream at a time may use them: calls of one stream follow each other. They are as many as any model needs, and
-    stay where they are: captured graphs hold their address.
+    Four launches use them: in between, no other call may. They are as many as any model needs.
     """
-    if device not in _counts:
-        _counts[device] = torch.zeros(2 * MAX_EXPERTS, dtype=torch.int32, device=device)
-    return _counts[device]
+
+    def make() -> tuple[torch.Tensor]:
+        return (torch.zeros(2 * MAX_EXPERTS, dtype=torch.int32, device=device),)
+
+    return current_workspace().tensors("expert_mlp", device, None, make)[0]
 
 
 def expert_mlp(
@@ -210,7 +209,7 @@ def expert_mlp(
     if use_pdl is None:
         use_pdl = has_dependent_launch(x.device)
     scales = x.new_empty(num_pairs, dtype=torch.float32)
-    lists = (_counts_of(x.device), x.new_empty((num_experts, num_tokens), dtype=torch.int32))
+    lists = (_counts_on(x.device), x.new_empty((num_experts, num_tokens), dtype=torch.int32))
     activated = x.new_empty((num_pairs, narrow.shape[2]))
     outputs = x.new_empty((num_pairs, width))
     try:
@@ -242,7 +241,7 @@ def _choose_configs(
 
 
 Lists = tuple[torch.Tensor, torch.Tensor]
-"""Counters (``_counts_of``), and each expert's pairs of token and expert [X, T]; all int32."""
+"""Counters (``_counts_on``), and each expert's pairs of token and expert [X, T]; all int32."""
 
 
 def _product(

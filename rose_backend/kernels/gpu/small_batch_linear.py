@@ -33,6 +33,7 @@ from rose_backend.kernels.gpu.linear_tile import (
 )
 from rose_backend.kernels.gpu.linear_tuning import MAX_SPLIT_FLOATS, LinearConfig, choose_config
 from rose_backend.kernels.gpu_properties import gpu_properties
+from rose_backend.kernels.workspace import current_workspace
 
 _LINE_BYTES = 128
 
@@ -245,21 +246,20 @@ def lines_ahead(depth_bytes: int, block_n: int, programs: int) -> int:
     return lines
 
 
-_scratch: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 _SCRATCH_TILES = 1 << 14
 
 
-def scratch_of(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the device's buffer for parts and its arrival counters, which are zero between launches.
+def scratch_on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the workspace's buffer for parts, and its arrival counters, which are zero between launches."""
 
-    One stream at a time may use them: launches of one stream follow each other.
-    """
-    if device not in _scratch:
-        _scratch[device] = (
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        return (
             torch.empty(MAX_SPLIT_FLOATS, dtype=torch.float32, device=device),
             torch.zeros(_SCRATCH_TILES, dtype=torch.int32, device=device),
         )
-    return _scratch[device]
+
+    partial, arrivals = current_workspace().tensors("small_batch_linear", device, None, make)
+    return partial, arrivals
 
 
 def small_batch_linear(
@@ -317,7 +317,7 @@ def small_batch_linear(
             f"config: {config} needs {num_floats} floats for the parts of {num_rows} x {num_columns} results, "
             f"allowed are {MAX_SPLIT_FLOATS}"
         )
-    partial, arrivals = scratch_of(x.device)
+    partial, arrivals = scratch_on(x.device)
     unused = weight if bias is None else bias
     deep = triton.cdiv(triton.cdiv(depth, config.split_k), config.block_k) * config.block_k
     tiles_of = (None, None)

@@ -8,7 +8,6 @@ slots of scratch memory are enough for any batch.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ import triton
 import triton.language as tl
 
 from rose_backend.kernels.gpu.softmax import NO_LOGIT
+from rose_backend.kernels.workspace import current_workspace
 
 
 class SplitSizes(NamedTuple):
@@ -315,17 +315,18 @@ def record_size(num_queries: int, head_size: int) -> int:
     return -(-num_queries * (head_size + 2) // 4) * 4
 
 
-@functools.cache
 def split_scratch(device: torch.device, num_slots: int, record: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return room for the records of split rows, and counters that every launch finds and leaves at zero.
+    """Return the workspace's room for records of split rows, and counters that every launch finds and leaves at zero.
 
-    Sizes follow from the model's shape, the tokens per row and the device alone. Never freed: captured graphs hold the
-    addresses.
+    Sizes follow from the model's shape, the tokens per row and the device alone.
 
     Raises:
-        RuntimeError: asked for first while a graph is being captured, where memory would be the graph's own.
+        RuntimeError: asked for first while a graph is being captured.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("paged_decode: call it once with these shapes before capturing it in a CUDA graph")
-    partial = torch.empty((num_slots, record), dtype=torch.float32, device=device)
-    return partial, torch.zeros(num_slots, dtype=torch.int32, device=device)
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        partial = torch.empty((num_slots, record), dtype=torch.float32, device=device)
+        return partial, torch.zeros(num_slots, dtype=torch.int32, device=device)
+
+    records, counters = current_workspace().tensors("paged_decode", device, (num_slots, record), make)
+    return records, counters

@@ -10,6 +10,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 
 from rose_backend.errors import ConfigError
 from rose_backend.kernels import AttentionOptions, DecodePlan, HeadRotation, PrefillPlan, write_kv
+from rose_backend.kernels.workspace import Workspace
 from rose_backend.layers.attention import AttentionRows, AttentionStep, attend, plan_decode
 from rose_backend.vllm_plugin.attention import flash_attention
 from rose_backend.vllm_plugin.attention.metadata import (
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
 
 MAX_HEAD_SIZE = 512
+_WORKSPACE = "_rose_workspace"
 
 
 class RoseAttentionBackend(AttentionBackend):
@@ -156,6 +158,7 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         self.logits_soft_cap = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self._sinks: torch.Tensor | None = None
+        self.workspace = workspace_of(get_current_vllm_config())
         self.after_loading: Callable[[], None] | None = None
         """Of the model: called when all weights are loaded, and again when some or all have been reloaded."""
         vllm_config = get_current_vllm_config()
@@ -231,18 +234,19 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
                 # Compiles the write that comes in front of FlashAttention. Attention stores the same again.
                 slots = attn_metadata.slot_mapping[: attn_metadata.num_actual_tokens]
                 write_kv(key[: len(slots)], value[: len(slots)], *caches, slots)
-        attend(
-            query,
-            key,
-            value,
-            *caches,
-            step if rows is None else AttentionStep(step.decode, None, step.slot_mapping),
-            self._options(layer, query.device),
-            output,
-            mean_query_lens=prefill_lens_to_tune_for(attn_metadata),
-            overlap=overlap,
-            rotation=rotation,
-        )
+        with self.workspace:
+            attend(
+                query,
+                key,
+                value,
+                *caches,
+                step if rows is None else AttentionStep(step.decode, None, step.slot_mapping),
+                self._options(layer, query.device),
+                output,
+                mean_query_lens=prefill_lens_to_tune_for(attn_metadata),
+                overlap=overlap,
+                rotation=rotation,
+            )
         if rows is not None:
             if not self.appends_in_attention:
                 key = value = None
@@ -280,6 +284,16 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
             layer._k_scale if self.has_float8_cache else None,
             layer._v_scale if self.has_float8_cache else None,
         )
+
+
+def workspace_of(vllm_config: Any) -> Workspace:
+    """Return the workspace of the engine with this configuration: all its layers launch on one stream, in turn."""
+    # An attribute of what only this engine has in this process, and its layers keep it.
+    found: Workspace | None = getattr(vllm_config, _WORKSPACE, None)
+    if found is None:
+        found = Workspace()
+        setattr(vllm_config, _WORKSPACE, found)
+    return found
 
 
 def _attention_step(metadata: RoseAttentionMetadata, *, appends: bool) -> AttentionStep:

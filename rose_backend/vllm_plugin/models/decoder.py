@@ -181,21 +181,22 @@ class RoseDecoder:
             hidden, moments = embed_tokens(input_ids, positions, model.embed_tokens.weight.data)
         layers = [layer for layer in self._layers if layer is not None]
         assert len(layers) == len(self._layers), "vLLM has not finished loading"
-        return run_layers(
-            hidden,
-            moments,
-            layers,
-            norm_of(model.norm),
-            attention,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            switches=self.rose_switches,
-            mlp=ResidualStream.silu_mlp,
-            positions=positions,
-            rotations=self._rotations,
-            all_reduce=self._all_reduce,
-        )
+        with impl.workspace:
+            return run_layers(
+                hidden,
+                moments,
+                layers,
+                norm_of(model.norm),
+                attention,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_size=head_size,
+                switches=self.rose_switches,
+                mlp=ResidualStream.silu_mlp,
+                positions=positions,
+                rotations=self._rotations,
+                all_reduce=self._all_reduce,
+            )
 
 
 class RoseLlamaForCausalLM(RoseDecoder, LlamaForCausalLM):  # type: ignore[misc]

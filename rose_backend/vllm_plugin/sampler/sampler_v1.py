@@ -213,8 +213,14 @@ def _neutral_values(num_rows: int, device: torch.device) -> tuple[torch.Tensor, 
     """Return [R] values of unused options: float32 zeros and ones, and int32 zeros. They are only read.
 
     They are cached, one set for each power of two, as CUDA graphs hold their addresses.
+
+    Raises:
+        RuntimeError: asked for first while a graph is being captured.
     """
     import torch
 
+    from rose_backend.kernels.workspace import refuse_first_use_in_capture
+
+    refuse_first_use_in_capture("draw", device)
     zeros = torch.zeros(num_rows, device=device)
     return zeros, torch.ones(num_rows, device=device), zeros.to(torch.int32)
