@@ -1,0 +1,77 @@
+"""What transformers in float32 says of the tokens that an engine was given and gave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image
+
+TRANSFORMERS_CLASS = {"MiMoForCausalLM": "Qwen2ForCausalLM"}
+"""Where transformers has a model without its MTP head under another name."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Of each of N tokens, behind all before it."""
+
+    logprobs: list[float]
+    leads: list[float]
+    """Logit of the token minus the largest other one: below 0, float32 prefers another."""
+    bounds: list[float]
+    """Log-probability of the ``top_k``-th likeliest token."""
+
+
+class Reference:
+    """A checkpoint in float32, on a GPU where there is one."""
+
+    def __init__(self, path: Path, top_k: int) -> None:
+        # Convolutions would round to 10 bits.
+        torch.backends.cudnn.allow_tf32 = False
+        (architecture,) = json.loads((path / "config.json").read_text())["architectures"]
+        model_class = getattr(transformers, TRANSFORMERS_CLASS.get(architecture, architecture))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        self._model = self._model.to(device).eval()
+        self._path, self._top_k, self._device = path, top_k, device
+
+    @torch.inference_mode()
+    def exact(self, tokens: Sequence[int], pictures: Sequence[Image.Image] = ()) -> Exact:
+        """Return what float32 says of ``tokens[1:]``.
+
+        Args:
+            pictures: for the placeholders among ``tokens``, which stand there once for each part of a picture.
+        """
+        ids = torch.tensor([list(tokens)], device=self._device)
+        logits = self._model(ids, use_cache=False, **self._inputs_of(ids, pictures)).logits[0, :-1].float()
+        chosen = ids[0, 1:, None]
+        logprobs = logits.log_softmax(-1)
+        own = logits.gather(-1, chosen)[:, 0]
+        others = logits.scatter(-1, chosen, float("-inf")).amax(-1)
+        return Exact(
+            logprobs.gather(-1, chosen)[:, 0].tolist(),
+            (own - others).tolist(),
+            logprobs.topk(self._top_k, dim=-1).values[:, -1].tolist(),
+        )
+
+    @torch.inference_mode()
+    def embedding(self, tokens: Sequence[int]) -> list[float]:
+        """Return the last hidden state of the last token, scaled to length 1."""
+        ids = torch.tensor([list(tokens)], device=self._device)
+        hidden = self._model.model(ids, use_cache=False).last_hidden_state[0, -1].float()
+        return torch.nn.functional.normalize(hidden, dim=0).tolist()
+
+    def _inputs_of(self, ids: torch.Tensor, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+        if not pictures:
+            return {}
+        processor = transformers.AutoImageProcessor.from_pretrained(self._path)
+        inputs = dict(processor(images=list(pictures), return_tensors="pt").to(self._device))
+        if "image_grid_thw" in inputs:
+            # Positions of these models depend on where pictures are.
+            inputs["mm_token_type_ids"] = (ids == self._model.config.image_token_id).int()
+        return inputs

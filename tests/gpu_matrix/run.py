@@ -1,0 +1,121 @@
+"""Runs cases: both sides of several at once, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.gpu_matrix.cases import CASES, Case
+from tests.gpu_matrix.verdict import judge
+
+ROOT = Path(__file__).resolve().parents[2]
+SIDES = ("rose", "stock")
+HANG_S = 900
+"""A side that takes longer hangs."""
+CORES_PER_ENGINE = 2
+
+
+def num_workers() -> int:
+    """Return how many engines run side by side."""
+    return max(1, len(os.sched_getaffinity(0)) // CORES_PER_ENGINE)
+
+
+class Run:
+    """Cases that run, or wait for their turn, until ``close``.
+
+    Args:
+        folder: gets the checkpoints, and of each side its log and its report.
+    """
+
+    def __init__(self, names: Iterable[str], folder: Path) -> None:
+        self._folder = folder
+        self._pool = ThreadPoolExecutor(num_workers())
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._sides: dict[tuple[str, str], Future[None]] = {}
+        for name in names:
+            case = CASES[name]
+            checkpoint = folder / "checkpoints" / file_name(case)
+            if not case.lacking:
+                case.write(checkpoint)
+            for side in SIDES:
+                self._sides[name, side] = self._pool.submit(self._run, case, side, checkpoint)
+
+    def verdict(self, name: str) -> dict[str, Any]:
+        """Wait for both sides of a case and compare them.
+
+        Raises:
+            RuntimeError: a side ended without a report; the message ends with the tail of its log.
+        """
+        for side in SIDES:
+            self._sides[name, side].result()
+        return judged(self._folder, CASES[name])
+
+    def close(self) -> None:
+        """End what is still running."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        self._pool.shutdown()
+
+    def _run(self, case: Case, side: str, checkpoint: Path) -> None:
+        report = report_path(self._folder, case, side)
+        report.parent.mkdir(parents=True, exist_ok=True)
+        log_path = report.with_suffix(".log")
+        command = [
+            sys.executable,
+            "-m",
+            "tests.gpu_matrix.side",
+            case.name,
+            side,
+            str(checkpoint),
+            str(report),
+        ]
+        environment = os.environ | {"OMP_NUM_THREADS": str(CORES_PER_ENGINE)}
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        self._processes.append(process)
+        try:
+            status: int | str = process.wait(HANG_S)
+        except subprocess.TimeoutExpired:
+            status = f"nothing for {HANG_S} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        if not report.is_file():
+            tail = log_path.read_text(errors="replace")[-4000:]
+            raise RuntimeError(f"{case.name}, {side}: ended with {status}\n{tail}")
+
+
+def file_name(case: Case) -> str:
+    """Return the case's name as part of a path."""
+    return case.name.replace(" ", "-").replace("/", "-")
+
+
+def report_path(folder: Path, case: Case, side: str) -> Path:
+    """Return where a side's report is."""
+    return folder / "reports" / f"{file_name(case)}.{side}.json"
+
+
+def judged(folder: Path, case: Case) -> dict[str, Any]:
+    """Return the verdict on a case that both sides have reported on."""
+    rose, stock = (json.loads(report_path(folder, case, side).read_text()) for side in SIDES)
+    return judge(rose, stock).as_json()
+
+
+def judge_folder(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the verdicts on all cases that a folder has both reports of."""
+    return {
+        case.name: judged(folder, case)
+        for case in CASES.values()
+        if all(report_path(folder, case, side).is_file() for side in SIDES)
+    }
