@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from PIL import Image
+
+from tests.gpu_matrix.traffic import TOP_K, Picture
 
 TRANSFORMERS_CLASS = {"MiMoForCausalLM": "Qwen2ForCausalLM"}
 """Where transformers has a model without its MTP head under another name."""
@@ -31,7 +35,8 @@ class Reference:
     """A checkpoint in float32, on a GPU where there is one."""
 
     def __init__(self, path: Path, top_k: int) -> None:
-        # Convolutions would round to 10 bits.
+        # Products and convolutions may round to 10 bits otherwise.
+        torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
         (architecture,) = json.loads((path / "config.json").read_text())["architectures"]
         model_class = getattr(transformers, TRANSFORMERS_CLASS.get(architecture, architecture))
@@ -75,3 +80,40 @@ class Reference:
             # Positions of these models depend on where pictures are.
             inputs["mm_token_type_ids"] = (ids == self._model.config.image_token_id).int()
         return inputs
+
+
+def drawn(picture: Picture) -> Image.Image:
+    """Return the picture's pixels: squares of 14 x 14 in random colors."""
+    shape = (picture.height // 14, picture.width // 14, 3)
+    colors = np.random.default_rng(picture.seed).integers(0, 256, shape, np.uint8)
+    return Image.fromarray(colors.repeat(14, 0).repeat(14, 1))
+
+
+def add_exact(feature: str, path: Path, answers: dict[str, dict[str, Any]]) -> None:
+    """Add to each answer what float32 says of its tokens."""
+    known: dict[tuple[Any, ...], Any] = {}
+    references = {False: Reference(path, TOP_K)}
+    if feature == "LoRA":
+        references[True] = Reference(path / "adapter" / "merged", TOP_K)
+    for answer in answers.values():
+        ask = answer["ask"]
+        prompt = answer["prompt"] or [token for part in ask["parts"] for token in part]
+        reference = references[ask["is_adapted"]]
+        if feature == "pooling":
+            answer["exact"] = reference.embedding(prompt)
+            continue
+        pictures = [drawn(Picture(**part)) for part in ask["parts"] if isinstance(part, dict)]
+        for completion in answer["completions"]:
+            tokens = completion["tokens"]
+            key = (
+                ask["is_adapted"],
+                *prompt,
+                *tokens,
+                *(str(part) for part in ask["parts"] if isinstance(part, dict)),
+            )
+            if key not in known:
+                known[key] = reference.exact([*prompt, *tokens], pictures)
+            first = len(prompt) - 1
+            for name, values in dataclasses.asdict(known[key]).items():
+                completion[f"exact_{name}"] = values[first:]
+            answer["exact_prompt_logprobs"] = known[key].logprobs[:first]

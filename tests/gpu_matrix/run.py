@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from tests.gpu_matrix.cases import CASES, Case
@@ -19,12 +21,16 @@ ROOT = Path(__file__).resolve().parents[2]
 SIDES = ("rose", "stock")
 HANG_S = 900
 """A side that takes longer hangs."""
-CORES_PER_ENGINE = 2
+CORES_PER_ENGINE = 4
+"""That an engine's pools of compilers spread over; it shares them with others, as most of a start is one thread's."""
 
 
-def num_workers() -> int:
-    """Return how many engines run side by side."""
-    return max(1, len(os.sched_getaffinity(0)) // CORES_PER_ENGINE)
+def engine_cores() -> list[set[int]]:
+    """Return the cores of each engine that may run side by side with others: two engines for three cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    count = max(1, len(cores) * 2 // 3)
+    firsts = [index * len(cores) // count for index in range(count)]
+    return [{cores[(first + step) % len(cores)] for step in range(CORES_PER_ENGINE)} for first in firsts]
 
 
 class Run:
@@ -36,7 +42,10 @@ class Run:
 
     def __init__(self, names: Iterable[str], folder: Path) -> None:
         self._folder = folder
-        self._pool = ThreadPoolExecutor(num_workers())
+        self._places: SimpleQueue[set[int]] = SimpleQueue()
+        for cores in engine_cores():
+            self._places.put(cores)
+        self._pool = ThreadPoolExecutor(self._places.qsize())
         self._processes: list[subprocess.Popen[bytes]] = []
         self._sides: dict[tuple[str, str], Future[None]] = {}
         for name in names:
@@ -62,12 +71,14 @@ class Run:
         self._pool.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
         self._pool.shutdown()
 
     def _run(self, case: Case, side: str, checkpoint: Path) -> None:
         report = report_path(self._folder, case, side)
         report.parent.mkdir(parents=True, exist_ok=True)
+        report.unlink(missing_ok=True)
         log_path = report.with_suffix(".log")
         command = [
             sys.executable,
@@ -78,19 +89,21 @@ class Run:
             str(checkpoint),
             str(report),
         ]
-        environment = os.environ | {"OMP_NUM_THREADS": str(CORES_PER_ENGINE)}
+        cores = self._places.get()
         with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
-            )
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        # Before it has threads or children: they inherit it.
+        os.sched_setaffinity(process.pid, cores)
         self._processes.append(process)
         try:
             status: int | str = process.wait(HANG_S)
         except subprocess.TimeoutExpired:
             status = f"nothing for {HANG_S} s"
         finally:
-            if process.poll() is None:
+            # Its pools of compilers, too.
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            self._places.put(cores)
         if not report.is_file():
             tail = log_path.read_text(errors="replace")[-4000:]
             raise RuntimeError(f"{case.name}, {side}: ended with {status}\n{tail}")

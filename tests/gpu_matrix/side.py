@@ -17,22 +17,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Before vLLM is imported: one process, no network, few threads, and without Rose nothing of it.
+# Before vLLM is imported: one process, no network, few threads.
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-os.environ |= {"TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["VLLM_PLUGINS"] = ""
+os.environ |= {"TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+# Stock's other sampler is compiled for minutes where none was before; draws are not compared.
+os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
 
-import numpy as np
 import torch
-from PIL import Image
 from vllm import LLM, PoolingParams, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from tests.gpu_matrix.cases import CASES, ENGINE_OPTIONS, Case
-from tests.gpu_matrix.reference import Reference
+from tests.gpu_matrix.reference import add_exact, drawn
 from tests.gpu_matrix.traffic import CHOICES, NUM_TOP, TOP_K, Ask, Picture, first_asks, mixed_asks
 from tests.support.stepped_engine import SteppedEngine
 
@@ -149,7 +147,8 @@ class Side:
         prompt: dict[str, Any] = {"prompt_token_ids": [], "multi_modal_data": {"image": []}}
         for part in ask.parts:
             if isinstance(part, Picture):
-                prompt["prompt_token_ids"] += self.case.placeholder
+                # Without the token behind a picture where that is the prompt's end.
+                prompt["prompt_token_ids"] += self.case.placeholder[: 2 if part is ask.parts[-1] else 3]
                 prompt["multi_modal_data"]["image"].append(drawn(part))
             else:
                 prompt["prompt_token_ids"] += part
@@ -211,43 +210,6 @@ class Side:
         gc.collect()
 
 
-def drawn(picture: Picture) -> Image.Image:
-    """Return the picture's pixels: squares of 14 x 14 in random colors."""
-    shape = (picture.height // 14, picture.width // 14, 3)
-    colors = np.random.default_rng(picture.seed).integers(0, 256, shape, np.uint8)
-    return Image.fromarray(colors.repeat(14, 0).repeat(14, 1))
-
-
-def add_exact(case: Case, path: Path, answers: dict[str, dict[str, Any]]) -> None:
-    """Add to each answer what float32 says of its tokens."""
-    known: dict[tuple[Any, ...], Any] = {}
-    references = {False: Reference(path, TOP_K)}
-    if case.feature == "LoRA":
-        references[True] = Reference(path / "adapter" / "merged", TOP_K)
-    for answer in answers.values():
-        ask = answer["ask"]
-        prompt = answer["prompt"] or [token for part in ask["parts"] for token in part]
-        reference = references[ask["is_adapted"]]
-        if case.feature == "pooling":
-            answer["exact"] = reference.embedding(prompt)
-            continue
-        pictures = [drawn(Picture(**part)) for part in ask["parts"] if isinstance(part, dict)]
-        for completion in answer["completions"]:
-            tokens = completion["tokens"]
-            key = (
-                ask["is_adapted"],
-                *prompt,
-                *tokens,
-                *(str(part) for part in ask["parts"] if isinstance(part, dict)),
-            )
-            if key not in known:
-                known[key] = reference.exact([*prompt, *tokens], pictures)
-            first = len(prompt) - 1
-            for name, values in dataclasses.asdict(known[key]).items():
-                completion[f"exact_{name}"] = values[first:]
-            answer["exact_prompt_logprobs"] = known[key].logprobs[:first]
-
-
 def _completion(completion: Any) -> dict[str, Any]:
     tokens = list(completion.token_ids)
     return {
@@ -305,13 +267,15 @@ def main() -> None:
         from rose_backend.vllm_plugin import register
 
         register()
+    else:
+        os.environ["VLLM_PLUGINS"] = ""
     started = time.monotonic()
     side = Side(case, options.side, options.checkpoint)
     ready = time.monotonic()
     side.run()
     answered = time.monotonic()
     side.close()
-    add_exact(case, options.checkpoint, side.answers)
+    add_exact(case.feature, options.checkpoint, side.answers)
     times = (ready - started, answered - ready, time.monotonic() - answered)
     report |= {"seconds": dict(zip(("start", "traffic", "reference"), times, strict=True))}
     options.out.write_text(json.dumps(report | {"counts": side.counts, "answers": side.answers}))
