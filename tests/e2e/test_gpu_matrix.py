@@ -16,7 +16,7 @@ import pytest
 
 from tests.gpu_matrix.cases import CASES
 from tests.gpu_matrix.run import Run
-from tests.gpu_matrix.table import keep_results
+from tests.gpu_matrix.table import RESULTS, keep_results
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,10 +31,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(request: pytest.FixtureRequest, folder: Path) -> Iterator[Run]:
+def run(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Run]:
     """Start all cases that were chosen; the tests wait for theirs."""
     chosen = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
-    cases = Run(chosen, folder)
+    cases = Run(chosen, folder, tmp_path_factory.mktemp("checkpoints"))
     yield cases
     cases.close()
 
@@ -42,7 +44,7 @@ def run(request: pytest.FixtureRequest, folder: Path) -> Iterator[Run]:
 @pytest.mark.parametrize("name", CASES)
 def test_says_what_stock_says(run: Run, folder: Path, name: str) -> None:
     verdict = run.verdict(name)
-    keep_results({name: verdict}, folder / "results.json")
+    keep_results({name: verdict}, folder / RESULTS.name)
     if verdict["outcome"] == "not run":
         pytest.skip("; ".join(verdict["complaints"]))
     assert verdict["outcome"] == "equal", "\n".join(verdict["complaints"][:20])

@@ -37,11 +37,13 @@ class Run:
     """Cases that run, or wait for their turn, until ``close``.
 
     Args:
-        folder: gets the checkpoints, and of each side its log and its report.
+        folder: gets the log and the report of each side.
+        checkpoints: folder that gets those, some 10 MB each.
     """
 
-    def __init__(self, names: Iterable[str], folder: Path) -> None:
+    def __init__(self, names: Iterable[str], folder: Path, checkpoints: Path) -> None:
         self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
         self._places: SimpleQueue[set[int]] = SimpleQueue()
         for cores in engine_cores():
             self._places.put(cores)
@@ -50,7 +52,7 @@ class Run:
         self._sides: dict[tuple[str, str], Future[None]] = {}
         for name in names:
             case = CASES[name]
-            checkpoint = folder / "checkpoints" / file_name(case)
+            checkpoint = checkpoints / file_name(case)
             if not case.lacking:
                 case.write(checkpoint)
             for side in SIDES:
@@ -77,7 +79,6 @@ class Run:
 
     def _run(self, case: Case, side: str, checkpoint: Path) -> None:
         report = report_path(self._folder, case, side)
-        report.parent.mkdir(parents=True, exist_ok=True)
         report.unlink(missing_ok=True)
         log_path = report.with_suffix(".log")
         command = [
@@ -116,7 +117,7 @@ def file_name(case: Case) -> str:
 
 def report_path(folder: Path, case: Case, side: str) -> Path:
     """Return where a side's report is."""
-    return folder / "reports" / f"{file_name(case)}.{side}.json"
+    return folder / f"{file_name(case)}.{side}.json"
 
 
 def judged(folder: Path, case: Case) -> dict[str, Any]:

@@ -19,7 +19,11 @@ from typing import Any
 
 # Before vLLM is imported: one process, no network, few threads.
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-os.environ |= {"TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+os.environ |= {
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
 # Stock's other sampler is compiled for minutes where none was before; draws are not compared.
 os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
 

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Iterator[Run]:
-    cases = Run(NAMES, folder)
+    cases = Run(NAMES, folder, folder / "checkpoints")
     yield cases
     cases.close()
 

@@ -50,9 +50,7 @@ def test_a_folder_of_reports_is_judged_without_a_gpu(tmp_path: Path) -> None:
 
     case = CASES["LlamaForCausalLM"]
     for side in ("rose", "stock"):
-        path = report_path(tmp_path, case, side)
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(report(side)))
+        report_path(tmp_path, case, side).write_text(json.dumps(report(side)))
     # Of this one only one side has ended.
     report_path(tmp_path, CASES["LoRA"], "rose").write_text(json.dumps(report("rose")))
     assert {name: verdict["outcome"] for name, verdict in judge_folder(tmp_path).items()} == {
