@@ -131,9 +131,8 @@ def _load(directory: Path) -> TokenizerParts:
         )
     except (KeyboardInterrupt, SystemExit):
         raise
-    except (
-        BaseException
-    ) as error:  # a file can say anything, and a panic of the tokenizers library is no Exception
+    # A file can say anything, and a panic of the tokenizers library is no Exception.
+    except BaseException as error:
         first_line = kind_and_text(error).strip().partition("\n")[0]
         raise ModelError(f"{directory}: no usable tokenizer ({first_line})") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
