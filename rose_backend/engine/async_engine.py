@@ -6,7 +6,8 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing
 from typing import Any
 
 from rose_backend.config import EngineConfig
@@ -15,7 +16,7 @@ from rose_backend.engine.engine_stats import Counters, EngineLoad, EngineStats
 from rose_backend.engine.generation_config import sampling_defaults
 from rose_backend.engine.input_processor import ProcessedInput
 from rose_backend.engine.output.output_thread import OutputHandler, StreamConsumers
-from rose_backend.engine.outputs import RequestOutput
+from rose_backend.engine.outputs import GrowingCompletions, RequestOutput
 from rose_backend.engine.process_settings import begin_serving, end_serving
 from rose_backend.engine.request import Prompt, Request, check_queue, check_request_id
 from rose_backend.engine.sampling_params import SamplingParams
@@ -93,7 +94,7 @@ class AsyncEngine:
 
     async def generate(
         self,
-        prompt: Prompt | ProcessedInput,
+        prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
@@ -103,7 +104,7 @@ class AsyncEngine:
         ``finished`` set. Leaving the loop early, or cancelling the task, aborts the request.
 
         Args:
-            prompt: as for ``LLM.generate``; or an answer of ``input_processor``, which has its own parameters.
+            prompt: as for ``LLM.generate``.
             sampling_params: None takes those of the model, see ``LLM.get_default_sampling_params``.
             request_id: name for ``abort``; None makes one up.
 
@@ -113,11 +114,26 @@ class AsyncEngine:
             EngineDeadError: the engine failed or was shut down.
         """
         self._check_running()
-        if not isinstance(prompt, ProcessedInput):
-            if sampling_params is None:
-                prompt = self._defaults.process_all(self.input_processor, [prompt])[0]
-            else:
-                prompt = self.input_processor.process(prompt, sampling_params)
+        if sampling_params is None:
+            checked = self._defaults.process_all(self.input_processor, [prompt])[0]
+        else:
+            checked = self.input_processor.process(prompt, sampling_params)
+        completions = GrowingCompletions()
+        async with aclosing(self.generate_deltas(checked, request_id=request_id)) as outputs:
+            async for output in outputs:
+                completions.add(output.outputs)
+                output.outputs = completions.snapshot()
+                yield output
+
+    async def generate_deltas(
+        self, prompt: ProcessedInput, *, request_id: str | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Do what ``generate`` does with outputs that hold only what is new since the previous one.
+
+        Args:
+            prompt: an answer of ``input_processor`` that is used once.
+        """
+        self._check_running()
         request = self.input_processor.build(prompt, request_id=request_id, is_streaming=True)
         subscriber = Subscriber(asyncio.get_running_loop())
         self._submit(request, subscriber)

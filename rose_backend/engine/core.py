@@ -210,8 +210,8 @@ class EngineCore:
         Waits for the output thread when there is nothing else to do, unless there is an output handler.
 
         Returns:
-            The detokenized outputs: one per finished request and per new token of a streaming one; none with an output
-            handler.
+            The detokenized outputs: one per finished request, and one per new token of a streaming one with what is
+            new; none with an output handler.
 
         Raises:
             EngineDeadError: the step or the output thread failed, now or before; the cause is chained.

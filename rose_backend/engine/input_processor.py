@@ -16,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose_backend.config import MAX_CACHE_SALT_LENGTH
+from rose_backend.engine.decoding import ByteLevelDecoder, LibraryDecoder
 from rose_backend.engine.detokenizer import Detokenizer
+from rose_backend.engine.outputs import Logprobs
 from rose_backend.engine.process_settings import return_free_memory
 from rose_backend.engine.request import Completion, CompletionText, Prompt, Request
 from rose_backend.engine.sampling_params import SamplingParams
@@ -133,6 +135,7 @@ class InputProcessor:
             max_tokens=room if params.max_tokens is None else params.max_tokens,
             is_streaming=is_streaming,
             namespace=namespace,
+            text_context=self._decoder(params).context(ids),
         )
         seed = derive_seed(self._seed, number) if params.seed is None else params.seed
         first = self.make_completion(request, 0, seed)
@@ -143,23 +146,28 @@ class InputProcessor:
     def make_completion(self, request: Request, index: int, base_seed: int) -> Completion:
         """Make completion ``index``, which draws with ``base_seed + index``."""
         params = request.params
-        stream = None
-        if request.is_streaming or params.stop_strings:
+        decoder, context = self._decoder(params), request.text_context
+        stream, unfinished = None, b""
+        if request.is_streaming or params.stop_strings or isinstance(decoder, LibraryDecoder):
             stream = Detokenizer(
-                self.tokenizer,
+                decoder.stream(context),
                 stop_strings=params.stop_strings,
                 keep_stop_string=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
-                skip_special_tokens=params.skip_special_tokens,
-                context=self.tokenizer.decoding_context(request.prompt_token_ids),
             )
+        else:
+            unfinished = decoder.unfinished(context)
+        logprobs: Logprobs | None = None if params.logprobs is None else []
         return Completion(
             request=request,
             index=index,
             seed=(base_seed + index) & _SEED_MASK,
             token_ids=request.prompt_token_ids,
-            text=CompletionText(stream, None if params.logprobs is None else []),
+            text=CompletionText(stream, logprobs, bytearray(unfinished)),
         )
+
+    def _decoder(self, params: SamplingParams) -> ByteLevelDecoder | LibraryDecoder:
+        return self.tokenizer.decoder(skip_special_tokens=params.skip_special_tokens)
 
     def _check_params(self, params: SamplingParams, prompt_length: int) -> None:
         if not isinstance(params, SamplingParams):
@@ -203,9 +211,10 @@ class InputProcessor:
         array = _as_array(ids)
         # Files beside the tokenizer's may add tokens that the model has no embeddings for.
         if (largest := int(array.max())) >= self.vocab_size:
+            text = self.tokenizer.token_texts.text(largest)
             raise RequestError(
-                f"prompt: its text holds {self.tokenizer.decode_token(largest)!r}, token {largest}, allowed are the "
-                f"model's, up to {self.vocab_size - 1}",
+                f"prompt: its text holds {text!r}, token {largest}, allowed are the model's, up to "
+                f"{self.vocab_size - 1}",
                 parameter="prompt",
             )
         return array

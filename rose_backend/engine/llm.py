@@ -12,7 +12,7 @@ from rose_backend.config import EngineConfig
 from rose_backend.engine.core import EngineCore, EngineStats
 from rose_backend.engine.generation_config import SamplingDefaults, sampling_defaults
 from rose_backend.engine.input_processor import ProcessedInput
-from rose_backend.engine.outputs import RequestOutput
+from rose_backend.engine.outputs import GrowingCompletions, RequestOutput
 from rose_backend.engine.process_settings import short_switch_interval
 from rose_backend.engine.progress import GenerationProgress
 from rose_backend.engine.request import Prompt
@@ -132,7 +132,7 @@ class LLM:
             EngineDeadError: the engine failed.
         """
         checked = self._check([prompt], sampling_params)
-        return (output for _, output in _each(self._run(checked, is_streaming=True)))
+        return _accumulated(_each(self._run(checked, is_streaming=True)))
 
     def close(self) -> None:
         """Release the model and the KV pool. May be repeated."""
@@ -226,6 +226,15 @@ class LLM:
 def _each(steps: Iterable[list[tuple[int, RequestOutput]]]) -> Iterator[tuple[int, RequestOutput]]:
     for outputs in steps:
         yield from outputs
+
+
+def _accumulated(outputs: Iterator[tuple[int, RequestOutput]]) -> Iterator[RequestOutput]:
+    """Yield the outputs of one request, each with all that came before."""
+    completions = GrowingCompletions()
+    for _, output in outputs:
+        completions.add(output.outputs)
+        output.outputs = completions.snapshot()
+        yield output
 
 
 def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

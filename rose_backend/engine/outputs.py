@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """``error``: all logits were NaN or minus infinity, so no token could be chosen. The tokens before it are kept."""
@@ -20,6 +20,8 @@ class Logprob(NamedTuple):
     decoded_token: str
 
 
+Logprobs: TypeAlias = list[dict[int, Logprob]]
+
 _MIN_LOGPROB = -9999.0
 """Written for minus infinity, which JSON lacks; vLLM writes the same."""
 
@@ -31,13 +33,17 @@ def json_logprob(logprob: float) -> float | None:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's ``n`` texts, as far as it has come."""
+    """One of a request's ``n`` texts, as far as it has come.
+
+    Inside the engine and the server, an output of a stream holds only what is new since the previous one: text, tokens
+    and log-probabilities. ``GrowingCompletions`` puts such outputs together.
+    """
 
     index: int
     text: str
     """All text that is certain: without an unfinished character and without what may become a stop string."""
     token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Logprobs | None = None
     """One dictionary per token, the token itself always among its keys; None unless asked for."""
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
@@ -68,3 +74,77 @@ class RequestOutput:
     """Prompt tokens whose K/V came from the prefix cache."""
     scheduled_s: float | None = None
     """``time.monotonic`` when the engine began to compute it; None while it waits for that."""
+
+
+class GrowingCompletions:
+    """Puts together the completions of one request, of which each output of a stream holds what is new."""
+
+    __slots__ = ("_completions",)
+
+    def __init__(self) -> None:
+        # Each with pieces of text, the first of which was returned before. Appending to a text would copy all of it.
+        self._completions: dict[int, tuple[CompletionOutput, list[str]]] = {}
+
+    def add(self, completions: list[CompletionOutput]) -> None:
+        """Add what is new."""
+        for new in completions:
+            self.extend(
+                new.index,
+                new.text,
+                new.token_ids,
+                new.logprobs,
+                new.cumulative_logprob,
+                new.finish_reason,
+                new.stop_reason,
+            )
+
+    def extend(
+        self,
+        index: int,
+        text: str,
+        token_ids: list[int],
+        logprobs: Logprobs | None,
+        cumulative_logprob: float | None,
+        finish_reason: FinishReason | None,
+        stop_reason: int | str | None,
+    ) -> None:
+        """Add what is new in one completion."""
+        if index not in self._completions:
+            whole = CompletionOutput(index, "", [], None if logprobs is None else [])
+            self._completions[index] = whole, [""]
+        whole, pieces = self._completions[index]
+        pieces.append(text)
+        whole.token_ids += token_ids
+        if whole.logprobs is not None and logprobs is not None:
+            whole.logprobs += logprobs
+        whole.cumulative_logprob = cumulative_logprob
+        whole.finish_reason = finish_reason
+        whole.stop_reason = stop_reason
+
+    def take(self) -> list[CompletionOutput]:
+        """Return all that was added, in order of index, and forget it."""
+        taken = []
+        for _, (whole, pieces) in sorted(self._completions.items()):
+            whole.text = whole.delta_text = "".join(pieces)
+            taken.append(whole)
+        self._completions.clear()
+        return taken
+
+    def snapshot(self) -> list[CompletionOutput]:
+        """Return all that was added, in order of index; the lists are copies."""
+        return [self._snapshot(*self._completions[index]) for index in sorted(self._completions)]
+
+    @staticmethod
+    def _snapshot(whole: CompletionOutput, pieces: list[str]) -> CompletionOutput:
+        delta_text = "".join(pieces[1:])
+        pieces[:] = [pieces[0] + delta_text]
+        return CompletionOutput(
+            whole.index,
+            pieces[0],
+            whole.token_ids.copy(),
+            None if whole.logprobs is None else whole.logprobs.copy(),
+            whole.cumulative_logprob,
+            whole.finish_reason,
+            whole.stop_reason,
+            delta_text,
+        )

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose_backend.engine.detokenizer import Detokenizer
-from rose_backend.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from rose_backend.engine.outputs import CompletionOutput, FinishReason, Logprobs, RequestOutput
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.errors import QueueFullError, RequestError
 
@@ -43,18 +43,22 @@ class CompletionText:
     """What the caller sees of a completion. Only the output thread touches it while the engine runs."""
 
     stream: Detokenizer | None
-    """None when the text is only needed at the end."""
-    logprobs: list[dict[int, Logprob]] | None
+    """None when the text is only needed at the end, and a ``ByteLevelDecoder`` makes it."""
+    logprobs: Logprobs | None
+    """Those that are in no output yet; None unless asked for."""
+    decoded_bytes: bytearray
+    """Text of a completion without ``stream``, in UTF-8; first, the beginning of a character at the prompt's end."""
     token_ids: list[int] = field(default_factory=list)
     """Output so far; without ``Completion.needs_each_token``, until the end, what was sent in portions."""
     num_decoded: int = 0
     """Of these, how many ``stream`` has been given, or without one, ``decoded_bytes`` hold."""
-    decoded_bytes: bytearray = field(default_factory=bytearray)
-    """Text of a completion without ``stream``, in UTF-8."""
+    num_reported: int = 0
+    """Of these, how many are in an output."""
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     final: CompletionOutput | None = None
+    """The last output, until it is delivered."""
     is_decoded_lazily: bool = field(init=False)
     """No stop string or logprob needs single tokens: they are decoded when an output is made."""
 
@@ -95,7 +99,8 @@ class Completion:
     @property
     def needs_each_token(self) -> bool:
         """Whether each token goes to the output thread in its own step: streams, stop strings, logprobs."""
-        return self.text.stream is not None or self.text.logprobs is not None
+        params = self.request.params
+        return self.request.is_streaming or bool(params.stop_strings) or params.logprobs is not None
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +115,8 @@ class Request:
     is_streaming: bool
     namespace: bytes = b""
     """Of the prefix cache: only requests with the same one share cached tokens."""
+    text_context: list[int] = field(default_factory=list)
+    """Tokens of the prompt on which the text of its answers depends."""
     completions: list[Completion] = field(default_factory=list)
     num_cached_tokens: int | None = None
     """None until it first got a row."""
@@ -139,8 +146,8 @@ class Request:
             self._prompt_list = self.prompt_token_ids.tolist()
         return self._prompt_list
 
-    def make_output(self, snapshot: Callable[[Completion], CompletionOutput]) -> RequestOutput:
-        """Describe the request's present state, each completion as ``snapshot`` shows it.
+    def make_output(self, news: Callable[[Completion], CompletionOutput | None]) -> RequestOutput:
+        """Make the next output, with the ``news`` of each completion that has any.
 
         All outputs of one stream share the list of prompt tokens.
         """
@@ -149,7 +156,7 @@ class Request:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_list(),
-            outputs=[snapshot(completion) for completion in self.completions],
+            outputs=[new for completion in self.completions if (new := news(completion)) is not None],
             finished=self.is_finished,
             num_cached_tokens=self.num_cached_tokens or 0,
             scheduled_s=self.scheduled_s,

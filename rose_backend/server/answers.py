@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, NamedTuple
 
-from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput, json_logprob
+from rose_backend.engine.outputs import (
+    CompletionOutput,
+    GrowingCompletions,
+    Logprob,
+    Logprobs,
+    RequestOutput,
+    json_logprob,
+)
 
 DONE_EVENT = b"data: [DONE]\n\n"
 
 # Made once: making an encoder takes longer than encoding a small value.
 _compact = json.JSONEncoder(separators=(",", ":")).encode
 
-Positions = list[dict[int, Logprob]]
 _POSITIONS_AT_ONCE = 64
-"""Positions that are formatted in one go: with 20 alternatives each, that takes a few milliseconds."""
+"""Logprobs that are formatted in one go: with 20 alternatives each, that takes a few milliseconds."""
 _CHARACTERS_AT_ONCE = 1 << 16
 """Characters of an answer, about as many as that gives."""
 
@@ -54,43 +60,37 @@ class Answer(ABC):
         self._n = options.n
         self._include_usage = options.include_usage
         self._hit_unit = options.hit_unit
-        self._latest: dict[int, RequestOutput] = {}
-        self._num_sent_tokens: dict[int, int] = {}
-        self._finished: set[int] = set()
+        # Of each prompt: its tokens, and how many of them were cached.
+        self._num_prompt_tokens: dict[int, tuple[int, int]] = {}
+        self._completions: dict[int, GrowingCompletions] = {}
+        self._num_output_tokens = 0
         head_json = _compact({"object": self.event_object_name, **self._head})
         self._event_start = f"data: {head_json[:-1]}"
         self._prefix = self._event_start + ',"choices":[{"index":'
         self._suffix = '}],"usage":null}\n\n' if options.include_usage else "}]}\n\n"
 
     def keep(self, prompt_index: int, output: RequestOutput) -> None:
-        """Note a prompt's latest output."""
-        self._latest[prompt_index] = output
+        """Add what is new in a prompt's completions to the whole answer."""
+        self._note(prompt_index, output)
+        self._completions.setdefault(prompt_index, GrowingCompletions()).add(output.outputs)
 
     def events(self, prompt_index: int, output: RequestOutput) -> Iterator[bytes]:
-        """Yield, in pieces, an event for each completion that has changed; nothing when none has.
+        """Yield, in pieces, an event for each completion with something new; nothing when there is none.
 
         As in vLLM, tokens whose text is held back (part of a character or of a stop string) still make an event.
         """
-        self._latest[prompt_index] = output
+        self._note(prompt_index, output)
         return _pieces(self._event_parts(prompt_index, output))
 
     def _event_parts(self, prompt_index: int, output: RequestOutput) -> Iterator[str]:
         for completion in output.outputs:
             index = prompt_index * self._n + completion.index
-            if index in self._finished:
-                continue
-            start = self._num_sent_tokens.get(index, 0)
-            if completion.finish_reason is not None:
-                self._finished.add(index)
-            elif len(completion.token_ids) == start:
-                continue
-            self._num_sent_tokens[index] = len(completion.token_ids)
             text, end = self._event_text(index, completion), self._event_end(completion)
             if completion.logprobs is None:
                 yield f'{text},"logprobs":null{end}'
             else:
                 yield f'{text},"logprobs":'
-                yield from self._logprobs(index, completion.logprobs[start:])
+                yield from self._logprobs(index, completion.logprobs.copy())
                 yield end
 
     def end_events(self) -> bytes:
@@ -109,8 +109,8 @@ class Answer(ABC):
         usage = _compact(self.usage())
         yield _compact({"object": self.object_name, **self._head})[:-1]
         separator = ',"choices":['
-        for prompt_index in sorted(self._latest):
-            for completion in self._latest.pop(prompt_index).outputs:
+        for prompt_index in sorted(self._completions):
+            for completion in self._completions.pop(prompt_index).take():
                 index = prompt_index * self._n + completion.index
                 yield f'{separator}{{"index":{index},'
                 yield from self._whole_text(prompt_index, completion)
@@ -126,19 +126,21 @@ class Answer(ABC):
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts so far; a prompt with several completions counts once."""
-        outputs, unit = self._latest.values(), self._hit_unit
-        num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-        num_output_tokens = sum(
-            len(completion.token_ids) for output in outputs for completion in output.outputs
-        )
+        num_prompt_tokens = sum(number for number, _ in self._num_prompt_tokens.values())
         return {
             "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": num_output_tokens,
-            "total_tokens": num_prompt_tokens + num_output_tokens,
+            "completion_tokens": self._num_output_tokens,
+            "total_tokens": num_prompt_tokens + self._num_output_tokens,
             "prompt_tokens_details": {
-                "cached_tokens": sum(output.num_cached_tokens // unit * unit for output in outputs)
+                "cached_tokens": sum(number for _, number in self._num_prompt_tokens.values())
             },
         }
+
+    def _note(self, prompt_index: int, output: RequestOutput) -> None:
+        num_cached_tokens = output.num_cached_tokens // self._hit_unit * self._hit_unit
+        self._num_prompt_tokens[prompt_index] = len(output.prompt_token_ids), num_cached_tokens
+        for completion in output.outputs:
+            self._num_output_tokens += len(completion.token_ids)
 
     @abstractmethod
     def _event_text(self, index: int, completion: CompletionOutput) -> str:
@@ -149,10 +151,10 @@ class Answer(ABC):
         """Yield the text of one finished completion as a field."""
 
     @abstractmethod
-    def _described(self, index: int, positions: Positions) -> dict[str, Any]:
+    def _described(self, index: int, positions: Logprobs) -> dict[str, Any]:
         """Return the log-probabilities of the next positions of one completion, as lists."""
 
-    def _logprobs(self, index: int, positions: Positions) -> Iterator[str]:
+    def _logprobs(self, index: int, positions: Logprobs) -> Iterator[str]:
         """Yield the log-probabilities of positions that follow each other; empties the list, part by part."""
         lists: dict[str, list[str]] = {}
         while True:
@@ -196,7 +198,7 @@ class CompletionAnswer(Answer):
         self._text_lengths: dict[int, int] = {}
 
     def _event_text(self, index: int, completion: CompletionOutput) -> str:
-        text = completion.delta_text
+        text = completion.text
         if self._echo is not None and index not in self._started:
             self._started.add(index)
             text = self._echo[index // self._n] + text
@@ -209,7 +211,7 @@ class CompletionAnswer(Answer):
         yield from _quoted_parts(completion.text)
         yield '"'
 
-    def _described(self, index: int, positions: Positions) -> dict[str, Any]:
+    def _described(self, index: int, positions: Logprobs) -> dict[str, Any]:
         start = self._text_lengths.get(index, 0)
         self._text_lengths[index] = start + _num_characters(positions)
         return _completion_logprobs(positions, start)
@@ -219,13 +221,17 @@ class ChatAnswer(Answer):
     """Answer of ``/v1/chat/completions``.
 
     Args:
+        token_bytes: returns the bytes of a token.
         num_top_logprobs: alternatives to report for each token, where log-probabilities were asked for.
     """
 
     object_name, event_object_name = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, options: AnswerOptions, *, num_top_logprobs: int = 0) -> None:
+    def __init__(
+        self, options: AnswerOptions, *, token_bytes: Callable[[int], bytes], num_top_logprobs: int = 0
+    ) -> None:
         super().__init__(options)
+        self._token_bytes = token_bytes
         self._num_top_logprobs = num_top_logprobs
         self._started: set[int] = set()
 
@@ -237,15 +243,24 @@ class ChatAnswer(Answer):
             first = (
                 f'{self._prefix}{index},"delta":{delta},"logprobs":null,"finish_reason":null{self._suffix}'
             )
-        return f'{first}{self._prefix}{index},"delta":{{"content":{_quoted(completion.delta_text)}}}'
+        return f'{first}{self._prefix}{index},"delta":{{"content":{_quoted(completion.text)}}}'
 
     def _whole_text(self, prompt_index: int, completion: CompletionOutput) -> Iterator[str]:
         yield '"message":{"role":"assistant","content":"'
         yield from _quoted_parts(completion.text)
         yield '"}'
 
-    def _described(self, index: int, positions: Positions) -> dict[str, Any]:
-        return _chat_logprobs(positions, self._num_top_logprobs)
+    def _described(self, index: int, positions: Logprobs) -> dict[str, Any]:
+        content = []
+        for position in positions:
+            entries, num_top = list(position.items()), self._num_top_logprobs
+            top = sorted((each for each in entries if each[1].rank <= num_top), key=lambda each: each[1].rank)
+            content.append({**self._token(*entries[0]), "top_logprobs": [self._token(*each) for each in top]})
+        return {"content": content}
+
+    def _token(self, token_id: int, entry: Logprob) -> dict[str, Any]:
+        data = list(self._token_bytes(token_id))
+        return {"token": entry.decoded_token, "logprob": json_logprob(entry.logprob), "bytes": data}
 
 
 _PAUSE = ""
@@ -280,7 +295,7 @@ def _quoted_parts(text: str) -> Iterator[str]:
         yield _quoted(text[first : first + _CHARACTERS_AT_ONCE])[1:-1]
 
 
-def _completion_logprobs(positions: Positions, start: int) -> dict[str, Any]:
+def _completion_logprobs(positions: Logprobs, start: int) -> dict[str, Any]:
     """Describe positions as lists; ``start`` is the offset of the first one's text."""
     # The token itself is the first entry of each position.
     chosen = [next(iter(position.values())) for position in positions]
@@ -299,19 +314,5 @@ def _completion_logprobs(positions: Positions, start: int) -> dict[str, Any]:
     }
 
 
-def _chat_logprobs(positions: Positions, num_top: int) -> dict[str, Any]:
-    content = []
-    for position in positions:
-        entries = list(position.values())
-        top = sorted((entry for entry in entries if entry.rank <= num_top), key=lambda entry: entry.rank)
-        content.append({**_token_object(entries[0]), "top_logprobs": [_token_object(entry) for entry in top]})
-    return {"content": content}
-
-
-def _token_object(entry: Logprob) -> dict[str, Any]:
-    token = entry.decoded_token
-    return {"token": token, "logprob": json_logprob(entry.logprob), "bytes": list(token.encode())}
-
-
-def _num_characters(positions: Positions) -> int:
+def _num_characters(positions: Logprobs) -> int:
     return sum(len(next(iter(position.values())).decoded_token) for position in positions)

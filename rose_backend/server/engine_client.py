@@ -12,7 +12,7 @@ import subprocess
 import sys
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import rose_backend
@@ -56,7 +56,7 @@ _BYTES_PER_REQUEST, _BYTES_PER_TOKEN = 8 << 10, 48
 
 
 class EngineClient:
-    """An engine in a process of its own, with the interface of ``AsyncEngine``.
+    """An engine in a process of its own, with what the server uses of ``AsyncEngine``'s interface.
 
     The constructor blocks until the model is loaded. ``start`` has to be awaited on the event loop that will serve.
 
@@ -124,8 +124,10 @@ class EngineClient:
         self._heartbeats = asyncio.create_task(self._watch_heartbeats())
         begin_serving()
 
-    async def generate(self, prompt: ProcessedInput, *, request_id: str) -> AsyncIterator[RequestOutput]:
-        """Do what ``AsyncEngine.generate`` does, with an answer of ``input_processor`` that is used once.
+    async def generate_deltas(
+        self, prompt: ProcessedInput, *, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Do what ``AsyncEngine.generate_deltas`` does.
 
         Raises:
             EngineStalledError: the engine process does not answer.

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 from rose_backend.config import EngineConfig
 from rose_backend.engine.engine_stats import Counters
-from rose_backend.engine.outputs import FinishReason, Logprob
+from rose_backend.engine.outputs import FinishReason, Logprobs
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.errors import RequestError, RoseError
 
@@ -112,7 +112,7 @@ class CompletionDelta(NamedTuple):
     """Its index."""
     text: str
     token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None
+    logprobs: Logprobs | None
     """Of these tokens."""
     cumulative_logprob: float | None
     finish_reason: FinishReason | None

@@ -22,7 +22,7 @@ from rose_backend.engine.core import Command, EngineCore
 from rose_backend.engine.engine_stats import Counters
 from rose_backend.engine.input_processor import ProcessedInput
 from rose_backend.engine.output.output_thread import OutputHandler, StreamConsumers
-from rose_backend.engine.outputs import CompletionOutput, RequestOutput
+from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.process_settings import begin_serving, note_imports
 from rose_backend.engine.tokenizer_loading import TokenizerParts
 from rose_backend.errors import EngineDeadError, RoseError
@@ -37,41 +37,22 @@ _MAX_UNACKED_BATCHES = 2
 """One that the API process handles, one on its way. Outputs made meanwhile are merged per request."""
 
 
-class UpdateBuilder:
-    """Makes updates of one request: what its outputs have beyond those that were sent."""
-
-    __slots__ = ("_finished", "_num_sent", "number")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._num_sent: dict[int, int] = {}
-        self._finished: set[int] = set()
-
-    def update(self, output: RequestOutput) -> Update:
-        """Return what is new in ``output``."""
-        deltas = [delta for each in output.outputs if (delta := self._delta(each)) is not None]
-        return self.number, output.num_cached_tokens, output.finished, deltas, output.scheduled_s
-
-    def _delta(self, completion: CompletionOutput) -> tuple[object, ...] | None:
-        """Return what is new in a completion; None for nothing."""
-        index, start = completion.index, self._num_sent.get(completion.index, 0)
-        if index in self._finished:
-            return None
-        if completion.finish_reason is not None:
-            self._finished.add(index)
-        elif len(completion.token_ids) <= start:
-            return None
-        self._num_sent[index] = len(completion.token_ids)
-        # In the order of messages.CompletionDelta.
-        return (
-            index,
-            completion.delta_text,
-            completion.token_ids[start:],
-            None if completion.logprobs is None else completion.logprobs[start:],
-            completion.cumulative_logprob,
-            completion.finish_reason,
-            completion.stop_reason,
+def make_update(number: int, output: RequestOutput) -> Update:
+    """Return the update for the next output of request ``number``."""
+    # In the order of messages.CompletionDelta.
+    deltas: list[tuple[object, ...]] = [
+        (
+            each.index,
+            each.text,
+            each.token_ids,
+            each.logprobs,
+            each.cumulative_logprob,
+            each.finish_reason,
+            each.stop_reason,
         )
+        for each in output.outputs
+    ]
+    return number, output.num_cached_tokens, output.finished, deltas, output.scheduled_s
 
 
 class EngineProcess:
@@ -96,7 +77,7 @@ class EngineProcess:
         # Each is changed by one thread alone: the output thread, the reader.
         self._num_batches = 0
         self._num_acks = 0
-        self._builders: dict[str, UpdateBuilder] = {}
+        self._numbers: dict[str, int] = {}
         self._request_ids: dict[int, str] = {}
         consumers = StreamConsumers(self._is_ready, lambda: None)
         handler = OutputHandler(self._deliver, consumers, self._changed)
@@ -136,7 +117,7 @@ class EngineProcess:
             self._changed.wait_for(lambda: self._is_stopping or self._inbox or self._core.can_step)
             commands, self._inbox = self._inbox, deque()
         for request_id, error in self._core.carry_out(commands):
-            number = self._builders.pop(request_id).number
+            number = self._numbers.pop(request_id)
             self._request_ids.pop(number, None)
             self._send(messages.Refused(number, error))
         return not self._is_stopping
@@ -156,11 +137,11 @@ class EngineProcess:
             return
         updates = []
         for output in outputs:
-            builder = self._builders[output.request_id]
-            updates.append(builder.update(output))
+            number = self._numbers[output.request_id]
+            updates.append(make_update(number, output))
             if output.finished:
-                del self._builders[output.request_id]
-                self._request_ids.pop(builder.number, None)
+                del self._numbers[output.request_id]
+                self._request_ids.pop(number, None)
         self._num_batches += 1
         self._send(OutputBatch(updates))
 
@@ -179,7 +160,7 @@ class EngineProcess:
         if isinstance(command, messages.Ack):
             self._num_acks += 1
         elif isinstance(command, messages.Add):
-            self._builders[command.request_id] = UpdateBuilder(command.number)
+            self._numbers[command.request_id] = command.number
             self._request_ids[command.number] = command.request_id
             number, request_id, token_ids, params, namespace = command
             ids = np.frombuffer(bytearray(token_ids), np.int32)

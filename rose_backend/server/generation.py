@@ -48,13 +48,15 @@ class Generation:
         self._inputs = inputs
         # Clients may repeat an id, the engine's must be unique.
         self._name = f"{record.request_id}-{next(_numbers)}"
-        self._num_tokens = [0] * len(inputs)
         self._submit_s = [0.0] * len(inputs)
+        # Of each completion of each prompt.
+        self._num_tokens: list[dict[int, int]] = [{} for _ in inputs]
+        self._finish_reasons: list[list[str]] = [[] for _ in inputs]
         self._first_s = [0.0] * len(inputs)
         self._last_s = [0.0] * len(inputs)
 
     def outputs(self) -> AsyncGenerator[PromptOutput, None]:
-        """Yield every output of every prompt. Closing the iterator aborts what is unfinished.
+        """Yield every output of every prompt, each with what is new. Closing the iterator aborts what is unfinished.
 
         Raises:
             RequestError: the queue is full; then none of them runs on.
@@ -69,10 +71,10 @@ class Generation:
         running = self._service.engine_request_ids
         running.add(request_id)
         self._submit_s[index] = time.monotonic()
-        stream = self._service.engine.generate(self._inputs[index], request_id=request_id)
+        stream = self._service.engine.generate_deltas(self._inputs[index], request_id=request_id)
         is_over = False
         try:
-            async with aclosing(stream):  # type: ignore[type-var]
+            async with aclosing(stream):
                 async for output in stream:
                     self._observe(index, output)
                     is_over = output.finished
@@ -86,7 +88,7 @@ class Generation:
             running.discard(request_id)
 
     async def _all(self) -> AsyncGenerator[PromptOutput, None]:
-        # Each output is the whole state so far: while the client does not read, they are merged in front of this queue.
+        # While the client does not read, outputs are merged in front of this queue.
         queue: asyncio.Queue[PromptOutput | Exception] = asyncio.Queue(len(self._inputs))
 
         async def pump(index: int) -> None:
@@ -117,12 +119,16 @@ class Generation:
     def _observe(self, index: int, output: RequestOutput) -> None:
         """Count an output's new tokens."""
         now, record, metrics = time.monotonic(), self._record, self._service.metrics
-        num_tokens, has_failed = 0, False
+        num_tokens, num_new, has_failed = self._num_tokens[index], 0, False
         # Runs for every event of every stream: a generator would take as long as all the rest.
         for completion in output.outputs:
-            num_tokens += len(completion.token_ids)
-            has_failed |= completion.finish_reason == "error"
-        if self._num_tokens[index] == 0 and num_tokens:
+            num_new += len(completion.token_ids)
+            num_before = num_tokens.get(completion.index, 0)
+            num_tokens[completion.index] = num_before + len(completion.token_ids)
+            if completion.finish_reason is not None:
+                self._finish_reasons[index].append(completion.finish_reason)
+                has_failed |= completion.finish_reason == "error"
+        if num_new and not self._first_s[index]:
             metrics.time_to_first_token.observe(now - record.start_s)
             metrics.prompt_tokens.inc(len(output.prompt_token_ids))
             record.num_prompt_tokens += len(output.prompt_token_ids)
@@ -131,13 +137,15 @@ class Generation:
             self._first_s[index] = now
             if record.first_token_s is None:
                 record.first_token_s = now
-        elif num_tokens > self._num_tokens[index]:
+        elif num_new:
             metrics.inter_token_latency.observe(now - self._last_s[index])
-        record.num_output_tokens += num_tokens - self._num_tokens[index]
-        self._num_tokens[index], self._last_s[index] = num_tokens, now
+        record.num_output_tokens += num_new
+        self._last_s[index] = now
         if has_failed:
-            for completion in output.outputs:
-                self._count_ends(completion.finish_reason or "abort", 1)
+            reasons = self._finish_reasons[index]
+            reasons += ["abort"] * (self._inputs[index].params.n - len(reasons))
+            for reason in reasons:
+                self._count_ends(reason, 1)
             raise GenerationError(
                 "the model's logits for this request are all NaN or minus infinity, so no token can be chosen"
             )
@@ -146,11 +154,11 @@ class Generation:
 
     def _observe_end(self, index: int, output: RequestOutput, now: float) -> None:
         metrics = self._service.metrics
-        for completion in output.outputs:
-            if completion.finish_reason is not None:
-                self._count_ends(completion.finish_reason, 1)
+        for reason in self._finish_reasons[index]:
+            self._count_ends(reason, 1)
         metrics.request_latency.observe(now - self._record.start_s)
-        max_num_tokens = max(len(completion.token_ids) for completion in output.outputs)
+        nums_tokens = self._num_tokens[index].values()
+        max_num_tokens = max(nums_tokens, default=0)
         if max_num_tokens > 1:
             metrics.time_per_output_token.observe((now - self._first_s[index]) / (max_num_tokens - 1))
         if max_num_tokens and output.scheduled_s is not None:
@@ -159,8 +167,8 @@ class Generation:
             metrics.request_decode_time.observe(now - self._first_s[index])
             metrics.request_prompt_tokens.observe(len(output.prompt_token_ids))
             metrics.request_max_num_generation_tokens.observe(max_num_tokens)
-            for completion in output.outputs:
-                metrics.request_generation_tokens.observe(len(completion.token_ids))
+            for num_tokens in nums_tokens:
+                metrics.request_generation_tokens.observe(num_tokens)
 
     def _count_ends(self, reason: str, num_completions: int) -> None:
         self._record.finish_reasons.add(reason)

@@ -100,7 +100,8 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
     inputs = await run_by_length(length, process)
     check_answer_tokens(inputs, None, service)
     options = answer_options(request, body, params.n, "chatcmpl")
-    answer = ChatAnswer(options, num_top_logprobs=body.top_logprobs or 0)
+    token_bytes = processor.tokenizer.token_texts.bytes_of
+    answer = ChatAnswer(options, token_bytes=token_bytes, num_top_logprobs=body.top_logprobs or 0)
     return await generate(request, inputs, answer, is_streaming=bool(body.stream))
 
 

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
-from rose_backend.engine.tokenizer import ByteLevelDecoder, Tokenizer, is_byte_level, special_tokens, text_of
+from rose_backend.engine.decoding import (
+    ByteLevelDecoder,
+    LibraryDecoder,
+    make_decoder,
+    special_tokens,
+    text_of,
+)
+from rose_backend.engine.tokenizer import Tokenizer
 
 ALPHABET = [*map(chr, range(0x21, 0x7F)), *map(chr, range(0xA1, 0xAD)), *map(chr, range(0xAE, 0x144))]
 """What single bytes are called: token ``i`` is one of the 256 bytes."""
@@ -87,7 +94,7 @@ def test_the_whole_vocabulary_of_the_embedded_model(tiny_model_path: Path, skips
         Tokenizer(tiny_model_path),
         Backend.from_file(str(tiny_model_path / "tokenizer.json")),
     )
-    assert tokenizer.byte_level(skip_special_tokens=skips) is not None
+    assert isinstance(tokenizer.decoder(skip_special_tokens=skips), ByteLevelDecoder)
     everything = list(range(library.get_vocab_size() + 5))
     for token_ids in (everything, everything[::-1], *([token_id] for token_id in everything)):
         assert tokenizer.decode(token_ids, skip_special_tokens=skips) == library.decode(
@@ -100,9 +107,9 @@ def test_tokenizers_of_other_kinds_are_left_to_the_library(tmp_path: Path) -> No
     backend.decoder = decoders.WordPiece()
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer(tmp_path)
-    assert not is_byte_level(backend) and tokenizer.byte_level() is None
+    assert isinstance(make_decoder(backend, True), LibraryDecoder)
+    assert isinstance(tokenizer.decoder(), LibraryDecoder)
     assert tokenizer.decode([0, 1, 2]) == "rose is"
-    assert tokenizer.decode_batch([[0, 1], [2]]) == ["rose", "is"]
 
 
 def test_ids_without_a_token_are_not_remembered(tiny_model_path: Path) -> None:

@@ -76,5 +76,5 @@ def test_new_text_of_a_sibling_that_ended_is_new_once(llm: LLM) -> None:
 def test_the_table_that_decodes_many_texts_is_made_before_the_first_of_them(
     make_llm: Callable[..., LLM],
 ) -> None:
-    decoder = make_llm().tokenizer.byte_level()
+    decoder = make_llm().tokenizer.decoder()
     assert decoder is not None and "_table" in vars(decoder)

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from rose_backend.engine import tokenizer as tokenizer_module
+from rose_backend.engine.decoding import ByteLevelDecoder
 from rose_backend.engine.input_processor import InputProcessor
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer import Tokenizer
@@ -141,8 +142,8 @@ def test_ids_are_the_librarys(tokenizer: Tokenizer, spy: Spy, adds: bool) -> Non
 
 def test_bytes_are_joined_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = saved(byte_level(), tmp_path)
-    decoder = tokenizer.byte_level()
-    assert decoder is not None
+    decoder = tokenizer.decoder(skip_special_tokens=True)
+    assert isinstance(decoder, ByteLevelDecoder)
     lengths: list[int] = []
     bytes_of = decoder.bytes_of
 

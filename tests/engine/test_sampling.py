@@ -196,6 +196,7 @@ def test_logprobs_against_transformers(
     assert completion.logprobs is not None and completion.cumulative_logprob is not None
     assert len(completion.logprobs) == len(completion.token_ids)
     expected = torch.log_softmax(reference_logits(tiny_model_path, prompt + completion.token_ids), -1)
+    texts = llm.tokenizer.token_texts
     total = 0.0
     for position, (token_id, entry) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
         row = expected[len(prompt) - 1 + position]
@@ -204,7 +205,9 @@ def test_logprobs_against_transformers(
         for candidate, logprob in entry.items():
             assert logprob.logprob == pytest.approx(float(row[candidate]), abs=2e-4)
             assert logprob.rank == int((row > row[candidate]).sum()) + 1
-            assert logprob.decoded_token == llm.tokenizer.decode_token(candidate)
+            assert logprob.decoded_token == texts.text(
+                candidate, completion.token_ids[max(position - 4, 0) : position]
+            )
         total += entry[token_id].logprob
     assert completion.cumulative_logprob == pytest.approx(total)
     assert llm.generate([prompt], others[0])[0].outputs[0].logprobs is None

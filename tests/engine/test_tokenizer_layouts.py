@@ -112,7 +112,6 @@ def test_texts(name: str, tokenizer: Tokenizer, expected: Any) -> None:
         for skips in (True, False):
             text = expected.decode(ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
             assert tokenizer.decode(ids, skip_special_tokens=skips) == text, (ids, skips)
-            assert tokenizer.decode_batch([ids], skip_special_tokens=skips) == [text]
 
 
 def test_special_tokens(tokenizer: Tokenizer, expected: Any) -> None:

@@ -191,14 +191,11 @@ def test_tokens_without_text_are_events() -> None:
     answer = CompletionAnswer(AnswerOptions("cmpl-1", 0, "m"))
 
     def events(token_ids: list[int], new_text: str) -> list[bytes]:
-        output = RequestOutput(
-            "r", None, [1], [CompletionOutput(0, "", token_ids, delta_text=new_text)], finished=False
-        )
+        output = RequestOutput("r", None, [1], [CompletionOutput(0, new_text, token_ids)], finished=False)
         return b"".join(answer.events(0, output)).split(b"\n\n")[:-1]
 
     assert len(events([5], "")) == 1
-    assert events([5], "") == []
-    (event,) = events([5, 6], "\u8594")
+    (event,) = events([6], "\u8594")
     assert json.loads(event.removeprefix(b"data: "))["choices"][0]["text"] == "\u8594"
 
 
@@ -210,7 +207,7 @@ def test_the_last_events_and_the_end_are_one_message() -> None:
 
     def output(num_tokens: int) -> PromptOutput:
         reason: FinishReason | None = "length" if num_tokens == 3 else None
-        completion = CompletionOutput(0, "", [5] * num_tokens, delta_text="a", finish_reason=reason)
+        completion = CompletionOutput(0, "a", [5], finish_reason=reason)
         return 0, RequestOutput("r", None, [1], [completion], finished=num_tokens == 3)
 
     async def outputs() -> AsyncGenerator[PromptOutput, None]:

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 
 from rose_backend import EngineConfig
-from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from rose_backend.engine.outputs import CompletionOutput, GrowingCompletions, Logprob, RequestOutput
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer_loading import load_tokenizer
 from rose_backend.errors import ConfigError, EngineDeadError, ModelError
@@ -28,7 +29,7 @@ from rose_backend.server import engine_client, engine_process, serve
 from rose_backend.server import engine_messages as messages
 from rose_backend.server.engine_client import EngineClient
 from rose_backend.server.engine_messages import HEADER, decode, encode, read_message
-from rose_backend.server.engine_process import EngineProcess, UpdateBuilder
+from rose_backend.server.engine_process import EngineProcess, make_update
 from rose_backend.server.remote_stream import RemoteStream
 from tests.server.live_server import LONG, LiveServer, error_of, running_server, sent, wait_until
 from tests.server.test_lifecycle import long_stream
@@ -279,32 +280,30 @@ def is_last(message: object) -> bool:
 
 
 def make_outputs(rng: np.random.Generator) -> list[RequestOutput]:
-    """Return how a request with several completions might grow, the whole state in each output."""
+    """Return how a request with several completions might grow, what is new in each output."""
     num_completions, has_logprobs = int(rng.integers(1, 4)), bool(rng.integers(2))
-    completions = [
-        CompletionOutput(index, "", [], [] if has_logprobs else None, 0.0 if has_logprobs else None)
-        for index in range(num_completions)
-    ]
-    outputs = []
-    while not all(completion.finished for completion in completions):
+    num_tokens, outputs = [0] * num_completions, list[RequestOutput]()
+    unfinished = set(range(num_completions))
+    while unfinished:
+        completions = []
         # The first output of a prompt with several completions lacks those that have not split off yet.
-        shown = completions if outputs else completions[:1]
-        for completion in shown:
-            completion.delta_text = ""
+        for index in sorted(unfinished) if outputs else [0]:
             # Each begins with a token.
-            fewest = 0 if completion.token_ids else 1
-            for _ in range(0 if completion.finished else int(rng.integers(fewest, 3))):
-                token = int(rng.integers(1000))
-                completion.delta_text += f"{token} "
-                completion.token_ids.append(token)
-                if completion.logprobs is not None:
-                    completion.logprobs.append({token: Logprob(-1.5, 1, f"{token} ")})
-                    completion.cumulative_logprob = -1.5 * len(completion.logprobs)
-            completion.text += completion.delta_text
-            if not completion.finished and rng.random() < 0.2:
+            new = [
+                int(token)
+                for token in rng.integers(1000, size=rng.integers(0 if num_tokens[index] else 1, 3))
+            ]
+            num_tokens[index] += len(new)
+            completion = CompletionOutput(index, "".join(f"{token} " for token in new), new)
+            if has_logprobs:
+                completion.logprobs = [{token: Logprob(-1.5, 1, f"{token} ")} for token in new]
+                completion.cumulative_logprob = -1.5 * num_tokens[index]
+            if rng.random() < 0.2:
                 completion.finish_reason, completion.stop_reason = "stop", "x"
-        is_over = all(completion.finished for completion in completions)
-        outputs.append(RequestOutput("r", None, [1, 2], copy.deepcopy(shown), is_over, 1))
+                unfinished.discard(index)
+            if new or completion.finished:
+                completions.append(completion)
+        outputs.append(RequestOutput("r", None, [1, 2], completions, not unfinished, 1))
     return outputs
 
 
@@ -312,27 +311,36 @@ def make_outputs(rng: np.random.Generator) -> list[RequestOutput]:
 def test_streams_are_put_together_again(seed: int) -> None:
     rng = np.random.default_rng(seed)
     outputs = make_outputs(rng)
-    updates = [decode(encode(update)[HEADER.size :]) for update in map(UpdateBuilder(5).update, outputs)]
-    pieces = [messages.CompletionDelta(*fields) for update in updates for fields in update[3]]
-    ended = [piece.completion for piece in pieces if piece.finish_reason is not None]
-    assert sorted(ended) == list(range(len(outputs[-1].outputs))), "each ends once"
+    updates = [decode(encode(make_update(5, output))[HEADER.size :]) for output in outputs]
 
     async def check() -> None:
         stream = RemoteStream("r", None, [1, 2], asyncio.get_running_loop())
-        texts = [""] * len(outputs[-1].outputs)
-        got: list[tuple[RequestOutput, RequestOutput]] = []
+        sent, got = GrowingCompletions(), GrowingCompletions()
         for update, output in zip(updates, outputs, strict=True):
             stream.put(update)
+            sent.add(output.outputs)
             # Some are taken together.
             if not output.finished and rng.random() < 0.5:
                 continue
-            got.append((await stream.get(), output))
-        # Compared when all have been taken: no output may change after it was returned.
-        for mine, output in got:
-            for completion in mine.outputs:
-                texts[completion.index] += completion.delta_text
-                assert completion.text == texts[completion.index]
-                completion.delta_text = output.outputs[completion.index].delta_text
-            assert mine == output
+            mine = await stream.get()
+            got.add(mine.outputs)
+            expected, actual = sent.snapshot(), got.snapshot()
+            assert actual == expected
+            assert replace(mine, outputs=[]) == replace(output, outputs=[])
+
+    asyncio.run(check())
+
+
+def test_what_was_taken_does_not_change() -> None:
+    async def check() -> None:
+        stream = RemoteStream("r", None, [1], asyncio.get_running_loop())
+        stream.put((0, 0, False, [(0, "a", [1], [{1: Logprob(-1.0, 1, "a")}], -1.0, None, None)], 0.5))
+        first = await stream.get()
+        kept = copy.deepcopy(first)
+        stream.put((0, 0, True, [(0, "b", [2], [{2: Logprob(-1.0, 1, "b")}], -2.0, "length", None)], 0.5))
+        assert first == kept
+        (second,) = (await stream.get()).outputs
+        assert (second.text, second.token_ids, second.cumulative_logprob) == ("b", [2], -2.0)
+        assert second.logprobs == [{2: Logprob(-1.0, 1, "b")}] and first == kept
 
     asyncio.run(check())

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import openai
 import pytest
 from safetensors.torch import load_file, save_file
 
+from rose_backend.engine.engine_stats import Counters, EngineLoad, EngineStats
 from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from rose_backend.errors import GenerationError
 from rose_backend.server.answers import Answer, AnswerOptions, ChatAnswer, CompletionAnswer
-from tests.server.live_server import MODEL, LiveServer, error_of, running_server
+from rose_backend.server.generation import Generation
+from rose_backend.server.metrics import ServerMetrics
+from rose_backend.server.service import RequestRecord, Service
+from tests.server.live_server import MODEL, LiveServer, error_of, read_metric, running_server
 
 FIRST_BROKEN = 60
 LONG: dict[str, Any] = {
@@ -26,7 +33,11 @@ LONG: dict[str, Any] = {
 }
 SHORT: dict[str, Any] = {**LONG, "max_tokens": 20}
 MESSAGE = "the model's logits for this request are all NaN or minus infinity, so no token can be chosen"
-FAILED = f'request_success_total{{finished_reason="error",model_name="{MODEL}"}}'
+
+
+def ended(reason: str) -> str:
+    """Return the metric that counts completions which ended so."""
+    return f'request_success_total{{finished_reason="{reason}",model_name="{MODEL}"}}'
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["one-process", "two-processes"])
@@ -53,7 +64,7 @@ def broken(
 )
 def test_an_answer_that_cannot_go_on(broken: LiveServer, fields: dict[str, Any]) -> None:
     short = broken.text(**SHORT)
-    before = broken.metric(FAILED)
+    num_failed, num_aborted = (broken.metric(ended(reason)) for reason in ("error", "abort"))
     answer = broken.complete(**{**LONG, **fields})
     assert answer.status_code == 500
     error = error_of(answer)
@@ -65,7 +76,11 @@ def test_an_answer_that_cannot_go_on(broken: LiveServer, fields: dict[str, Any])
     # What it had generated was streamed, but for what came together with the error.
     texts = [json.loads(event)["choices"] for event in events[:-2]]
     assert texts and all(choice["finish_reason"] is None for choices in texts for choice in choices)
-    assert broken.metric(FAILED) >= before + 2
+    num_failed, num_aborted = (
+        broken.metric(ended("error")) - num_failed,
+        broken.metric(ended("abort")) - num_aborted,
+    )
+    assert num_failed >= 2 and num_failed + num_aborted == 2 * fields.get("n", 1)
     # No other request is touched, of this prompt neither.
     assert broken.http.get("/health").status_code == 200
     assert broken.text(**SHORT) == short
@@ -81,6 +96,37 @@ def test_prompts_beside_it_end_with_it(broken: LiveServer) -> None:
     broken.wait_until_idle()
 
 
+@pytest.mark.parametrize(
+    ("n", "reasons"), [(1, {"error": 1}), (4, {"error": 1, "stop": 1, "abort": 2})], ids=["one", "four"]
+)
+def test_each_completion_beside_an_error_is_counted_once(n: int, reasons: dict[str, int]) -> None:
+    class Engine:
+        async def generate_deltas(
+            self, processed: object, *, request_id: str
+        ) -> AsyncGenerator[RequestOutput, None]:
+            if n > 1:
+                others = [CompletionOutput(1, "a", [5], finish_reason="stop"), CompletionOutput(2, "a", [5])]
+                yield RequestOutput(request_id, None, [1], others)
+            failed = CompletionOutput(0, "", [], finish_reason="error")
+            yield RequestOutput(request_id, None, [1], [failed], finished=n == 1)
+
+    metrics = ServerMetrics(MODEL, block_size=16, num_blocks=1, max_model_len=100)
+    service = SimpleNamespace(engine=Engine(), engine_request_ids=set(), metrics=metrics, hit_unit=16)
+    record = RequestRecord("id", "/v1/completions")
+    inputs: Any = [SimpleNamespace(params=SimpleNamespace(n=n))]
+
+    async def read() -> None:
+        async for _ in Generation(cast(Service, service), record, inputs).outputs():
+            pass
+
+    with pytest.raises(GenerationError):
+        asyncio.run(read())
+    shown = metrics.render(Counters(EngineStats(), EngineLoad(0, 0, 0.0))).decode()
+    for reason in metrics.request_success:
+        assert read_metric(shown, ended(reason)) == reasons.get(reason, 0), reason
+    assert record.finish_reasons == set(reasons)
+
+
 @pytest.mark.parametrize("kind", [CompletionAnswer, ChatAnswer])
 @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])
 def test_every_body_is_json(kind: type[Answer], logprob: float) -> None:
@@ -93,11 +139,15 @@ def test_every_body_is_json(kind: type[Answer], logprob: float) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    answer = kind(options) if kind is CompletionAnswer else ChatAnswer(options, num_top_logprobs=2)
+    answer = (
+        kind(options)
+        if kind is CompletionAnswer
+        else ChatAnswer(options, token_bytes=lambda token_id: b"a", num_top_logprobs=2)
+    )
     answer.keep(0, output)
-    event = answer.events(0, output).decode().strip().rpartition("data: ")[2]
+    event = b"".join(answer.events(0, output)).decode().strip().rpartition("data: ")[2]
     shown = -9999.0 if logprob == -math.inf else None
-    for content in (answer.body().decode(), event):
+    for content in (b"".join(answer.body()).decode(), event):
         (choice,) = json.loads(content, parse_constant=refuse)["choices"]
         found = choice["logprobs"]
         if kind is CompletionAnswer:

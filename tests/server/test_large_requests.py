@@ -50,21 +50,21 @@ def output(index: int, logprobs: list[dict[int, Logprob]] | None, text: str = "t
 def made(kind: str) -> Answer:
     if kind == "completions":
         return CompletionAnswer(OPTIONS)
-    return ChatAnswer(OPTIONS, num_top_logprobs=20)
+    return ChatAnswer(OPTIONS, token_bytes=lambda token_id: b"%d" % token_id, num_top_logprobs=20)
 
 
 @pytest.fixture
 def described(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the numbers of positions that are formatted at once, as they come."""
     numbers: list[int] = []
-    for name in ("_completion_logprobs", "_chat_logprobs"):
-        original = getattr(answers, name)
+    for kind in (CompletionAnswer, ChatAnswer):
+        original = kind._described
 
-        def note(some: Any, other: int, original: Any = original) -> Any:
+        def note(answer: Any, index: int, some: Any, original: Any = original) -> Any:
             numbers.append(len(some))
-            return original(some, other)
+            return original(answer, index, some)
 
-        monkeypatch.setattr(answers, name, note)
+        monkeypatch.setattr(kind, "_described", note)
     return numbers
 
 
@@ -79,9 +79,7 @@ def checked(pieces: Iterator[bytes], described: list[int]) -> bytes:
 
 
 def expected_logprobs(kind: str, logprobs: list[dict[int, Logprob]]) -> dict[str, Any]:
-    if kind == "completions":
-        return answers._completion_logprobs(logprobs, 0)
-    return answers._chat_logprobs(logprobs, 20)
+    return made(kind)._described(0, logprobs)
 
 
 @pytest.mark.parametrize("kind", ["completions", "chat"])
@@ -109,7 +107,7 @@ def test_events_are_written_in_pieces(kind: str, described: list[int]) -> None:
     events = checked(made(kind).events(0, state), described).split(b"\n\n")[:-1]
     choices = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
     assert [choice["logprobs"] for choice in choices if choice["logprobs"]] == expected
-    # The engine's own lists are left alone.
+    # The output's own lists are left alone.
     assert [len(each.logprobs or []) for each in completions] == [NUM_POSITIONS] * 2
 
 
@@ -180,7 +178,7 @@ def test_few_prompts_start_in_one_turn() -> None:
     started: list[int] = [0]
 
     class Engine:
-        async def generate(
+        async def generate_deltas(
             self, processed: object, *, request_id: str
         ) -> AsyncGenerator[RequestOutput, None]:
             started[-1] += 1

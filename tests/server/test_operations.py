@@ -103,7 +103,7 @@ def test_bad_tokens(server: LiveServer, path: str, body: dict[str, object], para
 
 
 def test_ids_without_a_token_leave_nothing_behind(server: LiveServer) -> None:
-    decoder = server.engine.input_processor.tokenizer.byte_level(skip_special_tokens=False)
+    decoder = server.engine.input_processor.tokenizer.decoder(skip_special_tokens=False)
     assert decoder is not None
     decoder.prepare()
     num_known = len(decoder._bytes_of)

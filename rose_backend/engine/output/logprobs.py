@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from rose_backend.engine.outputs import Logprob
-from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.engine.token_texts import TokenTexts
 from rose_backend.kernels import SampleOutput
 
 LogprobWords = NDArray[np.float32]
@@ -16,17 +16,21 @@ the K largest log-probabilities, falling, and their tokens. Rank and tokens are 
 
 
 def logprobs_entry(
-    words: LogprobWords, token_id: int, num_logprobs: int, tokenizer: Tokenizer
+    words: LogprobWords, token_id: int, num_logprobs: int, texts: TokenTexts, before: list[int]
 ) -> dict[int, Logprob]:
-    """Return the dictionary of one row, ``[2 + 2K]``: its sampled token and its ``num_logprobs`` most likely ones."""
+    """Return the dictionary of one row, ``[2 + 2K]``: its sampled token and its ``num_logprobs`` most likely ones.
+
+    Args:
+        before: tokens in front, see ``TokenTexts.text``.
+    """
     numbers = words.view(np.int32)
     first_token = 1 + len(words) // 2
     top_logprobs = words[2:first_token][:num_logprobs].tolist()
     top_tokens = numbers[first_token:][:num_logprobs].tolist()
-    entry = {token_id: Logprob(float(words[0]), int(numbers[1]), tokenizer.decode_token(token_id))}
+    entry = {token_id: Logprob(float(words[0]), int(numbers[1]), texts.text(token_id, before))}
     for rank, (candidate, logprob) in enumerate(zip(top_tokens, top_logprobs, strict=True), start=1):
         if candidate != token_id:
-            entry[candidate] = Logprob(logprob, rank, tokenizer.decode_token(candidate))
+            entry[candidate] = Logprob(logprob, rank, texts.text(candidate, before))
     return entry
 
 

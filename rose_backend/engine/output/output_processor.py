@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rose_backend.block_manager.sequence_table import concatenate_ranges
+from rose_backend.engine.decoding import ByteLevelDecoder, LibraryDecoder, text_of
 from rose_backend.engine.detokenizer import Detokenizer
 from rose_backend.engine.output.logprobs import LogprobWords, logprobs_entry
 from rose_backend.engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from rose_backend.engine.request import Completion, CompletionText, Request
-from rose_backend.engine.tokenizer import ByteLevelDecoder, Tokenizer, text_of
+from rose_backend.engine.token_texts import MAX_TOKENS_BEFORE
+from rose_backend.engine.tokenizer import Tokenizer
 
 
 class Ending(NamedTuple):
@@ -106,8 +108,8 @@ class OutputProcessor:
         return updated, stop_checks
 
     def request_output(self, request: Request) -> RequestOutput:
-        """Describe the request as it is now, and note that the caller has seen this much of its text."""
-        return request.make_output(self._snapshot)
+        """Return what is new in the request since its previous output."""
+        return request.make_output(self._news)
 
     def _abort(self, request: Request) -> list[Request]:
         if request.is_finished:
@@ -118,11 +120,11 @@ class OutputProcessor:
             if text.is_finished:
                 continue
             text.finish_reason = "abort"
+            if not completion.needs_each_token:
+                _take_remaining([completion], None)
             if text.stream is not None:
                 _catch_up(text, len(text.token_ids))
                 text.stream.close()
-            if not completion.needs_each_token:
-                _take_remaining([completion], None)
             text.final = self._describe(completion)
         return [request]
 
@@ -139,7 +141,8 @@ class OutputProcessor:
             and message.logprobs is not None
         ):
             words = message.logprobs[message.indices[index]]
-            entry = logprobs_entry(words, token_id, num_logprobs, self._tokenizer)
+            before = text.token_ids[-1 - MAX_TOKENS_BEFORE : -1]
+            entry = logprobs_entry(words, token_id, num_logprobs, self._tokenizer.token_texts, before)
             text.logprobs.append(entry)
             text.cumulative_logprob += entry[token_id].logprob
         ending = message.endings.get(completion)
@@ -166,16 +169,16 @@ class OutputProcessor:
             batch = [each for each in completions if each.request.params.skip_special_tokens is skips_special]
             if not batch:
                 continue
-            decoder = self._tokenizer.byte_level(skip_special_tokens=skips_special)
+            decoder = self._tokenizer.decoder(skip_special_tokens=skips_special)
             _take_remaining(batch, decoder)
-            if decoder is not None:
-                texts = [_whole_text(completion, decoder) for completion in batch]
-            else:
-                shown = [_shown_token_ids(completion) for completion in batch]
-                prompts = [completion.request.prompt_token_ids for completion in batch]
-                texts = self._tokenizer.decode_answers(prompts, shown, skip_special_tokens=skips_special)
-            for completion, decoded in zip(batch, texts, strict=True):
-                completion.text.final = self._describe(completion, decoded)
+            for completion in batch:
+                text = completion.text
+                if text.num_decoded > len(_shown_token_ids(completion)):
+                    # The last token was decoded before it was known to be a stop token that is not shown.
+                    text.stream = None
+                if text.stream is not None:
+                    self._extend_text(completion, text.stream)
+                text.final = self._describe(completion)
 
     def _take_incremental(self, message: IncrementalTokens) -> None:
         taken: dict[bool, list[tuple[CompletionText, int, int]]] = {True: [], False: []}
@@ -189,44 +192,47 @@ class OutputProcessor:
                 taken[request.params.skip_special_tokens].append((text, start + num_known, end))
         for skips_special, spans in taken.items():
             if spans:
-                decoder = self._tokenizer.byte_level(skip_special_tokens=skips_special)
+                decoder = self._tokenizer.decoder(skip_special_tokens=skips_special)
                 _extend(spans, message.token_ids, decoder)
 
-    def _describe(self, completion: Completion, decoded: str | None = None) -> CompletionOutput:
-        """Args: decoded: text of a completion without a stream, where it is known already."""
+    def _describe(self, completion: Completion) -> CompletionOutput:
+        """Return what is new in a completion, and note that it has been reported."""
         text, stream = completion.text, completion.text.stream
-        if stream is not None:
-            if not text.is_finished:
-                _catch_up(text, len(text.token_ids))
-            shown, delta = stream.visible_text, stream.take_delta()
-        else:
-            if decoded is None:
-                skips_special = completion.request.params.skip_special_tokens
-                (decoded,) = self._tokenizer.decode_answers(
-                    [completion.request.prompt_token_ids],
-                    [_shown_token_ids(completion)],
-                    skip_special_tokens=skips_special,
-                )
-            shown = delta = decoded
+        if not text.is_finished:
+            _catch_up(text, len(text.token_ids))
+        delta = self._whole_text(completion) if stream is None else stream.take_delta()
+        start, text.num_reported = text.num_reported, len(text.token_ids)
+        logprobs, cumulative_logprob = text.logprobs, None
+        if logprobs is not None:
+            text.logprobs, cumulative_logprob = [], text.cumulative_logprob
         return CompletionOutput(
             index=completion.index,
-            text=shown,
-            token_ids=text.token_ids if text.is_finished else list(text.token_ids),
-            logprobs=None if text.logprobs is None else list(text.logprobs),
-            cumulative_logprob=None if text.logprobs is None else text.cumulative_logprob,
+            text=delta,
+            token_ids=text.token_ids[start:],
+            logprobs=logprobs,
+            cumulative_logprob=cumulative_logprob,
             finish_reason=text.finish_reason,
             stop_reason=text.stop_reason,
             delta_text=delta,
         )
 
-    def _snapshot(self, completion: Completion) -> CompletionOutput:
-        final = completion.text.final
-        if final is None:
-            return self._describe(completion)
-        if final.delta_text and completion.request.params.n > 1:
-            # The request has further outputs while siblings run: reported text is not new again.
-            completion.text.final = replace(final, delta_text="")
-        return final
+    def _news(self, completion: Completion) -> CompletionOutput | None:
+        """Return what is new in a completion; None for nothing."""
+        text = completion.text
+        if text.is_finished:
+            final, text.final = text.final, None
+            return final
+        return self._describe(completion) if text.num_reported < len(text.token_ids) else None
+
+    def _whole_text(self, completion: Completion) -> str:
+        """Return the text of a completion without stream, which has ended."""
+        text, shown = completion.text, _shown_token_ids(completion)
+        if text.num_decoded == len(shown):
+            return text_of(text.decoded_bytes)
+        request = completion.request
+        decoder = self._tokenizer.decoder(skip_special_tokens=request.params.skip_special_tokens)
+        stream = decoder.stream(request.text_context)
+        return stream.extend(shown) + stream.close()
 
 
 def _catch_up(text: CompletionText, num_tokens: int) -> str | None:
@@ -238,7 +244,7 @@ def _catch_up(text: CompletionText, num_tokens: int) -> str | None:
     return text.stream.extend(new)
 
 
-def _take_remaining(completions: list[Completion], decoder: ByteLevelDecoder | None) -> None:
+def _take_remaining(completions: list[Completion], decoder: ByteLevelDecoder | LibraryDecoder | None) -> None:
     """Add the tokens that were not sent in portions, of completions that have left their rows."""
     rests, spans, hidden, end = [], [], [], 0
     for completion in completions:
@@ -259,12 +265,12 @@ def _take_remaining(completions: list[Completion], decoder: ByteLevelDecoder | N
 def _extend(
     spans: list[tuple[CompletionText, int, int]],
     token_ids: NDArray[np.int32],
-    decoder: ByteLevelDecoder | None,
+    decoder: ByteLevelDecoder | LibraryDecoder | None,
 ) -> None:
-    """Add to each text its tokens in ``token_ids``, ``[start, end)``; all are decoded at once if there is a decoder."""
+    """Add to each text its tokens in ``token_ids``, ``[start, end)``, decoded unless ``decoder`` is None."""
     starts, ends = (np.array([span[place] for span in spans]) for place in (1, 2))
     token_ids = token_ids[concatenate_ranges(starts, ends - starts)]
-    pieces = None if decoder is None else decoder.pieces_of(token_ids, ends - starts)
+    pieces = decoder.pieces_of(token_ids, ends - starts) if isinstance(decoder, ByteLevelDecoder) else None
     listed, position = token_ids.tolist(), 0
     for index, (text, start, end) in enumerate(spans):
         text.token_ids += listed[position : position + end - start]
@@ -272,13 +278,8 @@ def _extend(
         if pieces is not None:
             text.decoded_bytes += pieces[index]
             text.num_decoded += end - start
-
-
-def _whole_text(completion: Completion, decoder: ByteLevelDecoder) -> str:
-    """Return the text of a completion whose tokens were decoded as they were added."""
-    text, shown = completion.text, _shown_token_ids(completion)
-    # Otherwise the last token was decoded before it was known to be a stop token that is not shown.
-    return text_of(text.decoded_bytes) if text.num_decoded == len(shown) else decoder.decode(shown)
+        elif decoder is not None:
+            _catch_up(text, len(text.token_ids))
 
 
 def _shows_last_token(completion: Completion) -> bool:

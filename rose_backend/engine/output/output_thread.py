@@ -16,7 +16,7 @@ from rose_backend.engine.output.output_processor import (
     OutputProcessor,
     StopCheck,
 )
-from rose_backend.engine.outputs import RequestOutput
+from rose_backend.engine.outputs import GrowingCompletions, RequestOutput
 from rose_backend.engine.request import Completion, Request
 
 Message = NewTokens | IncrementalTokens | Abort
@@ -239,15 +239,16 @@ class OutputQueue:
         return [self._outputs.popleft() for _ in range(len(self._outputs))]
 
     def take_last(self, request_id: str) -> RequestOutput | None:
-        """Return a request's last output, if it is here, and drop its earlier ones: no caller has them, so their new
-        text becomes part of the last one's."""
+        """Return a request's last output, if it is here, and drop its earlier ones: no caller has them, so what they
+        hold becomes part of the last one."""
         outputs = self.take()
         own = [output for output in outputs if output.request_id == request_id]
         if not own or not own[-1].finished:
             self._outputs.extendleft(reversed(outputs))
             return None
         self._outputs.extendleft(output for output in reversed(outputs) if output.request_id != request_id)
-        for completion in own[-1].outputs:
-            earlier = [output.outputs for output in own if completion.index < len(output.outputs)]
-            completion.delta_text = "".join(outputs[completion.index].delta_text for outputs in earlier)
+        completions = GrowingCompletions()
+        for output in own:
+            completions.add(output.outputs)
+        own[-1].outputs = completions.take()
         return own[-1]
