@@ -9,15 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 from triton.runtime.jit import JITFunction
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.engine.startup import padding
 from rose_backend.kernels.compilations import watch_compilations
 from tests.support.crowd import crowd
-from tests.support.random_checkpoints import write_random_qwen3
+from tests.support.random_checkpoints import MAX_MODEL_LEN, VOCAB_SIZE, write_random, write_random_qwen3
 from tests.support.tiny_checkpoint import write_random_gpt2_124m
 
 pytestmark = pytest.mark.gpu
@@ -85,6 +87,46 @@ def test_serving_compiles_nothing(tiny_model_path: Path, options: dict[str, Any]
         assert llm.core.start_up.num_kernels > 0
         with watch_compilations() as seen:
             serve_everything(llm)
+    assert not seen.names, f"{len(seen.names)} kernels: {sorted(set(seen.names))}"
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_2000_random_steps_compile_nothing(model: str, gpt2_124m_path: Path, tmp_path: Path) -> None:
+    path = gpt2_124m_path
+    if model == "llama":
+        # Llama 3.1 8B's heads.
+        config = LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            max_position_embeddings=MAX_MODEL_LEN,
+            hidden_size=1024,
+            intermediate_size=2048,
+            num_hidden_layers=2,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+        )
+        path = write_random(LlamaForCausalLM, config, tmp_path, 0)
+    rng, longest = np.random.default_rng(7), 900
+    with LLM(str(path), device="cuda", dtype="float16", num_blocks=6000, max_num_seqs=64) as llm:
+        counters = llm.core._pipeline.counters
+        with watch_compilations() as seen:
+            while counters.steps < 2000:
+                count = int(2 ** rng.uniform(0, 7))
+                prompts = [
+                    rng.integers(5, 250, int(2 ** rng.uniform(0, np.log2(longest)))).tolist()
+                    for _ in range(count)
+                ]
+                params = [
+                    SamplingParams(
+                        temperature=float(rng.choice([0.0, 0.8])),
+                        top_k=int(rng.choice([0, 20])),
+                        max_tokens=int(rng.integers(1, 60)),
+                        ignore_eos=True,
+                        logprobs=rng.choice([None, None, None, 2]),
+                    )
+                    for _ in range(count)
+                ]
+                llm.generate(prompts, params)
     assert not seen.names, f"{len(seen.names)} kernels: {sorted(set(seen.names))}"
 
 

@@ -14,6 +14,8 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from rose_backend.errors import ConfigError
+from rose_backend.kernels.workspace import current_workspace
+from rose_backend.vllm_plugin.attention import backend
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend, RoseAttentionImpl
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec, as_rose_spec
@@ -251,3 +253,25 @@ def test_specifications_are_marked_and_otherwise_equal() -> None:
         block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=8
     )
     assert as_rose_spec(window) is window
+
+
+def test_layers_of_one_engine_share_scratch_memory_with_no_other(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = []
+    for config in (make_config(), make_config()):
+        for _ in range(2):
+            with set_current_vllm_config(config):
+                layers.append(RoseAttentionImpl(2, 64, 0.125, 2))
+    assert layers[0].workspace is layers[1].workspace and layers[2].workspace is layers[3].workspace
+    assert layers[0].workspace is not layers[2].workspace
+    used = []
+    monkeypatch.setattr(backend, "attend", lambda *args, **options: used.append(current_workspace()))
+    step = Step(STEPS["decodes"])
+    metadata = RoseAttentionMetadataBuilder(None, ["layer"], config, torch.device("cpu")).build(
+        0, step.common_metadata()
+    )
+    query = torch.zeros(4, 2, 64)
+    cache = torch.zeros(8, 2, 16, 128)
+    layers[0].forward(None, query, query, query, cache, metadata, query)
+    assert used == [layers[0].workspace]
