@@ -132,10 +132,7 @@ class EngineClient:
         Raises:
             EngineStalledError: the engine process does not answer.
         """
-        self._check_running()
-        while self._num_sent_bytes - self._num_read_bytes > _MAX_UNREAD_BYTES:
-            await self._wait_until_read()
-            self._check_running()
+        await self.wait_for_room()
         check_request_id(request_id, self._numbers)
         number, text, ids, params, namespace = prompt
         self._num_sent_bytes += _BYTES_PER_REQUEST + _BYTES_PER_TOKEN * len(ids)
@@ -154,6 +151,21 @@ class EngineClient:
         finally:
             if not is_over:
                 self._send(messages.Abort(number))
+
+    async def wait_for_room(self) -> None:
+        """Wait while the engine process has much to read; else return at once.
+
+        Raises:
+            EngineDeadError: the engine failed or was shut down.
+            EngineStalledError: the engine process does not answer.
+        """
+        self._check_running()
+        while self._num_sent_bytes - self._num_read_bytes > _MAX_UNREAD_BYTES:
+            # One question for all that wait.
+            if self._room_waiter is None or self._room_waiter.done():
+                self._room_waiter = self._ask()
+            await asyncio.wait([self._room_waiter], timeout=_COUNTERS_TIMEOUT_S)
+            self._check_running()
 
     async def abort(self, request_id: str) -> bool:
         """Do what ``AsyncEngine.abort`` does."""
@@ -195,12 +207,6 @@ class EngineClient:
         self._counter_waiters.append((waiter, self._num_sent_bytes))
         self._send(messages.GetCounters())
         return waiter
-
-    async def _wait_until_read(self) -> None:
-        """Wait until the engine process has read what it was sent so far, or ``is_stalled`` may have changed."""
-        if self._room_waiter is None or self._room_waiter.done():
-            self._room_waiter = self._ask()
-        await asyncio.wait([self._room_waiter], timeout=_COUNTERS_TIMEOUT_S)
 
     async def _watch_heartbeats(self) -> None:
         """Keep ``is_stalled`` up to date while the engine runs."""

@@ -10,7 +10,7 @@ import secrets
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rose_backend.errors import EngineStalledError
+from rose_backend.errors import EngineDeadError, EngineStalledError
 from rose_backend.server.error_answers import CLIENT_LEFT, ApiError, as_api_error
 from rose_backend.server.service import RequestRecord, Service
 from rose_backend.server.settings import RETRY_AFTER_S
@@ -69,8 +69,12 @@ class Middleware:
         self._service.num_active_requests += is_generating
         try:
             self._check(record.route, scope["method"], headers)
+            if is_generating:
+                # Before the body is read, which would take memory while it waits.
+                await self._service.wait_for_room()
             await self._app(scope, self._limited(receive), send_noting_status)
-        except ApiError as refusal:
+        except (ApiError, EngineStalledError, EngineDeadError) as error:
+            refusal = as_api_error(error)
             record.error = refusal.detail
             await refusal.response()(scope, receive, send_noting_status)
         except Exception:
@@ -101,8 +105,6 @@ class Middleware:
                 retry_after=str(RETRY_AFTER_S),
                 connection="close",
             )
-        if route in GENERATING_ROUTES and service.engine_is_stalled:
-            raise as_api_error(EngineStalledError())
         if method != "POST":
             return
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()

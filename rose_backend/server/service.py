@@ -135,6 +135,11 @@ class Service:
         """Whether the engine's process runs, but does not answer."""
         return isinstance(self.engine, EngineClient) and self.engine.is_stalled
 
+    async def wait_for_room(self) -> None:
+        """Wait while the engine's process has much to read; errors are those of ``EngineClient.wait_for_room``."""
+        if isinstance(self.engine, EngineClient):
+            await self.engine.wait_for_room()
+
     async def abort_all(self) -> None:
         """Abort every request; each is still answered with the tokens it has."""
         for request_id in tuple(self.engine_request_ids):

@@ -120,6 +120,11 @@ def have_ended(answers: list[Future[httpx.Response]], number: int) -> bool:
     return sum(answer.done() for answer in answers) >= number
 
 
+def serves(server: LiveServer, number: int) -> bool:
+    """Return whether so many requests to routes that generate are under way."""
+    return server.service.num_active_requests == number
+
+
 def test_what_waits_for_a_stalled_engine_is_bounded(
     tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,8 +138,8 @@ def test_what_waits_for_a_stalled_engine_is_bounded(
         def unread() -> int:
             return engine._num_sent_bytes - engine._num_read_bytes
 
-        def all_wait() -> bool:
-            return len(server.service.engine_request_ids) == 4 * 64
+        def is_full() -> bool:
+            return unread() > limit and serves(server, 4)
 
         answers: list[Future[httpx.Response]]
         for is_noticed in (False, True):
@@ -142,22 +147,26 @@ def test_what_waits_for_a_stalled_engine_is_bounded(
             os.kill(pid, signal.SIGSTOP)
             try:
                 answers = [pool.submit(server.complete, **body) for _ in range(4)]
-                wait_until(all_wait)
+                wait_until(is_full)
                 assert limit < unread() < limit + 2 * engine_client._BYTES_PER_REQUEST
                 assert len(engine._streams) <= 100
+                # The next one waits in front of its body.
+                answers.append(pool.submit(server.complete, **body))
+                wait_until(partial(serves, server, 5))
+                assert len(server.service.engine_request_ids) <= 4 * 64
                 # Not one more for each request that waits.
                 assert len(engine._counter_waiters) <= 2
                 engine.is_stalled = is_noticed
                 if is_noticed:
                     # The one whose prompts were sent before waits on.
-                    wait_until(partial(have_ended, answers, 3))
+                    wait_until(partial(have_ended, answers, 4))
             finally:
                 os.kill(pid, signal.SIGCONT)
             got = [answer.result() for answer in answers]
             if is_noticed:
-                assert sum(answer.status_code == 503 for answer in got) >= 3
+                assert sum(answer.status_code == 503 for answer in got) >= 4
             else:
-                assert [len(answer.json()["choices"]) for answer in got] == [64] * 4
+                assert [len(answer.json()["choices"]) for answer in got] == [64] * 5
         server.wait_until_idle()
 
 
