@@ -67,9 +67,9 @@ def _llama(
     return Case(feature, write, dtype, options, feature)
 
 
-def _qwen(architecture: str, write: Callable[[Path], Path], dtype: str = "float16", **fields: Any) -> Case:
+def _qwen(architecture: str, write: Callable[[Path], Path], **fields: Any) -> Case:
     fields = {"needs": VISION} | fields
-    return Case(architecture, write, dtype, placeholder=pictures.QWEN_PLACEHOLDER, **fields)
+    return Case(architecture, write, placeholder=pictures.QWEN_PLACEHOLDER, **fields)
 
 
 _DELTA_NET: dict[str, Any] = {
@@ -84,13 +84,11 @@ ARCHITECTURES = (
     _qwen(
         "Qwen3_5ForConditionalGeneration",
         partial(pictures.write_qwen3_5, has_experts=False),
-        "bfloat16",
         **_DELTA_NET,
     ),
     _qwen(
         "Qwen3_5MoeForConditionalGeneration",
         partial(pictures.write_qwen3_5, has_experts=True),
-        "bfloat16",
         **_DELTA_NET,
         needs=EXPERTS + VISION,
     ),

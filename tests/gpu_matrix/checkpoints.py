@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
 from tests.support.llama_checkpoints import LLAMA3
@@ -44,11 +45,15 @@ DELTA_NET: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-GEMMA3: dict[str, Any] = {
+GEMMA: dict[str, Any] = {
+    # Embeddings are scaled up and tied: with larger weights each token would be followed by itself.
+    "initializer_range": 0.035,
     "num_hidden_layers": 4,
-    "layer_types": [SLIDING, SLIDING, FULL, SLIDING],
     "sliding_window": SLIDING_WINDOW,
     "head_dim": 256,
+}
+GEMMA3: dict[str, Any] = GEMMA | {
+    "layer_types": [SLIDING, SLIDING, FULL, SLIDING],
     "query_pre_attn_scalar": 256,
 }
 TEXT_MODELS: dict[str, dict[str, Any]] = {
@@ -59,16 +64,15 @@ TEXT_MODELS: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"tie_word_embeddings": True},
     "LlamaForCausalLM": {"head_dim": 128, "rope_parameters": LLAMA3, "tie_word_embeddings": False},
     "Gemma3ForCausalLM": GEMMA3,
-    "Gemma4ForCausalLM": {
-        "num_hidden_layers": 4,
+    "Gemma4ForCausalLM": GEMMA
+    | {
         "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
-        "sliding_window": SLIDING_WINDOW,
-        "head_dim": 256,
         "global_head_dim": 512,
         "num_kv_shared_layers": 0,
         "hidden_size_per_layer_input": 0,
     },
     "GptOssForCausalLM": {
+        "initializer_range": 0.05,
         "num_hidden_layers": 4,
         "head_dim": 64,
         "sliding_window": SLIDING_WINDOW,
@@ -84,12 +88,12 @@ TEXT_MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": SLIDING_WINDOW,
         "original_max_position_embeddings": MAX_MODEL_LEN,
     },
-    # Four factors; the one on logits makes them flat, so it is smaller than in published ones.
+    # Four factors, with which layers count as much as in published ones, whose embeddings are smaller.
     "GraniteForCausalLM": {
-        "embedding_multiplier": 12.0,
+        "embedding_multiplier": 0.5,
         "attention_multiplier": 0.0625,
-        "residual_multiplier": 0.22,
-        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 0.5,
         "tie_word_embeddings": True,
     },
     # A first layer without experts, then an expert that all tokens share; half of each head rotates; biases.
@@ -121,6 +125,17 @@ TEXT_MODELS: dict[str, dict[str, Any]] = {
     # Every other layer without positions (published: every fourth).
     "SmolLM3ForCausalLM": {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
 }
+NORM_FROM_ZERO = {"norm.weight": 0.0}
+"""Norms that multiply by 1 + weight."""
+DECAYS_SLOWLY = {"A_log": -4.0}
+"""States that remember some 30 tokens; otherwise they would forget in three."""
+VECTORS: dict[str, dict[str, float]] = {
+    "Gemma3ForCausalLM": NORM_FROM_ZERO,
+    # Attention is not scaled; published norms are as small.
+    "Gemma4ForCausalLM": {"q_norm.weight": 0.25, "k_norm.weight": 0.25},
+    "NemotronHForCausalLM": DECAYS_SLOWLY,
+}
+"""Mean of vectors with these ends of their names, where it is not 1, or 0 for biases."""
 CONFIGS = {
     "Qwen3ForCausalLM": "Qwen3Config",
     "Gemma3ForCausalLM": "Gemma3TextConfig",
@@ -135,7 +150,22 @@ def write_text_model(architecture: str, path: Path, dtype: torch.dtype, **change
         del fields["num_hidden_layers"]
     name = CONFIGS.get(architecture, architecture.removesuffix("ForCausalLM") + "Config")
     config: PreTrainedConfig = getattr(transformers, name)(**fields)
-    return write_random(getattr(transformers, architecture), config, path, seed=0, dtype=dtype)
+    write_random(getattr(transformers, architecture), config, path, seed=0, dtype=dtype)
+    return redraw(path, VECTORS.get(architecture, {}))
+
+
+def redraw(path: Path, means: dict[str, float]) -> Path:
+    """Draw vectors of a checkpoint anew, around a mean for each end of a name; the first that fits counts."""
+    (file,) = path.glob("*.safetensors")
+    tensors = load_file(file)
+    random = torch.Generator().manual_seed(7)
+    for name, tensor in tensors.items():
+        mean = next((mean for end, mean in means.items() if name.endswith(end)), None)
+        if mean is not None and tensor.ndim == 1:
+            drawn = mean + 0.1 * max(abs(mean), 0.3) * torch.randn(tensor.shape, generator=random)
+            tensors[name] = drawn.to(tensor.dtype)
+    save_file(tensors, file, {"format": "pt"})
+    return path
 
 
 def write_with_adapter(path: Path) -> Path:

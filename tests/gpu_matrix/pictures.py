@@ -13,7 +13,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tests.gpu_matrix.checkpoints import DELTA_NET, EXPERTS, GEMMA3, SIZES
+from tests.gpu_matrix.checkpoints import (
+    DECAYS_SLOWLY,
+    DELTA_NET,
+    EXPERTS,
+    GEMMA3,
+    NORM_FROM_ZERO,
+    SIZES,
+    redraw,
+)
 from tests.support.random_checkpoints import VOCAB_SIZE, write_random
 from tests.support.random_vision_checkpoints import (
     IMAGE_SIZES,
@@ -71,7 +79,9 @@ def write_qwen3_5(path: Path, has_experts: bool) -> Path:
         text_config=text, vision_config=VISION | blocks, **VISION_TOKEN_IDS
     )
     model_class = getattr(transformers, f"{name}ForConditionalGeneration")
-    write_random(model_class, config, path, seed=0, dtype=torch.bfloat16)
+    write_random(model_class, config, path, seed=0)
+    # The norm of a delta net's output and those of vision multiply by their weights.
+    redraw(path, {"linear_attn.norm.weight": 1.0, "merger.norm.weight": 1.0} | NORM_FROM_ZERO | DECAYS_SLOWLY)
     tokenizer = _with_tokens(path, VISION_TOKENS, {"image_token": VISION_TOKENS[1]})
     images = Qwen2VLImageProcessor(patch_size=14, merge_size=2, size=IMAGE_SIZES)
     videos = Qwen3VLVideoProcessor(patch_size=14, merge_size=2)
@@ -136,7 +146,8 @@ def write_gemma3(path: Path) -> Path:
         boi_token_index=FIRST_TOKEN + 1,
         eoi_token_index=FIRST_TOKEN + 2,
     )
-    return write_random(Gemma3ForConditionalGeneration, config, path, seed=0, dtype=torch.bfloat16)
+    write_random(Gemma3ForConditionalGeneration, config, path, seed=0, dtype=torch.bfloat16)
+    return redraw(path, NORM_FROM_ZERO)
 
 
 def _with_tokens(

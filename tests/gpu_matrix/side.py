@@ -108,7 +108,7 @@ class Side:
         def counted(*args: Any, **options: Any) -> Any:
             output = schedule(*args, **options)
             counts = list(output.num_scheduled_tokens.values())
-            self.counts["mixed_steps"] += bool(counts) and min(counts) == 1 and max(counts) > 8
+            self.counts["mixed_steps"] += bool(counts) and min(counts) <= 4 and max(counts) > 8
             self.counts["chunked_steps"] += any(
                 tokens > 8 and not self._ends_prompt(name)
                 for name, tokens in output.num_scheduled_tokens.items()
