@@ -97,7 +97,7 @@ def add_exact(feature: str, path: Path, answers: dict[str, dict[str, Any]]) -> N
         references[True] = Reference(path / "adapter" / "merged", TOP_K)
     for answer in answers.values():
         ask = answer["ask"]
-        prompt = answer["prompt"] or [token for part in ask["parts"] for token in part]
+        prompt = answer["prompt"]
         reference = references[ask["is_adapted"]]
         if feature == "pooling":
             answer["exact"] = reference.embedding(prompt)
