@@ -23,8 +23,8 @@ _WEIGHTS = "model.safetensors"
 
 def write_with_draft_model(path: Path) -> Path:
     """Write a model of 3 layers and, in ``path / "draft"``, its first one as a model."""
-    _write_llama(path)
-    _write_llama(path / "draft", num_hidden_layers=1)
+    write_llama(path)
+    write_llama(path / "draft", num_hidden_layers=1)
     tensors = load_file(path / _WEIGHTS)
     kept = load_file(path / "draft" / _WEIGHTS)
     save_file({name: tensors[name] for name in kept}, path / "draft" / _WEIGHTS, {"format": "pt"})
@@ -33,9 +33,9 @@ def write_with_draft_model(path: Path) -> Path:
 
 def write_with_eagle_head(path: Path) -> Path:
     """Write a model and, in ``path / "draft"``, an EAGLE head for it, which has no embeddings and no norm in front."""
-    _write_llama(path)
+    write_llama(path)
     draft = path / "draft"
-    _write_llama(draft, num_hidden_layers=1)
+    write_llama(draft, num_hidden_layers=1)
     tensors = load_file(draft / _WEIGHTS)
     layer = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if ".layers." in name}
     del layer["layers.0.input_layernorm.weight"]
@@ -77,10 +77,12 @@ def write_with_mtp_head(path: Path) -> Path:
     return path
 
 
-def _write_llama(path: Path, **changes: int) -> None:
+def write_llama(path: Path, dtype: torch.dtype = torch.float16, **changes: int) -> Path:
+    """Write the model alone."""
     config = LlamaConfig(**SIZES | changes, tie_word_embeddings=False)
-    write_random(LlamaForCausalLM, config, path, seed=0)
+    write_random(LlamaForCausalLM, config, path, seed=0, dtype=dtype)
     save_file(_with_small_layers(load_file(path / _WEIGHTS)), path / _WEIGHTS, {"format": "pt"})
+    return path
 
 
 def _with_small_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
