@@ -125,6 +125,7 @@ FEATURES = (
     _llama("prompt embeddings", enable_prompt_embeds=True),
     _llama(
         "n-gram drafts",
+        write=drafters.write_llama,
         speculative_config={
             "method": "ngram",
             "num_speculative_tokens": 3,

@@ -197,10 +197,10 @@ class Side:
         for ask in asks:
             output = outputs[ask.name]
             answer: dict[str, Any] = {"ask": dataclasses.asdict(ask) | {"is_greedy": ask.is_greedy}}
+            self.counts["cached_tokens"] += output.num_cached_tokens or 0
             if self.case.feature == "pooling":
                 answer["embedding"] = output.outputs.data.tolist()
             else:
-                self.counts["cached_tokens"] += output.num_cached_tokens or 0
                 answer["completions"] = [_completion(completion) for completion in output.outputs]
                 answer["prompt_logprobs"] = _own_logprobs(
                     output.prompt_logprobs and output.prompt_logprobs[1:], (output.prompt_token_ids or [])[1:]
