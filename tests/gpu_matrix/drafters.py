@@ -44,7 +44,7 @@ def write_with_eagle_head(path: Path) -> Path:
     # The token's embedding as the model's last norm scales it, and a little of what the model made of the one before.
     halves = [
         final_norm.float().diag(),
-        0.01 * torch.randn(width, width, generator=torch.Generator().manual_seed(3)),
+        0.001 * torch.randn(width, width, generator=torch.Generator().manual_seed(3)),
     ]
     layer["fc.weight"] = torch.cat(halves, dim=1).half()
     save_file(layer, draft / _WEIGHTS, {"format": "pt"})
