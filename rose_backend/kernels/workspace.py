@@ -15,7 +15,7 @@ class Workspace:
     because captured graphs hold their addresses: it has to live as long as the graphs that were captured in it.
     """
 
-    __slots__ = ("_tensors",)
+    __slots__ = ("__weakref__", "_tensors")
 
     def __init__(self) -> None:
         self._tensors: dict[Hashable, tuple[torch.Tensor, ...]] = {}

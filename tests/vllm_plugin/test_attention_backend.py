@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.config.utils import replace
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -265,6 +266,8 @@ def test_layers_of_one_engine_share_scratch_memory_with_no_other(
                 layers.append(RoseAttentionImpl(2, 64, 0.125, 2))
     assert layers[0].workspace is layers[1].workspace and layers[2].workspace is layers[3].workspace
     assert layers[0].workspace is not layers[2].workspace
+    # vLLM copies configurations, one for flashinfer's warm-up for example.
+    assert replace(config, cache_config=config.cache_config).cache_config is config.cache_config
     used = []
     monkeypatch.setattr(backend, "attend", lambda *args, **options: used.append(current_workspace()))
     step = Step(STEPS["decodes"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
 
 MAX_HEAD_SIZE = 512
-_WORKSPACE = "_rose_workspace"
+_workspaces: WeakValueDictionary[int, Workspace] = WeakValueDictionary()
+"""Of each engine in this process, by the ``id`` of its configuration: vLLM copies that field by field, and fails on an
+attribute that is none. An engine's layers keep both."""
 
 
 class RoseAttentionBackend(AttentionBackend):
@@ -288,12 +291,7 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
 
 def workspace_of(vllm_config: Any) -> Workspace:
     """Return the workspace of the engine with this configuration: all its layers launch on one stream, in turn."""
-    # An attribute of what only this engine has in this process, and its layers keep it.
-    found: Workspace | None = getattr(vllm_config, _WORKSPACE, None)
-    if found is None:
-        found = Workspace()
-        setattr(vllm_config, _WORKSPACE, found)
-    return found
+    return _workspaces.setdefault(id(vllm_config), Workspace())
 
 
 def _attention_step(metadata: RoseAttentionMetadata, *, appends: bool) -> AttentionStep:
