@@ -38,6 +38,8 @@ class Case:
     dtype: str = "float16"
     options: dict[str, Any] = field(default_factory=dict)
     """Of both sides' engines, beside ``ENGINE_OPTIONS``; "{path}" in a string stands for the checkpoint's folder."""
+    stock_backend: str | None = None
+    """Attention backend of the side without Rose, on a GPU; None: vLLM's choice."""
     feature: str = ""
     """A feature's row: what ``side`` and ``verdict`` do for it."""
     num_blocks: int = NUM_BLOCKS
@@ -104,7 +106,8 @@ ARCHITECTURES = (
     ),
     # vLLM refuses Gemma 3 in float16; FlashAttention's sinks are bfloat16.
     _text("Gemma3ForCausalLM", "bfloat16", num_blocks=160),
-    _text("Gemma4ForCausalLM", "bfloat16"),
+    # FlashAttention 4, vLLM's choice on Hopper, needs CUTLASS's Python package.
+    _text("Gemma4ForCausalLM", "bfloat16", stock_backend="TRITON_ATTN"),
     _text("GptOssForCausalLM", "bfloat16", num_blocks=110, needs=EXPERTS),
     _text("MistralForCausalLM"),
     Case(

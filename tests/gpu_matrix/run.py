@@ -26,9 +26,9 @@ CORES_PER_ENGINE = 4
 
 
 def engine_cores() -> list[set[int]]:
-    """Return the cores of each engine that may run side by side with others: two engines for three cores."""
+    """Return the cores of each engine that may run side by side with others: three engines for four cores."""
     cores = sorted(os.sched_getaffinity(0))
-    count = max(1, len(cores) * 2 // 3)
+    count = max(1, len(cores) * 3 // 4)
     firsts = [index * len(cores) // count for index in range(count)]
     return [{cores[(first + step) % len(cores)] for step in range(CORES_PER_ENGINE)} for first in firsts]
 

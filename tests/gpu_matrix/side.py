@@ -76,12 +76,13 @@ class Side:
 
     def _options(self) -> dict[str, Any]:
         options = ENGINE_OPTIONS | _with_path(self.case.options, self.path) | {"model": str(self.path)}
-        options |= {"dtype": self.case.dtype, "attention_backend": "rose" if self.is_rose else None}
+        options |= {"dtype": self.case.dtype}
         if self.is_rose:
+            options |= {"attention_backend": "rose"}
             options |= {"num_gpu_blocks_override": self.case.num_blocks, "block_size": 16}
         if torch.cuda.is_available():
             # Others share the GPU; the cache's size is given.
-            return options | {"gpu_memory_utilization": 0.05}
+            return {"attention_backend": self.case.stock_backend, "gpu_memory_utilization": 0.05} | options
         return options | {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
 
     def run(self) -> None:
