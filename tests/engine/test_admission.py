@@ -14,6 +14,9 @@ from rose_backend.engine.input_processor import InputProcessor
 from rose_backend.engine.scheduling.admission import Admission
 from rose_backend.engine.scheduling.deferred_commit import DeferredCommits
 from rose_backend.engine.sequence_state import SequenceState
+from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.engine.tokenizer_loading import TokenizerParts
+from tests.support.random_tokenizers import KINDS
 
 STEM = [1, 2, 3, 4, 5, 6]  # a block and half of one
 
@@ -30,7 +33,8 @@ def make(
         prefix_cache=True,
         bytes_per_block=1,
     )
-    processor = InputProcessor(None, vocab_size=100, max_model_len=40, max_num_seqs=8, seed=0)  # type: ignore[arg-type]
+    tokenizer = Tokenizer(TokenizerParts(KINDS["byte-level"]().backend, False, {}, {}))
+    processor = InputProcessor(tokenizer, vocab_size=100, max_model_len=40, max_num_seqs=8, seed=0)
     config = EngineConfig(model="m", max_num_seqs=max_num_seqs, max_num_batched_tokens=64, **options)
     state = SequenceState(max_num_seqs, 40, ())
     return Admission(config, manager, state, DeferredCommits(manager, state)), manager, processor
