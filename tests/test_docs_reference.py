@@ -256,7 +256,7 @@ def reasons() -> set[str]:
                         for each in values
                         if each is not None
                     ]
-                    found.update(name for name in names if name)
+                    found.update(name.replace(VARIABLE, "...") for name in names if name)
     return found
 
 
