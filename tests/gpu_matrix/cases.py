@@ -44,6 +44,8 @@ class Case:
     """A feature's row: what ``side`` and ``verdict`` do for it."""
     num_blocks: int = NUM_BLOCKS
     """Of Rose's side, few enough that requests are preempted."""
+    reset_step: int | None = None
+    """Step of the mixed traffic at which Rose's cache is reset, and all that run have to begin again."""
     placeholder: tuple[int, ...] = ()
     """What stands for a picture in a prompt. Without, there are no pictures."""
     needs: tuple[str, ...] = ()
@@ -74,11 +76,12 @@ def _qwen(architecture: str, write: Callable[[Path], Path], **fields: Any) -> Ca
     return Case(architecture, write, placeholder=pictures.QWEN_PLACEHOLDER, **fields)
 
 
-_DELTA_NET: dict[str, Any] = {
-    # vLLM's choice on Hopper needs CUTLASS's Python package.
-    "options": {"gdn_prefill_backend": "triton"},
-    "num_blocks": 48,
-}
+# Blocks are as wide as states are large: few enough of them would make requests wait, not be preempted.
+_STATES: dict[str, Any] = {"num_blocks": 200, "reset_step": 12}
+# vLLM's choice on Hopper needs CUTLASS's Python package.
+_DELTA_NET: dict[str, Any] = _STATES | {"options": {"gdn_prefill_backend": "triton"}}
+
+
 ARCHITECTURES = (
     _text("Qwen3ForCausalLM"),
     _text("Qwen3MoeForCausalLM", needs=EXPERTS),
@@ -118,8 +121,9 @@ ARCHITECTURES = (
     ),
     _text("Phi3ForCausalLM"),
     _text("GraniteForCausalLM"),
-    _text("Glm4MoeForCausalLM", needs=EXPERTS),
-    _text("NemotronHForCausalLM", num_blocks=48, needs=EXPERTS),
+    # In float16, vLLM 0.32 scales the shared expert of these two down instead of the others up, and nothing else.
+    _text("Glm4MoeForCausalLM", "bfloat16", needs=EXPERTS),
+    _text("NemotronHForCausalLM", "bfloat16", **_STATES, needs=EXPERTS),
     _text("SmolLM3ForCausalLM"),
 )
 

@@ -1,9 +1,14 @@
-"""What transformers in float32 says of the tokens that an engine was given and gave."""
+"""What transformers in float32 says of the tokens that an engine was given and gave. Nothing of vLLM is imported.
+
+``python -m tests.gpu_matrix.reference CHECKPOINT ANSWERS OUT`` adds it to what ``side`` wrote.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,17 +94,17 @@ def drawn(picture: Picture) -> Image.Image:
     return Image.fromarray(colors.repeat(14, 0).repeat(14, 1))
 
 
-def add_exact(feature: str, path: Path, answers: dict[str, dict[str, Any]]) -> None:
+def add_exact(case: str, path: Path, answers: dict[str, dict[str, Any]]) -> None:
     """Add to each answer what float32 says of its tokens."""
     known: dict[tuple[Any, ...], Any] = {}
     references = {False: Reference(path, TOP_K)}
-    if feature == "LoRA":
+    if case == "LoRA":
         references[True] = Reference(path / "adapter" / "merged", TOP_K)
     for answer in answers.values():
         ask = answer["ask"]
         prompt = answer["prompt"]
         reference = references[ask["is_adapted"]]
-        if feature == "pooling":
+        if case == "pooling":
             answer["exact"] = reference.embedding(prompt)
             continue
         pictures = [drawn(Picture(**part)) for part in ask["parts"] if isinstance(part, dict)]
@@ -117,3 +122,17 @@ def add_exact(feature: str, path: Path, answers: dict[str, dict[str, Any]]) -> N
             for name, values in dataclasses.asdict(known[key]).items():
                 completion[f"exact_{name}"] = values[first:]
             answer["exact_prompt_logprobs"] = known[key].logprobs[:first]
+
+
+def main(checkpoint: Path, answers: Path, out: Path) -> None:
+    """Move a side's answers to its report, with what float32 says."""
+    started = time.monotonic()
+    report = json.loads(answers.read_text())
+    add_exact(report["case"], checkpoint, report["answers"])
+    report["seconds"]["reference"] = time.monotonic() - started
+    out.write_text(json.dumps(report))
+    answers.unlink()
+
+
+if __name__ == "__main__":
+    main(*(Path(argument) for argument in sys.argv[1:]))

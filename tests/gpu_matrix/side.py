@@ -1,17 +1,17 @@
 """One engine of the matrix, with Rose or without, in a process of its own: ``python -m tests.gpu_matrix.side``.
 
-It starts one engine, lets it answer all traffic, shuts it down, asks transformers in float32 about every token that was
-given, and writes all of it as JSON. What that means is decided by ``verdict``.
+It starts one engine, lets it answer all traffic, and goes on as ``reference``, which adds what float32 says of every
+token and writes all of it as JSON. What that means is decided by ``verdict``.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,12 +29,11 @@ os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
 
 import torch
 from vllm import LLM, PoolingParams, SamplingParams
-from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from tests.gpu_matrix.cases import CASES, ENGINE_OPTIONS, Case
-from tests.gpu_matrix.reference import add_exact, drawn
+from tests.gpu_matrix.reference import drawn
 from tests.gpu_matrix.traffic import CHOICES, NUM_TOP, TOP_K, Ask, Picture, first_asks, mixed_asks
 from tests.support.stepped_engine import SteppedEngine
 
@@ -80,6 +79,8 @@ class Side:
         if self.is_rose:
             options |= {"attention_backend": "rose"}
             options |= {"num_gpu_blocks_override": self.case.num_blocks, "block_size": 16}
+            # Hits are counted to the token.
+            options["additional_config"] = {"rose": {"exact_cached_tokens": True}}
         if torch.cuda.is_available():
             # Others share the GPU; the cache's size is given.
             return {"attention_backend": self.case.stock_backend, "gpu_memory_utilization": 0.05} | options
@@ -122,6 +123,8 @@ class Side:
         while coming or self.engine.is_busy:
             while coming and coming[0].arrival_step <= step:
                 self._add(coming.pop(0))
+            if self.is_rose and step == self.case.reset_step:
+                assert self.llm.reset_prefix_cache(reset_running_requests=True)
             self.engine.step()
             step += 1
         self.engine.scheduler.schedule = schedule
@@ -211,13 +214,6 @@ class Side:
             answer["prompt"] = list(sum(ask.parts, ()) if is_embedded else output.prompt_token_ids)
             self.answers[prefix + ask.name] = answer
 
-    def close(self) -> None:
-        """Give back what the engine holds."""
-        self.llm.llm_engine.engine_core.shutdown()
-        del self.engine, self.llm
-        cleanup_dist_env_and_memory()
-        gc.collect()
-
 
 def _completion(completion: Any) -> dict[str, Any]:
     tokens = list(completion.token_ids)
@@ -282,12 +278,20 @@ def main() -> None:
     side = Side(case, options.side, options.checkpoint)
     ready = time.monotonic()
     side.run()
-    answered = time.monotonic()
-    side.close()
-    add_exact(case.feature, options.checkpoint, side.answers)
-    times = (ready - started, answered - ready, time.monotonic() - answered)
-    report |= {"seconds": dict(zip(("start", "traffic", "reference"), times, strict=True))}
-    options.out.write_text(json.dumps(report | {"counts": side.counts, "answers": side.answers}))
+    report["seconds"] = {"start": ready - started, "traffic": time.monotonic() - ready}
+    answers = options.out.with_suffix(".answers")
+    answers.write_text(json.dumps(report | {"counts": side.counts, "answers": side.answers}))
+    # vLLM has changed some of transformers' classes in this process, which also holds memory of the GPU.
+    sys.stdout.flush()
+    command = [
+        sys.executable,
+        "-m",
+        "tests.gpu_matrix.reference",
+        str(options.checkpoint),
+        str(answers),
+        str(options.out),
+    ]
+    os.execv(sys.executable, command)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def test_a_broken_token_is_found(run: Run, folder: Path, place: int) -> None:
     answer = copy.deepcopy(rose["answers"]["mixed-0"])
     tokens = answer["completions"][0]["tokens"]
     tokens[place] = tokens[place + 1]
-    add_exact("", folder / "checkpoints" / NAMES[0], {"mixed-0": answer})
+    add_exact(NAMES[0], folder / "checkpoints" / NAMES[0], {"mixed-0": answer})
     verdict = judge(rose | {"answers": rose["answers"] | {"mixed-0": answer}}, stock)
     assert verdict.outcome == "different"
     assert any(f"mixed-0: token {place} is" in line for line in verdict.complaints), verdict.complaints
