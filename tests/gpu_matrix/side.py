@@ -79,8 +79,6 @@ class Side:
         if self.is_rose:
             options |= {"attention_backend": "rose"}
             options |= {"num_gpu_blocks_override": self.case.num_blocks, "block_size": 16}
-            # Hits are counted to the token.
-            options["additional_config"] = {"rose": {"exact_cached_tokens": True}}
         if torch.cuda.is_available():
             # Others share the GPU; the cache's size is given.
             return {"attention_backend": self.case.stock_backend, "gpu_memory_utilization": 0.05} | options
