@@ -15,6 +15,7 @@ from tests.gpu_matrix.reference import add_exact
 from tests.gpu_matrix.run import SIDES, Run, report_path
 from tests.gpu_matrix.traffic import NUM_FIRST, NUM_MIXED
 from tests.gpu_matrix.verdict import Report, judge
+from tests.support.random_checkpoints import VOCAB_SIZE
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 # Rose's layers; experts, sinks and windows in a KV cache group of their own.
@@ -54,7 +55,7 @@ def test_a_broken_token_is_found(run: Run, folder: Path, place: int) -> None:
     rose, stock = reports(folder, NAMES[0])
     answer = copy.deepcopy(rose["answers"]["mixed-0"])
     tokens = answer["completions"][0]["tokens"]
-    tokens[place] = tokens[place + 1]
+    tokens[place] = (tokens[place] + 1) % VOCAB_SIZE
     add_exact(NAMES[0], folder / "checkpoints" / NAMES[0], {"mixed-0": answer})
     verdict = judge(rose | {"answers": rose["answers"] | {"mixed-0": answer}}, stock)
     assert verdict.outcome == "different"
