@@ -40,8 +40,6 @@ class Case:
     dtype: str = "float16"
     options: dict[str, Any] = field(default_factory=dict)
     """Of both sides' engines, beside ``ENGINE_OPTIONS``; "{path}" in a string stands for the checkpoint's folder."""
-    stock_backend: str | None = None
-    """Attention backend of the side without Rose, on a GPU; None: vLLM's choice."""
     feature: str = ""
     """A feature's row: what ``side`` and ``verdict`` do for it."""
     num_blocks: int = NUM_BLOCKS
@@ -52,6 +50,8 @@ class Case:
     """What stands for a picture in a prompt. Without, there are no pictures."""
     needs: tuple[str, ...] = ()
     """Modules that not every installation has."""
+    stock_backend: str | None = None
+    """Attention backend of the side without Rose, on a GPU; None: vLLM's choice."""
 
     @property
     def lacking(self) -> list[str]:
@@ -70,7 +70,7 @@ def _llama(
     feature: str, dtype: str = "float16", write: Callable[[Path], Path] | None = None, **options: Any
 ) -> Case:
     write = write or partial(checkpoints.write_text_model, "LlamaForCausalLM", dtype=getattr(torch, dtype))
-    return Case(feature, write, dtype, options, feature)
+    return Case(feature, write, dtype, options, feature=feature)
 
 
 def _qwen(architecture: str, write: Callable[[Path], Path], **fields: Any) -> Case:

@@ -39,6 +39,8 @@ from tests.vllm_plugin.test_attention_backend import (
 VLLM_SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 LAYER_BY_LAYER = KVTransferConfig(
     kv_connector="ExampleConnector",
+    # Not a random one: tests are named after what they are given.
+    engine_id="engine",
     kv_role="kv_both",
     kv_connector_extra_config={"shared_storage_path": "unused"},
 )
