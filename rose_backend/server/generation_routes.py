@@ -167,7 +167,10 @@ async def generate(
                 send_events = partial(_send_events, first, outputs, answer, record, len(inputs))
                 return EventStream(outputs, send_events, watch, record)
             async for index, output in outputs:
-                answer.keep(index, output)
+                for _ in answer.keep(index, output):
+                    await asyncio.sleep(0)
+                # Outputs that wait already make no turn of the event loop by themselves.
+                await asyncio.sleep(0)
             pieces = []
             for piece in answer.body():
                 pieces.append(piece)

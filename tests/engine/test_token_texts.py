@@ -107,7 +107,7 @@ def answered(answer: Answer, output: RequestOutput, *, streams: bool) -> dict[st
         event = b"".join(answer.events(0, output)).split(b"\n\n")[-2]
         body = json.loads(event.removeprefix(b"data: "))
     else:
-        answer.keep(0, output)
+        list(answer.keep(0, output))
         body = json.loads(b"".join(answer.body()))
     logprobs: dict[str, Any] = body["choices"][0]["logprobs"]
     return logprobs

@@ -144,7 +144,7 @@ def test_every_body_is_json(kind: type[Answer], logprob: float) -> None:
         if kind is CompletionAnswer
         else ChatAnswer(options, token_bytes=lambda token_id: b"a", num_top_logprobs=2)
     )
-    answer.keep(0, output)
+    list(answer.keep(0, output))
     event = b"".join(answer.events(0, output)).decode().strip().rpartition("data: ")[2]
     shown = -9999.0 if logprob == -math.inf else None
     for content in (b"".join(answer.body()).decode(), event):

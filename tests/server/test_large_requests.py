@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 import threading
@@ -90,7 +91,12 @@ def test_whole_answers_are_written_in_pieces(kind: str, number: int, described: 
     answer = made(kind)
     for prompt in (1, 0):
         completions = [output(index, positions(number, 2 * prompt + index)) for index in range(2)]
-        answer.keep(prompt, RequestOutput("r", None, [1, 2, 3], completions, finished=True))
+        state = RequestOutput("r", None, [1, 2, 3], completions, finished=True)
+        assert checked((piece.encode() for piece in answer.keep(prompt, state)), described) == b""
+    del completions, state
+    gc.collect()
+    # Many objects would make each collection of garbage long.
+    assert not any(type(each) is Logprob for each in gc.get_objects())
     whole = json.loads(checked(answer.body(), described))
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
     assert [choice["logprobs"] for choice in whole["choices"]] == expected
@@ -115,7 +121,7 @@ def test_events_are_written_in_pieces(kind: str, described: list[int]) -> None:
 def test_long_texts_are_written_in_pieces(kind: str) -> None:
     text = "\u85d4\n\U0001f642" * 100_000
     answer = made(kind) if kind == "chat" else CompletionAnswer(OPTIONS, echo=[text])
-    answer.keep(0, RequestOutput("r", None, [1], [output(0, None, text)], finished=True))
+    list(answer.keep(0, RequestOutput("r", None, [1], [output(0, None, text)], finished=True)))
     pieces = list(answer.body())
     # A character may be written as twelve.
     assert max(map(len, pieces)) < 13 * 65_536 and len(pieces) > 4
