@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import rose_backend
 from rose_backend.errors import ModelError, kind_and_text
 from rose_backend.models.weight_files import read_json
 
@@ -25,7 +24,7 @@ _FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
 _CHAT_TEMPLATE_FILE = "chat_template.json"
 """A processor's, for images and text alike; transformers' tokenizers do not read it."""
 _AUTO_TOKENIZER = "transformers.models.auto.tokenization_auto"
-_PACKAGE_ROOT = Path(rose_backend.__file__).resolve().parent.parent
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = (
     # An import of torch fails, and transformers does without what needs it.
     "import sys; sys.modules['torch'] = None; sys.path.append(sys.argv[2]); "
