@@ -62,11 +62,14 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     namespace = service.namespaces.namespace(request.headers, body.cache_salt)
     params = body.sampling_params(service.sampling_defaults.fields)
     processor = service.engine.input_processor
+    prompts: list[str | list[int]] | None
     prompts = read_prompts(body.prompt, service.settings.max_prompts, processor.max_model_len)
-    inputs = await process_prompts(processor, prompts, params, namespace)
+    inputs, length = await process_prompts(processor, prompts, params, namespace), length_of(prompts)
+    # The request may wait for long, and a list of token ids takes ten times the memory of an array.
+    body.prompt = prompts = None
     echo = None
     if body.echo:
-        echo = await run_by_length(length_of(prompts), lambda: [text_of(each, processor) for each in inputs])
+        echo = await run_by_length(length, lambda: [text_of(each, processor) for each in inputs])
     check_answer_tokens(inputs, echo, service)
     answer = CompletionAnswer(answer_options(request, body, params.n, "cmpl"), echo=echo)
     return await generate(request, inputs, answer, is_streaming=bool(body.stream))

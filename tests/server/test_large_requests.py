@@ -354,6 +354,28 @@ def test_a_prompt_is_decoded_once_to_be_echoed(server: LiveServer, monkeypatch: 
         assert choice["text"].startswith(decode(prompts[choice["index"] // 4], skip_special_tokens=False))
 
 
+def test_a_request_that_runs_keeps_no_lists_of_token_ids(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+
+    async def generate(*_: object, **options: object) -> None:
+        gc.collect()
+        lengths.extend(len(each) for each in gc.get_objects() if type(each) is list and len(each) == 987)
+        raise RequestError("prompt: seen", parameter="prompt")
+
+    with running_server(tiny_model_path) as server:
+        monkeypatch.setattr(generation_routes, "generate", generate)
+        prompts = json.dumps([[5] * 987, [6] * 987])
+        content = f'{{"prompt": {prompts}, "echo": true}}'
+        del prompts
+        answer = server.http.post(
+            "/v1/completions", content=content, headers={"content-type": "application/json"}
+        )
+        assert "prompt: seen" in answer.text
+    assert lengths == []
+
+
 def test_tokens_of_one_answer(tiny_model_path: Path) -> None:
     with running_server(tiny_model_path, {"max_answer_tokens": 120}) as server:
         fits: list[dict[str, Any]] = [
