@@ -21,6 +21,10 @@ SMALL_SHARE = 0.03
 _WEIGHTS = "model.safetensors"
 
 
+_COMMON = slice(700, 740)
+"""Tokens that ``write_repetitive_llama`` answers with, mostly."""
+
+
 def write_with_draft_model(path: Path) -> Path:
     """Write a model of 3 layers and, in ``path / "draft"``, its first one as a model."""
     write_llama(path)
@@ -82,6 +86,16 @@ def write_llama(path: Path, dtype: torch.dtype = torch.float16, **changes: int) 
     config = LlamaConfig(**SIZES | changes, tie_word_embeddings=False)
     write_random(LlamaForCausalLM, config, path, seed=0, dtype=dtype)
     save_file(_with_small_layers(load_file(path / _WEIGHTS)), path / _WEIGHTS, {"format": "pt"})
+    return path
+
+
+def write_repetitive_llama(path: Path) -> Path:
+    """Write the model alone, with 40 tokens far likelier than others: answers repeat what they said before."""
+    write_llama(path)
+    tensors = load_file(path / _WEIGHTS)
+    head = 0.2 * tensors["lm_head.weight"]
+    head[_COMMON] = tensors["lm_head.weight"][_COMMON]
+    save_file(tensors | {"lm_head.weight": head}, path / _WEIGHTS, {"format": "pt"})
     return path
 
 
