@@ -292,9 +292,9 @@ class EngineClient:
         for stream in self._streams.values():
             # One exception per request: tracebacks must not accumulate in one object.
             stream.fail(EngineDeadError(str(error)))
+        # They stay in their queue: an engine that was told to stop may still answer what it was asked before.
         for waiter, _ in self._counter_waiters:
             waiter.cancel()
-        self._counter_waiters.clear()
         if self._heartbeats is not None:
             self._heartbeats.cancel()
 

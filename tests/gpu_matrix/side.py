@@ -92,6 +92,9 @@ class Side:
         self.counts["preemptions"] = self.engine.num_preemptions
         self.counts |= self._metrics()
         self.one_by_one(first, "again-")
+        if self.case.reset_step is not None:
+            # Of a model with states: the second one keeps some inside its prompt, which the third one finds.
+            self.one_by_one(first, "third-")
         self._forget()
         self.one_by_one(first, "afresh-")
         self.counts["loaded_tokens"] = self._metrics()["loaded_tokens"] - self.counts["loaded_tokens"]

@@ -197,6 +197,7 @@ PLANTED: dict[Callable[[Report], None], str] = {
     no_drafts: "accepted: 0, at least 20",
     missing_answer: "not asked the same",
 }
+TOO_LITTLE = (no_preemption, no_hits, no_drafts)
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
@@ -204,7 +205,7 @@ def test_a_planted_difference_is_found(plant: Callable[[Report], None]) -> None:
     rose = report("rose")
     plant(rose)
     verdict = judge(rose, report("stock"))
-    assert verdict.outcome == "different"
+    assert verdict.outcome == ("too little traffic" if plant in TOO_LITTLE else "different")
     assert any(PLANTED[plant] in line for line in verdict.complaints), verdict.complaints
 
 

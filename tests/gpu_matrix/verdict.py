@@ -26,7 +26,7 @@ from statistics import fmean, quantiles
 from typing import Any
 
 MEAN_SLACK = 1.25
-ROUNDS = ("again-", "afresh-")
+ROUNDS = ("again-", "third-", "afresh-")
 LOADED = ("offloading",)
 """Where an emptied cache is filled from elsewhere: what is computed depends on how much that brings."""
 MINIMUM = {"mixed_steps": 5, "chunked_steps": 5, "cached_tokens": 100, "preemptions": 1}
@@ -48,9 +48,9 @@ class Verdict:
     """The outcome of one case."""
 
     outcome: str = "equal"
-    """"equal", "different" or "not run"."""
+    """"equal", "different", "too little traffic" (nothing differs, but little happened) or "not run"."""
     complaints: list[str] = field(default_factory=list)
-    """What is different, or why it was not run."""
+    """What is different or missing, or why it was not run."""
     rounding: float = 0.0
     mean_error: dict[str, float] = field(default_factory=dict)
     worst_error: dict[str, float] = field(default_factory=dict)
@@ -89,7 +89,6 @@ def judge(rose: Report, stock: Report) -> Verdict:
     verdict.worst_error = {side: max(found) for side, found in errors.items()}
     limit = 2 * verdict.rounding
     complaints = verdict.complaints
-    complaints += _complaints_about_traffic(rose)
     if rose["answers"].keys() != stock["answers"].keys():
         complaints.append("the two sides were not asked the same")
     if verdict.worst_error["rose"] > limit:
@@ -109,6 +108,9 @@ def judge(rose: Report, stock: Report) -> Verdict:
             "requests repeated with an empty cache are not the first ones bit by bit; stock's are"
         )
     verdict.outcome = "different" if complaints else "equal"
+    if missing := _complaints_about_traffic(rose):
+        verdict.outcome = "different" if complaints else "too little traffic"
+        complaints += missing
     return verdict
 
 

@@ -170,6 +170,26 @@ def test_what_waits_for_a_stalled_engine_is_bounded(
         server.wait_until_idle()
 
 
+def test_an_engine_that_is_told_to_stop_may_still_answer(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_server(tiny_model_path, TWO) as server:
+        engine, pid = server.engine, engine_process_of(server)
+        assert isinstance(engine, EngineClient)
+        shutdown = engine.shutdown
+
+        async def asked_and_stopped() -> None:
+            os.kill(pid, signal.SIGSTOP)
+            waiter, stopping = engine._ask(), asyncio.create_task(shutdown())
+            await asyncio.wait([waiter])
+            assert waiter.cancelled()
+            os.kill(pid, signal.SIGCONT)
+            await stopping
+
+        monkeypatch.setattr(engine, "shutdown", asked_and_stopped)
+    assert not [record for record in caplog.records if record.exc_info], caplog.text
+
+
 def test_a_status_is_described_whatever_ended_the_process() -> None:
     for number in range(1, signal.NSIG):
         assert str(number) in engine_client._describe_status(-number) or number in set(signal.Signals)
