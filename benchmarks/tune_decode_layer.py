@@ -36,12 +36,12 @@ import triton
 from benchmarks.kernel_cases.case import LaunchGraph
 from benchmarks.support.checkpoint import SHAPES, checkpoint
 from benchmarks.support.run_facts import run_facts, write_json
-from rose_backend.kernels.gpu import paged_decode as decode_gpu
-from rose_backend.kernels.gpu import small_batch_linear as linear_gpu
-from rose_backend.kernels.gpu.decode_tuning import DecodeTuning, decode_tuning
-from rose_backend.kernels.gpu.linear_tuning import MAX_SPLIT_FLOATS, LinearConfig, choose_config
+from rose_backend.kernels.attention import paged_decode as decode_gpu
 from rose_backend.kernels.gpu_properties import gpu_properties
-from rose_backend.kernels.small_batch_linear import MAX_ROWS
+from rose_backend.kernels.linear import small_batch_linear as linear_gpu
+from rose_backend.kernels.linear.ops import MAX_ROWS
+from rose_backend.kernels.tuning.attention_decode import DecodeTuning, decode_tuning
+from rose_backend.kernels.tuning.linear import MAX_SPLIT_FLOATS, LinearConfig, choose_config
 from rose_backend.layers import decoder
 from rose_backend.layers.attention import AttentionMetadata
 from rose_backend.models.registry import load_model

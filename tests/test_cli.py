@@ -18,7 +18,7 @@ import pytest
 
 from rose_backend import LLM, EngineConfig, SamplingParams, __version__
 from rose_backend.cli import main
-from rose_backend.cli_generate import _completion_record
+from rose_backend.cli.generate import _completion_record
 from rose_backend.config import SWITCH_NAMES
 from rose_backend.engine.outputs import CompletionOutput, Logprob
 

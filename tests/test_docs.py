@@ -26,7 +26,7 @@ import pytest
 
 import rose_backend
 from rose_backend.cli import build_parser
-from rose_backend.cli_options import RoseParser
+from rose_backend.cli.options import RoseParser
 from rose_backend.config import PluginConfig
 from rose_backend.server.request_models import (
     IGNORED,

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "rose_backend"
 
 CORE = frozenset({"errors", "config", "block_manager", "kernels", "layers"})
 ENGINE_CORE = CORE | {"models"}
-EVERYTHING = ENGINE_CORE | {"engine", "server", "vllm_plugin"}
+EVERYTHING = ENGINE_CORE | {"compile_ahead", "engine", "server", "vllm_plugin"}
 
 # Room -> rooms that it may import. "__init__" is the package's own front door.
 ALLOWED = {
@@ -27,18 +27,12 @@ ALLOWED = {
     "kernels": frozenset({"errors", "config"}),
     "layers": frozenset({"errors", "config", "kernels"}),
     "models": frozenset({"errors", "config", "kernels", "layers"}),
-    "engine": ENGINE_CORE,
+    "compile_ahead": frozenset({"errors", "config", "kernels"}),
+    "engine": ENGINE_CORE | {"compile_ahead"},
     "server": ENGINE_CORE | {"engine"},
-    "vllm_plugin": CORE,
+    "vllm_plugin": CORE | {"compile_ahead"},
     "block_view": frozenset({"errors", "config", "block_manager"}),
-    "cli": EVERYTHING
-    | {"cli_blocks", "cli_generate", "cli_options", "cli_serve", "cli_warmup", "environment_report"},
-    "cli_blocks": frozenset({"errors", "block_view"}),
-    "cli_generate": EVERYTHING - {"server"} | {"cli_options"},
-    "cli_options": EVERYTHING - {"server"},
-    "cli_serve": EVERYTHING | {"cli_options"},
-    "cli_warmup": EVERYTHING | {"cli_options"},
-    "environment_report": EVERYTHING - {"server"},
+    "cli": EVERYTHING | {"block_view"},
     "__init__": EVERYTHING - {"server"},
 }
 # The front door may import the rest only inside functions or for type checkers: `import rose_backend` stays cheap.
@@ -177,7 +171,7 @@ def test_imports_go_one_way() -> None:
         ("block_manager/pool.py", "import torch"),
         ("block_manager/pool.py", "def f():\n    from ..kernels import block_clone"),
         ("kernels/clone.py", "import rose_backend.block_manager.block_pool"),
-        ("kernels/reference/clone.py", "from ...models import gpt2"),
+        ("kernels/kv/clone.py", "from ...models import gpt2"),
         ("layers/attention.py", "from rose_backend.models.gpt2 import GPT2"),
         ("models/gpt2.py", "from rose_backend.engine import llm"),
         ("engine/core.py", "from vllm import LLM"),
@@ -193,10 +187,9 @@ def test_imports_go_one_way() -> None:
         ("vllm_plugin/attention/backend.py", "from rose_backend.models import registry"),
         ("block_view/page.py", "import torch"),
         ("block_view/live.py", "from rose_backend.engine.llm import LLM"),
-        ("cli_blocks.py", "def run():\n    from rose_backend.engine.llm import LLM"),
-        ("cli.py", "def run():\n    import vllm"),
-        ("cli_generate.py", "def run():\n    from rose_backend.server import serve"),
-        ("server/app.py", "from rose_backend.cli_options import engine_options"),
+        ("cli/__init__.py", "def run():\n    import vllm"),
+        ("compile_ahead/pool.py", "from rose_backend.engine.llm import LLM"),
+        ("server/app.py", "from rose_backend.cli.options import engine_options"),
         ("server/app.py", "from rose_backend.vllm_plugin import options"),
         ("__init__.py", "from rose_backend.engine.llm import LLM"),
         ("utils.py", ""),
@@ -226,8 +219,8 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, source: str) -> None
             "vllm_plugin/scheduler/scheduler.py",
             "import vllm\nfrom rose_backend.block_manager import BlockManager",
         ),
-        ("cli.py", "import torch\nfrom rose_backend.engine.llm import LLM"),
-        ("cli_serve.py", "def run():\n    from rose_backend.server import serve"),
+        ("cli/blocks.py", "import torch\nfrom rose_backend.engine.llm import LLM"),
+        ("cli/serve.py", "def run():\n    from rose_backend.server import serve"),
         ("server/app.py", "import fastapi\nfrom rose_backend.engine.async_engine import AsyncEngine"),
         ("__init__.py", "if TYPE_CHECKING:\n    from rose_backend.engine.llm import LLM"),
     ],

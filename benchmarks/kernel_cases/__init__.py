@@ -10,7 +10,6 @@ FAMILIES = {
     "clone": "tests/kernels/test_elementwise_on_gpu.py",
     "linear": "tests/kernels/test_small_batch_linear_on_gpu.py",
     "sampler": "tests/kernels/test_sampler_on_gpu.py",
-    "lm_head": "tests/kernels/test_lm_head_on_gpu.py",
 }
 """Family -> the tests that have to pass on the device before its figures are compared with those of peers."""
 

@@ -1,4 +1,4 @@
-"""The sampler over GPT-2's vocabulary by filters and batch size, and GPT-2's head with the choice of the next token."""
+"""The sampler over GPT-2's vocabulary by filters and batch size."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from benchmarks.kernel_cases import case
 from benchmarks.kernel_cases.case import ROSE, Contest, KernelCase, Launches
-from rose_backend.kernels import SamplingTensors, lm_head_sample, sample
+from rose_backend.kernels import SamplingTensors, sample
 
 VOCAB_SIZE = 50_257
 TORCH, FLASHINFER = "torch.argmax", "flashinfer"
@@ -107,64 +106,7 @@ def sampler_case(name: str, num_rows: int) -> KernelCase:
     return KernelCase(f"sample B={num_rows} {name}", num_rows * VOCAB_SIZE * 4, make)
 
 
-WIDTH = 768
-# cuBLAS is slow where rows of logits are not aligned: as in vLLM, peers get a vocabulary padded to a multiple of this.
-PADDING = 64
-UNFUSED, ARGMAX, DRAWN = "cuBLAS, Rose's sampler", "cuBLAS, torch.argmax", "cuBLAS, flashinfer"
-
-
-def head_case(num_rows: int, *, greedy: bool) -> KernelCase:
-    """Tokens of rows that all take the most likely one, or all draw at temperature 1."""
-    filters = {"temperature": 0.0} if greedy else {}
-
-    def make(num_sets: int) -> Contest:
-        params = make_params(num_rows, **filters)
-        random = functools.partial(torch.randn, dtype=torch.float16, device="cuda")
-        padded = -(-VOCAB_SIZE // PADDING) * PADDING
-        sets = [(random(num_rows, WIDTH), random(padded, WIDTH) / 10) for _ in range(num_sets)]
-        columns = {name: getattr(params, name) for name in ("temperature", "seed", "position")}
-
-        def unfused(
-            choose: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, head: torch.Tensor
-        ) -> torch.Tensor:
-            return choose(F.linear(hidden, head)[:, :VOCAB_SIZE].float())
-
-        def after_cublas(choose: Callable[[torch.Tensor], torch.Tensor]) -> Launches:
-            return [functools.partial(unfused, choose, *inputs) for inputs in sets]
-
-        sides: dict[str, Launches] = {
-            ROSE: [
-                functools.partial(lm_head_sample, hidden, head[:VOCAB_SIZE], **columns)
-                for hidden, head in sets
-            ],
-            UNFUSED: after_cublas(lambda logits: sample(logits, params).token_ids),
-        }
-        if greedy:
-            sides[ARGMAX] = after_cublas(lambda logits: logits.argmax(-1))
-        else:
-            case.add_peer(sides, DRAWN, lambda: after_cublas(flashinfer_sample(params, filters)))
-        return Contest(sides, observe=observe, complaint=complaint)
-
-    def observe(side: str, tokens: torch.Tensor) -> Sequence[torch.Tensor]:
-        # Another generator's draws cannot be compared; the tests of lm_head_sample have the distribution.
-        return (tokens,) if side != DRAWN else ()
-
-    def complaint(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> str | None:
-        if not theirs:
-            return None
-        # Products summed up in another order may round to another side of a tie.
-        allowed = 0 if num_rows == 1 else max(1, num_rows // 20)
-        differing = (ours[0] != theirs[0]).sum().item()
-        return None if differing <= allowed else f"{differing} of {num_rows} tokens differ from Rose's"
-
-    num_bytes = (VOCAB_SIZE + num_rows) * WIDTH * 2
-    kind = "greedy" if greedy else "no filter"
-    flops = 2 * num_rows * VOCAB_SIZE * WIDTH
-    return KernelCase(f"head and sample B={num_rows} {kind}", num_bytes, make, flops=flops)
-
-
 _BATCHES = (1, 8, 32, 128, 256)
 CASES = {
     "sampler": [sampler_case(name, num_rows) for name in FILTERS for num_rows in _BATCHES],
-    "lm_head": [head_case(num_rows, greedy=greedy) for greedy in (True, False) for num_rows in _BATCHES],
 }

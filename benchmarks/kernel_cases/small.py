@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from benchmarks.kernel_cases import case, kv_cache, layer, sampler
 from benchmarks.kernel_cases.case import KernelCase, Launches
 from benchmarks.kernel_cases.kv_cache import Heads
-from rose_backend.kernels.reference import kv_cache as reference
+from rose_backend.kernels.kv import reference
 
 HEADS = Heads("small", 4, 2, 16, torch.float16)
 
@@ -23,8 +23,6 @@ def small_cases(family: str) -> list[KernelCase]:
     """Return the cases of a family; call this, make and run them within ``on_cpu``."""
     if family == "sampler":
         return [sampler.sampler_case(name, 3) for name in sampler.FILTERS]
-    if family == "lm_head":
-        return [sampler.head_case(3, greedy=greedy) for greedy in (True, False)]
     return {
         "decode": [kv_cache.decode_case(HEADS, 3, 40)],
         "prefill": [kv_cache.prefill_case(HEADS, 2, 32, 32)],

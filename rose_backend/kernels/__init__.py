@@ -38,8 +38,27 @@ Letters that shapes are written in, everywhere in this package:
 
 from __future__ import annotations
 
-from rose_backend.kernels.attention_options import AttentionOptions, HeadRotation
-from rose_backend.kernels.elementwise import (
+from rose_backend.kernels.arguments import AttentionOptions, HeadRotation
+from rose_backend.kernels.attention.ops import (
+    DecodePlan,
+    paged_decode,
+    paged_prefill,
+    plan_paged_decode,
+    plan_paged_prefill,
+)
+from rose_backend.kernels.attention.reference_prefill import PrefillPlan
+from rose_backend.kernels.decode_step.ops import advance_rows
+from rose_backend.kernels.experts.ops import Experts, expert_mlp
+from rose_backend.kernels.kv.ops import block_clone, write_kv
+from rose_backend.kernels.linear.ops import (
+    PackedLinear,
+    empty_rows,
+    fold_norm,
+    pack_linear,
+    small_batch_linear,
+    small_batch_linear_and_moments,
+)
+from rose_backend.kernels.pointwise.ops import (
     add_layer_norm,
     add_rms_norm,
     bias_gelu,
@@ -47,28 +66,14 @@ from rose_backend.kernels.elementwise import (
     embed_tokens,
     layer_norm,
     rms_norm,
+    rotate_query_key,
     silu_mul,
 )
-from rose_backend.kernels.expert_mlp import Experts, expert_mlp
-from rose_backend.kernels.kv_cache import block_clone, write_kv
-from rose_backend.kernels.lm_head import lm_head_sample
-from rose_backend.kernels.paged_attention import (
-    DecodePlan,
-    paged_decode,
-    paged_prefill,
-    plan_paged_decode,
-    plan_paged_prefill,
-)
-from rose_backend.kernels.reference.paged_prefill import PrefillPlan
-from rose_backend.kernels.rotary import rotate_query_key
-from rose_backend.kernels.sampler import SampleOutput, SamplingTensors, advance_rows, sample, sample_unfused
-from rose_backend.kernels.small_batch_linear import (
-    PackedLinear,
-    empty_rows,
-    fold_norm,
-    pack_linear,
-    small_batch_linear,
-    small_batch_linear_and_moments,
+from rose_backend.kernels.sampling.ops import (
+    SampleOutput,
+    SamplingTensors,
+    sample,
+    sample_unfused,
 )
 
 __all__ = [
@@ -91,7 +96,6 @@ __all__ = [
     "expert_mlp",
     "fold_norm",
     "layer_norm",
-    "lm_head_sample",
     "pack_linear",
     "paged_decode",
     "paged_prefill",

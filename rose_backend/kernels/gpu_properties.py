@@ -1,7 +1,7 @@
 """What kernels are chosen by: the GPU's compute capability and its number of multiprocessors.
 
 Tensors on ``meta`` stand for those of a GPU that kernels are compiled for without launching them
-(``recorded_launches.py``).
+(``compile_ahead/recorded_launches.py``).
 """
 
 from __future__ import annotations
@@ -69,3 +69,21 @@ def meta_stands_for(properties: GpuProperties) -> Iterator[None]:
 def is_recording() -> bool:
     """Whether this thread only records kernels: device ``meta`` stands for a GPU."""
     return _recording.gpu is not None
+
+
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether kernels on ``device`` may start before the one in front has ended (compute capability 9.0 and later)."""
+    return device.type != "cpu" and gpu_properties(device).capability >= (9, 0)
+
+
+def is_aligned(matrix: torch.Tensor) -> bool:
+    """Whether the tensor memory accelerator could copy tiles of ``matrix``."""
+    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
+
+
+def can_use_tma(*matrices: torch.Tensor) -> bool:
+    """Whether the tensor memory accelerator can copy tiles of ``matrices``, large ones too."""
+    device = matrices[0].device
+    if device.type == "cpu" or not gpu_properties(device).has_large_tma_tiles:
+        return False
+    return all(map(is_aligned, matrices))

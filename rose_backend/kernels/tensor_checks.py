@@ -13,7 +13,9 @@ import torch
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.gpu_properties import gpu_properties
-from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE
+
+CACHE_DTYPE = torch.float8_e4m3fn
+"""4 bits of exponent, 3 of mantissa; no infinities. The only 8-bit type that caches may have."""
 
 FLOAT8_CAPABILITY = (8, 9)
 """Compute capability from which on a GPU converts to and from 8-bit types."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rose_backend.errors import ModelError
-from rose_backend.kernels.reference.expert_mlp import MAX_EXPERTS
+from rose_backend.kernels.experts.reference import MAX_EXPERTS
 from rose_backend.models.config import ExpertsConfig, read_size
 
 

@@ -19,9 +19,9 @@ from rose_backend.vllm_plugin.version_gate import installed_vllm_version
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from rose_backend.kernels.ahead_compilation import AheadCompilation
+    from rose_backend.compile_ahead.ahead import AheadCompilation
+    from rose_backend.compile_ahead.recorded_launches import RecordedLaunches
     from rose_backend.kernels.gpu_properties import GpuProperties
-    from rose_backend.kernels.recorded_launches import RecordedLaunches
 
 _ROOM = "rose_backend.vllm_plugin"
 LAUNCHERS = (
@@ -70,8 +70,8 @@ def begin(vllm_config: VllmConfig, layer: Any, kind: Hashable) -> None:
 
 def compile_ahead(vllm_config: VllmConfig, layer: Any, kind: Hashable, gpu: GpuProperties) -> PendingKernels:
     """Compile for an engine on ``gpu``; see ``begin``."""
-    from rose_backend.kernels.ahead_compilation import AheadCompilation
-    from rose_backend.kernels.compilation_pool import CompleteStarts, usable_cores
+    from rose_backend.compile_ahead.ahead import AheadCompilation
+    from rose_backend.compile_ahead.pool import CompleteStarts, usable_cores
 
     start = CompleteStarts(gpu, installed_vllm_version(), kind, *_key(vllm_config))
     # Each worker of this machine has processes of its own.
@@ -90,7 +90,7 @@ def record(vllm_config: VllmConfig, layer: Any, gpu: GpuProperties) -> RecordedL
     """Return the kernels of Rose that an engine on ``gpu`` launches."""
     import torch
 
-    from rose_backend.kernels.recorded_launches import record_launches
+    from rose_backend.compile_ahead.recorded_launches import record_launches
 
     dtype = torch.get_default_dtype()
     # vLLM builds models with other defaults.
@@ -122,7 +122,7 @@ def wait_for_kernels(*names: str) -> None:
 
 
 def _warn(why: str) -> None:
-    from rose_backend.kernels.compilation_pool import COMPILES_ALONE
+    from rose_backend.compile_ahead.pool import COMPILES_ALONE
 
     logger.warning("Rose: %s: %s", COMPILES_ALONE, why)
 

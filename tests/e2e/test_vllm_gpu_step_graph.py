@@ -17,7 +17,8 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from rose_backend.kernels.gpu import decode_tuning, longest_first
+from rose_backend.kernels.attention import longest_first
+from rose_backend.kernels.tuning import attention_decode as decode_tuning
 from rose_backend.vllm_plugin.step_graph.steady_steps import SteadySteps
 from rose_backend.vllm_plugin.step_graph.step_counts import STEPS
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine

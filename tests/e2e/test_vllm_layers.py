@@ -22,10 +22,10 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from rose_backend.compile_ahead.recorded_launches import KernelSource, record_launches
 from rose_backend.kernels import pack_linear
 from rose_backend.kernels.gpu_properties import GpuProperties
-from rose_backend.kernels.recorded_launches import KernelSource, record_launches
-from rose_backend.kernels.sampler import SAMPLER_KERNELS
+from rose_backend.kernels.sampling.ops import SAMPLER_KERNELS
 from rose_backend.layers.linear import Linear, Mlp, Norm
 from rose_backend.vllm_plugin import pending_kernels
 from rose_backend.vllm_plugin.attention.recorded_steps import recorded_steps

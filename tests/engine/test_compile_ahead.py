@@ -16,6 +16,11 @@ import pytest
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rose_backend.cli import main
+from rose_backend.compile_ahead import ahead as ahead_compilation
+from rose_backend.compile_ahead import recorded_launches
+from rose_backend.compile_ahead.ahead import AheadCompilation
+from rose_backend.compile_ahead.pool import CompiledKernel
+from rose_backend.compile_ahead.recorded_launches import KernelSource, RecordedLaunches, record_launches
 from rose_backend.config import EngineConfig
 from rose_backend.engine.startup import compile_ahead
 from rose_backend.engine.startup.compile_ahead import (
@@ -27,14 +32,10 @@ from rose_backend.engine.startup.compile_ahead import (
 )
 from rose_backend.engine.startup.padding import launch_everything
 from rose_backend.errors import ConfigError, ModelError
-from rose_backend.kernels import ahead_compilation, recorded_launches
-from rose_backend.kernels.ahead_compilation import AheadCompilation
-from rose_backend.kernels.compilation_pool import CompiledKernel
-from rose_backend.kernels.gpu import small_batch_linear
-from rose_backend.kernels.gpu.linear_tuning import LinearConfig, choose_config
 from rose_backend.kernels.gpu_properties import GpuProperties
-from rose_backend.kernels.recorded_launches import KernelSource, RecordedLaunches, record_launches
-from rose_backend.kernels.sampler import SAMPLER_KERNELS
+from rose_backend.kernels.linear import small_batch_linear
+from rose_backend.kernels.sampling.ops import SAMPLER_KERNELS
+from rose_backend.kernels.tuning.linear import LinearConfig, choose_config
 
 H100 = GpuProperties((9, 0), 132)
 QWEN3 = {

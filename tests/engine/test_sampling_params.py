@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from rose_backend import SamplingParams, cli_options
+from rose_backend import SamplingParams
+from rose_backend.cli import options as cli_options
 from rose_backend.errors import RequestError
 
 NAN = math.nan

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rose_backend.compile_ahead import recorded_launches
+from rose_backend.compile_ahead.recorded_launches import RecordedLaunches, record_launches
 from rose_backend.config import EngineConfig
 from rose_backend.engine.execution.model_runner import ModelRunner
 from rose_backend.engine.scheduling.scheduler import Step
 from rose_backend.engine.startup import compile_ahead
 from rose_backend.engine.startup.compile_ahead import record_start
 from rose_backend.engine.startup.padding import launch_everything
-from rose_backend.kernels import recorded_launches
 from rose_backend.kernels.gpu_properties import GpuProperties
-from rose_backend.kernels.recorded_launches import RecordedLaunches, record_launches
 from tests.engine.test_compile_ahead import H100, LLAMA_8B, QWEN3
 
 NUM_STEPS = 250

@@ -27,10 +27,10 @@ from rose_backend.engine.startup.padding import decode_kinds, padding_passes, to
 from rose_backend.engine.startup.report import MemoryUse, StartUpReport, show_start_up
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError
-from rose_backend.kernels.gpu.decode_tuning import decode_tuning, rows_tile
-from rose_backend.kernels.gpu.expert_tuning import choose_config as choose_expert_config
-from rose_backend.kernels.gpu.prefill_tuning import TUNED_QUERY_LENS, prefill_tuning
 from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
+from rose_backend.kernels.tuning.attention_decode import decode_tuning, rows_tile
+from rose_backend.kernels.tuning.attention_prefill import TUNED_QUERY_LENS, prefill_tuning
+from rose_backend.kernels.tuning.experts import choose_config as choose_expert_config
 from rose_backend.layers.linear import Linear, adds_halves
 from rose_backend.models.config import ModelConfig
 

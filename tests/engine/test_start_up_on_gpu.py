@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from triton.runtime.jit import JITFunction
 
 from rose_backend import LLM, SamplingParams
+from rose_backend.compile_ahead.compilations import watch_compilations
 from rose_backend.engine.startup import padding
-from rose_backend.kernels.compilations import watch_compilations
 from tests.support.crowd import crowd
 from tests.support.random_checkpoints import MAX_MODEL_LEN, VOCAB_SIZE, write_random, write_random_qwen3
 from tests.support.tiny_checkpoint import write_random_gpt2_124m
@@ -33,7 +33,7 @@ def forgotten_kernels() -> Iterator[None]:
     """Let each test compile, or load from disk, whatever it launches, as a new process does."""
     gc.collect()
     for name, module in list(sys.modules.items()):
-        if name.startswith("rose_backend.kernels.gpu."):
+        if name.startswith("rose_backend.kernels."):
             for value in vars(module).values():
                 if isinstance(value, JITFunction):
                     value.device_caches.clear()

@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 
-from rose_backend.kernels.reference import kv_cache as twin
+from rose_backend.kernels.kv import reference as twin
 from tests.support.aot import compile_launch, compiles, record_launches
 from tests.support.interpreter import run_interpreted
 
@@ -33,10 +33,10 @@ def launch(
     max_dependent_pairs: int,
 ) -> torch.Tensor:
     """Run the launcher's device path; return what became of the storage."""
-    from rose_backend.kernels.gpu import block_clone as gpu
+    from rose_backend.kernels.kv import block_clone as gpu
 
     gpu.MAX_DEPENDENT_PAIRS = max_dependent_pairs
-    launcher = importlib.import_module("rose_backend.kernels.kv_cache")
+    launcher = importlib.import_module("rose_backend.kernels.kv.ops")
     src, dst = torch.tensor(pairs, dtype=id_dtype).unbind(1)
     launcher._launch(cache, src, dst, block_dim)
     return storage
@@ -94,7 +94,7 @@ def test_more_dependent_pairs_than_one_program_holds() -> None:
 
 
 def test_blocks_are_described_by_few_wide_dimensions() -> None:
-    from rose_backend.kernels.gpu.block_clone import block_layout
+    from rose_backend.kernels.kv.block_clone import block_layout
 
     cache = torch.empty(12, 2, 100, 16, 12, 64, dtype=torch.float16, device="meta")
     layout = block_layout(tuple(cache.shape), cache.stride(), 2, 2, 16)
@@ -104,7 +104,7 @@ def test_blocks_are_described_by_few_wide_dimensions() -> None:
 
 @compiles("_block_clone_kernel")
 def test_compiles_to_16_byte_words_without_spills(capability: int) -> None:
-    from rose_backend.kernels.gpu import block_clone as gpu
+    from rose_backend.kernels.kv import block_clone as gpu
 
     cache = torch.empty(4, 2, 600, 16, 4, 64, dtype=torch.float16)
     with record_launches(gpu, "_block_clone_kernel") as launches:

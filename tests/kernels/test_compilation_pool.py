@@ -16,16 +16,16 @@ import pytest
 import torch
 
 from rose_backend import kernels
-from rose_backend.errors import ConfigError
-from rose_backend.kernels import compilation_pool
-from rose_backend.kernels.compilation_pool import (
+from rose_backend.compile_ahead import pool as compilation_pool
+from rose_backend.compile_ahead.pool import (
     CompilationPool,
     CompiledKernel,
     CompleteStarts,
     check_cache_is_writable,
 )
+from rose_backend.compile_ahead.recorded_launches import KernelSource, record_launches
+from rose_backend.errors import ConfigError
 from rose_backend.kernels.gpu_properties import GpuProperties
-from rose_backend.kernels.recorded_launches import KernelSource, record_launches
 
 
 class Deadly(KernelSource):
@@ -132,7 +132,7 @@ def test_all_processes_end_with_a_parent_that_is_killed(source: KernelSource) ->
     # The parent's child keeps the pipe to the server open.
     script = (
         "import os, sys, time\n"
-        "from rose_backend.kernels.compilation_pool import CompilationPool\n"
+        "from rose_backend.compile_ahead.pool import CompilationPool\n"
         "pool = CompilationPool(num_processes=1)\n"
         "child = os.fork()\n"
         "if child == 0:\n"

@@ -18,7 +18,7 @@ from rose_backend.kernels import (
     rms_norm,
     silu_mul,
 )
-from rose_backend.kernels.reference import kv_cache as twin
+from rose_backend.kernels.kv import reference as twin
 from tests.support.error_budget import assert_within_budget
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import Experts, expert_mlp
-from rose_backend.kernels.small_batch_linear import row_moments
+from rose_backend.kernels.linear.ops import row_moments
 from rose_backend.kernels.workspace import Workspace, current_workspace
 from tests.support.aot import compile_launch, compiles, record_launches
 from tests.support.error_budget import assert_within_budget
@@ -157,7 +157,7 @@ def test_other_wrong_arguments_are_refused() -> None:
 
 def launch(case: Case, cuts: tuple[dict[str, Any], dict[str, Any]] | None = None) -> tuple[torch.Tensor, ...]:
     """Return the result and its moments, memory that the launcher allocates being full of NaN."""
-    from rose_backend.kernels.gpu import expert_mlp as gpu
+    from rose_backend.kernels.experts import expert_mlp as gpu
 
     out = torch.full(
         (len(case.x), case.x.shape[1] + 7), float("nan"), dtype=case.x.dtype, device=case.x.device
@@ -245,7 +245,7 @@ def test_a_token_that_is_not_a_number_spoils_no_other() -> None:
 
 
 def addresses_of_counts() -> list[int]:
-    from rose_backend.kernels.gpu import expert_mlp as gpu
+    from rose_backend.kernels.experts import expert_mlp as gpu
 
     found = []
     for num_experts in (4, 900):
@@ -261,7 +261,7 @@ def test_a_model_with_more_experts_leaves_captured_graphs_their_counters() -> No
 
 def launch_beside_another(case: Case, other: Case) -> tuple[torch.Tensor, ...]:
     """Launch one engine's experts, and a whole call of another engine's behind each launch of its first three."""
-    from rose_backend.kernels.gpu import expert_mlp as gpu
+    from rose_backend.kernels.experts import expert_mlp as gpu
 
     another, num_launches = Workspace(), 0
 
@@ -292,7 +292,7 @@ def test_another_engine_may_launch_between_the_launches_of_one() -> None:
 
 
 def counts_behind_a_failure() -> torch.Tensor:
-    from rose_backend.kernels.gpu import expert_mlp as gpu
+    from rose_backend.kernels.experts import expert_mlp as gpu
 
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
@@ -304,7 +304,7 @@ def counts_behind_a_failure() -> torch.Tensor:
 
 def programs_that_counted(case: Case, cuts: tuple[dict[str, Any], dict[str, Any]]) -> list[int]:
     """Return how many programs of the first product have stored their results, by expert."""
-    from rose_backend.kernels.gpu import expert_mlp as gpu
+    from rose_backend.kernels.experts import expert_mlp as gpu
 
     product, found = gpu._product, []
 
@@ -334,8 +334,8 @@ def test_a_kernel_that_fails_leaves_no_counts_to_the_next_call() -> None:
 @pytest.mark.parametrize("dtype", [HALF, FLOAT32], ids=str)
 @pytest.mark.parametrize("numbers", [(1, 10), (20, 125), (40, 140)], ids=str)
 def test_compiles_without_spills(numbers: tuple[int, int], dtype: torch.dtype, capability: int) -> None:
-    from rose_backend.kernels.gpu import expert_choice, expert_sum
-    from rose_backend.kernels.gpu import expert_mlp as gpu
+    from rose_backend.kernels.experts import expert_choice, expert_sum
+    from rose_backend.kernels.experts import expert_mlp as gpu
 
     can_use_tma = capability >= 90
     for num_tokens in numbers:

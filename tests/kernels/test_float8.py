@@ -10,10 +10,15 @@ import triton
 import triton.language as tl
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.gpu import float8 as gpu
-from rose_backend.kernels.reference.attend import attend
-from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE, from_cache, to_cache
-from rose_backend.kernels.tensor_checks import check_cache_dtype, check_float8_capability, check_sinks
+from rose_backend.kernels.attention.reference import attend
+from rose_backend.kernels.kv import float8 as gpu
+from rose_backend.kernels.kv.reference import from_cache, to_cache
+from rose_backend.kernels.tensor_checks import (
+    CACHE_DTYPE,
+    check_cache_dtype,
+    check_float8_capability,
+    check_sinks,
+)
 from tests.support.interpreter import run_interpreted
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import pkgutil
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from rich.console import Console
 from triton.runtime.jit import JITFunction
 
-from rose_backend.kernels import gpu
+from rose_backend.compile_ahead.compilations import kernel_modules
 from tests.conftest import ROOT
 from tests.support import aot, resource_report
 from tests.support.aot import (
@@ -28,11 +27,10 @@ from tests.support.aot import (
 )
 from tests.support.resource_table import resource_rows, resource_table
 
-MODULES = [module.name for module in pkgutil.iter_modules(gpu.__path__)]
 KERNELS = sorted(
     name
-    for module in MODULES
-    for name, value in vars(importlib.import_module(f"{gpu.__name__}.{module}")).items()
+    for module in kernel_modules()
+    for name, value in vars(importlib.import_module(module)).items()
     if isinstance(value, JITFunction) and name.endswith("_kernel")
 )
 
@@ -69,7 +67,7 @@ def test_a_kernel_that_was_not_compiled_or_spills_fails_its_test() -> None:
 
 
 def norm_launch(width: int) -> Launch:
-    from rose_backend.kernels.gpu import layer_norm as norms
+    from rose_backend.kernels.pointwise import layer_norm as norms
 
     x, weight = torch.zeros(2, width), torch.zeros(width)
     with record_launches(norms, "_norm_kernel") as launches:

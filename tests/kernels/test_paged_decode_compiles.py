@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from rose_backend.kernels.gpu import paged_decode as gpu
-from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE
+from rose_backend.kernels.attention import paged_decode as gpu
+from rose_backend.kernels.tensor_checks import CACHE_DTYPE
 from tests.support.aot import SHARED_BYTES, Resources, compile_launch, compiles, record_launches
 from tests.support.paged_inputs import grouped, random_rotation
 

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import rotate_query_key
-from rose_backend.kernels.gpu import decode_tuning
-from rose_backend.kernels.gpu import paged_decode as gpu
-from rose_backend.kernels.gpu.decode_tuning import heads_per_program
-from rose_backend.kernels.paged_attention import check_gpu_tensors
-from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE, from_cache, to_cache
+from rose_backend.kernels.attention import paged_decode as gpu
+from rose_backend.kernels.attention.ops import check_gpu_tensors
+from rose_backend.kernels.kv.reference import from_cache, to_cache
+from rose_backend.kernels.tensor_checks import CACHE_DTYPE
+from rose_backend.kernels.tuning import attention_decode as decode_tuning
+from rose_backend.kernels.tuning.attention_decode import heads_per_program
 from tests.support.error_budget import assert_within_budget
 from tests.support.interpreter import run_interpreted
 from tests.support.paged_inputs import (

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rose_backend.kernels import AttentionOptions
-from rose_backend.kernels.gpu import paged_prefill as gpu
-from rose_backend.kernels.gpu import store_chunk
+from rose_backend.kernels.attention import paged_prefill as gpu
+from rose_backend.kernels.attention import store_chunk
 from rose_backend.kernels.gpu_properties import GpuProperties
-from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE
+from rose_backend.kernels.tensor_checks import CACHE_DTYPE
 from tests.support.aot import SHARED_BYTES, Launch, compile_launch, compiles, record_launches
 from tests.support.error_budget import assert_within_budget
 from tests.support.interpreter import run_interpreted

@@ -16,11 +16,11 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from rose_backend import kernels
-from rose_backend.kernels import recorded_launches
-from rose_backend.kernels.compilation_pool import CompilationPool
-from rose_backend.kernels.compilations import watch_compilations
+from rose_backend.compile_ahead import recorded_launches
+from rose_backend.compile_ahead.compilations import watch_compilations
+from rose_backend.compile_ahead.pool import CompilationPool
+from rose_backend.compile_ahead.recorded_launches import record_launches
 from rose_backend.kernels.gpu_properties import GpuProperties, is_recording, meta_stands_for
-from rose_backend.kernels.recorded_launches import record_launches
 
 H100 = GpuProperties((9, 0), 132)
 

@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.float16]
 
 
 def launch(case: Case) -> None:
-    from rose_backend.kernels.gpu import rotary as gpu
+    from rose_backend.kernels.pointwise import rotary as gpu
 
     gpu.rotate_query_key(*case.query_key(), case.positions, case.rotation())
 
@@ -42,7 +42,7 @@ def test_query_and_key_turn_in_place(
 
 
 def launch_apart(query: torch.Tensor, key: torch.Tensor, case: Case) -> None:
-    from rose_backend.kernels.gpu import rotary as gpu
+    from rose_backend.kernels.pointwise import rotary as gpu
 
     gpu.rotate_query_key(query, key, case.positions, case.rotation())
 
@@ -63,7 +63,7 @@ SHAPES = [(32, 8, 128, 128), (16, 8, 128, 128), (24, 8, 128, 96), (3, 1, 80, 80)
 
 @compiles("_rotate_kernel")
 def test_compiles_without_spills(capability: int) -> None:
-    from rose_backend.kernels.gpu import rotary as gpu
+    from rose_backend.kernels.pointwise import rotary as gpu
 
     with record_launches(gpu, "_rotate_kernel") as launches:
         for heads in SHAPES:

@@ -16,8 +16,8 @@ from rose_backend.config import (
 )
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import SamplingTensors, sample, sample_unfused
-from rose_backend.kernels.reference import sampler as twin
-from rose_backend.kernels.reference.sampler import GREEDY_TEMPERATURE
+from rose_backend.kernels.sampling import reference as twin
+from rose_backend.kernels.sampling.reference import GREEDY_TEMPERATURE
 
 NUM_DRAWS = 20_000
 SIGMAS = 6

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rose_backend.kernels import sample, sample_unfused
-from rose_backend.kernels.reference import sampler as twin
+from rose_backend.kernels.sampling import reference as twin
 from tests.kernels.test_sample import (
     NUM_DRAWS,
     SIGMAS,

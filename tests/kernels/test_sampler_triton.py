@@ -35,7 +35,7 @@ def call(
     few: int = 16,
 ) -> tuple[torch.Tensor | None, ...]:
     """Sample with slices of ``group`` x ``columns`` tokens, ``few`` of which are compared with each other."""
-    from rose_backend.kernels.gpu import sampler as gpu
+    from rose_backend.kernels.sampling import sampler as gpu
 
     gpu._COLUMNS, gpu._MIN_GROUP = columns, group
     gpu.MAX_CANDIDATES, gpu._FEW_CANDIDATES = candidates, few
@@ -218,7 +218,7 @@ def test_rows_without_a_token_are_told(filters: dict[str, Any], num_logprobs: in
 
 @compiles("_scan_kernel", "_choose_kernel")
 def test_compiles_without_spills(capability: int) -> None:
-    from rose_backend.kernels.gpu import sampler as gpu
+    from rose_backend.kernels.sampling import sampler as gpu
 
     logits = torch.zeros(1, 50_257)
     everything = make_params(
@@ -239,7 +239,7 @@ def test_compiles_without_spills(capability: int) -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("stride", "is_aligned"), [(50_304, True), (50_257, False)])
 def test_aligned_logits_are_loaded_four_at_a_time(capability: int, stride: int, is_aligned: bool) -> None:
-    from rose_backend.kernels.gpu import sampler as gpu
+    from rose_backend.kernels.sampling import sampler as gpu
 
     logits = torch.zeros(2, stride)[:, :50_257]
     with record_launches(gpu, "_scan_kernel", "_choose_kernel") as launches:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import empty_rows, pack_linear, small_batch_linear
-from rose_backend.kernels.small_batch_linear import MAX_ROWS, PackedLinear
+from rose_backend.kernels.linear.ops import MAX_ROWS, PackedLinear
 from rose_backend.layers import linear
 from tests.support.aot import SHARED_BYTES, compile_launch, compiles, record_launches
 from tests.support.error_budget import assert_within_budget
@@ -117,7 +117,7 @@ def launch(
     with_moments: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return the product and, ``with_moments``, its moments; those of ``x`` come in ``num_x_parts``."""
-    from rose_backend.kernels.gpu import small_batch_linear as gpu
+    from rose_backend.kernels.linear import small_batch_linear as gpu
 
     layer = case.layer
     out = torch.full(
@@ -242,7 +242,7 @@ def test_tiles_copied_by_the_tensor_memory_accelerator(parts: str) -> None:
 
 
 def test_rows_behind_are_copied_and_not_used() -> None:
-    from rose_backend.kernels.gpu import small_batch_linear as gpu
+    from rose_backend.kernels.linear import small_batch_linear as gpu
 
     case = make_case(21, 109, 37, "rms residual nobias", torch.float16)
     whole = empty_rows(case.x, 21, 104)
@@ -256,7 +256,7 @@ def test_rows_behind_are_copied_and_not_used() -> None:
 
 
 def test_no_more_rows_are_copied_than_there_are() -> None:
-    from rose_backend.kernels.gpu import small_batch_linear as gpu
+    from rose_backend.kernels.linear import small_batch_linear as gpu
 
     stored = torch.zeros(40, 64)
     assert gpu.rows_of_tiles(stored[:21], 16) == 32
@@ -281,7 +281,7 @@ def test_no_more_rows_are_copied_than_there_are() -> None:
 def test_weights_that_are_asked_for_ahead_fit_the_cache(
     depth: int, block_n: int, programs: int, expected: int
 ) -> None:
-    from rose_backend.kernels.gpu import small_batch_linear as gpu
+    from rose_backend.kernels.linear import small_batch_linear as gpu
 
     assert gpu.lines_ahead(2 * depth, block_n, programs) == expected
 
@@ -370,7 +370,7 @@ def compile_chosen_cut(
     *,
     num_x_parts: int = 16,
 ) -> None:
-    from rose_backend.kernels.gpu import small_batch_linear as gpu
+    from rose_backend.kernels.linear import small_batch_linear as gpu
 
     case = make_case(rows, depth, columns, parts, dtype)
     layer = case.layer
@@ -425,7 +425,7 @@ def compile_chosen_cut(
     ],
 )
 def test_parts_never_outgrow_their_scratch(rows: int, depth: int, columns: int, can_use_tma: bool) -> None:
-    from rose_backend.kernels.gpu import small_batch_linear as gpu
+    from rose_backend.kernels.linear import small_batch_linear as gpu
 
     cut = gpu.choose_config(rows, columns, depth, exact=False, can_use_tma=can_use_tma)
     partial, arrivals = gpu.scratch_on(torch.device("cpu"))
@@ -436,7 +436,7 @@ def test_parts_never_outgrow_their_scratch(rows: int, depth: int, columns: int, 
 
 
 def test_a_cut_that_outgrows_the_scratch_is_refused() -> None:
-    from rose_backend.kernels.gpu import small_batch_linear as gpu
+    from rose_backend.kernels.linear import small_batch_linear as gpu
 
     x, weight = torch.zeros(16, 768).half(), torch.zeros(1, 1).half().expand(50_257, 768)
     with pytest.raises(ShapeError, match="for the parts of 16 x 50257 results"):

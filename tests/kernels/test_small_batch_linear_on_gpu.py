@@ -143,7 +143,7 @@ def test_a_thousand_runs_are_bitwise_equal(cut: dict[str, Any], use_pdl: bool) -
 )
 def test_a_chain_of_dependent_launches_in_a_graph(widened: int, parts: tuple[str, str], rows: int) -> None:
     """Each launch reads what the one before wrote, in place over one residual, with early launches allowed."""
-    from rose_backend.kernels.gpu import small_batch_linear as gpu
+    from rose_backend.kernels.linear import small_batch_linear as gpu
 
     widen = make_case(rows, 768, widened, parts[0], torch.float16, "cuda")
     narrow = make_case(rows, 3072, 768, parts[1], torch.float16, "cuda")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rose_backend.kernels.steady_decode import end_steady_decode, write_block_ids
+from rose_backend.kernels.decode_step.ops import end_steady_decode, write_block_ids
 from tests.kernels.test_steady_decode import (
     BLOCK_SIZES,
     SHAPES,

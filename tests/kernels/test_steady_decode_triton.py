@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rose_backend.kernels.decode_state import DecodeGroups
+from rose_backend.kernels.decode_step.state import DecodeGroups
 from tests.kernels.test_steady_decode import (
     BLOCK_SIZES,
     NUM_SLOTS,
@@ -23,7 +23,7 @@ from tests.support.interpreter import run_interpreted
 
 
 def launch_begin(case: Case) -> None:
-    from rose_backend.kernels.gpu import steady_decode as gpu
+    from rose_backend.kernels.decode_step import steady_decode as gpu
 
     # The addresses of this process.
     groups = DecodeGroups(*case.groups.groups)
@@ -31,13 +31,13 @@ def launch_begin(case: Case) -> None:
 
 
 def launch_write(writes: torch.Tensor, case: Case) -> None:
-    from rose_backend.kernels.gpu import steady_decode as gpu
+    from rose_backend.kernels.decode_step import steady_decode as gpu
 
     gpu.write_block_ids(writes, DecodeGroups(*case.groups.groups))
 
 
 def launch_end(case: Case) -> None:
-    from rose_backend.kernels.gpu import steady_decode as gpu
+    from rose_backend.kernels.decode_step import steady_decode as gpu
 
     gpu.end_steady_decode(case.slots, case.tokens, case.state)
 
@@ -87,7 +87,7 @@ def test_block_ids_go_to_their_groups(num_writes: int, block_sizes: tuple[int, .
 
 @compiles("_begin_kernel", "_end_kernel", "_write_kernel")
 def test_compiles_without_spills(capability: int) -> None:
-    from rose_backend.kernels.gpu import steady_decode as gpu
+    from rose_backend.kernels.decode_step import steady_decode as gpu
 
     with record_launches(gpu, "_begin_kernel", "_end_kernel", "_write_kernel") as launches:
         for num_rows in (4, 7, 300):

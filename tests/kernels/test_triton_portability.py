@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import rose_backend.kernels.gpu
+from rose_backend import kernels
 
-KERNEL_FILES = sorted(Path(rose_backend.kernels.gpu.__file__).parent.glob("*.py"))
+KERNEL_FILES = sorted(Path(kernels.__file__).parent.rglob("*.py"))
 
 
 def nested_targets(source: str) -> list[int]:

@@ -7,7 +7,7 @@ import torch
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import write_kv
-from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE
+from rose_backend.kernels.tensor_checks import CACHE_DTYPE
 from tests.support.paged_inputs import (
     CACHE_LAYOUTS,
     PagedInputs,

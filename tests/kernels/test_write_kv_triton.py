@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rose_backend.kernels.gpu import write_kv as gpu
-from rose_backend.kernels.reference.kv_cache import CACHE_DTYPE
+from rose_backend.kernels.kv import write_kv as gpu
+from rose_backend.kernels.tensor_checks import CACHE_DTYPE
 from tests.support.aot import compile_launch, compiles, record_launches
 from tests.support.interpreter import run_interpreted
 from tests.support.paged_inputs import (

@@ -10,9 +10,9 @@ import torch
 
 from rose_backend import kernels
 from rose_backend.kernels import advance_rows, embed_tokens
-from rose_backend.kernels.sampling_tensors import SamplingTensors
-from rose_backend.kernels.small_batch_linear import row_moments
-from rose_backend.kernels.steady_decode import end_steady_decode, write_block_ids
+from rose_backend.kernels.decode_step.ops import end_steady_decode, write_block_ids
+from rose_backend.kernels.linear.ops import row_moments
+from rose_backend.kernels.sampling.tensors import SamplingTensors
 from tests.kernels.test_expert_mlp import make_case as make_experts
 from tests.kernels.test_sample import make_params, random_case
 from tests.kernels.test_steady_decode import make_case, random_writes
@@ -260,24 +260,6 @@ def greedy(device: str) -> list[torch.Tensor]:
     return [kernels.sample(logits.to(device), on_device(make_params(5, temperature=0.0), device)).token_ids]
 
 
-def head(num_rows: int, vocab_size: int) -> Case:
-    """The head and the sampler in one, on products that are exact in any order."""
-
-    def run(device: str) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(5)
-        hidden, weight = (
-            torch.randint(-1, 2, shape, generator=generator).half().to(device)
-            for shape in ((num_rows, 129), (vocab_size, 129))
-        )
-        params = on_device(make_params(num_rows, temperature=[0.0, 0.7] * (num_rows // 2)), device)
-        tokens = kernels.lm_head_sample(
-            hidden, weight, temperature=params.temperature, seed=params.seed, position=params.position
-        )
-        return [tokens]
-
-    return run
-
-
 def step_ends(device: str) -> list[torch.Tensor]:
     """Embeddings at the start of a decode step, and the new tokens' way into the next one; one row is padding."""
     token_ids, lengths = torch.tensor([5, 9, 2, 40, 7]), torch.tensor([7, -1, 0, 300, 16], dtype=torch.int32)
@@ -356,6 +338,4 @@ CASES: dict[str, Case] = {
     "ends of a step": step_ends,
     "steady decode": steady_decode(16),
     "steady decode, groups": steady_decode(16, 48, 16),
-    "head, 2 rows": head(2, 1009),
-    "head, 70 rows": head(70, 5003),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,7 @@ from unittest import mock
 import torch
 from triton.runtime.jit import JITFunction
 
-from rose_backend.kernels import gpu
+from rose_backend.compile_ahead.compilations import kernel_modules
 from tests.sanitizer.cases import BFLOAT16, CASES, FLOAT8_DTYPE, FLOAT32, HALF, Case
 from tests.sanitizer.planted import plant
 
@@ -36,7 +35,7 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
 
 def package_kernels() -> set[str]:
     """Return the names of all kernels that the package launches."""
-    modules = [f"{gpu.__name__}.{module.name}" for module in pkgutil.iter_modules(gpu.__path__)]
+    modules = kernel_modules()
     return {
         name
         for module in modules

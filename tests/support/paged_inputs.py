@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rose_backend.kernels import AttentionOptions, HeadRotation
-from rose_backend.kernels.reference.kv_cache import to_cache
+from rose_backend.kernels.kv.reference import to_cache
 
 CACHE_LAYOUTS = ("contiguous", "vllm", "layer_of_stack")
 GARBAGE_BLOCK_ID = 1_000_000

@@ -12,13 +12,13 @@ import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.v1.worker.gpu.sample import gumbel, min_p
 
-from rose_backend.kernels import ahead_compilation
-from rose_backend.kernels.compilation_pool import CompiledKernel
-from rose_backend.kernels.gpu.paged_decode import DecodeLoops
-from rose_backend.kernels.gpu.rotary import RotationSizes
+from rose_backend.compile_ahead import ahead as ahead_compilation
+from rose_backend.compile_ahead.pool import CompiledKernel
+from rose_backend.compile_ahead.recorded_launches import KernelSource, RecordedLaunches
+from rose_backend.kernels.attention.paged_decode import DecodeLoops
 from rose_backend.kernels.gpu_properties import GpuProperties
-from rose_backend.kernels.recorded_launches import KernelSource, RecordedLaunches
-from rose_backend.kernels.sampler import SAMPLER_KERNELS
+from rose_backend.kernels.pointwise.rotary import RotationSizes
+from rose_backend.kernels.sampling.ops import SAMPLER_KERNELS
 from rose_backend.vllm_plugin import pending_kernels
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
@@ -64,7 +64,7 @@ def record(make_config: MakeConfig, layer: dict[str, Any] | None = None, **optio
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
         sources = pending_kernels.record(config, made, H200).sources
-    assert all(source.module.startswith("rose_backend.kernels.gpu.") for source in sources)
+    assert all(source.module.startswith("rose_backend.kernels.") for source in sources)
     return Counter(source.name for source in sources)
 
 

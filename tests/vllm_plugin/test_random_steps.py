@@ -14,8 +14,8 @@ import pytest
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 
+from rose_backend.compile_ahead.recorded_launches import record_launches
 from rose_backend.kernels.gpu_properties import GpuProperties
-from rose_backend.kernels.recorded_launches import record_launches
 from rose_backend.vllm_plugin import pending_kernels
 from rose_backend.vllm_plugin.attention import flash_attention
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl

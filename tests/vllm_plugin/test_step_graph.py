@@ -17,7 +17,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 from rose_backend.errors import IntegrityError
-from rose_backend.kernels.steady_decode import write_block_ids
+from rose_backend.kernels.decode_step.ops import write_block_ids
 from rose_backend.vllm_plugin.step_graph import runner_hooks, steady_steps
 from rose_backend.vllm_plugin.step_graph.steady_choice import FIELDS_OF_PROMPTS, why_step_is_not_steady
 from rose_backend.vllm_plugin.step_graph.steady_output import NUM_BUFFERS

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rose_backend.kernels.steady_decode import end_steady_decode
+from rose_backend.kernels.decode_step.ops import end_steady_decode
 from tests.kernels.test_steady_decode import BLOCK_SIZES, NUM_SLOTS, Case, make_case
 from tests.support.interpreter import run_interpreted
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from rose_backend.block_manager import BlockManager
+from rose_backend.compile_ahead.ahead import AheadCompilation
+from rose_backend.compile_ahead.pool import CompiledKernel, CompleteStarts
 from rose_backend.config import EngineConfig, check_int
 from rose_backend.engine.execution.model_runner import ModelRunner
 from rose_backend.engine.progress import show_progress
@@ -22,16 +24,14 @@ from rose_backend.engine.startup.feature_status import captures_graphs
 from rose_backend.engine.startup.kv_pool import allocate_kv_cache, choose_max_model_len
 from rose_backend.engine.startup.padding import launch_everything
 from rose_backend.errors import ConfigError
-from rose_backend.kernels.ahead_compilation import AheadCompilation
-from rose_backend.kernels.compilation_pool import CompiledKernel, CompleteStarts
 from rose_backend.kernels.gpu_properties import GpuProperties, gpu_properties
-from rose_backend.kernels.sampler import SAMPLER_KERNELS
+from rose_backend.kernels.sampling.ops import SAMPLER_KERNELS
 from rose_backend.models.base import CausalLM
 from rose_backend.models.registry import load_model
 from rose_backend.models.weights import CONFIG_FILE, resolve_model_path
 
 if TYPE_CHECKING:
-    from rose_backend.kernels.recorded_launches import KernelSource
+    from rose_backend.compile_ahead.recorded_launches import KernelSource
 
 _NUM_PROCESSORS = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
 """Of A100, H100 SXM and H200, B200."""
@@ -106,7 +106,7 @@ def _show_progress(kernels: Iterable[CompiledKernel], total: int) -> Iterator[Co
 
 def record_start(directory: Path, config: EngineConfig, gpu: GpuProperties) -> list[KernelSource]:
     """Return all that a start on a GPU launches; arguments and errors are those of ``compile_starts``."""
-    from rose_backend.kernels.recorded_launches import record_launches
+    from rose_backend.compile_ahead.recorded_launches import record_launches
 
     with record_launches(gpu) as recorded:
         meta = torch.device("meta")

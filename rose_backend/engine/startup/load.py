@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from rose_backend.compile_ahead.ahead import AheadCompilation
+from rose_backend.compile_ahead.pool import COMPILES_ALONE
 from rose_backend.config import EngineConfig
 from rose_backend.engine.generation_config import generation_eos_token_ids
 from rose_backend.engine.process_settings import CpuThreads, check_num_threads, choose_cpu_threads
@@ -28,8 +30,6 @@ from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import PendingTokenizer, TokenizerLoading
 from rose_backend.errors import ConfigError, RoseError, kind_and_text
 from rose_backend.kernels import PackedLinear
-from rose_backend.kernels.ahead_compilation import AheadCompilation
-from rose_backend.kernels.compilation_pool import COMPILES_ALONE
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.models.base import CausalLM
 from rose_backend.models.config import ModelConfig

@@ -76,7 +76,7 @@ def launch_everything(
 @torch.inference_mode()
 def warm_kernels(loaded: PaddedModel) -> None:
     """Launch each kernel that a step can reach outside captured graphs, on padding."""
-    from rose_backend.kernels.gpu.decode_tuning import num_processors, row_counts
+    from rose_backend.kernels.tuning.attention_decode import num_processors, row_counts
 
     config, device = loaded.config, loaded.kv_cache.device
     sizes = loaded.model.config, num_processors(device)
@@ -90,7 +90,7 @@ def warm_kernels(loaded: PaddedModel) -> None:
 
 def decode_kinds(model: ModelConfig, num_processors: int) -> Callable[[int], Hashable]:
     """Return ``decode_kind`` of this model's heads on a GPU of so many multiprocessors."""
-    from rose_backend.kernels.gpu.decode_tuning import decode_kind
+    from rose_backend.kernels.tuning.attention_decode import decode_kind
 
     return functools.partial(
         decode_kind,
@@ -104,7 +104,7 @@ def decode_kinds(model: ModelConfig, num_processors: int) -> Callable[[int], Has
 
 def token_counts(model: ModelConfig, num_processors: int) -> list[int]:
     """Return numbers of tokens: products of chunks of any number are cut as those of one of these, or of one token."""
-    from rose_backend.kernels.gpu.expert_tuning import TUNED_PAIRS_PER_EXPERT
+    from rose_backend.kernels.tuning.experts import TUNED_PAIRS_PER_EXPERT
 
     counts = [fewest_halved_rows(model.hidden_size, num_processors)]
     if (experts := model.experts) is not None:
@@ -123,8 +123,8 @@ def padding_passes(
         decode_kind: what decode attention over so many rows is compiled for.
         token_counts: of passes over one chunk, where the limits allow them.
     """
-    from rose_backend.kernels.gpu.decode_tuning import row_counts, rows_tile
-    from rose_backend.kernels.gpu.prefill_tuning import TUNED_QUERY_LENS
+    from rose_backend.kernels.tuning.attention_decode import row_counts, rows_tile
+    from rose_backend.kernels.tuning.attention_prefill import TUNED_QUERY_LENS
 
     passes = {PaddingPass(num_rows, 0, 0) for num_rows in row_counts(config.max_num_seqs, decode_kind)}
     for query_len in TUNED_QUERY_LENS:

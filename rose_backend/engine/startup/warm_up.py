@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import torch
 
+from rose_backend.compile_ahead.compilations import watch_compilations
+from rose_backend.compile_ahead.pool import COMPILES_ALONE
 from rose_backend.engine.execution.model_runner import ModelRunner
 from rose_backend.engine.process_settings import take_imports
 from rose_backend.engine.startup.compile_ahead import wait_for_forward_kernels, wait_for_kernels
 from rose_backend.engine.startup.load import LoadedModel
 from rose_backend.engine.startup.padding import launch_everything
 from rose_backend.engine.startup.report import MemoryUse, StartUpReport
-from rose_backend.kernels.compilation_pool import COMPILES_ALONE
-from rose_backend.kernels.compilations import watch_compilations
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from rose_backend.kernels.attention.ops import MAX_QUERY_LEN
 from rose_backend.kernels.gpu_properties import is_recording
-from rose_backend.kernels.paged_attention import MAX_QUERY_LEN
 from rose_backend.layers.attention import AttentionStep
 from rose_backend.vllm_plugin.attention.audited_models import find_unaudited
 from rose_backend.vllm_plugin.attention.flash_attention import FlashRows, choose_rows, uses_flash_attention
@@ -81,7 +81,7 @@ def prefill_lens_to_tune_for(metadata: RoseAttentionMetadata) -> tuple[float | N
     """
     if not is_first_run(metadata):
         return (metadata.mean_prefill_len,)
-    from rose_backend.kernels.gpu.prefill_tuning import TUNED_QUERY_LENS
+    from rose_backend.kernels.tuning.attention_prefill import TUNED_QUERY_LENS
 
     return (*TUNED_QUERY_LENS, metadata.mean_prefill_len)
 

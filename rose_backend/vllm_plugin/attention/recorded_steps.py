@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rose_backend.kernels.gpu.decode_tuning import decode_kind, row_counts
 from rose_backend.kernels.gpu_properties import gpu_properties
+from rose_backend.kernels.tuning.attention_decode import decode_kind, row_counts
 from rose_backend.layers.linear import fewest_halved_rows
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from rose_backend.kernels.sampler import SAMPLER_KERNELS
+from rose_backend.kernels.sampling.ops import SAMPLER_KERNELS
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
 from rose_backend.vllm_plugin.sampler.sampler_v1 import draw, is_sampler_chosen, why_vllm_draws
 

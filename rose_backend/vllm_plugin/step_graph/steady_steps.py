@@ -16,13 +16,13 @@ import torch
 
 from rose_backend.errors import IntegrityError
 from rose_backend.kernels.captured_graphs import CapturedGraphs
-from rose_backend.kernels.decode_state import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState
-from rose_backend.kernels.steady_decode import (
+from rose_backend.kernels.decode_step.ops import (
     NO_SLOT,
     begin_steady_decode,
     end_steady_decode,
     write_block_ids,
 )
+from rose_backend.kernels.decode_step.state import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState
 from rose_backend.vllm_plugin.plugin_logger import logger
 from rose_backend.vllm_plugin.step_graph.steady_choice import SteadyBatches, why_step_is_not_steady
 from rose_backend.vllm_plugin.step_graph.steady_output import OutputBuffers, SteadyOutput

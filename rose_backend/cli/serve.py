@@ -1,0 +1,140 @@
+"""``rose serve``: an OpenAI-compatible HTTP server over the standalone engine."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import stat
+from typing import Any
+
+from rose_backend import __version__
+from rose_backend.cli.options import add_engine_options, engine_options
+from rose_backend.config import EngineConfig
+from rose_backend.errors import ConfigError
+from rose_backend.server.settings import LOG_FORMAT, ServerSettings
+
+logger = logging.getLogger(__name__)
+
+API_KEY_VARIABLE = "ROSE_API_KEY"
+
+# In the order of --help. Defaults and types are those of ``ServerSettings``.
+_SERVER_HELP = {
+    "host": "address to listen on (default: %(default)s)",
+    "port": "0 takes a free one (default: %(default)s)",
+    "uds": "Unix socket to listen on instead of host and port; the umask says who may connect",
+    "served_model_name": "names that requests may use; answers carry the first (default: the model's path)",
+    "api_key": f"key that requests must bring; may be given several times (default: ${API_KEY_VARIABLE}). "
+    "Every user of this machine can read it in the list of processes: better use the variable or a file",
+    "api_key_file": "file of such keys, one a line, empty lines left out; they count beside those of --api-key",
+    "chat_template": "Jinja template to use instead of the model's",
+    # What one client may ask of the server, most of it checked before its key.
+    "max_connections": "connections at once; more are answered 503 (default: %(default)s)",
+    "max_header_bytes": "size of a request's header, its first line included (default: %(default)s)",
+    "max_headers": "number of a request's headers (default: %(default)s)",
+    "header_timeout_s": "seconds until a request's header must be complete (default: %(default)g)",
+    "max_body_bytes": "size of a request's body (default: %(default)s)",
+    "body_timeout_s": "seconds until a request's body must be complete, after its header (default: %(default)g)",
+    "keep_alive_timeout_s": "seconds that a connection may stay idle between requests (default: %(default)g)",
+    "max_prompts": "prompts of one request (default: %(default)s)",
+    "max_answer_tokens": "tokens that one request may ask for: prompts x n x max_tokens x (1 + log-probabilities), and "
+    "each character of an echoed prompt; a single completion may always fill the window (default: %(default)s)",
+    "drain_timeout_s": "seconds that running requests may go on after SIGTERM (default: %(default)s)",
+    "send_timeout_s": "seconds after which a client that reads nothing of its answer is cut off and its request "
+    "aborted; 0 waits for ever (default: %(default)s)",
+    "share_prefix_cache": "one prefix cache for all API keys: a key's holder can find out what others have sent "
+    "(default: off, one for each key)",
+    "exact_cached_tokens": "tell clients and metrics every cached token (default: off, whole blocks of at least 16 "
+    "tokens)",
+    "log_requests": "log one line per request (default: on)",
+    "frontend_multiprocessing": "run the engine in a process of its own, beside the one that serves HTTP (default: on)",
+}
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "host": {},
+    "port": {"type": int},
+    "uds": {"metavar": "FILE"},
+    "served_model_name": {"nargs": "+", "metavar": "NAME"},
+    "api_key": {"action": "append", "metavar": "KEY"},
+    "api_key_file": {"metavar": "FILE"},
+    "chat_template": {"metavar": "FILE"},
+}
+"""How ``argparse`` reads an option; those that are missing here are numbers or switches."""
+
+
+def add_serve_command(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add ``rose serve`` with its options."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, OpenAI-compatible",
+        description="Serve /v1/completions, /v1/chat/completions and more. SIGTERM or Ctrl-C lets running requests "
+        "finish; a second one stops at once.",
+    )
+    parser.add_argument("path", nargs="?", metavar="PATH", help="local directory or Hugging Face id")
+    parser.add_argument("--model", metavar="PATH", help="the same as PATH")
+    group = parser.add_argument_group("server")
+    defaults = {field.name: field.default for field in dataclasses.fields(ServerSettings)}
+    for name, text in _SERVER_HELP.items():
+        default = defaults.get(name)
+        if isinstance(default, bool):
+            arguments: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        else:
+            arguments = _ARGUMENTS.get(name, {"type": type(default), "metavar": "N"})
+        group.add_argument(f"--{name.replace('_', '-')}", default=default, help=text, **arguments)
+    add_engine_options(parser)
+    parser.set_defaults(run=_serve)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    if (args.path is None) == (args.model is None):
+        raise ConfigError("serve: give the model once, as PATH or as --model PATH")
+    model = args.path or args.model
+    config = EngineConfig(model=model, **engine_options(args))
+    options = {name: getattr(args, name) for name in _SERVER_HELP}
+    names, keys, key_file = (options.pop(name) for name in ("served_model_name", "api_key", "api_key_file"))
+    keys = [*(keys or ()), *(() if key_file is None else _keys_of_file(key_file))] or _keys_of_environment()
+    settings = ServerSettings(served_model_names=tuple(names or [model]), api_keys=tuple(keys), **options)
+    _log_with_times()
+    logger.info("starting to serve %s with rose %s; importing PyTorch may take a while", model, __version__)
+    # Imported here: neither --help, nor mistakes in the options, nor the line above should wait for these.
+    try:
+        from rose_backend.server.serve import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"serve: needs {error.name}, which is not installed; pip install 'WHEEL[serve]' brings it"
+        ) from error
+    return serve(config, settings)
+
+
+def _keys_of_environment() -> list[str]:
+    key = os.environ.get(API_KEY_VARIABLE)
+    if key is None:
+        return []
+    # Probably a missing secret, which must not disable authentication.
+    if not key.strip():
+        raise ConfigError(f"{API_KEY_VARIABLE}: is set but empty; give it a key, or unset it to ask for none")
+    return [key]
+
+
+def _keys_of_file(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            lines = file.read().splitlines()
+            is_open_to_all = bool(os.fstat(file.fileno()).st_mode & stat.S_IROTH)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"api_key_file: cannot read {path} ({reason})") from error
+    keys = [key for line in lines if (key := line.strip())]
+    if not keys:
+        raise ConfigError(f"api_key_file: {path} holds no key, one a line is needed")
+    if is_open_to_all:
+        logger.warning("api_key_file: every user of this machine can read %s", path)
+    return keys
+
+
+def _log_with_times() -> None:
+    """Add times to log lines, and log at INFO unless ROSE_LOG_LEVEL is set."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    if "ROSE_LOG_LEVEL" not in os.environ:
+        logging.getLogger("rose_backend").setLevel(logging.INFO)

@@ -1,0 +1,1 @@
+"""Kernels compiled by other processes before they are needed. Imported only where there is a GPU."""

@@ -1,0 +1,359 @@
+"""Which kernels would be launched: found by running the code that launches them on tensors without memory.
+
+Inside ``record_launches`` tensors on device ``meta`` pass for a GPU's, and a launch of a Triton kernel over them writes
+down what it would compile. Nothing runs, and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITCallable, JITFunction
+
+from rose_backend.compile_ahead.compilations import called_functions
+from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
+
+_PACKAGE = "rose_backend."
+_WARP_SIZE = 32
+_recording = threading.RLock()
+"""Recordings of several threads come one after the other: each puts back what it found in Triton."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSource:
+    """All that Triton's compiler is given for one kernel; can be pickled."""
+
+    module: str
+    name: str
+    """Of the ``triton.jit`` function in ``module``."""
+    signature: dict[str, Any]
+    constexprs: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+    target: GPUTarget
+
+    def function(self) -> JITFunction[Any]:
+        """Return what is compiled."""
+        function: JITFunction[Any] = getattr(importlib.import_module(self.module), self.name)
+        return function
+
+    def length(self) -> int:
+        """Return the characters of its text and of all that it calls: longer ones take longer to compile."""
+        return _length(self.function(), set())
+
+
+def _length(function: JITCallable, seen: set[int]) -> int:
+    called = [each for each in called_functions(function) if id(each) not in seen]
+    seen |= set(map(id, called))
+    return len(function.src) + sum(_length(each, seen) for each in called)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compilation:
+    """One call of ``JITFunction._do_compile``, without device."""
+
+    kernel: JITFunction[Any]
+    key: str
+    signature: dict[str, Any]
+    constexprs: dict[tuple[int, ...], Any]
+    options: Any
+    attributes: dict[tuple[int, ...], Any]
+
+    def do(self, device: Any) -> Any:
+        """Return the compiled kernel, which launches on ``device`` find from now on; None if a hook refuses."""
+        return self.kernel._do_compile(
+            self.key, self.signature, device, self.constexprs, self.options, self.attributes, True
+        )
+
+
+@dataclass(slots=True)
+class RecordedLaunches:
+    """What launches of this package's kernels would compile, each once."""
+
+    gpu: GpuProperties
+    compilations: list[_Compilation] = field(default_factory=list)
+
+    @property
+    def sources(self) -> list[KernelSource]:
+        """What is compiled, in the order of first launches."""
+        return [
+            KernelSource(
+                each.kernel.__module__,
+                each.kernel.fn.__name__,
+                each.signature,
+                each.constexprs,
+                each.attributes,
+                dict(each.options.__dict__),
+                self.target,
+            )
+            for each in self.compilations
+        ]
+
+    def load(self) -> None:
+        """Load each kernel on the current device, from Triton's cache or compiled now.
+
+        Launches like those that were recorded find it from then on: nothing is compiled when they come.
+        """
+        device = driver.active.get_current_device()
+        for each in self.compilations:
+            if each.key not in each.kernel.device_caches[device][0]:
+                compiled = each.do(device)
+                if compiled is not None:
+                    _ = compiled.run  # which loads it into the device
+
+    @property
+    def target(self) -> GPUTarget:
+        """The GPU as Triton names it."""
+        major, minor = self.gpu.capability
+        return GPUTarget("cuda", major * 10 + minor, _WARP_SIZE)
+
+
+@contextlib.contextmanager
+def record_launches(gpu: GpuProperties) -> Iterator[RecordedLaunches]:
+    """Write down launches of this thread instead of compiling and launching; other threads are not affected.
+
+    Args:
+        gpu: what device ``meta`` stands for.
+    """
+    with _recording:
+        yield from _record(RecordedLaunches(gpu))
+
+
+def _record(recorded: RecordedLaunches) -> Iterator[RecordedLaunches]:
+    device = _RecordingDriver(recorded, driver._active)
+    do_compile = JITFunction._do_compile
+    kernels: list[JITFunction[Any]] = []
+
+    def record(
+        kernel: JITFunction[Any],
+        key: str,
+        signature: dict[str, Any],
+        where: Any,
+        constexprs: dict[tuple[int, ...], Any],
+        options: Any,
+        attributes: dict[tuple[int, ...], Any],
+        warmup: bool,
+    ) -> Any:
+        if where is not device:
+            return do_compile(kernel, key, signature, where, constexprs, options, attributes, warmup)
+        kernels.append(kernel)
+        # Those of vLLM are vLLM's to compile.
+        if kernel.__module__.startswith(_PACKAGE):
+            compilation = _Compilation(kernel, key, signature, constexprs, options, attributes)
+            recorded.compilations.append(compilation)
+        # As Triton does with a compiled kernel: the next launch of the same finds it.
+        kernel.device_caches[where][0][key] = _NotLaunched()
+        return kernel.device_caches[where][0][key]
+
+    JITFunction._do_compile = record
+    driver.set_active(device)
+    try:
+        with meta_stands_for(recorded.gpu), _MetaAsGpu():
+            yield recorded
+    finally:
+        driver.set_active(device.real)
+        JITFunction._do_compile = do_compile
+        for kernel in kernels:
+            kernel.device_caches.pop(device, None)
+
+
+class _NotLaunched:
+    """In place of a compiled kernel."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *args: Any) -> None:
+        pass
+
+    def run(self, *args: Any) -> None:
+        pass
+
+
+class _RecordingDriver:
+    """Triton's driver: to the recording thread it is the device itself, to other threads the one there was."""
+
+    def __init__(self, recorded: RecordedLaunches, real: Any) -> None:
+        self.real = real
+        self._recorded = recorded
+        self._thread = threading.get_ident()
+
+    @property
+    def _is_recording(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def get_current_device(self) -> Any:
+        return self if self._is_recording else self._other.get_current_device()
+
+    def get_current_stream(self, device: Any) -> Any:
+        return 0 if device is self else self._other.get_current_stream(device)
+
+    def get_current_target(self) -> Any:
+        return self._recorded.target if self._is_recording else self._other.get_current_target()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._other, name)
+
+    @property
+    def _other(self) -> Any:
+        return driver.default if self.real is None else self.real
+
+
+class _MetaAsGpu(TorchFunctionMode):
+    """Lets tensors on ``meta`` pass for a GPU's, and copies between them and host memory do nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == _IS_CUDA:
+            return args[0].device.type == "meta"
+        if func is torch.Tensor.data_ptr and args[0].device.type == "meta":
+            # Triton compiles apart for addresses that are no multiples of 16, as of rows behind others.
+            return args[0].storage_offset() * args[0].element_size()
+        if func is torch.Tensor.copy_ and args[0].device.type == "cpu" and args[1].device.type == "meta":
+            return args[0]
+        if _writes_in_place(func) and args[0].device.type == "meta":
+            return args[0]
+        if (shortcut := _SHORTCUTS.get(func)) is not None and "out" not in kwargs and _has_meta(args):
+            result = shortcut(*args, **kwargs)
+            if result is not None:
+                return result
+        # Memory cannot be page-locked where there is no GPU.
+        kwargs.pop("pin_memory", None)
+        return func(*args, **kwargs)
+
+
+_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+
+
+def _writes_in_place(func: Any) -> bool:
+    """Whether a method changes the numbers of its tensor and nothing else."""
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.startswith("_"))
+
+
+def _has_meta(args: Any) -> bool:
+    flat = args[0] if isinstance(args[0], (list, tuple)) else args
+    return any(isinstance(each, torch.Tensor) and each.device.type == "meta" for each in flat)
+
+
+def _elementwise(*operands: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    tensors = [each for each in operands if isinstance(each, torch.Tensor)]
+    # torch's own imports a solver of equations, which takes as long as all launches.
+    shape = np.broadcast_shapes(*(tuple(each.shape) for each in tensors))
+    if dtype is None:
+        dtype = torch.result_type(*operands)
+    # The strides are those of the first operand that has the whole shape, as on a GPU.
+    whole = next((each for each in tensors if each.shape == shape), None)
+    if whole is None:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    made = _like(whole, dtype=dtype)
+    return torch.empty_like(whole, dtype=dtype) if made is None else made
+
+
+def _like(x: torch.Tensor, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor | None:
+    """Return a tensor without memory like ``x``, if that is all that is asked for."""
+    if options:
+        return None
+    dtype = x.dtype if dtype is None else dtype
+    if x.is_contiguous() or (x.ndim == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]):
+        return torch.empty(x.shape, dtype=dtype, device="meta")
+    if x.ndim == 2 and x.t().is_contiguous():
+        return torch.empty(x.t().shape, dtype=dtype, device="meta").t()
+    return None
+
+
+def _new_empty(
+    x: torch.Tensor, *size: Any, dtype: torch.dtype | None = None, **options: Any
+) -> torch.Tensor | None:
+    return None if options else torch.empty(*size, dtype=x.dtype if dtype is None else dtype, device="meta")
+
+
+def _compare(*operands: Any) -> torch.Tensor:
+    return _elementwise(*operands, dtype=torch.bool)
+
+
+def _where(condition: torch.Tensor, this: Any, other: Any) -> torch.Tensor:
+    return _elementwise(condition, this, other, dtype=torch.result_type(this, other))
+
+
+def _clamp(this: torch.Tensor, *bounds: Any, **named_bounds: Any) -> torch.Tensor:
+    return _elementwise(this, dtype=this.dtype)
+
+
+def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    sizes = list(tensors[0].shape)
+    sizes[dim] = sum(each.shape[dim] for each in tensors)
+    dtype = functools.reduce(torch.promote_types, (each.dtype for each in tensors))
+    return torch.empty(sizes, dtype=dtype, device="meta")
+
+
+def _addmm(
+    bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **options: Any
+) -> torch.Tensor | None:
+    return _matmul(left, right)
+
+
+def _matmul(
+    left: torch.Tensor, right: torch.Tensor, *, out_dtype: torch.dtype | None = None
+) -> torch.Tensor | None:
+    if left.ndim != 2 or right.ndim > 2:
+        return None
+    dtype = left.dtype if out_dtype is None else out_dtype
+    return torch.empty((left.shape[0], *right.shape[1:]), dtype=dtype, device="meta")
+
+
+def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return torch.empty((*left.shape[:2], right.shape[2]), dtype=left.dtype, device="meta")
+
+
+def _sum(x: torch.Tensor, *dims: int, **options: Any) -> torch.Tensor | None:
+    if options or len(dims) != 1 or not isinstance(dims[0], int):
+        return None
+    shape = list(x.shape)
+    del shape[dims[0]]
+    return torch.empty(shape, dtype=x.dtype if x.is_floating_point() else torch.int64, device="meta")
+
+
+def _gather(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    return torch.empty(index.shape, dtype=x.dtype, device="meta")
+
+
+def _index(x: torch.Tensor, index: Any) -> torch.Tensor | None:
+    if not isinstance(index, torch.Tensor) or index.dtype not in (torch.int32, torch.int64):
+        return None
+    return torch.empty((*index.shape, *x.shape[1:]), dtype=x.dtype, device="meta")
+
+
+def _named(owner: Any, shortcut: Callable[..., Any], *names: str) -> dict[Any, Callable[..., Any]]:
+    return {getattr(owner, name): shortcut for name in names}
+
+
+# torch computes the shapes of these in Python, which takes a hundred times as long as a launch that is only recorded,
+# and seconds at the first time. All others are left to it.
+_SHORTCUTS: dict[Any, Callable[..., torch.Tensor | None]] = {
+    **_named(torch.Tensor, _elementwise, "add", "sub", "mul"),
+    **_named(torch.Tensor, _compare, "eq", "ne", "lt", "le", "gt", "ge"),
+    **_named(torch, _addmm, "addmm", "_addmm_activation"),
+    **_named(torch, _matmul, "mm", "matmul"),
+    torch.bmm: _bmm,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.sum: _sum,
+    torch.Tensor.gather: _gather,
+    torch.Tensor.__getitem__: _index,
+    torch.where: _where,
+    torch.Tensor.where: lambda this, condition, other: _where(condition, this, other),
+    torch.Tensor.clamp: _clamp,
+    torch.cat: _cat,
+    **_named(torch, _like, "empty_like", "zeros_like", "ones_like"),
+    torch.Tensor.new_empty: _new_empty,
+}

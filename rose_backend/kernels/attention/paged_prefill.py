@@ -1,0 +1,318 @@
+"""Prefill attention in one launch: a program attends one tile of a row's queries for one query head.
+
+Earlier context comes from the cache, the chunk itself from the projections. Of the query heads that share a KV head the
+first one's program stores the tile's keys and values. Only float8 caches take a launch before, which stores the chunk;
+it is then attended from the cache like the rest, converted once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rose_backend.kernels.arguments import AttentionOptions
+from rose_backend.kernels.attention.prefill_tile import attend_range, find_tile, load_rows, store_tile
+from rose_backend.kernels.attention.softmax import LOG2_E, NO_LOGIT, attention_strides, logit_factors
+from rose_backend.kernels.attention.store_chunk import store_chunk
+from rose_backend.kernels.gpu_properties import gpu_properties
+from rose_backend.kernels.kv.float8 import load_scale
+from rose_backend.kernels.tuning.attention_decode import rows_tile
+from rose_backend.kernels.tuning.attention_prefill import PrefillTuning, prefill_tuning
+
+_FLOAT32_SLICE = 32
+_REST_TILE = 32
+"""Keys per iteration at the ends of context and chunk, at most: fewer registers where little is to be done."""
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_pieces", "window", "table_stride"],
+    do_not_specialize_on_alignment=[
+        "block_table_ptr",
+        "query_start_ptr",
+        "num_computed_ptr",
+        "slopes_ptr",
+        "sinks_ptr",
+        "key_scale_ptr",
+        "value_scale_ptr",
+    ],
+)
+def _paged_prefill_kernel(
+    out_ptr,
+    query_ptr,
+    new_key_ptr,  # None where the chunk was stored before
+    new_value_ptr,
+    new_key_rows,  # tensor descriptors of new keys and values, or None
+    new_value_rows,
+    key_cache_ptr,
+    value_cache_ptr,
+    block_table_ptr,
+    query_start_ptr,
+    num_computed_ptr,
+    slopes_ptr,  # each None where the option is off
+    sinks_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    num_rows,
+    num_pieces,
+    window,
+    factors,
+    strides,  # AttentionStrides
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS_TILE: tl.constexpr,
+    QUERY_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    REST_TILE: tl.constexpr,
+    SLICE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PLAIN: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+    STAGES: tl.constexpr,
+    REST_STAGES: tl.constexpr,
+):
+    HAS_NEW: tl.constexpr = new_key_ptr is not None
+    DESCRIBED: tl.constexpr = new_key_rows is not None
+    HAS_ALIBI: tl.constexpr = slopes_ptr is not None
+    head = tl.program_id(0) % NUM_HEADS
+    # From the last tile on: a row's later tiles take longer.
+    work = num_pieces - 1 - tl.program_id(0) // NUM_HEADS
+    row, tile = find_tile(query_start_ptr, num_computed_ptr, num_rows, work, ROWS_TILE, QUERY_TILE)
+    if row >= num_rows:
+        return
+    first_token = tl.load(query_start_ptr + row).to(tl.int64)
+    num_tokens = tl.load(query_start_ptr + row + 1) - first_token.to(tl.int32)
+    computed = tl.load(num_computed_ptr + row)
+    kv_head = (head // GROUP).to(tl.int64)
+    table_ptr = block_table_ptr + row.to(tl.int64) * table_stride
+    key_cache = (key_cache_ptr + kv_head * strides.key[2], strides.key[0], strides.key[1])
+    value_cache = (value_cache_ptr + kv_head * strides.value[2], strides.value[0], strides.value[1])
+
+    first_query = tile * QUERY_TILE
+    tokens = first_query + tl.arange(0, QUERY_TILE)
+    if HAS_NEW:
+        new_key_ptr += first_token * strides.new_key[0] + kv_head * strides.new_key[1]
+        new_value_ptr += first_token * strides.new_value[0] + kv_head * strides.new_value[1]
+
+    dims = tl.arange(0, HEAD_TILE)[None, :]
+    is_query = tokens < num_tokens
+    head64 = head.to(tl.int64)
+    rows = tl.arange(0, QUERY_TILE).to(tl.int64)[:, None]
+    query_ptr += (first_token + first_query) * strides.query[0] + head64 * strides.query[1]
+    query_rows = query_ptr + rows * strides.query[0]
+    query = load_rows(query_rows, is_query, dims, HEAD_SIZE, True)
+    query_positions = computed + tokens
+    slope = 0.0
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + head).to(tl.float32)
+    factors = (factors[0] * load_scale(key_scale_ptr), factors[1])
+    top = tl.full([QUERY_TILE], NO_LOGIT, tl.float32)
+    total = tl.zeros([QUERY_TILE], tl.float32)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head) * LOG2_E
+        top = tl.maximum(top, sink)
+        total = tl.exp2(sink - top)
+    state = (top, total, tl.zeros([QUERY_TILE, HEAD_TILE], tl.float32))
+
+    diagonal = computed + first_query
+    end = tl.minimum(diagonal + QUERY_TILE, computed + num_tokens)
+    begin = tl.maximum(diagonal + 1 - window, 0) if HAS_WINDOW else 0
+    # From the cache: whole tiles before the chunk or the queries, then the rest.
+    whole = begin + tl.maximum((computed if HAS_NEW else diagonal) - begin, 0) // TILE * TILE
+    if begin < whole:
+        state = attend_range(
+            state, query, (query_rows, is_query), query_positions, key_cache, value_cache, table_ptr,
+            begin, whole, slope, window, factors,
+            HEAD_SIZE, BLOCK_SIZE, TILE, SLICE, True, False, False, False,
+            PLAIN, HAS_WINDOW, HAS_CAP, HAS_ALIBI, SAME_STRIDES, STAGES,
+        )  # fmt: skip
+    rest = computed if HAS_NEW else end
+    if whole < rest:
+        state = attend_range(
+            state, query, (query_rows, is_query), query_positions, key_cache, value_cache, table_ptr,
+            whole, rest, slope, window, factors,
+            HEAD_SIZE, BLOCK_SIZE, REST_TILE, SLICE, True, False, True, not HAS_NEW,
+            PLAIN, HAS_WINDOW, HAS_CAP, HAS_ALIBI, SAME_STRIDES, REST_STAGES,
+        )  # fmt: skip
+    if HAS_NEW:
+        past = computed.to(tl.int64)
+        chunk_key = (new_key_ptr - past * strides.new_key[0], 0, strides.new_key[0])
+        chunk_value = (new_value_ptr - past * strides.new_value[0], 0, strides.new_value[0])
+        begin = tl.maximum(begin, computed)
+        if SPLIT:
+            # From the chunk: whole tiles before the queries, whole tiles among them, then the rest. The rest is always
+            # loaded by pointers: rows behind the end belong to another request.
+            whole_key, whole_value = chunk_key, chunk_value
+            if DESCRIBED:
+                first_row = first_token.to(tl.int32) - computed
+                whole_key = (new_key_rows, first_row, (kv_head * strides.new_key[1]).to(tl.int32))
+                whole_value = (new_value_rows, first_row, (kv_head * strides.new_value[1]).to(tl.int32))
+            whole = begin + tl.maximum(diagonal - begin, 0) // TILE * TILE
+            if begin < whole:
+                state = attend_range(
+                    state, query, (query_rows, is_query), query_positions, whole_key, whole_value, table_ptr,
+                    begin, whole, slope, window, factors,
+                    HEAD_SIZE, BLOCK_SIZE, TILE, SLICE, False, DESCRIBED, False, False,
+                    PLAIN, HAS_WINDOW, HAS_CAP, HAS_ALIBI, SAME_STRIDES, STAGES,
+                )  # fmt: skip
+            begin = whole
+            if DESCRIBED:
+                whole += tl.maximum(end - whole, 0) // TILE * TILE
+                if begin < whole:
+                    state = attend_range(
+                        state, query, (query_rows, is_query), query_positions, whole_key, whole_value, table_ptr,
+                        begin, whole, slope, window, factors,
+                        HEAD_SIZE, BLOCK_SIZE, TILE, SLICE, False, True, False, True,
+                        PLAIN, HAS_WINDOW, HAS_CAP, HAS_ALIBI, SAME_STRIDES, STAGES,
+                    )  # fmt: skip
+                begin = whole
+        if begin < end:
+            state = attend_range(
+                state, query, (query_rows, is_query), query_positions, chunk_key, chunk_value, table_ptr,
+                begin, end, slope, window, factors,
+                HEAD_SIZE, BLOCK_SIZE, REST_TILE, SLICE, False, False, True, True,
+                PLAIN, HAS_WINDOW, HAS_CAP, HAS_ALIBI, SAME_STRIDES, REST_STAGES,
+            )  # fmt: skip
+        if head % GROUP == 0:
+            store_tile(
+                new_key_ptr, strides.new_key[0], key_cache, 1.0, table_ptr, tokens, num_tokens, computed,
+                BLOCK_SIZE, HEAD_SIZE, HEAD_TILE,
+            )  # fmt: skip
+            store_tile(
+                new_value_ptr, strides.new_value[0], value_cache, 1.0, table_ptr, tokens, num_tokens, computed,
+                BLOCK_SIZE, HEAD_SIZE, HEAD_TILE,
+            )  # fmt: skip
+    _, total, attended = state
+    attended *= (load_scale(value_scale_ptr) / total)[:, None]
+    out_ptr += (first_token + first_query) * strides.out[0] + head64 * strides.out[1]
+    tl.store(
+        out_ptr + rows * strides.out[0] + dims,
+        attended.to(out_ptr.dtype.element_ty),
+        mask=is_query[:, None] & (dims < HEAD_SIZE),
+    )
+
+
+def paged_prefill(
+    query: torch.Tensor,  # [T, HQ, D]
+    new_key: torch.Tensor | None,  # [T, HKV, D]
+    new_value: torch.Tensor | None,  # [T, HKV, D]
+    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
+    value_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
+    block_table: torch.Tensor,  # [R, MB] int32
+    query_start_loc: torch.Tensor,  # [R + 1] int32
+    num_computed_tokens: torch.Tensor,  # [R] int32
+    *,
+    options: AttentionOptions,
+    out: torch.Tensor,  # [T, HQ, D]  written
+    mean_query_len: float | None = None,
+    tuning: PrefillTuning | None = None,
+) -> torch.Tensor:
+    """Twin of ``rose_backend.kernels.paged_prefill``."""
+    num_tokens, num_query_heads, head_size = query.shape
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    num_rows = num_computed_tokens.shape[0]
+    if num_rows == 0 or num_tokens == 0:
+        return out
+    if new_key is not None and new_value is not None and new_key.dtype != key_cache.dtype:
+        store_chunk(
+            new_key,
+            new_value,
+            key_cache,
+            value_cache,
+            block_table,
+            query_start_loc,
+            num_computed_tokens,
+            options.key_scale,
+            options.value_scale,
+        )
+        new_key = new_value = None
+    if tuning is None:
+        tuning = prefill_tuning(
+            num_tokens / num_rows if mean_query_len is None else mean_query_len,
+            head_size,
+            query.dtype,
+            gpu_properties(query.device).capability,
+            is_describable=_is_describable(new_key) and _is_describable(new_value),
+        )
+    head_tile = max(triton.next_power_of_2(head_size), 16)
+    is_plain = (
+        options.scale > 0
+        and options.key_scale is None
+        and options.alibi_slopes is None
+        and options.logits_soft_cap is None
+    )
+    # Each row wastes at most part of one tile.
+    num_pieces = num_tokens // tuning.query_tile + num_rows
+    _paged_prefill_kernel[(num_pieces * num_query_heads,)](
+        out,
+        query,
+        new_key,
+        new_value,
+        _describe(new_key, tuning),
+        _describe(new_value, tuning),
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        num_computed_tokens,
+        options.alibi_slopes,
+        options.sinks,
+        options.key_scale,
+        options.value_scale,
+        num_rows,
+        num_pieces,
+        options.sliding_window or 0,
+        logit_factors(options.scale, options.logits_soft_cap),
+        attention_strides(out, query, new_key, new_value, key_cache, value_cache),
+        block_table.stride(0),
+        NUM_HEADS=num_query_heads,
+        GROUP=num_query_heads // num_kv_heads,
+        HEAD_SIZE=head_size,
+        HEAD_TILE=head_tile,
+        BLOCK_SIZE=block_size,
+        ROWS_TILE=rows_tile(num_rows),
+        QUERY_TILE=tuning.query_tile,
+        TILE=tuning.tile,
+        REST_TILE=min(tuning.tile, _REST_TILE) if tuning.by_descriptor else tuning.tile,
+        SLICE=min(_FLOAT32_SLICE, head_tile) if query.dtype == torch.float32 else 0,
+        SPLIT=tuning.split,
+        PLAIN=is_plain,
+        HAS_WINDOW=options.sliding_window is not None,
+        HAS_CAP=options.logits_soft_cap is not None,
+        SAME_STRIDES=key_cache.stride() == value_cache.stride(),
+        STAGES=tuning.num_stages,
+        REST_STAGES=1 if tuning.by_descriptor else tuning.num_stages,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )
+    return out
+
+
+def _is_describable(rows: torch.Tensor | None) -> bool:
+    """Return whether the copy engine can load tiles of ``rows`` [T, HKV, D].
+
+    It takes steps of 16 bytes and 32-bit columns, and a tile must not be padded: that would read the next head.
+    """
+    return (
+        rows is not None
+        and rows.shape[-1] & (rows.shape[-1] - 1) == 0
+        and rows.stride(0) * rows.dtype.itemsize % 16 == 0
+        and rows.stride(1) * rows.shape[1] < 2**31
+        and rows.data_ptr() % 16 == 0
+    )
+
+
+def _describe(rows: torch.Tensor | None, tuning: PrefillTuning) -> TensorDescriptor | None:
+    """Describe ``rows`` [T, HKV, D] as one matrix of ``T`` rows, of which a tile is one head's part of some tokens."""
+    if rows is None or not tuning.by_descriptor:
+        return None
+    num_tokens, num_heads, head_size = rows.shape
+    width = (num_heads - 1) * rows.stride(1) + head_size
+    return TensorDescriptor(rows, [num_tokens, width], [rows.stride(0), 1], [tuning.tile, head_size])

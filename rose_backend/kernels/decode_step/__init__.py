@@ -1,0 +1,1 @@
+"""Inputs of a decode step from the state of its requests, and that state after the step."""

@@ -1,0 +1,210 @@
+"""Inputs of a decode step from the state of its requests, and that state moved on by the step's tokens.
+
+A row of the step is a request that gets one token. Its state lives in a slot of larger tensors, and ``slots`` says in
+which. Rows without a request come last and have slot -1. They get inputs that no kernel computes anything from, and no
+slot changes for them, so one CUDA graph serves any number of requests up to its rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rose_backend.errors import ShapeError
+from rose_backend.kernels.decode_step.state import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState
+from rose_backend.kernels.tensor_checks import check_tensors
+
+NO_SLOT = -1
+"""Where a row without a request lives, and where its K/V is stored: nowhere."""
+
+
+def begin_steady_decode(
+    slots: torch.Tensor,  # [R] int64
+    state: DecodeState,
+    inputs: DecodeInputs,  # written, the first R rows
+    groups: DecodeGroups,  # written, the first R rows, but for the state's block tables
+    *,
+    padding_slot: int,
+) -> None:
+    """Write the inputs of a step that computes the last token of each row.
+
+    Of a block table only the blocks that the step may read are copied, the null block in columns that a sliding window
+    has passed; the row of a row without a request becomes 0.
+
+    Args:
+        slots: of each row; -1 behind the last request.
+        padding_slot: in ``request_slots`` of rows without a request.
+
+    Raises:
+        ShapeError: shapes or dtypes disagree.
+    """
+    num_rows = len(slots)
+    check_tensors(
+        slots=(slots, "R", torch.int64),
+        num_computed_tokens=(state.num_computed_tokens, "MR", torch.int32),
+        last_tokens=(state.last_tokens, "MR", torch.int64),
+        input_ids=(inputs.input_ids[:num_rows], "R", torch.int32),
+        positions=(inputs.positions[:num_rows], "R", torch.int64),
+        seq_lens=(inputs.seq_lens[:num_rows], "R", torch.int32),
+        query_start_loc=(inputs.query_start_loc[1 : num_rows + 1], "R", torch.int32),
+        is_padding=(inputs.is_padding[:num_rows], "R", torch.bool),
+        request_slots=(inputs.request_slots[:num_rows], "R", torch.int32),
+    )
+    for index, group in enumerate(groups.groups):
+        _check_group(slots, state, group, index)
+    if slots.is_cuda:
+        from rose_backend.kernels.decode_step import steady_decode as gpu
+
+        return gpu.begin_steady_decode(slots, state, inputs, groups, padding_slot)
+    is_real = slots != NO_SLOT
+    known = slots.clamp(min=0)
+    computed = torch.where(is_real, state.num_computed_tokens[known], -1)
+    inputs.seq_lens[:num_rows] = computed + 1
+    inputs.positions[:num_rows] = computed.clamp(min=0)
+    inputs.input_ids[:num_rows] = torch.where(is_real, state.last_tokens[known], 0)
+    inputs.query_start_loc[1 : num_rows + 1] = is_real.cumsum(0)
+    inputs.is_padding[:num_rows] = ~is_real
+    inputs.request_slots[:num_rows] = torch.where(is_real, slots, padding_slot)
+    for group in groups.groups:
+        _begin_group(slots, computed, group)
+    return None
+
+
+def _check_group(slots: torch.Tensor, state: DecodeState, group: DecodeGroup, index: int) -> None:
+    num_rows = len(slots)
+    tensors = {
+        "state_table": (group.state_table, "MR MB", torch.int32),
+        "block_table": (group.block_table[:num_rows], "R MB", torch.int32),
+        "slot_mapping": (group.slot_mapping[:num_rows], "R", torch.int64),
+        "num_computed_tokens": (group.num_computed_tokens[:num_rows], "R", torch.int32),
+    }
+    check_tensors(
+        slots=(slots, "R"),
+        last_tokens=(state.last_tokens, "MR"),
+        **{f"{name} of group {index}": spec for name, spec in tensors.items()},
+    )
+
+
+def _begin_group(slots: torch.Tensor, computed: torch.Tensor, group: DecodeGroup) -> None:
+    num_rows = len(slots)
+    is_real = slots != NO_SLOT
+    group.num_computed_tokens[:num_rows] = computed
+    positions = computed.clamp(min=0).long()
+    column = positions // group.block_size
+    table = group.state_table[slots.clamp(min=0)]
+    is_read = torch.arange(table.shape[1], device=slots.device) <= column[:, None]
+    keep = group.block_table[:num_rows]
+    keep.copy_(torch.where(is_real[:, None], torch.where(is_read, table, keep), 0))
+    block = table.gather(1, column[:, None]).squeeze(1).long()
+    kv_slot = block * group.block_size + positions % group.block_size
+    group.slot_mapping[:num_rows] = torch.where(is_real, kv_slot, NO_SLOT)
+
+
+def write_block_ids(
+    writes: torch.Tensor,  # [2, N] int64
+    groups: DecodeGroups,  # written, the state's block tables
+) -> None:
+    """Write block ids into the state's block tables, which are contiguous.
+
+    Args:
+        writes: places and blocks. A place is ``slot * width + column`` behind the group's ``first_entries``; none comes
+            twice.
+
+    Raises:
+        ShapeError: shapes or dtypes disagree.
+    """
+    if writes.dim() != 2 or len(writes) != 2 or writes.dtype is not torch.int64:
+        raise ShapeError(f"writes: expected torch.int64 [2, N], got {writes.dtype} {list(writes.shape)}")
+    if writes.is_cuda:
+        from rose_backend.kernels.decode_step import steady_decode as gpu
+
+        return gpu.write_block_ids(writes, groups)
+    for group, first in zip(groups.groups, groups.first_entries, strict=True):
+        is_here = (writes[0] >= first) & (writes[0] < first + group.state_table.numel())
+        places, blocks = writes[:, is_here]
+        group.state_table.view(-1).scatter_(0, places - first, blocks.int())
+    return None
+
+
+def end_steady_decode(
+    slots: torch.Tensor,  # [R] int64
+    tokens: torch.Tensor,  # [R] int64
+    state: DecodeState,  # written
+) -> None:
+    """Append each row's new token to its request, and count the token that the step has computed.
+
+    Args:
+        slots: of each row; rows with -1 are left out.
+        tokens: sampled by the step.
+
+    Raises:
+        ShapeError: shapes or dtypes disagree.
+    """
+    check_tensors(
+        slots=(slots, "R", torch.int64),
+        tokens=(tokens, "R", torch.int64),
+        num_computed_tokens=(state.num_computed_tokens, "MR", torch.int32),
+        last_tokens=(state.last_tokens, "MR", torch.int64),
+        total_lens=(state.total_lens, "MR", torch.int32),
+        token_ids=(state.token_ids, "MR S", torch.int32),
+    )
+    counts = state.output_counts
+    if counts is not None:
+        check_tensors(last_tokens=(state.last_tokens, "MR"), output_counts=(counts, "MR V", torch.int32))
+    if slots.is_cuda:
+        from rose_backend.kernels.decode_step import steady_decode as gpu
+
+        return gpu.end_steady_decode(slots, tokens, state)
+    is_real = slots != NO_SLOT
+    slots, tokens = slots[is_real], tokens[is_real]
+    state.last_tokens[slots] = tokens
+    state.token_ids[slots, state.total_lens[slots].long()] = tokens.int()
+    state.total_lens[slots] += 1
+    state.num_computed_tokens[slots] += 1
+    if counts is not None:
+        counts[slots, tokens] += 1
+    return None
+
+
+def advance_rows(
+    token_ids: torch.Tensor,  # [R] int64
+    input_ids: torch.Tensor,  # [R] int64  written
+    num_computed_tokens: torch.Tensor,  # [R] int32  written
+    positions: torch.Tensor,  # [R] int64  written
+    draw_positions: torch.Tensor,  # [R] int64  written
+    history: torch.Tensor,  # [N, MR] int64  written
+    step_index: torch.Tensor,  # [1] int64  written
+) -> None:
+    """Make ``token_ids`` the next input and count every length up by one, but for padding rows.
+
+    Also writes the tokens into row ``step_index % N`` of ``history``, which may be pinned host memory, and counts
+    ``step_index`` up. Nothing here depends on a number that only the host knows: one captured launch serves every step.
+
+    Args:
+        num_computed_tokens: a negative value marks a padding row, whose lengths stay as they are.
+        history: ``MR`` is at least ``R``; entries past ``R`` stay as they are.
+
+    Raises:
+        ShapeError: shapes or dtypes disagree.
+    """
+    check_tensors(
+        token_ids=(token_ids, "R", torch.int64),
+        input_ids=(input_ids, "R", torch.int64),
+        num_computed_tokens=(num_computed_tokens, "R", torch.int32),
+        positions=(positions, "R", torch.int64),
+        draw_positions=(draw_positions, "R", torch.int64),
+        history=(history, "N MR", torch.int64),
+        step_index=(step_index, "1", torch.int64),
+    )
+    if token_ids.is_cuda:
+        from rose_backend.kernels.decode_step import advance_rows as gpu
+
+        gpu.advance_rows(
+            token_ids, input_ids, num_computed_tokens, positions, draw_positions, history, step_index
+        )
+        return
+    is_row = num_computed_tokens >= 0
+    input_ids.copy_(token_ids)
+    for lengths in (num_computed_tokens, positions, draw_positions):
+        lengths += is_row
+    history[int(step_index) % len(history), : len(token_ids)] = token_ids
+    step_index += 1

@@ -1,0 +1,223 @@
+"""The two ends of a decode step whose requests live in slots, one launch each: a program per row, and in front of the
+step per row and KV cache group.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from rose_backend.kernels.decode_step.state import DecodeGroups, DecodeInputs, DecodeState
+
+_TABLE_TILE = 1024
+_ROWS_TILE = 128
+_WRITES_TILE = 256
+
+
+# What differs by rows makes no variant: there is a graph of each of dozens of sizes.
+@triton.jit(do_not_specialize=["num_rows", "padding_slot"])
+def _begin_kernel(
+    slots_ptr,  # [R] int64
+    state_computed_ptr,  # [MR] int32
+    last_tokens_ptr,  # [MR] int64
+    input_ids_ptr,  # [T] int32  written
+    positions_ptr,  # [T] int64  written
+    seq_lens_ptr,  # [T] int32  written
+    query_start_ptr,  # [T + 1] int32  written
+    is_padding_ptr,  # [T] bool  written
+    request_slots_ptr,  # [T] int32  written
+    layout_ptr,  # [G, 9] int64, None with one group
+    # Of the one group; None with several.
+    state_table_ptr,  # [MR, MB] int32
+    state_table_stride,
+    table_ptr,  # [T, MB] int32  written
+    table_stride,
+    width,  # MB
+    slot_mapping_ptr,  # [T] int64  written
+    computed_ptr,  # [T] int32  written
+    block_size,
+    num_rows,
+    padding_slot,
+    ROWS_TILE: tl.constexpr,
+    TABLE_TILE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    far_row = row.to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    is_first_group = True
+    if layout_ptr is not None:
+        is_first_group = tl.program_id(1) == 0
+        place = layout_ptr + tl.program_id(1) * 9
+        state_table_ptr = tl.load(place).to(tl.pointer_type(tl.int32))
+        state_table_stride = tl.load(place + 1)
+        table_ptr = tl.load(place + 2).to(tl.pointer_type(tl.int32))
+        table_stride = tl.load(place + 3)
+        width = tl.load(place + 4).to(tl.int32)
+        slot_mapping_ptr = tl.load(place + 5).to(tl.pointer_type(tl.int64))
+        computed_ptr = tl.load(place + 6).to(tl.pointer_type(tl.int32))
+        block_size = tl.load(place + 7).to(tl.int32)
+    is_real = slot >= 0
+    known = tl.maximum(slot, 0)
+    # Without a request, slot 0 is read and not used.
+    computed = tl.where(is_real, tl.load(state_computed_ptr + known), -1)
+    position = tl.maximum(computed, 0)
+    column = position // block_size
+    source = state_table_ptr + known * state_table_stride
+    block = tl.load(source + column).to(tl.int64)
+    kv_slot = tl.where(is_real, block * block_size + position % block_size, -1)
+    if is_first_group:
+        token = tl.where(is_real, tl.load(last_tokens_ptr + known), 0)
+        # Rows with a request come first, so only those behind them count.
+        num_before = row + 1
+        if slot < 0:
+            num_before = 0
+            for start in range(0, num_rows, ROWS_TILE):
+                rows = start + tl.arange(0, ROWS_TILE)
+                others = tl.load(slots_ptr + rows, mask=rows < num_rows, other=-1)
+                num_before += tl.sum((others >= 0).to(tl.int32))
+        tl.store(input_ids_ptr + row, token.to(tl.int32))
+        tl.store(positions_ptr + row, position.to(tl.int64))
+        tl.store(seq_lens_ptr + row, computed + 1)
+        tl.store(query_start_ptr + row + 1, num_before)
+        tl.store(is_padding_ptr + row, slot < 0)
+        tl.store(request_slots_ptr + row, tl.where(is_real, slot, padding_slot).to(tl.int32))
+    tl.store(computed_ptr + row, computed)
+    tl.store(slot_mapping_ptr + row, kv_slot)
+    num_columns = tl.where(is_real, column + 1, width)
+    destination = table_ptr + far_row * table_stride
+    for start in range(0, num_columns, TABLE_TILE):
+        columns = start + tl.arange(0, TABLE_TILE)
+        is_copied = columns < num_columns
+        blocks = tl.load(source + columns, mask=is_copied, other=0)
+        tl.store(destination + columns, tl.where(is_real, blocks, 0), mask=is_copied)
+
+
+@triton.jit(do_not_specialize=["num_groups", "num_writes"])
+def _write_kernel(
+    writes_ptr,  # [2, N] int64
+    layout_ptr,  # [G, 9] int64, its block tables  written
+    num_groups,
+    num_writes,
+    TILE: tl.constexpr,
+):
+    entries = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    is_entry = entries < num_writes
+    place = tl.load(writes_ptr + entries, mask=is_entry, other=0)
+    block = tl.load(writes_ptr + num_writes + entries, mask=is_entry, other=0)
+    first = place * 0
+    table = first + tl.load(layout_ptr)
+    for group in range(1, num_groups):
+        begin = tl.load(layout_ptr + group * 9 + 8)
+        table = tl.where(place >= begin, tl.load(layout_ptr + group * 9), table)
+        first = tl.where(place >= begin, begin, first)
+    tl.store(table.to(tl.pointer_type(tl.int32)) + (place - first), block.to(tl.int32), mask=is_entry)
+
+
+@triton.jit
+def _end_kernel(
+    slots_ptr,  # [R] int64
+    tokens_ptr,  # [R] int64
+    computed_ptr,  # [MR] int32  written
+    last_tokens_ptr,  # [MR] int64  written
+    total_lens_ptr,  # [MR] int32  written
+    token_ids_ptr,  # [MR, S] int32  written
+    counts_ptr,  # [MR, V] int32  written, with COUNTS
+    token_ids_stride,
+    counts_stride,
+    COUNTS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    if slot >= 0:
+        token = tl.load(tokens_ptr + row)
+        total = tl.load(total_lens_ptr + slot)
+        computed = tl.load(computed_ptr + slot)
+        tl.store(last_tokens_ptr + slot, token)
+        tl.store(token_ids_ptr + slot * token_ids_stride + total, token.to(tl.int32))
+        tl.store(total_lens_ptr + slot, total + 1)
+        tl.store(computed_ptr + slot, computed + 1)
+        if COUNTS:
+            count_ptr = counts_ptr + slot * counts_stride + token
+            tl.store(count_ptr, tl.load(count_ptr) + 1)
+
+
+def begin_steady_decode(
+    slots: torch.Tensor,  # [R] int64
+    state: DecodeState,
+    inputs: DecodeInputs,  # written
+    groups: DecodeGroups,  # written
+    padding_slot: int,
+) -> None:
+    """Twin of ``rose_backend.kernels.decode_step.ops.begin_steady_decode``."""
+    num_rows, first = len(slots), groups.groups[0]
+    if num_rows == 0:
+        return
+    is_one = len(groups.groups) == 1
+    of_the_one = (
+        first.state_table,
+        first.state_table.stride(0),
+        first.block_table,
+        first.block_table.stride(0),
+        first.block_table.shape[1],
+        first.slot_mapping,
+        first.num_computed_tokens,
+        first.block_size,
+    )
+    _begin_kernel[(num_rows,) if is_one else (num_rows, len(groups.groups))](
+        slots,
+        state.num_computed_tokens,
+        state.last_tokens,
+        inputs.input_ids,
+        inputs.positions,
+        inputs.seq_lens,
+        inputs.query_start_loc,
+        inputs.is_padding,
+        inputs.request_slots,
+        None if is_one else groups.layout,
+        *(of_the_one if is_one else [None] * len(of_the_one)),
+        num_rows,
+        padding_slot,
+        ROWS_TILE=_ROWS_TILE,
+        TABLE_TILE=_TABLE_TILE,
+    )
+
+
+def write_block_ids(
+    writes: torch.Tensor,  # [2, N] int64
+    groups: DecodeGroups,  # written
+) -> None:
+    """Twin of ``rose_backend.kernels.decode_step.ops.write_block_ids``."""
+    if len(groups.groups) == 1:
+        table = groups.groups[0].state_table
+        places, blocks = writes
+        table.view(-1).scatter_(0, places, blocks.to(table.dtype))
+        return
+    num_writes = writes.shape[1]
+    # Launched without entries, too: that compiles it before steps need it.
+    grid = (max(triton.cdiv(num_writes, _WRITES_TILE), 1),)
+    _write_kernel[grid](writes, groups.layout, len(groups.groups), num_writes, TILE=_WRITES_TILE)
+
+
+def end_steady_decode(
+    slots: torch.Tensor,  # [R] int64
+    tokens: torch.Tensor,  # [R] int64
+    state: DecodeState,  # written
+) -> None:
+    """Twin of ``rose_backend.kernels.decode_step.ops.end_steady_decode``."""
+    counts = state.output_counts
+    if len(slots) == 0:
+        return
+    _end_kernel[(len(slots),)](
+        slots,
+        tokens,
+        state.num_computed_tokens,
+        state.last_tokens,
+        state.total_lens,
+        state.token_ids,
+        state.token_ids if counts is None else counts,
+        state.token_ids.stride(0),
+        0 if counts is None else counts.stride(0),
+        COUNTS=counts is not None,
+        num_warps=1,
+    )

@@ -1,0 +1,301 @@
+"""Triton kernels for the MLP of a mixture of experts, in four launches.
+
+1. ``_choose_experts_kernel``, see ``expert_choice``: each token's experts and their weights, each expert's tokens.
+2. ``_expert_product_kernel`` with the gate and its factor: ``silu(gate) * factor`` of each pair of token and expert.
+3. The same kernel with ``narrow``: each pair's result, times its weight.
+4. ``_add_experts_kernel``, see ``expert_sum``: a token's experts, added in the order of their weights, and a residual.
+
+A program of a product has the rows of one expert, as many as fit a tile. How many tiles each expert has is known on the
+GPU only, so there are as many programs as there could be tiles; those beyond the last tile end at once.
+
+The second product does not wait for the first one's last programs, which leave memory idle (programmatic dependent
+launch): its own start in the processors that become free, and each waits for the programs of its expert only, which
+have counted themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rose_backend.kernels.experts.expert_choice import choose_experts
+from rose_backend.kernels.experts.expert_sum import add_experts, num_parts
+from rose_backend.kernels.experts.reference import MAX_EXPERTS
+from rose_backend.kernels.gpu_properties import can_use_tma, has_dependent_launch
+from rose_backend.kernels.linear.tile import add_tile, load_moments, load_tile
+from rose_backend.kernels.tuning.experts import ExpertConfig, choose_config
+from rose_backend.kernels.workspace import current_workspace
+
+
+@triton.jit
+def _work_of(
+    counts_ptr,
+    program,
+    TILES: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Return a program's expert, ``EXPERTS`` or more behind the last, how many rows that has, and which tiles are its.
+
+    Experts come one after the other, so that each is finished early, and of an expert's programs those that share
+    weights.
+    """
+    experts = tl.arange(0, EXPERTS)
+    counts = tl.load(counts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
+    ends = tl.cumsum(tl.cdiv(counts, BLOCK_M), 0) * TILES
+    expert = tl.sum((ends <= program).to(tl.int32), 0)
+    begin = tl.max(tl.where(experts < expert, ends, 0), 0)
+    count = tl.sum(tl.where(experts == expert, counts, 0), 0)
+    num_row_tiles = tl.maximum(tl.cdiv(count, BLOCK_M), 1)
+    place = program - begin
+    return expert, count, place % num_row_tiles, place // num_row_tiles
+
+
+@triton.jit
+def _wait_for(finished_ptr, needed):
+    """Wait until so many programs have counted themselves; then what they have stored can be read."""
+    while tl.atomic_add(finished_ptr, 0, sem="acquire", scope="gpu") < needed:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def _end_behind_first(program):
+    """Let the second product not end before the first: what is behind waits for the second only.
+
+    One program is enough. All of them would keep processors that the others of the second product need.
+    """
+    if program == tl.num_programs(0) - 1:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _expert_product_kernel(
+    weight_desc,  # of weight as [X * O, E], with TMA
+    x_ptr,  # [T, E], or [T * A, E] where PAIRS_PER_ROW is 1
+    weight_ptr,  # [X, O, E] contiguous
+    counts_ptr,  # [X] int32
+    finished_ptr,  # [X] int32: programs of the gated product that have stored; zero before it, which counts
+    pairs_ptr,  # [X, T] int32
+    x_moments_ptr,  # [T, 2, X_PARTS] float32, with X_PARTS
+    scale_ptr,  # [T * A] float32, without GATED
+    out_ptr,  # [T * A, NUM_COLUMNS] contiguous, written
+    num_tokens,
+    x_stride,
+    eps,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,  # O, with GATED O / 2
+    K: tl.constexpr,  # E
+    PAIRS_PER_ROW: tl.constexpr,  # that have a row of x in common
+    FIRST_TILES: tl.constexpr,  # of columns, of the gated product
+    FIRST_BLOCK_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WEIGHTS_LEFT: tl.constexpr,
+    TMA: tl.constexpr,
+    GATED: tl.constexpr,  # the first product, else the second
+    X_PARTS: tl.constexpr,  # of an RMSNorm in front, else 0
+    EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per (expert, tile of its rows, tile of columns)."""
+    program = tl.program_id(0)
+    if PDL:
+        if GATED:
+            # Only then: the second product knows the experts when it starts.
+            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    TILES: tl.constexpr = (NUM_COLUMNS + BLOCK_N - 1) // BLOCK_N
+    expert, count, row_tile, column_tile = _work_of(counts_ptr, program, TILES, NUM_EXPERTS, EXPERTS, BLOCK_M)
+    if expert < NUM_EXPERTS:
+        rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        in_rows = rows < count
+        pairs = tl.load(pairs_ptr + expert.to(tl.int64) * num_tokens + rows, mask=in_rows, other=0)
+        if not GATED:
+            _wait_for(finished_ptr + expert, tl.cdiv(count, FIRST_BLOCK_M) * FIRST_TILES)
+        x_rows = pairs // PAIRS_PER_ROW
+        columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_columns = columns < NUM_COLUMNS
+        OUTPUTS: tl.constexpr = 2 * NUM_COLUMNS if GATED else NUM_COLUMNS
+        first_output = expert * OUTPUTS + column_tile * BLOCK_N
+        of_expert = weight_ptr + expert.to(tl.int64) * (OUTPUTS * K)
+        if EXACT:
+            # One sum over the whole depth would round more than twice as far as torch's product.
+            acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
+        else:
+            acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHTS_LEFT else [BLOCK_M, BLOCK_N], tl.float32)
+        factor_acc = acc
+        for start in range(0, K, BLOCK_K):
+            x = load_tile(x_ptr, x_rows, in_rows, x_stride, start, K, BLOCK_K, 1)
+            if TMA:
+                weight = weight_desc.load([first_output, start])
+            else:
+                weight = load_tile(of_expert, columns, in_columns, K, start, K, BLOCK_K, 1)
+            acc = add_tile(x, weight, acc, not EXACT, WEIGHTS_LEFT, EXACT)
+            if GATED:
+                if TMA:
+                    factor = weight_desc.load([first_output + NUM_COLUMNS, start])
+                else:
+                    factor = load_tile(of_expert, columns + NUM_COLUMNS, in_columns, K, start, K, BLOCK_K, 1)
+                factor_acc = add_tile(x, factor, factor_acc, not EXACT, WEIGHTS_LEFT, EXACT)
+        if EXACT:
+            acc, factor_acc = tl.sum(acc, 2), tl.sum(factor_acc, 2)
+        elif WEIGHTS_LEFT:
+            acc, factor_acc = tl.trans(acc), tl.trans(factor_acc)
+        if X_PARTS > 0:
+            _, squares = load_moments(x_moments_ptr, x_rows, num_tokens, X_PARTS)
+            norm = tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
+            acc, factor_acc = acc * norm, factor_acc * norm
+        if GATED:
+            acc = acc * tl.sigmoid(acc) * factor_acc
+        else:
+            acc *= tl.load(scale_ptr + pairs, mask=in_rows, other=0.0)[:, None]
+        out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * NUM_COLUMNS + columns[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
+        if GATED:
+            # All of the program's stores come before it counts.
+            tl.debug_barrier()
+            tl.atomic_add(finished_ptr + expert, 1, sem="release", scope="gpu")
+    if PDL and not GATED:
+        _end_behind_first(program)
+
+
+def _counts_on(device: torch.device) -> torch.Tensor:
+    """Return the workspace's counters by expert, of tokens and of programs that have finished; zero between calls.
+
+    Four launches use them: in between, no other call may. They are as many as any model needs.
+    """
+
+    def make() -> tuple[torch.Tensor]:
+        return (torch.zeros(2 * MAX_EXPERTS, dtype=torch.int32, device=device),)
+
+    return current_workspace().tensors("expert_mlp", device, None, make)[0]
+
+
+def expert_mlp(
+    x: torch.Tensor,  # [T, E]
+    router_logits: torch.Tensor,  # [T, X]
+    widen: torch.Tensor,  # [X, 2 * I, E] contiguous
+    narrow: torch.Tensor,  # [X, E, I] contiguous
+    residual: torch.Tensor | None,  # [T, E]
+    out: torch.Tensor,  # [T, E]  written
+    *,
+    top_k: int,
+    renormalize: bool,
+    rms_eps: float | None,
+    x_moments: torch.Tensor | None,  # [T, 2, P] float32, with rms_eps
+    configs: tuple[ExpertConfig, ExpertConfig] | None = None,
+    use_pdl: bool | None = None,
+) -> torch.Tensor:
+    """Launch the kernels; arguments as checked by ``rose_backend.kernels.experts.ops``, whose moments are returned.
+
+    Args:
+        configs: of both products; None takes the measured choice.
+        use_pdl: as in ``small_batch_linear``.
+    """
+    num_tokens, width = x.shape
+    num_experts = router_logits.shape[1]
+    num_pairs = num_tokens * top_k
+    if configs is None:
+        configs = _choose_configs(x, widen, narrow, top_k)
+    moments = x.new_empty((num_tokens, 2, num_parts(width)), dtype=torch.float32)
+    if num_tokens == 0:
+        return moments
+    if use_pdl is None:
+        use_pdl = has_dependent_launch(x.device)
+    scales = x.new_empty(num_pairs, dtype=torch.float32)
+    lists = (_counts_on(x.device), x.new_empty((num_experts, num_tokens), dtype=torch.int32))
+    activated = x.new_empty((num_pairs, narrow.shape[2]))
+    outputs = x.new_empty((num_pairs, width))
+    try:
+        choose_experts(router_logits, scales, *lists, top_k=top_k, renormalize=renormalize, use_pdl=use_pdl)
+        _product(x, widen, configs, lists, x_moments, None, activated, rms_eps, use_pdl)
+        _product(activated, narrow, configs, lists, None, scales, outputs, None, use_pdl)
+        add_experts(outputs, residual, out, moments, lists[0], top_k=top_k, use_pdl=use_pdl)
+    except BaseException:
+        # A kernel that could not be loaded, say: the next call counts from zero all the same.
+        lists[0].zero_()
+        raise
+    return moments
+
+
+def _choose_configs(
+    x: torch.Tensor, widen: torch.Tensor, narrow: torch.Tensor, top_k: int
+) -> tuple[ExpertConfig, ExpertConfig]:
+    first, second = (
+        choose_config(
+            len(x) * top_k,
+            len(weight),
+            gated=weight is widen,
+            exact=x.dtype == torch.float32,
+            can_use_tma=can_use_tma(weight.flatten(0, 1)),
+        )
+        for weight in (widen, narrow)
+    )
+    return first, second
+
+
+Lists = tuple[torch.Tensor, torch.Tensor]
+"""Counters (``_counts_on``), and each expert's pairs of token and expert [X, T]; all int32."""
+
+
+def _product(
+    x: torch.Tensor,  # [T, E] or [T * A, E]
+    weight: torch.Tensor,  # [X, O, E]
+    configs: tuple[ExpertConfig, ExpertConfig],
+    lists: Lists,
+    x_moments: torch.Tensor | None,
+    scales: torch.Tensor | None,  # [T * A] float32, of the second product
+    out: torch.Tensor,  # [T * A, O] or, of the first product, [T * A, O / 2]  written
+    rms_eps: float | None,
+    use_pdl: bool,
+) -> None:
+    counts, pairs = lists
+    num_experts, num_tokens = pairs.shape
+    num_pairs, num_columns = out.shape
+    depth = weight.shape[2]
+    first, second = configs
+    config = first if scales is None else second
+    # Each expert has at most one tile that is not full.
+    row_tiles = min(num_pairs, num_pairs // config.block_m + num_experts)
+    descriptor = None
+    if config.use_tma:
+        descriptor = TensorDescriptor.from_tensor(weight.flatten(0, 1), [config.block_n, config.block_k])
+    _expert_product_kernel[(row_tiles * triton.cdiv(num_columns, config.block_n),)](
+        descriptor,
+        x,
+        weight,
+        counts,
+        counts[MAX_EXPERTS:],
+        pairs,
+        x if x_moments is None else x_moments,
+        x if scales is None else scales,
+        out,
+        num_tokens,
+        x.stride(0),
+        0.0 if rms_eps is None else rms_eps,
+        NUM_EXPERTS=num_experts,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        NUM_COLUMNS=num_columns,
+        K=depth,
+        PAIRS_PER_ROW=num_pairs // len(x),
+        FIRST_TILES=triton.cdiv(num_columns if scales is None else depth, first.block_n),
+        FIRST_BLOCK_M=first.block_m,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        WEIGHTS_LEFT=config.weights_left,
+        TMA=config.use_tma,
+        GATED=scales is None,
+        X_PARTS=0 if rms_eps is None or x_moments is None else x_moments.shape[2],
+        EXACT=x.dtype == torch.float32,
+        PDL=use_pdl,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        launch_pdl=use_pdl,
+    )

@@ -1,1 +1,0 @@
-"""The operations of ``rose_backend.kernels`` as Triton kernels. Imported on first use: only GPUs need Triton."""

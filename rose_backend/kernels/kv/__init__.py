@@ -1,0 +1,1 @@
+"""Writes to the KV cache outside attention: single slots and copies of whole blocks."""

@@ -1,0 +1,106 @@
+"""Store new keys and values at given slots of a paged cache: a program stores one KV head of a few tokens."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from rose_backend.kernels.kv.float8 import load_scale, to_cache
+
+_TOKEN_TILE = 16
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["slot_mapping_ptr", "key_scale_ptr", "value_scale_ptr"],
+)
+def _write_kv_kernel(
+    new_key_ptr,
+    new_value_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    slot_mapping_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    num_tokens,
+    new_key_token_stride,
+    new_key_head_stride,
+    new_key_dim_stride,
+    new_value_token_stride,
+    new_value_head_stride,
+    new_value_dim_stride,
+    key_block_stride,
+    key_token_stride,
+    key_head_stride,
+    key_dim_stride,
+    value_block_stride,
+    value_token_stride,
+    value_head_stride,
+    value_dim_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKEN_TILE: tl.constexpr,
+):
+    head = (tl.program_id(0) % NUM_KV_HEADS).to(tl.int64)
+    tokens = tl.program_id(0) // NUM_KV_HEADS * TOKEN_TILE + tl.arange(0, TOKEN_TILE)
+    slots = tl.load(slot_mapping_ptr + tokens, mask=tokens < num_tokens, other=-1)
+    dims = tl.arange(0, HEAD_TILE)[None, :].to(tl.int64)
+    mask = (slots >= 0)[:, None] & (dims < HEAD_SIZE)
+    rows = tokens.to(tl.int64)[:, None]
+    block_ids = (slots // BLOCK_SIZE)[:, None]
+    offsets = (slots % BLOCK_SIZE)[:, None]
+    key = tl.load(
+        new_key_ptr + rows * new_key_token_stride + head * new_key_head_stride + dims * new_key_dim_stride,
+        mask,
+    )
+    value = tl.load(
+        new_value_ptr
+        + rows * new_value_token_stride
+        + head * new_value_head_stride
+        + dims * new_value_dim_stride,
+        mask,
+    )
+    key = to_cache(key, load_scale(key_scale_ptr), key_cache_ptr.dtype.element_ty)
+    value = to_cache(value, load_scale(value_scale_ptr), value_cache_ptr.dtype.element_ty)
+    key_slots = block_ids * key_block_stride + offsets * key_token_stride
+    value_slots = block_ids * value_block_stride + offsets * value_token_stride
+    tl.store(key_cache_ptr + key_slots + head * key_head_stride + dims * key_dim_stride, key, mask)
+    tl.store(value_cache_ptr + value_slots + head * value_head_stride + dims * value_dim_stride, value, mask)
+
+
+def write_kv(
+    new_key: torch.Tensor,  # [T, HKV, D]
+    new_value: torch.Tensor,  # [T, HKV, D]
+    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
+    value_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
+    slot_mapping: torch.Tensor,  # [T] int64
+    *,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+) -> None:
+    """Twin of ``rose_backend.kernels.write_kv``."""
+    num_tokens, num_kv_heads, head_size = new_key.shape
+    if num_tokens == 0:
+        return
+    _write_kv_kernel[(num_kv_heads * triton.cdiv(num_tokens, _TOKEN_TILE),)](
+        new_key,
+        new_value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        key_scale,
+        value_scale,
+        num_tokens,
+        *new_key.stride(),
+        *new_value.stride(),
+        *key_cache.stride(),
+        *value_cache.stride(),
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_SIZE=head_size,
+        HEAD_TILE=triton.next_power_of_2(head_size),
+        BLOCK_SIZE=key_cache.shape[1],
+        TOKEN_TILE=_TOKEN_TILE,
+    )

@@ -1,0 +1,363 @@
+"""Triton products of a few rows with a weight matrix: norm in front, activation or residual behind, in one launch.
+
+At few rows such a product is as long as its weights take to arrive, so everything else is arranged around them:
+
+- A program owns ``BLOCK_M`` rows and ``BLOCK_N`` columns of the result. It asks for its weights before it waits for the
+  kernel that makes ``x`` (programmatic dependent launch), so they travel while that kernel still runs.
+- LayerNorm costs no pass of its own. With the norm's weight folded into ``W`` and its bias into ``b``::
+
+      norm(x) @ W.T + b = (x @ W.T - mean(x) * sum(W, 1)) / std(x) + b
+
+  The sums of ``x`` and of its squares, which this needs, are left by the kernel that made ``x``; a product leaves one
+  part per tile of columns. RMSNorm has no mean, and needs the squares only.
+- Columns of a gated MLP's gate and of its other factor alternate, so that a program has both of a pair.
+- Where programs would have long dot products to do, their depth is split over warps, or over programs: the last of them
+  to arrive adds the parts in their order, so that the result does not depend on which was last.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rose_backend.errors import ShapeError
+from rose_backend.kernels.gpu_properties import can_use_tma, gpu_properties, has_dependent_launch
+from rose_backend.kernels.linear.tile import (
+    add_parts,
+    add_tile,
+    load_moments,
+    load_tile,
+    store_moments,
+    sum_warps,
+)
+from rose_backend.kernels.tuning.linear import MAX_SPLIT_FLOATS, LinearConfig, choose_config
+from rose_backend.kernels.workspace import current_workspace
+
+_LINE_BYTES = 128
+
+
+@triton.jit
+def _prefetch_to_l2(pointers):
+    # One request per 128-byte line; the asm's result only gives the operation a value to hang on.
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _gelu_tanh(x):
+    # 0.5 x (1 + tanh(u)) is x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+    u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    return x * tl.sigmoid(2.0 * u)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_row_tiles"])
+def small_batch_linear_kernel(
+    x_desc,  # of x and weight, with TMA
+    weight_desc,
+    x_ptr,  # [T, E]
+    weight_ptr,  # [O, E]
+    bias_ptr,  # [O] float32, with BIAS
+    column_sum_ptr,  # [O] float32, with CENTRE
+    x_moments_ptr,  # [T, 2, X_PARTS] float32, with NORM
+    residual_ptr,  # [T, O], with RESIDUAL; with GATED O / 2 columns, as out
+    out_ptr,  # [T, O]  written
+    out_moments_ptr,  # [T, 2, OUT_PARTS] float32, with OUT_PARTS  written
+    partial_ptr,  # [tiles, SPLIT_K, BLOCK_M, BLOCK_N] float32, scratch
+    arrivals_ptr,  # [tiles] int32, zero before and after
+    num_rows,
+    num_columns,
+    num_row_tiles,
+    x_stride,
+    residual_stride,
+    out_stride,
+    eps,
+    K: tl.constexpr,  # E
+    DEPTH: tl.constexpr,  # columns of x that a program takes: K / SPLIT_K, rounded up to BLOCK_K
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    WARP_SPLIT: tl.constexpr,
+    USE_DOT: tl.constexpr,
+    WEIGHTS_LEFT: tl.constexpr,
+    TMA: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,  # RMSNorm, with CENTRE LayerNorm
+    CENTRE: tl.constexpr,
+    X_PARTS: tl.constexpr,
+    GELU: tl.constexpr,
+    GATED: tl.constexpr,  # silu(first) * second of each pair of columns
+    RESIDUAL: tl.constexpr,
+    OUT_PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
+    PREFETCH: tl.constexpr,  # 128-byte lines per column to ask for ahead, a power of two
+    PDL: tl.constexpr,
+    EARLY: tl.constexpr,  # let the kernel behind start at once, else when x is asked for
+):
+    """One program per (tile of ``BLOCK_M`` rows and ``BLOCK_N`` columns, part of the depth)."""
+    # Programs that share weights are neighbours.
+    program = tl.program_id(0)
+    tile, row_tile = program // num_row_tiles, program % num_row_tiles
+    part = tl.program_id(1)
+    rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rows = rows < num_rows
+    in_columns = columns < num_columns
+    wide_rows = rows.to(tl.int64)
+    out_columns, in_out = columns, in_columns
+    if GATED:
+        out_columns = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        in_out = out_columns < num_columns // 2
+    inside = in_rows[:, None] & in_out[None, :]
+    begin = part * DEPTH
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    # What is constant is loaded before the wait.
+    WHOLE: tl.constexpr = DEPTH == BLOCK_K
+    if WHOLE and TMA:
+        weight = weight_desc.load([tile * BLOCK_N, begin])
+    elif WHOLE:
+        weight = load_tile(weight_ptr, columns, in_columns, K, begin, K, BLOCK_K, WARP_SPLIT)
+    elif PREFETCH > 0:
+        LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        lines = tl.minimum(begin + tl.arange(0, PREFETCH) * LINE, K - 1)
+        known = tl.minimum(columns, num_columns - 1).to(tl.int64)
+        _prefetch_to_l2(weight_ptr + known[:, None] * K + lines[None, :])
+    if BIAS:
+        bias = tl.load(bias_ptr + columns, mask=in_columns, other=0.0)
+    if CENTRE:
+        column_sum = tl.load(column_sum_ptr + columns, mask=in_columns, other=0.0)
+    if PDL:
+        # Everything below reads or overwrites what earlier kernels made or read.
+        tl.extra.cuda.gdc_wait()
+    if RESIDUAL:
+        residual = tl.load(
+            residual_ptr + wide_rows[:, None] * residual_stride + out_columns[None, :], mask=inside, other=0.0
+        )
+    if NORM:
+        sums, sums_of_squares = load_moments(x_moments_ptr, rows, num_rows, X_PARTS)
+    if WHOLE and TMA:
+        x = x_desc.load([row_tile * BLOCK_M, begin])
+    elif WHOLE:
+        x = load_tile(x_ptr, rows, in_rows, x_stride, begin, K, BLOCK_K, WARP_SPLIT)
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if WARP_SPLIT > 1:
+        acc = tl.zeros(
+            [WARP_SPLIT, BLOCK_N, BLOCK_M] if WEIGHTS_LEFT else [WARP_SPLIT, BLOCK_M, BLOCK_N], tl.float32
+        )
+    elif USE_DOT:
+        acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHTS_LEFT else [BLOCK_M, BLOCK_N], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
+    if WHOLE:
+        acc = add_tile(x, weight, acc, USE_DOT, WEIGHTS_LEFT, EXACT)
+    else:
+        for start in range(begin, begin + DEPTH, BLOCK_K):
+            if TMA:
+                x = x_desc.load([row_tile * BLOCK_M, start])
+                weight = weight_desc.load([tile * BLOCK_N, start])
+            else:
+                x = load_tile(x_ptr, rows, in_rows, x_stride, start, K, BLOCK_K, WARP_SPLIT)
+                weight = load_tile(weight_ptr, columns, in_columns, K, start, K, BLOCK_K, WARP_SPLIT)
+            acc = add_tile(x, weight, acc, USE_DOT, WEIGHTS_LEFT, EXACT)
+    if WARP_SPLIT > 1:
+        acc = sum_warps(acc)
+    elif not USE_DOT:
+        acc = tl.sum(acc, 2)
+    if WEIGHTS_LEFT:
+        acc = tl.trans(acc)
+    is_last = True
+    if SPLIT_K > 1:
+        is_last, acc = add_parts(acc, partial_ptr, arrivals_ptr, program, part, SPLIT_K)
+    if is_last:
+        if NORM:
+            row_squares = tl.sum(sums_of_squares, 1)
+            if CENTRE:
+                mean = tl.sum(sums, 1) / K
+                variance = row_squares / K - mean * mean
+                acc = (acc - mean[:, None] * column_sum[None, :]) * tl.rsqrt(variance + eps)[:, None]
+            else:
+                acc *= tl.rsqrt(row_squares / K + eps)[:, None]
+        if BIAS:
+            acc += bias[None, :]
+        if GELU:
+            acc = _gelu_tanh(acc)
+        answer = acc
+        if GATED:
+            gate, factor = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
+            answer = gate * tl.sigmoid(gate) * factor
+        if RESIDUAL:
+            answer += residual.to(tl.float32)
+        result = answer.to(out_ptr.dtype.element_ty)
+        if OUT_PARTS > 0:
+            num_tiles = tl.cdiv(num_columns, BLOCK_N)
+            store_moments(result, out_moments_ptr, rows, in_rows, tile, num_tiles, OUT_PARTS)
+        tl.store(out_ptr + wide_rows[:, None] * out_stride + out_columns[None, :], result, mask=inside)
+
+
+def rows_of_tiles(x: torch.Tensor, block_m: int) -> int:
+    """Return how many rows from ``x`` on a launch may copy: whole tiles, as far as its storage has them.
+
+    What is behind ``x`` is read but not used. Rows that a descriptor leaves out take time: a product of 80 rows with
+    Llama 3.1 8B's 28672 x 4096 weights took 101 us on an H200 in tiles of 128 rows and 64 columns, with 128 rows 77.
+    """
+    stored = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    rows_stored = (stored - x.shape[1]) // max(x.stride(0), 1) + 1
+    return max(min(triton.cdiv(x.shape[0], block_m) * block_m, rows_stored), x.shape[0])
+
+
+_BYTES_AHEAD = 16 << 20
+_PROGRAMS_AT_ONCE = 264  # two for each multiprocessor of an H200
+
+
+def lines_ahead(depth_bytes: int, block_n: int, programs: int) -> int:
+    """Return how many 128-byte lines of each column programs ask for before ``x`` is there, a power of two.
+
+    What all programs of a GPU ask for must fit its L2 cache beside what is in use, or it comes from memory twice: with
+    all lines, a layer of Llama 3.1 8B took 162 us with 32 rows on an H200, with at most 8, 16 and 32 MiB 127, 129 and
+    133.
+    """
+    lines = triton.next_power_of_2(triton.cdiv(depth_bytes, _LINE_BYTES))
+    at_once = min(programs, _PROGRAMS_AT_ONCE)
+    while lines > 1 and at_once * block_n * lines * _LINE_BYTES > _BYTES_AHEAD:
+        lines //= 2
+    return lines
+
+
+_SCRATCH_TILES = 1 << 14
+
+
+def scratch_on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the workspace's buffer for parts, and its arrival counters, which are zero between launches."""
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            torch.empty(MAX_SPLIT_FLOATS, dtype=torch.float32, device=device),
+            torch.zeros(_SCRATCH_TILES, dtype=torch.int32, device=device),
+        )
+
+    partial, arrivals = current_workspace().tensors("small_batch_linear", device, None, make)
+    return partial, arrivals
+
+
+def small_batch_linear(
+    x: torch.Tensor,  # [T, E]
+    weight: torch.Tensor,  # [O, E]
+    bias: torch.Tensor | None,  # [O] float32
+    column_sums: torch.Tensor | None,  # [O] float32
+    residual: torch.Tensor | None,  # [T, O]
+    out: torch.Tensor,  # [T, O]  written
+    *,
+    eps: float,
+    gelu: bool,
+    rms_norm: bool = False,
+    gated: bool = False,
+    x_moments: torch.Tensor | None = None,  # [T, 2, P] float32, with a norm
+    with_moments: bool = False,
+    config: LinearConfig | None = None,
+    use_pdl: bool | None = None,
+) -> torch.Tensor | None:
+    """Launch the kernel; arguments as checked by ``rose_backend.kernels.linear.ops``.
+
+    Args:
+        column_sums: with LayerNorm.
+        rms_norm: RMSNorm is in front.
+        gated: the product's columns are pairs, see ``PackedLinear``; ``residual`` and ``out`` have half as many.
+        config: None takes the measured choice.
+        use_pdl: start while the kernel in front still runs, and allow the same to the next one; None does where the
+            device can. ``weight``, ``bias`` and ``column_sums`` must not be what the kernel in front writes.
+
+    Returns:
+        The moments of ``out`` if they were asked for, float32 [T, 2, P].
+    """
+    num_rows, depth = x.shape
+    num_columns = weight.shape[0]
+    exact = x.dtype == torch.float32
+    if config is None:
+        config = choose_config(
+            num_rows,
+            num_columns,
+            depth,
+            exact=exact,
+            can_use_tma=can_use_tma(x, weight),
+            has_tensor_memory=x.device.type != "cpu" and gpu_properties(x.device).has_tensor_memory,
+        )
+    if use_pdl is None:
+        use_pdl = has_dependent_launch(x.device)
+    tiles, row_tiles = triton.cdiv(num_columns, config.block_n), triton.cdiv(num_rows, config.block_m)
+    out_parts = triton.next_power_of_2(tiles) if with_moments else 0
+    out_moments = x.new_empty((num_rows, 2, out_parts), dtype=torch.float32) if with_moments else None
+    if num_rows == 0:
+        return out_moments
+    num_floats = tiles * row_tiles * config.split_k * config.block_m * config.block_n
+    if config.split_k > 1 and (num_floats > MAX_SPLIT_FLOATS or tiles * row_tiles > _SCRATCH_TILES):
+        raise ShapeError(
+            f"config: {config} needs {num_floats} floats for the parts of {num_rows} x {num_columns} results, "
+            f"allowed are {MAX_SPLIT_FLOATS}"
+        )
+    partial, arrivals = scratch_on(x.device)
+    unused = weight if bias is None else bias
+    deep = triton.cdiv(triton.cdiv(depth, config.split_k), config.block_k) * config.block_k
+    tiles_of = (None, None)
+    if config.use_tma:
+        tiles_of = (
+            TensorDescriptor(
+                x,
+                [rows_of_tiles(x, config.block_m), depth],
+                list(x.stride()),
+                [config.block_m, config.block_k],
+            ),
+            TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]),
+        )
+    small_batch_linear_kernel[(tiles * row_tiles, config.split_k)](
+        *tiles_of,
+        x,
+        weight,
+        unused,
+        unused if column_sums is None else column_sums,
+        unused if x_moments is None else x_moments,
+        x if residual is None else residual,
+        out,
+        unused if out_moments is None else out_moments,
+        partial,
+        arrivals,
+        num_rows,
+        num_columns,
+        row_tiles,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+        eps,
+        K=depth,
+        DEPTH=deep,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        SPLIT_K=config.split_k,
+        WARP_SPLIT=config.warp_split,
+        USE_DOT=config.use_dot,
+        WEIGHTS_LEFT=config.weights_left,
+        TMA=config.use_tma,
+        BIAS=bias is not None,
+        NORM=column_sums is not None or rms_norm,
+        CENTRE=column_sums is not None,
+        X_PARTS=0 if x_moments is None else x_moments.shape[2],
+        GELU=gelu,
+        GATED=gated,
+        RESIDUAL=residual is not None,
+        OUT_PARTS=out_parts,
+        EXACT=exact,
+        PREFETCH=lines_ahead(deep * weight.element_size(), config.block_n, tiles * config.split_k)
+        if use_pdl
+        else 0,
+        PDL=use_pdl,
+        EARLY=config.is_early,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        launch_pdl=use_pdl,
+    )
+    return out_moments

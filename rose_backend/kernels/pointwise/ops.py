@@ -1,0 +1,267 @@
+"""Operations of a few reads and one write per number: embeddings, norms and the element-wise parts of MLPs.
+
+One launch each on a GPU, plain torch elsewhere. All raise a ``ShapeError`` where shapes or dtypes disagree.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from rose_backend.errors import ShapeError
+from rose_backend.kernels.arguments import HeadRotation
+from rose_backend.kernels.linear.ops import empty_rows, row_moments
+from rose_backend.kernels.tensor_checks import check_same_dtype, check_tensors
+
+
+def embed_tokens(
+    input_ids: torch.Tensor,  # [T] int64 or int32
+    positions: torch.Tensor,  # [T] int64
+    token_embedding: torch.Tensor,  # [V, E]
+    position_embedding: torch.Tensor | None = None,  # [P, E]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``token_embedding[input_ids] + position_embedding[positions]``, rounded once, and its moments.
+
+    The sums are [T, E]. Their moments are for the norm of the first layer, see ``small_batch_linear_and_moments``:
+    float32 [T, 2, 1].
+
+    Args:
+        input_ids, positions: inside their tables; a GPU does not check that. But a negative id, of a row for which no
+            token could be chosen (``SamplingTensors.invalid_token_id``), counts as 0.
+        position_embedding: None adds nothing.
+    """
+    check_tensors(
+        input_ids=(input_ids, "T"),
+        positions=(positions, "T", torch.int64),
+        token_embedding=(token_embedding, "V E"),
+    )
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise ShapeError(f"input_ids: expected dtype torch.int64 or torch.int32, got {input_ids.dtype}")
+    if position_embedding is not None:
+        check_tensors(
+            token_embedding=(token_embedding, "V E"), position_embedding=(position_embedding, "P E")
+        )
+        check_same_dtype(token_embedding=token_embedding, position_embedding=position_embedding)
+    if input_ids.is_cuda:
+        from rose_backend.kernels.pointwise import embed_tokens as gpu
+
+        out = empty_rows(token_embedding, input_ids.shape[0], token_embedding.shape[1])
+        return out, gpu.embed_tokens(input_ids, positions, token_embedding, position_embedding, out)
+    embedded = F.embedding(input_ids.clamp(min=0), token_embedding)
+    if position_embedding is not None:
+        embedded = embedded + F.embedding(positions, position_embedding)
+    return embedded, row_moments(embedded)
+
+
+def layer_norm(
+    x: torch.Tensor,  # [T, E]
+    weight: torch.Tensor,  # [E]
+    bias: torch.Tensor,  # [E]
+    eps: float,
+) -> torch.Tensor:
+    """Return ``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension, [T, E]."""
+    check_tensors(x=(x, "T E"), weight=(weight, "E"), bias=(bias, "E"))
+    check_same_dtype(x=x, weight=weight, bias=bias)
+    if x.is_cuda:
+        from rose_backend.kernels.pointwise import layer_norm as gpu
+
+        return gpu.layer_norm(x, weight, bias, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def add_layer_norm(
+    x: torch.Tensor,  # [T, E] or [P, T, E]
+    residual: torch.Tensor,  # [T, E]
+    weight: torch.Tensor,  # [E]
+    bias: torch.Tensor,  # [E]
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``(layer_norm(x + residual), x + residual)``, both [T, E] and new; the inputs stay as they are.
+
+    Args:
+        x: with three dimensions, parts whose sum is meant, added in float32.
+    """
+    check_tensors(x=(x, _parts_of(x)), residual=(residual, "T E"), weight=(weight, "E"), bias=(bias, "E"))
+    check_same_dtype(x=x, residual=residual, weight=weight, bias=bias)
+    if x.is_cuda:
+        from rose_backend.kernels.pointwise import layer_norm as gpu
+
+        return gpu.add_layer_norm(x, residual, weight, bias, eps)
+    new_residual = _sum(x, residual)
+    return F.layer_norm(new_residual, weight.shape, weight, bias, eps), new_residual
+
+
+def rms_norm(
+    x: torch.Tensor,  # [T, E]
+    weight: torch.Tensor,  # [E]
+    eps: float,
+) -> torch.Tensor:
+    """Return ``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension, [T, E]; rounded once, from float32."""
+    check_tensors(x=(x, "T E"), weight=(weight, "E"))
+    check_same_dtype(x=x, weight=weight)
+    if x.is_cuda:
+        from rose_backend.kernels.pointwise import layer_norm as gpu
+
+        return gpu.rms_norm(x, weight, eps)
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor,  # [T, E] or [P, T, E]
+    residual: torch.Tensor,  # [T, E]
+    weight: torch.Tensor,  # [E]
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``(rms_norm(x + residual), x + residual)``, both [T, E] and new; the inputs stay as they are.
+
+    Args:
+        x: with three dimensions, parts whose sum is meant, added in float32.
+    """
+    check_tensors(x=(x, _parts_of(x)), residual=(residual, "T E"), weight=(weight, "E"))
+    check_same_dtype(x=x, residual=residual, weight=weight)
+    if x.is_cuda:
+        from rose_backend.kernels.pointwise import layer_norm as gpu
+
+        return gpu.add_rms_norm(x, residual, weight, eps)
+    new_residual = _sum(x, residual)
+    return rms_norm(new_residual, weight, eps), new_residual
+
+
+def _parts_of(x: torch.Tensor) -> str:
+    return "P T E" if x.ndim == 3 else "T E"
+
+
+def _sum(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    if x.ndim == 2:
+        return x + residual
+    return (x.sum(0, dtype=torch.float32) + residual).to(residual.dtype)
+
+
+def bias_gelu(
+    x: torch.Tensor,  # [T, I]  written
+    bias: torch.Tensor,  # [I]
+) -> torch.Tensor:
+    """Replace ``x`` by ``gelu(x + bias)``, GELU in its tanh form, and return it. Rounded once, from float32."""
+    check_tensors(x=(x, "T I"), bias=(bias, "I"))
+    check_same_dtype(x=x, bias=bias)
+    if x.is_cuda:
+        from rose_backend.kernels.pointwise import fused_mlp as gpu
+
+        return gpu.bias_gelu(x, bias)
+    if x.dtype == torch.float32:
+        return torch.ops.aten.gelu_(x.add_(bias), approximate="tanh")
+    return x.copy_(F.gelu(x.float() + bias.float(), approximate="tanh"))
+
+
+def bias_residual(
+    x: torch.Tensor,  # [T, E]  written
+    bias: torch.Tensor,  # [E]
+    residual: torch.Tensor,  # [T, E]
+) -> torch.Tensor:
+    """Replace ``x`` by ``x + bias + residual`` and return it. Rounded once, from float32."""
+    check_tensors(x=(x, "T E"), bias=(bias, "E"), residual=(residual, "T E"))
+    check_same_dtype(x=x, bias=bias, residual=residual)
+    if x.is_cuda:
+        from rose_backend.kernels.pointwise import fused_mlp as gpu
+
+        return gpu.bias_residual(x, bias, residual)
+    if x.dtype == torch.float32:
+        return x.add_(bias).add_(residual)
+    return x.copy_(x.float() + bias.float() + residual.float())
+
+
+def silu_mul(
+    gate_up: torch.Tensor,  # [T, 2 * I]
+    *,
+    alternating: bool = False,
+) -> torch.Tensor:
+    """Return ``silu(gate) * up`` of the two halves of each row, [T, I] and new. Rounded once, from float32.
+
+    Args:
+        alternating: columns of the gate and of the other factor take turns, as ``pack_linear`` makes them.
+    """
+    check_tensors(gate_up=(gate_up, "T 2I"))
+    if gate_up.shape[1] % 2:
+        raise ShapeError(f"gate_up: expected an even number of columns, got {gate_up.shape[1]}")
+    if gate_up.is_cuda:
+        from rose_backend.kernels.pointwise import fused_mlp as gpu
+
+        return gpu.silu_mul(gate_up, alternating=alternating)
+    gate, up = gate_up.unflatten(1, (-1, 2)).unbind(2) if alternating else gate_up.chunk(2, dim=-1)
+    if gate_up.dtype == torch.float32:
+        return F.silu(gate).mul_(up)
+    return F.silu(gate.float()).mul_(up.float()).to(gate_up.dtype)
+
+
+def rotate_query_key(
+    query: torch.Tensor,  # [T, HQ, D]  written
+    key: torch.Tensor,  # [T, HKV, D]  written
+    positions: torch.Tensor,  # [T] int64
+    rotation: HeadRotation,
+) -> None:
+    """Rotate the first ``DR`` numbers of each head, in place: number ``i`` with number ``i + DR / 2``.
+
+    ``(a, b)`` becomes ``(a * cos - b * sin, b * cos + a * sin)``. With norms each head is first normalised as by
+    ``rms_norm``. Rounded once, from float32. Decode attention does the same on its way (``paged_decode``).
+
+    Args:
+        query, key: two parts of one projection, or tensors of their own; innermost stride 1.
+        positions: inside the table, of padding rows too; a GPU does not check that.
+        rotation: on GPUs of capability 9.0 and later, its table and ``positions`` are read while the kernel in front
+            still runs, and must be complete: they are if whatever made them is followed, before this call, by a kernel
+            that was launched without programmatic dependence, such as ``embed_tokens``.
+
+    Raises:
+        ShapeError: shapes, strides, dtypes or devices disagree, or only one of the norms is given.
+    """
+    check_tensors(query=(query, "T HQ D"), key=(key, "T HKV D"), positions=(positions, "T", torch.int64))
+    check_same_dtype(query=query, key=key)
+    check_rotation(query, rotation)
+    for name, tensor in (("query", query), ("key", key)):
+        if tensor.stride(2) != 1:
+            raise ShapeError(f"{name}: expected an innermost stride of 1, got {tensor.stride(2)}")
+    if positions.device != query.device:
+        raise ShapeError(f"positions: expected device {query.device} as query, got {positions.device}")
+    if query.is_cuda:
+        from rose_backend.kernels.pointwise import rotary as gpu
+
+        return gpu.rotate_query_key(query, key, positions, rotation)
+    cos, sin = rotation.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    _rotate(query, cos, sin, rotation.query_norm, rotation.eps)
+    _rotate(key, cos, sin, rotation.key_norm, rotation.eps)
+    return None
+
+
+def check_rotation(query: torch.Tensor, rotation: HeadRotation) -> None:
+    """Require a rotation that belongs to ``query`` [T, HQ, D].
+
+    Raises:
+        ShapeError: shapes, dtypes or devices disagree, or only one of the norms is given.
+    """
+    sizes = check_tensors(query=(query, "T HQ D"), cos_sin=(rotation.cos_sin, "P DR", torch.float32))
+    if sizes["DR"] % 2 or sizes["DR"] > sizes["D"]:
+        raise ShapeError(f"cos_sin: expected an even DR of at most D={sizes['D']}, got DR={sizes['DR']}")
+    if rotation.cos_sin.device != query.device:
+        raise ShapeError(f"cos_sin: expected device {query.device} as query, got {rotation.cos_sin.device}")
+    if rotation.query_norm is not None and rotation.key_norm is not None:
+        norms = {"query_norm": rotation.query_norm, "key_norm": rotation.key_norm}
+        check_tensors(query=(query, "T HQ D"), **{name: (norm, "D") for name, norm in norms.items()})
+        check_same_dtype(query=query, **norms)
+    elif rotation.query_norm is not rotation.key_norm:
+        raise ShapeError("query_norm and key_norm: expected both or neither, got one")
+
+
+def _rotate(
+    x: torch.Tensor,  # [T, H, D]  written
+    cos: torch.Tensor,  # [T, 1, DR / 2]
+    sin: torch.Tensor,  # [T, 1, DR / 2]
+    norm: torch.Tensor | None,  # [D]
+    eps: float,
+) -> None:
+    half, wide = cos.shape[-1], x.float()
+    if norm is not None:
+        wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * norm.float()
+    first, second, rest = wide.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    x.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1))

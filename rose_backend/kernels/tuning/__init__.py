@@ -1,0 +1,1 @@
+"""Tuned configurations of kernels: what decides only how fast they are."""
