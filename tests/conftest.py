@@ -85,3 +85,15 @@ def tiny_model_path() -> Path:
     path = ROOT / "models" / "tiny-gpt2"
     assert (path / "config.json").is_file(), f"{path} is incomplete; it is part of the repository"
     return path
+
+
+@pytest.fixture
+def serves_nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start as a process does that serves nobody: other tests' servers may live in this one."""
+    from rose_backend.engine import process_settings
+
+    interval = sys.getswitchinterval()
+    monkeypatch.setattr(process_settings, "_num_short_intervals", 0)
+    sys.setswitchinterval(5e-3)
+    yield
+    sys.setswitchinterval(interval)

@@ -23,6 +23,7 @@ from tests.support.patience import HANG_S
 DEVICE = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
+@pytest.mark.usefixtures("serves_nobody")
 def test_steps_are_timed_as_generate_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     before, intervals = sys.getswitchinterval(), []
     with LLM(QUICK_MODEL, max_num_seqs=4) as llm:

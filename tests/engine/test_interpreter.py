@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from rose_backend import LLM, SamplingParams
-from rose_backend.engine import process_settings
 from rose_backend.engine.process_settings import begin_serving, end_serving, short_switch_interval
 
-
-@pytest.fixture(autouse=True)
-def nobody_else(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Start as a process does that serves nobody: other tests' servers may live in this one."""
-    interval = sys.getswitchinterval()
-    monkeypatch.setattr(process_settings, "_num_short_intervals", 0)
-    sys.setswitchinterval(5e-3)
-    yield
-    sys.setswitchinterval(interval)
+pytestmark = pytest.mark.usefixtures("serves_nobody")
 
 
 def test_the_switch_interval_is_short_during_steps_of_generate_only(
