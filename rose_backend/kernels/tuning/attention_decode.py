@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
 
 from rose_backend.kernels.gpu_properties import gpu_properties
+from rose_backend.kernels.tuning.measured import Facts, Table
 
 MAX_QUERY_ELEMENTS = 8192
 """Numbers that one program attends, unless one head's tokens are more: they stay in registers."""
@@ -46,6 +47,7 @@ class DecodeTuning:
     with many rows it, and those behind it, would take memory's time from these."""
 
 
+@lru_cache(maxsize=4096)
 def decode_tuning(
     head_size: int,
     dtype: torch.dtype,
@@ -65,128 +67,47 @@ def decode_tuning(
         num_queries: query heads times new tokens that one program attends, of those that share a KV head.
         norms_heads: query and key heads pass through norms on their way.
     """
-    head_tile = max(triton.next_power_of_2(head_size), 16)
-    if dtype.itemsize == 4:
-        return DecodeTuning(
-            tile=max(2048 // head_tile, 16),
-            min_split=64,
-            num_programs=4 * num_processors,
-            use_dot=False,
-            num_warps=4 if head_tile <= 256 else 8,
-            num_stages=1,
-        )
-    # A warp has registers for about 1024 attended numbers.
-    query_warps = triton.next_power_of_2(num_queries) * head_tile // 1024
-    is_16_bit = cache_dtype is None or cache_dtype.itemsize == 2
-    if head_tile <= 64:
-        if num_queries == 1 and is_16_bit:
-            return _lane_tuning(num_rows, num_kv_heads, num_processors)
-        return DecodeTuning(
-            tile=64,
-            min_split=128,
-            num_programs=(6 if num_rows * num_kv_heads > 2 * num_processors else 4) * num_processors,
-            use_dot=True,
-            num_warps=min(max(query_warps, 4 if num_rows == 1 else 2), 8),
-            num_stages=3,
-        )
-    is_large = num_queries > 16 or not is_16_bit
-    if head_tile == 128 and not is_large:
-        return _grouped_tuning(num_rows * num_kv_heads, num_processors, norms_heads=norms_heads)
-    tile = 8192 if is_large and head_tile == 128 else 4096
-    return DecodeTuning(
-        tile=max(tile // head_tile, 16),
-        min_split=128,
-        num_programs=(2 if is_large else 3) * num_processors,
-        use_dot=True,
-        num_warps=min(max(query_warps, 4 if head_tile <= 256 else 8), 8),
-        # Four tiles of heads of 512 would fit the shared memory of some GPUs only.
-        num_stages={128: 3, 256: 4}.get(head_tile, 2),
+    num_heads = num_rows * num_kv_heads
+    return _TABLE.choose(
+        {
+            "bits": 8 * dtype.itemsize,
+            "cache_bits": 8 * (cache_dtype or dtype).itemsize,
+            "head_size": head_size,
+            "rows": num_rows,
+            "queries": num_queries,
+            "even_heads": num_kv_heads % 2 == 0,
+            "norms": norms_heads,
+            "heads_per_processor": num_heads / num_processors,
+            "processors": num_processors,
+        }
     )
 
 
-def _grouped_tuning(num_heads: int, num_processors: int, *, norms_heads: bool) -> DecodeTuning:
-    """Return the tuning of heads of 128 elements, ``num_heads`` of which are read: KV heads of all rows.
-
-    Measured with rows of 50 to 8,000 tokens, mixed and alike. Long rows gain by programs that share a processor, so
-    that none has to wait for the longest row, and short ones by few large programs: with 8 rows of Qwen3 0.6B's heads
-    on an H200, 300 to 800 tokens took 17.4 us by programs of 8 warps and 11.9 by those of 4, and 144 tokens 5.8 and
-    7.9. With norms, one of 8 warps takes 160 registers a thread and has a processor for itself; without, two share it.
-    """
-    if num_heads <= num_processors // 4 or (num_heads <= num_processors and not norms_heads):
-        # Adding up splits of short rows pays where they are very few.
-        has_room = num_heads <= num_processors // 6
-        return DecodeTuning(
-            tile=64,
-            min_split=64 if has_room else 256 if norms_heads else 128,
-            num_programs=num_processors if norms_heads else 2 * num_processors,
-            use_dot=True,
-            num_warps=8,
-            num_stages=2 if has_room and not norms_heads else 3,
-            early_tiles=1,
-        )
-    if num_heads <= 2 * num_processors:
-        is_alone = num_heads <= num_processors
-        return DecodeTuning(
-            tile=64,
-            min_split=256,
-            num_programs=(2 if is_alone else 3) * num_processors,
-            use_dot=True,
-            num_warps=4,
-            num_stages=3,
-            max_whole=320,
-            early_tiles=1,
-            early_dependents=is_alone,
-        )
-    # Many small programs share the time that memory takes to answer. In whole layers of Qwen3 0.6B on an H100, 80 rows
-    # of 830 to 1,750 tokens take 173 us by 18 pieces a processor and 192 by 8, and 80 rows of 144 tokens 47 us where
-    # the next kernel begins late and 51 where it begins early. In turns, more pieces cost time: with 200 rows of 400 to
-    # 1,320 tokens 280 us instead of 272.
-    are_many = norms_heads and not begins_in_turns(num_heads, num_processors)
-    return DecodeTuning(
-        tile=16,
-        min_split=128,
-        num_programs=(18 if are_many else 10) * num_processors,
-        use_dot=True,
-        num_warps=1,
-        num_stages=3,
-        max_whole=512,
-        early_dependents=not are_many,
-    )
+def _query_warps(least: int, facts: Facts, values: object) -> int:
+    """Return the warps of a program, each of which has registers for about 1,024 attended numbers."""
+    head_tile = max(triton.next_power_of_2(int(facts["head_size"])), 16)
+    numbers: int = triton.next_power_of_2(int(facts["queries"])) * head_tile
+    return min(max(numbers // 1024, least), 8)
 
 
-def _lane_tuning(num_rows: int, num_kv_heads: int, num_processors: int) -> DecodeTuning:
-    """Return the tuning of heads of at most 64 elements that share nothing, where a product would be mostly padding.
-
-    The more rows and heads there are, the smaller are their programs: as many as possible shall run at once.
-    """
-    wanted = num_rows * num_kv_heads / num_processors
-    is_single, is_few = num_rows == 1, wanted <= 1
-    # Rows of 20 to 1,000 tokens: what splits them finely enough that no long one is attended last.
-    programs = 1 if is_few else 4 if wanted <= 4 else 8 if wanted <= 8 else 15
-    tile, num_warps, num_stages, kv_heads = 64, 4, 1, 1
-    if wanted > 16:
-        tile, num_warps, kv_heads = 8, 1, 2
-    elif wanted > 8:
-        tile, num_warps, kv_heads = 16, 2, 2
-    elif wanted > 4:
-        tile, num_warps = 32, 2
-    elif is_few and not is_single:
-        # A program has a processor for itself: all tokens of a short row are on their way from the start.
-        tile, num_warps, num_stages = 128, 8, 2
-    heads = math.gcd(num_kv_heads, kv_heads)
-    return DecodeTuning(
-        tile=tile * kv_heads // heads,
-        min_split=64 if is_single else 128,
-        num_programs=programs * num_processors,
-        use_dot=False,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        max_registers=None if num_warps == 8 else 168,
-        max_whole=64 if is_single else 320,
-        fan_in=16 if is_single else 8,
-        kv_heads=heads,
-        early_dependents=wanted <= 4,
-    )
+_TABLE = Table(
+    "decode attention",
+    DecodeTuning,
+    (
+        "bits",
+        "cache_bits",
+        "head_size",
+        "rows",
+        "queries",
+        "even_heads",
+        "norms",
+        "heads_per_processor",
+    ),
+    rules={
+        "processors": lambda number, facts, values: number * int(facts["processors"]),
+        "query_warps": _query_warps,
+    },
+)
 
 
 def begins_in_turns(num_heads: int, num_processors: int) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
+
+from rose_backend.kernels.tuning.measured import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class PrefillTuning:
     """Attend the chunk's tiles before the queries' own in a loop of their own, without a causal mask."""
 
 
+@lru_cache(maxsize=1024)
 def prefill_tuning(
     mean_query_len: float,
     head_size: int,
@@ -37,28 +40,20 @@ def prefill_tuning(
     Args:
         is_describable: whether tensor descriptors of the chunk's keys and values are possible.
     """
-    pointers = {"by_descriptor": False, "split": True}
-    if dtype.itemsize == 4:
-        num_warps = 4 if head_size <= 128 else 8
-        return PrefillTuning(16, 16, num_warps, 1, by_descriptor=False, split=False)
-    if mean_query_len <= 16 and head_size <= 64:
-        return PrefillTuning(16, 32, num_warps=2, num_stages=3, by_descriptor=False, split=False)
-    if mean_query_len <= 16:
-        return PrefillTuning(16, 16, num_warps=4, num_stages=2, by_descriptor=False, split=False)
-    # Descriptors are worth their start at every new tile where chunks are long.
-    worth_from = {64: 512, 128: 128}.get(head_size, math.inf)
-    if is_describable and capability >= (9, 0) and mean_query_len >= worth_from:
-        return PrefillTuning(64, 64, num_warps=4, num_stages=3, by_descriptor=True, split=True)
-    if head_size <= 64:
-        return PrefillTuning(64, 32, num_warps=4, num_stages=3, **pointers)
-    if head_size <= 128 and capability < (9, 0):
-        return PrefillTuning(64, 32, num_warps=4, num_stages=2, **pointers)
-    if head_size <= 128:
-        return PrefillTuning(128, 64, num_warps=8, num_stages=3, **pointers)
-    if head_size <= 256:
-        return PrefillTuning(64, 32, num_warps=8, num_stages=2, **pointers)
-    return PrefillTuning(32, 16, num_warps=8, num_stages=2, **pointers)
+    major, minor = capability
+    return _TABLE.choose(
+        {
+            "bits": 8 * dtype.itemsize,
+            "query_len": mean_query_len,
+            "head_size": head_size,
+            "capability": 10 * major + minor,
+            "describable": is_describable,
+        }
+    )
 
 
-TUNED_QUERY_LENS = (1, 17, 128, 512)
-"""Mean query lengths from which on tunings change, for one shape or another."""
+_TABLE = Table(
+    "prefill attention", PrefillTuning, ("bits", "query_len", "head_size", "capability", "describable")
+)
+TUNED_QUERY_LENS = (1, *_TABLE.steps("query_len"))
+"""Mean query lengths from which on the choice changes, for one shape or another."""
