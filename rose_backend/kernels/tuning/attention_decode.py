@@ -10,7 +10,7 @@ import torch
 import triton
 
 from rose_backend.kernels.gpu_properties import gpu_properties
-from rose_backend.kernels.tuning.measured import Facts, Table
+from rose_backend.kernels.tuning.measured import Facts, Table, constants
 
 MAX_QUERY_ELEMENTS = 8192
 """Numbers that one program attends, unless one head's tokens are more: they stay in registers."""
@@ -110,13 +110,12 @@ _TABLE = Table(
 )
 
 
-def begins_in_turns(num_heads: int, num_processors: int) -> bool:
-    """Return whether programs of decode attention, one for each KV head of each row, are too many to run all at once.
+_MOST_AT_ONCE = constants("decode attention in turns")["heads_per_processor"]
 
-    Longest first, 200 rows of 100 to 1,100 tokens with Qwen3 0.6B's heads take 122 us on an H200, in their own order
-    144; with up to 8 heads a processor, all of which find room, there was nothing to gain.
-    """
-    return num_heads > 8 * num_processors
+
+def begins_in_turns(num_heads: int, num_processors: int) -> bool:
+    """Return whether programs of decode attention, one per KV head and row, are too many to run all at once."""
+    return num_heads > _MOST_AT_ONCE * num_processors
 
 
 def heads_per_program(group: int, num_tokens: int, head_tile: int) -> int:

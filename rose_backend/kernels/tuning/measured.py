@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from fractions import Fraction
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 PATH = Path(__file__).with_name("measured.txt")
@@ -69,6 +70,7 @@ class Table(Generic[Config]):
     """The choices of one operation.
 
     Args:
+        config: what a row's fields make, a dataclass, a named tuple or ``dict``.
         facts: names that conditions may have and that ``choose`` is given.
         rules: how computed fields are computed.
         results: facts that follow from a configuration, by name; conditions may have these too.
@@ -92,14 +94,14 @@ class Table(Generic[Config]):
             (row, [(name, *limits) for name, limits in row.conditions.items() if name in facts])
             for row in self.rows
         ]
-        self._check({*facts, *self._results}, {field.name for field in fields(config)})  # type: ignore[arg-type]
+        self._find_unknown({*facts, *self._results})
 
-    def _check(self, facts: set[str], names: set[str]) -> None:
+    def _find_unknown(self, facts: set[str]) -> None:
         for row in self.rows:
             rules = {value.rule for value in row.values.values() if isinstance(value, Computed)}
-            unknown = (
-                (row.conditions.keys() - facts) | (row.values.keys() - names) | (rules - self._rules.keys())
-            )
+            unknown = (row.conditions.keys() - facts) | (rules - self._rules.keys())
+            if self._config is not dict:
+                unknown |= row.values.keys() - self._config.__annotations__.keys()
             if unknown:
                 raise ValueError(f"{PATH.name}, {self.operation}: unknown {sorted(unknown)} in {row}")
 
@@ -115,9 +117,9 @@ class Table(Generic[Config]):
                     return config
         raise ValueError(f"{PATH.name}, {self.operation}: nothing for {dict(facts)}")
 
-    def only(self) -> Config:
-        """Return what is chosen where there is nothing to choose by."""
-        return self.choose({})
+    def all(self) -> list[Config]:
+        """Return the configurations of all rows, where none has conditions."""
+        return [self._make(row, {}) for row in self.rows]
 
     def borders(self, name: str) -> list[float]:
         """Return the upper ends of a fact's ranges."""
@@ -144,6 +146,12 @@ class Table(Generic[Config]):
             for name, result in self._results.items()
             if name in row.conditions
         )
+
+
+@functools.lru_cache(maxsize=256)
+def constants(operation: str, **facts: float) -> Mapping[str, int]:
+    """Return the values of the first row whose conditions hold, by name: for numbers that are no tiles of a kernel."""
+    return MappingProxyType(Table(operation, dict, tuple(facts)).choose(facts))
 
 
 @functools.cache
