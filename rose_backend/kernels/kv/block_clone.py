@@ -15,14 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
+from rose_backend.kernels.tuning.measured import constants
+
 MAX_DEPENDENT_PAIRS = 8192
 """Pairs of which one program can hold a word each in its registers."""
 
 _WORD_BYTES = 16
-# Elements per program. Of a tile for dependent pairs each pair has a part. On an H200, 256 pairs of 590 kB take 79 us
-# (3.8 TB/s) and 80 us; 1024 dependent pairs take 335 us, with tiles of half the size 403 us.
-_INDEPENDENT_TILE = 512
-_DEPENDENT_TILE = 16384
+_INDEPENDENT_TILE = constants("block clone")["independent_tile"]
+_DEPENDENT_TILE = constants("block clone")["dependent_tile"]
+"""Elements per program; of a tile for dependent pairs each pair has a part."""
 
 
 @dataclass(frozen=True, slots=True)

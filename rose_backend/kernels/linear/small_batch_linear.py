@@ -33,6 +33,7 @@ from rose_backend.kernels.linear.tile import (
     sum_warps,
 )
 from rose_backend.kernels.tuning.linear import MAX_SPLIT_FLOATS, LinearConfig, choose_config
+from rose_backend.kernels.tuning.measured import constants
 from rose_backend.kernels.workspace import current_workspace
 
 _LINE_BYTES = 128
@@ -210,16 +211,14 @@ def rows_of_tiles(x: torch.Tensor, block_m: int) -> int:
     return max(min(triton.cdiv(x.shape[0], block_m) * block_m, rows_stored), x.shape[0])
 
 
-_BYTES_AHEAD = 16 << 20
-_PROGRAMS_AT_ONCE = 264  # two for each multiprocessor of an H200
+_BYTES_AHEAD = constants("linear prefetch")["bytes_ahead"]
+_PROGRAMS_AT_ONCE = constants("linear prefetch")["programs_at_once"]
 
 
 def lines_ahead(depth_bytes: int, block_n: int, programs: int) -> int:
     """Return how many 128-byte lines of each column programs ask for before ``x`` is there, a power of two.
 
-    What all programs of a GPU ask for must fit its L2 cache beside what is in use, or it comes from memory twice: with
-    all lines, a layer of Llama 3.1 8B took 162 us with 32 rows on an H200, with at most 8, 16 and 32 MiB 127, 129 and
-    133.
+    What all programs of a GPU ask for must fit its L2 cache next to what is in use, or it comes from memory twice.
     """
     lines = triton.next_power_of_2(triton.cdiv(depth_bytes, _LINE_BYTES))
     at_once = min(programs, _PROGRAMS_AT_ONCE)

@@ -39,21 +39,21 @@ from rose_backend.kernels.sampling.gumbel_max import (
 )
 from rose_backend.kernels.sampling.tensors import SampleOutput, SamplingTensors
 from rose_backend.kernels.sampling.vocab_tiles import largest_of_groups, tile_tokens
+from rose_backend.kernels.tuning.measured import constants
 
 MAX_CANDIDATES = 2048
 """Tokens of a row that are searched in registers."""
 _FEW_CANDIDATES = 128
 """Tokens of a row that are compared with each other."""
 
-# Columns of a slice, and the warps that read it: the fastest of those tried with 50,257 tokens on an H200 and, with
-# 151,936, on an H100. There 256 rows take 84 us greedy and 151 us at temperature 1, with 4 warps 88 and 160.
-_COLUMNS = 128
+_TUNED = constants("sampler")
+_COLUMNS = _TUNED["columns"]
 _MIN_GROUP = 16
 # With larger vocabularies groups grow, so that the second launch can hold all their maxima.
 _MAX_GROUPS = 8192
-_SCAN_WARPS = 8
+_SCAN_WARPS = _TUNED["scan_warps"]
 _LEAST_TOP_P = tl.constexpr(1e-30)
-_CHOOSE_WARPS = 8
+_CHOOSE_WARPS = _TUNED["choose_warps"]
 
 
 @triton.jit(do_not_specialize=["vocab_size", "num_slices", "bias_width"])
