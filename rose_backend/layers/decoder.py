@@ -9,32 +9,28 @@ import torch
 from rose_backend.config import Switches
 from rose_backend.kernels import HeadRotation, rotate_query_key
 from rose_backend.kernels.linear.ops import MAX_ROWS
+from rose_backend.kernels.tuning.measured import constants
 from rose_backend.layers.attention import StepAttention
 from rose_backend.layers.linear import DecoderLayer, Mlp, Norm, ResidualStream, SparseMlp
 
-MAX_ROTATED_ROWS, ALWAYS_ROTATED = 128, 128
-"""Decodes of a step up to which attention rotates on its way; size of heads for which it always does."""
-
-_WIDE = 2048
-_MAX_WIDE_ROWS = 128
+MAX_ROTATED_ROWS = constants("rotation inside attention")["max_rows"]
+"""Largest decode batch for which attention applies RoPE itself."""
+ALWAYS_ROTATED = constants("rotation inside attention")["always_with_head_size"]
+"""Head size for which it always does."""
 
 
 def max_packed_rows(hidden_size: int) -> int:
     """Return the decodes of a step up to which packed products, which take norms in, are faster than the library's.
 
-    Qwen3 0.6B's are faster for all. A layer of Llama 3.1 8B with 1, 40, 128, 144, 192 and 256 decodes took 120, 137,
-    167, 221, 232 and 245 us packed on an H200, and 133, 151, 181, 189, 224 and 251 by library products
-    (``benchmarks.tune_decode_layer`` times both).
+    ``benchmarks.tune_decode_layer`` times both.
     """
-    return MAX_ROWS if hidden_size < _WIDE else _MAX_WIDE_ROWS
+    return min(constants("packed products", hidden_size=hidden_size)["max_rows"], MAX_ROWS)
 
 
 def rotates_inside(num_decodes: int, head_size: int) -> bool:
-    """Return whether attention of a step that only decodes rotates on its way, in place of a launch of its own.
+    """Return whether attention applies RoPE itself in a step that only decodes, in place of a separate launch.
 
-    Each program then does for itself what one launch does for all. Heads of 128 elements gain for any number of
-    decodes: with 256, a layer's attention with Llama 3.1 8B's heads takes 43.9 us on an H200, without rotation 42.6,
-    and the launch 3.4. Others were not measured with more than 128 decodes.
+    Each program then does for itself what one launch does for all.
     """
     return head_size == ALWAYS_ROTATED or num_decodes <= MAX_ROTATED_ROWS
 

@@ -30,9 +30,10 @@ from rose_backend.kernels import (
     small_batch_linear_and_moments,
 )
 from rose_backend.kernels.gpu_properties import gpu_properties
+from rose_backend.kernels.tuning.measured import constants
 
-_TILE = 128
-"""Rows and columns of the library's tiles where it cuts the inner dimension, on an H100 and an H200."""
+_TILE = constants("products in halves")["library_tile"]
+"""Rows and columns of the library's tiles where it splits the inner dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,11 +291,9 @@ def adds_halves(x: torch.Tensor, linear: Linear) -> bool:
     """Return whether to multiply the two halves of the inner dimension apart and to let the norm behind sum them.
 
     A product of few rows has fewer tiles than the GPU has processors. The library cuts its inner dimension then and
-    sums the parts in a launch of their own, which the norm saves. So two halves must find room side by side, and nearly
-    fill the GPU. What follows attention in a layer of Llama 3.1 8B takes 195, 174 and 166 us on an H100 with 256, 192
-    and 144 rows, and 200, 185 and 170 with whole products; Llama 3.2 1B's, which does not fill it, is slower with 256
-    rows. In bfloat16 only: a half of float16 might be too large where the sum is not. Both halves rounded are as exact
-    as a whole product rounded.
+    sums the parts in a separate launch, which the norm saves. So two halves must fit at once, and nearly fill the GPU.
+    In bfloat16 only: a half of float16 might be too large where the sum is not. Both halves rounded are as exact as a
+    whole product rounded.
     """
     if x.device.type == "cpu" or x.dtype is not torch.bfloat16 or linear.bias is not None:
         return False
