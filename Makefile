@@ -42,8 +42,9 @@ bench: set-up ## time the block manager
 report: set-up ## tables and figures of docs/performance and README from benchmarks/results
 	$(VENV_PYTHON) -m benchmarks.report
 
-docs: set-up ## build the documentation into site/, its tables of options from the code
+docs: set-up ## build the documentation into site/, its tables of options and tuning from the code
 	$(VENV_PYTHON) scripts/document_options.py
+	$(VENV_PYTHON) scripts/document_tuning.py
 	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
 
 clean: ## remove .venv and every cache

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import document_options
+import document_tuning
 import pytest
 
 import rose_backend
@@ -44,7 +45,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOM_READMES = sorted((ROOT / "rose_backend").rglob("README.md"))
 MAX_README_LINES = 220
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
-GENERATED = re.compile(r"<!-- (?:table|options): .*?<!-- end of \w+ -->", re.DOTALL)
+GENERATED = re.compile(r"<!-- (?:table|options|measured): .*?<!-- end of \w+ -->", re.DOTALL)
 PARTS = (
     "benchmarks",
     "docs",
@@ -431,6 +432,17 @@ def test_a_changed_option_is_noticed() -> None:
         assert changed != text and document_options.rewritten(changed) == text
     with pytest.raises(SystemExit, match="expected"):
         document_options.rewritten(text.replace("<!-- options: env -->", ""))
+
+
+def test_measured_choices_are_those_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert document_tuning.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_changed_choice_is_noticed() -> None:
+    text = document_tuning.PAGE.read_text(encoding="utf-8")
+    for part in ("block_n=256", "rows 17 to 32, ", "≥ 1025", "H100/H200", "| 173 |"):
+        changed = text.replace(part, "other")
+        assert changed != text and document_tuning.rewritten(changed) == text
 
 
 def test_every_option_and_variable_is_documented() -> None:
