@@ -7,6 +7,7 @@ A kernel's best cut depends on what its neighbours leave free, so each candidate
 of a model with random weights, the other kernels as they are best so far. The search starts with the cuts that are in
 use. Before it is timed, a cut is compiled in one of several processes and its hidden states are compared there, over
 two layers, with those of library products: a cut is left out if they are further from float32 than twice as far.
+The fastest ones are printed as rows for ``rose_backend/kernels/tuning/measured.txt``.
 
 Rows of a range of contexts are of lengths drawn from it. What is fastest for equal rows can be slow there: a step waits
 for its longest row.
@@ -17,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import statistics
 import sys
 import tempfile
@@ -42,6 +42,7 @@ from rose_backend.kernels.linear import small_batch_linear as linear_gpu
 from rose_backend.kernels.linear.ops import MAX_ROWS
 from rose_backend.kernels.tuning.attention_decode import DecodeTuning, decode_tuning
 from rose_backend.kernels.tuning.linear import MAX_SPLIT_FLOATS, LinearConfig, choose_config
+from rose_backend.kernels.tuning.measured import as_line
 from rose_backend.layers import decoder
 from rose_backend.layers.attention import AttentionMetadata
 from rose_backend.models.registry import load_model
@@ -341,8 +342,8 @@ def search(step: Step, pool: ProcessPoolExecutor, wanted: Sequence[str] | None) 
         ATTENTION: asdict(found.best.attention),
         **{f"{columns}x{depth}": asdict(cut) for (columns, depth), cut in found.best.products.items()},
     }
-    for part, cut in best.items():
-        print(f"    {part} {json.dumps(cut)}", flush=True)
+    for part in best:
+        print(f"    {row_of(step, found, part)}", flush=True)
     times = {
         "in_use_us": found.in_use_us,
         "library_us": found.library_us,
@@ -353,9 +354,35 @@ def search(step: Step, pool: ProcessPoolExecutor, wanted: Sequence[str] | None) 
         "context": as_text(step.context),
         **times,
         "fastest": best,
+        "table_rows": {part: row_of(step, found, part) for part in best},
         "tried": found.tried,
         "wrong": found.wrong,
     }
+
+
+def row_of(step: Step, found: Search, part: str) -> str:
+    """Return the fastest cut of one kernel as a row for ``rose_backend/kernels/tuning/measured.txt``.
+
+    Its conditions are this case alone: widen them as far as other cases allow. The time is that of the whole layer.
+    """
+    rows, config = len(step.ids), step.model.config
+    gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ")
+    if part != ATTENTION:
+        columns, depth = _sizes(part)
+        shape = {"tma": True, "rows": rows, "columns": columns, "depth": depth}
+        return as_line(shape, found.best.products[columns, depth], gpu, found.fastest_us)
+    heads = {
+        "head_size": config.head_size,
+        "queries": config.num_attention_heads // config.num_kv_heads,
+        "cache_bits": 8 * config.dtype.itemsize,
+        "norms": step.model.weights.layers[0].query_norm is not None,
+        "rows": rows,
+    }
+    cut, num_processors = found.best.attention, gpu_properties(step.ids.device).num_processors
+    line = as_line(heads, cut, gpu, found.fastest_us)
+    share, rest = divmod(cut.num_programs, num_processors)
+    # As many for each multiprocessor, where that is what was tried.
+    return line if rest else line.replace(f"programs={cut.num_programs}", f"programs=processors:{share}")
 
 
 def _write_two_layers(path: str, folder: Path) -> None:

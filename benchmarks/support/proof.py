@@ -17,8 +17,9 @@ DEFAULT_FOLDER = ROOT / "build" / "kernel_proofs"
 
 
 def source_digest(*test_files: str) -> str:
-    """Return a digest of every kernel's source, and of files of tests."""
-    return digest_of([*sorted(KERNELS.rglob("*.py")), *(ROOT / file for file in test_files)], ROOT)
+    """Return a digest of every kernel's source, of what was measured, and of files of tests."""
+    sources = sorted([*KERNELS.rglob("*.py"), *KERNELS.rglob("*.txt")])
+    return digest_of([*sources, *(ROOT / file for file in test_files)], ROOT)
 
 
 def machine_facts() -> dict[str, str]:

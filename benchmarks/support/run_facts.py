@@ -77,7 +77,7 @@ def run_facts(core: int | None = None) -> dict[str, Any]:
             "system": platform.system(),
         },
         "versions": versions,
-        "sources_digest": digest_of(sorted(PACKAGE.rglob("*.py")), PACKAGE),
+        "sources_digest": digest_of(sorted([*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.txt")]), PACKAGE),
     }
 
 

@@ -223,6 +223,8 @@ def _package_digest() -> str:
     import rose_backend
 
     digest = hashlib.sha256()
-    for path in sorted(Path(rose_backend.__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
+    # What is measured chooses kernels too.
+    for path in sorted(Path(rose_backend.__file__).parent.rglob("*")):
+        if path.suffix in (".py", ".txt"):
+            digest.update(path.read_bytes())
     return digest.hexdigest()

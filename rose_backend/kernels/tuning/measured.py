@@ -211,22 +211,27 @@ def _value(text: str) -> Value:
     return Computed(rule, int(number)) if colon else int(number)
 
 
-def line(conditions: Mapping[str, str], config: Any, gpu: str, microseconds: float, commit: str) -> str:
+def as_line(
+    conditions: Mapping[str, object], config: Any, gpu: str, microseconds: float, commit: str = ""
+) -> str:
     """Return a line of the file for a configuration that was measured.
 
     Args:
-        conditions: ranges by fact, as the file has them.
-        config: a dataclass; fields with their default are left out.
+        conditions: ranges by fact, as the file has them, or single numbers.
+        config: a dataclass; fields that have their default are left out.
     """
-    values = {
-        field.name: getattr(config, field.name)
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    written = {
+        field.name: _as_text(values[field.name])
         for field in fields(config)
-        if field.default is MISSING or getattr(config, field.name) != field.default
+        if field.default is MISSING or values[field.name] != field.default
     }
-    names = {True: "yes", False: "no"}
-    texts = {name: names[value] if isinstance(value, bool) else value for name, value in values.items()}
     cells = (
-        ", ".join(f"{name} {limits}" for name, limits in conditions.items()),
-        ", ".join(f"{name}={text}" for name, text in texts.items()),
+        ", ".join(f"{name} {_as_text(limits)}" for name, limits in conditions.items()),
+        ", ".join(f"{name}={text}" for name, text in written.items()),
     )
-    return " | ".join((*cells, gpu, f"{microseconds:.1f}", commit))
+    return " | ".join((*cells, gpu, f"{microseconds:.1f}", commit)).rstrip(" |")
+
+
+def _as_text(value: object) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
