@@ -46,7 +46,7 @@ from rose_backend.kernels.attention.ops import (
     plan_paged_decode,
     plan_paged_prefill,
 )
-from rose_backend.kernels.attention.reference_prefill import PrefillPlan
+from rose_backend.kernels.attention.reference import PrefillPlan
 from rose_backend.kernels.decode_step.ops import advance_rows
 from rose_backend.kernels.experts.ops import Experts, expert_mlp
 from rose_backend.kernels.kv.ops import block_clone, write_kv

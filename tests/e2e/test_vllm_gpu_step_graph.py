@@ -17,7 +17,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from rose_backend.kernels.attention import longest_first
+from rose_backend.kernels.attention import split_context as longest_first
 from rose_backend.kernels.tuning import attention_decode as decode_tuning
 from rose_backend.vllm_plugin.step_graph.steady_steps import SteadySteps
 from rose_backend.vllm_plugin.step_graph.step_counts import STEPS

@@ -22,14 +22,14 @@ DTYPES = [torch.float32, torch.float16]
 
 def call(name: str, *args: Any) -> torch.Tensor:
     """Run in place; return what was written and require that it is what the function returns."""
-    from rose_backend.kernels.pointwise import fused_mlp as gpu
+    from rose_backend.kernels.pointwise import elementwise as gpu
 
     assert getattr(gpu, name)(*args) is args[0]
     return args[0]
 
 
 def silu_mul(gate_up: torch.Tensor, *, alternating: bool = False) -> torch.Tensor:
-    from rose_backend.kernels.pointwise import fused_mlp as gpu
+    from rose_backend.kernels.pointwise import elementwise as gpu
 
     return gpu.silu_mul(gate_up, alternating=alternating)
 
@@ -110,7 +110,7 @@ def test_writes_only_its_view() -> None:
 
 @compiles("_bias_kernel", "_silu_mul_kernel")
 def test_compiles_without_spills(capability: int) -> None:
-    from rose_backend.kernels.pointwise import fused_mlp as gpu
+    from rose_backend.kernels.pointwise import elementwise as gpu
 
     with record_launches(gpu, "_bias_kernel", "_silu_mul_kernel") as launches:
         for dtype in (torch.float16, torch.bfloat16):

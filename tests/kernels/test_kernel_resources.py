@@ -67,7 +67,7 @@ def test_a_kernel_that_was_not_compiled_or_spills_fails_its_test() -> None:
 
 
 def norm_launch(width: int) -> Launch:
-    from rose_backend.kernels.pointwise import layer_norm as norms
+    from rose_backend.kernels.pointwise import elementwise as norms
 
     x, weight = torch.zeros(2, width), torch.zeros(width)
     with record_launches(norms, "_norm_kernel") as launches:

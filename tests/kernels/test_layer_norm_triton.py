@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.float16]
 
 
 def call(name: str, *args: Any) -> Any:
-    from rose_backend.kernels.pointwise import layer_norm as gpu
+    from rose_backend.kernels.pointwise import elementwise as gpu
 
     return getattr(gpu, name)(*args)
 
@@ -128,7 +128,7 @@ def test_views_of_wider_tensors() -> None:
 
 @compiles("_norm_kernel")
 def test_compiles_without_spills(capability: int) -> None:
-    from rose_backend.kernels.pointwise import layer_norm as gpu
+    from rose_backend.kernels.pointwise import elementwise as gpu
 
     with record_launches(gpu, "_norm_kernel") as launches:
         for width in (768, 16_384):

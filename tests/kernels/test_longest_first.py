@@ -9,7 +9,7 @@ import torch
 
 from rose_backend.compile_ahead.recorded_launches import record_launches as record_compilations
 from rose_backend.kernels import AttentionOptions, plan_paged_decode
-from rose_backend.kernels.attention import longest_first as gpu
+from rose_backend.kernels.attention import split_context as gpu
 from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
 from rose_backend.kernels.tuning.attention_decode import begins_in_turns
 from rose_backend.layers.attention import AttentionRows, AttentionStep, attend, plan_decode

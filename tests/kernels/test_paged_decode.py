@@ -16,7 +16,7 @@ from rose_backend.kernels import (
     rotate_query_key,
     write_kv,
 )
-from rose_backend.kernels.attention import reference_decode as twin
+from rose_backend.kernels.attention import reference as twin
 from tests.support.error_budget import assert_within_budget
 from tests.support.paged_inputs import (
     CACHE_LAYOUTS,

@@ -9,7 +9,7 @@ import torch
 
 from rose_backend.kernels import AttentionOptions
 from rose_backend.kernels.attention import paged_prefill as gpu
-from rose_backend.kernels.attention import store_chunk
+from rose_backend.kernels.attention import paged_prefill as store_chunk
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.tensor_checks import CACHE_DTYPE
 from tests.support.aot import SHARED_BYTES, Launch, compile_launch, compiles, record_launches

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rose_backend.kernels.sampling.philox import exponential_noise, philox4x32, token_bits, vocabulary_bits
+from rose_backend.kernels.sampling.reference import exponential_noise, philox4x32, token_bits, vocabulary_bits
 from tests.support.patience import HANG_S
 
 ALL_ONES = 0xFFFFFFFF

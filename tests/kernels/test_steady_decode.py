@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from rose_backend.errors import ShapeError
+from rose_backend.kernels.arguments import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState
 from rose_backend.kernels.decode_step.ops import (
     NO_SLOT,
     begin_steady_decode,
     end_steady_decode,
     write_block_ids,
 )
-from rose_backend.kernels.decode_step.state import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState
 
 NUM_SLOTS, VOCAB_SIZE, MAX_LEN = 9, 23, 200
 POISON = 77

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rose_backend.kernels.decode_step.state import DecodeGroups
+from rose_backend.kernels.arguments import DecodeGroups
 from tests.kernels.test_steady_decode import (
     BLOCK_SIZES,
     NUM_SLOTS,

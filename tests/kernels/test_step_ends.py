@@ -10,8 +10,8 @@ import torch
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import advance_rows, embed_tokens
-from rose_backend.kernels.decode_step import advance_rows as gpu_advance
-from rose_backend.kernels.pointwise import embed_tokens as gpu_embed
+from rose_backend.kernels.decode_step import steady_decode as gpu_advance
+from rose_backend.kernels.pointwise import elementwise as gpu_embed
 from tests.kernels.test_small_batch_linear import moments_of
 from tests.support.aot import compile_launch, compiles, overlapped, record_launches
 from tests.support.interpreter import run_interpreted

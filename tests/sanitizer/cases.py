@@ -10,9 +10,9 @@ import torch
 
 from rose_backend import kernels
 from rose_backend.kernels import advance_rows, embed_tokens
+from rose_backend.kernels.arguments import SamplingTensors
 from rose_backend.kernels.decode_step.ops import end_steady_decode, write_block_ids
 from rose_backend.kernels.linear.ops import row_moments
-from rose_backend.kernels.sampling.tensors import SamplingTensors
 from tests.kernels.test_expert_mlp import make_case as make_experts
 from tests.kernels.test_sample import make_params, random_case
 from tests.kernels.test_steady_decode import make_case, random_writes

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends import fa_utils
 
 from rose_backend.kernels import AttentionOptions
-from rose_backend.kernels.attention.reference_prefill import paged_prefill
+from rose_backend.kernels.attention.reference import paged_prefill
 from rose_backend.vllm_plugin.attention import flash_attention
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl
 from rose_backend.vllm_plugin.attention.flash_attention import (

@@ -10,9 +10,9 @@ import torch
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.arguments import AttentionOptions, HeadRotation
-from rose_backend.kernels.attention import reference_decode as decode_reference
-from rose_backend.kernels.attention import reference_prefill as prefill_reference
-from rose_backend.kernels.attention.reference_prefill import PrefillPlan
+from rose_backend.kernels.attention import reference as decode_reference
+from rose_backend.kernels.attention import reference as prefill_reference
+from rose_backend.kernels.attention.reference import PrefillPlan
 from rose_backend.kernels.pointwise.ops import check_rotation, rotate_query_key
 from rose_backend.kernels.tensor_checks import (
     Spec,
@@ -58,7 +58,7 @@ def plan_paged_decode(
     """
     _check_query_lens(query_start_loc, max_query_len)
     if key_cache.is_cuda:
-        from rose_backend.kernels.attention.longest_first import longest_first
+        from rose_backend.kernels.attention.split_context import longest_first
         from rose_backend.kernels.tuning.attention_decode import begins_in_turns, num_processors
 
         num_heads = len(num_computed_tokens) * key_cache.shape[2]

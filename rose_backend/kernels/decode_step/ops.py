@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.decode_step.state import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState
+from rose_backend.kernels.arguments import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState
 from rose_backend.kernels.tensor_checks import check_tensors
 
 NO_SLOT = -1
@@ -196,7 +196,7 @@ def advance_rows(
         step_index=(step_index, "1", torch.int64),
     )
     if token_ids.is_cuda:
-        from rose_backend.kernels.decode_step import advance_rows as gpu
+        from rose_backend.kernels.decode_step import steady_decode as gpu
 
         gpu.advance_rows(
             token_ids, input_ids, num_computed_tokens, positions, draw_positions, history, step_index

@@ -1,9 +1,9 @@
 """Triton kernels for the MLP of a mixture of experts, in four launches.
 
-1. ``_choose_experts_kernel``, see ``expert_choice``: each token's experts and their weights, each expert's tokens.
+1. ``_choose_experts_kernel``: each token's experts and their weights, each expert's tokens.
 2. ``_expert_product_kernel`` with the gate and its factor: ``silu(gate) * factor`` of each pair of token and expert.
 3. The same kernel with ``narrow``: each pair's result, times its weight.
-4. ``_add_experts_kernel``, see ``expert_sum``: a token's experts, added in the order of their weights, and a residual.
+4. ``_add_experts_kernel``: a token's experts, added in the order of their weights, and a residual.
 
 A program of a product has the rows of one expert, as many as fit a tile. How many tiles each expert has is known on the
 GPU only, so there are as many programs as there could be tiles; those beyond the last tile end at once.
@@ -20,13 +20,200 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rose_backend.kernels.experts.expert_choice import choose_experts
-from rose_backend.kernels.experts.expert_sum import add_experts, num_parts
 from rose_backend.kernels.experts.reference import MAX_EXPERTS
 from rose_backend.kernels.gpu_properties import can_use_tma, has_dependent_launch
-from rose_backend.kernels.linear.tile import add_tile, load_moments, load_tile
+from rose_backend.kernels.linear.small_batch_linear import add_tile, load_moments, load_tile
+from rose_backend.kernels.sampling.gumbel_max import ordered_key, value_of_key
 from rose_backend.kernels.tuning.experts import ExpertConfig, choose_config
 from rose_backend.kernels.workspace import current_workspace
+
+_EXPERT_MASK = tl.constexpr(MAX_EXPERTS - 1)
+
+
+@triton.jit
+def _keys(logits, experts, ARE_WIDE: tl.constexpr):
+    """Map logits, as float32, and their experts to integers in the order of logits; of equals the first is larger.
+
+    An integer has the expert in its last bits. Logits of 16 bits leave them free in float32, so that 32 bits are
+    enough, of which a warp finds the largest in one instruction.
+    """
+    keys = ordered_key(logits)
+    if ARE_WIDE:
+        keys = keys.to(tl.int64) * (_EXPERT_MASK + 1)
+    return (keys & (-1 - _EXPERT_MASK)) + (_EXPERT_MASK - experts)
+
+
+@triton.jit
+def _logit(key, ARE_WIDE: tl.constexpr):
+    """Return the logit of one of ``_keys``."""
+    if ARE_WIDE:
+        ordered = ((key - (key & _EXPERT_MASK)) // (_EXPERT_MASK + 1)).to(tl.int32)
+    else:
+        # Of negative numbers, the bits that were free are ones in ``ordered_key``.
+        ordered = tl.where(key < 0, key | _EXPERT_MASK, key & (-1 - _EXPERT_MASK))
+    return value_of_key(ordered)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _choose_experts_kernel(
+    logits_ptr,  # [T, X]
+    weights_ptr,  # [T, A] float32 contiguous, written
+    counts_ptr,  # [X] int32, zero before: tokens of each expert, written
+    pairs_ptr,  # [X, T] int32: of each expert its pairs, token * A + place, written
+    num_tokens,
+    logits_stride,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,  # the next power of two
+    TOP_K: tl.constexpr,  # A
+    PLACES: tl.constexpr,  # the next power of two
+    RENORMALIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per token."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0)
+    experts, places = tl.arange(0, EXPERTS), tl.arange(0, PLACES)
+    in_experts, in_places = experts < NUM_EXPERTS, places < TOP_K
+    row = logits_ptr + token.to(tl.int64) * logits_stride
+    logits = tl.load(row + experts, mask=in_experts, other=float("-inf"))
+    # Below all numbers are only experts that are taken or do not exist: no token takes one twice, also with NaN.
+    LOWEST: tl.constexpr = -3.4e38
+    ARE_WIDE: tl.constexpr = logits.dtype == tl.float32
+    TAKEN: tl.constexpr = -(2**50) if ARE_WIDE else -(2**31)
+    wide = logits.to(tl.float32)
+    keys = _keys(tl.where(wide >= LOWEST, wide, float("-inf")), experts, ARE_WIDE)
+    keys = tl.where(in_experts, keys, TAKEN)
+    peak = tl.maximum(_logit(tl.max(keys, 0), ARE_WIDE), LOWEST)
+    total = tl.sum(tl.exp(wide - peak), 0)
+    chosen = tl.zeros([PLACES], tl.int32)
+    weights = tl.zeros([PLACES], tl.float32)
+    for place in tl.static_range(TOP_K):
+        largest = tl.max(keys, 0)
+        chosen = tl.where(places == place, _EXPERT_MASK - (largest & _EXPERT_MASK).to(tl.int32), chosen)
+        weights = tl.where(
+            places == place, tl.exp(tl.maximum(_logit(largest, ARE_WIDE), LOWEST) - peak) / total, weights
+        )
+        keys = tl.where(keys == largest, TAKEN, keys)
+    if RENORMALIZE:
+        weights /= tl.sum(weights, 0)
+    pairs = token * TOP_K + places
+    tl.store(weights_ptr + pairs, weights, mask=in_places)
+    before = tl.atomic_add(counts_ptr + chosen, 1, mask=in_places, sem="relaxed")
+    tl.store(pairs_ptr + chosen.to(tl.int64) * num_tokens + before, pairs, mask=in_places)
+
+
+def choose_experts(
+    router_logits: torch.Tensor,  # [T, X]
+    weights: torch.Tensor,  # [T * A] float32  written
+    counts: torch.Tensor,  # int32, X at least, zeros  written
+    pairs: torch.Tensor,  # [X, T] int32  written
+    *,
+    top_k: int,
+    renormalize: bool,
+    use_pdl: bool,
+) -> None:
+    """Launch the choice; arguments as the kernel's, with ``A = top_k``."""
+    num_tokens, num_experts = router_logits.shape
+    _choose_experts_kernel[(num_tokens,)](
+        router_logits,
+        weights,
+        counts,
+        pairs,
+        num_tokens,
+        router_logits.stride(0),
+        NUM_EXPERTS=num_experts,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        TOP_K=top_k,
+        PLACES=triton.next_power_of_2(top_k),
+        RENORMALIZE=renormalize,
+        PDL=use_pdl,
+        num_warps=1 if num_experts <= 256 else 4,
+        launch_pdl=use_pdl,
+    )
+
+
+SUM_TILE = 512
+
+
+@triton.jit
+def _add_experts_kernel(
+    outputs_ptr,  # [T, A, E] contiguous
+    residual_ptr,  # [T, E], with RESIDUAL
+    out_ptr,  # [T, E], written
+    moments_ptr,  # [T, 2, PARTS] float32 contiguous, written
+    counts_ptr,  # [NUM_COUNTS] int32, zero afterwards, written
+    residual_stride,
+    out_stride,
+    NUM_COUNTS: tl.constexpr,  # a power of two
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per (token, ``TILE`` columns)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = part * TILE + tl.arange(0, TILE)
+    mask = columns < WIDTH
+    total = tl.zeros([TILE], tl.float32)
+    for place in tl.static_range(TOP_K):
+        output = outputs_ptr + (token * TOP_K + place) * WIDTH + columns
+        total += tl.load(output, mask=mask, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        total += tl.load(residual_ptr + token * residual_stride + columns, mask=mask, other=0.0).to(
+            tl.float32
+        )
+    result = total.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * out_stride + columns, result, mask=mask)
+    wide = result.to(tl.float32)
+    tl.store(moments_ptr + token * (2 * PARTS) + part, tl.sum(wide, 0))
+    tl.store(moments_ptr + token * (2 * PARTS) + PARTS + part, tl.sum(wide * wide, 0))
+    # Nobody reads them any more: both products have ended.
+    if (token == 0) & (part == 0):
+        tl.store(counts_ptr + tl.arange(0, NUM_COUNTS), tl.zeros([NUM_COUNTS], tl.int32))
+
+
+def num_parts(width: int) -> int:
+    """Return how many parts the moments of rows of ``width`` columns have."""
+    return triton.next_power_of_2(triton.cdiv(width, SUM_TILE))
+
+
+def add_experts(
+    outputs: torch.Tensor,  # [T * A, E] contiguous
+    residual: torch.Tensor | None,  # [T, E]
+    out: torch.Tensor,  # [T, E]  written
+    moments: torch.Tensor,  # [T, 2, P] float32  written
+    counts: torch.Tensor,  # int32  written, zeros
+    *,
+    top_k: int,
+    use_pdl: bool,
+) -> None:
+    """Launch the sum of what all experts have made of each token, and set the counters back."""
+    num_tokens, width = out.shape
+    _add_experts_kernel[(num_tokens, moments.shape[2])](
+        outputs,
+        outputs if residual is None else residual,
+        out,
+        moments,
+        counts,
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+        NUM_COUNTS=counts.numel(),
+        TOP_K=top_k,
+        WIDTH=width,
+        TILE=SUM_TILE,
+        PARTS=moments.shape[2],
+        RESIDUAL=residual is not None,
+        PDL=use_pdl,
+        num_warps=4,
+        launch_pdl=use_pdl,
+    )
 
 
 @triton.jit

@@ -43,7 +43,7 @@ def embed_tokens(
         )
         check_same_dtype(token_embedding=token_embedding, position_embedding=position_embedding)
     if input_ids.is_cuda:
-        from rose_backend.kernels.pointwise import embed_tokens as gpu
+        from rose_backend.kernels.pointwise import elementwise as gpu
 
         out = empty_rows(token_embedding, input_ids.shape[0], token_embedding.shape[1])
         return out, gpu.embed_tokens(input_ids, positions, token_embedding, position_embedding, out)
@@ -63,7 +63,7 @@ def layer_norm(
     check_tensors(x=(x, "T E"), weight=(weight, "E"), bias=(bias, "E"))
     check_same_dtype(x=x, weight=weight, bias=bias)
     if x.is_cuda:
-        from rose_backend.kernels.pointwise import layer_norm as gpu
+        from rose_backend.kernels.pointwise import elementwise as gpu
 
         return gpu.layer_norm(x, weight, bias, eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
@@ -84,7 +84,7 @@ def add_layer_norm(
     check_tensors(x=(x, _parts_of(x)), residual=(residual, "T E"), weight=(weight, "E"), bias=(bias, "E"))
     check_same_dtype(x=x, residual=residual, weight=weight, bias=bias)
     if x.is_cuda:
-        from rose_backend.kernels.pointwise import layer_norm as gpu
+        from rose_backend.kernels.pointwise import elementwise as gpu
 
         return gpu.add_layer_norm(x, residual, weight, bias, eps)
     new_residual = _sum(x, residual)
@@ -100,7 +100,7 @@ def rms_norm(
     check_tensors(x=(x, "T E"), weight=(weight, "E"))
     check_same_dtype(x=x, weight=weight)
     if x.is_cuda:
-        from rose_backend.kernels.pointwise import layer_norm as gpu
+        from rose_backend.kernels.pointwise import elementwise as gpu
 
         return gpu.rms_norm(x, weight, eps)
     wide = x.float()
@@ -122,7 +122,7 @@ def add_rms_norm(
     check_tensors(x=(x, _parts_of(x)), residual=(residual, "T E"), weight=(weight, "E"))
     check_same_dtype(x=x, residual=residual, weight=weight)
     if x.is_cuda:
-        from rose_backend.kernels.pointwise import layer_norm as gpu
+        from rose_backend.kernels.pointwise import elementwise as gpu
 
         return gpu.add_rms_norm(x, residual, weight, eps)
     new_residual = _sum(x, residual)
@@ -147,7 +147,7 @@ def bias_gelu(
     check_tensors(x=(x, "T I"), bias=(bias, "I"))
     check_same_dtype(x=x, bias=bias)
     if x.is_cuda:
-        from rose_backend.kernels.pointwise import fused_mlp as gpu
+        from rose_backend.kernels.pointwise import elementwise as gpu
 
         return gpu.bias_gelu(x, bias)
     if x.dtype == torch.float32:
@@ -164,7 +164,7 @@ def bias_residual(
     check_tensors(x=(x, "T E"), bias=(bias, "E"), residual=(residual, "T E"))
     check_same_dtype(x=x, bias=bias, residual=residual)
     if x.is_cuda:
-        from rose_backend.kernels.pointwise import fused_mlp as gpu
+        from rose_backend.kernels.pointwise import elementwise as gpu
 
         return gpu.bias_residual(x, bias, residual)
     if x.dtype == torch.float32:
@@ -186,7 +186,7 @@ def silu_mul(
     if gate_up.shape[1] % 2:
         raise ShapeError(f"gate_up: expected an even number of columns, got {gate_up.shape[1]}")
     if gate_up.is_cuda:
-        from rose_backend.kernels.pointwise import fused_mlp as gpu
+        from rose_backend.kernels.pointwise import elementwise as gpu
 
         return gpu.silu_mul(gate_up, alternating=alternating)
     gate, up = gate_up.unflatten(1, (-1, 2)).unbind(2) if alternating else gate_up.chunk(2, dim=-1)

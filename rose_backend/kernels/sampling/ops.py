@@ -7,8 +7,8 @@ from types import ModuleType
 import torch
 
 from rose_backend.errors import ShapeError
+from rose_backend.kernels.arguments import SampleOutput, SamplingTensors
 from rose_backend.kernels.sampling import reference
-from rose_backend.kernels.sampling.tensors import SampleOutput, SamplingTensors
 from rose_backend.kernels.tensor_checks import check_tensors
 
 __all__ = ["SAMPLER_KERNELS", "SampleOutput", "SamplingTensors", "sample", "sample_unfused"]

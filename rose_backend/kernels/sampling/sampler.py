@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rose_backend.kernels.arguments import SampleOutput, SamplingTensors
 from rose_backend.kernels.gpu_properties import has_dependent_launch
 from rose_backend.kernels.sampling.choose_token import (
     choose_filtered,
@@ -33,12 +34,12 @@ from rose_backend.kernels.sampling.gumbel_max import (
     MINUS_INFINITY,
     NO_TOKEN,
     gumbel_max,
+    largest_of_groups,
     ordered_key,
     scores_of,
     tile_bits,
+    tile_tokens,
 )
-from rose_backend.kernels.sampling.tensors import SampleOutput, SamplingTensors
-from rose_backend.kernels.sampling.vocab_tiles import largest_of_groups, tile_tokens
 from rose_backend.kernels.tuning.measured import constants
 
 MAX_CANDIDATES = 2048

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from rose_backend.errors import IntegrityError
+from rose_backend.kernels.arguments import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState
 from rose_backend.kernels.captured_graphs import CapturedGraphs
 from rose_backend.kernels.decode_step.ops import (
     NO_SLOT,
@@ -22,7 +23,6 @@ from rose_backend.kernels.decode_step.ops import (
     end_steady_decode,
     write_block_ids,
 )
-from rose_backend.kernels.decode_step.state import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState
 from rose_backend.vllm_plugin.plugin_logger import logger
 from rose_backend.vllm_plugin.step_graph.steady_choice import SteadyBatches, why_step_is_not_steady
 from rose_backend.vllm_plugin.step_graph.steady_output import OutputBuffers, SteadyOutput

@@ -1,0 +1,328 @@
+"""Embeddings, norms, activations and residual adds: one launch each, float32 inside, rounded once.
+
+With a residual add before a norm, the sum is normalized as it is stored, so that both forms of a layer give the same
+numbers. What is added may come in parts, of a product that was cut along its inner dimension: this saves the launch
+that would sum them. The activations of GPT-2's MLP work in place.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from rose_backend.kernels.gpu_properties import has_dependent_launch
+
+
+@triton.jit
+def _embed_tokens_kernel(
+    input_ids_ptr,  # [T] contiguous
+    positions_ptr,  # [T] contiguous
+    token_embedding_ptr,  # [V, E]
+    position_embedding_ptr,  # [P, E], with ADD
+    out_ptr,  # [T, E] contiguous, written
+    moments_ptr,  # [T, 2] float32, contiguous, written
+    token_stride,
+    position_stride,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Args: ADD: the position embedding."""
+    if PDL:
+        # Launched in the ordinary way: all kernels in front have ended. The one behind may fetch its weights.
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, TILE)
+    mask = columns < WIDTH
+    token_id = tl.maximum(tl.load(input_ids_ptr + token), 0).to(tl.int64)
+    if ADD:
+        position = tl.load(positions_ptr + token)
+    of_token = token_embedding_ptr + token_id * token_stride + columns
+    embedded = tl.load(of_token, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        positional = position_embedding_ptr + position * position_stride + columns
+        embedded += tl.load(positional, mask=mask, other=0.0).to(tl.float32)
+    rounded = embedded.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * WIDTH + columns, rounded, mask=mask)
+    wide = rounded.to(tl.float32)
+    tl.store(moments_ptr + token * 2, tl.sum(wide, 0))
+    tl.store(moments_ptr + token * 2 + 1, tl.sum(wide * wide, 0))
+
+
+def embed_tokens(
+    input_ids: torch.Tensor,  # [T] int64 or int32
+    positions: torch.Tensor,  # [T] int64
+    token_embedding: torch.Tensor,  # [V, E], innermost stride 1
+    position_embedding: torch.Tensor | None,  # [P, E], innermost stride 1
+    out: torch.Tensor,  # [T, E] contiguous, written
+) -> torch.Tensor:
+    """Twin of ``rose_backend.kernels.embed_tokens``; returns the moments of ``out``."""
+    num_tokens, width = len(input_ids), token_embedding.shape[1]
+    moments = token_embedding.new_empty((num_tokens, 2, 1), dtype=torch.float32)
+    if num_tokens:
+        tile = triton.next_power_of_2(width)
+        _embed_tokens_kernel[(num_tokens,)](
+            input_ids.contiguous(),
+            positions.contiguous(),
+            token_embedding,
+            token_embedding if position_embedding is None else position_embedding,
+            out,
+            moments,
+            token_embedding.stride(0),
+            0 if position_embedding is None else position_embedding.stride(0),
+            WIDTH=width,
+            TILE=tile,
+            ADD=position_embedding is not None,
+            PDL=has_dependent_launch(out.device),
+            num_warps=min(max(tile // 256, 1), 8),
+        )
+    return moments
+
+
+_TILE = 1024
+
+
+@triton.jit
+def _bias_kernel(
+    x_ptr,  # [T, E]  written
+    bias_ptr,  # [E]
+    residual_ptr,  # [T, E]
+    width,
+    x_stride_t,
+    x_stride_e,
+    residual_stride_t,
+    residual_stride_e,
+    GELU: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Args: GELU: apply it to x + bias; else add the residual."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = columns < width
+    x_ptrs = x_ptr + token * x_stride_t + columns * x_stride_e
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    x += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if GELU:
+        # Its tanh form is x * (1 + tanh(z)) / 2 with z = sqrt(2 / pi) * (x + 0.044715 * x**3), or x * sigmoid(2 * z).
+        x *= tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        residual = residual_ptr + token * residual_stride_t + columns * residual_stride_e
+        x += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
+    tl.store(x_ptrs, x.to(x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _silu_mul_kernel(
+    gate_up_ptr,  # [T, 2 * I]
+    out_ptr,  # [T, I] contiguous, written
+    width,
+    stride_t,
+    stride_e,
+    ALTERNATING: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Args: ALTERNATING: gate and up are in turns, not side by side."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = columns < width
+    row = gate_up_ptr + token * stride_t
+    if ALTERNATING:
+        both = tl.program_id(1) * (2 * TILE) + tl.arange(0, 2 * TILE)
+        pairs = tl.load(row + both.to(tl.int64) * stride_e, mask=both < 2 * width, other=0.0)
+        gate, up = tl.split(tl.reshape(pairs, [TILE, 2]))
+    else:
+        gate = tl.load(row + columns.to(tl.int64) * stride_e, mask=mask, other=0.0)
+        up = tl.load(row + (columns + width).to(tl.int64) * stride_e, mask=mask, other=0.0)
+    gate = gate.to(tl.float32)
+    product = gate * tl.sigmoid(gate) * up.to(tl.float32)
+    tl.store(out_ptr + token * width + columns, product.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def bias_gelu(
+    x: torch.Tensor,  # [T, I]  written
+    bias: torch.Tensor,  # [I]
+) -> torch.Tensor:
+    """Twin of ``rose_backend.kernels.bias_gelu``."""
+    return _launch_bias(x, bias, None)
+
+
+def bias_residual(
+    x: torch.Tensor,  # [T, E]  written
+    bias: torch.Tensor,  # [E]
+    residual: torch.Tensor,  # [T, E]
+) -> torch.Tensor:
+    """Twin of ``rose_backend.kernels.bias_residual``."""
+    return _launch_bias(x, bias, residual)
+
+
+def _launch_bias(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    if x.numel():
+        num_tokens, width = x.shape
+        _bias_kernel[(num_tokens, triton.cdiv(width, _TILE))](
+            x,
+            bias.contiguous(),
+            x if residual is None else residual,
+            width,
+            *x.stride(),
+            *(x if residual is None else residual).stride(),
+            GELU=residual is None,
+            TILE=_TILE,
+            num_warps=4,
+        )
+    return x
+
+
+def silu_mul(
+    gate_up: torch.Tensor,  # [T, 2 * I]
+    *,
+    alternating: bool = False,
+) -> torch.Tensor:
+    """Twin of ``rose_backend.kernels.silu_mul``."""
+    num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty((num_tokens, width))
+    if out.numel():
+        use_pdl = has_dependent_launch(out.device)
+        _silu_mul_kernel[(num_tokens, triton.cdiv(width, _TILE))](
+            gate_up,
+            out,
+            width,
+            *gate_up.stride(),
+            ALTERNATING=alternating,
+            TILE=_TILE,
+            PDL=use_pdl,
+            launch_pdl=use_pdl,
+            num_warps=4,
+        )
+    return out
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr,  # [PARTS, T, E]
+    residual_ptr,  # [T, E]
+    weight_ptr,  # [E]
+    bias_ptr,  # [E]
+    normed_ptr,  # [T, E] contiguous, written
+    new_residual_ptr,  # [T, E] contiguous, written
+    eps,
+    x_stride_p,
+    x_stride_t,
+    x_stride_e,
+    residual_stride_t,
+    residual_stride_e,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    ADD: tl.constexpr,
+    CENTRE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Args: ADD: x + residual first. CENTRE: LayerNorm with its bias, else RMSNorm."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, TILE)
+    mask = columns < WIDTH
+    # What is constant is loaded before the wait.
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x_ptr += token * x_stride_t + columns * x_stride_e
+    x = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, PARTS):
+        x_ptr += x_stride_p
+        x += tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        residual = residual_ptr + token * residual_stride_t + columns * residual_stride_e
+        x += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
+        total = x.to(new_residual_ptr.dtype.element_ty)
+        tl.store(new_residual_ptr + token * WIDTH + columns, total, mask=mask)
+        x = total.to(tl.float32)
+    if CENTRE:
+        x = tl.where(mask, x - tl.sum(x, axis=0) / WIDTH, 0.0)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
+    normed = x * scale * weight
+    if CENTRE:
+        normed += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(normed_ptr + token * WIDTH + columns, normed.to(normed_ptr.dtype.element_ty), mask=mask)
+
+
+def layer_norm(
+    x: torch.Tensor,  # [T, E]
+    weight: torch.Tensor,  # [E]
+    bias: torch.Tensor,  # [E]
+    eps: float,
+) -> torch.Tensor:
+    """Twin of ``rose_backend.kernels.layer_norm``."""
+    return _launch(x, None, weight, bias, eps)[0]
+
+
+def add_layer_norm(
+    x: torch.Tensor,  # [T, E] or [P, T, E]
+    residual: torch.Tensor,  # [T, E]
+    weight: torch.Tensor,  # [E]
+    bias: torch.Tensor,  # [E]
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Twin of ``rose_backend.kernels.add_layer_norm``."""
+    return _launch(x, residual, weight, bias, eps)
+
+
+def rms_norm(
+    x: torch.Tensor,  # [T, E]
+    weight: torch.Tensor,  # [E]
+    eps: float,
+) -> torch.Tensor:
+    """Twin of ``rose_backend.kernels.rms_norm``."""
+    return _launch(x, None, weight, None, eps)[0]
+
+
+def add_rms_norm(
+    x: torch.Tensor,  # [T, E] or [P, T, E]
+    residual: torch.Tensor,  # [T, E]
+    weight: torch.Tensor,  # [E]
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Twin of ``rose_backend.kernels.add_rms_norm``."""
+    return _launch(x, residual, weight, None, eps)
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the normalised tensor and the sum; without a residual the sum is ``x`` itself."""
+    parts = x if x.ndim == 3 else x[None]
+    num_parts, num_tokens, width = parts.shape
+    normed = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
+    new_residual = x if residual is None else torch.empty_like(normed)
+    if normed.numel():
+        tile = triton.next_power_of_2(width)
+        _norm_kernel[(num_tokens,)](
+            parts,
+            x if residual is None else residual,
+            weight.contiguous(),
+            weight if bias is None else bias.contiguous(),
+            normed,
+            new_residual,
+            eps,
+            # Of a single part it says nothing, and Triton compiles apart for what divides it.
+            0 if num_parts == 1 else parts.stride(0),
+            *parts.stride()[1:],
+            *(x if residual is None else residual).stride(),
+            WIDTH=width,
+            TILE=tile,
+            PARTS=num_parts,
+            ADD=residual is not None,
+            CENTRE=bias is not None,
+            PDL=has_dependent_launch(x.device),
+            launch_pdl=has_dependent_launch(x.device),
+            num_warps=min(max(tile // 256, 1), 16),
+        )
+    return normed, new_residual
