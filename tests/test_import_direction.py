@@ -15,7 +15,7 @@ from tests.support.patience import HANG_S
 
 PACKAGE = Path(__file__).resolve().parent.parent / "rose_backend"
 
-CORE = frozenset({"errors", "config", "block_manager", "kernels", "layers"})
+CORE = frozenset({"errors", "config", "block_manager", "scheduling", "kernels", "layers"})
 ENGINE_CORE = CORE | {"models"}
 EVERYTHING = ENGINE_CORE | {"compile_ahead", "engine", "server", "vllm_plugin"}
 
@@ -24,6 +24,7 @@ ALLOWED = {
     "errors": frozenset[str](),
     "config": frozenset({"errors"}),
     "block_manager": frozenset({"errors", "config"}),
+    "scheduling": frozenset({"errors", "config", "block_manager"}),
     "kernels": frozenset({"errors", "config"}),
     "layers": frozenset({"errors", "config", "kernels"}),
     "models": frozenset({"errors", "config", "kernels", "layers"}),

@@ -18,7 +18,6 @@ from rose_backend.block_manager.observability import (
 )
 from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
 from rose_backend.block_manager.reservation import Reservation
-from rose_backend.block_manager.scheduling_policies import InFlightPrefixes
 
 __all__ = [
     "NULL_BLOCK",
@@ -32,7 +31,6 @@ __all__ = [
     "CacheStats",
     "ClonePlan",
     "GroupKind",
-    "InFlightPrefixes",
     "PrefixCache",
     "PrefixMatch",
     "Reservation",

@@ -24,13 +24,13 @@ from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.request import PromptLists, Request, check_queue, check_request_id
 from rose_backend.engine.scheduling.deferred_commit import DeferredCommits, Int64Array
 from rose_backend.engine.scheduling.scheduler import Scheduler
-from rose_backend.engine.scheduling.token_budget import min_tokens_worth_waiting
 from rose_backend.engine.sequence_state import SequenceState
 from rose_backend.engine.startup.load import LoadedModel, load
 from rose_backend.engine.startup.warm_up import warm_up
 from rose_backend.engine.tokenizer_loading import PendingTokenizer
 from rose_backend.errors import EngineDeadError, IntegrityError, RequestError, kind_and_text
 from rose_backend.kernels.workspace import Workspace
+from rose_backend.scheduling.token_budget import min_tokens_worth_waiting
 
 logger = logging.getLogger(__name__)
 

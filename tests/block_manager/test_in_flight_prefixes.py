@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rose_backend.block_manager import BlockManager, InFlightPrefixes, scheduling_policies
+from rose_backend.block_manager import BlockManager
+from rose_backend.scheduling import in_flight_prefixes
+from rose_backend.scheduling.in_flight_prefixes import InFlightPrefixes
 
 NUM_TOKENS = 60
 
@@ -41,7 +43,7 @@ def two_prompts(num_shared: int) -> tuple[np.ndarray, np.ndarray]:
 def test_a_prompt_waits_exactly_if_the_next_step_finds_enough_more_of_it(
     monkeypatch: pytest.MonkeyPatch, min_tokens: int, block_size: int, full_blocks_only: bool
 ) -> None:
-    monkeypatch.setattr(scheduling_policies, "MIN_TOKENS_WORTH_WAITING", min_tokens)
+    monkeypatch.setattr(in_flight_prefixes, "MIN_TOKENS_WORTH_WAITING", min_tokens)
     num_waiting = 0
     spans = itertools.product((0, 3, 16, 21), (0, 1, 8, 16, 22, 40, 59, 60), (4, 20, 39, 60))
     for num_known, num_shared, chunk in spans:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rose_backend import SamplingParams
-from rose_backend.block_manager import BlockManager, scheduling_policies
+from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
 from rose_backend.engine.input_processor import InputProcessor
 from rose_backend.engine.scheduling.admission import Admission
@@ -16,6 +16,7 @@ from rose_backend.engine.scheduling.deferred_commit import DeferredCommits
 from rose_backend.engine.sequence_state import SequenceState
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import TokenizerParts
+from rose_backend.scheduling import in_flight_prefixes
 from tests.support.random_tokenizers import KINDS
 
 STEM = [1, 2, 3, 4, 5, 6]  # a block and half of one
@@ -136,7 +137,7 @@ def test_a_long_queue_moves_several_at_a_time() -> None:
 
 @pytest.fixture
 def few_are_worth_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduling_policies, "MIN_TOKENS_WORTH_WAITING", len(STEM))
+    monkeypatch.setattr(in_flight_prefixes, "MIN_TOKENS_WORTH_WAITING", len(STEM))
 
 
 @pytest.mark.usefixtures("few_are_worth_waiting")

@@ -20,7 +20,6 @@ from rose_backend import LLM
 from rose_backend.config import EngineConfig
 from rose_backend.engine import progress
 from rose_backend.engine.process_settings import note_imports, process_age_s
-from rose_backend.engine.scheduling.token_budget import default_token_budget
 from rose_backend.engine.startup import report as start_up_report
 from rose_backend.engine.startup.load import storage_bytes
 from rose_backend.engine.startup.padding import decode_kinds, padding_passes, token_counts
@@ -33,6 +32,7 @@ from rose_backend.kernels.tuning.attention_prefill import TUNED_QUERY_LENS, pref
 from rose_backend.kernels.tuning.experts import choose_config as choose_expert_config
 from rose_backend.layers.linear import Linear, adds_halves
 from rose_backend.models.config import ModelConfig
+from rose_backend.scheduling.token_budget import default_token_budget
 
 GIB = 1 << 30
 ON_GPU = StartUpReport(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rose_backend.block_manager import scheduling_policies
-from rose_backend.block_manager.scheduling_policies import MIN_TOKENS_WORTH_WAITING
+from rose_backend.scheduling import in_flight_prefixes
+from rose_backend.scheduling.in_flight_prefixes import MIN_TOKENS_WORTH_WAITING
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from tests.vllm_plugin import simulation as simulated
 from tests.vllm_plugin.conftest import MakeConfig
@@ -92,7 +92,7 @@ def test_without_a_prefix_cache_no_prompt_waits() -> None:
 def test_a_prompt_that_shares_few_tokens_waits_if_the_threshold_is_low(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduling_policies, "MIN_TOKENS_WORTH_WAITING", 10)
+    monkeypatch.setattr(in_flight_prefixes, "MIN_TOKENS_WORTH_WAITING", 10)
     manager = a_manager()
     assert begin(manager, make_request("first", [*STEM[:13], 500])) == 0
     assert begin(manager, make_request("other", [*STEM[:9], 600, 601])) == 0

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rose_backend.block_manager import BlockManager, InFlightPrefixes
+from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
 from rose_backend.engine.request import Completion
 from rose_backend.engine.scheduling.deferred_commit import DeferredCommits
 from rose_backend.engine.sequence_state import Int32Array, SequenceState
 from rose_backend.errors import IntegrityError
+from rose_backend.scheduling.in_flight_prefixes import InFlightPrefixes
 
 _ARRIVALS_PER_ROW = 1 / 32
 """Share of all rows that must be free before requests of a long queue are admitted; see ``Admission.may_admit``."""

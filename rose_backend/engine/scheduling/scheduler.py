@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager, ClonePlan
-from rose_backend.block_manager.scheduling_policies import TOP_UP_STEPS, reserve_ahead, top_up
 from rose_backend.config import EngineConfig
 from rose_backend.engine.engine_stats import EngineStats
 from rose_backend.engine.input_processor import InputProcessor
@@ -17,6 +16,7 @@ from rose_backend.engine.scheduling.admission import Admission
 from rose_backend.engine.scheduling.deferred_commit import DeferredCommits
 from rose_backend.engine.sequence_state import Int32Array, SequenceState
 from rose_backend.errors import IntegrityError
+from rose_backend.scheduling.look_ahead import TOP_UP_STEPS, reserve_ahead, top_up
 
 
 @dataclass(frozen=True, slots=True)

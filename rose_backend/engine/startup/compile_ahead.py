@@ -18,7 +18,6 @@ from rose_backend.compile_ahead.pool import CompiledKernel, CompleteStarts
 from rose_backend.config import EngineConfig, check_int
 from rose_backend.engine.execution.model_runner import ModelRunner
 from rose_backend.engine.progress import show_progress
-from rose_backend.engine.scheduling.token_budget import default_token_budgets
 from rose_backend.engine.sequence_state import SequenceState
 from rose_backend.engine.startup.feature_status import captures_graphs
 from rose_backend.engine.startup.kv_pool import allocate_kv_cache, choose_max_model_len
@@ -29,6 +28,7 @@ from rose_backend.kernels.sampling.ops import SAMPLER_KERNELS
 from rose_backend.models.base import CausalLM
 from rose_backend.models.registry import load_model
 from rose_backend.models.weights import CONFIG_FILE, resolve_model_path
+from rose_backend.scheduling.token_budget import default_token_budgets
 
 if TYPE_CHECKING:
     from rose_backend.compile_ahead.recorded_launches import KernelSource

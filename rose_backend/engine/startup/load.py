@@ -17,7 +17,6 @@ from rose_backend.config import EngineConfig
 from rose_backend.engine.generation_config import generation_eos_token_ids
 from rose_backend.engine.process_settings import CpuThreads, check_num_threads, choose_cpu_threads
 from rose_backend.engine.progress import LoadingProgress
-from rose_backend.engine.scheduling.token_budget import default_token_budget
 from rose_backend.engine.startup.compile_ahead import compile_starts
 from rose_backend.engine.startup.feature_status import captures_graphs, feature_status
 from rose_backend.engine.startup.kv_pool import (
@@ -35,6 +34,7 @@ from rose_backend.models.base import CausalLM
 from rose_backend.models.config import ModelConfig
 from rose_backend.models.registry import load_model
 from rose_backend.models.weights import resolve_model_path
+from rose_backend.scheduling.token_budget import default_token_budget
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.request import Request, RequestStatus
 
-from rose_backend.block_manager import BlockManager, InFlightPrefixes, PrefixMatch
+from rose_backend.block_manager import BlockManager, PrefixMatch
 from rose_backend.errors import IntegrityError
+from rose_backend.scheduling.in_flight_prefixes import InFlightPrefixes
 from rose_backend.vllm_plugin.kv_cache.blocks import BlockPoolShim, CoordinatorShim, HeldBlocks, RoseBlocks
 from rose_backend.vllm_plugin.kv_cache.checkpoints import DueCheckpoints, junction_of
 from rose_backend.vllm_plugin.kv_cache.deferred_requests import DeferredRequests

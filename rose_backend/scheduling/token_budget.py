@@ -1,26 +1,26 @@
-"""Numbers of tokens that depend on the device: what a step may compute, and what a prompt waits for."""
+"""Token counts that depend on the device: the budget of a step, and the prefix that a prompt waits for."""
 
 from __future__ import annotations
 
 import torch
 
-from rose_backend.block_manager.scheduling_policies import MIN_TOKENS_WORTH_WAITING
+from rose_backend.scheduling.in_flight_prefixes import MIN_TOKENS_WORTH_WAITING
 
 _CPU = 2048
 """A CPU is no faster with more, and a step delays running sequences."""
 _SMALL_GPU = {"offline": 8192, "online": 2048}
 _LARGE_GPU = {"offline": 16_384, "online": 8192}
 """vLLM's defaults for such GPUs. On an H200 a pass of GPT-2 124M takes 6.4 ms for 16,384 tokens, 3.1 ms for 8,192 and
-1.0 ms for 2,048: larger ones delay running sequences, smaller ones are shorter than the host's 2 ms per step."""
+1.0 ms for 2,048: larger ones delay running sequences, smaller ones take less than the CPU's 2 ms per step."""
 _LARGE_GPU_BYTES = 70 << 30
 _WORTH_WAITING_ON_A_GPU = 1024
-"""For GPT-2 124M on an H200, where waiting costs a step of about 2 ms (``benchmarks.waiting`` of commit 29b54d5).
-Median time to first token, waiting / not, in ms: 128 tokens shared by 2 requests 3.7 / 2.1, by 8 5.2 / 2.7, by 32
-7.5 / 4.9; 768 tokens 4.6 / 2.2, 5.5 / 5.1, 8.4 / 9.3. To be measured again for larger models."""
+"""For GPT-2 124M on an H200, where waiting costs a step of about 2 ms. Median ms to the first token, waiting / not: 128
+tokens shared by 2 requests 3.7 / 2.1, by 8 5.2 / 2.7, by 32 7.5 / 4.9; 768 tokens 4.6 / 2.2, 5.5 / 5.1, 8.4 / 9.3. To
+be measured again for larger models."""
 
 
 def default_token_budget(device: torch.device, *, is_online: bool) -> int:
-    """Return ``max_num_batched_tokens``; ``is_online``: clients read tokens as they come."""
+    """Return ``max_num_batched_tokens``; ``is_online``: clients read tokens while they are generated."""
     if device.type == "cpu":
         return _CPU
     is_large = torch.cuda.get_device_properties(device).total_memory >= _LARGE_GPU_BYTES
@@ -35,5 +35,5 @@ def default_token_budgets(device: torch.device | None) -> list[int]:
 
 
 def min_tokens_worth_waiting(device: torch.device) -> int:
-    """Return for how many tokens that another prompt computes in the same step a prompt waits for the next one."""
+    """Return how many tokens of a prompt another one must compute in a step for it to wait for the next step."""
     return _WORTH_WAITING_ON_A_GPU if device.type == "cuda" else MIN_TOKENS_WORTH_WAITING
