@@ -3,11 +3,9 @@
 Start reading at ``README.md`` in this folder. Imports NumPy only, no torch, Triton or vLLM.
 """
 
-from rose_backend.block_manager.admission import AddedSequence
-from rose_backend.block_manager.block_manager import BlockManager
+from rose_backend.block_manager.block_manager import AddedSequence, BlockManager
 from rose_backend.block_manager.block_pool import NULL_BLOCK, BlockPool
 from rose_backend.block_manager.clone_queue import ClonePlan
-from rose_backend.block_manager.kind_table import GroupKind
 from rose_backend.block_manager.observability import (
     BlockRemoved,
     BlockStored,
@@ -18,6 +16,7 @@ from rose_backend.block_manager.observability import (
 )
 from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
 from rose_backend.block_manager.reservation import Reservation
+from rose_backend.block_manager.sequence_table import GroupKind
 
 __all__ = [
     "NULL_BLOCK",

@@ -3,34 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rose_backend.block_manager.admission import AddedSequence, Admission
 from rose_backend.block_manager.block_pool import (
     NO_BLOCKS,
     NO_WRITER,
-    BlockPool,
+    NULL_BLOCK,
     BoolArray,
     Int32Array,
     IntArray,
 )
-from rose_backend.block_manager.clone_queue import ClonePlan, CloneQueue
+from rose_backend.block_manager.books import Books
+from rose_backend.block_manager.clone_queue import ClonePlan
 from rose_backend.block_manager.integrity import check_all
-from rose_backend.block_manager.kind_table import GroupKind, check_kinds
-from rose_backend.block_manager.observability import CacheEvent, CacheStats
-from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
-from rose_backend.block_manager.reservation import Reservation, Reservations
-from rose_backend.block_manager.row_states import RowStates
-from rose_backend.block_manager.sequence_table import SequenceTable, any_of
+from rose_backend.block_manager.observability import CacheEvent
+from rose_backend.block_manager.prefix_cache import PrefixMatch
+from rose_backend.block_manager.reservation import (
+    Reservation,
+    append_block_to_each,
+    commit_rows,
+    release_passed,
+    reserve_one_row,
+    reserve_rows,
+    retire_rows,
+)
+from rose_backend.block_manager.row_states import (
+    copy_to_checkpoints,
+    end_states,
+    renew_last_checkpoints,
+    start_from_checkpoint,
+)
+from rose_backend.block_manager.sequence_table import GroupKind, any_of, check_kinds
 from rose_backend.config import check_int
 from rose_backend.errors import ConfigError, RowError
 
 _MAX_BLOCKS = 2**31 - 1
 
 
-class BlockManager:
+@dataclass(frozen=True, slots=True)
+class AddedSequence:
+    """Answer of ``BlockManager.add``."""
+
+    row: int
+    num_cached_tokens: int
+    """Prompt tokens that need no computation."""
+
+
+class BlockManager(Books):
     """Block tables, copy-on-write and the prefix cache. One block table per sequence and KV cache group.
 
     The life of one row's positions (``bs`` = block size)::
@@ -93,25 +115,19 @@ class BlockManager:
         if hash_key is not None and len(hash_key) > 64:
             raise ConfigError(f"hash_key: got {len(hash_key)} bytes, allowed are at most 64")
         check_kinds(kinds)
-        self.block_size = block_size
-        self.max_model_len = max_model_len
-        has_states = kinds[-1].is_state
-        self.pool = BlockPool(num_blocks, [kind.num_groups for kind in kinds], has_states)
-        kv_kinds = [kind for kind in kinds if not kind.is_state]
-        self.table = SequenceTable(max_num_seqs, max_model_len, block_size, kv_kinds)
-        self.cache: PrefixCache | None = None
-        if prefix_cache:
-            windows = [kind.window for kind in kinds if kind.window is not None]
-            self.cache = PrefixCache(
-                self.pool, block_size, full_blocks_only, hash_key, record_events, windows, has_states
-            )
-        self.clones = CloneQueue(self.pool)
-        self.stats = CacheStats(bytes_per_block)
-        parts = (self.pool, self.table, self.cache, self.clones, self.stats, block_size)
-        self.states = RowStates(len(kv_kinds), kinds[-1], max_num_seqs, *parts) if has_states else None
-        self._reservations = Reservations(*parts, self.states)
-        self._admission = Admission(self.pool, self.table, self.cache, self.stats, block_size, self.states)
-        # Aliases: the arrays are allocated once and changed in place.
+        super().__init__(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            kinds=kinds,
+            prefix_cache=prefix_cache,
+            full_blocks_only=full_blocks_only,
+            hash_key=hash_key,
+            bytes_per_block=bytes_per_block,
+            record_events=record_events,
+        )
+        # What callers read in every step, without a detour. The table owns these arrays and changes them in place.
         self.block_table = self.table.block_table
         self.num_computed_tokens = self.table.num_computed_tokens
         self.num_row_blocks = self.table.num_row_blocks
@@ -181,22 +197,55 @@ class BlockManager:
         return self.cache.match(token_ids, namespace, limit, block_hashes)
 
     def blocks_needed(self, match: PrefixMatch, num_tokens: int, num_at_once: int | None = None) -> int:
-        """Return how much ``num_free_blocks`` shrinks, at least, when a match is added and holds ``num_tokens``.
+        """Return by how many ``num_free_blocks`` shrinks, at least, when a match is added and holds ``num_tokens``.
+
+        A partially matched block that nobody holds needs no copy: ``reserve`` overwrites it when blocks are short.
 
         Args:
-            num_at_once: tokens that are reserved behind the computed ones at most, so that windows let go of blocks on
-                the way; None: all at once.
+            num_at_once: maximum tokens reserved past the computed ones, where windows free blocks meanwhile; None: all.
         """
-        return self._admission.blocks_needed(match, num_tokens, num_at_once)
+        needed = self._blocks_of_kind_needed(match.block_ids, match.num_tokens, num_tokens)
+        if not self.pool.has_groups:
+            return needed
+        kinds, size = self.table.kinds, self.block_size
+        needed *= kinds[0].num_groups
+        num_columns = -(-num_tokens // size)
+        for kind, block_ids in zip(kinds[1:], match.blocks_of_kinds(len(kinds) - 1)[1:], strict=True):
+            own = num_columns - len(match.block_ids) + len(block_ids)
+            num_new = self._blocks_of_kind_needed(block_ids, match.num_tokens, own * size)
+            if num_at_once is not None:
+                num_new = min(num_new, int(kind.kind.most_columns(num_at_once, size)))
+            needed += num_new * kind.num_groups
+        if self.states is not None:
+            # A checkpoint is held until it has been copied.
+            is_idle = match.checkpoint != NULL_BLOCK and self.pool.ref_counts[match.checkpoint] == 0
+            needed += (1 + is_idle) * self.states.num_groups
+        return needed
+
+    def _blocks_of_kind_needed(self, block_ids: Int32Array, num_matched: int, num_tokens: int) -> int:
+        if not len(block_ids):
+            return -(-num_tokens // self.block_size)
+        num_idle = int(np.count_nonzero(self.pool.ref_counts[block_ids] == 0))
+        num_new = max(-(-num_tokens // self.block_size) - len(block_ids), 0)
+        offset = num_matched % self.block_size
+        if not offset:
+            return num_new + num_idle
+        tail = block_ids[-1]
+        can_claim = self.pool.writers[tail] == NO_WRITER and self.pool.num_written_tokens[tail] <= offset
+        return num_new + num_idle + int(self.pool.ref_counts[tail] > 0 and not can_claim)
 
     def blocks_to_grow(self, row: int | None, num_tokens: int, num_at_once: int) -> int:
         """Return how many blocks a row, or None for a new one, takes to hold ``num_tokens``; see ``blocks_needed``."""
-        return self._admission.blocks_to_grow(row, num_tokens, num_at_once)
-
-    @property
-    def blocks_per_column(self) -> int:
-        """Blocks of all KV cache groups for the same positions."""
-        return self._reservations.blocks_per_column
+        table, size = self.table, self.block_size
+        num_columns, total = 0 if row is None else int(table.num_row_blocks[row]), 0
+        wanted = max(-(-num_tokens // size) - num_columns, 0)
+        for kind in table.kinds:
+            most = kind.kind.most_columns(num_at_once, size)
+            num_held = num_columns - (0 if row is None else int(kind.first_block[row]))
+            total += kind.num_groups * int(min(wanted, max(most - num_held, 0)))
+        if self.states is not None and (row is None or self.states.running[row] == NULL_BLOCK):
+            total += self.states.num_groups
+        return total
 
     def add(
         self, token_ids: Int32Array, *, namespace: bytes = b"", match: PrefixMatch | None = None
@@ -214,10 +263,26 @@ class BlockManager:
         Raises:
             RowError: the prompt is empty or longer than a row.
         """
+        if not 1 <= len(token_ids) <= self.max_model_len:
+            raise RowError(f"prompt: got {len(token_ids)} tokens, allowed are 1 to {self.max_model_len}")
         if match is None or (self.cache is not None and match.epoch != self.cache.epoch):
-            self._admission.check_prompt(token_ids)
             match = self.match(token_ids, namespace=namespace)
-        return self._admission.add(token_ids, namespace, match)
+        table = self.table
+        if not table.num_free_rows:
+            return None
+        blocks = match.blocks_of_kinds(len(table.windowed))
+        if match.num_tokens:
+            block_ids = match.block_ids if len(blocks) == 1 else np.concatenate(blocks)
+            self.pool.share(block_ids.astype(np.int64))
+            if table.windowed:
+                self.pool.ends_hit[np.concatenate(blocks[1:])] = True
+        (row,) = table.take_rows(1, blocks, match.num_tokens, match.chain_digest, namespace).tolist()
+        if self.states is not None:
+            start_from_checkpoint(self, self.states, row, match.checkpoint)
+        if self.cache is not None:
+            table.num_known[row] = match.num_known_tokens
+            self.stats.count_lookup(len(token_ids), match.num_tokens, self.block_size)
+        return AddedSequence(row, match.num_tokens)
 
     def fork(self, row: int, num_children: int) -> Int32Array | None:
         """Make rows that share all computed tokens of ``row``, the partial tail included.
@@ -228,7 +293,22 @@ class BlockManager:
         Raises:
             RowError: ``row`` is not in use, ``num_children`` is negative, or rows have states.
         """
-        return self._admission.fork(row, num_children)
+        table = self.table
+        if self.states is not None:
+            raise RowError("fork: rows with states cannot be forked")
+        table.check_active(np.array([row]))
+        if num_children < 0:
+            raise RowError(f"num_children: got {num_children}, allowed is 0 or more")
+        if num_children > table.num_free_rows:
+            return None
+        num_tokens = int(table.num_computed_tokens[row])
+        num_blocks = -(-num_tokens // self.block_size)
+        shared = [kind.block_table[row, kind.first_block[row] : num_blocks] for kind in table.kinds]
+        for block_ids in shared:
+            self.pool.share(block_ids.astype(np.int64), num_children)
+        self.stats.forks += num_children
+        digest, namespace = table.chain_digests[row], table.namespaces[row]
+        return table.take_rows(num_children, shared, num_tokens, digest, namespace).astype(np.int32)
 
     def free(self, rows: IntArray, *, states_are_known: BoolArray | None = None) -> None:
         """Release rows with their blocks and pending copies. Committed tokens stay in the prefix cache.
@@ -242,16 +322,16 @@ class BlockManager:
         table, writers = self.table, self.pool.writers
         table.check_active(rows)
         if self.cache is not None:
-            self._reservations.retire(self.cache, rows)
+            retire_rows(self, self.cache, rows)
         entries = table.entries_tail_first(rows)
         block_ids, row_of_block = table.blocks_at(entries)
         writers[block_ids[writers[block_ids] == row_of_block]] = NO_WRITER
         if self.states is not None:
-            block_ids = np.concatenate((self.states.end(rows, states_are_known), block_ids))
+            block_ids = np.concatenate((end_states(self, self.states, rows, states_are_known), block_ids))
         table.give_back(rows, entries)
         self.clones.release_blocks(block_ids)
         if self.states is not None:
-            self.states.renew(rows)
+            renew_last_checkpoints(self, self.states, rows)
 
     def checkpoint(self, rows: IntArray) -> None:
         """Copy the running states of rows into the prefix cache, where lookups find them at once.
@@ -265,7 +345,7 @@ class BlockManager:
         if self.states is not None:
             rows = np.asarray(rows, np.int64)
             self.table.check_active(rows)
-            self.states.checkpoint(rows)
+            copy_to_checkpoints(self, self.states, rows)
 
     def let_go_of_passed(self, rows: IntArray) -> None:
         """Release the blocks that the windows of rows have passed, as ``reserve`` does; they stay in the prefix cache.
@@ -278,7 +358,7 @@ class BlockManager:
         if self.table.windowed:
             rows = np.asarray(rows, np.int64)
             self.table.check_active(rows)
-            self._reservations.let_go_of_passed(rows)
+            release_passed(self, rows)
 
     def group_block_ids(self, rows: Any, columns: Any) -> list[Int32Array]:
         """Return the blocks at ``block_table[rows, columns]``: of each kind int32 ``[num_groups, N]``, 0 if passed."""
@@ -294,13 +374,15 @@ class BlockManager:
 
         Args:
             rows: ``[N]``, no row twice.
-            num_tokens: ``[N]`` or one number: tokens behind ``num_computed_tokens``.
+            num_tokens: ``[N]`` or one number: tokens after ``num_computed_tokens``.
 
         Raises:
             RowError: a row is not in use, is listed twice, or would exceed ``max_model_len``.
         """
-        if len(rows) == 1 and (own := self._reservations.reserve_for_one(rows, num_tokens)) is not None:
-            return own
+        if len(rows) == 1:
+            count: int = num_tokens if isinstance(num_tokens, int) else np.asarray(num_tokens).item()
+            if (num_new_blocks := reserve_one_row(self, int(rows[0]), count)) is not None:
+                return Reservation(True, np.ones(1, np.bool_), num_new_blocks)
         rows, num_tokens = np.asarray(rows, np.int64), self.table.checked_counts("reserve", num_tokens)
         self.table.check_distinct(rows)
         wanted = self.num_computed_tokens[rows] + num_tokens
@@ -312,7 +394,7 @@ class BlockManager:
             raise RowError(
                 f"reserve: got {int(wanted.max())} tokens in a row, max_model_len is {self.max_model_len}"
             )
-        return self._reservations.reserve(rows, wanted, idle)
+        return reserve_rows(self, rows, wanted, idle)
 
     def reserve_next_blocks(self, rows: IntArray) -> bool:
         """As ``reserve`` of one more block for each of ``rows``, whose blocks are all reserved by that row alone.
@@ -326,26 +408,26 @@ class BlockManager:
         """
         rows = np.asarray(rows, np.int64)
         self.table.check_distinct(rows)
-        return self._reservations.append_to_each(rows)
+        return append_block_to_each(self, rows)
 
     def commit(self, rows: IntArray, num_tokens: IntArray | int, token_ids: IntArray) -> None:
         """Declare reserved positions written: they count as computed, and lookups find them.
 
-        Call it when the step that wrote them is over, or when every later step is ordered behind it.
+        Call it when the step that wrote them is over, or when every later step is ordered after it.
 
         Args:
             rows: ``[N]``, no row twice.
-            num_tokens: ``[N]`` or one number: tokens written behind ``num_computed_tokens``.
+            num_tokens: ``[N]`` or one number: tokens written after ``num_computed_tokens``.
             token_ids: int32 ``[sum(num_tokens)]``, row after row.
 
         Raises:
             RowError: a row is not in use or has not reserved that much, or the number of ids is another.
         """
         num_tokens = self.table.checked_counts("commit", num_tokens)
-        self._reservations.commit(np.asarray(rows, np.int64), num_tokens, token_ids)
+        commit_rows(self, np.asarray(rows, np.int64), num_tokens, token_ids)
 
     def roll_back(self, rows: IntArray, num_tokens: IntArray | int = 0) -> None:
-        """Release reserved blocks that lie wholly behind ``num_computed_tokens + num_tokens``."""
+        """Release reserved blocks that lie wholly after ``num_computed_tokens + num_tokens``."""
         rows = np.asarray(rows, np.int64)
         self.table.check_active(rows)
         num_tokens = self.table.checked_counts("roll_back", np.minimum(num_tokens, self.max_model_len))
@@ -369,7 +451,7 @@ class BlockManager:
         return self.clones.take_plan()
 
     def finish_clone_plan(self, plan: ClonePlan) -> None:
-        """Release a plan's sources: the copies have run, or all later work is ordered behind them."""
+        """Release a plan's sources: the copies have run, or all later work is ordered after them."""
         self.clones.finish(plan)
 
     def take_changed_rows(self) -> IntArray:
@@ -397,4 +479,4 @@ class BlockManager:
         Raises:
             IntegrityError: names the invariant, the block and both counts.
         """
-        check_all(self.pool, self.table, self.cache, self.clones, self.block_size, self.states)
+        check_all(self)

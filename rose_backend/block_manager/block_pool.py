@@ -28,7 +28,7 @@ NO_WRITER = -1
 
 NO_BLOCKS: Int32Array = np.zeros(0, np.int32)
 NO_BLOCKS.setflags(write=False)
-_ENDS = 0  # the null block is never queued, so it stands for both ends of the eviction queue
+_ENDS = 0  # the null block is never queued, so it marks both ends of the eviction queue
 
 
 class EvictionQueue:
@@ -103,7 +103,7 @@ class EvictionQueue:
 class BlockPool:
     """Owns the state of every block. Memory: 29 bytes per block; with several groups 1 and 4 per further group more.
 
-    Where several groups have a block each for the same positions, the first one's stands for all: the state is kept by
+    Where several groups have a block each for the same positions, the first one's represents all: the state is kept by
     its id, and the followers share its references, its place in the eviction queue and its fate.
 
     Args:
@@ -176,17 +176,15 @@ class BlockPool:
         return block_ids, evicted
 
     def evict(self, num_blocks: int, is_spared: Callable[[Int64Array], BoolArray]) -> Int64Array:
-        """Take the least recently released blocks out of the queue, so many that ``num_blocks`` will be free.
+        """Take the least recently released blocks out of the queue, until ``num_blocks`` will be free.
 
         The caller makes the prefix cache forget them, then calls ``recycle``. It has checked ``num_free_blocks``.
 
         Args:
-            is_spared: which of some blocks are put behind all others instead, once.
+            is_spared: which of some blocks are moved to the end of the queue instead, once.
         """
         popped, most = [np.zeros(0, np.int64)], int(self._group_counts.max())
-        num_left = len(
-            self._queue
-        )  # Blocks that were not looked at yet; behind them are those that were spared.
+        num_left = len(self._queue)  # blocks not yet looked at; the spared ones come after them
         while (missing := num_blocks - self._num_stacked - sum(map(self._count, popped))) > 0:
             block_ids = self._queue.pop(min(-(-missing // most), len(self._queue)))
             if num_left:
@@ -231,7 +229,7 @@ class BlockPool:
     def take_new_kv_blocks(self) -> Int32Array:
         """Return the blocks that were allocated for K/V since the last call, int32 ``[N]``; only with states.
 
-        What a state has left in them may read as NaN, so a host whose attention reads behind what is written zeroes
+        What a state has left in them may read as NaN, so an engine whose attention reads past what is written zeroes
         them before the copies and steps that write them.
         """
         blocks, self._new_kv_blocks = self._new_kv_blocks, []

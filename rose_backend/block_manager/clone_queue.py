@@ -24,7 +24,7 @@ class ClonePlan:
     dst_block_ids: Int32Array  # [N]
     num_tokens: Int32Array  # [N]
     num_held: int
-    """So many at the beginning hold their sources; with several KV cache groups the rest are their followers'."""
+    """Copies at the beginning that hold their sources; with several KV cache groups the rest are their followers'."""
 
     def __len__(self) -> int:
         return len(self.src_block_ids)
@@ -62,7 +62,7 @@ class CloneQueue:
     def hold_until_planned(self, copies: Int64Array) -> None:
         """Take over the references of destinations of pending copies: nobody may take them before they are planned.
 
-        Whatever uses them afterwards is ordered behind the plan.
+        Whatever uses them afterwards is ordered after the plan.
         """
         self._held_copies.append(copies)
 
@@ -120,7 +120,7 @@ class CloneQueue:
         return np.concatenate([self.held_sources(), *self._held_copies], dtype=np.int32)
 
     def _with_followers(self, copies: Int32Array) -> Int32Array:
-        """Return copies of blocks and, behind them, those of the other groups; int32 ``[3, N]``."""
+        """Return copies of blocks and, after them, those of the other groups; int32 ``[3, N]``."""
         sources, destinations = (self._pool.followers[:, block_ids] for block_ids in copies[:2])
         exists = sources != NULL_BLOCK
         num_tokens = np.broadcast_to(copies[2], sources.shape)

@@ -1,6 +1,6 @@
 """Recounts every invariant of the block manager, one function each; all raise IntegrityError with the counts.
 
-Vectorised, so that tests can afford it after every single call.
+Vectorized, so that tests can afford it after every single call.
 """
 
 from __future__ import annotations
@@ -18,35 +18,28 @@ from rose_backend.block_manager.block_pool import (
     Int32Array,
     Int64Array,
 )
+from rose_backend.block_manager.books import Books
 from rose_backend.block_manager.clone_queue import CloneQueue
-from rose_backend.block_manager.kind_table import KindTable
 from rose_backend.block_manager.prefix_cache import PrefixCache
-from rose_backend.block_manager.row_states import RowStates
-from rose_backend.block_manager.sequence_table import SequenceTable
+from rose_backend.block_manager.sequence_table import KindTable, RowStates, SequenceTable
 from rose_backend.errors import IntegrityError
 
 
-def check_all(
-    pool: BlockPool,
-    table: SequenceTable,
-    cache: PrefixCache | None,
-    clones: CloneQueue,
-    block_size: int,
-    states: RowStates | None = None,
-) -> None:
+def check_all(books: Books) -> None:
     """Run every check below. Cost: O(blocks + rows * table width)."""
+    pool, table, block_size = books.pool, books.table, books.block_size
     check_tables(table, block_size)
     entries = _TableEntries.of(table)
-    check_reference_counts(pool, entries, clones, states)
-    if states is not None:
-        check_row_states(pool, table, states)
+    check_reference_counts(pool, entries, books.clones, books.states)
+    if books.states is not None:
+        check_row_states(pool, table, books.states)
     check_followers(pool)
     check_kinds(pool, entries)
     check_states(pool)
     check_writers(pool, table, entries, block_size)
     check_written_lengths(pool, table, entries, block_size)
-    if cache is not None:
-        check_cache(pool, cache)
+    if books.cache is not None:
+        check_cache(pool, books.cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +75,14 @@ def _refuse(is_bad: BoolArray, message: Callable[[int], str]) -> None:
 
 
 def check_tables(table: SequenceTable, block_size: int) -> None:
-    """Computed tokens lie inside a row's blocks; entries behind them point to the null block; idle rows are empty."""
+    """Computed tokens lie inside a row's blocks; entries after them point to the null block; idle rows are empty."""
     computed, num_blocks = table.num_computed_tokens, table.num_row_blocks
     columns = np.arange(table.width)
-    behind = columns >= num_blocks[:, None]
+    unused = columns >= num_blocks[:, None]
     for kind in table.kinds:
         _refuse(
-            ((kind.block_table != NULL_BLOCK) & behind).any(axis=1),
-            lambda row: f"row {row} has an entry behind its last block",
+            ((kind.block_table != NULL_BLOCK) & unused).any(axis=1),
+            lambda row: f"row {row} has an entry after its last block",
         )
         check_passed(table, kind, block_size)
     _refuse(
@@ -125,7 +118,7 @@ def check_passed(table: SequenceTable, kind: KindTable, block_size: int) -> None
 
 
 def check_followers(pool: BlockPool) -> None:
-    """Blocks of further groups are followers of one block that is held or cached, and have no state of their own."""
+    """Blocks of further groups are followers of one block that is held or cached, and have no state themselves."""
     if not pool.has_groups:
         return
     leaders = np.flatnonzero(pool.followers.any(axis=0))
@@ -136,9 +129,7 @@ def check_followers(pool: BlockPool) -> None:
         lambda block: f"block {block} follows several blocks",
     )
     has_state = (pool.ref_counts != 0) | pool.is_cached | (pool.num_written_tokens != 0)
-    _refuse(
-        has_state[followers], lambda at: f"block {followers[at]} follows another and has a state of its own"
-    )
+    _refuse(has_state[followers], lambda at: f"block {followers[at]} follows another and has a state itself")
     _refuse(~has_state[leaders], lambda at: f"block {leaders[at]} is free but has followers")
     free = pool.free_blocks()
     _refuse(pool.ends_hit[free], lambda at: f"block {free[at]} is free but marked as the end of a hit")
@@ -185,7 +176,7 @@ def check_row_states(pool: BlockPool, table: SequenceTable, states: RowStates) -
 
 
 def check_reference_counts(
-    pool: BlockPool, entries: _TableEntries, clones: CloneQueue, states: RowStates | None = None
+    pool: BlockPool, entries: _TableEntries, clones: CloneQueue, states: RowStates | None
 ) -> None:
     """A block's count equals the rows that hold it plus the clones that do."""
     keys = np.sort(entries.rows * pool.num_blocks + entries.blocks)
@@ -267,7 +258,7 @@ def check_writers(pool: BlockPool, table: SequenceTable, entries: _TableEntries,
 def check_written_lengths(
     pool: BlockPool, table: SequenceTable, entries: _TableEntries, block_size: int
 ) -> None:
-    """Every token that a row counts as computed is written, and nothing behind the writer's; no block is overfull."""
+    """Every token that a row counts as computed is written, and nothing past the writer's; no block is overfull."""
     rows, blocks = entries.rows, entries.blocks
     read = np.clip(table.num_computed_tokens[rows] - entries.columns * block_size, 0, block_size)
     written = pool.num_written_tokens[blocks]

@@ -59,6 +59,11 @@ class CacheStats:
         self.reported_hit_tokens += num_hit_tokens - num_hit_tokens % reporting_unit(block_size)
         self.partial_hits += num_hit_tokens % block_size != 0
 
+    def count_clones(self, num_clones: int, num_groups: int) -> None:
+        """Count copies of blocks of a kind with ``num_groups`` groups."""
+        self.clones += num_clones
+        self.bytes_cloned += num_clones * num_groups * self.bytes_per_block
+
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""
         names = (field.name for field in fields(self) if field.name != "bytes_per_block")

@@ -1,7 +1,8 @@
 """The prefix cache: chained hashes find full blocks, a comparison of tokens finds the longest prefix of the next one.
 
 Hashes are keyed, so no client can compute one; every hit compares the tokens all the same. Each kind of KV cache groups
-has an index of its own over the same chain of hashes: a hit ends where all of them have what the next token attends to.
+has an index over the same chain of hashes: a hit ends where all of them have what the next token attends to. A cursor
+for each further kind walks left from the hit of the first one to where that is the case.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from itertools import islice
 
 import numpy as np
 
-from rose_backend.block_manager.block_index import BlockIndex, hash_links
 from rose_backend.block_manager.block_pool import (
     NO_BLOCKS,
     NULL_BLOCK,
@@ -23,9 +23,7 @@ from rose_backend.block_manager.block_pool import (
     IntArray,
 )
 from rose_backend.block_manager.observability import BlockRemoved, BlockStored, CacheCleared, CacheEvent
-from rose_backend.block_manager.prefix_hashes import PrefixHasher
-from rose_backend.block_manager.state_index import StateCursor, StateIndex
-from rose_backend.block_manager.window_cursor import WindowCursor
+from rose_backend.block_manager.prefix_index import BlockIndex, PrefixHasher, StateIndex
 from rose_backend.errors import RowError
 
 
@@ -49,7 +47,7 @@ class PrefixMatch:
     """With states, the block of the one of exactly these tokens; the null block if there are none."""
 
     def blocks_of_kinds(self, num_windowed: int) -> list[Int32Array]:
-        """Return the blocks of each kind of groups, of which so many have a sliding window."""
+        """Return the blocks of each kind of groups, ``num_windowed`` of which have a sliding window."""
         return [self.block_ids, *(self.window_block_ids or (NO_BLOCKS,) * num_windowed)]
 
 
@@ -208,23 +206,29 @@ class PrefixCache:
             namespaces: of every row.
         """
         data = self._block_tokens.take(block_ids[0], axis=0).tobytes()
-        chain_digest = self.hasher.chain_digest
+        hash_block = self.hasher.chain_digest
         if len(self.indexes) == 1 and self._events is None:
-            self.indexes[0].publish_and_hash(
-                rows, block_ids[0], is_full, opens[0], data, chain_digests, chain_digest
-            )
+            self.indexes[0].publish(rows, block_ids[0], is_full, opens[0], data, chain_digests, hash_block)
             return
-        links = hash_links(rows, is_full, data, chain_digests, chain_digest)
-        filled = [
-            index.publish(ids, is_new, links)
-            for index, ids, is_new in zip(self.indexes, block_ids, opens, strict=True)
-        ]
+        # All kinds have the same tokens, so each full block is hashed once: parent and digest.
+        hashed: list[tuple[bytes, bytes]] = []
+
+        def hash_and_note(parent: bytes, tokens: bytes) -> bytes:
+            digest = hash_block(parent, tokens)
+            hashed.append((parent, digest))
+            return digest
+
+        begins = {row: chain_digests[row] for row in rows.tolist()}
+        self.indexes[0].publish(rows, block_ids[0], is_full, opens[0], data, chain_digests, hash_and_note)
+        for index, ids, is_new in zip(self.indexes[1:], block_ids[1:], opens[1:], strict=True):
+            noted = iter([digest for _, digest in hashed])
+            index.publish(rows, ids, is_full, is_new, data, dict(begins), lambda *_, noted=noted: next(noted))
         if self._events is not None:
-            position_of = {block_id: position for position, block_id in enumerate(block_ids[0].tolist())}
-            for block_id in filled[0]:
-                position = position_of[block_id]
-                namespace = namespaces[rows[position]]
-                self._events.append(self._stored(block_id, links[position][0], namespace))
+            for row, block_id, (parent, digest) in zip(
+                rows[is_full].tolist(), block_ids[0][is_full].tolist(), hashed, strict=True
+            ):
+                if self._digest_of[block_id] == digest:  # not one whose tokens another block has
+                    self._events.append(self._stored(block_id, parent, namespaces[row]))
 
     def _stored(self, block_id: int, parent: bytes, namespace: bytes) -> BlockStored:
         digest, tokens = self._digest_of[block_id], tuple(self._block_tokens[block_id].tolist())
@@ -256,7 +260,7 @@ class PrefixCache:
                 digests = self.indexes[kind].remove(mine)
                 self._note_removed(digests if not kind else [])
             else:
-                assert self.states is not None, "the kind behind all others is that of states"
+                assert self.states is not None, "the kind after all others is that of states"
                 self.states.remove(mine)
 
     def clear(self) -> None:
@@ -316,3 +320,101 @@ class PrefixCache:
         """Return the written tokens of a block."""
         tokens: Int32Array = self._block_tokens[block_id, : self._pool.num_written_tokens[block_id]]
         return tokens
+
+
+class StateCursor:
+    """The checkpoints of one prompt, from right to left.
+
+    Args:
+        index: of the checkpoints.
+        token_ids: the prompt, int32 ``[P]``.
+        digests: of its blocks, see ``BlockManager.hash_blocks``.
+        block_size: tokens per block.
+    """
+
+    def __init__(
+        self, index: StateIndex, token_ids: Int32Array, digests: Sequence[bytes], block_size: int
+    ) -> None:
+        self._index, self._token_ids, self._digests = index, token_ids, digests
+        self._block_size = block_size
+        self.block_id = NULL_BLOCK
+        """The checkpoint at the end that was returned last."""
+
+    def longest_usable(self, end: int) -> int:
+        """Return the length of the longest prefix of at most ``end`` tokens that has a checkpoint; 0 for none."""
+        size = self._block_size
+        for column in range(end // size, -1, -1):
+            first = column * size
+            # The tokens of a whole block are in its digest.
+            tokens = self._token_ids[first : min(end, first + size - 1)].tobytes()
+            if (place := self._index.longest_prefix(self._digests[column], tokens)) is not None:
+                self.block_id = self._index.get(place)
+                return first + len(place[1]) // self._token_ids.itemsize
+        self.block_id = NULL_BLOCK
+        return 0
+
+
+class WindowCursor:
+    """One window over one prompt, from right to left.
+
+    A prefix of ``end`` tokens is usable if ``[end - window + 1, end)`` is cached: what its next token attends to. The
+    cursor only moves left, so that a lookup costs at most one look at each block of the prompt.
+
+    Args:
+        index: of the window's blocks.
+        block_tokens: int32 ``[num_blocks, block_size]``, the tokens of every block.
+        window: tokens that a token attends to, itself included.
+        token_ids: the prompt, int32 ``[P]``.
+        digests: of its blocks, see ``BlockManager.hash_blocks``.
+        full_blocks_only: whether ``index`` has full blocks only.
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        block_tokens: Int32Array,
+        window: int,
+        token_ids: Int32Array,
+        digests: Sequence[bytes],
+        full_blocks_only: bool,
+    ) -> None:
+        self._index, self._block_tokens, self._window = index, block_tokens, window
+        self._token_ids, self._digests = token_ids, digests
+        self._full_blocks_only = full_blocks_only
+        self._block_size = block_tokens.shape[1]
+        self._start: int | None = None  # everything from here to the end that was asked for last is there
+        self._blocks: dict[int, int] = {}
+
+    def longest_usable(self, end: int) -> int:
+        """Return the length of the longest usable prefix of at most ``end`` tokens; ``end`` never grows."""
+        size = self._block_size
+        start = end if self._start is None else min(self._start, end)
+        while start > max(end - self._window + 1, 0):
+            column = (start - 1) // size
+            block_id, num_tokens = self._find(column, start)
+            # A prefix that ends after a hole either attends to a token of it, or ends in it.
+            end = min(end, column * size + num_tokens) if column * size + num_tokens < start else end
+            if num_tokens:
+                self._blocks[column] = block_id
+            start = column * size
+        self._start = start
+        return end
+
+    def blocks_of(self, end: int) -> Int32Array:
+        """Return the blocks of a usable prefix, int32 ``[B]``: its last ones, as far back as the window reaches."""
+        if not end:
+            return NO_BLOCKS
+        columns = range(max(end - self._window + 1, 0) // self._block_size, -(-end // self._block_size))
+        return np.array([self._blocks[column] for column in columns], np.int32)
+
+    def _find(self, column: int, end: int) -> tuple[int, int]:
+        """Return a block that holds most of the tokens from the beginning of ``column`` to ``end``, and how many."""
+        first, digests = column * self._block_size, self._digests
+        if column + 1 < len(digests):
+            block_id = self._index.full.get(digests[column + 1])
+            wanted = self._token_ids[first : first + self._block_size]
+            if block_id is not None and self._block_tokens[block_id].tobytes() == wanted.tobytes():
+                return block_id, self._block_size
+        if self._full_blocks_only:
+            return 0, 0
+        return self._index.children.longest_prefix(digests[column], self._token_ids[first:end])

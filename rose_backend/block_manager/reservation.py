@@ -10,22 +10,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rose_backend.block_manager.allocation import Allocation
 from rose_backend.block_manager.block_pool import (
     NO_WRITER,
-    BlockPool,
+    NULL_BLOCK,
     BoolArray,
     Int32Array,
     Int64Array,
     IntArray,
 )
-from rose_backend.block_manager.clone_queue import CloneQueue
-from rose_backend.block_manager.few_rows import FewRows, no_next_block
-from rose_backend.block_manager.kind_table import KindTable
-from rose_backend.block_manager.observability import CacheStats
+from rose_backend.block_manager.books import Books
 from rose_backend.block_manager.prefix_cache import PrefixCache
-from rose_backend.block_manager.row_states import RowStates
-from rose_backend.block_manager.sequence_table import FEW_ROWS, SequenceTable, any_of, concatenate_ranges
+from rose_backend.block_manager.row_states import num_blocks_to_start, start_running
+from rose_backend.block_manager.sequence_table import FEW_ROWS, KindTable, any_of, concatenate_ranges
 from rose_backend.errors import RowError
 
 
@@ -55,283 +51,316 @@ class _Tails:
     is_overwrite: BoolArray  # the row becomes the writer, and cached tokens beyond its length are dropped
 
 
-@dataclass
-class Reservations:
-    """Works on the block manager's own arrays; holds no state itself."""
+def reserve_one_row(books: Books, row: int, num_tokens: int) -> int | None:
+    """Serve one row without arrays, which take longer than numbers: a prompt is admitted as one row.
 
-    _pool: BlockPool
-    _table: SequenceTable
-    _cache: PrefixCache | None
-    _clones: CloneQueue
-    _stats: CacheStats
-    _block_size: int
-    _states: RowStates | None = None
+    Returns:
+        The number of blocks allocated; None where there is more to check or to do (its end is shared, it has no state
+        yet, blocks are short), and nothing has changed but for blocks that windows have passed.
+    """
+    table = books.table
+    if num_tokens < 0 or not table.is_in_use(row):
+        return None
+    wanted = int(table.num_computed_tokens[row]) + num_tokens
+    if wanted <= table.capacity[row]:
+        return 0
+    if wanted > table.max_model_len or (books.states is not None and books.states.running[row] == NULL_BLOCK):
+        return None
+    if table.windowed:
+        release_passed(books, np.array([row], np.int64))
+    num_blocks = int(table.num_row_blocks[row])
+    num_new = -(-wanted // books.block_size) - num_blocks
+    total = num_new * books.blocks_per_column
+    if table.capacity[row] < table.full_capacity_of(num_blocks) or total > books.pool.num_free_blocks:
+        return None
+    for kind in table.kinds:
+        block_ids = books.take_blocks(kind, num_new)
+        kind.block_table[row, num_blocks : num_blocks + num_new] = block_ids
+        books.pool.writers[block_ids] = row
+    table.append_to(row, num_blocks, num_new)
+    return total
 
-    def __post_init__(self) -> None:
-        self._allocation = Allocation(self._pool, self._cache, self._stats)
-        self.blocks_per_column = sum(kind.num_groups for kind in self._table.kinds)
-        """Blocks of all groups for the same positions."""
-        self.few_rows = FewRows(
-            self._pool,
-            self._table,
-            self._allocation,
-            self._states,
-            self._block_size,
-            self.blocks_per_column,
-        )
 
-    def let_go_of_passed(self, rows: Int64Array) -> None:
-        """See ``BlockManager.let_go_of_passed``."""
-        block_ids = self._table.let_go_of_passed(rows)
-        if len(block_ids):
-            writers = self._pool.writers
-            writers[block_ids[np.isin(writers[block_ids], rows)]] = NO_WRITER
-            self._clones.release_blocks(block_ids)
+def reserve_rows(books: Books, rows: Int64Array, wanted: Int32Array, idle: BoolArray) -> Reservation:
+    """Serve all rows or none.
 
-    def retire(self, cache: PrefixCache, rows: Int64Array) -> None:
-        """Prepare rows to be freed: equal partial tails are indexed once, and windows that others share are held."""
-        table = self._table
-        tails = np.maximum(table.num_computed_tokens[rows] - 1, 0) // self._block_size + rows * table.width
-        for kind, index in zip(table.kinds, cache.indexes, strict=True):
-            index.retire_tails(rows, kind.entries[tails].astype(np.int64))
-        if table.windowed:
-            self._take_back_shared_windows(cache, rows)
+    When blocks are short, ``servable`` is a largest set of rows that can be served together, the cheapest first. A
+    row needs new blocks at its end, and one for the copy of a shared partial block unless it claims that block. Of
+    the rows that may claim a block, the one that needs the fewest blocks does, so the need of a row does not depend
+    on which of the rows before it in this order are served. With several kinds of groups, a row may claim the block
+    of one and copy that of another, and ``servable`` may be smaller than it could be.
 
-    def _take_back_shared_windows(self, cache: PrefixCache, rows: Int64Array) -> None:
-        """Let rows that end hold again what their windows have passed of tokens that others shared with them.
-
-        Released with the rest of the row, it is as old as the prefix that it makes usable. Otherwise it would be
-        evicted first, and the prefix be of no use for the next one that shares it.
-        """
-        table, size = self._table, self._block_size
-        for row in rows.tolist():
-            num_known = min(table.num_known[row], int(table.num_computed_tokens[row]))
-            for kind in table.windowed if num_known else ():
-                assert kind.window is not None, "only the first kind keeps everything"
-                first = max(num_known - kind.window + 1, 0) // size
-                stop = min(num_known // size, int(kind.first_block[row]))
-                if first < stop:
-                    block_ids = cache.blocks_of_kind(table.block_table[row, first:stop], kind.index)
-                    if block_ids is not None:
-                        self._pool.share(block_ids)
-                        kind.block_table[row, first:stop] = block_ids
-                        kind.first_block[row] = first
-
-    def reserve(self, rows: Int64Array, wanted: Int32Array, idle: BoolArray) -> Reservation:
-        """Serve all rows or none.
-
-        When blocks are short, ``servable`` is a largest set of rows that can be served together, the cheapest first. A
-        row needs new blocks at its end, and one for the copy of a shared partial block unless it claims that block. Of
-        the rows that may claim a block, the one that needs the fewest blocks does, so the need of a row does not depend
-        on which of the rows before it in this order are served. With several kinds of groups, a row may claim the block
-        of one and copy that of another, and ``servable`` may be smaller than it could be.
-
-        Args:
-            rows: ``[N]``, checked.
-            wanted: ``[N]`` tokens each row must be able to hold.
-            idle: ``[N]``, rows that already can.
-        """
-        if self._table.windowed:
-            self.let_go_of_passed(rows)
-        if len(rows) == 1 and (total := self.few_rows.reserve(int(rows[0]), int(wanted[0]))) is not None:
-            return Reservation(True, np.ones(1, np.bool_), total)
-        needy = np.flatnonzero(~idle)
-        rows, wanted = rows[needy], wanted[needy]
-        num_blocks = self._table.num_row_blocks[rows]
-        num_new = np.maximum((wanted + (self._block_size - 1)) // self._block_size - num_blocks, 0)
-        tails = self._shared_tails(rows, num_blocks, num_new)
-        num_columns, num_free = int(num_new.sum()), self._pool.num_free_blocks
-        total = num_columns * self.blocks_per_column
+    Args:
+        rows: ``[N]``, checked.
+        wanted: ``[N]`` tokens each row must be able to hold.
+        idle: ``[N]``, rows that already can.
+    """
+    if books.table.windowed:
+        release_passed(books, rows)
+    needy = np.flatnonzero(~idle)
+    rows, wanted = rows[needy], wanted[needy]
+    num_blocks = books.table.num_row_blocks[rows]
+    num_new = np.maximum((wanted + (books.block_size - 1)) // books.block_size - num_blocks, 0)
+    tails = _shared_tails(books, rows, num_blocks, num_new)
+    num_columns, num_free = int(num_new.sum()), books.pool.num_free_blocks
+    total = num_columns * books.blocks_per_column
+    for each in tails:
+        total += int(np.count_nonzero(each.is_clone)) * each.kind.num_groups
+    to_start = None if books.states is None else num_blocks_to_start(books.states, rows)
+    if to_start is not None:
+        total += int(to_start.sum())
+    if total > num_free:
         for each in tails:
-            total += int(np.count_nonzero(each.is_clone)) * each.kind.num_groups
-        to_start = None if self._states is None else self._states.num_blocks_to_start(rows)
+            total -= _overwrite_instead_of_clone(books, each) * each.kind.num_groups
+    if total > num_free:
+        num_new *= books.blocks_per_column
         if to_start is not None:
-            total += int(to_start.sum())
-        if total > num_free:
-            for each in tails:
-                total -= self._overwrite_instead_of_clone(each) * each.kind.num_groups
-        if total > num_free:
-            num_new *= self.blocks_per_column
-            if to_start is not None:
-                num_new += to_start
-            for each in tails:
-                num_new[each.index[each.is_clone]] += each.kind.num_groups
-            cheapest_first = np.argsort(num_new, kind="stable")
-            fits = np.cumsum(num_new[cheapest_first]) <= num_free
-            servable = idle.copy()
-            servable[needy[cheapest_first[fits]]] = True
-            return Reservation(False, servable, 0)
-        self._serve(rows, num_new, num_columns, tails)
-        return Reservation(True, np.ones(len(idle), np.bool_), total)
+            num_new += to_start
+        for each in tails:
+            num_new[each.index[each.is_clone]] += each.kind.num_groups
+        cheapest_first = np.argsort(num_new, kind="stable")
+        fits = np.cumsum(num_new[cheapest_first]) <= num_free
+        servable = idle.copy()
+        servable[needy[cheapest_first[fits]]] = True
+        return Reservation(False, servable, 0)
+    _serve(books, rows, num_new, num_columns, tails)
+    return Reservation(True, np.ones(len(idle), np.bool_), total)
 
-    def reserve_for_one(self, rows: IntArray, num_tokens: IntArray | int) -> Reservation | None:
-        """Serve one row, see ``FewRows.extend``."""
-        count: int = num_tokens if isinstance(num_tokens, int) else np.asarray(num_tokens).item()
-        total = self.few_rows.extend(int(rows[0]), count)
-        return None if total is None else Reservation(True, np.ones(1, np.bool_), total)
 
-    def append_to_each(self, rows: Int64Array) -> bool:
-        """See ``BlockManager.reserve_next_blocks``."""
-        table = self._table
-        counts = table.num_row_blocks[rows]
-        if len(rows) <= FEW_ROWS and not table.windowed:
-            return self.few_rows.append_to_each(rows.tolist(), counts.tolist())
-        if any_of((table.capacity[rows] != counts * self._block_size) | (counts == table.width)):
-            raise no_next_block(rows.tolist())
-        if table.windowed:
-            self.let_go_of_passed(rows)
-        if len(rows) * self.blocks_per_column > self._pool.num_free_blocks:
-            return False
-        for kind in table.kinds:
-            block_ids = self._allocation.take(kind, len(rows))
-            kind.block_table[rows, counts] = block_ids
-            self._pool.writers[block_ids] = rows
-        table.changed[rows] = True
-        counts += 1
-        table.num_row_blocks[rows] = counts
-        table.capacity[rows] = table.full_capacity(counts)
-        return True
+def _shared_tails(
+    books: Books, rows: Int64Array, num_blocks: Int32Array, num_new: Int32Array
+) -> list[_Tails]:
+    """Return those of each kind; none if no row has one."""
+    table = books.table
+    is_shared = table.capacity[rows] < table.full_capacity(num_blocks)
+    if not any_of(is_shared):
+        return []
+    index = np.flatnonzero(is_shared)
+    rows = rows[index]
+    computed = table.num_computed_tokens[rows]
+    entries = rows * table.width + computed // books.block_size
+    offsets = computed % books.block_size
+    return [_tails_of(books, kind, index, entries, offsets, num_new) for kind in table.kinds]
 
-    def _shared_tails(self, rows: Int64Array, num_blocks: Int32Array, num_new: Int32Array) -> list[_Tails]:
-        """Return those of each kind; none if no row has one."""
-        table = self._table
-        is_shared = table.capacity[rows] < table.full_capacity(num_blocks)
-        if not any_of(is_shared):
-            return []
-        index = np.flatnonzero(is_shared)
-        rows = rows[index]
-        computed = table.num_computed_tokens[rows]
-        entries = rows * table.width + computed // self._block_size
-        offsets = computed % self._block_size
-        return [self._tails_of(kind, index, entries, offsets, num_new) for kind in table.kinds]
 
-    def _tails_of(
-        self,
-        kind: KindTable,
-        index: Int64Array,
-        entries: Int64Array,
-        offsets: Int32Array,
-        num_new: Int32Array,
-    ) -> _Tails:
-        pool = self._pool
-        block_ids = kind.entries[entries].astype(np.int64)
-        is_claim = (pool.writers[block_ids] == NO_WRITER) & (pool.num_written_tokens[block_ids] <= offsets)
-        if any_of(is_claim):
-            # Several rows may claim one block: the one with the lowest need gets it, of equals the first.
-            candidates = np.flatnonzero(is_claim)
-            candidates = candidates[np.argsort(num_new[index[candidates]], kind="stable")][::-1]
-            is_claim[candidates] = pool.last_of_each(block_ids[candidates])
-        return _Tails(
-            kind, index, entries, block_ids, offsets, is_claim, ~is_claim, np.zeros(len(index), np.bool_)
-        )
+def _tails_of(
+    books: Books,
+    kind: KindTable,
+    index: Int64Array,
+    entries: Int64Array,
+    offsets: Int32Array,
+    num_new: Int32Array,
+) -> _Tails:
+    pool = books.pool
+    block_ids = kind.entries[entries].astype(np.int64)
+    is_claim = (pool.writers[block_ids] == NO_WRITER) & (pool.num_written_tokens[block_ids] <= offsets)
+    if any_of(is_claim):
+        # Several rows may claim one block: the one with the lowest need gets it, of equals the first.
+        candidates = np.flatnonzero(is_claim)
+        candidates = candidates[np.argsort(num_new[index[candidates]], kind="stable")][::-1]
+        is_claim[candidates] = pool.last_of_each(block_ids[candidates])
+    return _Tails(
+        kind, index, entries, block_ids, offsets, is_claim, ~is_claim, np.zeros(len(index), np.bool_)
+    )
 
-    def _overwrite_instead_of_clone(self, tails: _Tails) -> int:
-        """Turn copies whose source only the row holds into overwrites, which drop cached tokens; return how many."""
-        holds_alone = self._pool.ref_counts[tails.block_ids] == 1
-        holds_alone &= self._pool.writers[tails.block_ids] == NO_WRITER
-        tails.is_overwrite = tails.is_clone & holds_alone
-        tails.is_clone &= ~holds_alone
-        return int(np.count_nonzero(tails.is_overwrite))
 
-    def _serve(self, rows: Int64Array, num_new: Int32Array, num_columns: int, tails: list[_Tails]) -> None:
-        table = self._table
-        table.changed[rows] = True
-        new_rows, new_entries = table.append(rows, num_new, num_columns)
-        for kind in table.kinds:
-            num_clones = 0
-            if tails:
-                of_kind = tails[kind.index]
-                num_clones = int(np.count_nonzero(of_kind.is_clone))
-                if num_clones < len(of_kind.index):
-                    self._claim_tails(rows, of_kind)
-            block_ids = self._allocation.take(kind, num_clones + len(new_entries))
-            if num_clones:
-                self._clone_tails(rows, tails[kind.index], block_ids[:num_clones])
-                block_ids = block_ids[num_clones:]
-            if num_columns:  # not only copies
-                kind.entries[new_entries] = block_ids.astype(np.int32)
-                self._pool.writers[block_ids] = new_rows.astype(np.int32)
-        if self._states is not None:
-            self._states.start(rows)
+def _overwrite_instead_of_clone(books: Books, tails: _Tails) -> int:
+    """Turn copies whose source only the row holds into overwrites, which drop cached tokens; return how many."""
+    holds_alone = books.pool.ref_counts[tails.block_ids] == 1
+    holds_alone &= books.pool.writers[tails.block_ids] == NO_WRITER
+    tails.is_overwrite = tails.is_clone & holds_alone
+    tails.is_clone &= ~holds_alone
+    return int(np.count_nonzero(tails.is_overwrite))
 
-    def _claim_tails(self, rows: Int64Array, tails: _Tails) -> None:
-        claimed, overwritten = tails.block_ids[tails.is_claim], tails.block_ids[tails.is_overwrite]
-        self._stats.claims += len(claimed)
-        self._stats.overwrites += len(overwritten)
-        if self._cache is not None:
-            for block_id in claimed.tolist():
-                self._cache.reopen(block_id)
-            for block_id in overwritten.tolist():
-                self._cache.truncate(block_id)
-        in_place = ~tails.is_clone
-        block_ids = tails.block_ids[in_place]
-        self._pool.writers[block_ids] = rows[tails.index[in_place]]
-        self._pool.num_written_tokens[block_ids] = tails.offsets[in_place]
 
-    def _clone_tails(self, rows: Int64Array, tails: _Tails, copies: Int64Array) -> None:
-        is_clone = tails.is_clone
-        sources, offsets = tails.block_ids[is_clone], tails.offsets[is_clone]
-        tails.kind.entries[tails.entries[is_clone]] = copies.astype(np.int32)
-        self._pool.writers[copies] = rows[tails.index[is_clone]].astype(np.int32)
-        self._pool.num_written_tokens[copies] = offsets
-        if self._cache is not None:
-            self._cache.copy_tokens(sources, copies)
-        self._clones.add(sources, copies, offsets)
-        self._stats.clones += len(copies)
-        self._stats.bytes_cloned += len(copies) * tails.kind.num_groups * self._stats.bytes_per_block
+def _serve(
+    books: Books, rows: Int64Array, num_new: Int32Array, num_columns: int, tails: list[_Tails]
+) -> None:
+    table = books.table
+    table.changed[rows] = True
+    new_rows, new_entries = table.append(rows, num_new, num_columns)
+    for kind in table.kinds:
+        num_clones = 0
+        if tails:
+            of_kind = tails[kind.index]
+            num_clones = int(np.count_nonzero(of_kind.is_clone))
+            if num_clones < len(of_kind.index):
+                _claim_tails(books, rows, of_kind)
+        block_ids = books.take_blocks(kind, num_clones + len(new_entries))
+        if num_clones:
+            _clone_tails(books, rows, tails[kind.index], block_ids[:num_clones])
+            block_ids = block_ids[num_clones:]
+        if num_columns:  # not only copies
+            kind.entries[new_entries] = block_ids.astype(np.int32)
+            books.pool.writers[block_ids] = new_rows.astype(np.int32)
+    if books.states is not None:
+        start_running(books, books.states, rows)
 
-    def commit(self, rows: Int64Array, num_tokens: Int32Array | int, token_ids: IntArray) -> None:
-        """See ``BlockManager.commit``."""
-        table, size = self._table, self._block_size
-        table.check_distinct(rows)
-        start = table.num_computed_tokens[rows]
-        end = start + num_tokens
-        if any_of(is_bad := end > table.capacity[rows]):
-            row = int(rows[np.argmax(is_bad)])
-            raise RowError(f"commit: row {row} is not in use or has not reserved the tokens to commit")
-        # Every decode step commits one token per row.
-        one_each = num_tokens == 1 if isinstance(num_tokens, int) else not any_of(num_tokens != 1)
-        row_of_token, positions = (rows, start) if one_each else _positions_of(rows, start, end)
-        if len(token_ids) != len(positions):
-            raise RowError(f"commit: got {len(token_ids)} token ids for {len(positions)} tokens")
-        columns = positions // size
-        offsets = positions - columns * size
-        entries = row_of_token * table.width + columns
-        token_ids = np.asarray(token_ids, np.int32)
-        for kind in table.kinds:
-            blocks = kind.entries[entries].astype(np.int64)
-            # Positions ascend within a row and a block has one writer: the last store into each block is the largest.
-            self._pool.num_written_tokens[blocks] = offsets + 1
-            if self._cache is not None:
-                self._cache.store_tokens(blocks * size + offsets, token_ids)
-        table.num_computed_tokens[rows] = end
-        if self._cache is not None:
-            # The index changes only with a token that is the first of a block or copy, or fills a block.
-            is_due = end >= table.next_publish[rows]
-            if any_of(is_due):
-                self._publish(self._cache, rows[is_due], start[is_due], end[is_due])
 
-    def _publish(self, cache: PrefixCache, rows: Int64Array, start: IntArray, end: IntArray) -> None:
-        """Add to the index what ``rows`` have just computed, from ``start`` to ``end``."""
-        table, size = self._table, self._block_size
-        first_columns = start // size
-        counts = (end - 1) // size + 1 - first_columns
-        entries = concatenate_ranges(rows * table.width + first_columns, counts)
-        row_of_block = rows.repeat(counts)
-        blocks = [kind.entries[entries] for kind in table.kinds]
-        is_full = (entries - row_of_block * table.width + 1) * size <= end.repeat(counts)
-        opens = [~self._pool.is_cached[each] for each in blocks]
-        if cache.full_blocks_only:
-            opens = [np.zeros_like(is_full)] * len(blocks)
-        cache.publish(row_of_block, blocks, is_full, opens, table.chain_digests, table.namespaces)
-        if cache.full_blocks_only:
-            next_publish = (end // size + 1) * size
-        else:
-            next_publish = np.maximum(-(-end // size) * size, end + 1)
-        table.next_publish[rows] = next_publish
+def _claim_tails(books: Books, rows: Int64Array, tails: _Tails) -> None:
+    claimed, overwritten = tails.block_ids[tails.is_claim], tails.block_ids[tails.is_overwrite]
+    books.stats.claims += len(claimed)
+    books.stats.overwrites += len(overwritten)
+    if books.cache is not None:
+        for block_id in claimed.tolist():
+            books.cache.reopen(block_id)
+        for block_id in overwritten.tolist():
+            books.cache.truncate(block_id)
+    in_place = ~tails.is_clone
+    block_ids = tails.block_ids[in_place]
+    books.pool.writers[block_ids] = rows[tails.index[in_place]]
+    books.pool.num_written_tokens[block_ids] = tails.offsets[in_place]
+
+
+def _clone_tails(books: Books, rows: Int64Array, tails: _Tails, copies: Int64Array) -> None:
+    is_clone = tails.is_clone
+    sources, offsets = tails.block_ids[is_clone], tails.offsets[is_clone]
+    tails.kind.entries[tails.entries[is_clone]] = copies.astype(np.int32)
+    books.pool.writers[copies] = rows[tails.index[is_clone]].astype(np.int32)
+    books.pool.num_written_tokens[copies] = offsets
+    if books.cache is not None:
+        books.cache.copy_tokens(sources, copies)
+    books.clones.add(sources, copies, offsets)
+    books.stats.count_clones(len(copies), tails.kind.num_groups)
+
+
+def append_block_to_each(books: Books, rows: Int64Array) -> bool:
+    """See ``BlockManager.reserve_next_blocks``."""
+    table = books.table
+    counts = table.num_row_blocks[rows]
+    if len(rows) <= FEW_ROWS and not table.windowed:
+        return _append_block_to_few(books, rows.tolist(), counts.tolist())
+    if any_of((table.capacity[rows] != counts * books.block_size) | (counts == table.width)):
+        raise _no_next_block(rows.tolist())
+    if table.windowed:
+        release_passed(books, rows)
+    if len(rows) * books.blocks_per_column > books.pool.num_free_blocks:
+        return False
+    for kind in table.kinds:
+        block_ids = books.take_blocks(kind, len(rows))
+        kind.block_table[rows, counts] = block_ids
+        books.pool.writers[block_ids] = rows
+    table.changed[rows] = True
+    counts += 1
+    table.num_row_blocks[rows] = counts
+    table.capacity[rows] = table.full_capacity(counts)
+    return True
+
+
+def _append_block_to_few(books: Books, rows: list[int], counts: list[int]) -> bool:
+    """As ``append_block_to_each``, without windows; ``counts`` are the columns of each row."""
+    table, writers = books.table, books.pool.writers
+    for row, count in zip(rows, counts, strict=True):
+        if table.capacity[row] != count * books.block_size or count == table.width:
+            raise _no_next_block(rows)
+    if len(rows) * books.blocks_per_column > books.pool.num_free_blocks:
+        return False
+    (kind,) = table.kinds
+    block_ids = books.take_blocks(kind, len(rows)).tolist()
+    for row, count, block_id in zip(rows, counts, block_ids, strict=True):
+        kind.block_table[row, count] = block_id
+        writers[block_id] = row
+        table.append_to(row, count, 1)
+    return True
+
+
+def _no_next_block(rows: list[int]) -> RowError:
+    return RowError(f"reserve_next_blocks: one of rows {rows} cannot get a block after its own")
+
+
+def release_passed(books: Books, rows: Int64Array) -> None:
+    """See ``BlockManager.let_go_of_passed``."""
+    block_ids = books.table.cut_passed(rows)
+    if len(block_ids):
+        writers = books.pool.writers
+        writers[block_ids[np.isin(writers[block_ids], rows)]] = NO_WRITER
+        books.clones.release_blocks(block_ids)
+
+
+def commit_rows(books: Books, rows: Int64Array, num_tokens: Int32Array | int, token_ids: IntArray) -> None:
+    """See ``BlockManager.commit``."""
+    table, size = books.table, books.block_size
+    table.check_distinct(rows)
+    start = table.num_computed_tokens[rows]
+    end = start + num_tokens
+    if any_of(is_bad := end > table.capacity[rows]):
+        row = int(rows[np.argmax(is_bad)])
+        raise RowError(f"commit: row {row} is not in use or has not reserved the tokens to commit")
+    # Every decode step commits one token per row.
+    one_each = num_tokens == 1 if isinstance(num_tokens, int) else not any_of(num_tokens != 1)
+    row_of_token, positions = (rows, start) if one_each else _positions_of(rows, start, end)
+    if len(token_ids) != len(positions):
+        raise RowError(f"commit: got {len(token_ids)} token ids for {len(positions)} tokens")
+    columns = positions // size
+    offsets = positions - columns * size
+    entries = row_of_token * table.width + columns
+    token_ids = np.asarray(token_ids, np.int32)
+    for kind in table.kinds:
+        blocks = kind.entries[entries].astype(np.int64)
+        # Positions ascend within a row and a block has one writer: the last store into each block is the largest.
+        books.pool.num_written_tokens[blocks] = offsets + 1
+        if books.cache is not None:
+            books.cache.store_tokens(blocks * size + offsets, token_ids)
+    table.num_computed_tokens[rows] = end
+    if books.cache is not None:
+        # The index changes only with a token that is the first of a block or copy, or fills a block.
+        is_due = end >= table.next_publish[rows]
+        if any_of(is_due):
+            _publish(books, books.cache, rows[is_due], start[is_due], end[is_due])
+
+
+def _publish(books: Books, cache: PrefixCache, rows: Int64Array, start: IntArray, end: IntArray) -> None:
+    """Add to the index what ``rows`` have just computed, from ``start`` to ``end``."""
+    table, size = books.table, books.block_size
+    first_columns = start // size
+    counts = (end - 1) // size + 1 - first_columns
+    entries = concatenate_ranges(rows * table.width + first_columns, counts)
+    row_of_block = rows.repeat(counts)
+    blocks = [kind.entries[entries] for kind in table.kinds]
+    is_full = (entries - row_of_block * table.width + 1) * size <= end.repeat(counts)
+    opens = [~books.pool.is_cached[each] for each in blocks]
+    if cache.full_blocks_only:
+        opens = [np.zeros_like(is_full)] * len(blocks)
+    cache.publish(row_of_block, blocks, is_full, opens, table.chain_digests, table.namespaces)
+    if cache.full_blocks_only:
+        next_publish = (end // size + 1) * size
+    else:
+        next_publish = np.maximum(-(-end // size) * size, end + 1)
+    table.next_publish[rows] = next_publish
 
 
 def _positions_of(rows: Int64Array, start: Int32Array, end: Int32Array) -> tuple[Int64Array, Int32Array]:
     """Return row and position of each token, both ``[sum(end - start)]``."""
     counts = end - start
     return np.repeat(rows, counts), concatenate_ranges(start, counts).astype(np.int32)
+
+
+def retire_rows(books: Books, cache: PrefixCache, rows: Int64Array) -> None:
+    """Prepare rows to be freed: equal partial tails are indexed once, and windows that others share are held."""
+    table = books.table
+    tails = np.maximum(table.num_computed_tokens[rows] - 1, 0) // books.block_size + rows * table.width
+    for kind, index in zip(table.kinds, cache.indexes, strict=True):
+        index.retire_tails(rows, kind.entries[tails].astype(np.int64))
+    if table.windowed:
+        _take_back_shared_windows(books, cache, rows)
+
+
+def _take_back_shared_windows(books: Books, cache: PrefixCache, rows: Int64Array) -> None:
+    """Let rows that end hold again what their windows have passed of tokens that others shared with them.
+
+    Released with the rest of the row, a window gets the LRU age of the prefix that it makes usable. Otherwise it would
+    be evicted first, and the prefix would be useless to the next row that shares it.
+    """
+    table, size = books.table, books.block_size
+    for row in rows.tolist():
+        num_known = min(table.num_known[row], int(table.num_computed_tokens[row]))
+        for kind in table.windowed if num_known else ():
+            assert kind.window is not None, "only the first kind keeps everything"
+            first = max(num_known - kind.window + 1, 0) // size
+            stop = min(num_known // size, int(kind.first_block[row]))
+            if first < stop:
+                block_ids = cache.blocks_of_kind(table.block_table[row, first:stop], kind.index)
+                if block_ids is not None:
+                    books.pool.share(block_ids)
+                    kind.block_table[row, first:stop] = block_ids
+                    kind.first_block[row] = first

@@ -1,19 +1,101 @@
-"""One row per running sequence: its block table and its lengths."""
+"""One row per running sequence: its block tables, its lengths and its state.
+
+A model's layers are in one KV cache group or several, as vLLM makes them: layers that keep everything and layers with a
+sliding window are in different groups, and many layers of one type in several groups of the same size. All groups of
+one type are a *kind*. All groups take blocks of one pool. For the same positions each group of a kind has a block; the
+first group's is in the table and represents all of them, the others are its *followers*. Layers that keep a state
+instead of K/V have groups, too, but no table, see ``row_states``.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rose_backend.block_manager.block_pool import NULL_BLOCK, BoolArray, Int32Array, Int64Array, IntArray
-from rose_backend.block_manager.kind_table import GroupKind, KindTable
-from rose_backend.errors import RowError
+from rose_backend.block_manager.block_pool import (
+    NULL_BLOCK,
+    BlockPool,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    IntArray,
+)
+from rose_backend.block_manager.prefix_index import Place
+from rose_backend.config import check_int
+from rose_backend.errors import ConfigError, RowError
 
 _NOT_IN_USE = -1
 FEW_ROWS = 16
-"""Up to so many rows, a loop over numbers takes less time than operations on arrays."""
+"""Up to this many rows, a loop over numbers takes less time than operations on arrays."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKind:
+    """KV cache groups of one type.
+
+    Raises: ConfigError if a number is out of range.
+    """
+
+    window: int | None = None
+    """Tokens that a token attends to, itself included, at least 2; None: all before it."""
+    num_groups: int = 1
+    is_state: bool = False
+    """Its layers keep one state per sequence, whatever its length, and no K/V."""
+
+    def __post_init__(self) -> None:
+        if self.window is not None:
+            check_int("window", self.window, 2, 1 << 30)
+        check_int("num_groups", self.num_groups, 1, 1 << 10)
+        if self.is_state and self.window is not None:
+            raise ConfigError(f"window: got {self.window} for a kind with states, allowed is None")
+
+    def most_columns(self, num_at_once: int, block_size: int) -> float:
+        """Return the largest number of columns in which a row of any length has blocks.
+
+        Args:
+            num_at_once: maximum tokens reserved past the computed ones.
+        """
+        return math.inf if self.window is None else -(-(self.window - 1 + num_at_once) // block_size) + 1
+
+
+class KindTable:
+    """The block tables of one kind of groups. All kinds have the same positions in the same column.
+
+    Args:
+        index: place of the kind among all.
+        kind: window and number of groups.
+        max_num_seqs: rows.
+        width: columns.
+
+    Memory: 4 bytes per entry and row.
+    """
+
+    def __init__(self, index: int, kind: GroupKind, max_num_seqs: int, width: int) -> None:
+        self.index, self.kind = index, kind
+        self.window, self.num_groups = kind.window, kind.num_groups
+        self.block_table: Int32Array = np.full((max_num_seqs, width), NULL_BLOCK, np.int32)
+        self.entries: Int32Array = self.block_table.reshape(-1)
+        """The block table in one dimension: ``row * width + column``. One index is cheaper than two."""
+        self.first_block: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """int32 ``[max_num_seqs]``: the first column of each row that has a block; the window has passed the others."""
+
+
+def check_kinds(kinds: Sequence[GroupKind]) -> None:
+    """Raise ConfigError unless the first kind keeps everything, and windows of different sizes and states follow."""
+    has_states = [kind.is_state for kind in kinds]
+    windows = [kind.window for kind in kinds if not kind.is_state]
+    if any(has_states[:-1]):
+        raise ConfigError(
+            f"kinds: got states at {has_states.index(True)}, allowed is one such kind, the last"
+        )
+    if not windows or windows[0] is not None or None in windows[1:] or len(set(windows)) < len(windows):
+        raise ConfigError(
+            f"kinds: got windows {windows}, allowed are None for the first kind and different sizes for all others"
+        )
 
 
 class SequenceTable:
@@ -23,7 +105,7 @@ class SequenceTable:
         max_num_seqs: rows.
         max_model_len: tokens a row can hold.
         block_size: tokens per block.
-        kinds: of KV cache groups; each has a table of its own.
+        kinds: of KV cache groups; each has its own table.
 
     Memory: ``4 * ceil(max_model_len / block_size)`` bytes per row and kind and about 150 more.
     """
@@ -40,7 +122,7 @@ class SequenceTable:
             KindTable(index, kind, max_num_seqs, self.width) for index, kind in enumerate(kinds)
         )
         self.windowed = self.kinds[1:]
-        """Kinds that let go of what their window has passed."""
+        """Kinds that release what their window has passed."""
         # Of the first kind, which keeps everything.
         self.block_table: Int32Array = self.kinds[0].block_table
         self.entries: Int32Array = self.kinds[0].entries
@@ -143,14 +225,14 @@ class SequenceTable:
         self.changed[row] = True
 
     def blocks_at(self, entries: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the blocks of all kinds, place after place, the first kind's behind the others', and their rows."""
+        """Return the blocks of all kinds, place after place, the first kind's after the others', and their rows."""
         if not self.windowed:
             return self.entries[entries].astype(np.int64), entries // self.width
         blocks = np.stack([kind.entries[entries] for kind in reversed(self.kinds)], axis=1)
         index, _ = np.nonzero(blocks)
         return blocks[blocks != NULL_BLOCK].astype(np.int64), entries[index] // self.width
 
-    def let_go_of_passed(self, rows: Int64Array) -> Int64Array:
+    def cut_passed(self, rows: Int64Array) -> Int64Array:
         """Take out what the windows of ``rows`` have passed, last block first; return the blocks.
 
         The next token attends to the last ``window - 1`` computed ones, and to itself.
@@ -171,11 +253,11 @@ class SequenceTable:
         return np.concatenate(removed) if removed else np.zeros(0, np.int64)
 
     def full_capacity_of(self, num_row_blocks: int) -> int:
-        """Return the tokens that so many blocks of one row hold."""
+        """As ``full_capacity``, for one row."""
         return min(num_row_blocks * self._block_size, self.max_model_len)
 
     def full_capacity(self, num_row_blocks: Int32Array) -> Int32Array:
-        """Return the tokens that so many blocks of a row hold."""
+        """Return the tokens that rows with ``num_row_blocks`` blocks hold."""
         capacity: Int32Array = np.minimum(num_row_blocks * self._block_size, self.max_model_len)
         return capacity
 
@@ -222,7 +304,7 @@ class SequenceTable:
         if len(rows) <= num_rows:
             self._scratch[rows] = order  # the last store into an element stays
         if len(rows) > num_rows or any_of(self._scratch[rows] != order):
-            raise RowError(f"rows {rows.tolist()}: one stands there twice")
+            raise RowError(f"rows {rows.tolist()}: duplicate row")
         self._scratch_distinct = packed
 
     def checked_counts(self, name: str, num_tokens: IntArray | int) -> Int32Array | int:
@@ -242,6 +324,40 @@ class SequenceTable:
                 f"{self.max_model_len}"
             )
         return num_tokens if isinstance(num_tokens, int) else num_tokens.astype(np.int32, copy=False)
+
+
+class RowStates:
+    """The states of all rows: blocks of the last kind, which has no table. ``row_states`` works on them.
+
+    Args:
+        index: of the kind of groups that keep a state.
+        num_groups: of that kind.
+        max_num_seqs: rows.
+        pool: has the followers of each block.
+
+    Memory: 8 bytes per row.
+    """
+
+    def __init__(self, index: int, num_groups: int, max_num_seqs: int, pool: BlockPool) -> None:
+        self.index, self.num_groups = index, num_groups
+        self.running: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """int32 ``[max_num_seqs]``: the block of each row's running state, which represents those of all groups; the
+        null block before the first reservation."""
+        self.found: Int32Array = np.zeros(max_num_seqs, np.int32)
+        """int32 ``[max_num_seqs]``: the checkpoint that a row starts from, held until its copy has been queued."""
+        self.last: dict[int, Place] = {}
+        """Where each row's last checkpoint is, or was."""
+        self._pool = pool
+
+    def blocks_of(self, rows: IntArray) -> Int32Array:
+        """Return the blocks of the running states of rows, int32 ``[num_groups, N]``."""
+        return self._pool.blocks_of_groups(self.running[rows], self.num_groups)
+
+    def held_blocks(self) -> Int32Array:
+        """Return the blocks that rows hold, an id once per row."""
+        held = np.concatenate((self.running, self.found))
+        blocks: Int32Array = held[held != NULL_BLOCK]
+        return blocks
 
 
 def any_of(flags: BoolArray) -> bool:

@@ -243,7 +243,7 @@ def test_caller_mistakes_are_typed_errors_that_change_nothing() -> None:
     free = manager.num_free_blocks
     with pytest.raises(RowError, match="not in use"):
         manager.reserve(np.array([row + 1]), 1)
-    with pytest.raises(RowError, match="twice"):
+    with pytest.raises(RowError, match="duplicate row"):
         manager.reserve(np.array([row, row]), 10)
     with pytest.raises(RowError, match="max_model_len"):
         manager.reserve(np.array([row]), 63)

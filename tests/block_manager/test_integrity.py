@@ -52,7 +52,7 @@ def point_a_second_digest_to_a_block(manager: BlockManager) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (set_item("block_table", (0, 5), 6), r"row 0 has an entry behind its last block"),
+        (set_item("block_table", (0, 5), 6), r"row 0 has an entry after its last block"),
         (set_item("num_computed_tokens", 0, 9), r"row 0: 9 computed tokens in 2 blocks"),
         (set_item("num_row_blocks", 2, 1), r"row 2 is not in use but holds 1 blocks"),
         (lose_a_free_row, r"rows: 2 in use \+ 0 free, expected 3 in all"),
@@ -118,7 +118,7 @@ def set_in_window(array: str, index: object, value: object) -> Callable[[BlockMa
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (set_in_window("block_table", (0, 4), 9), r"row 0 has an entry behind its last block"),
+        (set_in_window("block_table", (0, 4), 9), r"row 0 has an entry after its last block"),
         (set_in_window("block_table", (0, 1), 9), r"row 0 has an entry before its first block, 2"),
         (
             set_in_window("first_block", 0, 3),
@@ -129,7 +129,7 @@ def set_in_window(array: str, index: object, value: object) -> Callable[[BlockMa
         (set_item("pool.followers", (0, 8), 0), r"block 8 has 0 followers, expected 1"),
         (set_item("pool.followers", (0, 1), 15), r"block 1 has 1 followers, expected 0"),
         (set_item("pool.followers", (0, 15), 16), r"block 15 is free but has followers"),
-        (set_item("pool.num_written_tokens", 12, 1), r"block 12 follows another and has a state of its own"),
+        (set_item("pool.num_written_tokens", 12, 1), r"block 12 follows another and has a state itself"),
         (set_item("pool.ends_hit", 15, True), r"block 15 is free but marked as the end of a hit"),
         (set_item("pool.kind_of", 3, 1), r"block 3 has 0 followers, expected 1"),
     ],

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rose_backend.block_manager import BlockManager
-from rose_backend.block_manager.child_index import ChildIndex
-from rose_backend.block_manager.prefix_hashes import PrefixHasher
+from rose_backend.block_manager import BlockManager, reservation
+from rose_backend.block_manager.prefix_index import ChildIndex, PrefixHasher
 from rose_backend.errors import RowError
 from tests.block_manager.test_block_manager import admit, compute, make, table
 
@@ -219,7 +218,7 @@ def test_a_published_block_that_only_grows_touches_no_index(monkeypatch: pytest.
     for name in ("publish", "reopen", "forget"):
         monkeypatch.setattr(manager.cache, name, None)
     monkeypatch.setattr(manager.cache, "indexes", None)
-    monkeypatch.setattr(manager._reservations, "_publish", None)
+    monkeypatch.setattr(reservation, "_publish", None)
     for token in range(12):
         manager.commit(rows, 1, np.full(3, token, np.int32))
     monkeypatch.undo()

@@ -80,12 +80,12 @@ def test_no_row_gets_a_block_behind_one_that_it_reads_or_beyond_its_length() -> 
     manager.free(np.array([row]))
     reads = manager.add(np.array([1, 2, 3], np.int32)).row
     before = state_of(manager)
-    with pytest.raises(RowError, match="cannot get a block behind its own"):
+    with pytest.raises(RowError, match="cannot get a block after its own"):
         manager.reserve_next_blocks(np.array([reads]))
     assert state_of(manager) == before
     assert manager.reserve(np.array([reads]), manager.max_model_len - 2).ok
     before = state_of(manager)
-    with pytest.raises(RowError, match="cannot get a block behind its own"):
+    with pytest.raises(RowError, match="cannot get a block after its own"):
         manager.reserve_next_blocks(np.array([reads]))
     assert state_of(manager) == before
 

@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
-from rose_backend.block_manager.prefix_hashes import PrefixHasher
+from rose_backend.block_manager.prefix_index import PrefixHasher
 from rose_backend.vllm_plugin.kv_cache.prompt_hashes import namespace_of, wrap_preprocess_add_request
 from tests.vllm_plugin.test_kv_cache_manager import BLOCK_SIZE, admit, make_manager, make_request
 
