@@ -36,11 +36,8 @@ from rose_backend.block_manager.row_states import (
     renew_last_checkpoints,
     start_from_checkpoint,
 )
-from rose_backend.block_manager.sequence_table import GroupKind, any_of, check_kinds
-from rose_backend.config import check_int
-from rose_backend.errors import ConfigError, RowError
-
-_MAX_BLOCKS = 2**31 - 1
+from rose_backend.block_manager.sequence_table import any_of
+from rose_backend.errors import RowError
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,63 +71,8 @@ class BlockManager(Books):
     - Lookups find no token before its ``commit``, that is, before the step that wrote it is over.
     - A copy reads its source before the step writes; the source is held until ``finish_clone_plan``.
 
-    Args:
-        num_blocks: blocks of the KV cache including block 0, the null block, which is never allocated.
-        block_size: tokens per block.
-        max_num_seqs: rows.
-        max_model_len: tokens a row can hold.
-        kinds: of KV cache groups, one group that keeps everything unless told otherwise. The first kind keeps
-            everything; what the windows of the others have passed becomes free, and a prefix hit may end at any token
-            whose window is there in all of them. All have the same ``block_size``. The last kind may be one of states:
-            a hit then ends where a ``checkpoint`` was made.
-        prefix_cache: reuse K/V of other sequences.
-        full_blocks_only: with ``prefix_cache``, let hits end at block boundaries only.
-        hash_key: key of the prefix hashes, at most 64 bytes; None draws a random one.
-        bytes_per_block: of one block over all layers of its group, keys and values; ``stats.bytes_cloned`` counts with
-            it.
-        record_events: record events for ``take_events``.
-
-    Raises: ConfigError if a number is out of range.
+    Args: see ``Books``, which holds what the calls below read and change.
     """
-
-    def __init__(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        kinds: Sequence[GroupKind] = (GroupKind(),),
-        prefix_cache: bool = True,
-        full_blocks_only: bool = False,
-        hash_key: bytes | None = None,
-        bytes_per_block: int = 0,
-        record_events: bool = False,
-    ) -> None:
-        check_int("num_blocks", num_blocks, 2, _MAX_BLOCKS)
-        check_int("block_size", block_size, 1, 65_536)
-        check_int("max_num_seqs", max_num_seqs, 1, 1 << 20)
-        check_int("max_model_len", max_model_len, 1, 1 << 30)
-        check_int("bytes_per_block", bytes_per_block, 0, 1 << 50)
-        if hash_key is not None and len(hash_key) > 64:
-            raise ConfigError(f"hash_key: got {len(hash_key)} bytes, allowed are at most 64")
-        check_kinds(kinds)
-        super().__init__(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            kinds=kinds,
-            prefix_cache=prefix_cache,
-            full_blocks_only=full_blocks_only,
-            hash_key=hash_key,
-            bytes_per_block=bytes_per_block,
-            record_events=record_events,
-        )
-        # What callers read in every step, without a detour. The table owns these arrays and changes them in place.
-        self.block_table = self.table.block_table
-        self.num_computed_tokens = self.table.num_computed_tokens
-        self.num_row_blocks = self.table.num_row_blocks
 
     @property
     def num_free_blocks(self) -> int:

@@ -95,9 +95,11 @@ class EvictionQueue:
 
     def block_ids(self) -> Int64Array:
         """Return all blocks in eviction order."""
-        oldest_first = self.pop(self._count)
-        self.push(oldest_first)
-        return oldest_first
+        next_of, block_id, found = self._next.data, _ENDS, []
+        for _ in range(self._count):
+            block_id = next_of[block_id]
+            found.append(block_id)
+        return np.array(found, np.int64)
 
 
 class BlockPool:
@@ -198,16 +200,12 @@ class BlockPool:
         self._num_queued -= self._count(block_ids)
         return block_ids
 
-    def recycle(self, block_ids: Int64Array) -> None:
-        """Put blocks that were evicted on the free stack."""
-        self._push_stack(block_ids)
-
     def discard(self, block_id: int) -> None:
         """Put a block that is in the eviction queue, and that the prefix cache has forgotten, on the free stack."""
         block_ids = np.array([block_id], np.int64)
         self._queue.remove(block_ids)
         self._num_queued -= self._count(block_ids)
-        self._push_stack(block_ids)
+        self.recycle(block_ids)
 
     def take_for(self, kind: int, count: int) -> Int64Array:
         """Allocate ``count`` blocks for each group of a kind, all of them free; return the first group's.
@@ -273,7 +271,7 @@ class BlockPool:
         queued = dropped[is_cached]
         self._queue.push(queued)
         self._num_queued += self._count(queued)
-        self._push_stack(dropped[~is_cached])
+        self.recycle(dropped[~is_cached])
         self.writers[dropped] = NO_WRITER
         return dropped
 
@@ -283,7 +281,7 @@ class BlockPool:
         self.is_cached[block_ids] = False
         self._queue.clear()
         self._num_queued = 0
-        self._push_stack(block_ids)
+        self.recycle(block_ids)
 
     def last_of_each(self, ids: Int64Array) -> BoolArray:
         """Return for each entry whether it is the last one with this id. Ids are below ``num_blocks``."""
@@ -309,7 +307,8 @@ class BlockPool:
         """Return the number of blocks with their followers."""
         return int(self.num_groups_of(block_ids).sum()) if self.has_groups else len(block_ids)
 
-    def _push_stack(self, block_ids: Int64Array) -> None:
+    def recycle(self, block_ids: Int64Array) -> None:
+        """Put blocks with their followers on the free stack; they are neither held nor queued."""
         self.num_written_tokens[block_ids] = 0
         if self.has_groups:
             followers = self.followers[:, block_ids]

@@ -63,7 +63,7 @@ def point_a_second_digest_to_a_block(manager: BlockManager) -> None:
         (set_item("pool.ref_counts", 7, 1), r"block 7: reference count is 1, 0 holders were counted"),
         (lambda manager: manager.pool.take(1), r"block 5: reference count is 1, 0 holders"),
         (
-            lambda manager: manager.pool._push_stack(np.array([1])),
+            lambda manager: manager.pool.recycle(np.array([1])),
             r"block 1 is in 2 states, expected 1: free 6",
         ),
         (
