@@ -29,7 +29,7 @@ import rose_backend
 from rose_backend.cli import build_parser
 from rose_backend.cli.options import RoseParser
 from rose_backend.config import PluginConfig
-from rose_backend.server.request_models import (
+from rose_backend.server.protocol import (
     IGNORED,
     NOT_SUPPORTED,
     ChatCompletionRequest,

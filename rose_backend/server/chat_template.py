@@ -11,7 +11,7 @@ from jinja2 import TemplateSyntaxError
 
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError, RequestError, kind_and_text
-from rose_backend.server.request_models import ChatMessage
+from rose_backend.server.protocol import ChatMessage
 
 _MAX_REASON_LENGTH = 500
 """Characters of an error that a template raises, which may quote the conversation."""

@@ -1,23 +1,26 @@
-"""The prompts of one HTTP request in the engine, and the answer that ends when the client disconnects."""
+"""The prompts of one HTTP request in the engine, and sending the answer, which ends when the client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from types import TracebackType
 from typing import TypeAlias
 
+from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from rose_backend.engine.input_processor import ProcessedInput
 from rose_backend.engine.outputs import RequestOutput
-from rose_backend.errors import GenerationError
-from rose_backend.server.error_answers import CLIENT_LEFT
+from rose_backend.errors import EngineDeadError, GenerationError, RequestError
+from rose_backend.server.answers import DONE_EVENT, Answer
+from rose_backend.server.error_answers import CLIENT_LEFT, as_api_error
 from rose_backend.server.service import RequestRecord, Service
 
 PromptOutput: TypeAlias = tuple[int, RequestOutput]
@@ -88,7 +91,7 @@ class Generation:
             running.discard(request_id)
 
     async def _all(self) -> AsyncGenerator[PromptOutput, None]:
-        # While the client does not read, outputs are merged in front of this queue.
+        # While the client does not read, outputs are merged before they enter this queue.
         queue: asyncio.Queue[PromptOutput | Exception] = asyncio.Queue(len(self._inputs))
 
         async def pump(index: int) -> None:
@@ -292,3 +295,77 @@ def events_message(events: bytes, *, is_last: bool = False) -> Message:
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def generate(
+    request: Request, inputs: list[ProcessedInput], answer: Answer, *, is_streaming: bool
+) -> Response:
+    """Run the prompts and answer, whole or as a stream; abort them when the client disconnects.
+
+    A stream's status is sent with its first token, so that a refusal can still have a status of its own.
+
+    Raises:
+        ClientDisconnect: the client disconnected before the answer began.
+        RequestError: the queue is full.
+        EngineDeadError: the engine failed.
+        GenerationError: it could not go on with this request.
+    """
+    record: RequestRecord = request.state.record
+    outputs = Generation(request.app.state.service, record, inputs).outputs()
+    watch = ClientWatch(request.receive)
+    try:
+        async with watch:
+            if is_streaming:
+                first = await anext(outputs)
+                send_events = partial(_send_events, first, outputs, answer, record, len(inputs))
+                return EventStream(outputs, send_events, watch, record)
+            async for index, output in outputs:
+                for _ in answer.keep(index, output):
+                    await asyncio.sleep(0)
+                # Outputs that wait already make no turn of the event loop by themselves.
+                await asyncio.sleep(0)
+            pieces = []
+            for piece in answer.body():
+                pieces.append(piece)
+                await asyncio.sleep(0)
+        watch.close()
+        return WholeAnswer(pieces)
+    except BaseException:
+        watch.close()
+        await outputs.aclose()
+        raise
+
+
+async def _send_events(
+    first: PromptOutput,
+    outputs: AsyncGenerator[PromptOutput, None],
+    answer: Answer,
+    record: RequestRecord,
+    num_unfinished: int,
+    send: Send,
+) -> None:
+    """Send the events of every output, beginning with ``first``."""
+    try:
+        index, output = first
+        num_unfinished -= output.finished
+        while num_unfinished:
+            last = await _send_but_last(answer.events(index, output), send)
+            await send(events_message(last))
+            index, output = await anext(outputs)
+            num_unfinished -= output.finished
+        events = await _send_but_last(answer.events(index, output), send) + answer.end_events()
+    except (RequestError, EngineDeadError, GenerationError) as error:
+        record.error = str(error)
+        events = as_api_error(error).event() + DONE_EVENT
+    # The last events and the end of the answer are one message, and one system call.
+    await send(events_message(events, is_last=True))
+
+
+async def _send_but_last(pieces: Iterator[bytes], send: Send) -> bytes:
+    """Send all pieces but the last one, each in a turn of the event loop of its own; return the last one, if any."""
+    last = next(pieces, b"")
+    for piece in pieces:
+        await send(events_message(last))
+        await asyncio.sleep(0)
+        last = piece
+    return last

@@ -19,14 +19,20 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
+from fastapi_offline import FastAPIOffline
+from starlette.types import ASGIApp
 
+from rose_backend import __version__
 from rose_backend.config import EngineConfig
 from rose_backend.engine.process_settings import note_imports, process_age_s
 from rose_backend.errors import ConfigError
-from rose_backend.server.app import build_app
+from rose_backend.server import routes
 from rose_backend.server.chat_template import ChatTemplate
 from rose_backend.server.connection import MAX_LINGERING, ConnectionConfig
 from rose_backend.server.engine_client import EngineClient
+from rose_backend.server.error_answers import add_error_handlers
+from rose_backend.server.middleware import DirectRoutes, Middleware
+from rose_backend.server.protocol import ErrorAnswer
 from rose_backend.server.service import Service
 from rose_backend.server.settings import ServerSettings
 
@@ -77,6 +83,23 @@ def make_service(config: EngineConfig, settings: ServerSettings) -> Service:
         engine = AsyncEngine(options.pop("model"), **options)
         chat_template.use(engine.tokenizer)
     return Service(engine, settings, chat_template)
+
+
+def build_app(service: Service) -> ASGIApp:
+    """Return the application. The caller shuts the service's engine down."""
+    # FastAPI, except that /docs takes its scripts from this package and not from the network.
+    app = FastAPIOffline(
+        title="rose_backend",
+        version=__version__,
+        redoc_url=None,
+        # A redirect would name the host that the request names, which anybody may have chosen.
+        redirect_slashes=False,
+        responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
+    )
+    app.state.service = service
+    add_error_handlers(app)
+    app.include_router(routes.router)
+    return Middleware(DirectRoutes(app, routes.DIRECT_ROUTES), service)
 
 
 def make_server(service: Service) -> DrainingServer:

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose_backend.errors import RequestError
-from rose_backend.server import body_parts, direct_routes
-from rose_backend.server.body_parts import BodyParts, as_utf8, check_body_parts, count_body_parts
-from rose_backend.server.generation_routes import read_prompts
-from rose_backend.server.operation_routes import read_token_ids
+from rose_backend.server import middleware
+from rose_backend.server.middleware import BodyParts, as_utf8, check_body_parts, count_body_parts
+from rose_backend.server.routes import read_prompts, read_token_ids
 from rose_backend.server.settings import MAX_BODY_FIELDS, MAX_BODY_LISTS
 from tests.server.live_server import LiveServer, error_of
 
@@ -47,7 +46,7 @@ texts = st.text(alphabet='a"\\,:[{é\n', max_size=8)
 )
 def test_parts_are_counted_outside_of_strings(value: Any, chunk: int, encoding: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(body_parts, "_CHUNK_BYTES", chunk)
+        patch.setattr(middleware, "_CHUNK_BYTES", chunk)
         content = as_utf8(json.dumps(value, ensure_ascii=False).encode(encoding))
         assert count_body_parts(content) == plain_count(value)
 
@@ -78,7 +77,7 @@ def test_too_many_parts_are_refused_before_they_are_parsed(
     def parse(*_: object, **__: object) -> None:
         raise AssertionError("the body is parsed")
 
-    monkeypatch.setattr(direct_routes, "parse_body", parse)
+    monkeypatch.setattr(middleware, "parse_body", parse)
     for path in direct_routes_of(server):
         answer = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400, answer.text
@@ -111,7 +110,7 @@ def test_unknown_fields_are_counted_before_they_are_checked(
     def check(*_: object, **__: object) -> None:
         raise AssertionError("each of the fields is looked at")
 
-    monkeypatch.setattr("rose_backend.server.request_models.CompletionRequest.model_validate", check)
+    monkeypatch.setattr("rose_backend.server.protocol.CompletionRequest.model_validate", check)
     answer = server.complete(prompt="a", **{f"q{index}": 1 for index in range(1000)})
     assert answer.status_code == 400
     assert "got 1000 unknown fields, allowed are at most 16" in error_of(answer)["message"]

@@ -14,8 +14,7 @@ from starlette.types import Message
 from rose_backend import LLM, SamplingParams
 from rose_backend.engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from rose_backend.server.answers import AnswerOptions, CompletionAnswer
-from rose_backend.server.generation import PromptOutput
-from rose_backend.server.generation_routes import _send_events
+from rose_backend.server.generation import PromptOutput, _send_events
 from rose_backend.server.service import RequestRecord
 from tests.server.live_server import MODEL, LiveServer
 

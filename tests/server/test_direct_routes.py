@@ -8,9 +8,9 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from rose_backend.server import generation_routes, operation_routes
-from rose_backend.server.app import build_app
-from rose_backend.server.direct_routes import MAX_PER_TURN, DirectRoutes, RequestThrottle
+from rose_backend.server import routes
+from rose_backend.server.middleware import MAX_PER_TURN, DirectRoutes, RequestThrottle
+from rose_backend.server.serve import build_app
 from tests.server.live_server import LiveServer
 from tests.support.patience import HANG_S
 
@@ -62,8 +62,7 @@ def test_refusals_are_those_of_fastapi(
 
     monkeypatch.setattr(DirectRoutes, "__call__", count)
     direct = build_app(server.service)
-    for routes in (generation_routes, operation_routes):
-        monkeypatch.setattr(routes, "DIRECT_ROUTES", {})
+    monkeypatch.setattr(routes, "DIRECT_ROUTES", {})
     through_fastapi = build_app(server.service)
 
     async def answers(app: object) -> list[tuple[object, ...]]:
@@ -77,7 +76,7 @@ def test_refusals_are_those_of_fastapi(
     assert {status for status, *_ in expected} <= {400, 404} | ({200} if path == "/tokenize" else set())
     for body, ours, theirs in zip(BODIES, asyncio.run(answers(direct)), expected, strict=True):
         assert ours == theirs, body[:80]
-    assert {} in parsed and len({id(routes) for routes in parsed}) == 2, "each went its own way"
+    assert {} in parsed and len({id(each) for each in parsed}) == 2, "each went its own way"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -122,7 +121,7 @@ def test_requests_pass_the_request_throttle(server: LiveServer, monkeypatch: pyt
 
 
 def test_other_methods_and_the_schema_are_fastapis(server: LiveServer) -> None:
-    for path in generation_routes.DIRECT_ROUTES | operation_routes.DIRECT_ROUTES:
+    for path in routes.DIRECT_ROUTES:
         answer = server.http.get(path)
         assert answer.status_code == 405 and answer.headers["allow"] == "POST"
         assert "requestBody" in server.http.get("/openapi.json").json()["paths"][path]["post"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rose_backend.server import connection as connection_module
-from rose_backend.server.half_closed import _is_reset
+from rose_backend.server.connection import _is_reset
 from tests.server.live_server import LONG, LiveServer, read_metric, running_server, wait_until
 from tests.server.test_connections import GET, POST, Scene, connect, read_all
 

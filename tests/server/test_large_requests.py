@@ -19,13 +19,12 @@ from starlette.types import Message
 from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import RequestError
-from rose_backend.server import answers, direct_routes, generation_routes
+from rose_backend.server import answers, generation, middleware, routes
 from rose_backend.server.answers import Answer, AnswerOptions, ChatAnswer, CompletionAnswer
 from rose_backend.server.chat_template import ChatTemplate
-from rose_backend.server.direct_routes import _SHARES_THE_LOCK, parse_body
-from rose_backend.server.generation import Generation, PromptOutput
-from rose_backend.server.generation_routes import _send_events
-from rose_backend.server.request_models import ChatCompletionRequest, CompletionRequest
+from rose_backend.server.generation import Generation, PromptOutput, _send_events
+from rose_backend.server.middleware import _SHARES_THE_LOCK, parse_body
+from rose_backend.server.protocol import ChatCompletionRequest, CompletionRequest
 from rose_backend.server.service import RequestRecord
 from tests.server.live_server import LiveServer, error_of, running_server
 
@@ -170,9 +169,7 @@ def test_whole_answers_let_other_tasks_run(server: LiveServer, monkeypatch: pyte
         counts[threading.current_thread().name] += 1
         await sleep(seconds)
 
-    monkeypatch.setattr(
-        generation_routes, "asyncio", SimpleNamespace(sleep=note, to_thread=asyncio.to_thread)
-    )
+    monkeypatch.setattr(generation, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": note}))
     answer = server.complete(prompt=["a", "b"], max_tokens=9, n=3, logprobs=2, ignore_eos=True)
     assert counts["rose-server"] >= 2 * 3 * 8
     assert int(answer.headers["content-length"]) == len(answer.content)
@@ -257,7 +254,7 @@ def test_large_bodies_are_parsed_in_a_thread(server: LiveServer, monkeypatch: py
         seen.append((threading.current_thread().name, how))
         return parse_body(model, content, **how)
 
-    monkeypatch.setattr(direct_routes, "parse_body", note)
+    monkeypatch.setattr(middleware, "parse_body", note)
     assert server.complete(prompt=[1, 2], max_tokens=1).status_code == 200
     assert server.complete(prompt=[1] * 200_000, max_tokens=1).status_code == 400
     assert server.complete(prompt=[[1, 300] * 100] * 400, max_tokens=5000).status_code == 400
@@ -365,7 +362,7 @@ def test_a_request_that_runs_keeps_no_lists_of_token_ids(
         raise RequestError("prompt: seen", parameter="prompt")
 
     with running_server(tiny_model_path) as server:
-        monkeypatch.setattr(generation_routes, "generate", generate)
+        monkeypatch.setattr(routes, "generate", generate)
         prompts = json.dumps([[5] * 987, [6] * 987])
         content = f'{{"prompt": {prompts}, "echo": true}}'
         del prompts

@@ -12,7 +12,7 @@ import pytest
 
 from rose_backend import __version__
 from rose_backend.block_view.metrics import parse_metrics
-from rose_backend.server import generation_routes, operation_routes
+from rose_backend.server import routes
 from tests.server.live_server import (
     MODEL,
     LiveServer,
@@ -131,7 +131,7 @@ def test_long_work_leaves_the_event_loop(
             names.add(threading.current_thread().name)
             return [70] * 30 if path == "/tokenize" else "text"
 
-        monkeypatch.setattr(generation_routes, "_MAX_INLINE_LENGTH", limit)
+        monkeypatch.setattr(routes, "_MAX_INLINE_LENGTH", limit)
         monkeypatch.setattr(server.engine.input_processor.tokenizer, "encode", note)
         monkeypatch.setattr(server.engine.input_processor.tokenizer, "decode", note)
         assert server.http.post(path, json=body).status_code == 200
@@ -144,7 +144,7 @@ def test_long_work_leaves_the_event_loop(
 def test_long_lists_of_ids_are_written_in_parts(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = server.http.post("/tokenize", json={"prompt": "the rose " * 10}).content
     for number in (1, 3, len(json.loads(whole)["tokens"])):
-        monkeypatch.setattr(operation_routes, "_IDS_AT_ONCE", number)
+        monkeypatch.setattr(routes, "_IDS_AT_ONCE", number)
         assert server.http.post("/tokenize", json={"prompt": "the rose " * 10}).content == whole
     assert server.http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
 

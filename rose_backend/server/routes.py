@@ -1,42 +1,44 @@
-"""``/v1/completions`` and ``/v1/chat/completions``."""
+"""The routes of the API, and the checks of what their bodies ask for."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import reprlib
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import Response
-from starlette.types import Send
 
+from rose_backend import __version__
 from rose_backend.engine.input_processor import InputProcessor, ProcessedInput
 from rose_backend.engine.sampling_params import SamplingParams
-from rose_backend.errors import EngineDeadError, GenerationError, RequestError
-from rose_backend.server.answer_models import ChatAnswerModel, CompletionAnswerModel
-from rose_backend.server.answers import DONE_EVENT, Answer, AnswerOptions, ChatAnswer, CompletionAnswer
+from rose_backend.errors import EngineStalledError, RequestError
+from rose_backend.server.answers import AnswerOptions, ChatAnswer, CompletionAnswer
 from rose_backend.server.chat_template import plain_messages
-from rose_backend.server.direct_routes import DirectRoute
-from rose_backend.server.error_answers import ApiError, as_api_error
-from rose_backend.server.generation import (
-    ClientWatch,
-    EventStream,
-    Generation,
-    PromptOutput,
-    WholeAnswer,
-    events_message,
-)
-from rose_backend.server.request_models import (
+from rose_backend.server.error_answers import ENGINE_HAS_STOPPED, ApiError
+from rose_backend.server.generation import WholeAnswer, generate
+from rose_backend.server.middleware import DirectRoute
+from rose_backend.server.protocol import (
     Body,
+    ChatAnswerModel,
     ChatCompletionRequest,
+    CompletionAnswerModel,
     CompletionRequest,
+    DetokenizeAnswer,
+    DetokenizeRequest,
     GenerationRequest,
+    HealthAnswer,
+    ModelList,
+    TokenizeAnswer,
+    TokenizeRequest,
+    VersionAnswer,
     check_other_fields,
 )
-from rose_backend.server.service import RequestRecord, Service
+from rose_backend.server.service import Service
 
 router = APIRouter()
 T = TypeVar("T")
@@ -44,7 +46,14 @@ T = TypeVar("T")
 _MAX_INLINE_LENGTH = 8192
 """Characters and token ids that are processed on the event loop; more are in a thread, to not delay streams."""
 _LENGTH_OF_EACH = 128
-"""So many characters take as long as what is done for each prompt and message beside its text."""
+"""Characters whose processing takes as long as the fixed cost of a prompt or message."""
+
+_IDS_AT_ONCE = 4096
+"""Token ids that are written as JSON in less than a millisecond."""
+_CHARACTERS_AT_ONCE = 1 << 16
+"""Characters that are written as JSON in less than a millisecond."""
+_MAX_TOKENS = 1 << 20
+"""Tokens of a long prompt that ``/tokenize`` returns, where the window holds fewer."""
 
 # Of each event; its data is JSON, or [DONE].
 _EVENT_SCHEMA = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
@@ -108,10 +117,92 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
     return await generate(request, inputs, answer, is_streaming=bool(body.stream))
 
 
+@router.get("/v1/models", responses={200: {"model": ModelList}}, tags=["models"])
+async def list_models(request: Request) -> Response:
+    """List the names that requests may use."""
+    service: Service = request.app.state.service
+    cards = [
+        {
+            "id": name,
+            "object": "model",
+            "created": service.start_time_s,
+            "owned_by": "rose_backend",
+            "root": service.engine.config.model,
+            "max_model_len": service.engine.input_processor.max_model_len,
+        }
+        for name in service.settings.served_model_names
+    ]
+    return _json({"object": "list", "data": cards})
+
+
+@router.post("/tokenize", responses={200: {"model": TokenizeAnswer}}, tags=["tokens"])
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+    """Return the token ids of a prompt."""
+    service = check_body(request, body)
+    processor = service.engine.input_processor
+    check_text_length("prompt", len(body.prompt), processor)
+    max_tokens = max(processor.max_model_len, _MAX_TOKENS)
+
+    def encode() -> Response:
+        token_ids = processor.encode(body.prompt, max_tokens=max_tokens)
+        return _json_with_ids({"count": len(token_ids), "max_model_len": processor.max_model_len}, token_ids)
+
+    return await run_by_length(len(body.prompt), encode)
+
+
+@router.post("/detokenize", responses={200: {"model": DetokenizeAnswer}}, tags=["tokens"])
+async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
+    """Return the text of token ids, at most as many as the model's window holds; ids of the model's vocabulary that no
+    token has are left out."""
+    service = check_body(request, body)
+    processor = service.engine.input_processor
+
+    def decode() -> Response:
+        token_ids = read_token_ids("tokens", body.tokens, processor.max_model_len, processor.vocab_size)
+        return _json_with_text(processor.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    return await run_by_length(len(body.tokens) if isinstance(body.tokens, list) else 0, decode)
+
+
+@router.get("/health", responses={200: {"model": HealthAnswer}}, tags=["operations"])
+async def health(request: Request) -> Response:
+    """Report whether requests are served: 503 after a failure of the engine, while it does not answer, and while
+    shutting down."""
+    service: Service = request.app.state.service
+    if service.is_draining:
+        raise ApiError(503, "the server is shutting down", code="draining")
+    if not service.engine.is_running:
+        raise ApiError(503, ENGINE_HAS_STOPPED, code="engine_dead")
+    if service.engine_is_stalled:
+        raise EngineStalledError
+    return _json({"status": "ok"})
+
+
+@router.get("/version", responses={200: {"model": VersionAnswer}}, tags=["operations"])
+async def version() -> Response:
+    """Return the version of rose_backend."""
+    return _json({"version": __version__})
+
+
+@router.get(
+    "/metrics",
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    tags=["operations"],
+)
+async def metrics(request: Request) -> Response:
+    """Return Prometheus metrics."""
+    service: Service = request.app.state.service
+    counters = await service.engine.counters()
+    return Response(service.metrics.render(counters), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
 DIRECT_ROUTES: dict[str, DirectRoute] = {
     "/v1/completions": (CompletionRequest, complete),
     "/v1/chat/completions": (ChatCompletionRequest, chat),
+    "/tokenize": (TokenizeRequest, tokenize),
+    "/detokenize": (DetokenizeRequest, detokenize),
 }
+"""By path: what ``DirectRoutes`` answers without FastAPI."""
 
 
 def check_body(request: Request, body: Body) -> Service:
@@ -145,80 +236,6 @@ def answer_options(request: Request, body: GenerationRequest, n: int, prefix: st
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         hit_unit=service.hit_unit,
     )
-
-
-async def generate(
-    request: Request, inputs: list[ProcessedInput], answer: Answer, *, is_streaming: bool
-) -> Response:
-    """Run the prompts and answer, whole or as a stream; abort them when the client disconnects.
-
-    A stream's status is sent with its first token, so that a refusal can still have a status of its own.
-
-    Raises:
-        ClientDisconnect: the client disconnected before the answer began.
-        RequestError: the queue is full.
-        EngineDeadError: the engine failed.
-        GenerationError: it could not go on with this request.
-    """
-    record: RequestRecord = request.state.record
-    outputs = Generation(request.app.state.service, record, inputs).outputs()
-    watch = ClientWatch(request.receive)
-    try:
-        async with watch:
-            if is_streaming:
-                first = await anext(outputs)
-                send_events = partial(_send_events, first, outputs, answer, record, len(inputs))
-                return EventStream(outputs, send_events, watch, record)
-            async for index, output in outputs:
-                for _ in answer.keep(index, output):
-                    await asyncio.sleep(0)
-                # Outputs that wait already make no turn of the event loop by themselves.
-                await asyncio.sleep(0)
-            pieces = []
-            for piece in answer.body():
-                pieces.append(piece)
-                await asyncio.sleep(0)
-        watch.close()
-        return WholeAnswer(pieces)
-    except BaseException:
-        watch.close()
-        await outputs.aclose()
-        raise
-
-
-async def _send_events(
-    first: PromptOutput,
-    outputs: AsyncGenerator[PromptOutput, None],
-    answer: Answer,
-    record: RequestRecord,
-    num_unfinished: int,
-    send: Send,
-) -> None:
-    """Send the events of every output, beginning with ``first``."""
-    try:
-        index, output = first
-        num_unfinished -= output.finished
-        while num_unfinished:
-            last = await _send_but_last(answer.events(index, output), send)
-            await send(events_message(last))
-            index, output = await anext(outputs)
-            num_unfinished -= output.finished
-        events = await _send_but_last(answer.events(index, output), send) + answer.end_events()
-    except (RequestError, EngineDeadError, GenerationError) as error:
-        record.error = str(error)
-        events = as_api_error(error).event() + DONE_EVENT
-    # The last events and the end of the answer are one message, and one system call.
-    await send(events_message(events, is_last=True))
-
-
-async def _send_but_last(pieces: Iterator[bytes], send: Send) -> bytes:
-    """Send all pieces but the last one, each in a turn of the event loop of its own; return the last one, if any."""
-    last = next(pieces, b"")
-    for piece in pieces:
-        await send(events_message(last))
-        await asyncio.sleep(0)
-        last = piece
-    return last
 
 
 def read_prompts(value: Any, max_prompts: int, max_model_len: int) -> list[str | list[int]]:
@@ -293,7 +310,7 @@ def check_answer_tokens(inputs: list[ProcessedInput], echo: list[str] | None, se
 
     Args:
         inputs: of one request, with the same parameters but for ``max_tokens``.
-        echo: text in front of the completions of each.
+        echo: text that precedes the completions of each.
 
     Raises:
         RequestError: all completions together may have more tokens and log-probabilities than one request may ask for.
@@ -328,3 +345,43 @@ def length_of(texts: Sequence[str | list[int]]) -> int:
 async def run_by_length(length: int, work: Callable[[], T]) -> T:
     """Do the work here, or in a thread if there are many characters or token ids."""
     return work() if length <= _MAX_INLINE_LENGTH else await asyncio.to_thread(work)
+
+
+def _json_with_ids(answer: Mapping[str, object], token_ids: list[int]) -> Response:
+    """Return ``answer`` with a list that may be long: encoded in one call, it would hold the interpreter lock."""
+    pieces = [f'{json.dumps(answer)[:-1]}, "tokens": ['.encode()]
+    for first in range(0, len(token_ids), _IDS_AT_ONCE):
+        separator = ", " if first else ""
+        pieces.append((separator + json.dumps(token_ids[first : first + _IDS_AT_ONCE])[1:-1]).encode())
+    return WholeAnswer([*pieces, b"]}"])
+
+
+def _json_with_text(text: str) -> Response:
+    parts = (text[first : first + _CHARACTERS_AT_ONCE] for first in range(0, len(text), _CHARACTERS_AT_ONCE))
+    return WholeAnswer([b'{"prompt": "', *(json.dumps(part)[1:-1].encode() for part in parts), b'"}'])
+
+
+def _json(answer: object) -> Response:
+    return Response(json.dumps(answer).encode(), media_type="application/json")
+
+
+def read_token_ids(field: str, value: Any, max_number: int, vocab_size: int) -> list[int]:
+    """Return a list of token ids, whose length has been checked before its elements.
+
+    Raises:
+        RequestError: it is no list of ids of the vocabulary, or too long.
+    """
+    if not isinstance(value, list):
+        raise RequestError(
+            f"{field}: got {reprlib.repr(value)}, allowed is a list of token ids", parameter=field
+        )
+    check_number(field, len(value), "token ids", max_number)
+    if set(map(type, value)) <= {int} and min(value, default=0) >= 0 and max(value, default=0) < vocab_size:
+        return value
+    for index, token_id in enumerate(value):
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"{field}.{index}: got {reprlib.repr(token_id)}, allowed are integers from 0 to {vocab_size - 1}",
+                parameter=f"{field}.{index}",
+            )
+    return value
