@@ -12,8 +12,9 @@ from typing import Any
 from rose_backend import __version__
 from rose_backend.cli.options import add_engine_options, engine_options
 from rose_backend.config import EngineConfig
+from rose_backend.engine.process_settings import LOG_FORMAT
 from rose_backend.errors import ConfigError
-from rose_backend.server.settings import LOG_FORMAT, ServerSettings
+from rose_backend.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 

@@ -88,38 +88,17 @@ class GrowingCompletions:
     def add(self, completions: list[CompletionOutput]) -> None:
         """Add what is new."""
         for new in completions:
-            self.extend(
-                new.index,
-                new.text,
-                new.token_ids,
-                new.logprobs,
-                new.cumulative_logprob,
-                new.finish_reason,
-                new.stop_reason,
-            )
-
-    def extend(
-        self,
-        index: int,
-        text: str,
-        token_ids: list[int],
-        logprobs: Logprobs | None,
-        cumulative_logprob: float | None,
-        finish_reason: FinishReason | None,
-        stop_reason: int | str | None,
-    ) -> None:
-        """Add what is new in one completion."""
-        if index not in self._completions:
-            whole = CompletionOutput(index, "", [], None if logprobs is None else [])
-            self._completions[index] = whole, [""]
-        whole, pieces = self._completions[index]
-        pieces.append(text)
-        whole.token_ids += token_ids
-        if whole.logprobs is not None and logprobs is not None:
-            whole.logprobs += logprobs
-        whole.cumulative_logprob = cumulative_logprob
-        whole.finish_reason = finish_reason
-        whole.stop_reason = stop_reason
+            if new.index not in self._completions:
+                whole = CompletionOutput(new.index, "", [], None if new.logprobs is None else [])
+                self._completions[new.index] = whole, [""]
+            whole, pieces = self._completions[new.index]
+            pieces.append(new.text)
+            whole.token_ids += new.token_ids
+            if whole.logprobs is not None and new.logprobs is not None:
+                whole.logprobs += new.logprobs
+            whole.cumulative_logprob = new.cumulative_logprob
+            whole.finish_reason = new.finish_reason
+            whole.stop_reason = new.stop_reason
 
     def take(self) -> list[CompletionOutput]:
         """Return all that was added, in order of index, and forget it."""

@@ -24,6 +24,8 @@ from rose_backend.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+"""Of the lines that commands and the engine process write."""
 _SWITCH_INTERVAL_S = 200e-6
 """``sys.setswitchinterval``. At Python's default of 5 ms the step loop, which releases the interpreter lock several
 times in a step, would wait for the output thread and for stream consumers longer than a step takes."""

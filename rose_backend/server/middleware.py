@@ -108,7 +108,7 @@ class Middleware:
             self._check(record.route, scope["method"], headers)
             if is_generating:
                 # Before the body is read, which would take memory while it waits.
-                await self._service.wait_for_room()
+                await self._service.engine.wait_for_room()
             await self._app(scope, self._limited(receive), send_noting_status)
         except (ApiError, EngineStalledError, EngineDeadError) as error:
             refusal = as_api_error(error)

@@ -173,7 +173,7 @@ async def health(request: Request) -> Response:
         raise ApiError(503, "the server is shutting down", code="draining")
     if not service.engine.is_running:
         raise ApiError(503, ENGINE_HAS_STOPPED, code="engine_dead")
-    if service.engine_is_stalled:
+    if service.engine.is_stalled:
         raise EngineStalledError
     return _json({"status": "ok"})
 

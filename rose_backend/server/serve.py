@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi_offline import FastAPIOffline
@@ -24,20 +23,18 @@ from starlette.types import ASGIApp
 
 from rose_backend import __version__
 from rose_backend.config import EngineConfig
+from rose_backend.engine.client import EngineClient
 from rose_backend.engine.process_settings import note_imports, process_age_s
+from rose_backend.engine.remote_engine import RemoteEngine
 from rose_backend.errors import ConfigError
 from rose_backend.server import routes
 from rose_backend.server.chat_template import ChatTemplate
 from rose_backend.server.connection import MAX_LINGERING, ConnectionConfig
-from rose_backend.server.engine_client import EngineClient
 from rose_backend.server.error_answers import add_error_handlers
 from rose_backend.server.middleware import DirectRoutes, Middleware
 from rose_backend.server.protocol import ErrorAnswer
 from rose_backend.server.service import Service
 from rose_backend.server.settings import ServerSettings
-
-if TYPE_CHECKING:
-    from rose_backend.engine.async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +67,9 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
 def make_service(config: EngineConfig, settings: ServerSettings) -> Service:
     """Load the model, in this process or in one of its own; errors are those of ``serve``."""
     chat_template = ChatTemplate(settings.chat_template)
-    engine: AsyncEngine | EngineClient
+    engine: EngineClient
     if settings.frontend_multiprocessing:
-        engine = EngineClient(config, chat_template.use)
+        engine = RemoteEngine(config, chat_template.use)
     else:
         chat_template.check_syntax()
         # Imported here: a process that only serves HTTP does without torch.
@@ -133,8 +130,7 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and log the addresses."""
-        if isinstance(self._service.engine, EngineClient):
-            await self._service.engine.start()
+        await self._service.engine.start()
         await super().startup(sockets)
         for listener in sockets or ():
             age_s = process_age_s()

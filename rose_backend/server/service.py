@@ -7,20 +7,16 @@ import secrets
 import time
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 
 from rose_backend.block_manager import reporting_unit
+from rose_backend.engine.client import EngineClient
 from rose_backend.engine.generation_config import sampling_defaults
 from rose_backend.engine.input_processor import check_cache_salt
 from rose_backend.server.chat_template import ChatTemplate
-from rose_backend.server.engine_client import EngineClient
 from rose_backend.server.metrics import ServerMetrics
 from rose_backend.server.settings import ServerSettings
-
-if TYPE_CHECKING:  # a process that only serves HTTP does without torch
-    from rose_backend.engine.async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
 request_logger = logging.getLogger("rose_backend.server.requests")
@@ -96,9 +92,7 @@ class CacheNamespaces:
 class Service:
     """An engine with the server's settings, metrics and unfinished requests. Belongs to the event loop's thread."""
 
-    def __init__(
-        self, engine: AsyncEngine | EngineClient, settings: ServerSettings, chat_template: ChatTemplate
-    ) -> None:
+    def __init__(self, engine: EngineClient, settings: ServerSettings, chat_template: ChatTemplate) -> None:
         self.engine = engine
         self.settings = settings
         self.chat_template = chat_template
@@ -129,16 +123,6 @@ class Service:
         """HTTP requests to routes that generate."""
         self.engine_request_ids: set[str] = set()
         """Unfinished requests inside the engine."""
-
-    @property
-    def engine_is_stalled(self) -> bool:
-        """Whether the engine's process runs, but does not answer."""
-        return isinstance(self.engine, EngineClient) and self.engine.is_stalled
-
-    async def wait_for_room(self) -> None:
-        """Wait while the engine's process has much to read; errors are those of ``EngineClient.wait_for_room``."""
-        if isinstance(self.engine, EngineClient):
-            await self.engine.wait_for_room()
 
     async def abort_all(self) -> None:
         """Abort every request; each is still answered with the tokens it has."""

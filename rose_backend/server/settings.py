@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from rose_backend.config import check_int
 from rose_backend.errors import ConfigError
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 RETRY_AFTER_S = 1
 """Value of the Retry-After header of refusals."""
 MAX_MESSAGES = 1024

@@ -63,7 +63,7 @@ def engine(shared_engine: AsyncEngine) -> Iterator[AsyncEngine]:
 
 
 async def wait_until_idle(engine: AsyncEngine) -> None:
-    while engine._core.num_unfinished or engine._subscribers or engine._inbox:
+    while engine._core.num_unfinished or engine._streams or engine._steps._inbox:
         await asyncio.sleep(0.01)
 
 

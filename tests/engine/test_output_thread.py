@@ -15,10 +15,12 @@ from typing import Any, cast
 import pytest
 
 from rose_backend.engine import async_engine
-from rose_backend.engine.async_engine import OutputDispatcher, Subscriber
+from rose_backend.engine.async_engine import OutputDispatcher
+from rose_backend.engine.client import OutputStream
 from rose_backend.engine.output import output_thread
 from rose_backend.engine.output.output_processor import Abort, OutputProcessor
 from rose_backend.engine.output.output_thread import OutputHandler, OutputThread, StreamConsumers
+from rose_backend.engine.outputs import CompletionOutput, RequestOutput
 from rose_backend.errors import RequestError
 from tests.support.patience import HANG_S
 
@@ -218,25 +220,31 @@ def test_deliveries_to_loops_that_live_and_that_are_closed(monkeypatch: pytest.M
     dispatcher.wait_until_consumed()  # nothing is on its way
 
     async def body() -> None:
-        subscriber = Subscriber(asyncio.get_running_loop())
-        first, second = RequestError("first"), RequestError("second")
-        assert subscriber.has_consumed_all
-        assert dispatcher.post([(subscriber, first), (subscriber, second)]) == []
-        assert not subscriber.has_consumed_all
+        stream = OutputStream("r", asyncio.get_running_loop())
+        first, second, third = (
+            RequestOutput("r", None, [], [CompletionOutput(0, text, [])]) for text in "abc"
+        )
+        assert stream.has_consumed_all
+        assert dispatcher.post([(stream, first), (stream, second)]) == []
+        assert not stream.has_consumed_all
         waiting = asyncio.get_running_loop().run_in_executor(None, dispatcher.wait_until_consumed)
-        assert [await subscriber.get(), await subscriber.get()] == [first, second]
-        assert subscriber.has_consumed_all
+        assert (await stream.get()).outputs[0].text == "ab"
+        assert stream.has_consumed_all
         await asyncio.wait_for(waiting, HANG_S)
-        cancelled = asyncio.create_task(subscriber.get())
+        cancelled = asyncio.create_task(stream.get())
         await asyncio.sleep(0)
         cancelled.cancel()
         await asyncio.sleep(0)
-        dispatcher.post([(subscriber, first)])
-        assert await subscriber.get() is first
+        error = RequestError("refused")
+        dispatcher.post([(stream, third), (stream, error)])
+        assert await stream.get() is third
+        with pytest.raises(RequestError) as raised:
+            await stream.get()
+        assert raised.value is error
 
     asyncio.run(body())
     loop = asyncio.new_event_loop()
     loop.close()
-    lost = (Subscriber(loop), RequestError("nobody hears it"))
+    lost = (OutputStream("r", loop), RequestError("nobody hears it"))
     assert dispatcher.post([lost]) == [lost]
     dispatcher.wait_until_consumed()

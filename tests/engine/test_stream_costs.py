@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from rose_backend import SamplingParams
+from rose_backend.engine.client import OutputStream
+from rose_backend.engine.engine_messages import pack, unpack
 from rose_backend.engine.input_processor import InputProcessor, ProcessedInput
 from rose_backend.engine.output.output_processor import Ending, NewTokens, OutputProcessor
 from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.server.answers import Answer, AnswerOptions, ChatAnswer, CompletionAnswer
-from rose_backend.server.engine_process import make_update
 from rose_backend.server.generation import Generation
 from rose_backend.server.metrics import ServerMetrics
-from rose_backend.server.remote_stream import RemoteStream
 from rose_backend.server.service import RequestRecord, Service
 from tests.engine.test_text_streams import kind_named
 from tests.support.random_tokenizers import save
@@ -70,10 +70,10 @@ class Server:
         self.completion.text.token_ids = CountingList()
         self.processor = OutputProcessor(tokenizer)
         self.answer = make_answer(tokenizer, is_chat=is_chat)
-        self.remote: RemoteStream | None = None
+        self.remote: OutputStream | None = None
 
     async def generate_deltas(self, prompt: ProcessedInput, *, request_id: str) -> Any:
-        stream = self.remote = RemoteStream(request_id, None, PROMPT, asyncio.get_running_loop())
+        stream = self.remote = OutputStream(request_id, asyncio.get_running_loop())
         is_over = False
         while not is_over:
             output = await stream.get()
@@ -117,7 +117,7 @@ def test_each_token_of_a_long_stream_costs_the_same(
         assert stream is not None
         for index in range(NUM_TOKENS):
             output = server.draw(kind.words[index % 3], is_last=index == NUM_TOKENS - 1)
-            stream.put(make_update(0, output))
+            stream.put(unpack(pack(output), None, PROMPT))
             _, got = await reading
             for (each,) in (output.outputs, got.outputs):
                 assert len(each.token_ids) == 1 and len(each.text) < 40 and len(each.delta_text) < 40

@@ -20,7 +20,7 @@ from rose_backend import EngineConfig
 from rose_backend.engine.async_engine import AsyncEngine
 from rose_backend.engine.core import EngineCore
 from rose_backend.engine.engine_stats import Counters, EngineLoad
-from rose_backend.server.engine_client import EngineClient
+from rose_backend.engine.remote_engine import RemoteEngine
 from rose_backend.server.serve import bind, make_server, make_service
 from rose_backend.server.settings import ServerSettings
 from tests.support.patience import HANG_S
@@ -101,11 +101,11 @@ class LiveServer:
             runner.run(self.server.serve([listener]))
 
     def _num_unfinished(self) -> int:
-        if isinstance(self.engine, EngineClient):
+        if isinstance(self.engine, RemoteEngine):
             return len(self.engine._streams)
         assert isinstance(self.engine, AsyncEngine)
         with self.engine._lock:  # a request is either in the inbox or in the core
-            return len(self.engine._inbox) + self.core.num_unfinished
+            return len(self.engine._steps._inbox) + self.core.num_unfinished
 
     def signal(self) -> None:
         """Do what the handler of SIGTERM does."""

@@ -21,16 +21,23 @@ import numpy as np
 import pytest
 
 from rose_backend import EngineConfig
-from rose_backend.engine.outputs import CompletionOutput, GrowingCompletions, Logprob, RequestOutput
+from rose_backend.engine import engine_messages as messages
+from rose_backend.engine import engine_process, remote_engine
+from rose_backend.engine.client import OutputStream
+from rose_backend.engine.engine_messages import HEADER, decode, encode, read_message
+from rose_backend.engine.engine_process import EngineProcess
+from rose_backend.engine.outputs import (
+    CompletionOutput,
+    FinishReason,
+    GrowingCompletions,
+    Logprob,
+    RequestOutput,
+)
+from rose_backend.engine.remote_engine import RemoteEngine
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer_loading import load_tokenizer
 from rose_backend.errors import ConfigError, EngineDeadError, ModelError
-from rose_backend.server import engine_client, engine_process, serve
-from rose_backend.server import engine_messages as messages
-from rose_backend.server.engine_client import EngineClient
-from rose_backend.server.engine_messages import HEADER, decode, encode, read_message
-from rose_backend.server.engine_process import EngineProcess, make_update
-from rose_backend.server.remote_stream import RemoteStream
+from rose_backend.server import serve
 from tests.server.live_server import LONG, LiveServer, error_of, running_server, sent, wait_until
 from tests.server.test_lifecycle import long_stream
 from tests.server.test_serve_command import is_alive
@@ -41,7 +48,7 @@ TWO = {"frontend_multiprocessing": True}
 
 def engine_process_of(server: LiveServer) -> int:
     """Return the process id of a server's engine."""
-    assert isinstance(server.engine, EngineClient)
+    assert isinstance(server.engine, RemoteEngine)
     return server.engine._process.pid
 
 
@@ -69,7 +76,7 @@ def test_a_full_queue_and_a_killed_engine(tiny_model_path: Path, caplog: pytest.
     assert server.server.engine_has_died
 
 
-def wait_for_heartbeats(engine: EngineClient, number: int) -> None:
+def wait_for_heartbeats(engine: RemoteEngine, number: int) -> None:
     """Return when the engine process has told its counters ``number`` times more."""
     for _ in range(number):
         wait_until(partial(lambda last: engine._counters is not last, engine._counters))
@@ -78,14 +85,14 @@ def wait_for_heartbeats(engine: EngineClient, number: int) -> None:
 def test_a_stalled_engine_is_noticed_and_may_go_on(
     tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_client, "_HEARTBEAT_INTERVAL_S", 0.01)
-    monkeypatch.setattr(engine_client, "_HEARTBEAT_TIMEOUT_S", HANG_S)
+    monkeypatch.setattr(remote_engine, "_HEARTBEAT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(remote_engine, "_HEARTBEAT_TIMEOUT_S", HANG_S)
     with running_server(tiny_model_path, TWO, device="cpu") as server:
         engine, pid = server.engine, engine_process_of(server)
-        assert isinstance(engine, EngineClient)
+        assert isinstance(engine, RemoteEngine)
         alone = server.text(**LONG)
         with long_stream(server) as lines:
-            monkeypatch.setattr(engine_client, "_HEARTBEAT_TIMEOUT_S", 0.05)
+            monkeypatch.setattr(remote_engine, "_HEARTBEAT_TIMEOUT_S", 0.05)
             # Then a heartbeat with that time is under way.
             wait_for_heartbeats(engine, 2)
             num_tokens = server.metric("generation_tokens_total")
@@ -100,7 +107,7 @@ def test_a_stalled_engine_is_noticed_and_may_go_on(
                 assert server.http.post("/tokenize", json={"prompt": "a"}).status_code == 200
                 assert sum("has not answered for" in message for message in caplog.messages) >= 1
             finally:
-                monkeypatch.setattr(engine_client, "_HEARTBEAT_TIMEOUT_S", HANG_S)
+                monkeypatch.setattr(remote_engine, "_HEARTBEAT_TIMEOUT_S", HANG_S)
                 os.kill(pid, signal.SIGCONT)
             wait_until(lambda: server.http.get("/health").status_code == 200)
             events = [line for line in lines if line]
@@ -128,12 +135,12 @@ def serves(server: LiveServer, number: int) -> bool:
 def test_what_waits_for_a_stalled_engine_is_bounded(
     tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limit = 100 * engine_client._BYTES_PER_REQUEST
-    monkeypatch.setattr(engine_client, "_MAX_UNREAD_BYTES", limit)
+    limit = 100 * remote_engine._BYTES_PER_REQUEST
+    monkeypatch.setattr(remote_engine, "_MAX_UNREAD_BYTES", limit)
     body = {"prompt": [[1, 2, 3]] * 64, "max_tokens": 2}
     with running_server(tiny_model_path, TWO) as server, ThreadPoolExecutor() as pool:
         engine, pid = server.engine, engine_process_of(server)
-        assert isinstance(engine, EngineClient)
+        assert isinstance(engine, RemoteEngine)
 
         def unread() -> int:
             return engine._num_sent_bytes - engine._num_read_bytes
@@ -148,7 +155,7 @@ def test_what_waits_for_a_stalled_engine_is_bounded(
             try:
                 answers = [pool.submit(server.complete, **body) for _ in range(4)]
                 wait_until(is_full)
-                assert limit < unread() < limit + 2 * engine_client._BYTES_PER_REQUEST
+                assert limit < unread() < limit + 2 * remote_engine._BYTES_PER_REQUEST
                 assert len(engine._streams) <= 100
                 # The next one waits in front of its body.
                 answers.append(pool.submit(server.complete, **body))
@@ -175,7 +182,7 @@ def test_an_engine_that_is_told_to_stop_may_still_answer(
 ) -> None:
     with running_server(tiny_model_path, TWO) as server:
         engine, pid = server.engine, engine_process_of(server)
-        assert isinstance(engine, EngineClient)
+        assert isinstance(engine, RemoteEngine)
         shutdown = engine.shutdown
 
         async def asked_and_stopped() -> None:
@@ -192,16 +199,16 @@ def test_an_engine_that_is_told_to_stop_may_still_answer(
 
 def test_a_status_is_described_whatever_ended_the_process() -> None:
     for number in range(1, signal.NSIG):
-        assert str(number) in engine_client._describe_status(-number) or number in set(signal.Signals)
-    assert engine_client._describe_status(-9) == "signal SIGKILL"
-    assert engine_client._describe_status(-40) == "signal 40"
-    assert engine_client._describe_status(3) == "exit code 3"
+        assert str(number) in remote_engine._describe_status(-number) or number in set(signal.Signals)
+    assert remote_engine._describe_status(-9) == "signal SIGKILL"
+    assert remote_engine._describe_status(-40) == "signal 40"
+    assert remote_engine._describe_status(3) == "exit code 3"
 
 
 def test_draining_aborts_and_kills_what_takes_too_long(
     tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_client, "_END_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(remote_engine, "_END_TIMEOUT_S", 0.5)
     monkeypatch.setattr(serve, "_ABORT_TIMEOUT_S", HANG_S)
     settings = {**TWO, "drain_timeout_s": 0.1}
     with running_server(tiny_model_path, settings, device="cpu") as server:
@@ -233,15 +240,15 @@ def test_a_model_that_cannot_be_loaded(
 ) -> None:
     config = EngineConfig(**{"model": str(tiny_model_path), **options})
     with pytest.raises(error, match=message):
-        EngineClient(config, lambda tokenizer: None)
+        RemoteEngine(config, lambda tokenizer: None)
 
 
 def test_an_engine_process_that_ends_while_loading(
     tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rose_backend.server.engine_client.sys.executable", "false")
+    monkeypatch.setattr("rose_backend.engine.remote_engine.sys.executable", "false")
     with pytest.raises(EngineDeadError, match="ended with exit code 1 while it was loading"):
-        EngineClient(EngineConfig(model=str(tiny_model_path)), lambda tokenizer: None)
+        RemoteEngine(EngineConfig(model=str(tiny_model_path)), lambda tokenizer: None)
 
 
 @pytest.fixture
@@ -272,7 +279,7 @@ def test_a_step_that_fails(engine_in_a_thread: tuple[EngineProcess, socket.socke
     engine._core._advance = fail_later  # type: ignore[method-assign]
     ids = np.arange(5, dtype=np.int32).tobytes()
     params = SamplingParams(max_tokens=50, ignore_eos=True)
-    ours.sendall(encode(messages.Add(7, "seven", ids, params, b"")))
+    ours.sendall(encode(messages.Add("seven", 7, ids, params, b"")))
     with pytest.raises(EngineDeadError, match="fell off the bus"):
         engine.run()
     with ours.makefile("rb") as stream:
@@ -288,7 +295,7 @@ def test_batches_without_ack_hold_later_ones_back(
     engine, ours = engine_in_a_thread
     ids = np.arange(5, dtype=np.int32).tobytes()
     params = SamplingParams(max_tokens=200, ignore_eos=True)
-    ours.sendall(encode(messages.Add(1, "one", ids, params, b"")))
+    ours.sendall(encode(messages.Add("one", 1, ids, params, b"")))
     stepper = threading.Thread(target=engine.run)
     stepper.start()
     with ours.makefile("rb") as stream:
@@ -340,13 +347,13 @@ def make_outputs(rng: np.random.Generator) -> list[RequestOutput]:
 def test_streams_are_put_together_again(seed: int) -> None:
     rng = np.random.default_rng(seed)
     outputs = make_outputs(rng)
-    updates = [decode(encode(make_update(5, output))[HEADER.size :]) for output in outputs]
+    updates = [decode(encode(messages.pack(output))[HEADER.size :]) for output in outputs]
 
     async def check() -> None:
-        stream = RemoteStream("r", None, [1, 2], asyncio.get_running_loop())
+        stream = OutputStream("r", asyncio.get_running_loop())
         sent, got = GrowingCompletions(), GrowingCompletions()
         for update, output in zip(updates, outputs, strict=True):
-            stream.put(update)
+            stream.put(messages.unpack(update, None, [1, 2]))
             sent.add(output.outputs)
             # Some are taken together.
             if not output.finished and rng.random() < 0.5:
@@ -360,13 +367,19 @@ def test_streams_are_put_together_again(seed: int) -> None:
     asyncio.run(check())
 
 
+def one_token(token: int, text: str, is_last: bool) -> RequestOutput:
+    reason: FinishReason | None = "length" if is_last else None
+    piece = CompletionOutput(0, text, [token], [{token: Logprob(-1.0, 1, text)}], -1.0 * token, reason)
+    return RequestOutput("r", None, [1], [piece], is_last, 0, 0.5)
+
+
 def test_what_was_taken_does_not_change() -> None:
     async def check() -> None:
-        stream = RemoteStream("r", None, [1], asyncio.get_running_loop())
-        stream.put((0, 0, False, [(0, "a", [1], [{1: Logprob(-1.0, 1, "a")}], -1.0, None, None)], 0.5))
+        stream = OutputStream("r", asyncio.get_running_loop())
+        stream.put(one_token(1, "a", False))
         first = await stream.get()
         kept = copy.deepcopy(first)
-        stream.put((0, 0, True, [(0, "b", [2], [{2: Logprob(-1.0, 1, "b")}], -2.0, "length", None)], 0.5))
+        stream.put(one_token(2, "b", True))
         assert first == kept
         (second,) = (await stream.get()).outputs
         assert (second.text, second.token_ids, second.cumulative_logprob) == ("b", [2], -2.0)

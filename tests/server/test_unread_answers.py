@@ -16,14 +16,13 @@ import numpy as np
 import pytest
 from uvicorn.server import ServerState
 
+from rose_backend.engine.client import OutputStream
 from rose_backend.engine.input_processor import ProcessedInput
-from rose_backend.engine.outputs import RequestOutput
+from rose_backend.engine.outputs import CompletionOutput, RequestOutput
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.server.connection import ConnectionConfig, SendTimeoutProtocol
-from rose_backend.server.engine_messages import Update
 from rose_backend.server.generation import Generation
 from rose_backend.server.metrics import ServerMetrics
-from rose_backend.server.remote_stream import RemoteStream
 from rose_backend.server.serve import bind
 from rose_backend.server.service import RequestRecord, Service
 from rose_backend.server.settings import ServerSettings
@@ -34,19 +33,20 @@ from tests.support.patience import HANG_S
 
 NUM_PROMPTS, NUM_TOKENS = 128, 400
 MAX_BYTES = 8 << 20
+PROMPT = [1, 2, 3]
 
 
 class RemoteEngine:
     """Streams of an engine in another process, each of which gets whatever is put into it."""
 
     def __init__(self) -> None:
-        self.streams: list[RemoteStream] = []
+        self.streams: list[OutputStream] = []
         self.num_taken = 0
 
     async def generate_deltas(
         self, prompt: ProcessedInput, *, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
-        stream = RemoteStream(request_id, None, prompt.token_ids.tolist(), asyncio.get_running_loop())
+        stream = OutputStream(request_id, asyncio.get_running_loop())
         self.streams.append(stream)
         is_over = False
         while not is_over:
@@ -56,11 +56,11 @@ class RemoteEngine:
             yield output
 
 
-def make_update(token: int) -> Update:
-    """Return what comes for a token; it shares nothing with other updates, as if it had come from elsewhere."""
+def make_output(token: int) -> RequestOutput:
+    """Return what comes for a token; it shares nothing with other outputs, as if it had come from elsewhere."""
     is_last = token == NUM_TOKENS - 1
-    piece = (0, f" {token:03}", [1000 + token], None, None, "length" if is_last else None, None)
-    return 0, 0, is_last, [piece], None
+    piece = CompletionOutput(0, f" {token:03}", [1000 + token], finish_reason="length" if is_last else None)
+    return RequestOutput("r", None, PROMPT, [piece], is_last)
 
 
 def make_generation(engine: RemoteEngine) -> Generation:
@@ -83,7 +83,7 @@ def test_little_is_kept_for_a_client_that_does_not_read() -> None:
         try:
             for token in range(NUM_TOKENS):
                 for stream in engine.streams:
-                    stream.put(make_update(token))
+                    stream.put(make_output(token))
                 for _ in range(3):
                     await asyncio.sleep(0)
             num_bytes, _ = tracemalloc.get_traced_memory()

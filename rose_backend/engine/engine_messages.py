@@ -1,4 +1,4 @@
-"""Messages between the API process and the engine process: pickled named tuples, each behind its length.
+"""Messages between the API process and the engine process: pickled named tuples, each preceded by its length.
 
 The socket pair is made by the API process and inherited by the engine process alone, so unpickling is safe.
 """
@@ -11,12 +11,12 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 from rose_backend.config import EngineConfig
 from rose_backend.engine.engine_stats import Counters
-from rose_backend.engine.outputs import FinishReason, Logprobs
+from rose_backend.engine.outputs import CompletionOutput, RequestOutput
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.errors import RequestError, RoseError
 
 HEADER = struct.Struct("=I")
-"""In front of each message: the number of bytes that follow."""
+"""Precedes each message: the number of bytes that follow."""
 
 
 def encode(message: object) -> bytes:
@@ -26,7 +26,7 @@ def encode(message: object) -> bytes:
 
 
 def decode(content: bytes) -> Any:
-    """Return the message behind a header."""
+    """Return the message that followed a header."""
     return pickle.loads(content)
 
 
@@ -54,11 +54,10 @@ class StartUp(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Start a request: ``ProcessedInput`` as it travels."""
+    """Start a request: a ``ProcessedInput`` on the wire."""
 
-    number: int
-    """Names the request in all later messages."""
     request_id: str
+    number: int
     token_ids: bytes
     """int32."""
     params: SamplingParams
@@ -69,7 +68,7 @@ class Add(NamedTuple):
 class Abort(NamedTuple):
     """End a request; its last output comes like any other."""
 
-    number: int
+    request_id: str
 
 
 class Ack(NamedTuple):
@@ -105,23 +104,35 @@ class Failed(NamedTuple):
     error: RoseError
 
 
-class CompletionDelta(NamedTuple):
-    """What is new in one completion. Sent as a plain tuple, which is cheaper."""
-
-    completion: int
-    """Its index."""
-    text: str
-    token_ids: list[int]
-    logprobs: Logprobs | None
-    """Of these tokens."""
-    cumulative_logprob: float | None
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
+Update: TypeAlias = tuple[str, int, bool, list[tuple[Any, ...]], float | None]
+"""A ``RequestOutput`` on the wire: without the prompt, and as plain tuples, which are cheaper than objects."""
 
 
-Update: TypeAlias = tuple[int, int, bool, list[tuple[Any, ...]], float | None]
-"""Number of the request, its cached prompt tokens, whether this is its last update, the fields of a ``CompletionDelta``
-for each completion that has changed, and when the request was scheduled (``RequestOutput.scheduled_s``)."""
+def pack(output: RequestOutput) -> Update:
+    """Return the update for an output."""
+    completions: list[tuple[Any, ...]] = [
+        (
+            each.index,
+            each.text,
+            each.token_ids,
+            each.logprobs,
+            each.cumulative_logprob,
+            each.finish_reason,
+            each.stop_reason,
+            each.delta_text,
+        )
+        for each in output.outputs
+    ]
+    return output.request_id, output.num_cached_tokens, output.finished, completions, output.scheduled_s
+
+
+def unpack(update: Update, prompt: str | None, prompt_token_ids: list[int]) -> RequestOutput:
+    """Return the output of an update."""
+    request_id, num_cached_tokens, is_finished, completions, scheduled_s = update
+    outputs = [CompletionOutput(*each) for each in completions]
+    return RequestOutput(
+        request_id, prompt, prompt_token_ids, outputs, is_finished, num_cached_tokens, scheduled_s
+    )
 
 
 class OutputBatch(NamedTuple):
@@ -133,7 +144,7 @@ class OutputBatch(NamedTuple):
 class Refused(NamedTuple):
     """A request was not started."""
 
-    number: int
+    request_id: str
     error: RequestError
 
 

@@ -1,4 +1,4 @@
-"""The API process' side of the engine process: starts it, sends it checked requests, and distributes its outputs."""
+"""RemoteEngine: an engine in a separate process, which the API process starts and talks to over a socket."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import rose_backend
 from rose_backend.config import EngineConfig
+from rose_backend.engine import engine_messages as messages
+from rose_backend.engine.client import EngineClient, OutputStream
+from rose_backend.engine.engine_messages import HEADER, decode, encode, read_message
 from rose_backend.engine.engine_stats import Counters
 from rose_backend.engine.input_processor import InputProcessor, ProcessedInput
-from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.process_settings import begin_serving, end_serving
-from rose_backend.engine.request import check_request_id
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import load_tokenizer
-from rose_backend.errors import EngineDeadError, EngineStalledError, RequestError
+from rose_backend.errors import EngineDeadError
 from rose_backend.models.weights import resolve_model_path
-from rose_backend.server import engine_messages as messages
-from rose_backend.server.engine_messages import HEADER, decode, encode, read_message
-from rose_backend.server.remote_stream import RemoteStream
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ _SOCKET_BUFFER_BYTES = 4 << 20
 """Room for some batches of outputs, so that the engine's output thread does not wait for this process."""
 _ENGINE_PROGRAM = (
     "import sys; sys.path.append(sys.argv[2]); "
-    "from rose_backend.server.engine_process import main; sys.exit(main())"
+    "from rose_backend.engine.engine_process import main; sys.exit(main())"
 )
 """The end of the path is where this process imported the package from, which may not be installed."""
 _END_TIMEOUT_S = 10.0
@@ -55,8 +54,8 @@ _BYTES_PER_REQUEST, _BYTES_PER_TOKEN = 8 << 10, 48
 """Memory that a request takes in this process: tasks and outputs; and its token ids as an array, a list, a message."""
 
 
-class EngineClient:
-    """An engine in a process of its own, with what the server uses of ``AsyncEngine``'s interface.
+class RemoteEngine(EngineClient):
+    """An engine in a separate process, for one event loop.
 
     The constructor blocks until the model is loaded. ``start`` has to be awaited on the event loop that will serve.
 
@@ -83,6 +82,7 @@ class EngineClient:
         except BaseException:
             self._end_process()
             raise
+        super().__init__(threading.Condition())
         self.config = ready.config
         self.num_blocks = ready.num_blocks
         self.input_processor = InputProcessor(
@@ -92,9 +92,6 @@ class EngineClient:
             max_num_seqs=ready.config.max_num_seqs,
             seed=ready.config.seed,
         )
-        # By number, until the engine has sent the last output, also of requests whose client has disconnected.
-        self._streams: dict[int, RemoteStream] = {}
-        self._numbers: dict[str, int] = {}
         self._counters = ready.counters
         # Each with what had been sent when it asked.
         self._counter_waiters: deque[tuple[asyncio.Future[None], int]] = deque()
@@ -103,19 +100,10 @@ class EngineClient:
         self._num_sent_bytes = 0
         self._num_read_bytes = 0
         self._num_messages = 0
-        self.is_stalled = False
-        """The engine process runs, but does not answer. Requests wait; it may go on."""
-        self._is_stopping = False
-        self._death: EngineDeadError | None = None
         self._unsent: list[bytes] = []
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._heartbeats: asyncio.Task[None] | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """False after a failure or ``shutdown``."""
-        return self._death is None and not self._is_stopping
 
     async def start(self) -> None:
         """Serve requests of the running event loop."""
@@ -124,41 +112,8 @@ class EngineClient:
         self._heartbeats = asyncio.create_task(self._watch_heartbeats())
         begin_serving()
 
-    async def generate_deltas(
-        self, prompt: ProcessedInput, *, request_id: str
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Do what ``AsyncEngine.generate_deltas`` does.
-
-        Raises:
-            EngineStalledError: the engine process does not answer.
-        """
-        await self.wait_for_room()
-        check_request_id(request_id, self._numbers)
-        number, text, ids, params, namespace = prompt
-        self._num_sent_bytes += _BYTES_PER_REQUEST + _BYTES_PER_TOKEN * len(ids)
-        stream = RemoteStream(request_id, text, ids.tolist(), asyncio.get_running_loop())
-        self._streams[number], self._numbers[request_id] = stream, number
-        self._send(messages.Add(number, request_id, ids.tobytes(), params, namespace))
-        is_over = False
-        try:
-            while not is_over:
-                output = await stream.get()
-                is_over = output.finished
-                yield output
-        except RequestError:
-            is_over = True
-            raise
-        finally:
-            if not is_over:
-                self._send(messages.Abort(number))
-
     async def wait_for_room(self) -> None:
-        """Wait while the engine process has much to read; else return at once.
-
-        Raises:
-            EngineDeadError: the engine failed or was shut down.
-            EngineStalledError: the engine process does not answer.
-        """
+        """Do what ``EngineClient.wait_for_room`` does."""
         self._check_running()
         while self._num_sent_bytes - self._num_read_bytes > _MAX_UNREAD_BYTES:
             # One question for all that wait.
@@ -167,21 +122,14 @@ class EngineClient:
             await asyncio.wait([self._room_waiter], timeout=_COUNTERS_TIMEOUT_S)
             self._check_running()
 
-    async def abort(self, request_id: str) -> bool:
-        """Do what ``AsyncEngine.abort`` does."""
-        number = self._numbers.get(request_id)
-        if number is not None:
-            self._send(messages.Abort(number))
-        return number is not None
-
     async def counters(self) -> Counters:
-        """Return counters and present load; of an engine that has died or does not answer, the last ones known."""
+        """Do what ``EngineClient.counters`` does."""
         if self.is_running and not self.is_stalled and len(self._counter_waiters) < _MAX_COUNTER_WAITERS:
             await asyncio.wait([self._ask()], timeout=_COUNTERS_TIMEOUT_S)
         return self._counters
 
     async def shutdown(self) -> None:
-        """Do what ``AsyncEngine.shutdown`` does."""
+        """Do what ``EngineClient.shutdown`` does."""
         if self.is_running:
             self._is_stopping = True
             self._send(messages.Stop())
@@ -193,13 +141,15 @@ class EngineClient:
         if self._reading is not None:
             await self._reading
 
-    def _check_running(self) -> None:
-        if self._death is not None:
-            raise EngineDeadError(str(self._death))
-        if self._is_stopping:
-            raise EngineDeadError("the engine was shut down")
-        if self.is_stalled:
-            raise EngineStalledError
+    def _submit(self, prompt: ProcessedInput, stream: OutputStream) -> None:
+        self._register(stream)
+        number, text, ids, params, namespace = prompt
+        self._num_sent_bytes += _BYTES_PER_REQUEST + _BYTES_PER_TOKEN * len(ids)
+        stream.prompt, stream.prompt_token_ids = text, ids.tolist()
+        self._send(messages.Add(stream.request_id, number, ids.tobytes(), params, namespace))
+
+    def _end(self, stream: OutputStream) -> None:
+        self._send(messages.Abort(stream.request_id))
 
     def _ask(self) -> asyncio.Future[None]:
         """Ask for counters; the result is done when they have come, and cancelled at the end."""
@@ -259,10 +209,12 @@ class EngineClient:
         if isinstance(message, messages.OutputBatch):
             for update in message.updates:
                 self._hand_over(update)
-            # Behind the tasks of these requests, which have just become ready to run.
+            # Runs after the tasks of these requests, which have just become ready.
             asyncio.get_running_loop().call_soon(self._send, messages.Ack())
         elif isinstance(message, messages.Refused):
-            self._forget(message.number).fail(message.error)
+            stream = self._streams.pop(message.request_id, None)
+            if stream is not None:
+                stream.put(message.error)
         elif isinstance(message, Counters):
             self._counters = message
             waiter, self._num_read_bytes = self._counter_waiters.popleft()
@@ -272,14 +224,11 @@ class EngineClient:
             self._note_death(message.message)
 
     def _hand_over(self, update: messages.Update) -> None:
-        number, _, is_finished, *_ = update
-        stream = self._forget(number) if is_finished else self._streams[number]
-        stream.put(update)
-
-    def _forget(self, number: int) -> RemoteStream:
-        stream = self._streams.pop(number)
-        del self._numbers[stream.request_id]
-        return stream
+        request_id, _, is_finished, *_ = update
+        # None: all have failed, and the engine has not heard that it should stop.
+        stream = self._streams.pop(request_id, None) if is_finished else self._streams.get(request_id)
+        if stream is not None:
+            stream.put(messages.unpack(update, stream.prompt, stream.prompt_token_ids))
 
     def _note_death(self, message: str) -> None:
         logger.error("%s", message)
@@ -289,9 +238,8 @@ class EngineClient:
             self._fail_all(self._death)
 
     def _fail_all(self, error: EngineDeadError) -> None:
-        for stream in self._streams.values():
-            # One exception per request: tracebacks must not accumulate in one object.
-            stream.fail(EngineDeadError(str(error)))
+        for stream in self._take_all():
+            stream.put(error)
         # They stay in their queue: an engine that was told to stop may still answer what it was asked before.
         for waiter, _ in self._counter_waiters:
             waiter.cancel()

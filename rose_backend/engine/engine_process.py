@@ -11,48 +11,28 @@ import signal
 import socket
 import sys
 import threading
-from collections import deque
 from concurrent.futures import Future
 from typing import BinaryIO
 
 import numpy as np
 
 from rose_backend.config import EngineConfig
-from rose_backend.engine.core import Command, EngineCore
+from rose_backend.engine import engine_messages as messages
+from rose_backend.engine.async_engine import StepLoop
+from rose_backend.engine.engine_messages import encode, read_message
 from rose_backend.engine.engine_stats import Counters
 from rose_backend.engine.input_processor import ProcessedInput
-from rose_backend.engine.output.output_thread import OutputHandler, StreamConsumers
+from rose_backend.engine.output.output_thread import StreamConsumers
 from rose_backend.engine.outputs import RequestOutput
-from rose_backend.engine.process_settings import begin_serving, note_imports
+from rose_backend.engine.process_settings import LOG_FORMAT, begin_serving, note_imports
 from rose_backend.engine.tokenizer_loading import TokenizerParts
-from rose_backend.errors import EngineDeadError, RoseError
-from rose_backend.server import engine_messages as messages
-from rose_backend.server.engine_messages import OutputBatch, Update, encode, read_message
-from rose_backend.server.settings import LOG_FORMAT
+from rose_backend.errors import EngineDeadError, RequestError, RoseError
 
 logger = logging.getLogger(__name__)
 
 EXIT_DEAD = 1
 _MAX_UNACKED_BATCHES = 2
-"""One that the API process handles, one on its way. Outputs made meanwhile are merged per request."""
-
-
-def make_update(number: int, output: RequestOutput) -> Update:
-    """Return the update for the next output of request ``number``."""
-    # In the order of messages.CompletionDelta.
-    deltas: list[tuple[object, ...]] = [
-        (
-            each.index,
-            each.text,
-            each.token_ids,
-            each.logprobs,
-            each.cumulative_logprob,
-            each.finish_reason,
-            each.stop_reason,
-        )
-        for each in output.outputs
-    ]
-    return number, output.num_cached_tokens, output.finished, deltas, output.scheduled_s
+"""One that the API process handles, one in transit. Outputs made meanwhile are merged per request."""
 
 
 class EngineProcess:
@@ -60,7 +40,7 @@ class EngineProcess:
 
     Args:
         connection: to the API process.
-        commands: messages from there, behind the first one. At their end this process exits at once.
+        commands: messages from there, after the first one. At their end this process exits at once.
 
     Raises:
         ConfigError: the options do not fit the model or the machine.
@@ -70,20 +50,14 @@ class EngineProcess:
     def __init__(self, config: EngineConfig, connection: socket.socket, commands: BinaryIO) -> None:
         self._connection = connection
         self._send_lock = threading.Lock()
-        self._changed = threading.Condition()
-        # Both guarded by the condition above.
-        self._inbox: deque[Command] = deque()
-        self._is_stopping = False
         # Each is changed by one thread alone: the output thread, the reader.
         self._num_batches = 0
         self._num_acks = 0
-        self._numbers: dict[str, int] = {}
-        self._request_ids: dict[int, str] = {}
         consumers = StreamConsumers(self._is_ready, lambda: None)
-        handler = OutputHandler(self._deliver, consumers, self._changed)
         self._tokenizer: Future[TokenizerParts] = Future()
         threading.Thread(target=self._read, args=(commands,), name="rose-commands", daemon=True).start()
-        self._core = EngineCore(config, is_online=True, output_handler=handler, tokenizer=self._tokenizer)
+        self._steps = StepLoop(config, self._deliver, consumers, self._tokenizer)
+        self._core = self._steps.core
 
     def run(self) -> None:
         """Serve until ``Stop`` comes.
@@ -103,24 +77,13 @@ class EngineProcess:
             )
         )
         try:
-            while self._take_commands():
-                core.step()
+            self._steps.run(self._refuse)
         except EngineDeadError as death:
             self._send(messages.EngineDied(str(death)))
             raise
-        finally:
-            core.close()
 
-    def _take_commands(self) -> bool:
-        """Process queued commands, waiting while the engine is idle. False: stop."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_stopping or self._inbox or self._core.can_step)
-            commands, self._inbox = self._inbox, deque()
-        for request_id, error in self._core.carry_out(commands):
-            number = self._numbers.pop(request_id)
-            self._request_ids.pop(number, None)
-            self._send(messages.Refused(number, error))
-        return not self._is_stopping
+    def _refuse(self, request_id: str, error: RequestError) -> None:
+        self._send(messages.Refused(request_id, error))
 
     def _send(self, message: object) -> None:
         content = encode(message)
@@ -133,17 +96,9 @@ class EngineProcess:
         return self._num_batches - self._num_acks < _MAX_UNACKED_BATCHES
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        if not outputs:
-            return
-        updates = []
-        for output in outputs:
-            number = self._numbers[output.request_id]
-            updates.append(make_update(number, output))
-            if output.finished:
-                del self._numbers[output.request_id]
-                self._request_ids.pop(number, None)
-        self._num_batches += 1
-        self._send(OutputBatch(updates))
+        if outputs:
+            self._num_batches += 1
+            self._send(messages.OutputBatch([messages.pack(output) for output in outputs]))
 
     # In the reader's thread.
 
@@ -160,31 +115,19 @@ class EngineProcess:
         if isinstance(command, messages.Ack):
             self._num_acks += 1
         elif isinstance(command, messages.Add):
-            self._numbers[command.request_id] = command.number
-            self._request_ids[command.number] = command.request_id
-            number, request_id, token_ids, params, namespace = command
+            request_id, number, token_ids, params, namespace = command
             ids = np.frombuffer(bytearray(token_ids), np.int32)
             processed = ProcessedInput(number, None, ids, params, namespace)
-            self._enqueue(
-                self._core.input_processor.build(processed, request_id=request_id, is_streaming=True)
-            )
+            processor = self._core.input_processor
+            self._steps.put(processor.build(processed, request_id=request_id, is_streaming=True))
         elif isinstance(command, messages.Abort):
-            # None: it has ended meanwhile.
-            if (ended := self._request_ids.get(command.number)) is not None:
-                self._enqueue(ended)
+            self._steps.put(command.request_id)
         elif isinstance(command, TokenizerParts):
             self._tokenizer.set_result(command)
         elif isinstance(command, messages.GetCounters):
             self._send(Counters(self._core.stats, self._core.load))
         elif isinstance(command, messages.Stop):
-            with self._changed:
-                self._is_stopping = True
-                self._changed.notify()
-
-    def _enqueue(self, command: Command) -> None:
-        with self._changed:
-            self._inbox.append(command)
-            self._changed.notify()
+            self._steps.stop()
 
 
 def main() -> int:
