@@ -54,7 +54,7 @@ class OutputStream:
         self._failure: RequestError | EngineDeadError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self.num_posted = 0
-        """Deliveries that another thread has put on their way to ``put``; counted by that thread alone."""
+        """Deliveries that another thread has scheduled for ``put``; counted by that thread alone."""
         self._num_put = 0
         self._num_taken = 0
 

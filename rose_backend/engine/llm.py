@@ -87,7 +87,7 @@ class LLM:
 
         Args:
             prompts: one prompt or many, each a string, a list of token ids, or as in vLLM a dictionary with either as
-                ``prompt`` or ``prompt_token_ids`` and, for a prefix cache of its own, a ``cache_salt``.
+                ``prompt`` or ``prompt_token_ids`` and, for a separate prefix cache, a ``cache_salt``.
             sampling_params: one for all, or one for each prompt; None takes those of ``get_default_sampling_params``,
                 with fewer ``max_tokens`` where the window ends before.
             progress: show on stderr how many prompts and tokens are done: a bar at a terminal, else lines.

@@ -33,7 +33,7 @@ def json_logprob(logprob: float) -> float | None:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's ``n`` texts, as far as it has come.
+    """One of a request's ``n`` texts, up to now.
 
     Inside the engine and the server, an output of a stream holds only what is new since the previous one: text, tokens
     and log-probabilities. ``GrowingCompletions`` puts such outputs together.

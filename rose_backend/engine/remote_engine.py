@@ -42,7 +42,7 @@ _ENGINE_PROGRAM = (
 _END_TIMEOUT_S = 10.0
 """How long an engine process that was told to stop may take until it is killed."""
 _HEARTBEAT_INTERVAL_S = 5.0
-"""How often the engine process is asked for a sign of life; a thread of its own answers, however long a step takes."""
+"""How often the engine process is pinged; a separate thread answers, however long a step takes."""
 _HEARTBEAT_TIMEOUT_S = 10.0
 """After so long without any message the engine counts as stalled, until the next one."""
 _COUNTERS_TIMEOUT_S = 1.0

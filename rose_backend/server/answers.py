@@ -76,7 +76,7 @@ class Answer(ABC):
         self._suffix = '}],"usage":null}\n\n' if options.include_usage else "}]}\n\n"
 
     def keep(self, prompt_index: int, output: RequestOutput) -> Iterator[str]:
-        """Add what is new in a prompt's completions to the whole answer; yields nothing, but after each piece of work.
+        """Add what is new in a prompt's completions to the whole answer; yields after each piece of work.
 
         Log-probabilities become JSON here: with a million of their objects alive, a garbage collection takes 0.2 s.
         """
@@ -193,7 +193,7 @@ class CompletionAnswer(Answer):
     """Answer of ``/v1/completions``.
 
     Args:
-        echo: text of each prompt, to repeat in front of its completions.
+        echo: text of each prompt, to repeat before its completions.
     """
 
     object_name = event_object_name = "text_completion"

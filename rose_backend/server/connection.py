@@ -156,7 +156,7 @@ class SendTimeoutProtocol(HttpToolsProtocol):
             self._progress_timer = None
 
     def _num_unread_bytes(self) -> int:
-        """Return the bytes buffered here and in the kernel, which takes more only when a third of its own are read."""
+        """Return the bytes buffered here and in the kernel, which takes more once a third of its own are read."""
         num_bytes = self.transport.get_write_buffer_size()
         sock = self.transport.get_extra_info("socket")
         if sock is not None and sock.fileno() >= 0:
@@ -292,7 +292,7 @@ class Connection(SendTimeoutProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Trailers behind a chunked body, too.
+        # Trailers after a chunked body, too.
         self._num_headers += 1
         limit = self._settings.max_headers
         if self._num_headers > limit:
@@ -335,7 +335,7 @@ class Connection(SendTimeoutProtocol):
         self._running = cycle
         # All that a cycle uses of it.
         write, is_closing = self.transport.write, self.transport.is_closing
-        cycle.transport = SimpleNamespace(write=write, is_closing=is_closing, close=self._close_behind)  # type: ignore[assignment]
+        cycle.transport = SimpleNamespace(write=write, is_closing=is_closing, close=self._close_after_answer)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -390,15 +390,15 @@ class Connection(SendTimeoutProtocol):
             record.log()
         self._linger()
 
-    def _close_behind(self) -> None:
-        """Close behind an answer."""
+    def _close_after_answer(self) -> None:
+        """Close after an answer."""
         if self.cycle.more_body and not self._is_over:
             self._linger()
         else:
             self.transport.close()
 
     def _linger(self) -> None:
-        """Close for writing, and drop for a while what the client still sends."""
+        """Close for writing, and for some time drop what the client still sends."""
         self._end()
         if len(self._lingering) < MAX_LINGERING and self.transport.can_write_eof():
             self._lingering.add(self)
@@ -423,7 +423,7 @@ class Connection(SendTimeoutProtocol):
         self.connections.discard(self)
 
     def _close(self) -> None:
-        """Close; after a while also if the client does not read what is buffered."""
+        """Close; after ``_LINGER_S`` even if the client does not read what is buffered."""
         self.transport.close()
         self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)
 

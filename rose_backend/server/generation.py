@@ -302,7 +302,7 @@ async def generate(
 ) -> Response:
     """Run the prompts and answer, whole or as a stream; abort them when the client disconnects.
 
-    A stream's status is sent with its first token, so that a refusal can still have a status of its own.
+    A stream's status is sent with its first token, so that a refusal can still have another status.
 
     Raises:
         ClientDisconnect: the client disconnected before the answer began.
@@ -322,7 +322,7 @@ async def generate(
             async for index, output in outputs:
                 for _ in answer.keep(index, output):
                     await asyncio.sleep(0)
-                # Outputs that wait already make no turn of the event loop by themselves.
+                # Outputs that are waiting already do not give other tasks a turn of the event loop.
                 await asyncio.sleep(0)
             pieces = []
             for piece in answer.body():
@@ -362,7 +362,7 @@ async def _send_events(
 
 
 async def _send_but_last(pieces: Iterator[bytes], send: Send) -> bytes:
-    """Send all pieces but the last one, each in a turn of the event loop of its own; return the last one, if any."""
+    """Send all pieces but the last one, each in a separate turn of the event loop; return the last one, if any."""
     last = next(pieces, b"")
     for piece in pieces:
         await send(events_message(last))

@@ -24,7 +24,7 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
 class ServerMetrics:
-    """All metrics of one server, in a registry of its own.
+    """All metrics of one server, in a separate registry.
 
     Args:
         block_size: of the KV cache, in tokens.

@@ -65,7 +65,7 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
 
 
 def make_service(config: EngineConfig, settings: ServerSettings) -> Service:
-    """Load the model, in this process or in one of its own; errors are those of ``serve``."""
+    """Load the model, in this process or in a separate one; errors are those of ``serve``."""
     chat_template = ChatTemplate(settings.chat_template)
     engine: EngineClient
     if settings.frontend_multiprocessing:

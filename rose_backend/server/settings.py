@@ -66,13 +66,13 @@ class ServerSettings:
     send_timeout_s: float = 60.0
     """A client that reads nothing of its answer for that long is disconnected and its requests aborted; 0: no limit."""
     share_prefix_cache: bool = False
-    """Share one prefix cache among all API keys; off: each key has a prefix cache of its own."""
+    """Share one prefix cache among all API keys; off: each key has a separate prefix cache."""
     exact_cached_tokens: bool = False
     """Report every cached token; off: whole multiples of the block size, and of at least 16."""
     log_requests: bool = True
     """Write one line per request."""
     frontend_multiprocessing: bool = True
-    """Run the engine in a process of its own; off: in a thread of the one that serves HTTP."""
+    """Run the engine in a separate process; off: in a thread of the one that serves HTTP."""
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
