@@ -368,16 +368,6 @@ class BlockManager(Books):
         num_tokens = self.table.checked_counts("commit", num_tokens)
         commit_rows(self, np.asarray(rows, np.int64), num_tokens, token_ids)
 
-    def roll_back(self, rows: IntArray, num_tokens: IntArray | int = 0) -> None:
-        """Release reserved blocks that lie wholly after ``num_computed_tokens + num_tokens``."""
-        rows = np.asarray(rows, np.int64)
-        self.table.check_active(rows)
-        num_tokens = self.table.checked_counts("roll_back", np.minimum(num_tokens, self.max_model_len))
-        num_kept = -(-(self.num_computed_tokens[rows] + num_tokens) // self.block_size)
-        shrinks = num_kept < self.num_row_blocks[rows]
-        if any_of(shrinks):
-            self.clones.release_blocks(self.table.cut(rows[shrinks], num_kept[shrinks]))
-
     def uncache(self, block_ids: IntArray) -> None:
         """Remove blocks that rows hold from the prefix cache: what they hold turned out to be wrong.
 

@@ -261,17 +261,6 @@ class SequenceTable:
         capacity: Int32Array = np.minimum(num_row_blocks * self._block_size, self.max_model_len)
         return capacity
 
-    def cut(self, rows: Int64Array, num_kept: Int32Array) -> Int64Array:
-        """Shorten ``rows[i]`` to ``num_kept[i]`` blocks; return the blocks removed."""
-        entries = concatenate_ranges(rows * self.width + num_kept, self.num_row_blocks[rows] - num_kept)
-        cut, _ = self.blocks_at(entries)
-        for kind in self.kinds:
-            kind.entries[entries] = NULL_BLOCK
-        self.num_row_blocks[rows] = num_kept
-        self.capacity[rows] = np.minimum(self.capacity[rows], self.full_capacity(num_kept))
-        self.changed[rows] = True
-        return cut
-
     def entries_tail_first(self, rows: Int64Array) -> Int64Array:
         """Return the indices into ``entries`` of the blocks of ``rows``, row by row, the last block of a row first."""
         backwards = rows[::-1]

@@ -401,13 +401,6 @@ class KindsSimulation:
         self.manager.clones.release_blocks(np.array(block_ids, np.int64))
         self.check("uncache")
 
-    def roll_back(self, rows: list[int], counts: list[int]) -> None:
-        self.manager.roll_back(np.array(rows, np.int64), np.array(counts, np.int64))
-        self.drop_called_off()
-        for row in rows:
-            self.sequences[row].num_written = min(self.sequences[row].num_written, self.num_writable(row))
-        self.check("roll_back")
-
     def free(self, rows: list[int]) -> None:
         self.manager.free(np.array(rows, np.int64))
         self.drop_called_off()

@@ -24,7 +24,6 @@ def possible_mistakes(simulation: Simulation, rng: random.Random) -> list[Mistak
         ("reserve for a row not in use", lambda m: m.reserve(np.array([bad]), 1)),
         ("reserve a block for a row not in use", lambda m: m.reserve_next_blocks(np.array([bad]))),
         ("commit a row not in use", lambda m: m.commit(np.array([bad]), 1, one)),
-        ("roll back a row not in use", lambda m: m.roll_back(np.array([bad]))),
         ("free a row not in use", lambda m: m.free(np.array([bad]))),
         ("fork a row not in use", lambda m: m.fork(bad, 1)),
     ]
@@ -51,8 +50,6 @@ def _mistakes_with_a_row(simulation: Simulation, row: int) -> list[Mistake]:
         ("commit with too many ids", lambda m: m.commit(np.array([row]), writable, ids)),
         ("commit a row twice", lambda m: m.commit(np.array([row, row]), 0, ids[:0])),
         ("commit a negative number", lambda m: m.commit(np.array([row]), -1, ids[:0])),
-        ("roll back a negative number", lambda m: m.roll_back(np.array([row]), -1)),
-        ("roll back a row twice", lambda m: m.roll_back(np.array([row, row]))),
         ("free a row twice", lambda m: m.free(np.array([row, row]))),
         ("fork a negative number", lambda m: m.fork(row, -1)),
     ]

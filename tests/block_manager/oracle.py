@@ -188,20 +188,6 @@ class Oracle:
                 self.books.paths["redundant tail dropped"] += 1
                 return
 
-    def roll_back(self, rows: list[int], counts: list[int]) -> None:
-        for row, count in zip(rows, counts, strict=True):
-            state = self.books.rows[row]
-            num_kept = -(-(len(state.tokens) + count) // self.block_size)
-            cut = state.blocks[num_kept:]
-            del state.blocks[num_kept:]
-            for block_id in cut:
-                self.books.blocks[block_id].rows.remove(row)
-                self.books.release_sources(self.books.let_go(block_id))
-            if cut:
-                self.books.must_change.add(row)
-                self.books.may_change.add(row)
-                self.books.paths["roll-back that cuts"] += 1
-
     def reserve(
         self, rows: list[int], counts: list[int], answer: Reservation, tables: list[list[int]]
     ) -> list[int]:

@@ -23,7 +23,6 @@ _WEIGHTS = {
     "step": 18,
     "write": 4,
     "commit": 4,
-    "roll_back": 4,
     "free": 11,
     "take_clone_plan": 4,
     "finish_clone_plan": 7,
@@ -207,10 +206,6 @@ class RandomDriver:
             tokens = sequence.tokens[: self.simulation.num_computed(row)]
             self.history += [(sequence.namespace, tokens)] if tokens else []
         del self.history[:-40]
-
-    def roll_back(self) -> None:
-        rows = self.rows(0.5)
-        self.simulation.roll_back(rows, [self.rng.choice((0, 0, 1, 5)) for _ in rows])
 
     def free(self) -> None:
         self.simulation.free(self.rows(self.rng.choice((0.2, 0.3, 0.5, 1.0))))

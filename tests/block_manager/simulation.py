@@ -200,13 +200,6 @@ class Simulation:
         self.oracle.commit(rows, counts, token_ids)
         self.check("commit")
 
-    def roll_back(self, rows: list[int], counts: list[int]) -> None:
-        self.manager.roll_back(np.array(rows, np.int64), np.array(counts, np.int64))
-        self.oracle.roll_back(rows, counts)
-        for row in rows:
-            self.sequences[row].num_written = min(self.sequences[row].num_written, self.num_writable(row))
-        self.check("roll_back")
-
     def free(self, rows: list[int]) -> None:
         self.manager.free(np.array(rows, np.int64))
         self.oracle.free(rows)

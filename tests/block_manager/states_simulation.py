@@ -234,10 +234,6 @@ class StatesSimulation(KindsSimulation):
     def commit(self, rows: list[int], counts: list[int]) -> None:
         super().commit(rows, [self.sequences[row].num_written for row in rows])
 
-    def roll_back(self, rows: list[int], counts: list[int]) -> None:
-        written = [self.sequences[row].num_written for row in rows]
-        super().roll_back(rows, list(map(max, counts, written)))
-
     def free(self, rows: list[int]) -> None:
         are_known = [self.state_len[row] == self.num_computed(row) for row in rows]
         for row, is_known in zip(rows, are_known, strict=True):

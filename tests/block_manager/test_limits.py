@@ -115,8 +115,9 @@ def cost_of_a_step(num_blocks: int, max_model_len: int, num_tokens: int) -> dict
         manager.commit(rows, 1, token_ids)
 
     def fill_blocks() -> None:
-        assert manager.reserve(rows, 40).ok
-        manager.roll_back(rows)
+        others = np.array([manager.add(np.zeros(1, np.int32)).row for _ in range(32)])
+        assert manager.reserve(others, 40).ok
+        manager.free(others)
 
     def copy_on_write() -> None:
         children = manager.fork(int(rows[0]), 1)

@@ -64,7 +64,6 @@ REQUIRED_CALLS = {
     "fork": 1500,
     "take_clone_plan": 1200,
     "mistake": 1000,
-    "roll_back": 800,
     "finish_clone_plan": 600,
     "take_changed_rows": 500,
     "reset_prefix_cache": 200,
@@ -96,13 +95,12 @@ REQUIRED_PATHS = {
     "commit of fewer than written": 500,
     "full block known already": 450,
     "redundant tail dropped": 150,
-    "roll-back that cuts": 350,
     "fork of a partial tail": 400,
     "preemption": 400,
     "reset": 100,
     "reset refused": 120,
 }
-NUM_MISTAKES = 23
+NUM_MISTAKES = 20
 
 TOTAL_WEIGHT = sum(setting.weight for setting in SETTINGS)
 

@@ -1,4 +1,4 @@
-"""``reserve``, ``commit`` and ``roll_back`` with several tokens, several steps ahead, and too few blocks."""
+"""``reserve`` and ``commit`` with several tokens, several steps ahead, and too few blocks."""
 
 from __future__ import annotations
 
@@ -117,21 +117,6 @@ def test_a_tail_that_two_may_claim_goes_to_the_row_that_needs_less(cheap: int) -
     assert not answer.ok and np.flatnonzero(answer.servable).tolist() == [cheap]
 
 
-def test_speculation_keeps_what_was_accepted_and_returns_the_rest() -> None:
-    manager = make()
-    rows = np.array([admit(manager, [symbol, 2, 3])[0] for symbol in range(3)])
-    free = manager.num_free_blocks
-    assert manager.reserve(rows, 1 + 5).num_new_blocks == 2 * 3
-    accepted = np.array([1, 2, 6])
-    manager.commit(rows, accepted, np.arange(9, dtype=np.int32))
-    manager.roll_back(rows)
-    assert manager.num_computed_tokens[rows].tolist() == [4, 5, 9]
-    assert manager.num_row_blocks[rows].tolist() == [1, 2, 3]
-    assert manager.num_free_blocks == free - 3
-    assert manager.match(np.array([1, 2, 3, 1, 2, 0], np.int32)).num_tokens == 5
-    manager.check_integrity()
-
-
 def test_speculation_may_keep_the_rest_for_the_next_step() -> None:
     manager = make()
     row, _ = admit(manager, [1, 2, 3])
@@ -212,8 +197,6 @@ def test_no_rows_and_no_tokens_change_nothing() -> None:
     assert manager.reserve(none, 1).ok and manager.reserve(np.array([row, child]), 0).ok
     manager.commit(none, 1, none)
     manager.commit(np.array([row, child]), 0, none)
-    manager.roll_back(none)
-    manager.roll_back(np.array([row, child]))
     manager.free(none)
     assert manager.fork(row, 0).tolist() == []
     assert not len(manager.take_changed_rows()) and manager.take_clone_plan() is None
@@ -242,7 +225,6 @@ def test_an_empty_sequence_forks_and_ends() -> None:
         lambda m, row: m.commit(np.array([row]), np.array([-1]), np.zeros(0, np.int32)),
         lambda m, row: m.commit(np.array([row, row]), 1, np.zeros(2, np.int32)),
         lambda m, row: m.commit(np.array([-8]), 1, np.zeros(1, np.int32)),
-        lambda m, row: m.roll_back(np.array([row]), -1),
         lambda m, row: m.fork(row, -1),
         lambda m, row: m.fork(row + 100, 1),
         lambda m, row: m.free(np.array([row, row])),
@@ -291,14 +273,3 @@ def test_reserved_ahead_steps_touch_no_pool() -> None:
         manager.commit(np.array([row]), 1, np.array([token], np.int32))
     assert manager.num_free_blocks == free
     assert not len(manager.take_changed_rows())
-
-
-def test_roll_back_returns_only_unused_blocks() -> None:
-    manager = make()
-    row, _ = admit(manager, [1, 2, 3, 4, 5])
-    manager.reserve(np.array([row]), 20)
-    manager.roll_back(np.array([row]), 4)
-    assert manager.num_row_blocks[row] == 3
-    manager.roll_back(np.array([row]))
-    assert manager.num_row_blocks[row] == 2
-    manager.check_integrity()

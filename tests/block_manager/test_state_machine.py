@@ -100,12 +100,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @precondition(has_rows)
     @rule(chosen=picks)
-    def roll_back(self, chosen: list[tuple[int, int]]) -> None:
-        rows = self.rows(chosen)
-        self.simulation.roll_back(list(rows), list(rows.values()))
-
-    @precondition(has_rows)
-    @rule(chosen=picks)
     def free(self, chosen: list[tuple[int, int]]) -> None:
         self.simulation.free(list(self.rows(chosen)))
 
