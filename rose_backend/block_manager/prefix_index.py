@@ -169,7 +169,7 @@ class BlockIndex:
         self._full_blocks_only = full_blocks_only
         self._parent_of, self._digest_of = parent_of, digest_of
         self.full: dict[bytes, int] = {}
-        self.children = ChildIndex(pool, block_tokens)
+        self.children = ChildIndex(pool, block_tokens, parent_of)
         self._keeps_older = not pool.has_groups
         self.epoch = 0
         """Counts the changes that may leave an earlier lookup with a block that is no longer found."""
@@ -235,19 +235,14 @@ class BlockIndex:
 
     def _add(self, found: list[int], closed: list[int]) -> None:
         if not self._full_blocks_only:
-            self.children.add([self._parent_of[block_id] for block_id in found], found)
-            self.close(closed)
+            self.children.add(found)
+            self.children.close(closed)
         self._pool.is_cached[found] = True
 
     def reopen(self, block_id: int) -> None:
         """Note that a row is going to append to a block, which may not be in the index."""
-        parent = self._parent_of[block_id]
-        if parent:
-            self.children.reopen(parent, block_id)
-
-    def close(self, block_ids: list[int]) -> None:
-        """Note that no row appends to these blocks any more."""
-        self.children.close([self._parent_of[block_id] for block_id in block_ids], block_ids)
+        if self._parent_of[block_id]:
+            self.children.reopen(block_id)
 
     def retire_tails(self, rows: Int64Array, tails: Int64Array) -> None:
         """Note that rows release their last computed blocks, ``tails``.
@@ -257,9 +252,9 @@ class BlockIndex:
         pool = self._pool
         is_partial = pool.is_cached[tails] & (pool.num_written_tokens[tails] < self._block_size)
         rows, tails = rows[is_partial], tails[is_partial]
-        self.close(tails[pool.writers[tails] == rows].tolist())
+        self.children.close(tails[pool.writers[tails] == rows].tolist())
         for block_id in tails[pool.ref_counts[tails] == 1].tolist():
-            if self.children.is_covered(self._parent_of[block_id], block_id):
+            if self.children.is_covered(block_id):
                 self.remove([block_id])
 
     def remove(self, block_ids: list[int]) -> list[bytes]:
@@ -268,10 +263,7 @@ class BlockIndex:
         self._pool.is_cached[block_ids] = False
         digests = self._drop_digests(block_ids)
         if not self._full_blocks_only:
-            parent_of = self._parent_of
-            self.children.remove([parent_of[block_id] for block_id in block_ids], block_ids)
-            for block_id in block_ids:
-                parent_of[block_id] = b""
+            self.children.remove(block_ids)
         return digests
 
     def truncate(self, block_id: int) -> list[bytes]:
@@ -310,17 +302,20 @@ class ChildIndex:
     Args:
         pool: its ``num_written_tokens`` and ``writers`` give how much a block holds and whether a row appends to it.
         block_tokens: int32 ``[num_blocks, block_size]``, the tokens of every block.
+        parent_of: digest of each block's parent: set before a block is added, emptied when it is removed.
     """
 
-    def __init__(self, pool: BlockPool, block_tokens: Int32Array) -> None:
+    def __init__(self, pool: BlockPool, block_tokens: Int32Array, parent_of: list[bytes]) -> None:
         self._pool = pool
         self._block_tokens = block_tokens
+        self._parent_of = parent_of
         self._groups: dict[bytes, _Group] = {}
 
-    def add(self, parents: list[bytes], block_ids: list[int]) -> None:
+    def add(self, block_ids: list[int]) -> None:
         """Add blocks, each as a child of its parent."""
-        groups = self._groups
-        for parent, block_id in zip(parents, block_ids, strict=True):
+        groups, parent_of = self._groups, self._parent_of
+        for block_id in block_ids:
+            parent = parent_of[block_id]
             group = groups.get(parent)
             if group is None:
                 groups[parent] = (block_id,)
@@ -333,10 +328,11 @@ class ChildIndex:
                 for member in (*group, block_id):
                     large.add(member)
 
-    def remove(self, parents: list[bytes], block_ids: list[int]) -> None:
+    def remove(self, block_ids: list[int]) -> None:
         """Remove blocks from the children of their parents."""
-        groups = self._groups
-        for parent, block_id in zip(parents, block_ids, strict=True):
+        groups, parent_of = self._groups, self._parent_of
+        for block_id in block_ids:
+            parent, parent_of[block_id] = parent_of[block_id], b""
             group = groups.pop(parent)
             if len(group) == 1:
                 continue
@@ -346,17 +342,16 @@ class ChildIndex:
             else:
                 groups[parent] = tuple(member for member in group if member != block_id)
 
-    def close(self, parents: list[bytes], block_ids: list[int]) -> None:
+    def close(self, block_ids: list[int]) -> None:
         """Note that no row appends to these blocks any more."""
-        groups = self._groups
-        for parent, block_id in zip(parents, block_ids, strict=True):
-            group = groups[parent]
+        for block_id in block_ids:
+            group = self._groups[self._parent_of[block_id]]
             if isinstance(group, _LargeGroup):
                 group.close(block_id)
 
-    def reopen(self, parent: bytes, block_id: int) -> None:
+    def reopen(self, block_id: int) -> None:
         """Note that a row will append to or overwrite a block. Call it before its length changes."""
-        group = self._groups[parent]
+        group = self._groups[self._parent_of[block_id]]
         if isinstance(group, _LargeGroup):
             group.reopen(block_id)
 
@@ -389,9 +384,9 @@ class ChildIndex:
         longest = max(shared)
         return (members[shared.index(longest)], longest) if longest else (0, 0)
 
-    def is_covered(self, parent: bytes, block_id: int) -> bool:
-        """Whether another child of ``parent`` starts with all tokens of this block."""
-        group = self._groups[parent]
+    def is_covered(self, block_id: int) -> bool:
+        """Whether another child of the same parent starts with all tokens of this block."""
+        group = self._groups[self._parent_of[block_id]]
         if len(group) == 1:
             return False
         tokens = self._tokens_of(block_id)

@@ -63,11 +63,11 @@ def test_of_equal_growing_blocks_the_oldest_is_found_whatever_its_id(
     pool: Any = SimpleNamespace(num_written_tokens=np.full(64, 2), writers=np.zeros(64, np.int64))
     tokens = np.arange(64, dtype=np.int32)[:, None] + np.arange(4, dtype=np.int32)
     tokens[second] = tokens[first]
-    index = ChildIndex(pool, tokens)
+    index = ChildIndex(pool, tokens, [b"parent"] * 64)
     others = [10 + nth for nth in range(num_others)]
-    index.add([b"parent"] * (2 + num_others), [first, second, *others])
+    index.add([first, second, *others])
     assert index.longest_prefix(b"parent", tokens[first]) == (first, 2)
-    index.reopen(b"parent", first)
+    index.reopen(first)
     if num_others > 6:
         # A block that grows anew is the youngest.
         assert index.longest_prefix(b"parent", tokens[first]) == (second, 2)
