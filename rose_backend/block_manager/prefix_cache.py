@@ -210,25 +210,24 @@ class PrefixCache:
         if len(self.indexes) == 1 and self._events is None:
             self.indexes[0].publish(rows, block_ids[0], is_full, opens[0], data, chain_digests, hash_block)
             return
-        # All kinds have the same tokens, so each full block is hashed once: parent and digest.
-        hashed: list[tuple[bytes, bytes]] = []
+        # All kinds have the same tokens, so each full block is hashed once.
+        hashed: list[bytes] = []
+        note = hashed.append
 
         def hash_and_note(parent: bytes, tokens: bytes) -> bytes:
-            digest = hash_block(parent, tokens)
-            hashed.append((parent, digest))
+            note(digest := hash_block(parent, tokens))
             return digest
 
-        begins = {row: chain_digests[row] for row in rows.tolist()}
+        parents = {row: chain_digests[row] for row in rows.tolist()}
         self.indexes[0].publish(rows, block_ids[0], is_full, opens[0], data, chain_digests, hash_and_note)
         for index, ids, is_new in zip(self.indexes[1:], block_ids[1:], opens[1:], strict=True):
-            noted = iter([digest for _, digest in hashed])
-            index.publish(rows, ids, is_full, is_new, data, dict(begins), lambda *_, noted=noted: next(noted))
+            index.publish(rows, ids, is_full, is_new, data, dict(parents), hash_block, iter(hashed))
         if self._events is not None:
-            for row, block_id, (parent, digest) in zip(
-                rows[is_full].tolist(), block_ids[0][is_full].tolist(), hashed, strict=True
-            ):
+            full = zip(rows[is_full].tolist(), block_ids[0][is_full].tolist(), hashed, strict=True)
+            for row, block_id, digest in full:
                 if self._digest_of[block_id] == digest:  # not one whose tokens another block has
-                    self._events.append(self._stored(block_id, parent, namespaces[row]))
+                    self._events.append(self._stored(block_id, parents[row], namespaces[row]))
+                parents[row] = digest
 
     def _stored(self, block_id: int, parent: bytes, namespace: bytes) -> BlockStored:
         digest, tokens = self._digest_of[block_id], tuple(self._block_tokens[block_id].tolist())

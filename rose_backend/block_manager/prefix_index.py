@@ -183,6 +183,7 @@ class BlockIndex:
         data: bytes,
         chain_digests: ChainDigests,
         chain_digest: Callable[[bytes, bytes], bytes],
+        hashed: Iterator[bytes] | None = None,
     ) -> None:
         """Hash and add blocks that have just been written; arrays are ``[N]``.
 
@@ -197,6 +198,7 @@ class BlockIndex:
             data: the tokens of all blocks.
             chain_digests: of every row; advanced past its full blocks.
             chain_digest: hashes a parent's digest and a block's tokens.
+            hashed: the digests of the full blocks, where another kind has been published before.
         """
         full, parent_of, digest_of, step = self.full, self._parent_of, self._digest_of, 4 * self._block_size
         found: list[int] = []
@@ -205,7 +207,8 @@ class BlockIndex:
         for row, block_id, fills, is_new, start in zip(*columns, range(0, len(data), step), strict=True):
             parent = chain_digests[row]
             if fills:
-                chain_digests[row] = digest = chain_digest(parent, data[start : start + step])
+                digest = next(hashed) if hashed else chain_digest(parent, data[start : start + step])
+                chain_digests[row] = digest
                 if digest in full and (self._keeps_older or not self._replaces(full[digest])):
                     if parent_of[block_id]:
                         self.remove([block_id])
