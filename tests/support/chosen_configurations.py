@@ -20,12 +20,12 @@ import torch
 import triton
 
 from benchmarks.support import checkpoint
-from rose_backend.engine.scheduling.token_budget import default_token_budgets, min_tokens_worth_waiting
 from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
 from rose_backend.kernels.linear.small_batch_linear import lines_ahead
 from rose_backend.kernels.tuning import attention_decode, attention_prefill, experts, linear
 from rose_backend.layers.decoder import max_packed_rows, rotates_inside
 from rose_backend.layers.linear import Linear, adds_halves, fewest_halved_rows
+from rose_backend.scheduling.token_budget import default_token_budgets, min_tokens_worth_waiting
 
 RECORD = Path(__file__).parent.parent / "data" / "chosen_configurations.json"
 MAX_ROWS = 1024
