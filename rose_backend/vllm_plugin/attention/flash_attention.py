@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from rose_backend.kernels import write_kv
+from rose_backend.kernels.tuning.measured import Table, constants
 from rose_backend.vllm_plugin.options import FLOAT8_DTYPES
 
 if TYPE_CHECKING:
@@ -36,21 +37,12 @@ class Threshold(NamedTuple):
     query_len: int
 
 
-FASTER_FROM = (Threshold(0, 4096), Threshold(2048, 512))
-"""Which rows FlashAttention 3 attends: those that reach any of these, the store of K/V counted on both sides.
+FASTER_FROM = tuple(Table("flash attention", Threshold).all())
+"""Which rows FlashAttention 3 attends: those that reach any of these, the store of K/V counted on both sides."""
 
-Measured once with ``python -m benchmarks.prefill_flash_attention`` on one H200, with the heads of Qwen3-0.6B and of
-Llama-3.1-8B and blocks of 16 (no result of it is committed yet): time of Rose's kernel over its own is 1.02 to 1.11
-from 4,096 fresh tokens on (0.70 to 0.98 at 512), 1.12 to 1.50 from 512 tokens behind 2,048 or more on.
-"""
-
-LAUNCHED_FROM = 8192
+LAUNCHED_FROM = constants("launched prefill")["query_len"]
 """Tokens of a row, on average over a step, from which on the step takes no full graph but is launched kernel by kernel,
-so that FlashAttention 3 can be chosen.
-
-Of the same run and a profile of Qwen3-0.6B on an H200: launching its 28 layers takes the host about 21 ms, as long
-as the device computes 8,192 fresh tokens. There FlashAttention 3 gains 1.4 ms of a step, 7.5 behind 6,144 cached ones.
-"""
+so that FlashAttention 3 can be chosen: launching takes the host as long as the device computes these tokens."""
 
 
 @dataclass(slots=True)

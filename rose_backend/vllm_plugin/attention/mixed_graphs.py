@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rose_backend.kernels.tuning.measured import constants
 from rose_backend.vllm_plugin.attention.audited_models import find_unaudited
 from rose_backend.vllm_plugin.attention.flash_attention import LAUNCHED_FROM, uses_flash_attention
 from rose_backend.vllm_plugin.options import has_kv_connector, is_rose_selected, rose_options
@@ -19,14 +20,9 @@ from rose_backend.vllm_plugin.options import has_kv_connector, is_rose_selected,
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-MAX_GRAPH_WORK = 17_200_000_000
+MAX_GRAPH_WORK = constants("graphs of mixed steps")["max_work"]
 """Tokens of the largest graph times the square of the model's hidden size, to which a layer's device time is about
-proportional: 16,403 tokens for a hidden size of 1,024, 4,100 for 2,048. In longer steps the device is busy while the
-host launches.
-
-On an H200 a layer of Qwen3-0.6B takes the device 0.9 ms at 16,384 tokens, and launching it about as long. The host has
-to schedule beside that: such steps, launched, took 66 ms, for 26 of which the device worked.
-"""
+proportional. In longer steps the device is busy while the host launches."""
 
 _SIZES_PER_DOUBLING = 8
 """Graph sizes above vLLM's own, which end at 512 tokens. At most an eighth of a step is padding."""
