@@ -17,7 +17,7 @@ from rose_backend.block_manager.observability import CacheStats
 from rose_backend.config import PluginConfig
 from rose_backend.engine.engine_stats import Counters, EngineLoad, EngineStats
 from rose_backend.server.metrics import ServerMetrics
-from rose_backend.vllm_plugin.version_gate import SUPPORTED_VERSIONS, is_supported
+from rose_backend.vllm_plugin.registration import SUPPORTED_VERSIONS, is_supported
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted([*(ROOT / "rose_backend").rglob("*.py"), *(ROOT / "scripts").glob("*.py")])

@@ -20,7 +20,7 @@ def register() -> None:
     ``--attention-backend rose`` as unknown.
     """
     from rose_backend.vllm_plugin.plugin_logger import logger
-    from rose_backend.vllm_plugin.version_gate import SUPPORTED_VERSIONS, installed_vllm_version, is_supported
+    from rose_backend.vllm_plugin.registration import SUPPORTED_VERSIONS, installed_vllm_version, is_supported
 
     version = installed_vllm_version()
     if not is_supported(version):
@@ -42,7 +42,7 @@ def register() -> None:
         and _succeeds("cpu_platform", _register_cpu_platform)
     ):
         return
-    from rose_backend.vllm_plugin.backend_name import ensure_backend_name
+    from rose_backend.vllm_plugin.registration import ensure_backend_name
 
     if ensure_backend_name() is not None:
         _succeeds("models", _register_models)

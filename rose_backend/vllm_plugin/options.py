@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rose_backend.config import PluginConfig
 from rose_backend.errors import ConfigError
-from rose_backend.vllm_plugin.backend_name import is_rose
+from rose_backend.vllm_plugin.registration import is_rose
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from rose_backend.vllm_plugin.version_gate import SUPPORTED_VERSIONS
+from rose_backend.vllm_plugin.registration import SUPPORTED_VERSIONS
 
 _MARK = "__rose_patch__"
 
@@ -111,13 +111,13 @@ LEDGER: dict[str, Patch] = {
         reason="layers of different groups that begin at one address are copied once, as far as the first of them "
         "reaches: behind a small state the rest of a block's K/V is left out; with states, the widest comes first",
         remove_when="copy_kv_cache_blocks_inplace copies whole blocks whatever layer is first",
-        build=f"{_PLUGIN}.kv_cache.block_copies:wrap_copy_kv_cache_blocks",
+        build=f"{_PLUGIN}.kv_cache.spec:wrap_copy_kv_cache_blocks",
     ),
     "block_copies_v2": Patch(
         target="vllm.v1.worker.gpu.model_runner:copy_kv_cache_blocks_inplace",
         reason="as block_copies_v1, in model runner V2, which imports the function by name",
         remove_when="copy_kv_cache_blocks_inplace copies whole blocks whatever layer is first",
-        build=f"{_PLUGIN}.kv_cache.block_copies:wrap_copy_kv_cache_blocks",
+        build=f"{_PLUGIN}.kv_cache.spec:wrap_copy_kv_cache_blocks",
     ),
     "decode_graphs": Patch(
         target="vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
@@ -132,13 +132,13 @@ LEDGER: dict[str, Patch] = {
         reason="a prompt's last token beside decodes is replayed as one; a model that is not audited and keeps "
         "features of images in front of its forward would leave them to the next step",
         remove_when="vLLM replays no graph of decodes for a prompt's token, or its models keep no features themselves",
-        build=f"{_PLUGIN}.attention.prompt_tails:wrap_determine_batch_execution",
+        build=f"{_PLUGIN}.attention.audited_models:wrap_determine_batch_execution",
     ),
     "prompt_tails_v2": Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.gather_batch_req_state",
         reason="as prompt_tails_v1, in model runner V2",
         remove_when="vLLM replays no graph of decodes for a prompt's token, or its models keep no features themselves",
-        build=f"{_PLUGIN}.attention.prompt_tails:wrap_gather_batch_req_state",
+        build=f"{_PLUGIN}.attention.audited_models:wrap_gather_batch_req_state",
     ),
     "step_graph_capture": Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model",
@@ -172,7 +172,7 @@ LEDGER: dict[str, Patch] = {
         reason="the front end reads an environment variable for every output, which takes longer than its statistics; "
         "it matters only where NaNs were counted",
         remove_when="vLLM's front end caches the environment, as its engine core does",
-        build=f"{_PLUGIN}.scheduler.output_statistics:wrap_update_from_output",
+        build=f"{_PLUGIN}.scheduler.merged_outputs:wrap_update_from_output",
     ),
 }
 

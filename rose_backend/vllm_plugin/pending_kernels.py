@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rose_backend.vllm_plugin.plugin_logger import logger
-from rose_backend.vllm_plugin.version_gate import installed_vllm_version
+from rose_backend.vllm_plugin.registration import installed_vllm_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from rose_backend.vllm_plugin.sampler.sample_counts import SAMPLES
+from rose_backend.vllm_plugin.plugin_logger import SAMPLES
 from tests.e2e.conftest import MakeEngine
 from tests.e2e.test_vllm_features import inputs_of
 from tests.support.stepped_engine import tokens_of

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from rose_backend.vllm_plugin.sampler.sample_counts import SAMPLES
+from rose_backend.vllm_plugin.plugin_logger import SAMPLES
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.e2e.test_vllm_draws import *  # noqa: F403 - its tests, with the options below
 from tests.e2e.test_vllm_features import inputs_of

@@ -11,7 +11,7 @@ from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 
 from benchmarks.support.engines import as_flags
-from rose_backend.vllm_plugin.sampler.sample_counts import SAMPLES
+from rose_backend.vllm_plugin.plugin_logger import SAMPLES
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.e2e.test_vllm_features import (
     GREEDY,

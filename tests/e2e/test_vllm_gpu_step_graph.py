@@ -19,8 +19,8 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from rose_backend.kernels.attention import split_context as longest_first
 from rose_backend.kernels.tuning import attention_decode as decode_tuning
+from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph.steady_steps import SteadySteps
-from rose_backend.vllm_plugin.step_graph.step_counts import STEPS
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.e2e.test_vllm_features import inputs_of, scheduler_of
 from tests.e2e.test_vllm_gpu_features import needs_two_gpus
@@ -117,7 +117,7 @@ def set_rule_of_worker(_: Any, rule: str) -> int:
     """Say in a worker's process which steps are replayed; return how many were so far."""
     rules = {"never": is_never, "always": lambda _: True, "at random": is_random(3)}
     SteadySteps.launch = launch_when(rules[rule])  # type: ignore[method-assign]
-    return STEPS.replayed
+    return STEPS.rose
 
 
 def params_of_every_kind(num_requests: int, one_in: int = 4) -> list[SamplingParams]:
@@ -190,9 +190,9 @@ def test_both_kinds_of_steps_say_the_same_to_the_bit(
         for wanted in (is_never, is_random(1), lambda _: True, is_random(2)):
             replay_when(wanted)
             assert llm.reset_prefix_cache()
-            before = STEPS.replayed
+            before = STEPS.rose
             answers.append(said(llm.generate(inputs_of(prompts), params, use_tqdm=False)))
-            assert (STEPS.replayed > before) == (wanted is not is_never), STEPS
+            assert (STEPS.rose > before) == (wanted is not is_never), STEPS
         scheduler_of(llm).kv_cache_manager.manager.check_integrity()
     assert answers[1] == answers[0]
     assert answers[2] == answers[0]
@@ -227,9 +227,9 @@ def test_rows_that_begin_in_turns_say_the_same_to_the_bit(
                 # As if the rows of the tiny model were too many to begin all at once.
                 patches.setattr(decode_tuning, "begins_in_turns", lambda *_: True)
             with make_engine(model=str(path), enforce_eager=False, **options) as llm:
-                before = STEPS.replayed
+                before = STEPS.rose
                 answers.append(said(llm.generate(inputs_of(prompts), params, use_tqdm=False)))
-                assert STEPS.replayed > before, STEPS
+                assert STEPS.rose > before, STEPS
         assert bool(were_captured) == in_turns
     # In graphs, and in front of each in the run that compiles its kernels.
     assert set(were_captured) == {False, True}
@@ -290,9 +290,9 @@ def test_requests_that_come_and_go_get_the_same_answers(
         for wanted in (is_never, lambda _: True, is_random(3)):
             replay_when(wanted)
             assert llm.reset_prefix_cache()
-            before = STEPS.replayed
+            before = STEPS.rose
             answers.append(come_and_go(llm, prompts, NUM_REQUESTS))
-            assert (STEPS.replayed - before > NUM_REQUESTS // 4) == (wanted is not is_never), STEPS
+            assert (STEPS.rose - before > NUM_REQUESTS // 4) == (wanted is not is_never), STEPS
         manager = scheduler_of(llm).kv_cache_manager.manager
         manager.check_integrity()
         assert manager.usage == 0.0 and min(manager.stats.clones, manager.stats.evictions) > 0
@@ -392,10 +392,10 @@ def test_windows_let_go_of_blocks_while_steps_are_replayed(
         for wanted in (is_never, lambda _: True, is_random(5)):
             replay_when(wanted)
             assert llm.reset_prefix_cache()
-            before = STEPS.replayed
+            before = STEPS.rose
             answers.append(said(llm.generate(inputs_of(prompts), params, use_tqdm=False)))
             # Six waves of eight, with a step of prompts where one begins.
-            assert (STEPS.replayed - before > num_new_tokens) == (wanted is not is_never), STEPS
+            assert (STEPS.rose - before > num_new_tokens) == (wanted is not is_never), STEPS
             assert preemptions() == 0
         manager = scheduler_of(llm).kv_cache_manager.manager
         manager.check_integrity()
@@ -479,13 +479,13 @@ def come_in_waves(llm: Any, prompts: Any, num_requests: int) -> dict[str, list[A
 
 def memory_while_decoding(llm: Any, num_steps: int) -> list[tuple[int, int]]:
     """Replay ``num_steps`` steps and more; return the bytes in use after each round, of the device and pinned ones."""
-    engine, sizes, end = llm.llm_engine, [], STEPS.replayed + num_steps
-    while STEPS.replayed < end:
+    engine, sizes, end = llm.llm_engine, [], STEPS.rose + num_steps
+    while STEPS.rose < end:
         for index in range(3):
             params = SamplingParams(
                 temperature=0.0, max_tokens=300 + 40 * index, ignore_eos=True, detokenize=False
             )
-            engine.add_request(f"{STEPS.replayed}-{index}", {"prompt_token_ids": [5 + index] * 20}, params)
+            engine.add_request(f"{STEPS.rose}-{index}", {"prompt_token_ids": [5 + index] * 20}, params)
         while engine.has_unfinished_requests():
             engine.step()
         torch.cuda.synchronize()
@@ -527,9 +527,9 @@ def test_a_long_day(
         for wanted in (is_never, is_random(4)):
             replay_when(wanted)
             assert llm.reset_prefix_cache()
-            before = STEPS.replayed
+            before = STEPS.rose
             answers.append(come_in_waves(llm, prompts, num_requests))
-        assert STEPS.replayed - before > 300, STEPS
+        assert STEPS.rose - before > 300, STEPS
         manager = scheduler.kv_cache_manager.manager
         manager.check_integrity()
         assert manager.usage == 0.0
@@ -558,11 +558,11 @@ def test_new_weights_speak_in_replayed_steps(make_engine: MakeEngine, tmp_path: 
     }
 
     def run(llm: Any) -> list[Any]:
-        before = STEPS.replayed
+        before = STEPS.rose
         answers = [
             output.outputs[0].token_ids for output in llm.generate(inputs_of(prompts), params, use_tqdm=False)
         ]
-        assert STEPS.replayed > before, STEPS
+        assert STEPS.rose > before, STEPS
         return answers
 
     with make_engine(model=str(new), **options) as llm:
@@ -599,9 +599,9 @@ def test_switched_off_nothing_is_replayed(make_engine: MakeEngine) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     options = {"additional_config": {"rose": {"step_graph": False}}, "compilation_config": GRAPHS}
     with make_engine(enforce_eager=False, **options, **GPU_MEMORY) as llm:
-        before = (STEPS.replayed, dict(STEPS.vllm))
+        before = (STEPS.rose, dict(STEPS.vllm))
         llm.generate(inputs_of(prompts), params, use_tqdm=False)
-        assert (STEPS.replayed, STEPS.vllm) == before
+        assert (STEPS.rose, STEPS.vllm) == before
 
 
 def test_memory_does_not_grow(make_engine: MakeEngine) -> None:

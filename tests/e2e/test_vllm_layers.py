@@ -337,9 +337,7 @@ def test_some_weights_may_be_reloaded_but_no_norm_without_its_matrix(
 
     with make_engine(model=str(old)) as llm:
         first = tokens(llm)
-        with pytest.raises(
-            ValueError, match=r"the RMSNorm in front of model\.layers\.\d\.self_attn\.qkv_proj"
-        ):
+        with pytest.raises(ValueError, match=r"the RMSNorm before model\.layers\.\d\.self_attn\.qkv_proj"):
             reload(llm, "input_layernorm")
         # The old ones speak on, and what comes next finds everything in its place.
         assert llm.reset_prefix_cache() and tokens(llm) == first
@@ -352,9 +350,7 @@ def test_some_weights_may_be_reloaded_but_no_norm_without_its_matrix(
         with pytest.raises(ValueError, match="cannot be saved"):
             runner_of(llm).model.state_dict()
         # What does come with its norm is in place all the same.
-        with pytest.raises(
-            ValueError, match=r"the RMSNorm in front of model\.layers\.0\.self_attn\.qkv_proj"
-        ):
+        with pytest.raises(ValueError, match=r"the RMSNorm before model\.layers\.0\.self_attn\.qkv_proj"):
             reload(llm, "input_layernorm", "gate_proj", "up_proj", "post_attention_layernorm")
         layer = "model.layers.1"
         gate_up = torch.cat([weights[f"{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up")])

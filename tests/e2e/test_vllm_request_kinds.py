@@ -14,7 +14,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from rose_backend.vllm_plugin.sampler.sample_counts import SAMPLES
+from rose_backend.vllm_plugin.plugin_logger import SAMPLES
 from tests.e2e.conftest import MakeEngine
 from tests.support.reference_generation import reference_logits, tie_free_answer
 from tests.support.stepped_engine import SteppedEngine, overlap_steps_on_cpu, tokens_of

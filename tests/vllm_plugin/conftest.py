@@ -64,9 +64,9 @@ def rose_log(make_config: MakeConfig) -> Iterator[list[str]]:
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return counters that start with this test."""
-    from rose_backend.vllm_plugin.sampler.sample_counts import SampleCounts
+    from rose_backend.vllm_plugin.plugin_logger import sample_counts
 
-    fresh = SampleCounts()
+    fresh = sample_counts()
     for module in ("sampler_v1", "sampler_v2"):
         monkeypatch.setattr(f"rose_backend.vllm_plugin.sampler.{module}.SAMPLES", fresh)
     return fresh

@@ -13,10 +13,10 @@ from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample import gumbel, min_p, states
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from rose_backend.vllm_plugin.plugin_logger import Counts
 from rose_backend.vllm_plugin.sampler.draw_graphs import (
     DrawGraphs,
 )
-from rose_backend.vllm_plugin.sampler.sample_counts import SampleCounts
 from rose_backend.vllm_plugin.sampler.sampler_v2 import (
     ReplayedSampling,
     RoseDraws,
@@ -157,7 +157,7 @@ def draw_both(
     return first, second, logits
 
 
-def test_the_same_tokens_as_step_by_step(samplers: Pair, counts: SampleCounts) -> None:
+def test_the_same_tokens_as_step_by_step(samplers: Pair, counts: Counts) -> None:
     generator = np.random.default_rng(3)
     for slot in range(SLOTS):
         add_to_both(samplers, slot, KINDS[slot % len(KINDS)](slot))
@@ -210,7 +210,7 @@ def test_padding_rows_of_a_graph_belong_to_no_request(samplers: Pair) -> None:
 
 
 def test_only_steps_that_filter_and_draw_are_replayed(
-    samplers: Pair, counts: SampleCounts, monkeypatch: pytest.MonkeyPatch
+    samplers: Pair, counts: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = np.random.default_rng(4)
     replayed: list[int] = []

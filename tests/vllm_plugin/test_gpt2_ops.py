@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rose_backend.vllm_plugin.models import gpt2_ops
+from rose_backend.vllm_plugin.models import gpt2
 
 
 def inputs(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -15,10 +15,10 @@ def inputs(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 CASES = {
-    "bias_gelu": (gpt2_ops.bias_gelu, [(5, 32), (32,)], ()),
-    "bias_residual": (gpt2_ops.bias_residual, [(5, 32), (32,), (5, 32)], ()),
-    "layer_norm": (gpt2_ops.layer_norm, [(5, 32), (32,), (32,)], (1e-5,)),
-    "add_layer_norm": (gpt2_ops.add_layer_norm, [(5, 32), (5, 32), (32,), (32,)], (1e-5,)),
+    "bias_gelu": (gpt2.bias_gelu, [(5, 32), (32,)], ()),
+    "bias_residual": (gpt2.bias_residual, [(5, 32), (32,), (5, 32)], ()),
+    "layer_norm": (gpt2.layer_norm, [(5, 32), (32,), (32,)], (1e-5,)),
+    "add_layer_norm": (gpt2.add_layer_norm, [(5, 32), (5, 32), (32,), (32,)], (1e-5,)),
 }
 
 
@@ -32,17 +32,17 @@ def test_torch_accepts_schema_and_fake_implementation(name: str) -> None:
 def test_values() -> None:
     x, bias = inputs((5, 32), (32,))
     expected = F.gelu(x + bias, approximate="tanh")
-    gpt2_ops.bias_gelu(x, bias)
+    gpt2.bias_gelu(x, bias)
     torch.testing.assert_close(x, expected)
     x, bias, residual = inputs((5, 32), (32,), (5, 32))
     expected = x + bias + residual
-    gpt2_ops.bias_residual(x, bias, residual)
+    gpt2.bias_residual(x, bias, residual)
     torch.testing.assert_close(x, expected)
     x, residual, weight, bias = inputs((5, 32), (5, 32), (32,), (32,))
-    normed, total = gpt2_ops.add_layer_norm(x, residual, weight, bias, 1e-5)
+    normed, total = gpt2.add_layer_norm(x, residual, weight, bias, 1e-5)
     torch.testing.assert_close(total, x + residual)
     torch.testing.assert_close(normed, F.layer_norm(x + residual, (32,), weight, bias, 1e-5))
-    torch.testing.assert_close(gpt2_ops.layer_norm(total, weight, bias, 1e-5), normed)
+    torch.testing.assert_close(gpt2.layer_norm(total, weight, bias, 1e-5), normed)
 
 
 def test_compiled_code_calls_them_in_order() -> None:
@@ -50,8 +50,8 @@ def test_compiled_code_calls_them_in_order() -> None:
 
     def run(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         widened = x * 2
-        gpt2_ops.bias_gelu(widened, bias)
-        gpt2_ops.bias_residual(widened, bias, residual)
+        gpt2.bias_gelu(widened, bias)
+        gpt2.bias_residual(widened, bias, residual)
         return widened
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)

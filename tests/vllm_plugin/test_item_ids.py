@@ -16,9 +16,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.request import Request
 
-from rose_backend.vllm_plugin.kv_cache import item_ids
-from rose_backend.vllm_plugin.kv_cache.item_ids import NEVER_SHARED, ItemIds
-from rose_backend.vllm_plugin.kv_cache.prompt_hashes import namespace_of
+from rose_backend.vllm_plugin.kv_cache import prompt_hashes
+from rose_backend.vllm_plugin.kv_cache.prompt_hashes import NEVER_SHARED, ItemIds, namespace_of
 from tests.vllm_plugin.test_kv_cache_manager import BLOCK_SIZE, admit, make_manager, make_request
 
 IMAGE = 90
@@ -199,7 +198,7 @@ def test_tokens_between_prompt_embeddings_are_told_from_them() -> None:
 
 
 def test_a_dropped_item_is_computed_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(item_ids, "MAX_ITEMS", 2)
+    monkeypatch.setattr(prompt_hashes, "MAX_ITEMS", 2)
     manager = make_manager(40)
     parts = (TEXT, ("a", 20), TEXT)
     admit(manager, with_items("first", *parts))
@@ -211,7 +210,7 @@ def test_a_dropped_item_is_computed_once_more(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_waiting_prompt_keeps_the_ids_that_it_was_hashed_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(item_ids, "MAX_ITEMS", 1)
+    monkeypatch.setattr(prompt_hashes, "MAX_ITEMS", 1)
     manager = make_manager(40)
     waiting = with_items("waiting", ("a", 20), TEXT)
     assert manager.get_computed_blocks(waiting)[1] == 0

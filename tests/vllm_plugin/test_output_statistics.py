@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutpu
 from vllm.v1.metrics import stats
 from vllm.v1.metrics.stats import IterationStats, LoRARequestStates, PrefillStats, RequestStateStats
 
-from rose_backend.vllm_plugin.scheduler.output_statistics import KNOWN_NAMES, wrap_update_from_output
+from rose_backend.vllm_plugin.scheduler.merged_outputs import KNOWN_NAMES, wrap_update_from_output
 
 VLLMS = inspect.unwrap(IterationStats.update_from_output)
 

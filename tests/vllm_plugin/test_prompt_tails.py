@@ -11,11 +11,11 @@ import torch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
-from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
-from rose_backend.vllm_plugin.attention.prompt_tails import (
+from rose_backend.vllm_plugin.attention.audited_models import (
     wrap_determine_batch_execution,
     wrap_gather_batch_req_state,
 )
+from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.patch_ledger import LEDGER, is_applied, resolve_owner
 from tests.vllm_plugin.conftest import MakeConfig
 

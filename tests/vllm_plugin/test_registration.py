@@ -20,8 +20,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.sample.sampler import Sampler
 
 from rose_backend import vllm_plugin
-from rose_backend.vllm_plugin.backend_name import BACKEND_CLASS_PATH, ensure_backend_name, is_rose
 from rose_backend.vllm_plugin.patch_ledger import LEDGER, resolve_owner
+from rose_backend.vllm_plugin.registration import BACKEND_CLASS_PATH, ensure_backend_name, is_rose
 from tests.support.patience import HANG_S
 from tests.vllm_plugin.conftest import MakeConfig
 
@@ -50,7 +50,7 @@ model, member = sys.argv[1], bytes.fromhex(sys.argv[2])
 
 def unpickle_the_name():
     member_here = pickle.loads(member)
-    from rose_backend.vllm_plugin.backend_name import is_rose
+    from rose_backend.vllm_plugin.registration import is_rose
     return [member_here.name, member_here.get_path(), is_rose(member_here)]
 
 

@@ -10,7 +10,7 @@ from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-from rose_backend.vllm_plugin.sampler.sample_counts import SampleCounts
+from rose_backend.vllm_plugin.plugin_logger import Counts, sample_counts
 from rose_backend.vllm_plugin.sampler.sampler_v1 import RequestDraws, RoseTopKTopP
 from tests.vllm_plugin.conftest import MakeConfig
 
@@ -128,7 +128,7 @@ def test_vllms_v1_sampler_is_replaced_only_where_asked(
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "processed_logits"])
-def test_v1_draws_from_the_distribution_that_it_reports(counts: SampleCounts, mode: str) -> None:
+def test_v1_draws_from_the_distribution_that_it_reports(counts: Counts, mode: str) -> None:
     rows, top_k = logits_of(3), torch.tensor([4, 2, VOCAB_SIZE])
     plain, _ = RoseTopKTopP()(rows.clone(), {0: generator_of(3), 1: generator_of(4)}, top_k, None)
     drawn, reported = RoseTopKTopP(mode)(rows.clone(), {0: generator_of(3), 1: generator_of(4)}, top_k, None)
@@ -151,7 +151,7 @@ def test_v1_draws_from_the_distribution_that_it_reports(counts: SampleCounts, mo
     ids=["float64 noise", "drafts"],
 )
 def test_v1_leaves_engines_to_vllm_whose_every_draw_needs_it(
-    make_config: MakeConfig, counts: SampleCounts, rose_log: list[str], options: dict[str, Any], reason: str
+    make_config: MakeConfig, counts: Counts, rose_log: list[str], options: dict[str, Any], reason: str
 ) -> None:
     with set_current_vllm_config(make_config(**options)):
         sampler = TopKTopPSampler()
@@ -169,8 +169,8 @@ def test_the_counts_are_logged_every_ten_seconds_and_when_there_is_a_new_reason(
     monkeypatch: pytest.MonkeyPatch, rose_log: list[str]
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("rose_backend.vllm_plugin.sampler.sample_counts.time.monotonic", lambda: now)
-    counts = SampleCounts()
+    monkeypatch.setattr("rose_backend.vllm_plugin.plugin_logger.time.monotonic", lambda: now)
+    counts = sample_counts()
     counts.count_rose(3)
     counts.count_rose(4)
     now = 109.9

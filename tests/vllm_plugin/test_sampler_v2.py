@@ -17,7 +17,7 @@ from vllm.config.watermarking import WatermarkConfig
 from rose_backend.vllm_plugin.hooks.start_up_log import describe_parts
 from rose_backend.vllm_plugin.models.model_choice import ModelChoice
 from rose_backend.vllm_plugin.options import rose_options
-from rose_backend.vllm_plugin.sampler.sample_counts import SampleCounts
+from rose_backend.vllm_plugin.plugin_logger import Counts
 from rose_backend.vllm_plugin.sampler.sampler_v2 import RoseDraws, wrap_sampler_v2_init
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.test_sampler import NGRAM, logits_of
@@ -78,7 +78,7 @@ def draw_v2(
     return draws(rows, mapping.to(rows.device), mapping.numpy(), positions, top_k, None, False)
 
 
-def test_v2_draws_by_seed_and_position_and_leaves_greedy_rows_greedy(counts: SampleCounts) -> None:
+def test_v2_draws_by_seed_and_position_and_leaves_greedy_rows_greedy(counts: Counts) -> None:
     # Slots 0 to 3 hold request state; the rows of a step point into them in any order.
     draws = draws_of(FakeV2Sampler([1.0, 0.0, 0.7, 1.0], [5, 6, 7, 5]))
     rows = logits_of(1).expand(4, -1)
@@ -93,7 +93,7 @@ def test_v2_draws_by_seed_and_position_and_leaves_greedy_rows_greedy(counts: Sam
     assert (counts.rose, counts.vllm) == (5, {})
 
 
-def test_v2_takes_the_first_of_the_most_likely_tokens_in_greedy_steps(counts: SampleCounts) -> None:
+def test_v2_takes_the_first_of_the_most_likely_tokens_in_greedy_steps(counts: Counts) -> None:
     draws = draws_of(FakeV2Sampler([1.0, 0.0, 0.0], [5, 6, 7]), use_fp64_gumbel=True)
     rows = logits_of(2).to(torch.bfloat16)
     rows[1, [40, 20]] = rows.max() + 1
@@ -104,7 +104,7 @@ def test_v2_takes_the_first_of_the_most_likely_tokens_in_greedy_steps(counts: Sa
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_v2_takes_no_token_whose_logit_a_penalty_made_nan(counts: SampleCounts, temperature: float) -> None:
+def test_v2_takes_no_token_whose_logit_a_penalty_made_nan(counts: Counts, temperature: float) -> None:
     # vLLM allows a repetition penalty of 1e-46, which is 0 in float32: 0 times minus infinity, for a forbidden token.
     sampler = FakeV2Sampler([0.0, temperature], [5, 6])
     rows = logits_of(2)
@@ -120,7 +120,7 @@ def test_v2_takes_no_token_whose_logit_a_penalty_made_nan(counts: SampleCounts, 
     ("option", "reason"), [("use_fp64_gumbel", "float64 noise"), ("return_sampling_mask", "sampling masks")]
 )
 def test_v2_leaves_engines_to_vllm_whose_every_draw_needs_it(
-    counts: SampleCounts, option: str, reason: str
+    counts: Counts, option: str, reason: str
 ) -> None:
     sampler = FakeV2Sampler([1.0, 0.0], [5, 6])
     draws = draws_of(sampler, **{option: True})
@@ -131,7 +131,7 @@ def test_v2_leaves_engines_to_vllm_whose_every_draw_needs_it(
     assert (counts.rose, counts.vllm) == (0, {reason: 6})
 
 
-def test_v2_leaves_steps_with_a_watermark_to_vllm(counts: SampleCounts) -> None:
+def test_v2_leaves_steps_with_a_watermark_to_vllm(counts: Counts) -> None:
     sampler = FakeV2Sampler([1.0, 1.0, 0.0], [5, 6, 7], watermarks=(True, False, True))
     draws = draws_of(sampler, watermark_config="some")
     for slots, is_vllms in (([0, 1], True), ([1], False), ([1, 2], False), ([2, 0], True)):
@@ -141,7 +141,7 @@ def test_v2_leaves_steps_with_a_watermark_to_vllm(counts: SampleCounts) -> None:
     assert (counts.rose, counts.vllm) == (3, {"watermarks": 4})
 
 
-def test_v2_leaves_seeds_to_vllm_where_it_draws_from_them_in_steps_with_drafts(counts: SampleCounts) -> None:
+def test_v2_leaves_seeds_to_vllm_where_it_draws_from_them_in_steps_with_drafts(counts: Counts) -> None:
     sampler = FakeV2Sampler([1.0, 1.0], [5, 6], has_seed=(True, False))
     draws = draws_of(sampler, speculative_config="some")
     plain = draws_of(FakeV2Sampler([1.0, 1.0], [5, 6]))
@@ -154,7 +154,7 @@ def test_v2_leaves_seeds_to_vllm_where_it_draws_from_them_in_steps_with_drafts(c
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits"])
-def test_v2_draws_from_the_distribution_that_it_reports(counts: SampleCounts, mode: str) -> None:
+def test_v2_draws_from_the_distribution_that_it_reports(counts: Counts, mode: str) -> None:
     # vLLM filters with a kernel of its own where there is a device, whatever tensors it gets.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sampler = FakeV2Sampler([1.0, 1.0], [5, 6], logprobs=(True, False), device=device)
@@ -213,7 +213,7 @@ def test_v2_sampler_object_is_replaced_only_where_asked(
 
 
 def test_v2_counts_the_drafts_that_vllm_checks(
-    make_config: MakeConfig, v2_sampler: type[V2Sampler], counts: SampleCounts
+    make_config: MakeConfig, v2_sampler: type[V2Sampler], counts: Counts
 ) -> None:
     sampler: Any = v2_sampler(make_config(speculative_config=NGRAM))
     for slots in ([0, 1], [1, 2], [2, 0, 1]):

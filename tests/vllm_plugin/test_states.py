@@ -12,11 +12,10 @@ import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from rose_backend.errors import ConfigError
-from rose_backend.vllm_plugin.kv_cache.block_copies import wrap_copy_kv_cache_blocks
 from rose_backend.vllm_plugin.kv_cache.checkpoints import TOKENS_BETWEEN_CHECKPOINTS
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.kv_cache.prompt_hashes import wrap_preprocess_add_request
-from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
+from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec, wrap_copy_kv_cache_blocks
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.fake_worker import STATE as STATE_WINDOW
 from tests.vllm_plugin.simulation import make_simulation

@@ -18,11 +18,10 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 from rose_backend.errors import IntegrityError
 from rose_backend.kernels.decode_step.ops import write_block_ids
+from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph import runner_hooks, steady_steps
 from rose_backend.vllm_plugin.step_graph.steady_choice import FIELDS_OF_PROMPTS, why_step_is_not_steady
-from rose_backend.vllm_plugin.step_graph.steady_output import NUM_BUFFERS
-from rose_backend.vllm_plugin.step_graph.steady_steps import SteadySteps
-from rose_backend.vllm_plugin.step_graph.step_counts import STEPS
+from rose_backend.vllm_plugin.step_graph.steady_steps import NUM_BUFFERS, SteadySteps
 
 MAX_REQS, MAX_LEN, VOCAB_SIZE, BLOCK_SIZE, WIDTH = 8, 64, 31, 4, 16
 SIZES = (1, 2, 4, 8)

@@ -8,7 +8,7 @@ import pytest
 import vllm
 
 from rose_backend import vllm_plugin
-from rose_backend.vllm_plugin import patch_ledger, version_gate
+from rose_backend.vllm_plugin import patch_ledger, registration
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from rose_backend.vllm_plugin import patch_ledger, version_gate
     ],
 )
 def test_supported_range(version: str, expected: bool) -> None:
-    assert version_gate.is_supported(version) is expected
+    assert registration.is_supported(version) is expected
 
 
 def test_a_source_tree_without_a_version_is_identified_by_its_distribution(
@@ -42,9 +42,9 @@ def test_a_source_tree_without_a_version_is_identified_by_its_distribution(
 
     monkeypatch.setattr(vllm, "__version__", "dev")
     monkeypatch.setattr(metadata, "version", version)
-    assert version_gate.installed_vllm_version() == "0.32.0"
+    assert registration.installed_vllm_version() == "0.32.0"
     installed.clear()
-    assert version_gate.installed_vllm_version() == "dev"
+    assert registration.installed_vllm_version() == "dev"
 
 
 def test_another_version_is_left_alone_with_one_line(
@@ -59,4 +59,4 @@ def test_another_version_is_left_alone_with_one_line(
     vllm_plugin.register()
     vllm_plugin.register()
     (line,) = rose_log
-    assert "0.99.0" in line and version_gate.SUPPORTED_VERSIONS in line and "--attention-backend rose" in line
+    assert "0.99.0" in line and registration.SUPPORTED_VERSIONS in line and "--attention-backend rose" in line

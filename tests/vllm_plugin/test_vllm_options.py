@@ -21,7 +21,7 @@ from rose_backend.vllm_plugin.options import (
     rose_options,
     uses_rose_manager,
 )
-from rose_backend.vllm_plugin.version_gate import installed_vllm_version
+from rose_backend.vllm_plugin.registration import installed_vllm_version
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.vllm_engine_arguments import ENGINE_ARGUMENTS
 from tests.vllm_plugin.vllm_options import CONFIGURATION, ONLY_IN, Options

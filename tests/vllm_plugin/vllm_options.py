@@ -1,6 +1,6 @@
 """Every option of vLLM's configuration, and what ROSE does with it; engine arguments are in ``vllm_engine_arguments``.
 
-Options of Rose's own are in ``rose_backend.config``. The list is that of all releases that ``version_gate`` allows;
+Options of Rose's own are in ``rose_backend.config``. The list is that of all releases that ``registration`` allows;
 ``test_vllm_options.py`` compares it with the vLLM that is installed, and tries every refusal.
 """
 

@@ -1,15 +1,24 @@
 """Model classes whose steps with prompts may be replayed from a full CUDA graph.
 
 A replayed graph repeats what the device did at capture, and calls no Python. A class whose Python ``forward`` changes
-something that a later step reads, such as a buffer of image features that it clears behind itself, would then give
+something that a later step reads, such as a buffer of image features that it clears after use, would then give
 one request's features to another one. vLLM's own graphs of such steps leave that Python in place, and so every class
 that nobody has read keeps them. Adding a class means reading its ``forward``, and what that calls, in every vLLM that
 the plugin accepts; ``tests/vllm_plugin/test_audited_models.py`` holds each to a scan of vLLM's sources.
+
+vLLM also replays its graphs of decodes for steps in which every row has one token and some row's is the last one of a
+prompt. Where that token belongs to an image, features of it are written before the step for the model's ``forward``
+to use and clear; the replay uses them and clears nothing, so that the next step adds them to another request's tokens.
+Prefix hits that end at any token make such steps common, so they are launched for the classes that are not audited.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from rose_backend.vllm_plugin.options import is_rose_selected
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -20,7 +29,7 @@ _ROSE = "rose_backend.vllm_plugin.models."
 _LAYERS = "Token ids or embeddings go through the layers, and every value lives in one step."
 _EXPERTS = f"{_LAYERS} The device chooses each token's experts."
 _WRAPPER = (
-    "Embeddings of images are written into the runner's buffer in front of forward, which passes that buffer on to the "
+    "Embeddings of images are written into the runner's buffer before forward, which passes that buffer on to the "
     "language model's layers and keeps nothing."
 )
 _ROSE_LAYERS = "The loop of rose_backend/layers: a step's residual stream and attention are made in forward."
@@ -109,3 +118,46 @@ def _architecture_of(text_config: Any) -> str:
     if text_config.architectures:
         return str(text_config.architectures[0])
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text_config.model_type, text_config.model_type))
+
+
+def _keeps_features(runner: Any) -> bool:
+    """Whether a model runner's model may keep features of images, audio or video between the parts of a step."""
+    return (
+        runner.supports_mm_inputs
+        and is_rose_selected(runner.vllm_config)
+        and find_unaudited(runner.model_config) is not None
+    )
+
+
+def wrap_gather_batch_req_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Build the replacement of ``GPUModelRunner.gather_batch_req_state`` (V2); see the patch ledger."""
+
+    @functools.wraps(original)
+    def gather_batch_req_state(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, int | None]:
+        state, uniform_token_count = original(self, *args, **kwargs)
+        if (
+            uniform_token_count is not None
+            and state is not None
+            and state.has_prefill
+            and _keeps_features(self)
+        ):
+            return state, None
+        return state, uniform_token_count
+
+    return gather_batch_req_state
+
+
+def wrap_determine_batch_execution(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Build the replacement of ``GPUModelRunner._determine_batch_execution_and_padding`` (V1); see the patch ledger."""
+
+    @functools.wraps(original)
+    def _determine_batch_execution_and_padding(
+        self: Any, *, num_reqs: int, force_uniform_decode: bool | None = None, **kwargs: Any
+    ) -> Any:
+        if force_uniform_decode is None and _keeps_features(self):
+            batch = self.input_batch
+            is_prompt = batch.num_computed_tokens_cpu[:num_reqs] < batch.num_prompt_tokens[:num_reqs]
+            force_uniform_decode = False if is_prompt.any() else None
+        return original(self, num_reqs=num_reqs, force_uniform_decode=force_uniform_decode, **kwargs)
+
+    return _determine_batch_execution_and_padding

@@ -20,7 +20,6 @@ from rose_backend.vllm_plugin.attention.metadata import (
     is_first_run,
     prefill_lens_to_tune_for,
 )
-from rose_backend.vllm_plugin.backend_name import BACKEND_NAME
 from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
 from rose_backend.vllm_plugin.options import (
     BLOCK_SIZE_UNIT,
@@ -33,6 +32,7 @@ from rose_backend.vllm_plugin.options import (
 )
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
 from rose_backend.vllm_plugin.pending_kernels import begin as begin_to_compile
+from rose_backend.vllm_plugin.registration import BACKEND_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable

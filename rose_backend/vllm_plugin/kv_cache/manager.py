@@ -29,14 +29,15 @@ from rose_backend.errors import IntegrityError
 from rose_backend.scheduling.in_flight_prefixes import InFlightPrefixes
 from rose_backend.vllm_plugin.kv_cache.blocks import BlockPoolShim, CoordinatorShim, HeldBlocks, RoseBlocks
 from rose_backend.vllm_plugin.kv_cache.checkpoints import DueCheckpoints, junction_of
-from rose_backend.vllm_plugin.kv_cache.deferred_requests import DeferredRequests
 from rose_backend.vllm_plugin.kv_cache.events import KVEventLog
-from rose_backend.vllm_plugin.kv_cache.external_loads import ExternalLoads
 from rose_backend.vllm_plugin.kv_cache.facade import KVCacheFacade
 from rose_backend.vllm_plugin.kv_cache.groups import check_pool_size, the_rose_groups
-from rose_backend.vllm_plugin.kv_cache.item_ids import ItemIds
-from rose_backend.vllm_plugin.kv_cache.prompt_hashes import HashedPrompt, PromptHashes
-from rose_backend.vllm_plugin.kv_cache.running_requests import RunningRequests
+from rose_backend.vllm_plugin.kv_cache.prompt_hashes import HashedPrompt, ItemIds, PromptHashes
+from rose_backend.vllm_plugin.kv_cache.running_requests import (
+    DeferredRequests,
+    ExternalLoads,
+    RunningRequests,
+)
 from rose_backend.vllm_plugin.options import check_retention_interval
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
 

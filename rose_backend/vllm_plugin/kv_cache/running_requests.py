@@ -1,4 +1,4 @@
-"""The requests that hold blocks: how many tokens fit into their rows, and which blocks vLLM already knows."""
+"""The requests that hold blocks, rows that a connector loads into, and what is kept for deferred requests."""
 
 from __future__ import annotations
 
@@ -16,6 +16,70 @@ if TYPE_CHECKING:
 
     from rose_backend.block_manager import BlockManager
     from rose_backend.vllm_plugin.kv_cache.groups import RoseGroups
+
+
+class ExternalLoads:
+    """Which rows wait for a connector.
+
+    A load that its step waits for has arrived when the outcome of that step is known: a token that the step computed
+    behind the loaded ones is then no longer in flight. Any other load has arrived when vLLM says so. Its counts do not
+    tell: of a prompt that was loaded to its end vLLM computes the last token again, and counts no token behind it.
+    """
+
+    def __init__(self) -> None:
+        # Tokens up to the last loaded one, and whether no step waits for them.
+        self._loads: dict[int, tuple[int, bool]] = {}
+
+    def add(self, row: int, num_tokens: int, *, is_async: bool) -> None:
+        """Note that what lies below ``num_tokens`` of a row, and is not cached here, is loaded."""
+        self._loads[row] = num_tokens, is_async
+
+    def arrive(self, row: int) -> None:
+        """Note that what no step waits for has arrived, as far as the row's request counts tokens as computed."""
+        if self._loads.get(row, (0, False))[1]:
+            del self._loads[row]
+
+    def end(self, row: int) -> None:
+        """Note that a row is given back."""
+        self._loads.pop(row, None)
+
+    def cover(self, row: int, request: Request) -> bool:
+        """Whether a row waits for something."""
+        if row not in self._loads:
+            return False
+        num_tokens, is_async = self._loads[row]
+        if is_async or request.num_computed_tokens - request.num_in_flight_tokens <= num_tokens:
+            return True
+        del self._loads[row]
+        return False
+
+
+class DeferredRequests:
+    """Rows and blocks that requests behind the deferred ones may not take.
+
+    Args:
+        manager: whose rows and blocks they are.
+    """
+
+    def __init__(self, manager: BlockManager) -> None:
+        self._manager = manager
+        self.new_step_starts()
+
+    def new_step_starts(self) -> None:
+        """Forget the last step's: the scheduler asks for each waiting request again."""
+        self.num_rows = self.num_blocks = 0
+        self.until_next_step = False
+        """Whether a request is deferred to the very next step, not to one behind it."""
+
+    def keep(self, num_blocks: int, *, until_next_step: bool = False) -> bool:
+        """Keep a row and blocks for one more request; return False, having changed nothing, if there are none."""
+        has_row = self._manager.num_free_rows > self.num_rows
+        if not has_row or num_blocks > self._manager.num_free_blocks - self.num_blocks:
+            return False
+        self.num_rows += 1
+        self.num_blocks += num_blocks
+        self.until_next_step |= until_next_step
+        return True
 
 
 class RunningRequests:

@@ -1,13 +1,13 @@
-"""The KV cache specification of layers that Rose attends to.
+"""What layers ask of the KV cache: specifications of those that Rose attends to, and of those that keep states.
 
 Workers send specifications to the engine core, so their type tells which backend a layer really got. vLLM's spec
-registry finds managers by base class, hence the subclass needs no entry of its own.
+registry finds managers by base class, so the subclass needs no entry there.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,12 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from rose_backend.vllm_plugin.backend_name import BACKEND_NAME
 from rose_backend.vllm_plugin.options import uses_rose_manager, why_windows_are_kept
 from rose_backend.vllm_plugin.plugin_logger import logger
+from rose_backend.vllm_plugin.registration import BACKEND_NAME
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
@@ -188,3 +189,19 @@ def _is_kept_whole(spec: Any) -> bool:
         and spec.attention_chunk_size is None
         and not spec.non_causal
     )
+
+
+def wrap_copy_kv_cache_blocks(original: Callable[..., None]) -> Callable[..., None]:
+    """Build the replacement of ``copy_kv_cache_blocks_inplace``; see the patch ledger.
+
+    Groups share blocks, so layers of several groups begin at one address, and vLLM copies each address once.
+    """
+
+    @functools.wraps(original)
+    def copy_kv_cache_blocks_inplace(
+        kv_caches: Iterable[torch.Tensor], num_blocks: int, kv_cache_block_copies: Sequence[Any]
+    ) -> None:
+        widest_first = sorted(kv_caches, key=lambda cache: cache.nbytes, reverse=True)
+        original(widest_first, num_blocks, kv_cache_block_copies)
+
+    return copy_kv_cache_blocks_inplace

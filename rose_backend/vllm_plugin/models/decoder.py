@@ -2,6 +2,10 @@
 
 Modules, parameters and weight loading are vLLM's own. Only ``forward`` is Rose's: it calls none of vLLM's layers, so
 nothing of them is compiled. Decodes and mixed steps are captured in vLLM's full CUDA graphs, longer steps are launched.
+
+Weights stay where vLLM has put them, so that each is in memory once and captured graphs keep its address. Packed layers
+are overwritten by their packed form when everything is loaded, because a matrix takes in the norm before it, which vLLM
+loads as another module: the first time, and again in each reload.
 """
 
 from __future__ import annotations
@@ -16,27 +20,168 @@ from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
+from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.sequence import IntermediateTensors
 
-from rose_backend.errors import ModelError
+from rose_backend.errors import IntegrityError, ModelError
 from rose_backend.kernels import HeadRotation, embed_tokens, empty_rows
 from rose_backend.layers.decoder import run_layers
-from rose_backend.layers.linear import DecoderLayer, ResidualStream, packs_layers
-from rose_backend.vllm_plugin.models.loaded_layer import LoadedLayer, norm_of
+from rose_backend.layers.linear import DecoderLayer, Linear, Mlp, Norm, ResidualStream, pack, packs_layers
 from rose_backend.vllm_plugin.models.model_choice import KEEP_OPTION
 from rose_backend.vllm_plugin.options import rose_options
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
+
+
+class RoseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
+    """Leaves a loaded weight as it is, also on a CPU, where vLLM would repack it and drop the original."""
+
+    supports_pre_processed_weights = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_new = True
+        """The weight is as vLLM loads it."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Note that the weight was loaded."""
+        self.is_new = True
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Refuse: the module is never called, as its weight may be packed."""
+        raise IntegrityError(f"{layer.prefix}: a linear module of Rose's layers was called")
+
+
+class LoadedLayer:
+    """The weights of a decoder layer that vLLM loads and shards, as Rose's loop over layers takes them.
+
+    Args:
+        layer: vLLM's ``LlamaDecoderLayer`` or one like it.
+        packs: prepare it for small batches; see ``layers.linear.pack_layer``.
+        unit: [E], all 1: what is left of a folded norm.
+    """
+
+    def __init__(self, layer: Any, *, packs: bool, unit: torch.Tensor) -> None:
+        self._layer = layer
+        attention, mlp = layer.self_attn, layer.mlp
+        norms = (layer.input_layernorm, None, layer.post_attention_layernorm, None)
+        modules = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        self._products = [
+            _Product(module, norm, packs=packs, gated=module is mlp.gate_up_proj)
+            for module, norm in zip(modules, norms, strict=True)
+        ]
+        self._unit = unit if packs else None
+
+    def update(self) -> DecoderLayer:
+        """Return the layer as it is loaded now; what an earlier call returned is up to date, too.
+
+        Raises:
+            ModelError: a norm was reloaded without the matrix that it is folded into. The matrix stays as it was.
+        """
+        attention = self._layer.self_attn
+        qkv, attn_out, widen, narrow = [product.update() for product in self._products]
+        # All that is new is packed by now, whatever else is missing.
+        for product in self._products:
+            product.check_norm()
+        query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+        return DecoderLayer(
+            self._norm(self._layer.input_layernorm),
+            qkv,
+            attn_out,
+            self._norm(self._layer.post_attention_layernorm),
+            Mlp(widen, narrow),
+            None if query_norm is None else query_norm.weight.data,
+            None if key_norm is None else key_norm.weight.data,
+        )
+
+    def _norm(self, module: Any) -> Norm:
+        norm = norm_of(module)
+        return norm if self._unit is None else Norm(self._unit, None, norm.eps)
+
+
+class _Product:
+    """One linear module, with the norm before it where that is folded in."""
+
+    def __init__(self, module: Any, norm: Any | None, *, packs: bool, gated: bool) -> None:
+        self._module, self._norm = module, norm
+        self._packs, self._gated = packs, gated
+        self._method = module.quant_method = RoseLinearMethod()
+        self._was_new = True
+        self._linear: Linear | None = None
+        self._folded: torch.Tensor | None = None  # [E]: the norm's weight that the matrix has taken in
+
+    def update(self) -> Linear:
+        self._was_new, self._method.is_new = self._method.is_new, False
+        if self._packs and self._was_new:
+            self._pack()
+        elif self._linear is None:
+            self._linear = self._loaded()
+        assert self._linear is not None, "the first call finds new weights"
+        return self._linear
+
+    def check_norm(self) -> None:
+        if self._folded is None or self._was_new:
+            return
+        if torch.equal(self._folded, self._norm.weight.data):  # type: ignore[union-attr]
+            return
+        raise ModelError(
+            f"the RMSNorm before {self._module.prefix} was reloaded without that module's weights, which it is "
+            f"folded into: reload both, or keep vLLM's layers with {KEEP_OPTION}"
+        )
+
+    def _loaded(self) -> Linear:
+        module = self._module
+        # Rank 0 adds the bias that all ranks' sum needs once, as vLLM's module does.
+        is_added = module.bias is not None and not (
+            isinstance(module, RowParallelLinear) and module.tp_rank > 0
+        )
+        return Linear(module.weight.data.t(), module.bias.data if is_added else None)
+
+    def _pack(self) -> None:
+        norm = None if self._norm is None else norm_of(self._norm)
+        packed = pack(self._loaded(), norm, gated=self._gated, in_place=True)
+        if self._linear is None:
+            self._linear = packed
+            self._folded = None if norm is None else norm.weight.clone()
+            for module in (self._module, self._norm):
+                if module is not None:
+                    # Weights that are not in a checkpoint's format are copied into what this returns.
+                    module.get_parameter = self._refuse
+            return
+        # Graphs hold the addresses. The weight is in its place already.
+        assert packed.packed is not None and self._linear.packed is not None, "they are packed"
+        pairs = [
+            (self._linear.bias, packed.bias),
+            (self._linear.packed.bias, packed.packed.bias),
+            (self._folded, None if norm is None else norm.weight),
+        ]
+        for old, new in pairs:
+            if old is not None and new is not None:
+                old.copy_(new)
+
+    def _refuse(self, name: str) -> torch.nn.Parameter:
+        raise ModelError(
+            f"{self._module.prefix}.{name}: Rose's packed weights, and norms before them, are reloaded in a "
+            f"checkpoint's format only, not with is_checkpoint_format=False; {KEEP_OPTION} keeps vLLM's layers"
+        )
+
+
+def norm_of(module: Any) -> Norm:
+    """Return vLLM's ``RMSNorm``."""
+    return Norm(module.weight.data, None, module.variance_epsilon)
+
 
 _PROFILED_KERNELS = ("_embed_tokens_kernel", "_norm_kernel", "_rotate_kernel", "_silu_mul_kernel")
 """Launched in vLLM's profiling run, when most others are still being compiled."""
 
 
 class RoseConstants(torch.nn.Module):
-    """Tensors that no checkpoint has. As buffers they come back when vLLM wakes up from a deep sleep."""
+    """Tensors that no checkpoint has. As buffers they are restored when vLLM wakes up from a deep sleep."""
 
     unit: torch.Tensor
 
@@ -65,7 +210,7 @@ class ModuleAttention:
         self._out = out
         # A profiling run has no metadata.
         self.decodes_only = metadata is not None and metadata.decodes_only
-        # A KV connector may have its own work in front of a layer's attention.
+        # A KV connector may have its own work before a layer's attention.
         self.appends = modules[0].impl.appends_in_attention and not has_kv_transfer_group()
         self.last_tokens = None
         if self.decodes_only and self.appends:
@@ -117,7 +262,7 @@ def _refuse_to_save(model: torch.nn.Module, prefix: str, keep_vars: bool) -> Non
 
 
 class RoseDecoder:
-    """Mixed into vLLM's class of a model, in front of it."""
+    """Mixed into vLLM's class of a model, as its first base."""
 
     model: Any
 
@@ -163,12 +308,12 @@ class RoseDecoder:
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,  # [T, E]
     ) -> torch.Tensor:
-        """Return the hidden states behind the final norm, [T, E]."""
+        """Return the hidden states after the final norm, [T, E]."""
         model, moments = self.model, None
         wait_for_kernels(*_PROFILED_KERNELS)
         impl = self._attention[0].impl
         num_heads, num_kv_heads, head_size = impl.num_heads, impl.num_kv_heads, impl.head_size
-        # In front of the embedding, which overlaps nothing.
+        # Before the embedding, which overlaps nothing.
         attention = ModuleAttention(
             self._attention, empty_rows(model.norm.weight.data, len(positions), num_heads, head_size)
         )

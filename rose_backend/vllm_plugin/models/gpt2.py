@@ -6,6 +6,7 @@ residual add happens inside the LayerNorm that follows it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -16,9 +17,62 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.models.gpt2 import GPT2LMHeadModel, GPT2Model
 from vllm.sequence import IntermediateTensors
 
-from rose_backend.vllm_plugin.models.gpt2_ops import add_layer_norm, bias_gelu, bias_residual, layer_norm
+from rose_backend.kernels.pointwise import ops
 from rose_backend.vllm_plugin.options import rose_options
 from rose_backend.vllm_plugin.patch_ledger import swapped
+
+# torch.compile takes each of the operations ``rose::*`` as one opaque node.
+_LIBRARY = torch.library.Library("rose", "FRAGMENT")
+
+
+def _returns_nothing(kernel: Callable[..., Any]) -> Callable[..., None]:
+    def run(*tensors: torch.Tensor) -> None:
+        kernel(*tensors)
+
+    return run
+
+
+def _fake_in_place(*tensors: torch.Tensor) -> None:
+    return None
+
+
+def _fake_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _fake_add_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+_NORM = "Tensor weight, Tensor bias, float eps"
+for _schema, _function, _fake in (
+    ("bias_gelu(Tensor(a!) x, Tensor bias) -> ()", _returns_nothing(ops.bias_gelu), _fake_in_place),
+    (
+        "bias_residual(Tensor(a!) x, Tensor bias, Tensor residual) -> ()",
+        _returns_nothing(ops.bias_residual),
+        _fake_in_place,
+    ),
+    (f"layer_norm(Tensor x, {_NORM}) -> Tensor", ops.layer_norm, _fake_norm),
+    (
+        f"add_layer_norm(Tensor x, Tensor residual, {_NORM}) -> (Tensor, Tensor)",
+        ops.add_layer_norm,
+        _fake_add_norm,
+    ),
+):
+    _name = _schema.partition("(")[0]
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"rose::{_name}", _fake, lib=_LIBRARY)
+
+bias_gelu = torch.ops.rose.bias_gelu
+"""``x`` [T, I] becomes ``gelu(x + bias)``."""
+bias_residual = torch.ops.rose.bias_residual
+"""``x`` [T, E] becomes ``x + bias + residual``."""
+layer_norm = torch.ops.rose.layer_norm
+add_layer_norm = torch.ops.rose.add_layer_norm
+"""Returns ``(layer_norm(x + residual), x + residual)``."""
 
 
 # The signature's annotations are strings here, so vLLM cannot infer which dimensions vary.

@@ -34,7 +34,7 @@ def launch_model(vllm_config: VllmConfig, layer: Any) -> None:
 
 
 def _launch_gpt2(vllm_config: VllmConfig) -> None:
-    """Launch the operations of ``gpt2_ops.py``, whose kernels do not depend on the number of tokens."""
+    """Launch the operations of ``gpt2.py``, whose kernels do not depend on the number of tokens."""
     import torch
 
     from rose_backend import kernels

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from rose_backend.vllm_plugin.options import is_rose_selected, rose_options
-from rose_backend.vllm_plugin.sampler.sample_counts import SAMPLES
+from rose_backend.vllm_plugin.plugin_logger import SAMPLES
 
 if TYPE_CHECKING:
     import torch

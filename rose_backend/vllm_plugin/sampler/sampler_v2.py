@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rose_backend.vllm_plugin.plugin_logger import SAMPLES
 from rose_backend.vllm_plugin.sampler.draw_graphs import DrawGraphs, captures_draws
-from rose_backend.vllm_plugin.sampler.sample_counts import SAMPLES
 from rose_backend.vllm_plugin.sampler.sampler_v1 import (
     PROCESSED_PREFIX,
     draw,

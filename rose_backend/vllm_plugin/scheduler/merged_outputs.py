@@ -1,10 +1,14 @@
-"""Queued outputs are merged per request before a busy API server handles them.
+"""What a busy API server saves for each output: queued outputs are merged per request, statistics read no environment.
 
 vLLM's engine sends one message per step, with one output per request, and the API server does work for every output:
 statistics, stop checks, an object for the client's stream. With a few hundred streams that takes longer than a step of
 a fast engine, so messages queue up and every request is delayed. Queued messages become one output per request with
 several tokens, as under speculative decoding. No output is delayed for it, and tokens keep their order. vLLM's
 histogram of inter-token latencies then gets one sample per merged output.
+
+For the statistics of every output vLLM reads an environment variable, which takes longer than the rest of them, and
+whose value matters only to outputs that report NaNs. (In the engine core's process vLLM caches the environment; in the
+API server's it does not.)
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable, Sequence
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from vllm.v1.engine import EngineCoreOutput
@@ -22,6 +26,7 @@ from rose_backend.vllm_plugin.options import is_rose_selected, rose_options
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.core_client import AsyncMPClient
+    from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 
 _MERGED_FIELDS = ("request_id", "new_token_ids", "finish_reason", "stop_reason")
 _OTHER_FIELDS = tuple(name for name in EngineCoreOutput.__struct_fields__ if name not in _MERGED_FIELDS)
@@ -99,3 +104,51 @@ def wrap_get_output_async(
         return outputs
 
     return get_output_async
+
+
+KNOWN_NAMES = frozenset(
+    {
+        *(
+            "len",
+            "new_token_ids",
+            "num_generation_tokens",
+            "append",
+            "inter_token_latencies_iter",
+            "last_token_ts",
+        ),
+        # Of first tokens.
+        *("prefill_stats", "prompt_token_stats", "update_from_output", "_time_since", "arrival_time"),
+        *("time_to_first_tokens_iter", "first_token_latency", "first_token_ts"),
+        # Of outputs with NaNs.
+        *("envs", "VLLM_COMPUTE_NANS_IN_LOGITS", "is_corrupted", "num_nans_in_logits"),
+        # Of outputs with events.
+        *("events", "update_from_events", "request_id"),
+    }
+)
+"""All that vLLM's function names. Where it names anything else, it counts what is not known here, and stays."""
+
+
+def wrap_update_from_output(original: Callable[..., None]) -> Callable[..., None]:
+    """Build the replacement of ``IterationStats.update_from_output``; see the patch ledger."""
+    is_known = KNOWN_NAMES.issuperset(original.__code__.co_names)
+
+    @functools.wraps(original)
+    def update_from_output(
+        self: IterationStats,
+        output: EngineCoreOutput,
+        engine_core_timestamp: float,
+        is_prefilling: bool,
+        req_stats: RequestStateStats,
+        *others: Any,
+        **named: Any,
+    ) -> None:
+        if is_prefilling or output.events is not None or output.num_nans_in_logits or not is_known:
+            original(self, output, engine_core_timestamp, is_prefilling, req_stats, *others, **named)
+            return
+        num_tokens = len(output.new_token_ids)
+        self.num_generation_tokens += num_tokens
+        req_stats.num_generation_tokens += num_tokens
+        self.inter_token_latencies_iter.append(engine_core_timestamp - req_stats.last_token_ts)
+        req_stats.last_token_ts = engine_core_timestamp
+
+    return update_from_output
