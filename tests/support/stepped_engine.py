@@ -98,7 +98,7 @@ class SteppedEngine:
 
     def row_of(self, name: str) -> int:
         """Return the row of the block manager that a running request holds."""
-        rows = self.scheduler.kv_cache_manager._row_of
+        rows = self.scheduler.kv_cache_manager.running.row_of
         # vLLM appends a random suffix to the ids that callers give.
         (row,) = (row for request_id, row in rows.items() if request_id.startswith(f"{name}-"))
         return int(row)

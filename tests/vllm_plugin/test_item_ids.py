@@ -215,7 +215,7 @@ def test_a_waiting_prompt_keeps_the_ids_that_it_was_hashed_with(monkeypatch: pyt
     waiting = with_items("waiting", ("a", 20), TEXT)
     assert manager.get_computed_blocks(waiting)[1] == 0
     before = manager._prompts.get(waiting).token_ids.tolist()
-    manager._item_ids.tokens_of(with_items("other", ("b", 20)))
+    manager._prompts._item_ids.tokens_of(with_items("other", ("b", 20)))
     waiting._all_token_ids.extend(TEXT)
     waiting.num_prompt_tokens += len(TEXT)
     assert manager._prompts.get(waiting).token_ids.tolist() == [*before, *TEXT]
@@ -223,7 +223,7 @@ def test_a_waiting_prompt_keeps_the_ids_that_it_was_hashed_with(monkeypatch: pyt
 
 def test_no_prefix_reaches_behind_an_item_without_an_id_of_its_own() -> None:
     manager = make_manager(40)
-    manager._item_ids._unused = itertools.count(NEVER_SHARED + 1, -1)
+    manager._prompts._item_ids._unused = itertools.count(NEVER_SHARED + 1, -1)
     for name, expected in (("a", 39), ("b", 10), ("c", 10)):
         parts = (TEXT, (name, 20), TEXT)
         first = with_items(f"first {name}", *parts)

@@ -79,7 +79,7 @@ def state_of(manager: RoseKVCacheManager) -> Any:
         inner.num_free_rows,
         inner.pool.cached_blocks().tolist(),
         inner.block_table.tolist(),
-        dict(manager._row_of),
+        dict(manager.running.row_of),
     )
 
 
@@ -136,7 +136,7 @@ def test_a_refusal_changes_nothing(tail: int, num_chunk: int, options: dict[str,
 def test_a_reservation_that_fails_after_all_gives_the_row_back(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = make_manager()
     before = state_of(manager)
-    monkeypatch.setattr(manager.running, "reserve", lambda rows, target: False)
+    monkeypatch.setattr(type(manager.running), "reserve", lambda self, rows, target: False)
     assert admit(manager, make_request("a", list(range(20)))) is None
     assert state_of(manager) == before
 

@@ -1,4 +1,4 @@
-"""Rose's block manager behind the interface of vLLM's ``KVCacheManager``.
+"""vLLM's ``KVCacheManager`` interface over Rose's block manager.
 
 vLLM counts a token as computed when it schedules it; Rose commits it to the prefix cache as late as possible: before a
 lookup, for those running requests that have finished their prompt or filled a block since their last commit, and for a
@@ -22,17 +22,19 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 
-from rose_backend.block_manager import BlockManager, PrefixMatch
+from rose_backend.block_manager import BlockManager, PrefixMatch, reporting_unit
 from rose_backend.errors import IntegrityError
 from rose_backend.scheduling.in_flight_prefixes import InFlightPrefixes
 from rose_backend.vllm_plugin.kv_cache.blocks import BlockPoolShim, CoordinatorShim, HeldBlocks, RoseBlocks
 from rose_backend.vllm_plugin.kv_cache.checkpoints import DueCheckpoints, junction_of
 from rose_backend.vllm_plugin.kv_cache.events import KVEventLog
-from rose_backend.vllm_plugin.kv_cache.facade import KVCacheFacade
 from rose_backend.vllm_plugin.kv_cache.groups import check_pool_size, the_rose_groups
-from rose_backend.vllm_plugin.kv_cache.prompt_hashes import HashedPrompt, ItemIds, PromptHashes
+from rose_backend.vllm_plugin.kv_cache.prompt_hashes import HashedPrompt, PromptHashes
 from rose_backend.vllm_plugin.kv_cache.running_requests import (
     DeferredRequests,
     ExternalLoads,
@@ -40,17 +42,18 @@ from rose_backend.vllm_plugin.kv_cache.running_requests import (
 )
 from rose_backend.vllm_plugin.options import check_retention_interval
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
+from rose_backend.vllm_plugin.plugin_logger import LogInterval, logger
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 MIN_TOKENS_WORTH_COPYING = 4
-"""A shorter hit is none: using it means to copy a block, which costs the host more than these tokens cost a GPU.
-Without this, every prompt would copy a block for the token or two that all prompts of a model begin with."""
+"""Shorter hits are ignored: copying a block costs the CPU more than recomputing these tokens costs a GPU.
+Otherwise every prompt would copy a block for the token or two that all prompts of a model begin with."""
 
 
-class RoseKVCacheManager(KVCacheFacade):
-    """One row of the block manager per request that holds blocks.
+class RoseKVCacheManager:
+    """One row of the block manager per request that holds blocks; ``running`` keeps what a decode asks for.
 
     Invariants: a request's table is only ever appended to between admission and ``free`` (vLLM's runners rely on it),
     and ``allocate_slots`` that returns None has changed nothing.
@@ -61,7 +64,9 @@ class RoseKVCacheManager(KVCacheFacade):
         num_prefill_lookahead: following tokens that a drafter's cache entry at a position depends on.
         enable_kv_cache_events: whether vLLM publishes KV cache events.
         full_blocks_only: let prefix hits end at block boundaries only.
-        exact_cached_tokens, enable_caching, log_stats: see ``KVCacheFacade``.
+        exact_cached_tokens: report every cached token; otherwise multiples of ``reporting_unit``.
+        enable_caching: whether requests may use each other's blocks.
+        log_stats: whether vLLM will ask for prefix cache statistics.
         kv_cache_config, max_model_len, watermark: as vLLM's scheduler passes them.
         unused: arguments of features that are refused at start-up.
 
@@ -69,6 +74,8 @@ class RoseKVCacheManager(KVCacheFacade):
         ConfigError: the model has KV cache groups that Rose's block manager does not serve, the pool is too small, or
             prefix_cache_retention_interval is set.
     """
+
+    mamba_shared_prefix_checkpoint = False
 
     def __init__(
         self,
@@ -101,35 +108,50 @@ class RoseKVCacheManager(KVCacheFacade):
             bytes_per_block=groups.block_bytes,
             record_events=enable_kv_cache_events,
         )
-        super().__init__(manager, groups, enable_caching, log_stats, exact_cached_tokens)
+        self._manager = manager
+        self._ended: list[tuple[int, Request, int, bool]] = []
+        """Rows of requests that have ended, with the tokens that they had computed, and whether their states are kept:
+        released all at once, soon."""
+        self.running = RunningRequests(manager, groups, max_num_seqs, num_at_once, self._commit)
+        self.empty_kv_cache_blocks = KVCacheBlocks(((),) * len(groups))
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
+        self.block_size = groups.block_size
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.block_pool = BlockPoolShim()
         self.coordinator = CoordinatorShim(groups, self.block_pool, self._num_blocks_to_grow)
-        # Groups and limits are its attributes: with more than 30, Python reads each of an object more slowly.
-        self.running = RunningRequests(manager, groups, max_num_seqs, num_at_once, self._commit)
         self._loads = ExternalLoads()
+        self._deferred = DeferredRequests(manager)
+        self._prompts = PromptHashes(manager)
+        self._in_flight_prefixes = InFlightPrefixes(manager)
+        self._last_lookup: tuple[str, PrefixMatch] | None = None
+        self._full_blocks_only = full_blocks_only
+        self._num_prefill_lookahead = num_prefill_lookahead
+        self._is_flushed = False
+        self.enable_caching = enable_caching
         self.checkpoints: DueCheckpoints | None = None
         """Where states are copied into the prefix cache; None without states."""
         if groups.has_states and enable_caching:
             self.checkpoints = DueCheckpoints(self.block_size, groups.kinds[-1].num_groups, full_blocks_only)
-        self._is_flushed = False
-        self._item_ids = ItemIds(self.block_size)
-        self._prompts = PromptHashes(manager, self._item_ids)
-        self._in_flight_prefixes = InFlightPrefixes(manager)
-        self._deferred = DeferredRequests(manager)
-        self._last_lookup: tuple[str, PrefixMatch] | None = None
-        self._full_blocks_only = full_blocks_only
-        self._num_prefill_lookahead = num_prefill_lookahead
+        self.log_stats = log_stats
+        self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
+        self._hit_unit = 1 if exact_cached_tokens else reporting_unit(self.block_size)
+        self._log_interval = LogInterval()
         self._events = KVEventLog(manager, groups.specs[0]) if enable_kv_cache_events else None
         if not self.reads_block_hashes:
             apply_patch("request_block_hashes")
 
     @property
     def reads_block_hashes(self) -> bool:
-        """Whether vLLM has to hash blocks of requests: for its events only, lookups have digests of their own."""
+        """Whether vLLM has to hash blocks of requests: only for its events; lookups have their own digests."""
         return self._events is not None
+
+    @property
+    def manager(self) -> BlockManager:
+        """Rose's block manager, up to date: what requests that have ended held is released first."""
+        if self._ended:
+            self._release_ended()
+        return self._manager
 
     # Lookup and admission
 
@@ -151,9 +173,11 @@ class RoseKVCacheManager(KVCacheFacade):
         """Whether a waiting request is deferred to the next step while later ones may be admitted.
 
         Another request computes its prefix, which a later step finds in the cache. A row and blocks for its whole
-        prompt are kept for it meanwhile. If there are none, ``allocate_slots`` blocks it and all requests behind it.
+        prompt are kept for it meanwhile. If there are none, ``allocate_slots`` blocks it and all requests after it.
         """
-        may_wait = (self._in_flight_prefixes or self.checkpoints) and request.request_id not in self._row_of
+        may_wait = (
+            self._in_flight_prefixes or self.checkpoints
+        ) and request.request_id not in self.running.row_of
         if not may_wait or not self.prefix_cache_lookup_enabled(request):
             return False
         num_kept = None if self.checkpoints is None else self.checkpoints.blocks_kept_for(request.request_id)
@@ -171,7 +195,7 @@ class RoseKVCacheManager(KVCacheFacade):
         return is_covered and self._deferred.keep(num_blocks, until_next_step=True)
 
     def _finds_more_later(self, prompt: HashedPrompt, match: PrefixMatch) -> bool:
-        """Whether others compute so much of a prompt, behind its match, that it is to wait for them."""
+        """Whether others compute enough of a prompt, past its match, for it to wait for them."""
         is_coming = self.checkpoints is not None and self.checkpoints.are_coming_for(prompt, match)
         return is_coming or self._in_flight_prefixes.cover(prompt.token_ids, match)
 
@@ -236,12 +260,13 @@ class RoseKVCacheManager(KVCacheFacade):
         """
         if self._ended:
             self._release_ended()
-        row = self._row_of.get(request.request_id)
+        running = self.running
+        row = running.row_of.get(request.request_id)
         if row is not None:
             target = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
-            if target <= self.running.capacity[row]:
+            if target <= running.capacity[row]:
                 return self.empty_kv_cache_blocks
-            return self.running.extend(row, target, reserved_blocks)
+            return running.extend(row, target, reserved_blocks)
         if num_encoder_tokens:
             raise IntegrityError("allocate_slots: a feature that is refused at start-up asks for blocks")
         num_computed = num_new_computed_tokens + num_external_computed_tokens
@@ -266,7 +291,7 @@ class RoseKVCacheManager(KVCacheFacade):
             self._in_flight_prefixes.add(prompt.token_ids, match, num_new_tokens)
         blocks = self._admit(request, prompt, match, num_tokens)
         if is_loaded and blocks is not None:
-            self._loads.add(self._row_of[request.request_id], num_computed, is_async=delay_cache_blocks)
+            self._loads.add(running.row_of[request.request_id], num_computed, is_async=delay_cache_blocks)
         return blocks
 
     def _fits(
@@ -290,7 +315,6 @@ class RoseKVCacheManager(KVCacheFacade):
         if added.num_cached_tokens != match.num_tokens or not self.running.reserve([row], num_tokens):
             self._free_row(row)
             return None
-        self._row_of[request.request_id] = row
         self.running.add(row, request, match.num_tokens)
         if self.checkpoints is not None:
             self.checkpoints.add(row, request, prompt, match)
@@ -328,8 +352,8 @@ class RoseKVCacheManager(KVCacheFacade):
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Note that what a connector loads meanwhile has arrived; tokens are committed before the next lookup."""
-        row = self._row_of.get(request.request_id)
-        if row is not None:
+        # Called for each decode of each step, nearly always without a load.
+        if self._loads.of_row and (row := self.running.row_of.get(request.request_id)) is not None:
             self._loads.arrive(row)
 
     def take_events(self) -> list[Any]:
@@ -337,13 +361,13 @@ class RoseKVCacheManager(KVCacheFacade):
         if self._events is None:
             return []
         # Without events commits can wait for the next lookup; with them, subscribers wait for the blocks.
-        computed, size, requests = (
-            self.manager.num_computed_tokens,
-            self.block_size,
-            self.running.requests.items(),
-        )
-        ends = {row: min(request.num_computed_tokens, request.num_tokens) for row, request in requests}
-        self._commit([row for row, end in ends.items() if end // size > computed[row] // size])
+        computed, size = self.manager.num_computed_tokens, self.block_size
+        grown = [
+            row
+            for row, request in self.running.requests.items()
+            if _num_certain_tokens(request) // size > computed[row] // size
+        ]
+        self._commit(grown)
         return self._events.take()
 
     def free(self, request: Request) -> None:
@@ -376,14 +400,13 @@ class RoseKVCacheManager(KVCacheFacade):
 
         Returns:
             The row, how many of its tokens may be committed, and whether its state is of just these and worth keeping.
-            vLLM sets a preempted request back behind this call.
+            vLLM sets a preempted request back after this call.
         """
         self._prompts.drop(request.request_id)
-        row = self._row_of.pop(request.request_id, None)
+        row = self.running.remove(request)
         if row is None:
             return None
         num_certain = 0 if self._loads.cover(row, request) else _num_certain_tokens(request)
-        self.running.remove(row)
         self._loads.end(row)
         # A state cannot be cut to the tokens that are known.
         keeps_state = self.checkpoints is not None and self.checkpoints.remove(row, num_certain)
@@ -391,6 +414,154 @@ class RoseKVCacheManager(KVCacheFacade):
 
     def _free_row(self, row: int, *, keeps_state: bool = False) -> None:
         self.manager.free(np.array([row]), states_are_known=np.array([keeps_state]))
+
+    # What a request holds
+
+    @property
+    def num_kv_cache_groups(self) -> int:
+        """Groups of the model."""
+        return len(self.running.groups)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers of the model keep states."""
+        return self.running.groups.has_states
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool in use, 0 to 1."""
+        return self.manager.usage
+
+    def get_blocks(self, request_id: str) -> Any:
+        """Return all blocks of a request, without those allocated ahead: ``allocate_slots`` will return them as new."""
+        row = self.running.row_of.get(request_id)
+        if row is None:
+            return self.empty_kv_cache_blocks
+        manager = self.manager
+        num_cached = int(manager.num_computed_tokens[row]) // self.block_size
+        num_reported = self.running.num_reported[row]
+        return RoseBlocks(self.running.groups.blocks_of(manager, row, 0, num_reported), num_cached=num_cached)
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Return the ids of all blocks of a request, of each group."""
+        ids: tuple[list[int], ...] = self.get_blocks(request_id).get_block_ids()
+        return ids
+
+    def get_block_ids_for_computed_tokens(
+        self, request_id: str, num_computed_tokens: int
+    ) -> tuple[list[int], ...]:
+        """Return the ids of the blocks that hold the first ``num_computed_tokens``."""
+        num_blocks = -(-num_computed_tokens // self.block_size)
+        return tuple(block_ids[:num_blocks] for block_ids in self.get_block_ids(request_id))
+
+    def truncate_computed_blocks(self, blocks: Any, num_computed_tokens: int) -> Any:
+        """Return the first blocks of a hit, up to ``num_computed_tokens``, a multiple of the block size.
+
+        A connector is queried after the last full block; if it has more than the partial block that follows, that
+        block is not used.
+        """
+        match: PrefixMatch = blocks.match
+        num_full_tokens = match.num_tokens - match.num_tokens % self.block_size
+        if num_computed_tokens != num_full_tokens:
+            raise IntegrityError(
+                f"truncate_computed_blocks: got {num_computed_tokens} tokens of a hit of {match.num_tokens}, expected "
+                f"those of its full blocks, {num_full_tokens}"
+            )
+        block_ids = match.block_ids[: num_full_tokens // self.block_size]
+        return RoseBlocks(
+            (block_ids,), PrefixMatch(block_ids, num_full_tokens, match.chain_digest, match.epoch)
+        )
+
+    def estimate_cached_tokens(self, request: Request) -> int:
+        """Return how many of a request's tokens later requests can reuse."""
+        return min(request.num_computed_tokens, request.num_tokens) if self.enable_caching else 0
+
+    def create_kv_cache_blocks(self, blocks: Any) -> Any:
+        """Return vLLM's own container for blocks, the shared empty one for none."""
+        return KVCacheBlocks(blocks) if any(blocks) else self.empty_kv_cache_blocks
+
+    def _num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
+        return self.manager.blocks_to_grow(
+            self.running.row_of.get(request_id), num_tokens, self.running.num_at_once
+        )
+
+    # Prefix cache
+
+    def prefix_cache_lookup_enabled(self, request: Request) -> bool:
+        """Whether this request may use cached blocks."""
+        return self.enable_caching and not request.skip_reading_prefix_cache
+
+    def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
+        """Count the lookup of an admitted request, and set how many cached tokens are reported to its client."""
+        num_hits -= num_hits % self._hit_unit
+        stats = request.prefill_stats
+        # After a preemption the first counts stay; they are None once the client has got them.
+        if stats is not None and request.num_preemptions == 0:
+            stats.set(request.num_prompt_tokens, num_hits, stats.num_external_cached_tokens)
+        if self.prefix_cache_stats is not None and self.prefix_cache_lookup_enabled(request):
+            self.prefix_cache_stats.record(
+                num_tokens=request.num_tokens, num_hits=num_hits, preempted=request.num_preemptions > 0
+            )
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Return the counts since the last call."""
+        stats = self.prefix_cache_stats
+        if stats is not None:
+            self.prefix_cache_stats = PrefixCacheStats()
+        return stats
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content; False, and nothing is done, while requests hold blocks."""
+        if not self.manager.reset_prefix_cache():
+            return False
+        if self.prefix_cache_stats is not None:
+            self.prefix_cache_stats.reset = True
+        return True
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Forget blocks of requests whose load failed: lookups no longer find them."""
+        self.manager.uncache(np.array(sorted(block_ids), np.int64))
+
+    # Before a step runs
+
+    def take_kv_cache_block_copies(self) -> tuple[list[KVCacheBlockCopy], list[Any]]:
+        """Return the copies that must run before this step's forward pass, and what to free after them."""
+        plan = self.manager.take_clone_plan()
+        if plan is None:
+            return [], []
+        if self._log_interval.is_over():
+            counters = ", ".join(f"{name} {count}" for name, count in self._manager.stats.as_dict().items())
+            logger.info("Rose block manager since start-up: %s", counters)
+        pairs = zip(plan.src_block_ids.tolist(), plan.dst_block_ids.tolist(), strict=True)
+        held = HeldBlocks(functools.partial(self.manager.finish_clone_plan, plan))
+        return [KVCacheBlockCopy(src, dst) for src, dst in pairs], [held]
+
+    def take_new_block_ids(self) -> list[int]:
+        """Return the blocks to zero: with states, all that were allocated for K/V; none otherwise.
+
+        What a state has left in a block may read as NaN, and attention multiplies what it masks by 0.
+        """
+        return self.manager.pool.take_new_kv_blocks().tolist() if self.has_states else []
+
+    # Features that Rose's manager does not need
+
+    def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Return no Mamba states."""
+        return {}
+
+    def finalize_partial_tail_offloads(self, request: Request) -> list[tuple[int, int, int]]:
+        """Return no Mamba states."""
+        return []
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """Return zeros, as vLLM itself does since cascade attention is gone."""
+        return [0] * len(self.running.groups)
+
+    def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: what windows have passed is released before more is allocated."""
+
+    def record_blocks_for_zeroing(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: attention never reads what was not written."""
 
 
 def _num_certain_tokens(request: Request) -> int:

@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 MAX_ITEMS = 100_000
 """Items whose ids are kept. One that was dropped gets a new id, and is computed once more."""
 NEVER_SHARED = -(2**31)
-"""In place of an id where all others are used up: no prefix reaches behind such a token."""
+"""In place of an id where all others are used up: no prefix extends past such a token."""
 
 Span = tuple[int, int, Any]
-"""First position, the one behind the last, and what vLLM tells it by."""
+"""First position, the one after the last, and what vLLM tells it by."""
 
 
 class ItemIds:
     """Gives each item a negative id that no other item ever gets.
 
-    Two items are one if vLLM's identifier, which stands for the content and how it was processed, and the tokens in the
+    Two items are one if vLLM's identifier, which covers the content and how it was processed, and the tokens in the
     prompt are equal. A client may choose identifiers itself, so the identifier alone does not tell how long an item is.
     The prompt embeddings of a block are an item, told by vLLM's hash of them.
 
@@ -143,7 +143,7 @@ class HashedPrompt:
     def shorten(self, match: PrefixMatch, num_tokens: int, block_size: int) -> PrefixMatch:
         """Return the first ``num_tokens`` of a match.
 
-        A lookup with a lower limit may find another block, with other tokens behind the limit.
+        A lookup with a lower limit may find another block, with other tokens past the limit.
         """
         return PrefixMatch(
             block_ids=match.block_ids[: -(-num_tokens // block_size)],
@@ -156,17 +156,16 @@ class HashedPrompt:
 class PromptHashes:
     """Hashed prompts of waiting requests, so that a request that is looked up in every step is hashed once.
 
-    Memory: 4 bytes per token and about 70 bytes per block of each waiting request that was looked up; behind admission
+    Memory: 4 bytes per token and about 70 bytes per block of each waiting request that was looked up; after admission
     the 4 bytes, until its prompt is committed.
 
     Args:
         manager: hashes with its own key.
-        item_ids: of multimodal items.
     """
 
-    def __init__(self, manager: BlockManager, item_ids: ItemIds) -> None:
+    def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
-        self._item_ids = item_ids
+        self._item_ids = ItemIds(manager.block_size)
         self._of_request: dict[str, HashedPrompt] = {}
         self._admitted: dict[str, NDArray[np.int32]] = {}
 
@@ -243,7 +242,7 @@ def namespace_of(request: Request) -> bytes:
     These are the keys that vLLM hashes into a request's first block: adapter name and path, and the cache salt. (Those
     of multimodal items and prompt embeddings differ from block to block, see ``ItemIds``.)
     """
-    # Of no tokens, and behind the last item: the keys of the request alone.
+    # Of no tokens, and past the last item: the keys of the request alone.
     keys, _ = generate_block_hash_extra_keys(request, 0, 0, len(request.mm_features))
     return b"" if keys is None else repr(keys).encode()
 
@@ -253,7 +252,7 @@ def wrap_preprocess_add_request(original: Callable[..., Any]) -> Callable[..., A
 
     @functools.wraps(original)
     def preprocess_add_request(self: EngineCore, request: Any) -> Any:
-        # Only here, behind the engine's start: its manager says whether it reads these hashes.
+        # Only here, after the engine's start: its manager says whether it reads these hashes.
         if self.request_block_hasher is not None and not _reads_block_hashes(self.scheduler):
             self.request_block_hasher = None
         if getattr(request, "resumable", False):
@@ -272,7 +271,7 @@ def _check_session(engine: EngineCore) -> None:
     manager = getattr(engine.scheduler, "kv_cache_manager", None)
     if engine.async_scheduling and getattr(manager, "has_states", False):
         raise ConfigError(
-            "streaming input: this model keeps states, which cannot be set back behind a turn's last token; "
+            "streaming input: this model keeps states, which cannot be set back to before a turn's last token; "
             "--no-async-scheduling serves it"
         )
 

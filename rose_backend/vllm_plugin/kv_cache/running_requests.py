@@ -10,7 +10,7 @@ import numpy as np
 from rose_backend.vllm_plugin.kv_cache.blocks import RoseBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vllm.v1.request import Request
 
@@ -19,43 +19,43 @@ if TYPE_CHECKING:
 
 
 class ExternalLoads:
-    """Which rows wait for a connector.
+    """Rows into which a KV connector loads keys and values: nobody may find them before they have arrived.
 
     A load that its step waits for has arrived when the outcome of that step is known: a token that the step computed
-    behind the loaded ones is then no longer in flight. Any other load has arrived when vLLM says so. Its counts do not
-    tell: of a prompt that was loaded to its end vLLM computes the last token again, and counts no token behind it.
+    after the loaded ones is then no longer in flight. Any other load has arrived when vLLM says so. Its counts do not
+    tell: of a prompt that was loaded to its end vLLM computes the last token again, and counts no further token.
     """
 
     def __init__(self) -> None:
-        # Tokens up to the last loaded one, and whether no step waits for them.
-        self._loads: dict[int, tuple[int, bool]] = {}
+        self.of_row: dict[int, tuple[int, bool]] = {}
+        """Tokens up to the last loaded one, and whether no step waits for them."""
 
     def add(self, row: int, num_tokens: int, *, is_async: bool) -> None:
         """Note that what lies below ``num_tokens`` of a row, and is not cached here, is loaded."""
-        self._loads[row] = num_tokens, is_async
+        self.of_row[row] = num_tokens, is_async
 
     def arrive(self, row: int) -> None:
-        """Note that what no step waits for has arrived, as far as the row's request counts tokens as computed."""
-        if self._loads.get(row, (0, False))[1]:
-            del self._loads[row]
+        """Note that what no step waits for has arrived, up to the tokens that the row's request counts as computed."""
+        if self.of_row.get(row, (0, False))[1]:
+            del self.of_row[row]
 
     def end(self, row: int) -> None:
         """Note that a row is given back."""
-        self._loads.pop(row, None)
+        self.of_row.pop(row, None)
 
     def cover(self, row: int, request: Request) -> bool:
         """Whether a row waits for something."""
-        if row not in self._loads:
+        if row not in self.of_row:
             return False
-        num_tokens, is_async = self._loads[row]
+        num_tokens, is_async = self.of_row[row]
         if is_async or request.num_computed_tokens - request.num_in_flight_tokens <= num_tokens:
             return True
-        del self._loads[row]
+        del self.of_row[row]
         return False
 
 
 class DeferredRequests:
-    """Rows and blocks that requests behind the deferred ones may not take.
+    """Rows and blocks kept for requests that were deferred to later steps: those after them may not take any.
 
     Args:
         manager: whose rows and blocks they are.
@@ -69,7 +69,7 @@ class DeferredRequests:
         """Forget the last step's: the scheduler asks for each waiting request again."""
         self.num_rows = self.num_blocks = 0
         self.until_next_step = False
-        """Whether a request is deferred to the very next step, not to one behind it."""
+        """Whether a request is deferred to the very next step, not to a later one."""
 
     def keep(self, num_blocks: int, *, until_next_step: bool = False) -> bool:
         """Keep a row and blocks for one more request; return False, having changed nothing, if there are none."""
@@ -85,6 +85,9 @@ class DeferredRequests:
 class RunningRequests:
     """Requests between admission and ``free``, by row. Blocks are only ever appended to a row.
 
+    What every decode of every step reads is here, in slots: Python reads attributes of an ordinary object more slowly
+    once it has more than 30 of them, and ``RoseKVCacheManager`` has nearly as many.
+
     Args:
         manager: keeps the blocks.
         groups: of the model, in vLLM's order.
@@ -93,6 +96,22 @@ class RunningRequests:
         commit: commits what rows have computed. With sliding windows it is called before more is reserved, so that
             what they have passed can be released.
     """
+
+    __slots__ = (
+        "_commit",
+        "_has_extended_full_rows",
+        "_has_windows",
+        "_manager",
+        "_num_admitted",
+        "_num_admitted_before",
+        "_publish_from",
+        "capacity",
+        "groups",
+        "num_at_once",
+        "num_reported",
+        "requests",
+        "row_of",
+    )
 
     def __init__(
         self,
@@ -106,6 +125,8 @@ class RunningRequests:
         self.num_at_once = num_at_once
         self._has_windows = groups.has_windows
         self._commit = commit
+        self.row_of: dict[str, int] = {}
+        """The row of each request, by its id."""
         self.requests: dict[int, Request] = {}
         """The request of each row, in order of admission."""
         self.capacity = [0] * max_num_seqs
@@ -129,16 +150,24 @@ class RunningRequests:
         Args:
             num_published: length of its cached prefix.
         """
+        self.row_of[request.request_id] = row
         self.requests[row] = request
         self._num_admitted_before[row] = self._num_admitted
         self._num_admitted += 1
         self.num_reported[row] = 0
         self.note_published([row], [num_published])
 
-    def remove(self, row: int) -> None:
-        """Forget a request that finished or was preempted."""
-        del self.requests[row]
-        self.capacity[row] = 0
+    def remove(self, request: Request) -> int | None:
+        """Forget a request that finished or was preempted; return the row that it had, None if it had none."""
+        row = self.row_of.pop(request.request_id, None)
+        if row is not None:
+            del self.requests[row]
+            self.capacity[row] = 0
+        return row
+
+    def rows_of(self, requests: Sequence[Request]) -> list[int]:
+        """Return the row of each running request."""
+        return [self.row_of[request.request_id] for request in requests]
 
     def worth_publishing(self) -> list[int]:
         """Return the rows that have finished their prompt or filled a block since their last commit."""
@@ -217,12 +246,16 @@ class RunningRequests:
 
     def _other_full_rows(self, row: int) -> list[int]:
         """Return the other full rows, which need their next block in this step, too: one call serves all of them."""
-        num_row_blocks = self._manager.num_row_blocks
+        capacity, num_reported, num_row_blocks = (
+            self.capacity,
+            self.num_reported,
+            self._manager.num_row_blocks,
+        )
         return [
             other
             for other, request in self.requests.items()
-            if request.num_computed_tokens >= self.capacity[other]
-            and self.num_reported[other] == num_row_blocks[other]
+            if request.num_computed_tokens >= capacity[other]
+            and num_reported[other] == num_row_blocks[other]
             and other != row
         ]
 

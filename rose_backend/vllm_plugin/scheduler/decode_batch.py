@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from vllm.v1.request import Request
 
-    from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
+    from rose_backend.vllm_plugin.kv_cache.running_requests import RunningRequests
 
 NewBlockIds = list[tuple[list[int], ...] | None]
 
@@ -65,15 +65,15 @@ class DecodeRequestData(CachedRequestData):
 
 
 class DecodeBatch:
-    """The leading running requests, as far as they only decode. Steps share it while these stay the same.
+    """The leading running requests, up to the first that does not decode. Steps share it while these stay the same.
 
     Args:
-        running: the requests it stands for, in vLLM's order.
+        running: these requests, in vLLM's order.
         requests: those of them that get a token.
         constants: of each of these.
         numbers: int64 ``[5, N]``, of each: row in the block manager, tokens that fit into it, computed tokens now,
             tokens of the prompt, and computed tokens from which a step may be the last.
-        kv_cache_manager: holds their blocks.
+        holders: the requests that hold blocks, these among them.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DecodeBatch:
         requests: list[Request],
         constants: list[RequestConstants],
         numbers: NDArray[np.int64],
-        kv_cache_manager: RoseKVCacheManager,
+        holders: RunningRequests,
     ) -> None:
         self.running = running
         self.request_ids = [request.request_id for request in requests]
@@ -91,7 +91,7 @@ class DecodeBatch:
         self.fast_outputs = FastOutputs(requests, constants)
         self._requests, self._constants, self._numbers = requests, constants, numbers
         self._grammar_requests = [r for r, each in zip(requests, constants, strict=True) if each.has_grammar]
-        self._kv_cache_manager = kv_cache_manager
+        self._holders = holders
         self._rows, capacity, num_computed_tokens, _, last_steps = numbers
         self._num_steps = 0
         # A request that gets no token now may be gone at the next step.
@@ -105,7 +105,7 @@ class DecodeBatch:
         cls,
         running: list[Request],
         known_constants: KnownConstants,
-        kv_cache_manager: RoseKVCacheManager,
+        holders: RunningRequests,
         max_model_len: int,
         last: DecodeBatch | None,
     ) -> DecodeBatch | None:
@@ -134,12 +134,12 @@ class DecodeBatch:
                 positions.append(position)
         if not requests:
             return None
-        constants, numbers = _read(new_requests, known_constants, kv_cache_manager, is_few=last is not None)
+        constants, numbers = _read(new_requests, known_constants, holders, is_few=last is not None)
         if last is not None:
             constants = last._constants + constants
             constants = [constants[position] for position in positions]
             numbers = np.concatenate((last._numbers_now(), numbers), 1)[:, positions]
-        return cls(running[:num_seen], requests, constants, numbers, kv_cache_manager)
+        return cls(running[:num_seen], requests, constants, numbers, holders)
 
     def _positions_of_next(self) -> dict[Request, int]:
         """Return the positions of the requests that certainly get another token."""
@@ -180,11 +180,11 @@ class DecodeBatch:
         new_block_ids: NewBlockIds = [None] * len(self._requests)
         if self._num_steps >= self._full_at_step:
             full = np.flatnonzero(self._num_steps_with_room <= self._num_steps)
-            full_rows, running = self._rows[full].tolist(), self._kv_cache_manager.running
-            blocks = running.allocate_next_blocks(full_rows, len(self._requests))
+            full_rows, holders = self._rows[full].tolist(), self._holders
+            blocks = holders.allocate_next_blocks(full_rows, len(self._requests))
             if blocks is None:
                 return None
-            capacity = np.array([running.capacity[row] for row in full_rows])
+            capacity = np.array([holders.capacity[row] for row in full_rows])
             self._num_steps_with_room[full] = capacity - self._numbers[2][full]
             self._full_at_step = int(self._num_steps_with_room.min())
             for position, new in zip(full.tolist(), blocks, strict=True):
@@ -214,7 +214,7 @@ class DecodeBatch:
 
         Args:
             num_placeholders: that the step adds to a request: 1 when the next step is scheduled before its end, else 0.
-            step_seq: number of the step, where blocks may be freed only behind the last one that writes them; or None.
+            step_seq: number of the step, where blocks may be freed only after the last one that writes them; or None.
         """
         self._num_steps += 1
         for request in self._requests:
@@ -229,7 +229,7 @@ class DecodeBatch:
 def _read(
     requests: list[Request],
     known_constants: KnownConstants,
-    kv_cache_manager: RoseKVCacheManager,
+    holders: RunningRequests,
     *,
     is_few: bool,
 ) -> tuple[list[RequestConstants], NDArray[np.int64]]:
@@ -240,8 +240,9 @@ def _read(
     """
     constants = known_constants.read(requests) if is_few else known_constants.of(requests)
     numbers = np.empty((5, len(requests)), np.int64)
-    numbers[0] = kv_cache_manager.get_decode_rows(requests)
-    numbers[1] = [kv_cache_manager.running.capacity[row] for row in numbers[0].tolist()]
+    rows = holders.rows_of(requests)
+    numbers[0] = rows
+    numbers[1] = [holders.capacity[row] for row in rows]
     numbers[2] = [request.num_computed_tokens for request in requests]
     numbers[3] = [request.num_prompt_tokens for request in requests]
     numbers[4] = [each.last_step for each in constants]

@@ -140,7 +140,7 @@ class BatchedScheduling(Scheduler):
         if batch is not None and batch.is_at_head_of(self.running):
             return batch
         batch = DecodeBatch.at_head_of(
-            self.running, self._known_constants, self.kv_cache_manager, self.max_model_len, batch
+            self.running, self._known_constants, self.kv_cache_manager.running, self.max_model_len, batch
         )
         if batch is None:
             return None
