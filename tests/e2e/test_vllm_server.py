@@ -54,7 +54,7 @@ def test_the_log_names_the_feature_status_once(server: VllmServer) -> None:
         "RoseKVCacheManager (prefix hits to the token, reported exactly)",
         "fused MLP",
         "sampler Rose",
-        "switched off: nothing",
+        "; disabled: none; ",
     ):
         assert part in lines[0]
 

@@ -54,7 +54,7 @@ def test_everything_on(make_config: MakeConfig, rose_log: list[str]) -> None:
         "RoseKVCacheManager (prefix hits to the token);",
         "fused MLP",
         "sampler Rose",
-        "switched off: nothing",
+        "; disabled: none; ",
     ):
         assert part in line, line
 
@@ -88,9 +88,7 @@ def test_switches_reach_vllms_own_settings(make_config: MakeConfig, rose_log: li
     assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
     assert config.scheduler_config.enable_chunked_prefill is False
     (line,) = rose_log
-    assert (
-        line.endswith("switched off: cuda_graph, chunked_prefill, prefix_cache") and "no prefix cache" in line
-    )
+    assert "; disabled: cuda_graph, chunked_prefill, prefix_cache; " in line and "no prefix cache" in line
 
 
 def test_where_prefix_hits_end_and_what_is_told_of_them(make_config: MakeConfig, rose_log: list[str]) -> None:
@@ -99,8 +97,8 @@ def test_where_prefix_hits_end_and_what_is_told_of_them(make_config: MakeConfig,
     make_config(**rose(prefix_cache=False, token_granular_hits=False))
     at_borders, exact, uncached = rose_log
     assert "(prefix hits at block borders);" in at_borders
-    assert at_borders.endswith("switched off: token_granular_hits")
-    assert "(prefix hits to the token, reported exactly);" in exact and exact.endswith("off: nothing")
+    assert "; disabled: token_granular_hits; " in at_borders
+    assert "(prefix hits to the token, reported exactly);" in exact and "; disabled: none; " in exact
     assert "(no prefix cache);" in uncached
 
 
@@ -125,9 +123,9 @@ def test_block_management_can_be_handed_back(make_config: MakeConfig, rose_log: 
         "separate K/V write",
         "block manager vLLM's own (prefix hits at block borders)",
         "decodes scheduled one by one",
-        "not in force: fused_kv_append and batched_scheduling and token_granular_hits (only with Rose's block manager)",
+        "unavailable: fused_kv_append and batched_scheduling and token_granular_hits (only with Rose's block manager)",
         "cuda_graph and step_graph (",
-        "switched off: block_manager",
+        "; disabled: block_manager; ",
     ):
         assert part in line, line
 
@@ -200,12 +198,12 @@ def test_what_is_switched_off_is_not_said_to_be_idle_too(
         "step_graph",
     }
     assert "block manager vLLM's own (no prefix cache)" in line
-    assert line.endswith("switched off: fused_kv_append, prefix_cache, block_manager")
+    assert "; disabled: fused_kv_append, prefix_cache, block_manager; " in line
 
 
 def idle_parts(line: str) -> dict[str, str]:
-    """Return the switches that a start-up line says are not in force, with the reasons."""
-    said = line.partition("; not in force: ")[2].partition("; switched off: ")[0]
+    """Return the switches that a start-up line says are unavailable, with the reasons."""
+    said = line.partition("; unavailable: ")[2]
     groups = re.findall(r"([a-z0-9_ ]+) \(([^)]*)\)", said)
     return {name: reason for names, reason in groups for name in names.strip().split(" and ")}
 
@@ -217,17 +215,17 @@ def test_with_graphs_and_everything_else_in_force_nothing_is_named(
     monkeypatch.setattr(config, "compilation_config", SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL))
     runner_v2 = property(lambda self: True)
     monkeypatch.setattr(type(config), "use_v2_model_runner", runner_v2)
-    for is_cuda, idle in ((True, "nothing"), (False, "cuda_graph and step_graph (no CUDA device)")):
+    for is_cuda, idle in ((True, "none"), (False, "cuda_graph and step_graph (no CUDA device)")):
         monkeypatch.setattr(type(current_platform), "is_cuda", lambda self, answer=is_cuda: answer)
         line = describe_parts(config, rose_options(config), ModelChoice("RoseGPT2LMHeadModel"))
-        assert f"; not in force: {idle}; switched off: nothing" in line
+        assert line.endswith(f"; disabled: none; unavailable: {idle}")
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-    assert "cuda_graph and step_graph (cudagraph_mode NONE);" in describe_parts(
+    assert "cuda_graph and step_graph (cudagraph_mode NONE)" in describe_parts(
         config, rose_options(config), ModelChoice("Rose")
     )
     config.model_config.enforce_eager = True
-    assert "cuda_graph and step_graph (--enforce-eager);" in describe_parts(
+    assert "cuda_graph and step_graph (--enforce-eager)" in describe_parts(
         config, rose_options(config), ModelChoice("Rose")
     )
 

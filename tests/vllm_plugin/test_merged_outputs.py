@@ -243,4 +243,4 @@ def test_merged_messages_are_not_merged_again(
 def test_the_start_up_line_names_the_switch(make_config: MakeConfig, rose_log: list[str]) -> None:
     make_config(additional_config={"rose": {"joined_outputs": False}})
     (line,) = rose_log
-    assert line.endswith("switched off: joined_outputs")
+    assert "; disabled: joined_outputs; " in line

@@ -49,8 +49,8 @@ def describe_parts(vllm_config: VllmConfig, options: PluginConfig, choice: Model
         f"decodes scheduled {'at once' if batches_decode_steps(vllm_config) else 'one by one'}",
         f"model {_describe_model(vllm_config, options, choice)}",
         f"sampler {_describe_sampler(vllm_config)}",
-        f"not in force: {_describe_idle_parts(vllm_config, options, choice) or 'nothing'}",
-        f"switched off: {', '.join(off) or 'nothing'}",
+        f"disabled: {', '.join(off) or 'none'}",
+        f"unavailable: {_describe_idle_parts(vllm_config, options, choice) or 'none'}",
     )
     return f"Rose is active: {'; '.join(parts)}"
 
