@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rose_backend.config import PluginConfig
 from rose_backend.errors import ConfigError
@@ -53,6 +53,11 @@ def rose_options(vllm_config: VllmConfig) -> PluginConfig:
     return PluginConfig.from_mapping(options, source=f"additional_config key {OPTIONS_KEY!r}")
 
 
+def first_reason(reasons: Mapping[str, Any]) -> str | None:
+    """Return the first reason whose value is true; None if there is none."""
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
 def uses_rose_manager(vllm_config: VllmConfig) -> bool:
     """Whether Rose's block manager keeps the block tables of this engine."""
     return vllm_config.scheduler_config.scheduler_cls in (SCHEDULER_CLASS, ASYNC_SCHEDULER_CLASS)
@@ -65,7 +70,7 @@ def has_kv_connector(vllm_config: VllmConfig) -> bool:
 
 
 def has_sliding_windows(vllm_config: VllmConfig) -> bool:
-    """Whether layers of the model or of its drafter have sliding windows, as far as their configurations tell."""
+    """Whether layers of the model or of its drafter have sliding windows, by their configurations."""
     speculative = vllm_config.speculative_config
     models = (vllm_config.model_config, None if speculative is None else speculative.draft_model_config)
     for model in models:
@@ -83,9 +88,9 @@ def has_states(vllm_config: VllmConfig) -> bool:
 
 
 def why_windows_are_kept(vllm_config: VllmConfig) -> str | None:
-    """Return why the K/V of sliding windows is kept whole, as far as the configuration tells; None if it is not.
+    """Return what in the configuration makes the K/V of sliding windows be kept whole; None if nothing does.
 
-    What stands here has been tried with one KV cache group of all layers only.
+    These features were tried with one KV cache group of all layers only.
     """
     events = vllm_config.kv_events_config
     model = vllm_config.model_config
@@ -99,7 +104,7 @@ def why_windows_are_kept(vllm_config: VllmConfig) -> str | None:
         "no layers without a window": not {"sliding_attention", "full_attention"} <= layer_types,
         "layers that share K/V": bool(getattr(config, "num_kv_shared_layers", 0)),
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return first_reason(reasons)
 
 
 def needs_one_group(vllm_config: VllmConfig) -> bool:
@@ -116,12 +121,12 @@ def why_kv_is_written_first(vllm_config: VllmConfig) -> str | None:
     """Return why attention cannot store the new K/V itself; None if it can.
 
     vLLM's own manager lets a request of the same step read blocks that are being written; only a separate write of all
-    tokens before all reads is right then. A drafter with a cache of its own passes tokens that must not be stored
+    tokens before all reads is right then. A drafter with its own cache passes tokens that must not be stored
     (slot -1), which only the separate write leaves out.
     """
     if not uses_rose_manager(vllm_config):
         return NEEDS_MANAGER
-    return "a drafter with a cache of its own" if vllm_config.num_lookahead_tokens else None
+    return "a drafter with its own cache" if vllm_config.num_lookahead_tokens else None
 
 
 def batches_decode_steps(vllm_config: VllmConfig) -> bool:
@@ -147,11 +152,11 @@ def why_decodes_go_one_by_one(vllm_config: VllmConfig) -> str | None:
         "a prefill interval": vllm_config.scheduler_config.prefill_schedule_interval > 1
         and not (parallel_config.data_parallel_size > 1 and parallel_config.is_moe_model),
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return first_reason(reasons)
 
 
 def splits_steps(vllm_config: VllmConfig) -> bool:
-    """Whether a step may be scheduled in two parts: decoding requests at once, and the rest behind them by vLLM.
+    """Whether a step may be scheduled in two parts: decoding requests at once, and the rest after them by vLLM.
 
     Not where vLLM needs all running requests to decide about one: to preempt by priority, to keep a watermark of free
     blocks, to count adapters, or to limit long prefills. And ``max_num_scheduled_tokens``, which is reduced by the
@@ -173,7 +178,7 @@ def replays_steps(vllm_config: VllmConfig) -> bool:
 
 
 def why_steps_are_not_replayed(vllm_config: VllmConfig) -> str | None:
-    """Return why no step is replayed whole in this engine, as far as its configuration tells; None if some may be."""
+    """Return what in its configuration keeps this engine from replaying steps whole; None if nothing does."""
     from vllm.config import CUDAGraphMode
     from vllm.platforms import current_platform
 
@@ -191,7 +196,7 @@ def why_steps_are_not_replayed(vllm_config: VllmConfig) -> str | None:
         "pipeline parallelism": parallel_config.pipeline_parallel_size > 1,
         "sleep mode": model_config is not None and model_config.enable_sleep_mode,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return first_reason(reasons)
 
 
 def has_rust_front_end(vllm_config: VllmConfig) -> bool:

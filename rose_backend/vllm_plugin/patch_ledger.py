@@ -1,6 +1,6 @@
 """Every vLLM attribute that this plugin replaces, as data, and the only code that replaces them.
 
-A replacement is a function ``build(original) -> new``. It gets the plain function behind a classmethod, and the result
+A replacement is a function ``build(original) -> new``. It gets the plain function of a classmethod, and the result
 is wrapped the same way again. Applying an entry twice is harmless.
 """
 
@@ -108,8 +108,8 @@ LEDGER: dict[str, Patch] = {
     ),
     "block_copies_v1": Patch(
         target="vllm.v1.worker.gpu_model_runner:copy_kv_cache_blocks_inplace",
-        reason="layers of different groups that begin at one address are copied once, as far as the first of them "
-        "reaches: behind a small state the rest of a block's K/V is left out; with states, the widest comes first",
+        reason="layers of different groups that begin at one address are copied once, up to where the first of them "
+        "ends: after a small state the rest of a block's K/V is left out; with states, the widest comes first",
         remove_when="copy_kv_cache_blocks_inplace copies whole blocks whatever layer is first",
         build=f"{_PLUGIN}.kv_cache.spec:wrap_copy_kv_cache_blocks",
     ),
@@ -130,7 +130,7 @@ LEDGER: dict[str, Patch] = {
     "prompt_tails_v1": Patch(
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._determine_batch_execution_and_padding",
         reason="a prompt's last token beside decodes is replayed as one; a model that is not audited and keeps "
-        "features of images in front of its forward would leave them to the next step",
+        "features of images before its forward would leave them to the next step",
         remove_when="vLLM replays no graph of decodes for a prompt's token, or its models keep no features themselves",
         build=f"{_PLUGIN}.attention.audited_models:wrap_determine_batch_execution",
     ),
@@ -142,7 +142,7 @@ LEDGER: dict[str, Patch] = {
     ),
     "step_graph_capture": Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model",
-        reason="what surrounds vLLM's decode graphs is captured right behind them, in their memory pool, whose size is "
+        reason="what surrounds vLLM's decode graphs is captured right after them, in their memory pool, whose size is "
         "estimated from graphs of all sizes",
         remove_when="vLLM captures whole decode steps",
         build=f"{_PLUGIN}.step_graph.runner_hooks:wrap_capture_model",

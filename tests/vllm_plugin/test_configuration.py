@@ -315,7 +315,7 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
     },
     "KV cache residency metrics": {"kv_cache_metrics": True},
     "a scheduler of your own": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
-    "KV cache groups of their own for these sliding windows (--no-disable-hybrid-kv-cache-manager)": {
+    "separate KV cache groups for these sliding windows (--no-disable-hybrid-kv-cache-manager)": {
         "disable_hybrid_kv_cache_manager": False,
         **WINDOWS,
     },

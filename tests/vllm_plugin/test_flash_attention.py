@@ -325,7 +325,7 @@ def test_it_needs_hopper_half_precision_and_its_head_size(
     config = on_hopper()
     assert uses_flash_attention(config)
     line = describe_parts(config, rose_options(config), ModelChoice(None))
-    assert "(stores K/V itself, FlashAttention 3 for prefill rows from 4,096 behind 0, " in line
+    assert "(stores K/V itself, FlashAttention 3 for prefill rows from 4,096 after 0, " in line
     assert " tokens on, outside full CUDA graphs);" in line
     assert uses_flash_attention(on_hopper(dtype="float16"))
     for options in ({"head_size": 64}, {"dtype": "float32"}, {"block_size": 128}, {"block_size": 256}):

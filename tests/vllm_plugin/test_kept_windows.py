@@ -139,7 +139,7 @@ def test_windows_beside_other_layers_have_groups_of_their_own(
         assert isinstance(spec, SlidingWindowSpec) == (kind == 1)
     (line,) = rose_log
     assert line == (
-        "Rose's block manager lets go of what sliding windows have passed (3 of 4 layers, windows of 40 tokens): a "
+        "Rose's block manager releases what sliding windows have passed (3 of 4 layers, windows of 40 tokens): a "
         f"request of max_model_len 1,024 holds {(64 + 3 * 4) * 16 * TOKEN_BYTES / 2**20:.1f} MiB, "
         f"{4 * 64 / (64 + 3 * 4):.1f} times less than if it were kept"
     )

@@ -190,11 +190,11 @@ def test_a_wide_block_is_cut_off_the_end_of_a_prompt_for_what_only_a_question_fo
     checkpoints = manager.checkpoints
     request = make_request("a", [*range(1_500)])
     # Two blocks, and more than 64 tokens behind them.
-    assert checkpoints.stop_behind(request, 0) == 1_056 and checkpoints.stop_behind(request, 1_056) == 0
+    assert checkpoints.next_stop(request, 0) == 1_056 and checkpoints.next_stop(request, 1_056) == 0
     request.shared_prefix_boundary = 700
-    assert checkpoints.stop_behind(request, 0) == 700 and checkpoints.stop_behind(request, 700) == 1_056
-    assert checkpoints.stop_behind(make_request("b", [*range(1_056 + 63)]), 0) == 0
-    assert checkpoints.stop_behind(make_request("c", [*range(528)]), 0) == 0
+    assert checkpoints.next_stop(request, 0) == 700 and checkpoints.next_stop(request, 700) == 1_056
+    assert checkpoints.next_stop(make_request("b", [*range(1_056 + 63)]), 0) == 0
+    assert checkpoints.next_stop(make_request("c", [*range(528)]), 0) == 0
 
     def serve(name: str, prompt: list[int], *ends: int) -> int:
         request = make_request(name, prompt)

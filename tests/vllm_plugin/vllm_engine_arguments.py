@@ -126,7 +126,7 @@ ENGINE_ARGUMENTS: dict[str, Options] = {
             "kv_transfer_config": "this KV connector",
             "kv_events_config": "a drafter that reads ahead",
             "kv_sharing_fast_prefill": "fast prefill",
-            "disable_hybrid_kv_cache_manager": "KV cache groups of their own for these sliding windows",
+            "disable_hybrid_kv_cache_manager": "separate KV cache groups for these sliding windows",
         },
     ),
     "AsyncEngineArgs": Options(passes="enable_log_requests"),

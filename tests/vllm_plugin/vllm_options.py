@@ -191,7 +191,7 @@ CONFIGURATION: dict[str, Options] = {
         refused={
             "max_num_batched_tokens": "needs --max-num-batched-tokens",
             "scheduler_cls": "a scheduler of your own",
-            "disable_hybrid_kv_cache_manager": "KV cache groups of their own for these sliding windows",
+            "disable_hybrid_kv_cache_manager": "separate KV cache groups for these sliding windows",
         },
     ),
     "DeviceConfig": Options(passes="device device_type"),

@@ -79,7 +79,7 @@ class RoseAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """The kernels mask it, whether blocks in front of it are kept or not."""
+        """The kernels mask it, whether blocks before it are kept or not."""
         return True
 
     @classmethod
@@ -123,7 +123,7 @@ class RoseAttentionBackend(AttentionBackend):
 class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
     """One layer's attention.
 
-    New K/V of decodes is stored by decode attention, that of prefills by prefill attention, or by a write in front of
+    New K/V of decodes is stored by decode attention, that of prefills by prefill attention, or by a write before
     FlashAttention 3. So a request may not read blocks that another one writes in the same step; Rose's block manager
     guarantees that. Under vLLM's own manager all new K/V is stored by a separate write before anything is read.
     """
@@ -189,7 +189,7 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Bring the loaded sinks into the kernels' type. A reload keeps their address, which graphs hold.
 
-        vLLM calls this behind the loading of all other modules, the first time and in each reload.
+        vLLM calls this after loading all other modules, the first time and in each reload.
         """
         if self.after_loading is not None:
             self.after_loading()
@@ -234,7 +234,7 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         if self.may_use_flash and flash_attention.takes_blocks_of(caches[0].shape[1]):
             rows = attn_metadata.flash_rows
             if key is not None and value is not None and is_first_run(attn_metadata):
-                # Compiles the write that comes in front of FlashAttention. Attention stores the same again.
+                # Compiles the write that precedes FlashAttention. Attention stores the same again.
                 slots = attn_metadata.slot_mapping[: attn_metadata.num_actual_tokens]
                 write_kv(key[: len(slots)], value[: len(slots)], *caches, slots)
         with self.workspace:
@@ -257,7 +257,7 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         return output
 
     def plan_decode(self, layer: Any, kv_cache: torch.Tensor, attn_metadata: RoseAttentionMetadata) -> None:
-        """Work out what layers share of a step in which decode attention shall overlap the kernel in front of it.
+        """Work out what layers share of a step in which decode attention shall overlap the kernel before it.
 
         Arguments are those of ``forward``.
         """

@@ -24,9 +24,9 @@ HEAD_SIZE = 128
 _KEY_TILE = 128
 """Keys that FlashAttention 3 attends at once for this head size.
 
-It loads blocks of a multiple of it whole (with the tensor memory accelerator), what lies behind a request's last token
-included: a NaN there, which another request may have left, gets into the output (flash-attention issues 1745 and 2374).
-Smaller blocks are loaded token by token, and tokens behind the last one become zeros.
+It loads blocks of a multiple of it whole (with the tensor memory accelerator), including what follows a request's last
+token: a NaN there, which another request may have left, gets into the output (flash-attention issues 1745 and 2374).
+Smaller blocks are loaded token by token, and tokens after the last one become zeros.
 """
 
 
@@ -42,7 +42,7 @@ FASTER_FROM = tuple(Table("flash attention", Threshold).all())
 
 LAUNCHED_FROM = constants("launched prefill")["query_len"]
 """Tokens of a row, on average over a step, from which on the step takes no full graph but is launched kernel by kernel,
-so that FlashAttention 3 can be chosen: launching takes the host as long as the device computes these tokens."""
+so that FlashAttention 3 can be chosen: launching takes the CPU as long as the device computes these tokens."""
 
 
 @dataclass(slots=True)
@@ -87,13 +87,13 @@ def uses_flash_attention(vllm_config: VllmConfig) -> bool:
 
 
 def takes_blocks_of(block_size: int) -> bool:
-    """Whether blocks of so many tokens are loaded without what lies behind a request's last token."""
+    """Whether blocks of this size are loaded without what follows a request's last token."""
     return block_size % _KEY_TILE != 0
 
 
 def describe_thresholds() -> str:
     """Return which rows are FlashAttention 3's, for the start-up line."""
-    rows = [f"{query_len:,} behind {computed:,}" for computed, query_len in FASTER_FROM]
+    rows = [f"{query_len:,} after {computed:,}" for computed, query_len in FASTER_FROM]
     return f"prefill rows from {', '.join(rows)} tokens on"
 
 
@@ -132,7 +132,7 @@ def choose_rows(
 
 
 def is_faster(query_len: float, num_computed_tokens: float) -> bool:
-    """Whether FlashAttention 3 attends so many new tokens behind so many cached ones faster than Rose's kernel."""
+    """Whether FlashAttention 3 attends this many new tokens, after this many cached ones, faster than Rose's kernel."""
     return any(
         num_computed_tokens >= threshold.num_computed_tokens and query_len >= threshold.query_len
         for threshold in FASTER_FROM

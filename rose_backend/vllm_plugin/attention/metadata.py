@@ -67,7 +67,7 @@ class RoseAttentionMetadata:
 
 
 def is_first_run(metadata: RoseAttentionMetadata) -> bool:
-    """Whether this is the run in front of a capture of mixed steps, in which every kernel variant is compiled."""
+    """Whether this is the run before a capture of mixed steps, in which every kernel variant is compiled."""
     return metadata.mean_prefill_len is not None and (
         is_recording() or not torch.cuda.is_current_stream_capturing()
     )
@@ -121,7 +121,7 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Any step on CUDA; with drafts, decodes only, drafts included where decode attention takes them.
 
-        The torch reference kernels plan on the host, so no graph may contain them. Attention alone could be in a graph
+        The torch reference kernels plan on the CPU, so no graph may contain them. Attention alone could be in a graph
         of any step of any model. But vLLM asks for nothing else before it replays prompts, and a model's Python may
         have to run in these.
         """
@@ -212,7 +212,7 @@ class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadat
             if self._has_prefills:
                 self._computed_tokens[1].fill_(-1)
                 self._has_prefills = False
-            # One operation instead of six: small batches wait for the host.
+            # One operation instead of six: small batches wait for the CPU.
             torch.sub(seq_lens, 1, out=computed_tokens[0])
             return computed_tokens
         self._has_prefills = True

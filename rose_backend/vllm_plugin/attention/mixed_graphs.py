@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 from rose_backend.kernels.tuning.measured import constants
 from rose_backend.vllm_plugin.attention.audited_models import find_unaudited
 from rose_backend.vllm_plugin.attention.flash_attention import LAUNCHED_FROM, uses_flash_attention
-from rose_backend.vllm_plugin.options import has_kv_connector, is_rose_selected, rose_options
+from rose_backend.vllm_plugin.options import first_reason, has_kv_connector, is_rose_selected, rose_options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 MAX_GRAPH_WORK = constants("graphs of mixed steps")["max_work"]
 """Tokens of the largest graph times the square of the model's hidden size, to which a layer's device time is about
-proportional. In longer steps the device is busy while the host launches."""
+proportional. In longer steps the device is busy while the CPU launches."""
 
 _SIZES_PER_DOUBLING = 8
 """Graph sizes above vLLM's own, which end at 512 tokens. At most an eighth of a step is padding."""
 
 _CONNECTORS_OUTSIDE_OF_LAYERS = ("OffloadingConnector", "NixlConnector", "LMCacheMPConnector")
-"""KV connectors that do nothing when a layer calls them: they load before a step and store behind it."""
+"""KV connectors that do nothing when a layer calls them: they load before a step and store after it."""
 
 
 def captures_mixed_steps(vllm_config: VllmConfig) -> bool:
@@ -37,7 +37,7 @@ def captures_mixed_steps(vllm_config: VllmConfig) -> bool:
 
 
 def why_mixed_steps_are_not_captured(vllm_config: VllmConfig) -> str | None:
-    """Return why no full graph of mixed steps is captured, as far as the configuration tells; None if some may be."""
+    """Return what in the configuration keeps full graphs of mixed steps from being captured; None if nothing does."""
     from vllm.platforms import current_platform
 
     model_config = vllm_config.model_config
@@ -51,8 +51,7 @@ def why_mixed_steps_are_not_captured(vllm_config: VllmConfig) -> str | None:
         "LoRA": vllm_config.lora_config is not None,
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
     }
-    found = next((reason for reason, holds in reasons.items() if holds), None)
-    return found or why_prompts_need_python(vllm_config)
+    return first_reason(reasons) or why_prompts_need_python(vllm_config)
 
 
 def why_prompts_need_python(vllm_config: VllmConfig) -> str | None:

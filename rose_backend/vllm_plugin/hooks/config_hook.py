@@ -57,7 +57,7 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
                 choose_mixed_graphs(self)
             choice = choose_model_class(self, options)
         except ConfigError as error:
-            # vLLM wraps the error in several lines of its own; this line is complete.
+            # vLLM wraps the error in several lines; this one is complete.
             logger.error("Cannot start with --attention-backend rose: %s", error)
             raise
         if options.block_manager:

@@ -73,7 +73,7 @@ def _speculation(holds: Callable[[SpeculativeConfig], bool]) -> Check:
 
 
 def _has_events_of_lookahead_hashes(vllm_config: VllmConfig) -> bool:
-    # From vLLM 0.33 on such drafters make a block's published hash depend on tokens behind it, which may not be there
+    # From vLLM 0.33 on such drafters make a block's published hash depend on tokens after it, which may not be there
     # when the block is full.
     return _has_events(vllm_config) and getattr(vllm_config, "num_hash_lookahead_tokens", 0) > 0
 
@@ -85,7 +85,7 @@ def _has_events(vllm_config: VllmConfig) -> bool:
 
 def _shares_kv_between_layers_of_several_shapes(vllm_config: VllmConfig) -> bool:
     # vLLM looks a layer that shares K/V up in its group's specifications, where those of several shapes are by layer
-    # and only layers with a cache of their own are there.
+    # and only layers with their own cache are there.
     model = vllm_config.model_config
     config = None if model is None else model.hf_text_config
     if not getattr(config, "num_kv_shared_layers", 0):
@@ -157,7 +157,7 @@ _MANAGER_CHECKS: tuple[tuple[str, Check], ...] = (
     ("models without attention", _model("is_attention_free")),
     # Rose's hook has set it to True where the user left it open.
     (
-        "KV cache groups of their own for these sliding windows (--no-disable-hybrid-kv-cache-manager)",
+        "separate KV cache groups for these sliding windows (--no-disable-hybrid-kv-cache-manager)",
         lambda c: (
             has_sliding_windows(c)
             and c.scheduler_config.disable_hybrid_kv_cache_manager is False

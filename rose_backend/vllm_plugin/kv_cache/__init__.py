@@ -1,1 +1,1 @@
-"""Rose's block manager behind the interface of vLLM's ``KVCacheManager``."""
+"""vLLM's ``KVCacheManager`` interface over Rose's block manager."""

@@ -69,11 +69,11 @@ class RoseBlocks:
         return tuple(block_ids.tolist() for block_ids in groups)
 
     def get_unhashed_block_ids(self) -> list[int]:
-        """Return the ids of the first group's blocks behind the full, committed ones."""
+        """Return the ids of the first group's blocks after the full, committed ones."""
         return self.get_unhashed_block_ids_all_groups()[0]
 
     def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
-        """Return the ids of the blocks behind the full, committed ones, of each group."""
+        """Return the ids of the blocks after the full, committed ones, of each group."""
         return [block_ids[self.num_cached :].tolist() for block_ids in self.group_block_ids]
 
     def new_empty(self) -> RoseBlocks:
@@ -89,7 +89,7 @@ class HeldBlocks:
 
 
 class BlockPoolShim:
-    """``manager.block_pool`` as far as the scheduler uses it."""
+    """The part of ``manager.block_pool`` that the scheduler uses."""
 
     def free_blocks(self, ordered_blocks: Any) -> None:
         """Release objects returned by ``take_kv_cache_block_copies`` or ``pop_blocks_for_free``."""

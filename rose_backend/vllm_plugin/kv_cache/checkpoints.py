@@ -4,7 +4,7 @@ Recurrent layers have the state of one length at a time, so a later request can 
 are made at the end of a prompt, where an answer or the next turn of a conversation follows; where a prompt leaves what
 others have computed before it (a *junction*), as more may share that much; and on the way through long prompts, at
 their last block's end, too, as vLLM does, for what only a question follows. A request that ends leaves its last state
-behind without a copy.
+there without a copy.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rose_backend.vllm_plugin.kv_cache.prompt_hashes import HashedPrompt
 
 MIN_TOKENS_WORTH_A_CHECKPOINT = 64
-"""A checkpoint saves computing the tokens behind the one before again; copying it costs as much as so few."""
+"""A checkpoint saves recomputing the tokens since the previous one; copying it costs as much as this few."""
 TOKENS_BETWEEN_CHECKPOINTS = 2_048
-"""In long prompts, at the end of the first chunk that is so far behind the last one."""
+"""In long prompts, at the end of the first chunk that is this far past the last one."""
 _SHARE_OF_SIZE = 4
 """Where nobody has shown yet that a checkpoint is of use, it has to save a quarter of the tokens whose K/V would fit
 into its blocks. Questions on one document, for example, would fill the pool with states that nothing follows."""
@@ -68,13 +68,13 @@ class DueCheckpoints:
         """Whether a prompt is being computed."""
         return bool(self._prefills)
 
-    def stop_behind(self, request: Request, start: int) -> int:
+    def next_stop(self, request: Request, start: int) -> int:
         """Return where a step that computes a request from ``start`` has to end at the latest; 0 for anywhere."""
         stops = (request.shared_prefix_boundary, self._last_block_end(request))
         return min((stop for stop in stops if stop > start), default=0)
 
     def _last_block_end(self, request: Request) -> int:
-        """Return the end of the last block of a request's known tokens; 0 if a step behind it is not worth it."""
+        """Return the end of the last block of a request's known tokens; 0 if a step after it is not worth it."""
         num_tokens = request.num_tokens
         end: int = (num_tokens - 1) // self._block_size * self._block_size
         is_apart = self._full_blocks_only or num_tokens - end >= MIN_TOKENS_WORTH_A_CHECKPOINT
@@ -93,9 +93,9 @@ class DueCheckpoints:
         return None
 
     def wait(self, request_id: str, prompt: HashedPrompt, match: PrefixMatch, num_blocks: int) -> bool:
-        """Let a request wait for a checkpoint that it could start from, if a running one is on its way to it.
+        """Let a request wait for a checkpoint that it could start from, if a running one is about to reach it.
 
-        It would compute the same tokens beside that request, which has come as far as the match at least, and get there
+        It would compute the same tokens as that request, which has reached the end of the match at least, and get there
         no earlier.
 
         Args:
@@ -109,7 +109,7 @@ class DueCheckpoints:
         return True
 
     def are_coming_for(self, prompt: HashedPrompt, match: PrefixMatch) -> bool:
-        """Whether a running request is on its way to a checkpoint that a waiting prompt could start from."""
+        """Whether a running request is about to reach a checkpoint that a waiting prompt could start from."""
         return self._coming_for(prompt, match) is not None
 
     def _coming_for(self, prompt: HashedPrompt, match: PrefixMatch) -> tuple[_Prefill, int] | None:
@@ -123,7 +123,7 @@ class DueCheckpoints:
         return None
 
     def _next_checkpoint(self, row: int, prefill: _Prefill) -> int:
-        """Return where the next checkpoint of a row is due at the earliest, perhaps behind its prompt."""
+        """Return where the next checkpoint of a row is due at the earliest, perhaps past its prompt."""
         last = self._last[row]
         ends = [end for end in prefill.ends if end - last >= self._min_tokens]
         places = (prefill.junction, *ends, last + TOKENS_BETWEEN_CHECKPOINTS)
@@ -137,7 +137,7 @@ class DueCheckpoints:
         self._prefills[row] = _Prefill(request, prompt, junction_of(match), ends)
 
     def remove(self, row: int, num_computed: int) -> bool:
-        """Forget a request that has ended; return whether its last state, of so many tokens, is worth keeping."""
+        """Forget a request that has ended; return whether its last state, of that many tokens, is worth keeping."""
         self._prefills.pop(row, None)
         return num_computed - self._last.pop(row) >= self._min_tokens_kept
 

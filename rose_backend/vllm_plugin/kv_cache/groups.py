@@ -135,7 +135,7 @@ def _kind_of(spec: Any) -> GroupKind | None:
     if type(spec) is SlidingWindowSpec and not spec.extra_retained_tokens:
         return GroupKind(int(spec.sliding_window))
     if isinstance(spec, MambaSpec):
-        # A worker that keeps states inside a prompt by itself writes them to columns that it expects to be others.
+        # A worker that keeps states inside a prompt itself writes them to columns that it expects to be others.
         is_served = spec.mamba_cache_mode == "align" and not spec.num_speculative_blocks
         return GroupKind(is_state=True) if is_served and not spec.num_prefill_checkpoint_blocks else None
     return GroupKind() if is_rose_group(spec) else None

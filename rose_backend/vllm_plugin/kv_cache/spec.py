@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from rose_backend.vllm_plugin.options import uses_rose_manager, why_windows_are_kept
+from rose_backend.vllm_plugin.options import first_reason, uses_rose_manager, why_windows_are_kept
 from rose_backend.vllm_plugin.plugin_logger import logger
 from rose_backend.vllm_plugin.registration import BACKEND_NAME
 
@@ -49,8 +49,8 @@ def as_rose_spec(spec: AttentionSpec) -> AttentionSpec:
 def wrap_get_kv_cache_spec(original: OwnSpec) -> OwnSpec:
     """Build the replacement of ``Attention.get_kv_cache_spec``; see the patch ledger.
 
-    Where Rose's block manager cannot keep windows in KV cache groups of their own, every layer keeps all its K/V in one
-    group. That goes for a drafter's layers, too, whatever their backend is.
+    Where Rose's block manager cannot keep windows in separate KV cache groups, every layer keeps all its K/V in one
+    group, including a drafter's layers, whatever their backend is.
     """
 
     @functools.wraps(original)
@@ -103,7 +103,7 @@ def why_kept_whole(vllm_config: VllmConfig, own_spec: OwnSpec) -> str | None:
         "layers of several shapes": len({(spec.block_size, spec.page_size_bytes) for spec in specs}) > 1,
         "layers that share K/V": any(layer.kv_sharing_target_layer_name is not None for layer in layers),
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return first_reason(reasons)
 
 
 def _attention_layers(vllm_config: VllmConfig) -> list[Any]:
@@ -123,7 +123,7 @@ def _speaks_for_the_others(layer: Any, vllm_config: VllmConfig) -> bool:
 def _kept_whole(spec: SlidingWindowSpec, block_size: int) -> FullAttentionSpec:
     """Return what the layer would ask for without its window; its backend makes its own of it."""
     same = {field.name: getattr(spec, field.name) for field in fields(AttentionSpec)}
-    # Another block size, and a page that is filled up to other layers' pages, are for groups of their own.
+    # Another block size, and a page that is filled up to other layers' pages, are for separate groups.
     return FullAttentionSpec(**{**same, "block_size": block_size, "page_size_padded": None})
 
 
@@ -137,7 +137,7 @@ def describe_windows(vllm_config: VllmConfig, own_spec: OwnSpec, reason: str | N
     """Return the line at start-up that says whether the K/V of windows is kept whole, and what that costs.
 
     Counted are blocks that one request of the longest length holds while it generates, over the layers of this worker.
-    Of a window in a group of its own these are the blocks that it reaches; it may begin inside one.
+    Of a window in its own group these are the blocks that it reaches; it may begin inside one.
 
     Args:
         own_spec: vLLM's own ``get_kv_cache_spec`` of a layer.
@@ -162,7 +162,7 @@ def describe_windows(vllm_config: VllmConfig, own_spec: OwnSpec, reason: str | N
     sizes = " and ".join(f"{window:,}" for window in sorted(set(windows)))
     if reason is None:
         return (
-            f"Rose's block manager lets go of what sliding windows have passed ({len(windows)} of {num_layers} layers, "
+            f"Rose's block manager releases what sliding windows have passed ({len(windows)} of {num_layers} layers, "
             f"windows of {sizes} tokens): a request of max_model_len {max_model_len:,} holds "
             f"{windowed / 2**20:,.1f} MiB, {whole / windowed:.1f} times less than if it were kept"
         )

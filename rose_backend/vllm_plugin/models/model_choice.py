@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rose_backend.errors import ConfigError
+from rose_backend.vllm_plugin.options import first_reason
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -135,8 +136,11 @@ def _why_decoder_stays(vllm_config: VllmConfig) -> str | None:
         "this linear backend": vllm_config.kernel_config.linear_backend != "auto",
         "batch invariance": bool(envs.VLLM_BATCH_INVARIANT),
     }
-    found = next((reason for reason, holds in reasons.items() if holds), None)
-    return found or _why_config_differs(model_config.hf_text_config) or _why_steps_are_compiled(vllm_config)
+    return (
+        first_reason(reasons)
+        or _why_config_differs(model_config.hf_text_config)
+        or _why_steps_are_compiled(vllm_config)
+    )
 
 
 def _why_config_differs(fields: Any) -> str | None:
@@ -156,7 +160,7 @@ def _why_config_differs(fields: Any) -> str | None:
         "scaled queries": getattr(fields, "llama_4_scaling", None) is not None,
         "adaptive norms": bool(getattr(fields, "ada_rms_norm_t_cond", False)),
     }
-    return next((reason for reason, holds in others.items() if holds), None)
+    return first_reason(others)
 
 
 def _why_steps_are_compiled(vllm_config: VllmConfig) -> str | None:

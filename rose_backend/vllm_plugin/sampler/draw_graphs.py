@@ -1,6 +1,6 @@
 """Draws of model runner V2 as one CUDA graph per number of rows: parameters, temperature, min-p, filters, the draw.
 
-Launched one by one, these dozen operations take the host longer than a small model's whole step takes the device.
+Launched one by one, these dozen operations take the CPU longer than a small model's whole step takes the device.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class DrawGraphs:
             copy[: self._num_slots].copy_(getattr(self._states, name).gpu)
 
     def serves(self, logits: torch.Tensor) -> bool:
-        """Whether there is a graph for so many rows."""
+        """Whether there is a graph for this number of rows."""
         num_rows, vocab_size = logits.shape
         return vocab_size == self._vocab_size and 0 < num_rows <= len(self._logits)
 
@@ -116,7 +116,7 @@ class DrawGraphs:
             self._slots[num_rows : self._num_rows].fill_(self._num_slots)
         self._num_rows = num_rows
         self._graphs.run(next(size for size in self.sizes if size >= num_rows))
-        # The next step draws into the same memory, while the host may still be reading this one's.
+        # The next step draws into the same memory, while the CPU may still be reading this one's.
         return self._token_ids[:num_rows].clone()
 
     def compute(
@@ -171,7 +171,7 @@ def launch_draws(vllm_config: VllmConfig, layer: Any) -> None:
         for name in PARAMETERS
     }
     temperature, _, top_k, top_p, seeds = of_slot.values()
-    # Launched, rows of logits are those of a tensor, or of a product with a head that has rows of padding behind it.
+    # Launched, rows of logits are those of a tensor, or of a product with a head that ends with rows of padding.
     for width in (vocab_size, -(-vocab_size // 16) * 16):
         logits = torch.empty((num_slots, width), device="meta")[:, :vocab_size]
         draw(logits, temperature, top_k, top_p, seeds, torch.empty_like(seeds))

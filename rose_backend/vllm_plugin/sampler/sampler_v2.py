@@ -117,7 +117,7 @@ class RoseDraws:
         states = self._sampler.sampling_states
         temperatures = states.temperature.np[idx_mapping_np]
         if not temperatures.any():
-            # All rows are greedy. Small batches wait for the host, and gathering parameters is most of its work here.
+            # All rows are greedy. Small batches wait for the CPU, and gathering parameters is most of its work here.
             candidates = processed_logits
             if self._sampler.needs_logits_processing[idx_mapping_np].any():
                 # A repetition penalty that is 0 in float32 makes a masked token's logit NaN, which argmax selects.

@@ -105,7 +105,7 @@ class FastOutputs:
             for request, each in zip(self._requests, constants, strict=True)
         ]
         self._last_outputs = [each.last_output for each in constants]
-        # The union over all requests: a token in it is left to vLLM, which checks the stop tokens of its own request.
+        # The union over all requests: a token in it is left to vLLM, which checks that request's stop tokens.
         self._stop_token_ids = frozenset[int | None]().union(*{each.stop_token_ids for each in constants})
         self._clients = {request.client_index for request in self._requests}
         self._hashes_blocks = any(request._block_hasher is not None for request in self._requests)
@@ -126,7 +126,7 @@ class FastOutputs:
             num_placeholders: that the step had added to each request.
             num_interventions: changes with every call that may have changed a request.
             holds_encoder_outputs: whether outputs of an encoder are kept for a request, which vLLM releases when the
-                step behind them is over.
+                step after them is over.
 
         Returns:
             The ids of these requests, and their outputs by client. All other requests are unchanged.

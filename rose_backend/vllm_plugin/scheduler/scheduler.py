@@ -62,7 +62,7 @@ class BatchedScheduling(Scheduler):
         self._may_split = splits_steps(vllm_config)
         self._known_constants = KnownConstants(self.max_model_len)
         self._batch: DecodeBatch | None = None
-        # While vLLM schedules what is behind it: the batch, and its part of the step.
+        # While vLLM schedules what comes after it: the batch, and its part of the step.
         self._ahead_of_rest: tuple[DecodeBatch, CachedRequestData] | None = None
         # Steps whose outputs are outstanding, oldest first, and their requests on the fast path.
         self._in_flight: deque[tuple[SchedulerOutput, FastOutputs]] = deque()
@@ -114,7 +114,7 @@ class BatchedScheduling(Scheduler):
     ) -> int:
         """Cut a chunk of a prompt where a checkpoint is due; vLLM cuts at the ends of blocks."""
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
-        stop = self.kv_cache_manager.checkpoints.stop_behind(request, start)
+        stop = self.kv_cache_manager.checkpoints.next_stop(request, start)
         return min(stop - start, num_new_tokens) if stop else num_new_tokens
 
     def _schedule_batched(self) -> SchedulerOutput | None:
@@ -195,7 +195,7 @@ class BatchedScheduling(Scheduler):
         return output
 
     def _advance(self, batch: DecodeBatch, *, is_new_step: bool) -> None:
-        """Count a step of a batch, behind everything that reads its requests as they were before.
+        """Count a step of a batch, after everything that reads its requests as they were before.
 
         Args:
             is_new_step: whether vLLM has not counted it, as a step with tokens.
@@ -213,7 +213,7 @@ class BatchedScheduling(Scheduler):
         return encoded
 
     def _schedule_rest(self, batch: DecodeBatch, new_block_ids: NewBlockIds) -> SchedulerOutput:
-        """Let vLLM schedule the requests behind the batch, with each limit reduced by the batch's share."""
+        """Let vLLM schedule the requests after the batch, with each limit reduced by the batch's share."""
         num_tokens, num_requests = len(batch.request_ids), len(batch.running)
         self.running = self.running[num_requests:]
         self.max_num_scheduled_tokens -= num_tokens
@@ -239,7 +239,7 @@ class BatchedScheduling(Scheduler):
         return output
 
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput) -> Any:
-        """Tell a KV connector of the whole step; vLLM's code knows of the requests behind the batch only."""
+        """Tell a KV connector of the whole step; vLLM's code only knows of the requests after the batch."""
         if self._ahead_of_rest is not None:
             scheduler_output = copy.copy(scheduler_output)
             _put_first(*self._ahead_of_rest, scheduler_output)

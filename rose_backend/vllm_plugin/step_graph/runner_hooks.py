@@ -22,7 +22,7 @@ PROFILED_GRAPHS = 9
 
 vLLM takes what the second largest needed, at least 1 MiB, for what every other one needs. But the memory pool still
 grows with the first graphs, in steps of up to 20 MiB, and most of the others find room in it, or even less is in use
-behind them. What is estimated too high is missing in the KV cache.
+after them. What is estimated too high is missing in the KV cache.
 """
 _LARGEST = 3
 """How many of them are the largest, with which the memory pool grows; the others are spread over all other sizes."""

@@ -1,4 +1,4 @@
-"""Which engines, steps and batches are replayed whole; everything else is vLLM's, and the reason is told.
+"""Which engines, steps and batches are replayed whole; everything else is vLLM's, with the reason.
 
 Nothing here changes anything, and all of it is equal on all ranks of a tensor parallel group.
 """
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rose_backend.vllm_plugin.options import first_reason
 from rose_backend.vllm_plugin.sampler.sampler_v2 import ReplayedSampling
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def why_engine_is_not_steady(runner: Any) -> str | None:
         "layers with a state": any(
             isinstance(group.kv_cache_spec, MambaSpec) for groups in runner.attn_groups for group in groups
         ),
-        "a model with a state of its own": type(state) is not DefaultModelState
+        "a model with its own state": type(state) is not DefaultModelState
         or state.rope_state is not None
         or state.prompt_embeds_state is not None
         or state.num_new_sampled_tokens_per_step != 1,
@@ -90,8 +91,9 @@ def why_engine_is_not_steady(runner: Any) -> str | None:
         "another sampler": type(sampler) is not Sampler,
         "no full graphs of decodes": manager is None or not manager._capture_descs.get(CUDAGraphMode.FULL),
     }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    return reason or _why_sampler_is_not_steady(sampler) or _why_attention_is_not_steady(runner)
+    return (
+        first_reason(reasons) or _why_sampler_is_not_steady(sampler) or _why_attention_is_not_steady(runner)
+    )
 
 
 def _why_sampler_is_not_steady(sampler: Any) -> str | None:
@@ -101,7 +103,7 @@ def _why_sampler_is_not_steady(sampler: Any) -> str | None:
         "sampling masks": sampler.return_sampling_mask,
         "VLLM_COMPUTE_NANS_IN_LOGITS": sampler.compute_nans,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return first_reason(reasons)
 
 
 def _why_attention_is_not_steady(runner: Any) -> str | None:
@@ -120,7 +122,7 @@ def _why_attention_is_not_steady(runner: Any) -> str | None:
         "blocks split for a kernel": any(group.kernel_block_size is not None for group in groups),
         "writes to the null block": runner.block_tables.redirect_writes_to_null_block,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return first_reason(reasons)
 
 
 def why_step_is_not_steady(output: SchedulerOutput) -> str | None:

@@ -1,7 +1,7 @@
 """Steady decode steps of one model runner as three replays: Rose's prologue, vLLM's own decode graph, Rose's epilogue.
 
 The prologue makes the inputs from the requests' state, the epilogue computes logits, samples and moves that state on.
-So the host only hands over what changed and replays. All state is vLLM's, and complete after every step: steps of both
+So the CPU only hands over what changed and replays. All state is vLLM's, and complete after every step: steps of both
 kinds may alternate.
 """
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 NUM_BUFFERS = 8
-"""Steps whose tokens are kept at once. vLLM reads a step's tokens before it schedules the second step behind it, with
+"""Steps whose tokens are kept at once. vLLM reads a step's tokens before it schedules the second step after it, with
 pipeline stages (which have no step graph) somewhat later. Workers that nobody asks for tokens never read them."""
 
 
 class OutputBuffers:
-    """Host memory for the tokens of the last steps, in turn.
+    """CPU memory for the tokens of the last steps, in turn.
 
     Args:
         max_num_rows: of a step.
@@ -55,21 +55,21 @@ class OutputBuffers:
         self._num_steps = 0
 
     def copy(self, tokens: torch.Tensor, request_ids: list[str], index_of: dict[str, int]) -> SteadyOutput:
-        """Start to copy the tokens of one step, [R] int64, behind what has been launched so far.
+        """Start to copy the tokens of one step, [R] int64, after what has been launched so far.
 
         The copy is on the stream of the steps: the next one overwrites ``tokens`` only after it.
         """
         step, num_rows = self._num_steps, len(request_ids)
         self._num_steps += 1
-        host = self._tokens[step % NUM_BUFFERS]
-        host[:num_rows].copy_(tokens[:num_rows].view(-1, 1), non_blocking=True)
+        on_cpu = self._tokens[step % NUM_BUFFERS]
+        on_cpu[:num_rows].copy_(tokens[:num_rows].view(-1, 1), non_blocking=True)
         event = self._events[step % NUM_BUFFERS]
         if event is not None:
             event.record()
         return SteadyOutput(self, step, request_ids, index_of)
 
     def read(self, step: int, num_rows: int) -> list[list[int]]:
-        """Wait for a step, counted from 0, and return the token of each row in a list of its own.
+        """Wait for a step, counted from 0, and return a list for each row, with its token.
 
         Raises:
             IntegrityError: the tokens were overwritten by those of a later step.
@@ -120,7 +120,7 @@ Part = tuple[str, int]
 
 @dataclass(frozen=True)
 class ArmedBatch:
-    """The requests that the graphs' rows stand for now."""
+    """The requests that the graphs' rows belong to now."""
 
     request_ids: list[str]
     kind: str
@@ -291,10 +291,10 @@ class SteadySteps:
         """Append new blocks to the rows of requests, as vLLM's ``append_block_ids`` and ``apply_staged_writes`` do.
 
         In a busy engine some request fills a block in almost every step. vLLM stages the writes of each row apart and
-        launches a Triton kernel over them: 91 us of the host's time for 32 rows of 256 (beside an H200), where one copy
+        launches a Triton kernel over them: 91 us of the CPU's time for 32 rows of 256 (beside an H200), where one copy
         and two small kernels take 63; with several KV cache groups it is one copy and one kernel. vLLM's own count of
         blocks goes to the device with its next step. Columns that a sliding window has passed stay as they are, as in
-        vLLM's steps: attention reads no column in front of the window.
+        vLLM's steps: attention reads no column before the window.
         """
         if not any(cached.new_block_ids):
             return
