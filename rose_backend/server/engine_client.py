@@ -292,7 +292,7 @@ class EngineClient:
         for stream in self._streams.values():
             # One exception per request: tracebacks must not accumulate in one object.
             stream.fail(EngineDeadError(str(error)))
-        # They stay in their queue: an engine that was told to stop may still answer what it was asked before.
+        # Waiters stay queued: an engine process that was told to stop may still answer earlier requests for counters.
         for waiter, _ in self._counter_waiters:
             waiter.cancel()
         if self._heartbeats is not None:

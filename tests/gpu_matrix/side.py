@@ -93,7 +93,7 @@ class Side:
         self.counts |= self._metrics()
         self.one_by_one(first, "again-")
         if self.case.reset_step is not None:
-            # Of a model with states: the second one keeps some inside its prompt, which the third one finds.
+            # The second request of a prompt leaves a checkpoint of the states inside it; only the third can hit it.
             self.one_by_one(first, "third-")
         self._forget()
         self.one_by_one(first, "afresh-")

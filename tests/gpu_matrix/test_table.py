@@ -39,7 +39,7 @@ def test_rows_of_all_outcomes(tmp_path: Path) -> None:
     rows = {line.split("|")[1].strip(): line for line in table(results).splitlines()}
     assert len(rows) == 2 + len(CASES)
     versions = "vLLM 0, a GPU, 2026-01-01"
-    assert f"| equal ({versions}) | 84 | 0 | 1.0e-02 / 1.0e-02 | 3 |" in rows["`Qwen3ForCausalLM`"]
+    assert f"| equal ({versions}) | 92 | 0 | 1.0e-02 / 1.0e-02 | 3 |" in rows["`Qwen3ForCausalLM`"]
     assert f"| not run: missing: a_module ({versions}) |" in rows["`Qwen3MoeForCausalLM`"]
     assert f"| different ({versions}) |" in rows["`SmolLM3ForCausalLM`"]
     assert "| not yet |" in rows["LoRA"]
