@@ -114,6 +114,10 @@ def wrong_third(rose: Report) -> None:
     wrong_again(rose, "third-")
 
 
+def wrong_fourth(rose: Report) -> None:
+    wrong_again(rose, "fourth-")
+
+
 def other_text(rose: Report) -> None:
     of_kind(rose, "plain")["completions"][0]["text"] += "."
 
@@ -186,6 +190,7 @@ PLANTED: dict[Callable[[Report], None], str] = {
     wrong_token_behind_a_tie: "behind another one",
     wrong_again: "(the first time)",
     wrong_third: "third-first-0: token 5 is 1234",
+    wrong_fourth: "fourth-first-0: token 5 is 1234",
     other_text: "other text",
     short_text: "tokens, not",
     wrong_logprob: "a log-probability is wrong by 3.00e-02",

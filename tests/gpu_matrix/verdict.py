@@ -26,7 +26,7 @@ from statistics import fmean, quantiles
 from typing import Any
 
 MEAN_SLACK = 1.25
-ROUNDS = ("again-", "third-", "afresh-")
+ROUNDS = ("again-", "third-", "fourth-", "afresh-")
 LOADED = ("offloading",)
 """Where an emptied cache is filled from elsewhere: what is computed depends on how much that brings."""
 MINIMUM = {"mixed_steps": 5, "chunked_steps": 5, "cached_tokens": 100, "preemptions": 1}
