@@ -240,7 +240,7 @@ class RemoteEngine(EngineClient):
     def _fail_all(self, error: EngineDeadError) -> None:
         for stream in self._take_all():
             stream.put(error)
-        # They stay in their queue: an engine that was told to stop may still answer what it was asked before.
+        # Waiters stay queued: an engine process that was told to stop may still answer earlier requests for counters.
         for waiter, _ in self._counter_waiters:
             waiter.cancel()
         if self._heartbeats is not None:

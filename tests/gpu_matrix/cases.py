@@ -79,7 +79,7 @@ def _qwen(architecture: str, write: Callable[[Path], Path], **fields: Any) -> Ca
 
 
 # Blocks are as wide as states are large: few enough of them would make requests wait, not be preempted.
-_STATES: dict[str, Any] = {"num_blocks": 400, "reset_step": 12}
+_STATES: dict[str, Any] = {"num_blocks": 200, "reset_step": 12}
 # vLLM's choice on Hopper needs CUTLASS's Python package.
 _DELTA_NET: dict[str, Any] = _STATES | {"options": {"gdn_prefill_backend": "triton"}}
 

@@ -18,11 +18,9 @@ from tests.support.random_checkpoints import write_random
 
 SMALL_SHARE = 0.03
 """Of the layers' outputs, as they are drawn otherwise."""
-_WEIGHTS = "model.safetensors"
-
-
 _COMMON = slice(700, 740)
-"""Tokens that ``write_repetitive_llama`` answers with, mostly."""
+"""Token ids that ``write_repetitive_llama`` makes likely."""
+_WEIGHTS = "model.safetensors"
 
 
 def write_with_draft_model(path: Path) -> Path:
@@ -90,7 +88,7 @@ def write_llama(path: Path, dtype: torch.dtype = torch.float16, **changes: int) 
 
 
 def write_repetitive_llama(path: Path) -> Path:
-    """Write the model alone, with 40 tokens far likelier than others: answers repeat what they said before."""
+    """Write the model alone, with 40 tokens far more likely than all others, so that generated text repeats itself."""
     write_llama(path)
     tensors = load_file(path / _WEIGHTS)
     head = 0.2 * tensors["lm_head.weight"]

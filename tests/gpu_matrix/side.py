@@ -93,8 +93,10 @@ class Side:
         self.counts |= self._metrics()
         self.one_by_one(first, "again-")
         if self.case.reset_step is not None:
-            # Of a model with states: the second one keeps some inside its prompt, which the third one finds.
-            self.one_by_one(first, "third-")
+            # The reset emptied the cache. Of requests since then with one prompt, the first leaves K/V, the second a
+            # checkpoint of the states inside it, and only the third can hit that.
+            for prefix in ("third-", "fourth-"):
+                self.one_by_one(first, prefix)
         self._forget()
         self.one_by_one(first, "afresh-")
         self.counts["loaded_tokens"] = self._metrics()["loaded_tokens"] - self.counts["loaded_tokens"]

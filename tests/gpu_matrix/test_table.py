@@ -9,7 +9,7 @@ from tests.gpu_matrix.cases import ARCHITECTURES, CASES
 from tests.gpu_matrix.run import report_path
 from tests.gpu_matrix.table import PAGE, keep_results, read_results, table, with_table
 from tests.gpu_matrix.test_verdict import report, wrong_token
-from tests.gpu_matrix.verdict import judge
+from tests.gpu_matrix.verdict import ROUNDS, judge
 from tests.vllm_plugin.test_served_architectures import ROW
 
 
@@ -39,7 +39,10 @@ def test_rows_of_all_outcomes(tmp_path: Path) -> None:
     rows = {line.split("|")[1].strip(): line for line in table(results).splitlines()}
     assert len(rows) == 2 + len(CASES)
     versions = "vLLM 0, a GPU, 2026-01-01"
-    assert f"| equal ({versions}) | 84 | 0 | 1.0e-02 / 1.0e-02 | 3 |" in rows["`Qwen3ForCausalLM`"]
+    num_requests = 60 + 8 * (1 + len(ROUNDS))
+    assert (
+        f"| equal ({versions}) | {num_requests} | 0 | 1.0e-02 / 1.0e-02 | 3 |" in rows["`Qwen3ForCausalLM`"]
+    )
     assert f"| not run: missing: a_module ({versions}) |" in rows["`Qwen3MoeForCausalLM`"]
     assert f"| different ({versions}) |" in rows["`SmolLM3ForCausalLM`"]
     assert "| not yet |" in rows["LoRA"]

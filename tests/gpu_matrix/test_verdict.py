@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.gpu_matrix.traffic import Ask, first_asks, mixed_asks
-from tests.gpu_matrix.verdict import Report, judge
+from tests.gpu_matrix.verdict import ROUNDS, Report, judge
 
 R = 0.01
 """Stock's largest error in these reports."""
@@ -20,7 +20,7 @@ LEAD = 1.0
 def report(side: str) -> Report:
     """Return what a side could have written: every lead is ``LEAD``, every error R, but for a sign."""
     asks = {ask.name: ask for ask in (*first_asks(False), *mixed_asks(False))}
-    asks |= {f"{prefix}{ask.name}": ask for ask in first_asks(False) for prefix in ("again-", "afresh-")}
+    asks |= {f"{prefix}{ask.name}": ask for ask in first_asks(False) for prefix in ROUNDS}
     counts = {"mixed_steps": 9, "chunked_steps": 9, "cached_tokens": 900, "preemptions": 3}
     return {
         "case": "LlamaForCausalLM",
@@ -66,7 +66,7 @@ def of_kind(side: Report, kind: str, start: str = "mixed-") -> dict[str, Any]:
 def test_equal_reports_are_equal() -> None:
     verdict = judge(report("rose"), report("stock"))
     assert (verdict.outcome, verdict.complaints, verdict.num_parted) == ("equal", [], 0)
-    assert verdict.rounding == pytest.approx(R) and verdict.num_requests == 60 + 3 * 8
+    assert verdict.rounding == pytest.approx(R) and verdict.num_requests == 60 + (1 + len(ROUNDS)) * 8
     assert verdict.is_exact == {"rose": True, "stock": True}
 
 
@@ -103,11 +103,19 @@ def wrong_token_behind_a_tie(rose: Report) -> None:
     of_kind(rose, "plain")["completions"][0]["exact_leads"][-1] = -2.1 * R
 
 
-def wrong_again(rose: Report) -> None:
+def wrong_again(rose: Report, prefix: str = "again-") -> None:
     # Stock says the same: this is a difference to the first time alone.
-    completion = rose["answers"]["again-first-0"]["completions"][0]
+    completion = rose["answers"][f"{prefix}first-0"]["completions"][0]
     completion["tokens"][5] = 1234
     completion["exact_logprobs"][5] -= 2.1 * R
+
+
+def wrong_third(rose: Report) -> None:
+    wrong_again(rose, "third-")
+
+
+def wrong_fourth(rose: Report) -> None:
+    wrong_again(rose, "fourth-")
 
 
 def other_text(rose: Report) -> None:
@@ -181,6 +189,8 @@ PLANTED: dict[Callable[[Report], None], str] = {
     wrong_allowed_token: "float32 puts 2.10e-02 between them",
     wrong_token_behind_a_tie: "behind another one",
     wrong_again: "(the first time)",
+    wrong_third: "third-first-0: token 5 is 1234",
+    wrong_fourth: "fourth-first-0: token 5 is 1234",
     other_text: "other text",
     short_text: "tokens, not",
     wrong_logprob: "a log-probability is wrong by 3.00e-02",

@@ -26,7 +26,7 @@ from statistics import fmean, quantiles
 from typing import Any
 
 MEAN_SLACK = 1.25
-ROUNDS = ("again-", "third-", "afresh-")
+ROUNDS = ("again-", "third-", "fourth-", "afresh-")
 LOADED = ("offloading",)
 """Where an emptied cache is filled from elsewhere: what is computed depends on how much that brings."""
 MINIMUM = {"mixed_steps": 5, "chunked_steps": 5, "cached_tokens": 100, "preemptions": 1}
@@ -48,7 +48,7 @@ class Verdict:
     """The outcome of one case."""
 
     outcome: str = "equal"
-    """"equal", "different", "too little traffic" (nothing differs, but little happened) or "not run"."""
+    """"equal", "different", "too little traffic" (no difference found, but ``MINIMUM`` not reached) or "not run"."""
     complaints: list[str] = field(default_factory=list)
     """What is different or missing, or why it was not run."""
     rounding: float = 0.0
@@ -107,10 +107,9 @@ def judge(rose: Report, stock: Report) -> Verdict:
         complaints.append(
             "requests repeated with an empty cache are not the first ones bit by bit; stock's are"
         )
-    verdict.outcome = "different" if complaints else "equal"
-    if missing := _complaints_about_traffic(rose):
-        verdict.outcome = "different" if complaints else "too little traffic"
-        complaints += missing
+    missing = _complaints_about_traffic(rose)
+    verdict.outcome = "different" if complaints else "too little traffic" if missing else "equal"
+    complaints += missing
     return verdict
 
 
