@@ -47,9 +47,12 @@ THIRD_PARTY = {
     "block_view": frozenset({"numpy", "rich", "prometheus_client"}),
 }
 ONLY_IN_PLUGIN = "vllm"
-HEAVY_MODULES = ("torch", "triton", "vllm", "transformers", "flashinfer", "fastapi")
+HEAVY_MODULES = (
+    *("torch", "triton", "vllm", "transformers", "flashinfer", "fastapi"),
+    "rose_backend.compile_ahead",
+)
 # What an engine on a CPU must do without, although it may import torch.
-NOT_ON_A_CPU = ("triton", "vllm", "transformers", "flashinfer")
+NOT_ON_A_CPU = ("triton", "vllm", "transformers", "flashinfer", "rose_backend.compile_ahead")
 
 MAX_LINES = 400
 

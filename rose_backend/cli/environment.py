@@ -7,7 +7,7 @@ import platform
 
 from rose_backend import __version__
 from rose_backend.config import Switches
-from rose_backend.engine.startup.feature_status import feature_status
+from rose_backend.engine.startup.report import feature_status
 
 _DISTRIBUTIONS = (
     ("torch", ("torch",)),

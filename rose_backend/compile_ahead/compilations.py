@@ -1,4 +1,7 @@
-"""Watch Triton compile, and let it find what it has compiled: a first launch takes milliseconds to seconds."""
+"""Watch Triton compile, and give kernels the same cache key in every process.
+
+The first launch of a kernel takes milliseconds, if it is in Triton's cache on disk, or seconds.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from rose_backend import kernels
+import rose_backend.kernels
 
 
 @dataclass(slots=True)
@@ -18,7 +21,7 @@ class Compilations:
     """Kernels that were compiled, or loaded from Triton's cache on disk."""
 
     names: list[str] = field(default_factory=list)
-    """In order; a kernel that is compiled for other constants or argument types comes again."""
+    """In order; a kernel is listed again for other constants or argument types."""
     compiled: list[str] = field(default_factory=list)
     """Those of them that were not on disk."""
     seconds: float = 0.0
@@ -52,7 +55,7 @@ def settle_cache_keys() -> None:
 
     Triton 3.6 (``DependenciesFinder._update_hash``) puts the constants of a called function into the caller's key only
     if the key of the called function was computed before. So keys depend on the order of first launches, and what one
-    process has compiled another one does not find. Here each function's key is computed behind those of all it calls.
+    process has compiled another one does not find. Here each function's key is computed after those of all it calls.
     """
     settled: set[int] = set()
     for name in kernel_modules():
@@ -61,12 +64,13 @@ def settle_cache_keys() -> None:
 
 
 def kernel_modules() -> list[str]:
-    """Return the names of all modules in which ``triton.jit`` functions may stand."""
-    return [info.name for info in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
+    """Return the names of all modules that may define ``triton.jit`` functions."""
+    room = rose_backend.kernels
+    return [info.name for info in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")]
 
 
 def called_functions(function: Any) -> list[Any]:
-    """Return the ``triton.jit`` functions that the text of another one names, each once, Triton's own among them."""
+    """Return the ``triton.jit`` functions that another one's source names, each once, Triton's own included."""
     from triton.runtime.jit import JITCallable
 
     named = (_resolve(node, function.__globals__) for node in ast.walk(function.parse()))

@@ -1,8 +1,11 @@
-"""Compile many kernels at once, in processes, into Triton's cache on disk: the launch of each finds it there.
+"""Compile the kernels of a start in other processes, into Triton's cache on disk: the launch of each finds it there.
 
-Not in threads, although Triton's compiler holds Python's lock for a small part of its time only: a start that reads
-weights or traces a model holds it, too, and where memory runs out a process can end instead of the start. The processes
-are forked from a server that has never touched CUDA, not from this process, and do not run the caller's main module.
+``AheadCompilation`` is what engines use; ``CompilationPool`` are its processes, ``CompleteStarts`` its notes.
+
+Threads would not do, although Triton's compiler holds the interpreter lock only briefly: a start that reads weights or
+traces a model needs that lock, too, and when memory runs out, a process can be killed instead of the start. They are
+forked from a server (``server.py``) that has never touched CUDA, not from this process, and do not run the main module
+of the caller.
 """
 
 from __future__ import annotations
@@ -19,22 +22,24 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rose_backend.compile_ahead.compilations import settle_cache_keys
 from rose_backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from rose_backend.compile_ahead.recorded_launches import KernelSource
 
 MAX_PROCESSES = 32
-"""A start has about as many kernels as this, twice."""
+"""A start has about twice this many kernels."""
 MAX_SILENCE_S = 300.0
-"""A kernel takes seconds; where none is finished for so long, something hangs, and the start goes on alone."""
+"""A kernel takes seconds: if none is finished for this long, something hangs, and the start continues without them."""
 COMPILES_ALONE = "kernels are compiled one after the other, in this process"
-"""What is logged where other processes could not."""
+"""What is logged when other processes could not compile them."""
+_PACKAGE = Path(__file__).resolve().parents[1]
 _START_SERVER = (
     "import sys; sys.path[:] = filter(None, sys.path); "
     "from rose_backend.compile_ahead.server import main; main()"
@@ -137,7 +142,7 @@ def usable_cores() -> int:
 
 
 def _receive(server: subprocess.Popen[bytes], lines: queue.SimpleQueue[bytes]) -> None:
-    """Pass on the lines of a server, and an empty one behind the last."""
+    """Pass on the lines of a server, then an empty one."""
     assert server.stdout is not None
     with server.stdout:
         for line in server.stdout:
@@ -220,11 +225,113 @@ def cache_directory() -> str:
 
 
 def _package_digest() -> str:
-    import rose_backend
-
     digest = hashlib.sha256()
     # What is measured chooses kernels too.
-    for path in sorted(Path(rose_backend.__file__).parent.rglob("*")):
+    for path in sorted(_PACKAGE.rglob("*")):
         if path.suffix in (".py", ".txt"):
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+Progress = Callable[[Iterable[CompiledKernel], int], Iterator[CompiledKernel]]
+"""Passes on what it is given and shows how many of the expected number have come."""
+
+
+def _show_nothing(kernels: Iterable[CompiledKernel], total: int) -> Iterator[CompiledKernel]:
+    return iter(kernels)
+
+
+class AheadCompilation:
+    """Compiles the kernels of one or more starts, beginning when it is constructed.
+
+    Args:
+        starts: notes on these starts.
+        record: returns what they launch; its errors propagate. Not called if all starts are complete.
+        again: check every kernel even if an earlier start noted that all are there.
+        num_processes: None takes one per core of this process.
+        progress: shows how far a wait for kernels is.
+    """
+
+    def __init__(
+        self,
+        starts: Sequence[CompleteStarts],
+        record: Callable[[], Sequence[KernelSource]],
+        *,
+        again: bool = False,
+        num_processes: int | None = None,
+        progress: Progress = _show_nothing,
+    ) -> None:
+        self.kernels: list[CompiledKernel] = []
+        """The finished ones that this process has been told of."""
+        self._starts = starts
+        self._sources: Sequence[KernelSource] = ()
+        self._progress = progress
+        self._pool: CompilationPool | None = None
+        settle_cache_keys()
+        if not again and all(start.is_complete() for start in starts):
+            return
+        # It starts while this process looks for kernels.
+        self._pool = CompilationPool(num_processes)
+        self._sources = record()
+        self._pool.submit(self._sources)
+        self._finished = iter(self._pool.finished())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self._pool is None
+
+    def wait_for(self, *names: str) -> None:
+        """Wait only for the kernels with these names."""
+        self._wait_for(lambda name: name in names)
+
+    def wait_for_others(self, *names: str) -> None:
+        """Wait for all kernels except those with these names.
+
+        Raises:
+            ConfigError: as ``wait``.
+        """
+        self._wait_for(lambda name: name not in names)
+        self._why_some_failed()
+
+    def _wait_for(self, is_wanted: Callable[[str], bool]) -> None:
+        num_left = sum(is_wanted(source.name) for source in self._sources)
+        num_left -= sum(is_wanted(kernel.source.name) for kernel in self.kernels)
+        if self._pool is not None:
+            for _ in self._progress(self._finish(is_wanted, num_left), num_left):
+                pass
+
+    def _finish(self, is_wanted: Callable[[str], bool], num_left: int) -> Iterator[CompiledKernel]:
+        """Collect finished kernels until ``num_left`` wanted ones are among them; yield the wanted ones."""
+        while num_left and (kernel := next(self._finished, None)) is not None:
+            self.kernels.append(kernel)
+            if is_wanted(kernel.source.name):
+                num_left -= 1
+                yield kernel
+
+    def wait(self) -> str | None:
+        """Wait for the last kernel.
+
+        Returns:
+            Why some were not compiled; None if all were.
+
+        Raises:
+            ConfigError: some were not, because Triton's cache cannot be written.
+        """
+        if self._pool is None:
+            return None
+        self._wait_for(lambda name: True)
+        pool, self._pool = self._pool, None
+        pool.close()
+        failure = self._why_some_failed() or pool.failure
+        if failure is None and all(kernel.has_launcher for kernel in self.kernels):
+            for start in self._starts:
+                start.note(self.kernels)
+        return failure
+
+    def _why_some_failed(self) -> str | None:
+        failed = [kernel for kernel in self.kernels if kernel.error is not None]
+        if not failed:
+            return None
+        check_cache_is_writable()
+        return f"{len(failed)} failed, the first is {failed[0].source.name}: {failed[0].error}"

@@ -1,7 +1,7 @@
-"""Which kernels would be launched: found by running the code that launches them on tensors without memory.
+"""Record which kernels code would launch, by running it on tensors without memory.
 
-Inside ``record_launches`` tensors on device ``meta`` pass for a GPU's, and a launch of a Triton kernel over them writes
-down what it would compile. Nothing runs, and no GPU is needed.
+Inside ``record_launches`` tensors on device ``meta`` pass for a GPU's, and a launch of a Triton kernel over them
+records what it would compile. Nothing runs, and no GPU is needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
 _PACKAGE = "rose_backend."
 _WARP_SIZE = 32
 _recording = threading.RLock()
-"""Recordings of several threads come one after the other: each puts back what it found in Triton."""
+"""One thread records at a time: each restores what it found in Triton."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class KernelSource:
         return function
 
     def length(self) -> int:
-        """Return the characters of its text and of all that it calls: longer ones take longer to compile."""
+        """Return the characters of its source and of all that it calls: longer ones take longer to compile."""
         return _length(self.function(), set())
 
 
@@ -121,10 +121,10 @@ class RecordedLaunches:
 
 @contextlib.contextmanager
 def record_launches(gpu: GpuProperties) -> Iterator[RecordedLaunches]:
-    """Write down launches of this thread instead of compiling and launching; other threads are not affected.
+    """Record launches of this thread instead of compiling and launching; other threads are not affected.
 
     Args:
-        gpu: what device ``meta`` stands for.
+        gpu: the GPU whose place device ``meta`` takes.
     """
     with _recording:
         yield from _record(RecordedLaunches(gpu))
@@ -148,7 +148,7 @@ def _record(recorded: RecordedLaunches) -> Iterator[RecordedLaunches]:
         if where is not device:
             return do_compile(kernel, key, signature, where, constexprs, options, attributes, warmup)
         kernels.append(kernel)
-        # Those of vLLM are vLLM's to compile.
+        # vLLM compiles its own.
         if kernel.__module__.startswith(_PACKAGE):
             compilation = _Compilation(kernel, key, signature, constexprs, options, attributes)
             recorded.compilations.append(compilation)
@@ -169,7 +169,7 @@ def _record(recorded: RecordedLaunches) -> Iterator[RecordedLaunches]:
 
 
 class _NotLaunched:
-    """In place of a compiled kernel."""
+    """Takes the place of a compiled kernel."""
 
     function = packed_metadata = None
 
@@ -181,7 +181,7 @@ class _NotLaunched:
 
 
 class _RecordingDriver:
-    """Triton's driver: to the recording thread it is the device itself, to other threads the one there was."""
+    """Triton's driver and, for the recording thread, the device; other threads get the original driver."""
 
     def __init__(self, recorded: RecordedLaunches, real: Any) -> None:
         self.real = real
@@ -210,14 +210,14 @@ class _RecordingDriver:
 
 
 class _MetaAsGpu(TorchFunctionMode):
-    """Lets tensors on ``meta`` pass for a GPU's, and copies between them and host memory do nothing."""
+    """Makes tensors on ``meta`` pass for a GPU's; copies between them and CPU memory do nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == _IS_CUDA:
             return args[0].device.type == "meta"
         if func is torch.Tensor.data_ptr and args[0].device.type == "meta":
-            # Triton compiles apart for addresses that are no multiples of 16, as of rows behind others.
+            # Triton compiles another variant for addresses that are no multiples of 16, as those of later rows may be.
             return args[0].storage_offset() * args[0].element_size()
         if func is torch.Tensor.copy_ and args[0].device.type == "cpu" and args[1].device.type == "meta":
             return args[0]

@@ -1,4 +1,4 @@
-"""A process of its own that compiles kernels for ``compilation_pool.py``: it imports what they need once, then forks.
+"""The server process of ``CompilationPool``: it imports what compiling needs once, then forks the processes.
 
 Reads pickled ``KernelSource`` objects from stdin, writes one line of JSON per kernel to stdout. It leads a session,
 which ends with its parent.
@@ -38,7 +38,7 @@ def main() -> None:
     """Serve one list of kernels."""
     parent = int(sys.argv[1])
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    # Triton and what it calls print now and then.
+    # Triton and the compilers that it calls sometimes print.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     settle_cache_keys()
     _wait_for_input(parent)

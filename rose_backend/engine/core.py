@@ -25,8 +25,7 @@ from rose_backend.engine.request import PromptLists, Request, check_queue, check
 from rose_backend.engine.scheduling.deferred_commit import DeferredCommits, Int64Array
 from rose_backend.engine.scheduling.scheduler import Scheduler
 from rose_backend.engine.sequence_state import SequenceState
-from rose_backend.engine.startup.load import LoadedModel, load
-from rose_backend.engine.startup.warm_up import warm_up
+from rose_backend.engine.startup.load import LoadedModel, load, warm_up
 from rose_backend.engine.tokenizer_loading import PendingTokenizer
 from rose_backend.errors import EngineDeadError, IntegrityError, RequestError, kind_and_text
 from rose_backend.kernels.workspace import Workspace

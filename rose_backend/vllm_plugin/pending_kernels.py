@@ -19,7 +19,7 @@ from rose_backend.vllm_plugin.registration import installed_vllm_version
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from rose_backend.compile_ahead.ahead import AheadCompilation
+    from rose_backend.compile_ahead.pool import AheadCompilation
     from rose_backend.compile_ahead.recorded_launches import RecordedLaunches
     from rose_backend.kernels.gpu_properties import GpuProperties
 
@@ -70,8 +70,7 @@ def begin(vllm_config: VllmConfig, layer: Any, kind: Hashable) -> None:
 
 def compile_ahead(vllm_config: VllmConfig, layer: Any, kind: Hashable, gpu: GpuProperties) -> PendingKernels:
     """Compile for an engine on ``gpu``; see ``begin``."""
-    from rose_backend.compile_ahead.ahead import AheadCompilation
-    from rose_backend.compile_ahead.pool import CompleteStarts, usable_cores
+    from rose_backend.compile_ahead.pool import AheadCompilation, CompleteStarts, usable_cores
 
     start = CompleteStarts(gpu, installed_vllm_version(), kind, *_key(vllm_config))
     # Each worker of this machine has processes of its own.

@@ -16,21 +16,12 @@ import pytest
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rose_backend.cli import main
-from rose_backend.compile_ahead import ahead as ahead_compilation
-from rose_backend.compile_ahead import recorded_launches
-from rose_backend.compile_ahead.ahead import AheadCompilation
-from rose_backend.compile_ahead.pool import CompiledKernel
+from rose_backend.compile_ahead import pool as compilation_pool
+from rose_backend.compile_ahead.pool import AheadCompilation, CompiledKernel
 from rose_backend.compile_ahead.recorded_launches import KernelSource, RecordedLaunches, record_launches
 from rose_backend.config import EngineConfig
-from rose_backend.engine.startup import compile_ahead
-from rose_backend.engine.startup.compile_ahead import (
-    compile_starts,
-    record_start,
-    wait_for_forward_kernels,
-    wait_for_kernels,
-    warm_cache,
-)
-from rose_backend.engine.startup.padding import launch_everything
+from rose_backend.engine.startup import kernels as start_kernels
+from rose_backend.engine.startup.kernels import compile_starts, launch_everything, record_start, warm_cache
 from rose_backend.errors import ConfigError, ModelError
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.linear import small_batch_linear
@@ -172,7 +163,7 @@ def test_kernels_do_not_depend_on_the_number_of_blocks(
 ) -> None:
     config = EngineConfig(model="m", max_num_batched_tokens=2048, max_num_seqs=8)
     few = record_start(tiny_model_path, config, H100)
-    monkeypatch.setattr(compile_ahead, "_NUM_BLOCKS", 77_777)
+    monkeypatch.setattr(start_kernels, "_NUM_BLOCKS", 77_777)
     assert record_start(tiny_model_path, config, H100) == few
 
 
@@ -207,7 +198,7 @@ class Pool:
 def pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Pool]:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "cache").mkdir()
-    monkeypatch.setattr(ahead_compilation, "CompilationPool", Pool)
+    monkeypatch.setattr(compilation_pool, "CompilationPool", Pool)
     return Pool
 
 
@@ -232,10 +223,10 @@ def test_a_forward_pass_does_not_wait_for_the_sampler(
     monkeypatch.setattr(pool, "finished", last_sampler)
     config = EngineConfig(model="m", max_num_batched_tokens=2048, max_num_seqs=2)
     compilation = compile_starts(tiny_model_path, [config], H100)
-    wait_for_forward_kernels(compilation)
+    compilation.wait_for_others(*SAMPLER_KERNELS)
     names = [kernel.source.name for kernel in compilation.kernels]
     assert names and not set(names) & set(SAMPLER_KERNELS) and not compilation.is_over
-    wait_for_forward_kernels(compilation)
+    compilation.wait_for_others(*SAMPLER_KERNELS)
     assert len(compilation.kernels) == len(names)
     assert compilation.wait() is None
     left = {kernel.source.name for kernel in compilation.kernels[len(names) :]}
@@ -255,8 +246,8 @@ def test_the_sampler_is_launched_last(tiny_model_path: Path, monkeypatch: pytest
             yield recorded
 
     recorded: RecordedLaunches
-    monkeypatch.setattr(compile_ahead, "launch_everything", launch)
-    monkeypatch.setattr(recorded_launches, "record_launches", record)
+    monkeypatch.setattr(start_kernels, "launch_everything", launch)
+    monkeypatch.setattr(start_kernels, "record_launches", record)
     config = EngineConfig(model="m", max_num_batched_tokens=2048, max_num_seqs=2)
     everything = [source.name for source in record_start(tiny_model_path, config, H100)]
     assert set(SAMPLER_KERNELS) < set(everything) and not set(SAMPLER_KERNELS) & set(launched)
@@ -276,7 +267,11 @@ def test_failures_are_reported_and_not_noted(
     assert not compile_starts(tiny_model_path, configs, H100).is_over
 
 
-@pytest.mark.parametrize("wait", [wait_for_forward_kernels, wait_for_kernels])
+@pytest.mark.parametrize(
+    "wait",
+    [lambda each: each.wait_for_others(*SAMPLER_KERNELS), AheadCompilation.wait],
+    ids=["forward", "all"],
+)
 def test_a_cache_that_cannot_be_written_is_an_error(
     tiny_model_path: Path,
     pool: type[Pool],
@@ -333,7 +328,7 @@ def test_mistakes_are_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(compile_ahead.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(start_kernels.torch.cuda, "is_available", lambda: False)
     assert main(["warmup", str(qwen3_path), *options]) == 2
     assert capsys.readouterr().err.startswith(f"rose: error: {message}")
 
@@ -356,7 +351,7 @@ def test_warm_cache_really_compiles(
         sources[:] = [source for source in record_start(*args) if source.name.startswith(("_emb", "_norm"))]
         return sources
 
-    monkeypatch.setattr(compile_ahead, "record_start", two)
+    monkeypatch.setattr(start_kernels, "record_start", two)
     config = EngineConfig(model=str(qwen3_path), max_num_batched_tokens=2048, max_num_seqs=2)
     kernels, failure = warm_cache(config, (9, 0), None)
     assert failure is None and len(kernels) == len(sources) > 1
@@ -396,7 +391,7 @@ def test_all_products_and_decodes_of_a_start_fit_gpus_that_are_not_here(
             if source.name.endswith(("_linear_kernel", "_decode_kernel"))
         ]
 
-    monkeypatch.setattr(compile_ahead, "record_start", record_some)
+    monkeypatch.setattr(start_kernels, "record_start", record_some)
     config = EngineConfig(model=str(tmp_path), max_num_batched_tokens=2048)
     kernels, failure = warm_cache(config, capability, num_processors)
     assert failure is None and len(kernels) > 20

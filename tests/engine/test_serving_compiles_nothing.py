@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rose_backend.compile_ahead import recorded_launches
 from rose_backend.compile_ahead.recorded_launches import RecordedLaunches, record_launches
 from rose_backend.config import EngineConfig
 from rose_backend.engine.execution.model_runner import ModelRunner
 from rose_backend.engine.scheduling.scheduler import Step
-from rose_backend.engine.startup import compile_ahead
-from rose_backend.engine.startup.compile_ahead import record_start
-from rose_backend.engine.startup.padding import launch_everything
+from rose_backend.engine.startup import kernels as start_kernels
+from rose_backend.engine.startup.kernels import launch_everything, record_start
 from rose_backend.kernels.gpu_properties import GpuProperties
 from tests.engine.test_compile_ahead import H100, LLAMA_8B, QWEN3
 
@@ -143,8 +141,8 @@ def test_random_steps_launch_what_the_start_has_launched(
             steps.run()
 
     recorded: RecordedLaunches
-    monkeypatch.setattr(recorded_launches, "record_launches", record)
-    monkeypatch.setattr(compile_ahead, "launch_everything", launch_and_serve)
+    monkeypatch.setattr(start_kernels, "record_launches", record)
+    monkeypatch.setattr(start_kernels, "launch_everything", launch_and_serve)
     config = EngineConfig(model=str(tmp_path), **{"max_num_batched_tokens": 8192, **options})
     sources = record_start(tmp_path, config, gpu)
     assert num_launched > 20

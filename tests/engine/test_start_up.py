@@ -21,8 +21,8 @@ from rose_backend.config import EngineConfig
 from rose_backend.engine import progress
 from rose_backend.engine.process_settings import note_imports, process_age_s
 from rose_backend.engine.startup import report as start_up_report
+from rose_backend.engine.startup.kernels import decode_kinds, padding_passes, token_counts
 from rose_backend.engine.startup.load import storage_bytes
-from rose_backend.engine.startup.padding import decode_kinds, padding_passes, token_counts
 from rose_backend.engine.startup.report import MemoryUse, StartUpReport, show_start_up
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError

@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.compile_ahead.compilations import watch_compilations
-from rose_backend.engine.startup import padding
+from rose_backend.engine.startup import kernels as start_kernels
 from tests.support.crowd import crowd
 from tests.support.random_checkpoints import MAX_MODEL_LEN, VOCAB_SIZE, write_random, write_random_qwen3
 from tests.support.tiny_checkpoint import write_random_gpt2_124m
@@ -151,7 +151,7 @@ def test_a_first_start_compiles_in_other_processes(
 def test_without_a_warm_up_serving_would_compile(
     tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(padding, "warm_kernels", lambda loaded: None)
+    monkeypatch.setattr(start_kernels, "warm_kernels", lambda loaded: None)
     with LLM(str(tiny_model_path), **OPTIONS, cuda_graph=False) as llm, watch_compilations() as seen:
         serve_everything(llm)
     assert seen.names

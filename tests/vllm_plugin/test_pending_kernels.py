@@ -12,7 +12,7 @@ import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.v1.worker.gpu.sample import gumbel, min_p
 
-from rose_backend.compile_ahead import ahead as ahead_compilation
+from rose_backend.compile_ahead import pool as compilation_pool
 from rose_backend.compile_ahead.pool import CompiledKernel
 from rose_backend.compile_ahead.recorded_launches import KernelSource, RecordedLaunches
 from rose_backend.kernels.attention.paged_decode import DecodeLoops
@@ -199,7 +199,7 @@ class Pool:
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> type[Pool]:
-    monkeypatch.setattr(ahead_compilation, "CompilationPool", Pool)
+    monkeypatch.setattr(compilation_pool, "CompilationPool", Pool)
     monkeypatch.setattr(Pool, "num_finished", 0)
     monkeypatch.setattr(Pool, "loaded", [])
     monkeypatch.setattr(RecordedLaunches, "load", lambda self: Pool.loaded.append(len(self.sources)))

@@ -1,40 +1,54 @@
-"""From options to a loaded model with its KV pool; all checks of options against model and machine are here."""
+"""From options to an engine that is ready to serve: the model, its KV pool, its graphs, and the start-up report.
+
+All checks of options against model and machine are here. What only a GPU needs is in ``kernels.py``, which a start on a
+CPU does not import.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rose_backend.compile_ahead.ahead import AheadCompilation
-from rose_backend.compile_ahead.pool import COMPILES_ALONE
 from rose_backend.config import EngineConfig
+from rose_backend.engine.execution.model_runner import ModelRunner
 from rose_backend.engine.generation_config import generation_eos_token_ids
-from rose_backend.engine.process_settings import CpuThreads, check_num_threads, choose_cpu_threads
+from rose_backend.engine.process_settings import (
+    CpuThreads,
+    check_num_threads,
+    choose_cpu_threads,
+    take_imports,
+)
 from rose_backend.engine.progress import LoadingProgress
-from rose_backend.engine.startup.compile_ahead import compile_starts
-from rose_backend.engine.startup.feature_status import captures_graphs, feature_status
 from rose_backend.engine.startup.kv_pool import (
     allocate_kv_cache,
     choose_max_model_len,
     choose_num_blocks,
     gpu_reserve_bytes,
 )
+from rose_backend.engine.startup.report import MemoryUse, StartUpReport, captures_graphs, feature_status
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import PendingTokenizer, TokenizerLoading
 from rose_backend.errors import ConfigError, RoseError, kind_and_text
 from rose_backend.kernels import PackedLinear
 from rose_backend.kernels.gpu_properties import gpu_properties
+from rose_backend.kernels.sampling.ops import SAMPLER_KERNELS
 from rose_backend.models.base import CausalLM
 from rose_backend.models.config import ModelConfig
 from rose_backend.models.registry import load_model
 from rose_backend.models.weights import resolve_model_path
 from rose_backend.scheduling.token_budget import default_token_budget
+
+if TYPE_CHECKING:
+    from rose_backend.compile_ahead.compilations import Compilations
+    from rose_backend.compile_ahead.pool import AheadCompilation
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +73,11 @@ class LoadedModel:
     device: torch.device
     captures_graphs: bool
     run_ahead: int
-    """Steps that may be in flight behind the one that is read."""
+    """Steps that may be in flight after the one whose tokens are read."""
     cpu_threads: CpuThreads | None
     """Threads of a step's operations; None on other devices."""
     feature_status: dict[str, str]
-    """Every switch, and whether its part is in force."""
+    """Every switch, and whether its part is in effect."""
     weight_bytes: int
     packed_bytes: int
     """Further copies of weights, laid out for small batches."""
@@ -155,12 +169,20 @@ def _start_compilation(
 ) -> AheadCompilation | None:
     """Let processes compile while this one reads weights."""
     try:
+        from rose_backend.engine.startup.kernels import compile_starts
+
         return compile_starts(directory, [config], gpu_properties(device))
     except RoseError:
         raise
     except Exception as error:  # the start itself has not failed
-        logger.warning("%s: %s", COMPILES_ALONE, kind_and_text(error))
+        _warn_of_failed_compilation(kind_and_text(error))
         return None
+
+
+def _warn_of_failed_compilation(why: str) -> None:
+    from rose_backend.compile_ahead.pool import COMPILES_ALONE
+
+    logger.warning("%s: %s", COMPILES_ALONE, why)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -219,3 +241,87 @@ def storage_bytes(holder: Any, *, leave_out: tuple[type, ...] | type = ()) -> in
 
     visit(holder)
     return sum(storages.values())
+
+
+def warm_up(runner: ModelRunner, loaded: LoadedModel) -> StartUpReport:
+    """Make ``runner`` ready to serve, so that no step waits for a kernel to be compiled."""
+    config, seconds = loaded.config, {**take_imports(), **loaded.seconds}
+    graph_bytes = {"decode graphs": 0, "prompt graphs": 0}
+    kernels: Compilations | None = None
+    if loaded.device.type != "cpu":
+        kernels = _warm_up_gpu(runner, loaded, seconds, graph_bytes)
+    report = StartUpReport(
+        memory=_memory_use(loaded, graph_bytes["decode graphs"], graph_bytes["prompt graphs"]),
+        num_blocks=loaded.num_blocks,
+        block_size=config.block_size,
+        max_model_len=loaded.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.token_budget,
+        cpu_threads=None if loaded.cpu_threads is None else str(loaded.cpu_threads),
+        seconds=seconds,
+        num_kernels=0 if kernels is None else len(kernels.names),
+        kernel_seconds=0.0 if kernels is None else kernels.seconds,
+    )
+    report.log()
+    return report
+
+
+def _warm_up_gpu(
+    runner: ModelRunner, loaded: LoadedModel, seconds: dict[str, float], reserved_bytes: dict[str, int]
+) -> Compilations:
+    """Launch every kernel and capture the graphs.
+
+    Args:
+        seconds: gets the time of each part.
+        reserved_bytes: gets the memory that the allocator reserved in each part.
+
+    Returns:
+        What was compiled, or loaded from disk.
+    """
+    from rose_backend.compile_ahead.compilations import watch_compilations
+    from rose_backend.engine.startup.kernels import launch_everything
+
+    device, compilation = loaded.device, loaded.compilation
+
+    @contextlib.contextmanager
+    def part(name: str) -> Iterator[None]:
+        start, reserved = time.perf_counter(), torch.cuda.memory_reserved(device)
+        yield
+        torch.cuda.synchronize(device)
+        # Blocks that the allocator has cached but no tensor uses do not count.
+        torch.cuda.empty_cache()
+        seconds[name] = time.perf_counter() - start
+        reserved_bytes[name] = torch.cuda.memory_reserved(device) - reserved
+
+    def wait_for_sampler() -> None:
+        start = time.perf_counter()
+        failure = None if compilation is None else compilation.wait()
+        if failure is not None:
+            _warn_of_failed_compilation(failure)
+        seconds["compilation"] += time.perf_counter() - start
+
+    with watch_compilations() as compilations:
+        start = time.perf_counter()
+        if compilation is not None:
+            # The sampler's kernels take longest: forward passes are prepared without them.
+            compilation.wait_for_others(*SAMPLER_KERNELS)
+        seconds["compilation"] = time.perf_counter() - start
+        launch_everything(runner, loaded, loaded.captures_graphs, part, wait_for_sampler)
+    return compilations
+
+
+def _memory_use(loaded: LoadedModel, decode_graphs: int, prompt_graphs: int) -> MemoryUse:
+    """Account for the device's memory, of which graphs took these bytes."""
+    known = MemoryUse(
+        weights=loaded.weight_bytes,
+        packed_copies=loaded.packed_bytes,
+        kv_pool=loaded.kv_cache.nbytes,
+        decode_graphs=decode_graphs,
+        prompt_graphs=prompt_graphs,
+    )
+    if loaded.device.type == "cpu":
+        return known
+    free, total = torch.cuda.mem_get_info(loaded.device)
+    workspace = min(max(loaded.reserve_bytes - decode_graphs - prompt_graphs, 0), free)
+    other = total - free - sum(num_bytes for _, num_bytes in known.parts())
+    return dataclasses.replace(known, workspace=workspace, other=other, free=free - workspace, total=total)

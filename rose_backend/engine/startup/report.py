@@ -1,4 +1,7 @@
-"""Start-up report: where the memory is, how long each part of the start took."""
+"""What an engine says about its start: which switches took effect, where the memory is, how long each part took.
+
+Needs neither torch nor a model.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from dataclasses import dataclass, field, fields
 
 from rich.console import Console
 from rich.table import Table
+
+from rose_backend.config import SWITCH_NAMES, Switches
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +27,7 @@ _MEMORY_NAMES = {
     "other": "CUDA, libraries, other programs",
     "free": "free",
 }
+_KERNEL_PARTS = ("fused_kv_append", "fused_mlp", "fused_sampler", "fused_add_layernorm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,3 +128,34 @@ def show_start_up(report: StartUpReport) -> None:
     for name, value in report.lines():
         table.add_row(name, value)
     console.print(table)
+
+
+def feature_status(config: Switches, device: str) -> dict[str, str]:
+    """Describe every switch.
+
+    Args:
+        config: the switches asked for.
+        device: "cpu" or "cuda".
+
+    Returns:
+        Switch name to "on", "off", "on (...)" with what it runs on, or "not in force (...)" with the reason.
+    """
+    return {name: _describe(name, config, device) for name in SWITCH_NAMES}
+
+
+def _describe(name: str, config: Switches, device: str) -> str:
+    if not getattr(config, name):
+        return "off"
+    if name == "cuda_graph" and not captures_graphs(config, device):
+        reason = "fused_sampler is off" if device == "cuda" else f"device is {device}"
+        return f"not in force ({reason})"
+    if name == "token_granular_hits" and not config.prefix_cache:
+        return "not in force (prefix_cache is off)"
+    if name in _KERNEL_PARTS:
+        return "on (Triton kernels)" if device == "cuda" else "on (PyTorch operations)"
+    return "on"
+
+
+def captures_graphs(config: Switches, device: str) -> bool:
+    """Return whether decode steps are captured. The unfused sampler waits for the device, which cannot be captured."""
+    return config.cuda_graph and config.fused_sampler and device == "cuda"
