@@ -2,7 +2,7 @@
 
 Layers are built before weights are read. The first one begins: what this engine launches is found by running it on
 tensors of device ``meta``. Whoever launches first waits. Before vLLM captures graphs all of them are loaded, those
-included that only a step with other requests would launch: nothing is compiled for a request.
+included that only a step with other requests would launch: no request waits for a compilation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _ROOM = "rose_backend.vllm_plugin"
 LAUNCHERS = (
     f"{_ROOM}.sampler.draw_graphs:launch_draws",
-    f"{_ROOM}.models.recorded_operations:launch_model",
+    f"{_ROOM}.models.recorded_model:launch_model",
 )
 """``module:function``; each launches what an engine may launch, given its configuration and an attention layer."""
 
@@ -36,7 +36,7 @@ _SIZES = ("n_inner", "intermediate_size", "attention_bias", "qkv_bias", "bias", 
 
 @dataclass(frozen=True, slots=True)
 class PendingKernels:
-    """What one kind of layer launches."""
+    """What one type of layer launches."""
 
     compilation: AheadCompilation
     launches: RecordedLaunches
@@ -73,7 +73,7 @@ def compile_ahead(vllm_config: VllmConfig, layer: Any, kind: Hashable, gpu: GpuP
     from rose_backend.compile_ahead.pool import AheadCompilation, CompleteStarts, usable_cores
 
     start = CompleteStarts(gpu, installed_vllm_version(), kind, *_key(vllm_config))
-    # Each worker of this machine has processes of its own.
+    # Each worker on this machine has its own processes.
     num_workers = max(vllm_config.parallel_config.local_world_size, 1)
     # Where nothing is left to compile it is recorded, too, to be loaded.
     launches = functools.cache(lambda: record(vllm_config, layer, gpu))

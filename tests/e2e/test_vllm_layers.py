@@ -28,9 +28,8 @@ from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.sampling.ops import SAMPLER_KERNELS
 from rose_backend.layers.linear import Linear, Mlp, Norm
 from rose_backend.vllm_plugin import pending_kernels
-from rose_backend.vllm_plugin.attention.recorded_steps import recorded_steps
 from rose_backend.vllm_plugin.models import decoder
-from rose_backend.vllm_plugin.models.recorded_operations import recorded_layer
+from rose_backend.vllm_plugin.models.recorded_model import recorded_layer, recorded_steps
 from tests.e2e.conftest import MakeEngine
 from tests.e2e.test_vllm_features import inputs_of, scheduler_of
 from tests.e2e.test_vllm_kv_connectors import files_below

@@ -20,8 +20,12 @@ from rose_backend.vllm_plugin import pending_kernels
 from rose_backend.vllm_plugin.attention import flash_attention
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
-from rose_backend.vllm_plugin.attention.recorded_steps import RecordedAttention, projections, recorded_step
-from rose_backend.vllm_plugin.models.recorded_operations import RecordedDecoder
+from rose_backend.vllm_plugin.models.recorded_model import (
+    RecordedAttention,
+    RecordedDecoder,
+    projections,
+    recorded_step,
+)
 from rose_backend.vllm_plugin.sampler.sampler_v1 import draw, why_vllm_draws
 from tests.support.llama_checkpoints import write_checkpoint
 from tests.vllm_plugin.conftest import MakeConfig

@@ -1,0 +1,285 @@
+"""What an engine's steps launch, on tensors without memory: ``pending_kernels.py`` records their kernels.
+
+Attention of every size of step that vLLM captures or runs, with the layers around it where they are Rose's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rose_backend.kernels import (
+    HeadRotation,
+    add_layer_norm,
+    bias_gelu,
+    bias_residual,
+    embed_tokens,
+    layer_norm,
+)
+from rose_backend.kernels.gpu_properties import gpu_properties
+from rose_backend.kernels.tuning.attention_decode import decode_kind, row_counts
+from rose_backend.layers.decoder import run_layers
+from rose_backend.layers.linear import (
+    DecoderLayer,
+    Linear,
+    Mlp,
+    Norm,
+    ResidualStream,
+    fewest_halved_rows,
+    pack_layer,
+    packs_layers,
+)
+from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
+from rose_backend.vllm_plugin.models.model_choice import DECODERS, GPT2
+from rose_backend.vllm_plugin.options import rose_options
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+_NUM_BLOCKS = 1024
+"""No kernel depends on how many there are."""
+_META = torch.device("meta")
+
+
+def launch_model(vllm_config: VllmConfig, layer: Any) -> None:
+    """Launch attention of each size of step, with the layers around it where they are Rose's.
+
+    Args:
+        layer: a ``RoseAttentionImpl`` of the model.
+    """
+    architectures = set(vllm_config.model_config.hf_config.architectures or ())
+    if architectures & set(DECODERS.values()):
+        decoder = RecordedDecoder(vllm_config, layer)
+        for metadata in recorded_steps(vllm_config, layer):
+            decoder.run(metadata)
+        return
+    _launch_steps(vllm_config, layer)
+    if GPT2 in architectures:
+        _launch_gpt2(vllm_config)
+
+
+def _launch_gpt2(vllm_config: VllmConfig) -> None:
+    """Launch the operations of ``gpt2.py``, whose kernels do not depend on the number of tokens."""
+    model = vllm_config.model_config
+    width = model.get_hidden_size()
+    inner = (model.hf_config.n_inner or 4 * width) // vllm_config.parallel_config.tensor_parallel_size
+    narrow, wide = (torch.empty((2, size), dtype=model.dtype, device=_META) for size in (width, inner))
+    layer_norm(narrow, narrow[0], narrow[0], 1e-5)
+    add_layer_norm(narrow, narrow, narrow[0], narrow[0], 1e-5)
+    bias_gelu(wide, wide[0])
+    bias_residual(narrow, narrow[0], narrow)
+
+
+def _launch_steps(vllm_config: VllmConfig, layer: Any) -> None:
+    """Launch attention of ``layer``, a ``RoseAttentionImpl``, for decodes and for mixed steps of each size."""
+    attend = RecordedAttention(vllm_config, layer)
+    for metadata in recorded_steps(vllm_config, layer):
+        for query, key, value in projections(vllm_config, layer, metadata.num_actual_tokens):
+            attend(metadata, query, key, value, torch.empty_like(query))
+
+
+def projections(vllm_config: VllmConfig, layer: Any, num_tokens: int) -> Iterator[list[torch.Tensor]]:
+    """Yield queries, keys and values [T, HQ or HKV, D] as models lay them out: parts of one product, or tensors.
+
+    Their strides are multiples of 16 either way, if those of heads are; else Triton compiles apart for them.
+    """
+    heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+    options = {"dtype": vllm_config.model_config.dtype, "device": _META}
+    parts = list(torch.empty((num_tokens, sum(heads), layer.head_size), **options).split(heads, dim=1))
+    yield parts
+    if layer.head_size % 16:
+        apart = [torch.empty((num_tokens, each, layer.head_size), **options) for each in heads]
+        yield [*apart[:2], parts[2]]  # rotated, not in place
+        yield apart
+
+
+def recorded_steps(vllm_config: VllmConfig, layer: Any) -> Iterator[RoseAttentionMetadata]:
+    """Yield decode-only and mixed steps, of each number of rows that kernels are compiled apart for."""
+    builder = RoseAttentionMetadataBuilder(None, ["layer"], vllm_config, _META)
+    query_len = builder.reorder_batch_threshold
+    for num_rows in reversed(_row_counts(vllm_config, layer, query_len)):
+        for each in sorted({1, query_len}):
+            yield builder.build(0, recorded_step(vllm_config, [each] * num_rows))
+        # In a captured step all rows go through both kernels. One that is launched takes the same kernels, for as many
+        # decodes as it has.
+        yield builder.build_for_cudagraph_capture(
+            recorded_step(vllm_config, [1] * (num_rows - 1) + [query_len + 1])
+        )
+    halved = fewest_halved_rows(vllm_config.model_config.get_hidden_size(), _num_processors())
+    if query_len < halved <= vllm_config.scheduler_config.max_num_batched_tokens:
+        yield builder.build_for_cudagraph_capture(recorded_step(vllm_config, [halved]))
+
+
+def _row_counts(vllm_config: VllmConfig, layer: Any, query_len: int) -> list[int]:
+    """Return numbers of rows, one for each group that kernels of ``layer`` and around it are compiled apart for."""
+    dtype = vllm_config.model_config.dtype
+    sizes = {
+        "num_heads": layer.num_heads,
+        "num_kv_heads": layer.num_kv_heads,
+        "head_size": layer.head_size,
+        "dtype": dtype,
+        "num_processors": _num_processors(),
+        "cache_dtype": torch.float8_e4m3fn if layer.has_float8_cache else dtype,
+    }
+    return row_counts(
+        vllm_config.scheduler_config.max_num_seqs,
+        lambda num_rows: tuple(decode_kind(num_rows, max_query_len=each, **sizes) for each in (1, query_len)),
+    )
+
+
+def _num_processors() -> int:
+    return gpu_properties(_META).num_processors
+
+
+class RecordedAttention:
+    """A layer's attention over a cache without memory."""
+
+    def __init__(self, vllm_config: VllmConfig, layer: Any) -> None:
+        self._layer = layer = copy.copy(layer)
+        if layer.sinks is not None:
+            layer._sinks = torch.empty(layer.sinks.shape, dtype=torch.float32, device=_META)
+        dtype = torch.uint8 if layer.has_float8_cache else vllm_config.model_config.dtype
+        shape = (_NUM_BLOCKS, layer.num_kv_heads, vllm_config.cache_config.block_size, 2 * layer.head_size)
+        self._cache = torch.empty(shape, dtype=dtype, device=_META)
+        scale = torch.empty((), dtype=torch.float32, device=_META)
+        self._module = SimpleNamespace(_k_scale=scale, _v_scale=scale)
+
+    def __call__(
+        self,
+        metadata: RoseAttentionMetadata,
+        query: torch.Tensor,  # [T, HQ, D]
+        key: torch.Tensor,  # [T, HKV, D]
+        value: torch.Tensor,  # [T, HKV, D]
+        out: torch.Tensor,  # [T, HQ, D]
+        **options: Any,
+    ) -> None:
+        """Launch what ``RoseAttentionImpl.forward`` launches; ``options`` are its."""
+        self._layer.plan_decode(self._module, self._cache, metadata)
+        self._layer.forward(self._module, query, key, value, self._cache, metadata, out, **options)
+
+
+def recorded_step(vllm_config: VllmConfig, query_lens: Sequence[int]) -> CommonAttentionMetadata:
+    """Return a step of requests with these numbers of tokens as vLLM describes it, on tensors without memory."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.worker.block_table import get_block_table_width
+
+    max_model_len, block_size = vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size
+    starts = torch.from_numpy(np.cumsum([0, *query_lens], dtype=np.int32))
+    num_rows, num_tokens = len(query_lens), int(starts[-1])
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(_META),
+        query_start_loc_cpu=starts,
+        seq_lens=torch.empty(num_rows, dtype=torch.int32, device=_META),
+        num_reqs=num_rows,
+        num_actual_tokens=num_tokens,
+        max_query_len=max(query_lens),
+        max_seq_len=max_model_len,
+        block_table_tensor=torch.empty(
+            (num_rows, get_block_table_width(-(-max_model_len // block_size), block_size)),
+            dtype=torch.int32,
+            device=_META,
+        ),
+        slot_mapping=torch.empty(num_tokens, dtype=torch.int64, device=_META),
+    )
+
+
+class RecordedDecoder:
+    """A decoder without memory, of which one layer or two run: what the second gets is what all later ones get."""
+
+    def __init__(self, vllm_config: VllmConfig, layer: Any) -> None:
+        model, self._switches = vllm_config.model_config, rose_options(vllm_config)
+        self._has_ranks = vllm_config.parallel_config.tensor_parallel_size > 1
+        decoder = recorded_layer(vllm_config, layer)
+        self._final_norm = decoder.attn_norm
+        if not self._has_ranks and packs_layers(self._switches, _META):
+            decoder = pack_layer(decoder)
+        table = torch.empty((model.max_model_len, layer.head_size), dtype=torch.float32, device=_META)
+        self._decoder, self._layer = decoder, layer
+        self._rotation = HeadRotation(table, decoder.query_norm, decoder.key_norm, 1e-6)
+        self._embedding = torch.empty(
+            (model.get_vocab_size(), model.get_hidden_size()), dtype=model.dtype, device=_META
+        )
+        self._attend = RecordedAttention(vllm_config, layer)
+
+    def run(self, metadata: RoseAttentionMetadata) -> None:
+        """Launch a step; of decodes, whose layers pass on what norms need, two layers."""
+        num_tokens, layer = metadata.num_actual_tokens, self._layer
+        layers = [self._decoder] * (2 if metadata.decodes_only else 1)
+        input_ids = torch.empty(num_tokens, dtype=torch.int32, device=_META)
+        positions = torch.empty(num_tokens, dtype=torch.int64, device=_META)
+        run_layers(
+            *embed_tokens(input_ids, positions, self._embedding),
+            layers,
+            self._final_norm,
+            _RecordedSteps(self._attend, metadata, layer),
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            switches=self._switches,
+            mlp=ResidualStream.silu_mlp,
+            positions=positions,
+            rotations=[self._rotation] * len(layers),
+            all_reduce=(lambda partial_sum: partial_sum) if self._has_ranks else None,
+        )
+
+
+def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
+    """Return a decoder layer of a rank without memory, as ``LoadedLayer`` makes it of vLLM's modules."""
+    model = vllm_config.model_config
+    fields, width = model.hf_text_config, model.get_hidden_size()
+    inner = fields.intermediate_size // vllm_config.parallel_config.tensor_parallel_size
+    heads, kv_heads, size = layer.num_heads, layer.num_kv_heads, layer.head_size
+    is_llama = model.architecture in ("LlamaForCausalLM", "MistralForCausalLM")
+    has_bias = bool(getattr(fields, "attention_bias", False) or (is_llama and getattr(fields, "bias", False)))
+    has_qkv_bias = bool(getattr(fields, "qkv_bias", has_bias)) if is_llama else has_bias
+    has_qkv_bias = has_qkv_bias or model.architecture == "Qwen2ForCausalLM"
+    has_mlp_bias = is_llama and bool(getattr(fields, "mlp_bias", False))
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=model.dtype, device=_META)
+
+    def linear(fan_in: int, fan_out: int, bias: bool) -> Linear:
+        return Linear(empty(fan_out, fan_in).t(), empty(fan_out) if bias else None)
+
+    norm = Norm(empty(width), None, 1e-6)
+    head_norm = empty(size) if model.architecture == "Qwen3ForCausalLM" else None
+    return DecoderLayer(
+        norm,
+        linear(width, (heads + 2 * kv_heads) * size, has_qkv_bias),
+        linear(heads * size, width, has_bias and is_llama),
+        norm,
+        Mlp(linear(width, 2 * inner, has_mlp_bias), linear(inner, width, has_mlp_bias)),
+        head_norm,
+        head_norm,
+    )
+
+
+class _RecordedSteps:
+    """A ``StepAttention`` whose layers are all the same."""
+
+    last_tokens = None
+
+    def __init__(self, attend: RecordedAttention, metadata: RoseAttentionMetadata, layer: Any) -> None:
+        self._attend, self._metadata = attend, metadata
+        self.decodes_only = metadata.decodes_only
+        self.appends = bool(layer.appends_in_attention)
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        overlap: bool = False,
+        rotation: HeadRotation | None = None,
+    ) -> torch.Tensor:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        self._attend(self._metadata, query, key, value, out, overlap=overlap, rotation=rotation)
+        return out.flatten(1)
