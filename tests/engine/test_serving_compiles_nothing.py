@@ -132,11 +132,11 @@ def test_random_steps_launch_what_the_start_has_launched(
         with record_launches(gpu) as recorded:
             yield recorded
 
-    def launch_and_serve(runner: ModelRunner, start: Any, *args: Any) -> None:
+    def launch_and_serve(runner: ModelRunner, config: EngineConfig, *args: Any) -> None:
         nonlocal num_launched
-        launch_everything(runner, start, *args)
+        launch_everything(runner, config, *args)
         num_launched = len(recorded.sources)
-        steps = RandomSteps(runner, start.config)
+        steps = RandomSteps(runner, config)
         for _ in range(NUM_STEPS):
             steps.run()
 

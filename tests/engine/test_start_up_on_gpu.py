@@ -151,7 +151,7 @@ def test_a_first_start_compiles_in_other_processes(
 def test_without_a_warm_up_serving_would_compile(
     tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start_kernels, "warm_kernels", lambda loaded: None)
+    monkeypatch.setattr(start_kernels, "warm_kernels", lambda *args: None)
     with LLM(str(tiny_model_path), **OPTIONS, cuda_graph=False) as llm, watch_compilations() as seen:
         serve_everything(llm)
     assert seen.names

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -60,19 +60,6 @@ _NO_EFFECT = (
 """Options that choose no kernel."""
 
 
-class PaddedModel(Protocol):
-    """What passes over padding need; of a ``LoadedModel``, or without its weights."""
-
-    @property
-    def config(self) -> EngineConfig: ...
-
-    @property
-    def model(self) -> CausalLM: ...
-
-    @property
-    def kv_cache(self) -> torch.Tensor: ...
-
-
 class PaddingPass(NamedTuple):
     """A forward pass in which all rows are padding: it launches kernels that neither read nor write K/V."""
 
@@ -88,25 +75,28 @@ class PaddingPass(NamedTuple):
 
 def launch_everything(
     runner: ModelRunner,
-    model: PaddedModel,
-    captures_graphs: bool,
+    config: EngineConfig,
+    model: CausalLM,
+    kv_cache: torch.Tensor,
     part: Callable[[str], contextlib.AbstractContextManager[None]] = lambda name: contextlib.nullcontext(),
     before_draws: Callable[[], None] = lambda: None,
 ) -> None:
     """Launch each kernel that a step can launch, on padding, and capture the graphs.
 
     Args:
+        config, model, kv_cache: what ``runner`` was made of; on ``meta``, launches can only be recorded.
         part: entered around each part of the work, given its name.
         before_draws: called before the first of the sampler's kernels is launched.
     """
     with part("kernels"):
-        warm_kernels(model)
+        warm_kernels(config, model, kv_cache)
     before_draws()
+    has_graphs = captures_graphs(config, "cuda")
     with part("sampler"):
         runner.warm_up_draws()
-        launched = launched_widths(model.config.max_num_seqs)
-        runner.decoder.warm_up(launched if captures_graphs else (*runner.decoder.widths, *launched))
-    if captures_graphs:
+        launched = launched_widths(config.max_num_seqs)
+        runner.decoder.warm_up(launched if has_graphs else (*runner.decoder.widths, *launched))
+    if has_graphs:
         with part("decode graphs"):
             runner.decoder.capture()
         with part("prompt graphs"):
@@ -114,16 +104,16 @@ def launch_everything(
 
 
 @torch.inference_mode()
-def warm_kernels(loaded: PaddedModel) -> None:
+def warm_kernels(config: EngineConfig, model: CausalLM, kv_cache: torch.Tensor) -> None:
     """Launch each kernel that a step can reach outside captured graphs, on padding."""
-    config, device = loaded.config, loaded.kv_cache.device
-    sizes = loaded.model.config, num_processors(device)
+    device = kv_cache.device
+    sizes = model.config, num_processors(device)
     passes = padding_passes(config, decode_kinds(*sizes), token_counts(*sizes))
     for each in show_progress("preparing kernels", passes):
-        _run_padding(loaded, each)
+        _run_padding(model, kv_cache, each)
     for num_pairs in row_counts(config.max_num_seqs):
         null_block = torch.zeros(num_pairs, dtype=torch.int32, device=device)
-        block_clone(loaded.kv_cache, null_block, null_block, block_dim=2)
+        block_clone(kv_cache, null_block, null_block, block_dim=2)
 
 
 def decode_kinds(model: ModelConfig, num_processors: int) -> Callable[[int], Hashable]:
@@ -167,9 +157,9 @@ def padding_passes(
     return sorted(passes, key=lambda each: each.num_tokens, reverse=True)
 
 
-def _run_padding(loaded: PaddedModel, each: PaddingPass) -> None:
+def _run_padding(model: CausalLM, kv_cache: torch.Tensor, each: PaddingPass) -> None:
     num_decodes, num_prefills, tokens_per_prefill = each
-    num_rows, num_tokens, device = num_decodes + num_prefills, each.num_tokens, loaded.kv_cache.device
+    num_rows, num_tokens, device = num_decodes + num_prefills, each.num_tokens, kv_cache.device
     starts = torch.arange(num_rows + 1, dtype=torch.int32)
     starts[num_decodes:] = num_decodes + torch.arange(num_prefills + 1) * tokens_per_prefill
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
@@ -180,16 +170,7 @@ def _run_padding(loaded: PaddedModel, each: PaddingPass) -> None:
         slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         num_decodes=num_decodes,
     )
-    loaded.model.forward(zeros, zeros, loaded.kv_cache, metadata)
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """A start without weights; see ``PaddedModel``."""
-
-    config: EngineConfig
-    model: CausalLM
-    kv_cache: torch.Tensor
+    model.forward(zeros, zeros, kv_cache, metadata)
 
 
 def compile_starts(
@@ -200,7 +181,7 @@ def compile_starts(
     Args:
         directory: of the checkpoint; without weights, config.json says which there would be.
         configs: options of each start, with ``max_num_batched_tokens`` chosen.
-        again: look at every kernel, also where an earlier start has noted that all are there.
+        again: check every kernel even if an earlier start noted that all are there.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -243,7 +224,7 @@ def record_start(directory: Path, config: EngineConfig, gpu: GpuProperties) -> l
         )
         state = SequenceState(config.max_num_seqs, max_model_len, ())
         runner = ModelRunner(model, config, manager, state, kv_cache)
-        launch_everything(runner, _Start(config, model, kv_cache), captures_graphs(config, "cuda"))
+        launch_everything(runner, config, model, kv_cache)
     return recorded.sources
 
 
@@ -260,11 +241,11 @@ def warm_cache(
     """Compile what starts with these options need, online and offline.
 
     Args:
-        capability: of the GPU to compile for; None takes the one that is here.
-        num_processors: of that GPU; None takes those of the usual one.
+        capability: of the GPU to compile for; None takes this machine's.
+        num_processors: of that GPU; None takes those of the usual model with this capability.
 
     Returns:
-        The kernels, and why some are not compiled; None where all are.
+        The kernels, and why some were not compiled; None if all were.
 
     Raises:
         ConfigError: there is no such GPU, or Triton's cache cannot be written.

@@ -68,7 +68,7 @@ def choose_num_blocks(
 
 
 def gpu_reserve_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """Return an upper estimate of what the largest step takes beside weights and KV pool.
+    """Return an upper bound of what the largest step takes in addition to weights and KV pool.
 
     Activations of ``max_num_batched_tokens`` tokens twice, because captured passes keep their own. Logits, 24 bytes
     each: float32 raw, scaled, sorted and of captured steps, and int64 indices. Prompt masks and output counts for
@@ -86,7 +86,7 @@ def allocate_kv_cache(
 ) -> torch.Tensor:
     """Return the zeroed pool ``[L, 2, NB, BS, HKV, D]``.
 
-    Zeroed because attention multiplies masked positions by zero, and uninitialised memory may hold NaN.
+    Zeroed because attention multiplies masked positions by zero, and uninitialized memory may hold NaN.
     """
     size = (model.num_layers, 2, num_blocks, block_size, model.num_kv_heads, model.head_size)
     if device.type != "cpu":

@@ -33,7 +33,7 @@ from rose_backend.engine.startup.kv_pool import (
     choose_num_blocks,
     gpu_reserve_bytes,
 )
-from rose_backend.engine.startup.report import MemoryUse, StartUpReport, captures_graphs, feature_status
+from rose_backend.engine.startup.report import MemoryUse, StartUpReport, feature_status
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import PendingTokenizer, TokenizerLoading
 from rose_backend.errors import ConfigError, RoseError, kind_and_text
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DEFAULT_RUN_AHEAD = {"cpu": 0, "cuda": 1}
-"""On a CPU the host itself computes the step, so running ahead hides nothing."""
+"""On a CPU, steps run on the cores that schedule them, so running ahead hides nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,6 @@ class LoadedModel:
     num_blocks: int
     kv_cache: torch.Tensor  # [L, 2, NB, BS, HKV, D]
     device: torch.device
-    captures_graphs: bool
     run_ahead: int
     """Steps that may be in flight after the one whose tokens are read."""
     cpu_threads: CpuThreads | None
@@ -84,7 +83,7 @@ class LoadedModel:
     reserve_bytes: int
     """Device memory kept free for steps and captured graphs; 0 on a CPU."""
     compilation: AheadCompilation | None
-    """Kernels that other processes compile meanwhile; None: none do."""
+    """Kernels that other processes compile in the meantime; None if none do."""
     seconds: dict[str, float]
     """How long each part of loading took."""
 
@@ -95,8 +94,8 @@ def load(
     """Load the model and make its KV pool.
 
     Args:
-        is_online: clients read tokens as they come; decides ``max_num_batched_tokens`` where that is None.
-        tokenizer: something else loads it; None: it is loaded beside the weights.
+        is_online: clients read tokens as they come; decides ``max_num_batched_tokens`` if that is None.
+        tokenizer: loaded by the caller; None loads it in parallel with the weights.
 
     Raises:
         ConfigError: the options do not fit the model or the machine.
@@ -147,7 +146,6 @@ def _load(config: EngineConfig, is_online: bool, pending: PendingTokenizer) -> L
         num_blocks=num_blocks,
         kv_cache=kv_cache,
         device=device,
-        captures_graphs=captures_graphs(config, device.type),
         run_ahead=_DEFAULT_RUN_AHEAD[device.type] if config.run_ahead is None else config.run_ahead,
         cpu_threads=choose_cpu_threads(config, device, weight_bytes // sizes.dtype.itemsize),
         feature_status=feature_status(config, device.type),
@@ -306,7 +304,7 @@ def _warm_up_gpu(
             # The sampler's kernels take longest: forward passes are prepared without them.
             compilation.wait_for_others(*SAMPLER_KERNELS)
         seconds["compilation"] = time.perf_counter() - start
-        launch_everything(runner, loaded, loaded.captures_graphs, part, wait_for_sampler)
+        launch_everything(runner, loaded.config, loaded.model, loaded.kv_cache, part, wait_for_sampler)
     return compilations
 
 
