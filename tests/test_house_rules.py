@@ -36,7 +36,6 @@ LONG_FUNCTIONS = {
     "kernels/linear/small_batch_linear.py small_batch_linear_kernel": 143,
     "kernels/sampling/sampler.py _choose_kernel": 79,
     "kernels/sampling/sampler.py _launch": 75,
-    "layers/attention.py attend": 87,
 }
 # File and function -> its parameters at most. Kernels and references take as many as they need.
 WIDE_SIGNATURES = {
@@ -50,7 +49,6 @@ WIDE_SIGNATURES = {
     "kernels/experts/expert_mlp.py _product": 9,
     "kernels/experts/expert_mlp.py expert_mlp": 12,
     "kernels/linear/small_batch_linear.py small_batch_linear": 14,
-    "layers/attention.py attend": 11,
     "layers/decoder.py run_layers": 13,
 }
 # The same where vLLM prescribes the signature.

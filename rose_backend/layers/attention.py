@@ -22,6 +22,7 @@ from rose_backend.kernels import (
 )
 
 _Plan = TypeVar("_Plan")
+KeysValues = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ class AttentionRows(Generic[_Plan]):
     query_start_loc: torch.Tensor | None = None  # [R + 1] int32, counted from the first of ``tokens``
     max_query_len: int = 1
     """Of decodes; more than 1 needs ``query_start_loc``."""
+    mean_query_lens: Sequence[float | None] = (None,)
+    """Of prefills: tokens per row that attention chooses its tiles for, one call each; None: those of the step."""
     plans: dict[tuple[int | None, bool], _Plan | None] = field(default_factory=dict)
     """By ``_shared_by``: made by the first layer that needs one, shared by the others."""
 
@@ -108,7 +111,7 @@ class PagedAttention:
     """Attention of a model's layers in one step, over a KV cache ``[L, 2, NB, BS, HKV, D]``; a ``StepAttention``."""
 
     __slots__ = (
-        *("_caches", "_mean_query_lens", "_options", "_out", "_step"),
+        *("_caches", "_options", "_out", "_step"),
         *("appends", "decodes_only", "last_tokens"),
     )
 
@@ -128,7 +131,6 @@ class PagedAttention:
             "slot_mapping is needed"
         )
         self._options = options
-        self._mean_query_lens = (metadata.mean_query_len,)
         self._step = step = AttentionStep(None, None, slots)
         self.appends = fused_kv_append
         self.decodes_only = num_tokens == split
@@ -140,7 +142,11 @@ class PagedAttention:
             assert metadata.query_start_loc is not None, "prefill attention needs query_start_loc"
             start_loc = metadata.query_start_loc[split:] - split
             step.prefill = AttentionRows(
-                slice(split, num_tokens), tables[split:], computed[split:], start_loc
+                slice(split, num_tokens),
+                tables[split:],
+                computed[split:],
+                start_loc,
+                mean_query_lens=(metadata.mean_query_len,),
             )
             if metadata.last_tokens_only:
                 # -1 for padding in front of all requests: it picks some token, and the result is not read.
@@ -162,14 +168,11 @@ class PagedAttention:
         key_cache, value_cache = self._caches[layer].unbind(0)
         attend(
             query,
-            key,
-            value,
-            key_cache,
-            value_cache,
+            (key, value),
+            (key_cache, value_cache),
             self._step,
             self._options,
             self._out,
-            mean_query_lens=self._mean_query_lens,
             overlap=overlap,
             rotation=rotation,
         )
@@ -213,34 +216,29 @@ def plan_decode(
 
 def attend(
     query: torch.Tensor,  # [T, HQ, D]
-    key: torch.Tensor | None,  # [T, HKV, D]
-    value: torch.Tensor | None,  # [T, HKV, D]
-    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
-    value_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
+    new_kv: KeysValues | None,  # [T, HKV, D] each
+    kv_cache: KeysValues,  # [NB, BS, HKV, D] each  written
     step: AttentionStep,
     options: AttentionOptions,
     out: torch.Tensor,  # [T, HQ, D]  written
     *,
-    mean_query_lens: Sequence[float | None] = (None,),
     overlap: bool = False,
     rotation: HeadRotation | None = None,
-) -> torch.Tensor:
+) -> None:
     """Run one layer: store the step's keys and values and attend over each request's whole history.
 
     Where the kernels store (``step.slot_mapping`` is None), no request may read blocks that another one writes in the
     same step. Tokens of no request are padding: ``out`` stays as it is there.
 
     Args:
-        key, value: None where they are stored already, as with layers that share a cache.
-        mean_query_lens: tokens per row that prefill attention chooses its tiles for, one call each.
-        overlap: decode attention may start before ``query``, ``key`` and ``value`` are complete; see ``paged_decode``.
-        rotation: of ``query`` and ``key``, only where all requests take decode attention and the kernels store.
-
-    Returns:
-        ``out``.
+        new_kv: None where keys and values are stored already, as with layers that share a cache.
+        overlap: decode attention may start before ``query`` and ``new_kv`` are complete; see ``paged_decode``.
+        rotation: of ``query`` and new keys, only where all requests take decode attention and the kernels store.
     """
     assert rotation is None or step.prefill is None, "prefill attention does not rotate"
-    if key is not None and value is not None and (slots := step.slot_mapping) is not None:
+    key_cache, value_cache = kv_cache
+    if new_kv is not None and (slots := step.slot_mapping) is not None:
+        key, value = new_kv
         write_kv(
             key[: slots.shape[0]],
             value[: slots.shape[0]],
@@ -250,51 +248,67 @@ def attend(
             key_scale=options.key_scale,
             value_scale=options.value_scale,
         )
-        key = value = None
-    if (decode := step.decode) is not None:
-        tokens = decode.tokens
+        new_kv = None
+    if (rows := step.decode) is not None:
+        keys, values = _rows_of(new_kv, rows.tokens)
         paged_decode(
-            query[tokens],
-            None if key is None else key[tokens],
-            None if value is None else value[tokens],
+            query[rows.tokens],
+            keys,
+            values,
             key_cache,
             value_cache,
-            decode.block_table,
-            decode.num_computed_tokens,
+            rows.block_table,
+            rows.num_computed_tokens,
             options=options,
-            out=out[tokens],
-            query_start_loc=decode.query_start_loc,
-            max_query_len=decode.max_query_len,
-            plan=plan_decode(decode, key_cache, options, overlap=overlap),
+            out=out[rows.tokens],
+            query_start_loc=rows.query_start_loc,
+            max_query_len=rows.max_query_len,
+            plan=plan_decode(rows, key_cache, options, overlap=overlap),
             overlap=overlap,
             rotation=rotation,
         )
-    if (prefill := step.prefill) is not None:
-        tokens, start_loc = prefill.tokens, prefill.query_start_loc
-        assert start_loc is not None, "prefill attention needs query_start_loc"
-        shared_by = _shared_by(options, query.device)
-        if shared_by not in prefill.plans:
-            prefill.plans[shared_by] = plan_paged_prefill(
-                prefill.block_table,
-                start_loc,
-                prefill.num_computed_tokens,
-                key_cache,
-                options=options,
-                num_step_tokens=tokens.stop - tokens.start,
-            )
-        for mean_query_len in mean_query_lens:
-            paged_prefill(
-                query[tokens],
-                None if key is None else key[tokens],
-                None if value is None else value[tokens],
-                key_cache,
-                value_cache,
-                prefill.block_table,
-                start_loc,
-                prefill.num_computed_tokens,
-                options=options,
-                out=out[tokens],
-                plan=prefill.plans[shared_by],
-                mean_query_len=mean_query_len,
-            )
-    return out
+    if step.prefill is not None:
+        _attend_prefills(query, new_kv, kv_cache, step.prefill, options, out)
+
+
+def _attend_prefills(
+    query: torch.Tensor,
+    new_kv: KeysValues | None,
+    kv_cache: KeysValues,
+    rows: AttentionRows[PrefillPlan],
+    options: AttentionOptions,
+    out: torch.Tensor,
+) -> None:
+    tokens, start_loc = rows.tokens, rows.query_start_loc
+    assert start_loc is not None, "prefill attention needs query_start_loc"
+    keys, values = _rows_of(new_kv, tokens)
+    key_cache, value_cache = kv_cache
+    shared_by = _shared_by(options, query.device)
+    if shared_by not in rows.plans:
+        rows.plans[shared_by] = plan_paged_prefill(
+            rows.block_table,
+            start_loc,
+            rows.num_computed_tokens,
+            key_cache,
+            options=options,
+            num_step_tokens=tokens.stop - tokens.start,
+        )
+    for mean_query_len in rows.mean_query_lens:
+        paged_prefill(
+            query[tokens],
+            keys,
+            values,
+            key_cache,
+            value_cache,
+            rows.block_table,
+            start_loc,
+            rows.num_computed_tokens,
+            options=options,
+            out=out[tokens],
+            plan=rows.plans[shared_by],
+            mean_query_len=mean_query_len,
+        )
+
+
+def _rows_of(new_kv: KeysValues | None, tokens: slice) -> KeysValues | tuple[None, None]:
+    return (None, None) if new_kv is None else (new_kv[0][tokens], new_kv[1][tokens])

@@ -67,12 +67,12 @@ def test_a_plan_is_made_once_before_all_layers(monkeypatch: pytest.MonkeyPatch) 
     inputs = build_paged_inputs([5, 9])
     rows = AttentionRows(slice(0, 2), inputs.block_table, inputs.num_computed_tokens)
     options = AttentionOptions(0.25)
-    tensors = (inputs.query, inputs.new_key, inputs.new_value, inputs.key_cache, inputs.value_cache)
+    new_kv, cache = (inputs.new_key, inputs.new_value), (inputs.key_cache, inputs.value_cache)
     step, out = AttentionStep(rows, None, None), torch.empty_like(inputs.query)
     with pytest.raises(AssertionError, match="plan_decode comes before layers that overlap"):
-        attend(*tensors, step, options, out, overlap=True)
+        attend(inputs.query, new_kv, cache, step, options, out, overlap=True)
     first = plan_decode(rows, inputs.key_cache, options)
     assert plan_decode(rows, inputs.key_cache, options) is first
-    attend(*tensors, step, options, out, overlap=True)
+    attend(inputs.query, new_kv, cache, step, options, out, overlap=True)
     plan_decode(rows, inputs.key_cache, AttentionOptions(0.25, 4))
     assert calls == [None, 4]

@@ -237,16 +237,18 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
                 # Compiles the write that precedes FlashAttention. Attention stores the same again.
                 slots = attn_metadata.slot_mapping[: attn_metadata.num_actual_tokens]
                 write_kv(key[: len(slots)], value[: len(slots)], *caches, slots)
+        if rows is not None:
+            step = AttentionStep(step.decode, None, step.slot_mapping)
+        elif step.prefill is not None:
+            step.prefill.mean_query_lens = prefill_lens_to_tune_for(attn_metadata)
         with self.workspace:
             attend(
                 query,
-                key,
-                value,
-                *caches,
-                step if rows is None else AttentionStep(step.decode, None, step.slot_mapping),
+                None if key is None or value is None else (key, value),
+                caches,
+                step,
                 self._options(layer, query.device),
                 output,
-                mean_query_lens=prefill_lens_to_tune_for(attn_metadata),
                 overlap=overlap,
                 rotation=rotation,
             )
