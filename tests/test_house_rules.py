@@ -49,7 +49,6 @@ WIDE_SIGNATURES = {
     "kernels/experts/expert_mlp.py _product": 9,
     "kernels/experts/expert_mlp.py expert_mlp": 12,
     "kernels/linear/small_batch_linear.py small_batch_linear": 14,
-    "layers/decoder.py run_layers": 13,
 }
 # The same where vLLM prescribes the signature.
 VLLM_SIGNATURES = {

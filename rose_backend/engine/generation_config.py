@@ -13,8 +13,7 @@ from rose_backend.engine.input_processor import InputProcessor, ProcessedInput
 from rose_backend.engine.request import Prompt
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.errors import ModelError, RequestError
-from rose_backend.models.end_tokens import read_eos_token_ids
-from rose_backend.models.weights import read_json, resolve_model_path
+from rose_backend.models.weights import read_eos_token_ids, read_json, resolve_model_path
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 _SAMPLING_FIELDS = (

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rose_backend.errors import ModelError, kind_and_text
-from rose_backend.models.weight_files import read_json
+from rose_backend.models.weights import read_json
 
 _FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
 _CHAT_TEMPLATE_FILE = "chat_template.json"

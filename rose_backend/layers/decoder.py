@@ -1,8 +1,9 @@
-"""The layers of a dense decoder in one step: attention and MLP behind a norm each, added to a residual stream."""
+"""The layers of a dense decoder in one step: attention and MLP, each after a norm, added to a residual stream."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -35,40 +36,50 @@ def rotates_inside(num_decodes: int, head_size: int) -> bool:
     return head_size == ALWAYS_ROTATED or num_decodes <= MAX_ROTATED_ROWS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """The layers of a dense decoder on one rank, and how they are computed in every step."""
+
+    layers: Sequence[DecoderLayer]
+    final_norm: Norm
+    num_heads: int
+    """Of this rank, as ``num_kv_heads``."""
+    num_kv_heads: int
+    head_size: int
+    switches: Switches
+    mlp: Callable[[ResidualStream, Norm, Mlp], None]
+    """``ResidualStream.gelu_mlp`` or ``ResidualStream.silu_mlp``, for layers that are not sparse."""
+    rotations: Sequence[HeadRotation | None] | None = None
+    """Of queries and keys, by layer; None: none."""
+    all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Sums over ranks what attention and MLPs add to the hidden states; None: there is one rank. Layers are not packed
+    otherwise."""
+
+
 def run_layers(
+    decoder: Decoder,
     hidden: torch.Tensor,  # [T, E]  written where the batch is small
     moments: torch.Tensor | None,  # [T, 2, 1] float32
-    layers: Sequence[DecoderLayer],
-    final_norm: Norm,
-    attention: StepAttention,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    switches: Switches,
-    mlp: Callable[[ResidualStream, Norm, Mlp], None],
     positions: torch.Tensor,  # [T] int64
-    rotations: Sequence[HeadRotation | None] | None = None,
-    all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    attention: StepAttention,
 ) -> torch.Tensor:
-    """Return the hidden states behind ``final_norm``: [T, E], or [R, E] where ``attention`` wants last tokens only.
+    """Return the normed final hidden states: [T, E], or [R, E] where ``attention`` wants last tokens only.
 
     Args:
         hidden, moments: as from ``embed_tokens``, and launched in the ordinary way; moments may be None.
-        layers: of this rank: ``num_heads`` and ``num_kv_heads`` are what it has of them.
-        mlp: ``ResidualStream.gelu_mlp`` or ``ResidualStream.silu_mlp``, for layers that are not sparse.
-        rotations: of queries and keys, by layer; None: none.
-        all_reduce: sums what attention and MLPs add to the hidden states over ranks; None: there is one rank. Layers
-            are not packed then.
     """
+    layers, rotations, head_size = decoder.layers, decoder.rotations, decoder.head_size
+    heads = [decoder.num_heads, decoder.num_kv_heads, decoder.num_kv_heads]
     num_tokens = hidden.shape[0]
     is_packed = layers[0].qkv.packed is not None
     is_small_batch = is_packed and attention.decodes_only and num_tokens <= max_packed_rows(hidden.shape[1])
-    stream = ResidualStream(hidden, switches, moments, is_small_batch=is_small_batch, all_reduce=all_reduce)
+    stream = ResidualStream(
+        hidden, decoder.switches, moments, is_small_batch=is_small_batch, all_reduce=decoder.all_reduce
+    )
     fuses_rotation = attention.appends and attention.decodes_only and rotates_inside(num_tokens, head_size)
     for index, layer in enumerate(layers):
         qkv = stream.project(layer.attn_norm, layer.qkv).view(num_tokens, -1, head_size)
-        query, key, value = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        query, key, value = qkv.split(heads, dim=1)
         rotation = None if rotations is None else rotations[index]
         if rotation is not None and not fuses_rotation:
             rotate_query_key(query, key, positions, rotation)
@@ -83,5 +94,5 @@ def run_layers(
         if isinstance(layer.mlp, SparseMlp):
             stream.sparse_mlp(layer.mlp_norm, layer.mlp)
         else:
-            mlp(stream, layer.mlp_norm, layer.mlp)
-    return stream.normed(final_norm)
+            decoder.mlp(stream, layer.mlp_norm, layer.mlp)
+    return stream.normed(decoder.final_norm)

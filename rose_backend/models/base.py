@@ -1,13 +1,25 @@
-"""What the engine may ask of a model."""
+"""What the engine may ask of a model, and what GPT-2, Llama and its relatives have in common."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import torch
 
 from rose_backend.config import Switches
-from rose_backend.layers.attention import AttentionMetadata
+from rose_backend.kernels import AttentionOptions, HeadRotation, embed_tokens
+from rose_backend.layers.attention import AttentionMetadata, PagedAttention
+from rose_backend.layers.decoder import Decoder, run_layers
+from rose_backend.layers.linear import (
+    DecoderLayer,
+    Norm,
+    ResidualStream,
+    compute_logits,
+    pack_layer,
+    packs_layers,
+)
 from rose_backend.models.config import ModelConfig
 from rose_backend.models.weights import Checkpoint
 
@@ -52,3 +64,81 @@ class CausalLM(Protocol):
     ) -> torch.Tensor:
         """Return float32 logits [R, V] of hidden states that ``forward`` returned; rows may be further apart."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderWeights:
+    """All tensors of a decoder."""
+
+    token_embedding: torch.Tensor  # [V, E]
+    position_embedding: torch.Tensor | None = None  # [P, E]: learned positions
+    rotary_table: torch.Tensor | None = None  # [P, D] float32, see ``rotary_table`` of ``models.rope``
+    layers: list[DecoderLayer]
+    final_norm: Norm
+    padded_lm_head: torch.Tensor  # [V', E], see ``WeightReader.embedding_and_head``
+
+
+class DecoderModel:
+    """A ``CausalLM`` but for ``load``.
+
+    Args:
+        rotations: of each layer's queries and keys; None: none.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        switches: Switches,
+        rotations: Sequence[HeadRotation | None] | None = None,
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.switches = switches
+        self._attention_options = AttentionOptions(scale=config.head_size**-0.5)
+        self._decoder = Decoder(
+            layers=weights.layers,
+            final_norm=weights.final_norm,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            switches=switches,
+            mlp=ResidualStream.silu_mlp if config.gated_mlp else ResidualStream.gelu_mlp,
+            rotations=rotations,
+        )
+        if packs_layers(switches, config.device):
+            self.pack_for_small_batches()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [T] int64
+        positions: torch.Tensor,  # [T] int64
+        kv_cache: torch.Tensor,  # [L, 2, NB, BS, HKV, D]  written
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Run all layers; see ``CausalLM``."""
+        attention = PagedAttention(
+            metadata,
+            kv_cache,
+            self._attention_options,
+            num_tokens=len(input_ids),
+            num_heads=self.config.num_attention_heads,
+            fused_kv_append=self.switches.fused_kv_append,
+        )
+        weights = self.weights
+        embedded = embed_tokens(input_ids, positions, weights.token_embedding, weights.position_embedding)
+        return run_layers(self._decoder, *embedded, positions, attention)
+
+    def compute_logits(
+        self,
+        hidden: torch.Tensor,  # [R, E]
+    ) -> torch.Tensor:
+        """Return float32 logits [R, V]; see ``CausalLM``."""
+        return compute_logits(hidden, self.weights.padded_lm_head, self.config.vocab_size)
+
+    def pack_for_small_batches(self) -> None:
+        """Prepare the layers for a few decodes at once, where a step is as long as its weights take to read."""
+        layers = self.weights.layers
+        for index, layer in enumerate(layers):
+            # In place and one by one: matrices that a norm is folded into are there twice while that is done.
+            layers[index] = pack_layer(layer)

@@ -10,20 +10,9 @@ import torch
 
 from rose_backend.config import Switches
 from rose_backend.errors import ModelError
-from rose_backend.kernels import AttentionOptions, Experts, HeadRotation, embed_tokens
-from rose_backend.layers.attention import AttentionMetadata, PagedAttention
-from rose_backend.layers.decoder import run_layers
-from rose_backend.layers.linear import (
-    DecoderLayer,
-    Mlp,
-    Norm,
-    ResidualStream,
-    SparseMlp,
-    compute_logits,
-    pack_layer,
-    packs_layers,
-)
-from rose_backend.layers.rotary import rotary_table
+from rose_backend.kernels import Experts, HeadRotation
+from rose_backend.layers.linear import DecoderLayer, Mlp, SparseMlp
+from rose_backend.models.base import DecoderModel, DecoderWeights
 from rose_backend.models.config import (
     MAX_SIZE,
     ExpertsConfig,
@@ -31,10 +20,11 @@ from rose_backend.models.config import (
     check_supported,
     check_window,
     choose_dtype,
+    read_experts,
 )
-from rose_backend.models.experts import read_experts
-from rose_backend.models.rope import read_rotary_options
-from rose_backend.models.weights import Checkpoint, WeightReader
+from rose_backend.models.rope import read_rotary_options, rotary_table
+from rose_backend.models.streaming import WeightReader
+from rose_backend.models.weights import Checkpoint
 
 _PREFIX = "model."
 _EMBEDDING = "embed_tokens.weight"
@@ -70,35 +60,10 @@ class Family:
     """Reads from config.json which of so many layers have experts, and what they are; None: none may have."""
 
 
-@dataclass(frozen=True, slots=True)
-class LlamaWeights:
-    """All tensors."""
-
-    embedding: torch.Tensor  # [V, E]
-    rotary_table: torch.Tensor  # [P, D] float32, see ``layers.rotary.rotary_table``
-    layers: tuple[DecoderLayer, ...]
-    final_norm: Norm
-    padded_lm_head: torch.Tensor  # [V', E], see ``WeightReader.embedding_and_head``
-
-
-class Llama:
+class Llama(DecoderModel):
     """A ``CausalLM``; of Llama's relatives it is the base, and a relative says what differs."""
 
     family: ClassVar[Family] = Family()
-
-    def __init__(
-        self, config: ModelConfig, weights: LlamaWeights, switches: Switches, rotates: tuple[bool, ...]
-    ) -> None:
-        self.config = config
-        self.weights = weights
-        self.switches = switches
-        self._rotations = [
-            HeadRotation(weights.rotary_table, layer.query_norm, layer.key_norm, config.norm_eps)
-            if rotates_heads
-            else None
-            for layer, rotates_heads in zip(weights.layers, rotates, strict=True)
-        ]
-        self._attention_options = AttentionOptions(scale=config.head_size**-0.5)
 
     @classmethod
     def load(
@@ -138,21 +103,25 @@ class Llama:
         reader = WeightReader(checkpoint, config, _PREFIX)
         table = rotary_table(rotary, config.head_size, num_positions, config.device)
 
-        def build(reader: WeightReader) -> LlamaWeights:
-            layers = tuple(cls._read_layer(reader, fields, index) for index in range(config.num_layers))
+        def build(reader: WeightReader) -> DecoderWeights:
+            layers = [cls._read_layer(reader, fields, index) for index in range(config.num_layers)]
             embedding, head = reader.embedding_and_head(_EMBEDDING)
-            weights = LlamaWeights(embedding, table, layers, reader.rms_norm("norm"), head)
+            weights = DecoderWeights(
+                token_embedding=embedding,
+                rotary_table=table,
+                layers=layers,
+                final_norm=reader.rms_norm("norm"),
+                padded_lm_head=head,
+            )
             reader.check_all_read(unused_suffixes=_UNUSED)
             return weights
 
         weights = reader.load(build)
-        if packs_layers(switches, config.device):
-            layers, weights = list(weights.layers), replace(weights, layers=())
-            for index, layer in enumerate(layers):
-                # One by one: matrices that a norm is folded into are there twice while that is done.
-                layers[index] = pack_layer(layer)
-            weights = replace(weights, layers=tuple(layers))
-        return cls(config, weights, switches, rotates)
+        rotations = [
+            HeadRotation(table, layer.query_norm, layer.key_norm, config.norm_eps) if rotates_heads else None
+            for layer, rotates_heads in zip(weights.layers, rotates, strict=True)
+        ]
+        return cls(config, weights, switches, rotations)
 
     @classmethod
     def _read_layer(cls, reader: WeightReader, fields: Mapping[str, Any], index: int) -> DecoderLayer:
@@ -177,44 +146,6 @@ class Llama:
             query_norm=reader.tensor(f"{attention}.q_norm.weight", size) if has_norms else None,
             key_norm=reader.tensor(f"{attention}.k_norm.weight", size) if has_norms else None,
         )
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,  # [T] int64
-        positions: torch.Tensor,  # [T] int64
-        kv_cache: torch.Tensor,  # [L, 2, NB, BS, HKV, D]  written
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        """Run all layers; see ``CausalLM``."""
-        config, weights = self.config, self.weights
-        attention = PagedAttention(
-            metadata,
-            kv_cache,
-            self._attention_options,
-            num_tokens=len(input_ids),
-            num_heads=config.num_attention_heads,
-            fused_kv_append=self.switches.fused_kv_append,
-        )
-        return run_layers(
-            *embed_tokens(input_ids, positions, weights.embedding),
-            weights.layers,
-            weights.final_norm,
-            attention,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_size=config.head_size,
-            switches=self.switches,
-            mlp=ResidualStream.silu_mlp,
-            positions=positions,
-            rotations=self._rotations,
-        )
-
-    def compute_logits(
-        self,
-        hidden: torch.Tensor,  # [R, E]
-    ) -> torch.Tensor:
-        """Return float32 logits [R, V]; see ``CausalLM``."""
-        return compute_logits(hidden, self.weights.padded_lm_head, self.config.vocab_size)
 
 
 def _read_mlp(reader: WeightReader, fields: Mapping[str, Any], index: int) -> Mlp | SparseMlp:

@@ -8,9 +8,7 @@ from pathlib import Path
 from rose_backend.config import Switches
 from rose_backend.errors import ModelError
 from rose_backend.models.base import CausalLM
-from rose_backend.models.streaming import ProgressCallback
-from rose_backend.models.weight_files import has_weights
-from rose_backend.models.weights import Checkpoint, resolve_model_path
+from rose_backend.models.weights import Checkpoint, ProgressCallback, has_weights, resolve_model_path
 
 MODEL_CLASSES = {
     "GPT2LMHeadModel": "rose_backend.models.gpt2:GPT2",

@@ -1,6 +1,7 @@
-"""From safetensors files to tensors: several threads read, and on a GPU copies overlap with reading.
+"""A model's tensors, made and filled from a checkpoint's safetensors files.
 
-A thread reads a piece into one of its two staging buffers, page-locked where the tensor is on a GPU, and converts it on
+``WeightReader`` makes them, ``stream`` fills them: several threads read, and on a GPU copies overlap with reading. A
+thread reads a piece into one of its two staging buffers, page-locked where the tensor is on a GPU, and converts it on
 the device. On a CPU a piece of the right type is read in place. No file is mapped: memory grows by the buffers only.
 """
 
@@ -8,16 +9,24 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from rose_backend.errors import ModelError
-from rose_backend.models.weight_files import StoredTensor
+from rose_backend.layers.linear import Linear, Norm
+from rose_backend.models.config import ModelConfig
+from rose_backend.models.weights import Checkpoint, ProgressCallback, StoredTensor, stored_dtype
+
+HEAD = "lm_head.weight"
+HEAD_ALIGNMENT = 64
+"""Rows of the LM head are padded to a multiple of this: on a GPU, products of an unaligned width such as GPT-2's 50,257
+are several times slower."""
 
 BUFFER_BYTES = 8 << 20
 """Of one staging buffer, at most."""
@@ -29,23 +38,8 @@ _MIN_READERS = 4
 _SERIAL_ELEMENTS = 1 << 15
 """torch converts no more elements than these in the calling thread: the readers are parallel already."""
 _POLL_S = 0.1
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "F64": torch.float64,
-}
 
-ProgressCallback = Callable[[int, int], None]
-"""Takes the bytes that were read, and all that will be; called in the thread that loads."""
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +49,150 @@ class Copy:
     stored: StoredTensor
     destination: torch.Tensor
     """Contiguous, with as many elements, of any type; all of one call are on one device."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReader:
+    """Makes a model's tensors, in its type and on its device, and reads all of them at the end of ``load``.
+
+    All methods raise what ``Checkpoint.find`` raises.
+    """
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    prefix: str
+    """Of all names but ``HEAD``."""
+    device: torch.device | None = None
+    """Where tensors are made; None only outside ``load``."""
+    copies: list[Copy] = field(default_factory=list)
+    """What is to be read."""
+
+    def load(self, build: Callable[[WeightReader], _Result]) -> _Result:
+        """Return what ``build`` makes of the tensors that it takes from the reader it is given, filled.
+
+        It is called twice: on device ``meta``, so that every tensor is checked before memory is allocated, and on the
+        model's. It must not look at values.
+        """
+
+        planned = build(replace(self, device=torch.device("meta"), copies=[]))
+        if self.config.device.type == "meta":
+            return planned
+        reader = replace(self, device=self.config.device, copies=[])
+        weights = build(reader)
+        stream(reader.copies, on_progress=self.checkpoint.on_progress)
+        return weights
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        """Return one tensor."""
+        tensor = self._empty(*shape)
+        self._fill(tensor, self.prefix + name)
+        return tensor
+
+    def norm(self, name: str) -> Norm:
+        """Return a LayerNorm over the hidden size."""
+        width = self.config.hidden_size
+        return Norm(
+            self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width), self.config.norm_eps
+        )
+
+    def linear(self, name: str, fan_in: int, fan_out: int) -> Linear:
+        """Return a linear layer with a bias, whose matrix is stored as [fan_in, fan_out]."""
+        return Linear(self.tensor(f"{name}.weight", fan_in, fan_out), self.tensor(f"{name}.bias", fan_out))
+
+    def rms_norm(self, name: str) -> Norm:
+        """Return an RMSNorm over the hidden size."""
+        return Norm(self.tensor(f"{name}.weight", self.config.hidden_size), None, self.config.norm_eps)
+
+    def joined(self, fan_in: int, fan_outs: Mapping[str, int], *, has_bias: bool = False) -> Linear:
+        """Return linear layers of one input as one, outputs side by side; matrices are stored as [fan_out, fan_in].
+
+        Args:
+            fan_outs: by name, in order.
+            has_bias: each has one.
+        """
+        sizes = list(fan_outs.values())
+        matrix = self._empty(sum(sizes), fan_in)
+        for name, part in zip(fan_outs, matrix.split(sizes), strict=True):
+            self._fill(part, f"{self.prefix}{name}.weight")
+        bias = None
+        if has_bias:
+            bias = self._empty(sum(sizes))
+            for name, part in zip(fan_outs, bias.split(sizes), strict=True):
+                self._fill(part, f"{self.prefix}{name}.bias")
+        return Linear(matrix.t(), bias)
+
+    def stacked(
+        self, name: str, parts: Sequence[str], rows: int, columns: int, *, num_experts: int
+    ) -> torch.Tensor:
+        """Return the matrices of all experts, [num_experts, len(parts) * rows, columns].
+
+        Args:
+            name: of the mixture; expert 3's are stored as ``experts.3.part.weight`` below it, [rows, columns] each.
+            parts: matrices of each expert, one below the other.
+        """
+        stack = self._empty(num_experts, len(parts), rows, columns)
+        for expert, matrices in enumerate(stack):
+            for part, matrix in zip(parts, matrices, strict=True):
+                self._fill(matrix, f"{self.prefix}{name}.experts.{expert}.{part}.weight")
+        return stack.flatten(1, 2)
+
+    def check_all_read(self, *, unused_suffixes: Collection[str] = ()) -> None:
+        """Check that no tensor of the checkpoint was left out: it would be one that the model should compute with.
+
+        Args:
+            unused_suffixes: ends of names that no computation needs.
+        """
+        taken = {copy.stored.name for copy in self.copies} | (
+            {HEAD} if self.config.tie_word_embeddings else set()
+        )
+        left = [
+            name
+            for name in self.checkpoint
+            if name not in taken and not name.endswith(tuple(unused_suffixes))
+        ]
+        if left:
+            others = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise ModelError(
+                f"model: tensor {min(left)!r}{others} would not be used; config.json does not fit"
+            )
+
+    def embedding_and_head(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the token embedding ``name``, [V, E], and the LM head with rows of padding behind it, [V', E].
+
+        Where the two are tied, the embedding is a part of the head.
+
+        Raises:
+            ModelError: also where both are stored, are tied, and differ.
+        """
+        checkpoint, config = self.checkpoint, self.config
+        shape = (config.vocab_size, config.hidden_size)
+        is_tied = config.tie_word_embeddings
+        if is_tied and self._is_checking and HEAD in checkpoint:
+            stored = checkpoint.find(self.prefix + name, shape)
+            if not have_equal_values(checkpoint.find(HEAD, shape), stored):
+                raise ModelError(f"config.json: tie_word_embeddings is on, but {HEAD} differs from {name}")
+        embedding = self._padded(self.prefix + name, *shape)
+        head = embedding if is_tied else self._padded(HEAD, *shape)
+        return embedding[: config.vocab_size], head
+
+    @property
+    def _is_checking(self) -> bool:
+        """Whether this is the look at all tensors in front of reading them."""
+        assert self.device is not None
+        return self.device.type == "meta" and self.config.device.type != "meta"
+
+    def _padded(self, name: str, rows: int, width: int) -> torch.Tensor:
+        tensor = self._empty(rows + -rows % HEAD_ALIGNMENT, width)
+        tensor[rows:].zero_()
+        self._fill(tensor[:rows], name)
+        return tensor
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        assert self.device is not None, "tensors are made inside load only"
+        return torch.empty(shape, dtype=self.config.dtype, device=self.device)
+
+    def _fill(self, tensor: torch.Tensor, name: str) -> None:
+        self.copies.append(Copy(self.checkpoint.find(name, tuple(tensor.shape)), tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +211,6 @@ class _Piece:
         return self.destination.device.type == "cpu" and self.destination.dtype is self.dtype
 
 
-def stored_dtype(stored: StoredTensor) -> torch.dtype:
-    """Return the type of a stored tensor.
-
-    Raises:
-        ModelError: it is none that can be read.
-    """
-    if stored.dtype not in _DTYPES:
-        raise ModelError(
-            f"model: tensor {stored.name!r} is stored as {stored.dtype}, allowed are {', '.join(_DTYPES)}"
-        )
-    return _DTYPES[stored.dtype]
-
-
 def stream(
     copies: Sequence[Copy],
     *,
@@ -102,7 +227,8 @@ def stream(
     Raises:
         ModelError: a file cannot be read or was cut short; it names the file and the tensor.
     """
-    pieces = deque(piece for copy in _in_file_order(copies) for piece in _cut(copy, buffer_bytes))
+    in_file_order = sorted(copies, key=lambda copy: (copy.stored.path, copy.stored.offset))
+    pieces = deque(piece for copy in in_file_order for piece in _cut(copy, buffer_bytes))
     total = sum(piece.num_bytes for piece in pieces)
     num_threads = min(usual_num_readers() if num_readers is None else num_readers, len(pieces))
     with ExitStack() as stack:
@@ -215,10 +341,6 @@ class _Reader:
                 staged = self._scratch[: piece.num_bytes].copy_(staged, non_blocking=True)
             piece.destination.copy_(staged.view(piece.dtype), non_blocking=True)
             self._copied[turn].record(self._stream)
-
-
-def _in_file_order(copies: Sequence[Copy]) -> list[Copy]:
-    return sorted(copies, key=lambda copy: (copy.stored.path, copy.stored.offset))
 
 
 def _cut(copy: Copy, buffer_bytes: int) -> list[_Piece]:

@@ -1,35 +1,48 @@
-"""Finding and reading Hugging Face checkpoints: config.json and safetensors files.
+"""Hugging Face checkpoints: finding their files, reading config.json, and where each tensor lies.
 
-Every way in which a checkpoint can be missing or damaged ends in a ``ModelError`` of one sentence.
+Every way in which a checkpoint can be missing or damaged ends in a ``ModelError`` of one sentence. No tensor is read
+here, and torch is imported only to name types: processes without it look for checkpoints, too.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
 
 from rose_backend.errors import ModelError
-from rose_backend.models.weight_files import StoredTensor, find_tensors, read_json
 
 if TYPE_CHECKING:
-    # Only looking for a checkpoint or reading its tokenizer must not wait for torch.
     import torch
 
-    from rose_backend.layers.linear import Linear, Norm
-    from rose_backend.models.config import ModelConfig
-    from rose_backend.models.streaming import Copy, ProgressCallback
-
 CONFIG_FILE = "config.json"
-HEAD = "lm_head.weight"
-HEAD_ALIGNMENT = 64
-"""Rows of the LM head are padded to a multiple of this: on a GPU, products of an unaligned width such as GPT-2's 50,257
-are several times slower."""
+WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 
-_Result = TypeVar("_Result")
+ProgressCallback = Callable[[int, int], None]
+"""Takes the bytes that were read, and all that will be; called in the thread that loads."""
+
+# By the names that safetensors gives them.
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I16": "int16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "F32": "float32",
+    "I64": "int64",
+    "F64": "float64",
+}
 
 _HUB_FILES = ["*.json", "*.safetensors", "merges.txt", "vocab.txt", "*.model", "*.jinja"]
 _HUB_PATTERNS: dict[str, Any] = {
@@ -80,6 +93,124 @@ def _resolve_hub_id(name: str) -> Path:
         ) from error
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        ModelError: missing, unreadable, or not an object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"model: cannot read {str(path)!r}: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"model: {str(path)!r} holds a {type(content).__name__}, a JSON object is needed")
+    return content
+
+
+def read_eos_token_ids(fields: Mapping[str, Any], file: str) -> tuple[int, ...]:
+    """Return ``eos_token_id`` of a JSON file, one or a list of them.
+
+    Raises:
+        ModelError: it is neither.
+    """
+    value = fields.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(each, bool) or not isinstance(each, int) for each in ids):
+        raise ModelError(f"{file}: eos_token_id must be one integer, or a list of them, got {value!r}")
+    return tuple(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a safetensors file."""
+
+    name: str
+    path: Path
+    offset: int
+    """Of its first byte in the file."""
+    num_bytes: int
+    dtype: str
+    """As safetensors writes it: ``BF16``, ``F32``."""
+    shape: tuple[int, ...]
+
+
+def stored_dtype(stored: StoredTensor) -> torch.dtype:
+    """Return the type of a stored tensor.
+
+    Raises:
+        ModelError: it is none that can be read.
+    """
+    import torch
+
+    if stored.dtype not in _DTYPES:
+        raise ModelError(
+            f"model: tensor {stored.name!r} is stored as {stored.dtype}, allowed are {', '.join(_DTYPES)}"
+        )
+    dtype: torch.dtype = getattr(torch, _DTYPES[stored.dtype])
+    return dtype
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether there is anything that ``find_tensors`` would look into."""
+    return (directory / WEIGHTS_FILE).is_file() or (directory / WEIGHTS_INDEX_FILE).is_file()
+
+
+def find_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Return all tensors of a checkpoint by name.
+
+    Raises:
+        ModelError: a file is missing, incomplete or damaged, two files have a tensor of one name, or a tensor is not
+            in the file that the index says.
+    """
+    index = directory / WEIGHTS_INDEX_FILE
+    if (directory / WEIGHTS_FILE).is_file():
+        return _tensors_of(directory / WEIGHTS_FILE)
+    if not index.is_file():
+        raise ModelError(
+            f"model: directory {str(directory)!r} has neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX_FILE}"
+        )
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"model: {str(index)!r} has no weight_map")
+    files = [directory / str(name) for name in sorted(set(map(str, weight_map.values())))]
+    for path in files:
+        if path.parent != directory or not path.is_file():
+            raise ModelError(f"model: {str(index)!r} names {path.name!r}, which is missing")
+    found: dict[str, StoredTensor] = {}
+    for path in files:
+        for name, tensor in _tensors_of(path).items():
+            if name in found:
+                raise ModelError(
+                    f"model: tensor {name!r} is both in {found[name].path.name!r} and in {path.name!r}"
+                )
+            found[name] = tensor
+    for name, file in weight_map.items():
+        if name not in found or found[name].path.name != file:
+            raise ModelError(f"model: {str(index)!r} has tensor {name!r} in {file!r}, which is without it")
+    return found
+
+
+def _tensors_of(path: Path) -> dict[str, StoredTensor]:
+    try:
+        # The library checks that offsets fit shapes, types and the file's length. It does not tell them.
+        with safe_open(path, framework="np"):
+            pass
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelError(f"model: {str(path)!r} is not a complete safetensors file: {error}") from error
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            tensors[name] = StoredTensor(
+                name, path, 8 + length + begin, end - begin, entry["dtype"], tuple(entry["shape"])
+            )
+    return tensors
+
+
 class Checkpoint:
     """A checkpoint's config.json, and where its tensors lie in one or several safetensors files.
 
@@ -114,8 +245,6 @@ class Checkpoint:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the type in which a tensor is stored."""
-        from rose_backend.models.streaming import stored_dtype
-
         if self._without_weights:
             return self._named_dtype()
         return stored_dtype(self._find(name))
@@ -151,164 +280,3 @@ class Checkpoint:
         if name not in self._tensors:
             raise ModelError(f"model: tensor {name!r} is missing from {str(self.directory)!r}")
         return self._tensors[name]
-
-
-@dataclass(frozen=True, slots=True)
-class WeightReader:
-    """Makes a model's tensors, in its type and on its device, and reads all of them at the end of ``load``.
-
-    All methods raise what ``Checkpoint.find`` raises.
-    """
-
-    checkpoint: Checkpoint
-    config: ModelConfig
-    prefix: str
-    """Of all names but ``HEAD``."""
-    device: torch.device | None = None
-    """Where tensors are made; None only outside ``load``."""
-    copies: list[Copy] = field(default_factory=list)
-    """What is to be read."""
-
-    def load(self, build: Callable[[WeightReader], _Result]) -> _Result:
-        """Return what ``build`` makes of the tensors that it takes from the reader it is given, filled.
-
-        It is called twice: on device ``meta``, so that every tensor is checked before memory is allocated, and on the
-        model's. It must not look at values.
-        """
-        import torch
-
-        from rose_backend.models.streaming import stream
-
-        planned = build(replace(self, device=torch.device("meta"), copies=[]))
-        if self.config.device.type == "meta":
-            return planned
-        reader = replace(self, device=self.config.device, copies=[])
-        weights = build(reader)
-        stream(reader.copies, on_progress=self.checkpoint.on_progress)
-        return weights
-
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """Return one tensor."""
-        tensor = self._empty(*shape)
-        self._fill(tensor, self.prefix + name)
-        return tensor
-
-    def norm(self, name: str) -> Norm:
-        """Return a LayerNorm over the hidden size."""
-        from rose_backend.layers.linear import Norm
-
-        width = self.config.hidden_size
-        return Norm(
-            self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width), self.config.norm_eps
-        )
-
-    def linear(self, name: str, fan_in: int, fan_out: int) -> Linear:
-        """Return a linear layer with a bias, whose matrix is stored as [fan_in, fan_out]."""
-        from rose_backend.layers.linear import Linear
-
-        return Linear(self.tensor(f"{name}.weight", fan_in, fan_out), self.tensor(f"{name}.bias", fan_out))
-
-    def rms_norm(self, name: str) -> Norm:
-        """Return an RMSNorm over the hidden size."""
-        from rose_backend.layers.linear import Norm
-
-        return Norm(self.tensor(f"{name}.weight", self.config.hidden_size), None, self.config.norm_eps)
-
-    def joined(self, fan_in: int, fan_outs: Mapping[str, int], *, has_bias: bool = False) -> Linear:
-        """Return linear layers of one input as one, outputs side by side; matrices are stored as [fan_out, fan_in].
-
-        Args:
-            fan_outs: by name, in order.
-            has_bias: each has one.
-        """
-        from rose_backend.layers.linear import Linear
-
-        sizes = list(fan_outs.values())
-        matrix = self._empty(sum(sizes), fan_in)
-        for name, part in zip(fan_outs, matrix.split(sizes), strict=True):
-            self._fill(part, f"{self.prefix}{name}.weight")
-        bias = None
-        if has_bias:
-            bias = self._empty(sum(sizes))
-            for name, part in zip(fan_outs, bias.split(sizes), strict=True):
-                self._fill(part, f"{self.prefix}{name}.bias")
-        return Linear(matrix.t(), bias)
-
-    def stacked(
-        self, name: str, parts: Sequence[str], rows: int, columns: int, *, num_experts: int
-    ) -> torch.Tensor:
-        """Return the matrices of all experts, [num_experts, len(parts) * rows, columns].
-
-        Args:
-            name: of the mixture; expert 3's are stored as ``experts.3.part.weight`` below it, [rows, columns] each.
-            parts: matrices of each expert, one below the other.
-        """
-        stack = self._empty(num_experts, len(parts), rows, columns)
-        for expert, matrices in enumerate(stack):
-            for part, matrix in zip(parts, matrices, strict=True):
-                self._fill(matrix, f"{self.prefix}{name}.experts.{expert}.{part}.weight")
-        return stack.flatten(1, 2)
-
-    def check_all_read(self, *, unused_suffixes: Collection[str] = ()) -> None:
-        """Check that no tensor of the checkpoint was left out: it would be one that the model should compute with.
-
-        Args:
-            unused_suffixes: ends of names that no computation needs.
-        """
-        taken = {copy.stored.name for copy in self.copies} | (
-            {HEAD} if self.config.tie_word_embeddings else set()
-        )
-        left = [
-            name
-            for name in self.checkpoint
-            if name not in taken and not name.endswith(tuple(unused_suffixes))
-        ]
-        if left:
-            others = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            raise ModelError(
-                f"model: tensor {min(left)!r}{others} would not be used; config.json does not fit"
-            )
-
-    def embedding_and_head(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the token embedding ``name``, [V, E], and the LM head with rows of padding behind it, [V', E].
-
-        Where the two are tied, the embedding is a part of the head.
-
-        Raises:
-            ModelError: also where both are stored, are tied, and differ.
-        """
-        from rose_backend.models.streaming import have_equal_values
-
-        checkpoint, config = self.checkpoint, self.config
-        shape = (config.vocab_size, config.hidden_size)
-        is_tied = config.tie_word_embeddings
-        if is_tied and self._is_checking and HEAD in checkpoint:
-            stored = checkpoint.find(self.prefix + name, shape)
-            if not have_equal_values(checkpoint.find(HEAD, shape), stored):
-                raise ModelError(f"config.json: tie_word_embeddings is on, but {HEAD} differs from {name}")
-        embedding = self._padded(self.prefix + name, *shape)
-        head = embedding if is_tied else self._padded(HEAD, *shape)
-        return embedding[: config.vocab_size], head
-
-    @property
-    def _is_checking(self) -> bool:
-        """Whether this is the look at all tensors in front of reading them."""
-        assert self.device is not None
-        return self.device.type == "meta" and self.config.device.type != "meta"
-
-    def _padded(self, name: str, rows: int, width: int) -> torch.Tensor:
-        tensor = self._empty(rows + -rows % HEAD_ALIGNMENT, width)
-        tensor[rows:].zero_()
-        self._fill(tensor[:rows], name)
-        return tensor
-
-    def _empty(self, *shape: int) -> torch.Tensor:
-        import torch
-
-        assert self.device is not None, "tensors are made inside load only"
-        return torch.empty(shape, dtype=self.config.dtype, device=self.device)
-
-    def _fill(self, tensor: torch.Tensor, name: str) -> None:
-        from rose_backend.models.streaming import Copy
-
-        self.copies.append(Copy(self.checkpoint.find(name, tuple(tensor.shape)), tensor))

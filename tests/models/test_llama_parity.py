@@ -14,7 +14,7 @@ from rose_backend.engine.startup.load import storage_bytes
 from rose_backend.kernels import rotate_query_key
 from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
 from rose_backend.layers import decoder, linear
-from rose_backend.models import llama
+from rose_backend.models import base
 from rose_backend.models.registry import load_model
 from tests.kernels.test_small_batch_linear import record_moments
 from tests.support.llama_checkpoints import CASES, VOCAB_SIZE, write_checkpoint
@@ -90,7 +90,7 @@ def test_the_way_for_few_decodes(case: Case, monkeypatch: pytest.MonkeyPatch) ->
     path, _, _ = case
     num_bytes = storage_bytes(load_model(path).weights)
     # Taken by itself on a GPU only.
-    monkeypatch.setattr(llama, "packs_layers", lambda *_: True)
+    monkeypatch.setattr(base, "packs_layers", lambda *_: True)
     # No matrix is there twice; a packed layer has vectors of its own.
     assert storage_bytes(load_model(path).weights) < 1.02 * num_bytes
     seen = record_moments(monkeypatch)

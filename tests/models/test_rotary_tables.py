@@ -10,8 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rose_backend.errors import ModelError
-from rose_backend.layers.rotary import rotary_table
-from rose_backend.models.rope import read_rotary_options
+from rose_backend.models.rope import read_rotary_options, rotary_table
 
 HEAD_SIZE, WINDOW = 64, 4096
 LLAMA3 = {

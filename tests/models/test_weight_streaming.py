@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from rose_backend.engine.progress import LoadingProgress
 from rose_backend.errors import ModelError
-from rose_backend.models import streaming
+from rose_backend.models import streaming, weights
 from rose_backend.models.registry import load_model
 from rose_backend.models.streaming import Copy, have_equal_values, stream
-from rose_backend.models.weight_files import find_tensors
+from rose_backend.models.weights import find_tensors
 from tests.support.llama_checkpoints import write_checkpoint
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -73,9 +73,9 @@ def test_values_are_those_of_the_library(
 
 def test_every_type(tmp_path: Path) -> None:
     values = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0])
-    tensors = {name: values.to(dtype) for name, dtype in streaming._DTYPES.items()}
+    tensors = {name: values.to(getattr(torch, dtype)) for name, dtype in weights._DTYPES.items()}
     read = read_all(write(tmp_path, tensors), torch.float32, buffer_bytes=16)
-    assert {entry.dtype for entry in find_tensors(tmp_path).values()} == set(streaming._DTYPES)
+    assert {entry.dtype for entry in find_tensors(tmp_path).values()} == set(weights._DTYPES)
     assert all(torch.equal(read[name], values) for name in tensors)
 
 
@@ -236,7 +236,7 @@ def test_layers_are_packed_once_their_weights_are_there(
 ) -> None:
     checkpoint = write_checkpoint(tmp_path / "model", "llama")
     plain = load_model(checkpoint).weights.layers
-    monkeypatch.setattr("rose_backend.models.llama.packs_layers", lambda switches, device: True)
+    monkeypatch.setattr("rose_backend.models.base.packs_layers", lambda switches, device: True)
     packed = load_model(checkpoint).weights.layers
     assert len(packed) == len(plain)
     for ours, theirs in zip(packed, plain, strict=True):

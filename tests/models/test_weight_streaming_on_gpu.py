@@ -10,7 +10,7 @@ import torch
 
 from rose_backend.models import streaming
 from rose_backend.models.streaming import Copy, stream
-from rose_backend.models.weight_files import find_tensors
+from rose_backend.models.weights import find_tensors
 from tests.models.test_weight_streaming import write
 
 pytestmark = pytest.mark.gpu

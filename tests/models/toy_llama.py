@@ -12,7 +12,8 @@ from rose_backend.kernels import AttentionOptions
 from rose_backend.layers.attention import AttentionMetadata, PagedAttention
 from rose_backend.layers.linear import DecoderLayer, Mlp, Norm, ResidualStream, compute_logits
 from rose_backend.models.config import ModelConfig, choose_dtype
-from rose_backend.models.weights import Checkpoint, WeightReader
+from rose_backend.models.streaming import WeightReader
+from rose_backend.models.weights import Checkpoint
 
 ROPE_THETA = 10_000.0
 

@@ -47,7 +47,7 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.utils import AttentionGroup
 
-from rose_backend.layers.rotary import RotaryOptions, rotary_table
+from rose_backend.models.rope import RotaryOptions, rotary_table
 from rose_backend.vllm_plugin.attention.backend import (
     RoseAttentionBackend,
     RoseAttentionImpl,

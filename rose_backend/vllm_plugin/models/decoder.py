@@ -29,7 +29,7 @@ from vllm.sequence import IntermediateTensors
 
 from rose_backend.errors import IntegrityError, ModelError
 from rose_backend.kernels import HeadRotation, embed_tokens, empty_rows
-from rose_backend.layers.decoder import run_layers
+from rose_backend.layers.decoder import Decoder, run_layers
 from rose_backend.layers.linear import DecoderLayer, Linear, Mlp, Norm, ResidualStream, pack, packs_layers
 from rose_backend.vllm_plugin.models.model_choice import KEEP_OPTION
 from rose_backend.vllm_plugin.options import rose_options
@@ -326,22 +326,19 @@ class RoseDecoder:
             hidden, moments = embed_tokens(input_ids, positions, model.embed_tokens.weight.data)
         layers = [layer for layer in self._layers if layer is not None]
         assert len(layers) == len(self._layers), "vLLM has not finished loading"
+        decoder = Decoder(
+            layers=layers,
+            final_norm=norm_of(model.norm),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            switches=self.rose_switches,
+            mlp=ResidualStream.silu_mlp,
+            rotations=self._rotations,
+            all_reduce=self._all_reduce,
+        )
         with impl.workspace:
-            return run_layers(
-                hidden,
-                moments,
-                layers,
-                norm_of(model.norm),
-                attention,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_size=head_size,
-                switches=self.rose_switches,
-                mlp=ResidualStream.silu_mlp,
-                positions=positions,
-                rotations=self._rotations,
-                all_reduce=self._all_reduce,
-            )
+            return run_layers(decoder, hidden, moments, positions, attention)
 
 
 class RoseLlamaForCausalLM(RoseDecoder, LlamaForCausalLM):  # type: ignore[misc]

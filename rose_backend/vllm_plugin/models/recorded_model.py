@@ -23,7 +23,7 @@ from rose_backend.kernels import (
 )
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.tuning.attention_decode import decode_kind, row_counts
-from rose_backend.layers.decoder import run_layers
+from rose_backend.layers.decoder import Decoder, run_layers
 from rose_backend.layers.linear import (
     DecoderLayer,
     Linear,
@@ -213,20 +213,19 @@ class RecordedDecoder:
         layers = [self._decoder] * (2 if metadata.decodes_only else 1)
         input_ids = torch.empty(num_tokens, dtype=torch.int32, device=_META)
         positions = torch.empty(num_tokens, dtype=torch.int64, device=_META)
-        run_layers(
-            *embed_tokens(input_ids, positions, self._embedding),
-            layers,
-            self._final_norm,
-            _RecordedSteps(self._attend, metadata, layer),
+        decoder = Decoder(
+            layers=layers,
+            final_norm=self._final_norm,
             num_heads=layer.num_heads,
             num_kv_heads=layer.num_kv_heads,
             head_size=layer.head_size,
             switches=self._switches,
             mlp=ResidualStream.silu_mlp,
-            positions=positions,
             rotations=[self._rotation] * len(layers),
             all_reduce=(lambda partial_sum: partial_sum) if self._has_ranks else None,
         )
+        embedded = embed_tokens(input_ids, positions, self._embedding)
+        run_layers(decoder, *embedded, positions, _RecordedSteps(self._attend, metadata, layer))
 
 
 def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
