@@ -23,7 +23,6 @@ from rose_backend.config import EngineConfig, check_int
 from rose_backend.engine.execution.decode_runner import launched_widths
 from rose_backend.engine.execution.model_runner import ModelRunner
 from rose_backend.engine.progress import show_progress
-from rose_backend.scheduling.token_budget import default_token_budgets
 from rose_backend.engine.sequence_state import SequenceState
 from rose_backend.engine.startup.kv_pool import allocate_kv_cache, choose_max_model_len
 from rose_backend.engine.startup.report import captures_graphs
@@ -39,6 +38,7 @@ from rose_backend.models.base import CausalLM
 from rose_backend.models.config import ModelConfig
 from rose_backend.models.registry import load_model
 from rose_backend.models.weights import CONFIG_FILE, resolve_model_path
+from rose_backend.scheduling.token_budget import default_token_budgets
 
 _NUM_PROCESSORS = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
 """Of A100, H100 SXM and H200, B200."""
