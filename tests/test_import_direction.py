@@ -182,7 +182,7 @@ def test_imports_go_one_way() -> None:
         ("engine/core.py", "if TYPE_CHECKING:\n    from rose_backend import vllm_plugin"),
         (
             "vllm_plugin/scheduler/scheduler.py",
-            "from rose_backend.engine.scheduling.scheduler import Scheduler",
+            "from rose_backend.engine.scheduler import Scheduler",
         ),
         ("vllm_plugin/scheduler/scheduler.py", "from rose_backend import LLM"),
         ("vllm_plugin/attention/backend.py", "from rose_backend.models import registry"),

@@ -16,7 +16,7 @@ from rose_backend.engine.core import Command, EngineCore
 from rose_backend.engine.engine_stats import Counters, EngineLoad, EngineStats
 from rose_backend.engine.generation_config import sampling_defaults
 from rose_backend.engine.input_processor import ProcessedInput
-from rose_backend.engine.output.output_thread import OutputHandler, StreamConsumers
+from rose_backend.engine.output_thread import OutputHandler, StreamConsumers
 from rose_backend.engine.outputs import GrowingCompletions, RequestOutput
 from rose_backend.engine.process_settings import begin_serving, end_serving
 from rose_backend.engine.request import Prompt, Request, check_queue

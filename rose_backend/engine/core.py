@@ -13,19 +13,18 @@ import numpy as np
 
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
+from rose_backend.engine.deferred_commit import DeferredCommits, Int64Array
 from rose_backend.engine.engine_stats import EngineLoad, EngineStats
-from rose_backend.engine.execution.model_runner import ModelRunner, SampledTokens
-from rose_backend.engine.execution.step_pipeline import StepPipeline
-from rose_backend.engine.execution.token_reader import DeferredStops, TokenReader
 from rose_backend.engine.input_processor import InputProcessor
-from rose_backend.engine.output.output_processor import Abort, OutputProcessor
-from rose_backend.engine.output.output_thread import OutputHandler, OutputQueue, OutputThread
+from rose_backend.engine.model_runner import ModelRunner, SampledTokens
+from rose_backend.engine.output_processor import Abort, OutputProcessor
+from rose_backend.engine.output_thread import OutputHandler, OutputQueue, OutputThread
 from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.request import PromptLists, Request, check_queue, check_request_id
-from rose_backend.engine.scheduling.deferred_commit import DeferredCommits, Int64Array
-from rose_backend.engine.scheduling.scheduler import Scheduler
+from rose_backend.engine.scheduler import Scheduler
 from rose_backend.engine.sequence_state import SequenceState
 from rose_backend.engine.startup.load import LoadedModel, load, warm_up
+from rose_backend.engine.step_pipeline import DeferredStops, StepPipeline, TokenReader
 from rose_backend.engine.tokenizer_loading import PendingTokenizer
 from rose_backend.errors import EngineDeadError, IntegrityError, RequestError, kind_and_text
 from rose_backend.kernels.workspace import Workspace

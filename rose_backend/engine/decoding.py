@@ -1,5 +1,8 @@
 """Token ids to text: all at once, or token by token, with the same text either way.
 
+Decoders and their streams make text, ``Detokenizer`` finds stop strings in it, and ``TokenTexts`` says what
+log-probabilities call a token.
+
 The text of an answer is what stands behind its prompt's whole characters. It is made token by token and never takes
 back what it has shown, so it is the same in streams and in whole answers. Text that is made in one call could differ:
 decoders of SentencePiece models make a run of byte tokens U+FFFD from its first to its last byte if it is not valid
@@ -9,6 +12,8 @@ UTF-8 as a whole, also where its beginning is, and was shown.
 from __future__ import annotations
 
 import codecs
+import json
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -373,3 +378,194 @@ def make_decoder(backend: Any, skip_special_tokens: bool) -> ByteLevelDecoder | 
     if isinstance(backend.decoder, ByteLevel):
         return ByteLevelDecoder(backend, special_tokens(backend) if skip_special_tokens else [])
     return LibraryDecoder(backend, skip_special_tokens=skip_special_tokens)
+
+
+class Detokenizer:
+    """The text of one completion while its tokens arrive.
+
+    The result does not depend on how the text falls into tokens: of all stop strings the one whose end comes first
+    wins, of several ending there the longest. Each token takes the same time however long the text is.
+
+    Args:
+        stream: the text of the tokens.
+        stop_strings: strings that end the text.
+        keep_stop_string: leave the stop string at the end of the text.
+        min_tokens: no stop string ends within the text of this many first tokens.
+    """
+
+    def __init__(
+        self,
+        stream: TextStream,
+        *,
+        stop_strings: Sequence[str] = (),
+        keep_stop_string: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self._stream = stream
+        self._stops_and_lengths = [(stop, len(stop)) for stop in stop_strings]
+        # In order, so that those which begin with some text follow each other.
+        self._sorted_stops = sorted(stop_strings)
+        self._first_characters = frozenset(stop[0] for stop in stop_strings)
+        self._max_uncertain = max(map(len, stop_strings), default=1) - 1
+        self._keep_stop_string = keep_stop_string
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._uncertain = ""  # the end of the text, which may become a stop string
+        self._pieces: list[str] = []  # text that cannot change any more, not yet taken
+        self._closed = False
+
+    @property
+    def has_stop_strings(self) -> bool:
+        """Whether a string can end the text."""
+        return bool(self._sorted_stops)
+
+    def extend(self, token_ids: Sequence[int]) -> str | None:
+        """Add tokens; a stop string may end at any of them.
+
+        Returns:
+            The stop string that ended the text, or None. After one, nothing more may be added.
+        """
+        if not self._sorted_stops:
+            self._pieces.append(self._stream.extend(token_ids))
+            return None
+        for token_id in token_ids:
+            self._num_tokens += 1
+            if (stop_string := self._append(self._stream.extend([token_id]))) is not None:
+                return stop_string
+        return None
+
+    def close(self) -> str | None:
+        """End the text: what was held back as an unfinished character, or as the beginning of a stop string, is shown.
+
+        Returns:
+            A stop string that this completed, or None.
+        """
+        if self._closed:
+            return None
+        stop_string = self._append(self._stream.close())
+        if stop_string is None and not self._keep_stop_string:
+            self._pieces.append(self._uncertain)
+        self._closed = True
+        return stop_string
+
+    def take_delta(self) -> str:
+        """Return the text that cannot change any more and that the previous call did not return."""
+        delta = "".join(self._pieces)
+        self._pieces.clear()
+        return delta
+
+    def _append(self, new_text: str) -> str | None:
+        old_length = len(self._uncertain)
+        text = self._uncertain + new_text
+        found = None
+        if new_text and self._num_tokens > self._min_tokens:
+            found = self._find_stop(text, old_length)
+        if found is None:
+            num_certain = self._num_certain(text)
+            self._uncertain = text[num_certain:]
+            self._pieces.append(new_text if self._keep_stop_string else text[:num_certain])
+            return None
+        end, start, stop = found
+        self._pieces.append(text[old_length:end] if self._keep_stop_string else text[:start])
+        self._closed = True
+        return stop
+
+    def _find_stop(self, text: str, old_length: int) -> tuple[int, int, str] | None:
+        """Return end and start of the stop string whose end comes first behind ``old_length``, and the string."""
+        best: tuple[int, int, str] | None = None
+        for stop, length in self._stops_and_lengths:
+            start = text.find(stop, max(old_length - length + 1, 0))
+            if start >= 0 and (best is None or (start + length, start) < best[:2]):
+                best = (start + length, start, stop)
+        return best
+
+    def _num_certain(self, text: str) -> int:
+        """Return how much of ``text`` is no part of what may become a stop string."""
+        # Each place is tried once: a possible stop string never starts before the place found for the previous piece.
+        start = max(len(text) - self._max_uncertain, 0)
+        while start < len(text):
+            if text[start] in self._first_characters:
+                end = text[start:]
+                # Stop strings that begin with this sort right behind it.
+                place = bisect_right(self._sorted_stops, end)
+                if place < len(self._sorted_stops) and self._sorted_stops[place].startswith(end):
+                    break
+            start += 1
+        return start
+
+
+MAX_TOKENS_BEFORE = 4
+"""Tokens in front of one that are looked at for the rest of its character."""
+
+
+class TokenTexts:
+    """Texts and bytes of single tokens, special ones by their name.
+
+    Args:
+        backend: the library's tokenizer.
+        decoder: of it, with special tokens.
+    """
+
+    def __init__(self, backend: Any, decoder: ByteLevelDecoder | LibraryDecoder) -> None:
+        self._backend = backend
+        self._decoder = decoder
+        self._bytes = byte_fallback(backend) if isinstance(decoder, LibraryDecoder) else {}
+        self._space = _space_marker(backend)
+        # Log-probabilities name the same few tokens again and again.
+        self._alone: dict[int, str] = {}
+
+    def text(self, token_id: int, before: Sequence[int] = ()) -> str:
+        """Return the text of a token.
+
+        That of a part of a character is empty, but for the last part: there it is the character, with the other bytes
+        of the tokens in front.
+
+        Args:
+            before: the ``MAX_TOKENS_BEFORE`` tokens in front of it, fewer at the beginning of an answer.
+        """
+        text = self._text_alone(token_id)
+        if not text.endswith(REPLACEMENT):
+            return text
+        decode = self._decoder.decode
+        for first in range(len(before) - 1, -1, -1):
+            context = list(before[first:])
+            whole = decode([*context, token_id])
+            if whole.endswith(REPLACEMENT):
+                continue
+            # These have no text of their own.
+            while context and decode(context[-1:]).endswith(REPLACEMENT):
+                del context[-1]
+            return text_behind(decode(context), whole)
+        return ""
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return a token's own bytes, also of a part of a character."""
+        if isinstance(self._decoder, ByteLevelDecoder):
+            return self._decoder.bytes_of([token_id])
+        byte = self._bytes.get(token_id)
+        return self._text_alone(token_id).encode() if byte is None else bytes([byte])
+
+    def _text_alone(self, token_id: int) -> str:
+        text = self._alone.get(token_id)
+        if text is None:
+            text = self._decoder.decode([token_id])
+            if self._space is not None:
+                # The decoder takes the space away from the first token that it sees.
+                token = self._backend.id_to_token(token_id) or ""
+                num_spaces = len(token) - len(token.lstrip(self._space))
+                num_missing = num_spaces - (len(text) - len(text.lstrip(" ")))
+                text = " " * num_missing + text
+            self._alone[token_id] = text
+        return text
+
+
+def _space_marker(backend: Any) -> str | None:
+    """Return the character that a Metaspace pre-tokenizer writes for a space; None without one."""
+    if backend.pre_tokenizer is None:
+        return None
+    state = json.loads(backend.pre_tokenizer.__getstate__())
+    for each in state.get("pretokenizers", [state]):
+        if each["type"] == "Metaspace":
+            marker: str = each["replacement"]
+            return marker
+    return None

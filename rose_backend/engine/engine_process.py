@@ -22,7 +22,7 @@ from rose_backend.engine.async_engine import StepLoop
 from rose_backend.engine.engine_messages import encode, read_message
 from rose_backend.engine.engine_stats import Counters
 from rose_backend.engine.input_processor import ProcessedInput
-from rose_backend.engine.output.output_thread import StreamConsumers
+from rose_backend.engine.output_thread import StreamConsumers
 from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.process_settings import LOG_FORMAT, begin_serving, note_imports
 from rose_backend.engine.tokenizer_loading import TokenizerParts

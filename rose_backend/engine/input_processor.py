@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose_backend.config import MAX_CACHE_SALT_LENGTH
-from rose_backend.engine.decoding import ByteLevelDecoder, LibraryDecoder
-from rose_backend.engine.detokenizer import Detokenizer
+from rose_backend.engine.decoding import ByteLevelDecoder, Detokenizer, LibraryDecoder
 from rose_backend.engine.outputs import Logprobs
 from rose_backend.engine.process_settings import return_free_memory
 from rose_backend.engine.request import Completion, CompletionText, Prompt, Request

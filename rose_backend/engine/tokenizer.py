@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rose_backend.engine.decoding import ByteLevelDecoder, LibraryDecoder, make_decoder
-from rose_backend.engine.token_texts import TokenTexts
+from rose_backend.engine.decoding import ByteLevelDecoder, LibraryDecoder, TokenTexts, make_decoder
 from rose_backend.engine.tokenizer_loading import TokenizerParts, load_tokenizer
 from rose_backend.errors import RequestError
 

@@ -7,8 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from rose_backend.engine.execution.decode_runner import graph_widths
-from rose_backend.engine.execution.decode_slots import NO_SLOT, DecodeSlots
+from rose_backend.engine.decode_runner import NO_SLOT, DecodeSlots, graph_widths
 from rose_backend.engine.sequence_state import SequenceState
 
 NUM_ROWS = 12

@@ -14,7 +14,7 @@ import pytest
 
 from rose_backend import LLM, CompletionOutput, RequestOutput, SamplingParams
 from rose_backend.engine.core import EngineCore
-from rose_backend.engine.output.output_thread import OutputQueue
+from rose_backend.engine.output_thread import OutputQueue
 from rose_backend.engine.outputs import GrowingCompletions
 from rose_backend.errors import EngineDeadError
 from tests.engine.conftest import GREEDY

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from rose_backend import LLM, CompletionOutput
+from rose_backend.engine.deferred_commit import IncrementalDetokenization
 from rose_backend.engine.input_processor import InputProcessor
-from rose_backend.engine.output.output_processor import (
+from rose_backend.engine.output_processor import (
     Abort,
     Ending,
     IncrementalTokens,
@@ -20,7 +21,6 @@ from rose_backend.engine.output.output_processor import (
     OutputProcessor,
 )
 from rose_backend.engine.request import Completion
-from rose_backend.engine.scheduling.deferred_commit import IncrementalDetokenization
 from rose_backend.engine.sequence_state import SequenceState
 from rose_backend.engine.tokenizer import Tokenizer
 from tests.engine.conftest import GREEDY

@@ -15,7 +15,7 @@ import pytest
 
 from rose_backend import LLM, AsyncEngine, CompletionOutput, SamplingParams
 from rose_backend.engine.input_processor import InputProcessor
-from rose_backend.engine.output.output_processor import Ending, IncrementalTokens, NewTokens, OutputProcessor
+from rose_backend.engine.output_processor import Ending, IncrementalTokens, NewTokens, OutputProcessor
 from rose_backend.engine.outputs import GrowingCompletions
 from rose_backend.engine.request import Completion, Request
 from rose_backend.engine.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rose_backend.engine.execution.prompt_graphs import (
+from rose_backend.engine.model_runner import (
     MAX_CAPTURED_TOKENS,
     PassShape,
     PromptGraphs,

@@ -12,7 +12,7 @@ import pytest
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.engine.core import EngineCore
-from rose_backend.engine.scheduling.scheduler import Step
+from rose_backend.engine.scheduler import Step
 from rose_backend.errors import ConfigError
 from tests.engine.conftest import GREEDY
 from tests.support.crowd import crowd, tokens_of

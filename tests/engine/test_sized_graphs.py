@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rose_backend import LLM, SamplingParams
-from rose_backend.engine.execution.decode_slots import sampling_of_rows
-from rose_backend.engine.execution.model_runner import ModelRunner
+from rose_backend.engine.decode_runner import sampling_of_rows
+from rose_backend.engine.model_runner import ModelRunner
 from rose_backend.engine.sequence_state import SAMPLING_FIELDS
 from rose_backend.kernels.captured_graphs import Inputs, SizedGraphs
 

@@ -12,7 +12,7 @@ import torch
 
 from rose_backend import LLM
 from rose_backend.engine.request import Request
-from rose_backend.engine.scheduling.scheduler import Step
+from rose_backend.engine.scheduler import Step
 from tests.engine.conftest import GREEDY
 
 

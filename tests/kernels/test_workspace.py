@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rose_backend import LLM, SamplingParams
-from rose_backend.engine.execution.model_runner import ModelRunner
+from rose_backend.engine.model_runner import ModelRunner
 from rose_backend.kernels.attention import split_context
 from rose_backend.kernels.experts import expert_mlp
 from rose_backend.kernels.linear import small_batch_linear

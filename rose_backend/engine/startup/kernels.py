@@ -20,8 +20,8 @@ from rose_backend.block_manager import BlockManager
 from rose_backend.compile_ahead.pool import AheadCompilation, CompiledKernel, CompleteStarts
 from rose_backend.compile_ahead.recorded_launches import KernelSource, record_launches
 from rose_backend.config import EngineConfig, check_int
-from rose_backend.engine.execution.decode_runner import launched_widths
-from rose_backend.engine.execution.model_runner import ModelRunner
+from rose_backend.engine.decode_runner import launched_widths
+from rose_backend.engine.model_runner import ModelRunner
 from rose_backend.engine.progress import show_progress
 from rose_backend.engine.sequence_state import SequenceState
 from rose_backend.engine.startup.kv_pool import allocate_kv_cache, choose_max_model_len

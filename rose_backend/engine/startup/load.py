@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rose_backend.config import EngineConfig
-from rose_backend.engine.execution.model_runner import ModelRunner
 from rose_backend.engine.generation_config import generation_eos_token_ids
+from rose_backend.engine.model_runner import ModelRunner
 from rose_backend.engine.process_settings import (
     CpuThreads,
     check_num_threads,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager
 from rose_backend.block_manager.block_pool import IntArray
-from rose_backend.engine.output.output_processor import IncrementalTokens
+from rose_backend.engine.output_processor import IncrementalTokens
 from rose_backend.engine.sequence_state import Int32Array, SequenceState
 
 Int64Array = NDArray[np.int64]

@@ -9,13 +9,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose_backend.block_manager.sequence_table import concatenate_ranges
-from rose_backend.engine.decoding import ByteLevelDecoder, LibraryDecoder, text_of
-from rose_backend.engine.detokenizer import Detokenizer
-from rose_backend.engine.output.logprobs import LogprobWords, logprobs_entry
-from rose_backend.engine.outputs import CompletionOutput, FinishReason, RequestOutput
+from rose_backend.engine.decoding import (
+    MAX_TOKENS_BEFORE,
+    ByteLevelDecoder,
+    Detokenizer,
+    LibraryDecoder,
+    TokenTexts,
+    text_of,
+)
+from rose_backend.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from rose_backend.engine.request import Completion, CompletionText, Request
-from rose_backend.engine.token_texts import MAX_TOKENS_BEFORE
 from rose_backend.engine.tokenizer import Tokenizer
+
+LogprobWords = NDArray[np.float32]
+"""``[S, 2 + 2K]``, of the rows sampled in a step: log-probability and rank of the sampled token (1 = most likely), then
+the K largest log-probabilities, falling, and their tokens. Rank and tokens are the bits of int32 numbers."""
+
+
+def logprobs_entry(
+    words: LogprobWords, token_id: int, num_logprobs: int, texts: TokenTexts, before: list[int]
+) -> dict[int, Logprob]:
+    """Return the dictionary of one row, ``[2 + 2K]``: its sampled token and its ``num_logprobs`` most likely ones.
+
+    Args:
+        before: tokens in front, see ``TokenTexts.text``.
+    """
+    numbers = words.view(np.int32)
+    first_token = 1 + len(words) // 2
+    top_logprobs = words[2:first_token][:num_logprobs].tolist()
+    top_tokens = numbers[first_token:][:num_logprobs].tolist()
+    entry = {token_id: Logprob(float(words[0]), int(numbers[1]), texts.text(token_id, before))}
+    for rank, (candidate, logprob) in enumerate(zip(top_tokens, top_logprobs, strict=True), start=1):
+        if candidate != token_id:
+            entry[candidate] = Logprob(logprob, rank, texts.text(candidate, before))
+    return entry
 
 
 class Ending(NamedTuple):

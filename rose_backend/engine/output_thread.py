@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from rose_backend.engine.output.output_processor import (
+from rose_backend.engine.output_processor import (
     Abort,
     IncrementalTokens,
     NewTokens,

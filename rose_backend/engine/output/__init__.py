@@ -1,1 +1,0 @@
-"""From token ids to outputs: the output thread, stop strings, log-probabilities."""
