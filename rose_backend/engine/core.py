@@ -13,18 +13,23 @@ import numpy as np
 
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
-from rose_backend.engine.deferred_commit import DeferredCommits, Int64Array
+from rose_backend.engine.deferred_commit import DeferredCommits
 from rose_backend.engine.engine_stats import EngineLoad, EngineStats
 from rose_backend.engine.input_processor import InputProcessor
-from rose_backend.engine.model_runner import ModelRunner, SampledTokens
+from rose_backend.engine.model_runner import ModelRunner
 from rose_backend.engine.output_processor import Abort, OutputProcessor
-from rose_backend.engine.output_thread import OutputHandler, OutputQueue, OutputThread
+from rose_backend.engine.output_thread import (
+    IncrementalDetokenization,
+    OutputHandler,
+    OutputQueue,
+    OutputThread,
+)
 from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.request import PromptLists, Request, check_queue, check_request_id
 from rose_backend.engine.scheduler import Scheduler
-from rose_backend.engine.sequence_state import SequenceState
+from rose_backend.engine.sequence_state import Int64Array, SequenceState
 from rose_backend.engine.startup.load import LoadedModel, load, warm_up
-from rose_backend.engine.step_pipeline import DeferredStops, StepPipeline, TokenReader
+from rose_backend.engine.step_pipeline import DeferredStops, SampledTokens, StepPipeline, TokenReader
 from rose_backend.engine.tokenizer_loading import PendingTokenizer
 from rose_backend.errors import EngineDeadError, IntegrityError, RequestError, kind_and_text
 from rose_backend.kernels.workspace import Workspace
@@ -78,13 +83,9 @@ class EngineCore:
         )
         # Another engine's launches may come between this one's.
         self._workspace = Workspace()
-        self._build(loaded, is_online)
         self._outputs = OutputQueue()
         self._returns_outputs = output_handler is None
-        self._output_thread = OutputThread(
-            OutputProcessor(loaded.tokenizer), output_handler or OutputHandler(self._outputs.put)
-        )
-        self._commits.incremental_detokenization.send = self._output_thread.post
+        self._build(loaded, is_online, output_handler or OutputHandler(self._outputs.put))
         weakref.finalize(self, self._output_thread.stop)  # in case close is never called
         self._requests: dict[str, Request] = {}
         self._prompt_lists = PromptLists()
@@ -240,7 +241,7 @@ class EngineCore:
             held = self.manager.num_usable_blocks - self.manager.num_free_blocks
             raise IntegrityError(f"no request is left, but {held} blocks are held")
 
-    def _build(self, loaded: LoadedModel, is_online: bool) -> None:
+    def _build(self, loaded: LoadedModel, is_online: bool, output_handler: OutputHandler) -> None:
         config = self.config
         self.manager = BlockManager(
             num_blocks=loaded.num_blocks,
@@ -252,7 +253,13 @@ class EngineCore:
             bytes_per_block=loaded.kv_cache.nbytes // loaded.num_blocks,
         )
         self._rows = SequenceState(config.max_num_seqs, loaded.max_model_len, loaded.eos_token_ids)
-        self._commits = commits = DeferredCommits(self.manager, self._rows)
+        self._runner = ModelRunner(loaded.model, config, self.manager, self._rows, loaded.kv_cache)
+        with self._workspace:
+            self.start_up = warm_up(self._runner, loaded)
+        self._output_thread = OutputThread(OutputProcessor(loaded.tokenizer), output_handler)
+        incremental_detokenization = IncrementalDetokenization(self._rows, self._output_thread.post)
+        commits = DeferredCommits(self.manager, self._rows, incremental_detokenization.put)
+        self._commits = commits
         self._scheduler = Scheduler(
             config,
             self.manager,
@@ -262,11 +269,15 @@ class EngineCore:
             prompts_first=not is_online,
             min_tokens_worth_waiting=min_tokens_worth_waiting(loaded.device),
         )
-        self._runner = ModelRunner(loaded.model, config, self.manager, self._rows, loaded.kv_cache)
-        with self._workspace:
-            self.start_up = warm_up(self._runner, loaded)
         self._pipeline = StepPipeline(
-            self.manager, self._rows, self._scheduler, self._runner, commits, loaded.device, loaded.run_ahead
+            self.manager,
+            self._rows,
+            self._scheduler,
+            self._runner,
+            commits,
+            incremental_detokenization,
+            loaded.device,
+            loaded.run_ahead,
         )
         self._reader = TokenReader(self._rows, loaded.eos_token_ids)
         self._deferred_stops = DeferredStops(self._rows, self._scheduler, commits)
@@ -290,16 +301,17 @@ class EngineCore:
         read = self._pipeline.advance(self._deferred_stops.num_unchecked)
         self._is_stalled = read is None and not self._pipeline.num_in_flight
         if read is not None:
-            self._process_tokens(*read)
+            self._process_tokens(read)
             self._prompt_lists.make_some()
         elif self._is_stalled and self._returns_outputs and self._requests and not self._outputs:
             self._output_thread.wait()
 
-    def _process_tokens(self, rows: Int64Array, sampled: SampledTokens) -> None:
+    def _process_tokens(self, sampled: SampledTokens) -> None:
+        rows = sampled.batch.rows
         has_token = sampled.token_ids >= 0
         num_tokens = int(np.count_nonzero(has_token))
         self._generated_tokens += num_tokens
-        ended_rows, message = self._reader.apply(rows, sampled)
+        ended_rows, message = self._reader.apply(sampled)
         if message is None:
             return
         if num_tokens < len(rows):

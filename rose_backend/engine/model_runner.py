@@ -25,7 +25,6 @@ from rose_backend.engine.decode_runner import (
     pack_logprobs,
     sampling_of_rows,
 )
-from rose_backend.engine.output_processor import LogprobWords
 from rose_backend.engine.progress import show_progress
 from rose_backend.engine.scheduler import Step
 from rose_backend.engine.sequence_state import INVALID_TOKEN_ID, SAMPLING_FIELDS, Int32Array, SequenceState
@@ -204,15 +203,6 @@ class Drawn:
     token_ids: torch.Tensor  # [S] int64, in host memory
     report: torch.Tensor | None
     """See ``LogprobWords``, in host memory; None when no row asked for more than a token."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """One new token for each of ``S`` rows."""
-
-    token_ids: NDArray[np.int64]  # [S]
-    logprobs: LogprobWords | None
-    """None when no row asked for any."""
 
 
 class ModelRunner:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,6 +14,7 @@ from rose_backend.engine.request import Completion
 from rose_backend.engine.sampling_params import SamplingParams
 
 Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
 
 INVALID_TOKEN_ID = -1
 """What a step draws for a row whose logits allow no token: its completion ends with an error when the host reads it."""
@@ -52,11 +55,8 @@ class SequenceState:
         """Prompt and output."""
         # One index is cheaper than two.
         self._flat_token_ids = padded.reshape(-1)
-        # What ``append`` needs of the rows of its latest call; in steady-state decode they stay the same.
-        self._appended_rows: NDArray[np.int64] | None = None
-        self._appended_places: NDArray[np.int64] = np.empty(0, np.int64)
-        self._appended_lengths: Int32Array = np.empty(0, np.int32)
-        self._appended_limits: Int32Array = np.empty(0, np.int32)
+        self.version = 0
+        """Changes with whatever ends a batch's steadiness; see ``Batch.is_steady``."""
         self.num_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
         """Known tokens; the last of them may not be computed yet."""
         self.num_prompt_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
@@ -144,7 +144,7 @@ class SequenceState:
         self.completions[row] = completion
         completion.row = row
         self.generation[row] += 1
-        self._appended_rows = None
+        self.version += 1
 
     def _banned(self, params: SamplingParams) -> list[int]:
         return [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos_token_ids)]
@@ -165,29 +165,29 @@ class SequenceState:
         self.num_cleared += len(rows)
         return cleared
 
-    def append(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Put one token, ``token_ids[i]``, behind those of each of ``rows``.
+    def append(self, batch: Batch, token_ids: Int64Array) -> NDArray[np.bool_]:
+        """Append one token, ``token_ids[i]``, to each row of ``batch``.
 
         Returns:
             ``[N]``, which of the rows have reached their length.
         """
-        if rows is not self._appended_rows:
-            self._appended_rows = rows
-            self._appended_lengths = lengths = self.num_tokens[rows]
-            self._appended_places = rows * self._stride + lengths
-            self._appended_limits = self.max_num_tokens[rows]
-        self._flat_token_ids[self._appended_places] = token_ids
-        # In steady-state decode the rows stay the same, and only these two lines change what is kept of them.
-        self._appended_places += 1
-        self._appended_lengths += 1
-        self.num_tokens[rows] = self._appended_lengths
-        is_full: NDArray[np.bool_] = self._appended_lengths >= self._appended_limits
+        if not batch.is_steady:
+            self.version += 1
+            batch.version = self.version
+            batch.lengths = lengths = self.num_tokens[batch.rows]
+            batch.places = batch.rows * self._stride + lengths
+            batch.limits = self.max_num_tokens[batch.rows]
+        self._flat_token_ids[batch.places] = token_ids
+        batch.places += 1
+        batch.lengths += 1
+        self.num_tokens[batch.rows] = batch.lengths
+        is_full: NDArray[np.bool_] = batch.lengths >= batch.limits
         return is_full
 
     def take_back(self, rows: NDArray[np.int64]) -> None:
         """Remove the newest token of each of ``rows``, which leave."""
         self.num_tokens[rows] -= 1
-        self._appended_rows = None
+        self.version += 1
 
     def tokens_at(self, rows: IntArray, starts: IntArray, counts: IntArray) -> Int32Array:
         """Return ``counts[i]`` tokens of each of ``rows`` from position ``starts[i]`` on, ``[sum(counts)]``."""
@@ -210,3 +210,49 @@ class SequenceState:
         """Return the tokens generated so far."""
         ids: list[int] = self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]].tolist()
         return ids
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """The rows that a step draws for, each with the completion it had when the step was started.
+
+    Steps that repeat a step share its batch, so that what is kept of the rows is read once in steady-state decode.
+    """
+
+    state: SequenceState
+    rows: Int64Array  # [S + D], those that draw after their prompt, and the decode rows
+    decode_rows: Int64Array  # [D], the last of them
+    generations: Int64Array  # [S + D], when the step was started
+    num_cleared: int  # then
+    version: int = -1
+    """``SequenceState.version`` when the batch last took tokens."""
+    places: Int64Array = field(init=False)  # [S + D], where the next tokens go
+    lengths: Int32Array = field(init=False)  # [S + D], known tokens
+    limits: Int32Array = field(init=False)  # [S + D]
+    completions: list[Completion] | None = None
+    """Of rows with ``needs_each_token``, once somebody has asked."""
+    only_lengths_matter: bool = False
+    """Known: no token can end any of the rows, and none is passed on by itself."""
+
+    @classmethod
+    def of(cls, state: SequenceState, rows: Int64Array, num_decodes: int) -> Batch:
+        """Return a batch of ``rows`` as they are now; the last ``num_decodes`` of them decode."""
+        return cls(state, rows, rows[len(rows) - num_decodes :], state.generation[rows], state.num_cleared)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether this batch was the last to take tokens, and no row was filled and no prompt computed since."""
+        return self.version == self.state.version
+
+    def live(self) -> NDArray[np.bool_] | None:
+        """Return which of ``rows`` still have the completion that they had, ``[S + D]``; None for all."""
+        if self.num_cleared == self.state.num_cleared:
+            return None
+        return self.state.generation[self.rows] == self.generations
+
+    def only(self, is_live: NDArray[np.bool_]) -> Batch:
+        """Return a batch of those of ``rows`` that are live."""
+        num_decodes = int(np.count_nonzero(is_live[len(self.rows) - len(self.decode_rows) :]))
+        rows = self.rows[is_live]
+        decode_rows = rows[len(rows) - num_decodes :]
+        return Batch(self.state, rows, decode_rows, self.generations[is_live], self.state.num_cleared)

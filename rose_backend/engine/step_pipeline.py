@@ -15,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager
-from rose_backend.engine.deferred_commit import DeferredCommits, Int64Array
-from rose_backend.engine.model_runner import Drawn, Forwarded, ModelRunner, SampledTokens
+from rose_backend.engine.deferred_commit import DeferredCommits
+from rose_backend.engine.model_runner import Drawn, Forwarded, ModelRunner
 from rose_backend.engine.output_processor import Ending, LogprobWords, NewTokens, StopCheck
+from rose_backend.engine.output_thread import IncrementalDetokenization
 from rose_backend.engine.request import Completion
 from rose_backend.engine.scheduler import Scheduler, Step
-from rose_backend.engine.sequence_state import Int32Array, SequenceState
+from rose_backend.engine.sequence_state import Batch, Int32Array, Int64Array, SequenceState
 
 _NO_ROWS: Int32Array = np.zeros(0, np.int32)
 _AT_LENGTH, _AT_EOS, _AT_ERROR = Ending("length", None), Ending("stop", None), Ending("error", None)
@@ -39,22 +40,19 @@ class TokenReader:
     def __init__(self, state: SequenceState, eos_token_ids: tuple[int, ...]) -> None:
         self._state = state
         self._eos_token_ids = np.array(eos_token_ids, np.int64)
-        self._last_rows: Int64Array | None = None
-        self._last_completions: list[Completion] = []
-        self._lengths_only_rows: Int64Array | None = None
 
-    def apply(self, rows: Int64Array, sampled: SampledTokens) -> tuple[Int32Array, NewTokens | None]:
-        """Append one token to each of ``rows``; a row that has none (``INVALID_TOKEN_ID``) ends.
+    def apply(self, sampled: SampledTokens) -> tuple[Int32Array, NewTokens | None]:
+        """Append one token to each row of a batch; a row that has none (``INVALID_TOKEN_ID``) ends.
 
         Returns:
             The rows whose completion has ended, and what the output thread needs of this step; None for nothing.
         """
-        state, token_ids = self._state, sampled.token_ids
-        is_full = state.append(rows, token_ids)
+        state, batch, token_ids = self._state, sampled.batch, sampled.token_ids
+        rows, is_full = batch.rows, state.append(batch, token_ids)
         is_invalid = token_ids < 0
         if np.count_nonzero(is_invalid):
             state.take_back(rows[is_invalid])
-        elif self._only_lengths_matter(rows) and not np.count_nonzero(is_full):
+        elif self._only_lengths_matter(batch) and not np.count_nonzero(is_full):
             return _NO_ROWS, None
         # np.isin sorts; there are one or two of them.
         is_eos = np.zeros(len(rows), np.bool_)
@@ -82,7 +80,7 @@ class TokenReader:
                 ending = Ending("stop", int(token_ids[index]))
             endings[completion] = ending
         message = NewTokens(
-            completions=self._completions_of(rows, followed),
+            completions=self._completions_of(batch, followed),
             token_ids=token_ids[followed].tolist(),
             indices=followed,
             logprobs=sampled.logprobs,
@@ -93,22 +91,19 @@ class TokenReader:
         )
         return ended_rows, message
 
-    def _only_lengths_matter(self, rows: Int64Array) -> bool:
-        """Whether no token can end any of ``rows``, and none is passed on by itself."""
-        if rows is self._lengths_only_rows:  # in steady-state decode
-            return True
-        state = self._state
-        if np.count_nonzero(state.needs_token_check[rows] | state.stops_at_eos[rows]):
-            return False
-        self._lengths_only_rows = rows
-        return True
+    def _only_lengths_matter(self, batch: Batch) -> bool:
+        """Whether no token can end any row of ``batch``, and none is passed on by itself."""
+        if not batch.only_lengths_matter:
+            state, rows = self._state, batch.rows
+            batch.only_lengths_matter = not np.count_nonzero(
+                state.needs_token_check[rows] | state.stops_at_eos[rows]
+            )
+        return batch.only_lengths_matter
 
-    def _completions_of(self, rows: Int64Array, followed: NDArray[np.intp]) -> list[Completion]:
-        # In steady-state decode the array is the same object, and no row has joined or left.
-        if rows is not self._last_rows:
-            self._last_rows = rows
-            self._last_completions = [self._state.completion(row) for row in rows[followed].tolist()]
-        return self._last_completions
+    def _completions_of(self, batch: Batch, followed: NDArray[np.intp]) -> list[Completion]:
+        if batch.completions is None:
+            batch.completions = [self._state.completion(row) for row in batch.rows[followed].tolist()]
+        return batch.completions
 
     def _stop_tokens(self, rows: Int64Array, token_ids: Int64Array) -> NDArray[np.bool_]:
         is_stop = np.zeros(len(rows), np.bool_)
@@ -185,22 +180,23 @@ class DeferredStops:
 class _StepInFlight:
     """A step that was started and not read."""
 
-    rows: Int64Array  # [S + D], those that drew behind their prompt, and the decode rows
-    decode_rows: Int64Array  # [D]
+    batch: Batch
     decode_slots: Int64Array  # [D]
     decode_step: int
     needs_sampling_extras: bool
     """The decode part drew again for some rows, and has a report of it."""
     drawn: Drawn | None
-    generations: Int64Array  # [S + D], when the step was started
-    num_cleared: int  # then
     is_over: torch.cuda.Event | None
 
-    def live(self, state: SequenceState) -> NDArray[np.bool_] | None:
-        """Return which of ``rows`` still have the completion that they had, ``[S + D]``; None for all."""
-        if self.num_cleared == state.num_cleared:
-            return None
-        return state.generation[self.rows] == self.generations
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One new token for each row of a batch."""
+
+    batch: Batch
+    token_ids: Int64Array  # [S + D]
+    logprobs: LogprobWords | None
+    """None when no row asked for any."""
 
 
 class StepPipeline:
@@ -225,6 +221,7 @@ class StepPipeline:
         scheduler: Scheduler,
         runner: ModelRunner,
         commits: DeferredCommits,
+        incremental_detokenization: IncrementalDetokenization,
         device: torch.device,
         depth: int,
     ) -> None:
@@ -234,6 +231,7 @@ class StepPipeline:
         self._scheduler = scheduler
         self._runner = runner
         self._commits = commits
+        self._incremental_detokenization = incremental_detokenization
         self._depth = depth
         self._in_flight: deque[_StepInFlight] = deque()
         self._newest: _StepInFlight | None = None
@@ -248,14 +246,14 @@ class StepPipeline:
         """Steps that were started and not read."""
         return len(self._in_flight)
 
-    def advance(self, num_unchecked: int = 0) -> tuple[Int64Array, SampledTokens] | None:
+    def advance(self, num_unchecked: int = 0) -> SampledTokens | None:
         """Start a step if there is one to start, and read the oldest one if more than ``depth`` are in flight.
 
         Args:
             num_unchecked: completions whose stop check is open: they may have ended at a token that was read before.
 
         Returns:
-            Rows whose next token is known now, and those tokens; None when no step was read.
+            What the oldest step drew; None when no step was read.
         """
         in_flight = self._in_flight
         if self._newest is not None and self._scheduler.repeat():
@@ -276,13 +274,14 @@ class StepPipeline:
         # competes for the interpreter lock with whatever the host does afterwards.
         if in_flight[-1].drawn is None:
             self._scheduler.top_up()
-            self._commits.commit_some()
+            if self._commits.commit_some():
+                self._incremental_detokenization.send_next()
         return self._read(in_flight.popleft()) if len(in_flight) > self._depth else None
 
     def drop(self) -> None:
         """Drop the steps in flight: no request is left."""
         self._in_flight.clear()
-        self._commits.incremental_detokenization.drop()
+        self._incremental_detokenization.drop()
 
     def _update_state(self, num_ahead: int) -> None:
         """Update what scheduling needs: the progress of each row, including that of steps in flight.
@@ -297,16 +296,12 @@ class StepPipeline:
         state.num_uncommitted_tokens[:] = state.num_held_tokens
         self._commits.count(state.num_uncommitted_tokens)
         for step in self._in_flight:
-            rows, decode_rows = step.rows, step.decode_rows
-            is_live = step.live(state)
-            if is_live is not None:
-                decode_rows = decode_rows[is_live[len(rows) - len(decode_rows) :]]
-                rows = rows[is_live]
-            state.num_unread_tokens[rows] += 1
-            state.num_uncommitted_tokens[decode_rows] += 1
+            is_live = step.batch.live()
+            batch = step.batch if is_live is None else step.batch.only(is_live)
+            state.num_unread_tokens[batch.rows] += 1
+            state.num_uncommitted_tokens[batch.decode_rows] += 1
 
     def _start(self, step: Step) -> _StepInFlight:
-        state = self._state
         self._count(step)
         forwarded = self._runner.forward(step)
         rows = forwarded.rows
@@ -319,14 +314,11 @@ class StepPipeline:
                 drawn = self._runner.sample(forwarded, due, drawn_rows, sources)
                 all_rows = np.concatenate([drawn_rows, decode_rows])
         return _StepInFlight(
-            all_rows,
-            decode_rows,
+            Batch.of(self._state, all_rows, len(decode_rows)),
             forwarded.decode_slots,
             forwarded.decode_step,
             len(decode_rows) > 0 and self._runner.decoder.needs_sampling_extras,
             drawn,
-            state.generation[all_rows],
-            state.num_cleared,
             self._record(),
         )
 
@@ -340,6 +332,7 @@ class StepPipeline:
         is_due = self._manager.num_computed_tokens[rows] + counts == state.num_tokens[rows]
         can_defer = is_due & (state.num_siblings_to_fork[rows] == 0) & ~state.has_stop_strings[rows]
         self._commits.add(rows[can_defer], counts[can_defer])
+        state.version += 1  # A batch may add to its own commits only.
         if np.count_nonzero(can_defer) < len(rows):
             is_now = ~can_defer
             token_ids = forwarded.token_ids[np.repeat(is_now, counts)]
@@ -349,18 +342,10 @@ class StepPipeline:
     def _start_again(self, last: _StepInFlight) -> _StepInFlight:
         """Start a step that repeats ``last``, in which all rows decode."""
         self.counters.steps += 1
-        self.counters.computed_tokens += len(last.rows)
+        self.counters.computed_tokens += len(last.batch.rows)
         decode_step = self._runner.decoder.enqueue_again()
         return _StepInFlight(
-            last.rows,
-            last.decode_rows,
-            last.decode_slots,
-            decode_step,
-            last.needs_sampling_extras,
-            None,
-            last.generations,
-            last.num_cleared,
-            self._record(),
+            last.batch, last.decode_slots, decode_step, last.needs_sampling_extras, None, self._record()
         )
 
     def _record(self) -> torch.cuda.Event | None:
@@ -371,22 +356,23 @@ class StepPipeline:
         event.record(self._stream)
         return event
 
-    def _read(self, step: _StepInFlight) -> tuple[Int64Array, SampledTokens]:
+    def _read(self, step: _StepInFlight) -> SampledTokens:
         self._wait(step)
-        rows, decode_rows, drawn = step.rows, step.decode_rows, step.drawn
+        batch, drawn = step.batch, step.drawn
         token_ids = self._runner.decoder.tokens(step.decode_step, step.decode_slots)
         if drawn is not None:
             token_ids = np.concatenate([drawn.token_ids.numpy(), token_ids])
         logprobs = self._logprobs(step)
-        is_live = step.live(self._state)
+        is_live = batch.live()
         if is_live is not None:
-            decode_rows = decode_rows[is_live[len(rows) - len(decode_rows) :]]
-            rows, token_ids = rows[is_live], token_ids[is_live]
+            batch, token_ids = batch.only(is_live), token_ids[is_live]
             if logprobs is not None:
                 logprobs = logprobs[is_live]
-        if len(decode_rows):
-            self._commits.add(decode_rows)
-        return rows, SampledTokens(token_ids, logprobs)
+        if batch.is_steady:
+            self._commits.add_again()
+        elif len(batch.decode_rows):
+            self._commits.add(batch.decode_rows)
+        return SampledTokens(batch, token_ids, logprobs)
 
     def _logprobs(self, step: _StepInFlight) -> LogprobWords | None:
         drawn = None if step.drawn is None else step.drawn.report
@@ -394,7 +380,8 @@ class StepPipeline:
             return None
         decoded = self._runner.decoder.report(step.decode_step, step.decode_slots)
         if drawn is None:
-            drawn = torch.zeros((len(step.rows) - len(step.decode_rows), decoded.shape[1]))
+            num_drawn = len(step.batch.rows) - len(step.batch.decode_rows)
+            drawn = torch.zeros((num_drawn, decoded.shape[1]))
         return np.concatenate([drawn.numpy(), decoded])
 
     def _wait(self, step: _StepInFlight) -> None:

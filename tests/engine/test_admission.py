@@ -38,7 +38,11 @@ def make(
     processor = InputProcessor(tokenizer, vocab_size=100, max_model_len=40, max_num_seqs=8, seed=0)
     config = EngineConfig(model="m", max_num_seqs=max_num_seqs, max_num_batched_tokens=64, **options)
     state = SequenceState(max_num_seqs, 40, ())
-    return Admission(config, manager, state, DeferredCommits(manager, state)), manager, processor
+    return (
+        Admission(config, manager, state, DeferredCommits(manager, state, lambda *_: None)),
+        manager,
+        processor,
+    )
 
 
 def queue(admission: Admission, processor: InputProcessor, *prompts: list[int], n: int = 1) -> None:

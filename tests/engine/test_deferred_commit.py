@@ -48,7 +48,7 @@ class Recorder:
 
 def make(held: tuple[int, ...] = ()) -> tuple[DeferredCommits, Recorder]:
     recorder = Recorder(held)
-    return DeferredCommits(recorder, recorder), recorder  # type: ignore[arg-type]
+    return DeferredCommits(recorder, recorder, lambda *_: None), recorder  # type: ignore[arg-type]
 
 
 def uncommitted(commits: DeferredCommits) -> np.ndarray:
@@ -61,7 +61,10 @@ def test_no_step_commits_all_rows_and_none_is_left_behind() -> None:
     commits, recorder = make()
     rows = np.arange(256)
     for step in range(1, 200):
-        commits.add(rows)
+        if step == 1:
+            commits.add(rows)
+        else:
+            commits.add_again()
         before = len(recorder.sizes)
         commits.commit_some()
         assert len(recorder.sizes) - before <= 1
@@ -75,8 +78,9 @@ def test_no_step_commits_all_rows_and_none_is_left_behind() -> None:
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 100, 300])
 def test_few_rows_are_committed_together_and_many_in_pieces(num_rows: int) -> None:
     commits, recorder = make()
+    commits.add(np.arange(num_rows), np.zeros(num_rows, np.int32))
     for _ in range(70):
-        commits.add(np.arange(num_rows))
+        commits.add_again()
         commits.commit_some()
     assert 0 < len(recorder.sizes) < 70 / 4
     if num_rows <= 16:
@@ -103,11 +107,12 @@ def test_any_order_of_calls_commits_each_token_once(seed: int) -> None:
     rng = random.Random(seed)
     noted = np.zeros(NUM_ROWS, np.int64)
     rows = np.arange(200)
+    is_steady = False
     for _ in range(300):
         chance = rng.random()
         some = np.array(sorted(rng.sample(range(NUM_ROWS), rng.randint(1, NUM_ROWS))))
         if chance < 0.02:
-            rows = some
+            rows, is_steady = some, False
         elif chance < 0.04:
             commits.flush()
             assert (recorder.num_computed_tokens - recorder.first).tolist() == noted.tolist()
@@ -122,7 +127,12 @@ def test_any_order_of_calls_commits_each_token_once(seed: int) -> None:
             counts = np.array([rng.randint(1, 100) for _ in some])
             commits.add(some, counts)
             noted[some] += counts
-        commits.add(rows)
+            is_steady = False
+        if is_steady:
+            commits.add_again()
+        else:
+            commits.add(rows)
+        is_steady = True
         noted[rows] += 1
         commits.commit_some()
         if rng.random() < 0.3:  # to ask changes what comes next

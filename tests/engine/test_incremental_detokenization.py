@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rose_backend import LLM, CompletionOutput
-from rose_backend.engine.deferred_commit import IncrementalDetokenization
+from rose_backend.engine.output_thread import IncrementalDetokenization
 from rose_backend.engine.input_processor import InputProcessor
 from rose_backend.engine.output_processor import (
     Abort,
@@ -145,8 +145,7 @@ def test_small_portions_go_together_and_none_is_kept_for_ever(tokenizer: Tokeniz
     for row in range(64):
         state.fill(row, make(tokenizer))
     told: list[int] = []
-    texts = IncrementalDetokenization(state)
-    texts.send = lambda portion: told.append(int(portion.token_ids[0]))
+    texts = IncrementalDetokenization(state, lambda portion: told.append(int(portion.token_ids[0])))
 
     def put(first: int, num_rows: int) -> None:
         rows = np.arange(first, first + num_rows)
@@ -171,7 +170,7 @@ def test_small_portions_go_together_and_none_is_kept_for_ever(tokenizer: Tokeniz
 def test_portions_are_small_and_few(tokenizer: Tokenizer, num_rows: int) -> None:
     state = SequenceState(512, 512)
     told: list[IncrementalTokens] = []
-    texts = IncrementalDetokenization(state)
+    texts = IncrementalDetokenization(state, told.append)
     rows = np.random.default_rng(num_rows).permutation(512)[: num_rows + 2]
     for row in rows.tolist():
         state.fill(row, make(tokenizer))
@@ -182,10 +181,6 @@ def test_portions_are_small_and_few(tokenizer: Tokenizer, num_rows: int) -> None
     starts[-2], counts[-2] = 0, len(PROMPT)
     token_ids = np.repeat(1000 * rows, counts) + np.concatenate([np.arange(count) for count in counts])
 
-    texts.put(rows, starts, counts, token_ids)
-    texts.send_next()
-    assert not told, "nobody was there to be told, and nothing may have been kept for later"
-    texts.send = told.append
     texts.send_next()
     assert not told
     texts.put(rows, starts, counts, token_ids)
@@ -219,8 +214,7 @@ def test_staggered_completions_are_detokenized_in_portions_too(
 ) -> None:
     llm = make_llm(max_num_seqs=80, run_ahead=1)
     core, committed, told = llm.core, 0, 0
-    commit, send = core._commits._commit, core._commits.incremental_detokenization.send
-    assert send is not None
+    commit, send = core._commits._commit, core._pipeline._incremental_detokenization.send
 
     def noting_commit(rows: Any) -> Any:
         nonlocal committed
@@ -233,7 +227,7 @@ def test_staggered_completions_are_detokenized_in_portions_too(
         send(message)
 
     core._commits._commit = noting_commit  # type: ignore[method-assign]
-    core._commits.incremental_detokenization.send = noting_send
+    core._pipeline._incremental_detokenization.send = noting_send
     for number in range(40):
         core.add(core.input_processor.make([5 + number] * 4, LONG))
         core.step()
@@ -242,7 +236,7 @@ def test_staggered_completions_are_detokenized_in_portions_too(
         core.step()
         assert committed - before <= 2
         assert (
-            sum(len(portion.completions) for portion in core._commits.incremental_detokenization._portions)
+            sum(len(portion.completions) for portion in core._pipeline._incremental_detokenization._portions)
             <= 4
         )
     assert told >= 2 * 40, "32 and 64 tokens of each, some 96"
@@ -253,10 +247,9 @@ def test_no_portion_is_sent_beside_a_large_commit(make_llm: Callable[..., LLM]) 
     core, what = llm.core, [""]
     commit, send, release = (
         core._commits._manager.commit,
-        core._commits.incremental_detokenization.send,
+        core._pipeline._incremental_detokenization.send,
         core._scheduler.release,
     )
-    assert send is not None
 
     def noting_commit(*arguments: Any) -> None:
         what[-1] += "c"
@@ -272,7 +265,7 @@ def test_no_portion_is_sent_beside_a_large_commit(make_llm: Callable[..., LLM]) 
 
     core._scheduler.release = noting_release  # type: ignore[method-assign]
     core._commits._manager.commit = noting_commit  # type: ignore[method-assign]
-    core._commits.incremental_detokenization.send = noting_send
+    core._pipeline._incremental_detokenization.send = noting_send
     for number in range(80):
         core.add(core.input_processor.make([5 + number] * 4, LONG))
     while core.num_unfinished:
@@ -283,4 +276,4 @@ def test_no_portion_is_sent_beside_a_large_commit(make_llm: Callable[..., LLM]) 
     assert what.count("cec") + what.count("tcec") == 1
     # 80 rows in three pieces at 32, 64 and 96 tokens. Those that come last may not be told before the end.
     assert 8 <= what.count("t") <= 12
-    assert not core._commits.incremental_detokenization._portions
+    assert not core._pipeline._incremental_detokenization._portions

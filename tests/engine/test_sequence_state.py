@@ -11,7 +11,7 @@ import pytest
 
 from rose_backend import LLM
 from rose_backend.engine.request import Completion
-from rose_backend.engine.sequence_state import SequenceState
+from rose_backend.engine.sequence_state import Batch, SequenceState
 from tests.engine.conftest import GREEDY
 
 WINDOW = 64
@@ -24,16 +24,17 @@ def completion(llm: LLM, prompt: list[int], max_tokens: int) -> Completion:
 def test_the_same_rows_with_other_completions_have_other_lengths(llm: LLM) -> None:
     state = SequenceState(3, WINDOW)
     rows = np.array([0, 2])
+    batch = Batch.of(state, rows, 2)
     for row, max_tokens in ((0, 9), (2, 2)):
         state.fill(row, completion(llm, [5, 6], max_tokens))
-    assert state.append(rows, np.array([10, 20])).tolist() == [False, False]
-    assert state.append(rows, np.array([11, 21])).tolist() == [False, True]
+    assert state.append(batch, np.array([10, 20])).tolist() == [False, False]
+    assert state.append(batch, np.array([11, 21])).tolist() == [False, True]
     (cleared,) = state.clear(np.array([2], np.int32))
     assert cleared.token_ids.tolist() == [5, 6, 20, 21]
     state.fill(2, completion(llm, [7, 8, 9], 3))
-    assert state.append(rows, np.array([12, 30])).tolist() == [False, False]
-    assert state.append(np.array([2, 0]), np.array([31, 13])).tolist() == [False, False]
-    assert state.append(rows, np.array([14, 32])).tolist() == [False, True]
+    assert state.append(batch, np.array([12, 30])).tolist() == [False, False]
+    assert state.append(Batch.of(state, np.array([2, 0]), 2), np.array([31, 13])).tolist() == [False, False]
+    assert state.append(batch, np.array([14, 32])).tolist() == [False, True]
     assert state.output_token_ids(0) == [10, 11, 12, 13, 14]
     assert state.output_token_ids(2) == [30, 31, 32]
 
@@ -72,8 +73,9 @@ def test_rows_that_are_full_do_not_touch_their_neighbours(llm: LLM) -> None:
     for row in range(3):
         state.fill(row, completion(llm, [40 + row], WINDOW - 1))
     rows = np.arange(3)
+    batch = Batch.of(state, rows, 3)
     for position in range(1, WINDOW):
-        is_full = state.append(rows, position + 100 * rows)
+        is_full = state.append(batch, position + 100 * rows)
     assert is_full.all()
     for row in range(3):
         assert state.token_ids[row].tolist() == [40 + row, *(100 * row + np.arange(1, WINDOW)).tolist()]
@@ -83,7 +85,7 @@ def test_rows_that_are_cleared_leave_others_alone(llm: LLM) -> None:
     state = SequenceState(3, WINDOW)
     for row in range(3):
         state.fill(row, completion(llm, [40 + row] * (row + 1), 8))
-    state.append(np.arange(3), np.array([10, 11, 12]))
+    state.append(Batch.of(state, np.arange(3), 3), np.array([10, 11, 12]))
     per_row = (state.num_unread_tokens, state.num_uncommitted_tokens, state.num_held_tokens)
     for counts in per_row:
         counts[:] = [3, 4, 5]
@@ -96,3 +98,40 @@ def test_rows_that_are_cleared_leave_others_alone(llm: LLM) -> None:
     assert [counts.tolist() for counts in per_row] == [[0, 4, 0]] * 3
     assert state.is_on_device.tolist() == [False, True, False]
     assert (state.generation - before).tolist() == [1, 0, 1] and state.num_cleared == 2
+
+
+def test_a_batch_is_steady_until_other_rows_or_tokens_come(llm: LLM) -> None:
+    state = SequenceState(3, WINDOW)
+    for row in range(3):
+        state.fill(row, completion(llm, [40 + row], 20))
+    batch, other = (Batch.of(state, np.array(rows), 2) for rows in ([0, 1], [1, 2]))
+    tokens = np.array([10, 11])
+    assert not batch.is_steady
+    for _ in range(2):
+        state.append(batch, tokens)
+        assert batch.is_steady and not other.is_steady
+    state.append(other, tokens)
+    assert other.is_steady and not batch.is_steady, "it does not know of the token of row 1"
+    state.append(batch, tokens)
+    state.take_back(np.array([1]))
+    assert not batch.is_steady
+    state.append(batch, tokens)
+    state.clear(np.array([2], np.int32))
+    assert batch.is_steady, "row 2 is none of its own"
+    state.fill(2, completion(llm, [7], 20))
+    assert not batch.is_steady
+    assert state.output_token_ids(0) == [10] * 4 and state.output_token_ids(1) == [11, 11, 10, 11]
+
+
+def test_a_batch_keeps_the_rows_whose_completions_are_left(llm: LLM) -> None:
+    state = SequenceState(4, WINDOW)
+    for row in range(4):
+        state.fill(row, completion(llm, [40 + row], 20))
+    batch = Batch.of(state, np.array([3, 0, 2]), 2)
+    assert batch.decode_rows.tolist() == [0, 2] and batch.live() is None
+    state.clear(np.array([0], np.int32))
+    state.fill(0, completion(llm, [7], 20))
+    is_live = batch.live()
+    assert is_live is not None and is_live.tolist() == [True, False, True]
+    left = batch.only(is_live)
+    assert left.rows.tolist() == [3, 2] and left.decode_rows.tolist() == [2] and left.live() is None
