@@ -323,7 +323,7 @@ class EngineCore:
         self._output_thread.post(message, is_urgent=message.has_first_tokens)
 
     def _note_failed_rows(self, rows: Int64Array) -> None:
-        """Handle rows whose logits allowed no token: whoever has the same prompt computes it anew."""
+        """Handle rows whose logits allowed no token: requests with the same prompt compute it again."""
         self._commits.flush(rows)
         for row in rows.tolist():
             num_blocks = -(-int(self.manager.num_computed_tokens[row]) // self.config.block_size)

@@ -296,7 +296,7 @@ class SamplingExtras:
         self._banned_token_ids.index_copy_(0, to, new_banned)
 
     def redraw(self, buffers: DecodeBuffers, logits: torch.Tensor) -> None:
-        """Draw again from ``logits``, float32 ``[width, V]``, behind a step that has drawn from them and moved on."""
+        """Draw again from ``logits``, float32 ``[width, V]``, after a step that has drawn from them and advanced."""
         width = len(logits)
         rows = self._rows[:width].to(torch.int64)
         position = buffers.draw_positions[:width] - 1
@@ -443,7 +443,7 @@ class DecodeRunner:
     """Runs decode steps without waiting for them, and without waiting for their tokens to start the next one.
 
     Args:
-        compute: given the buffers and a number of slots, computes one step over the first so many slots and returns the
+        compute: given the buffers and a number of slots, computes one step over that many first slots and returns the
             token that each draws, int64 ``[width]``, and the logits. It must not wait for the device.
         extras: draws again for rows with sampling extras.
         widths: numbers of slots that a step may be rounded up to, rising; a larger step is as wide as it must be.
@@ -468,7 +468,7 @@ class DecodeRunner:
         self._state = state
         self._slots = DecodeSlots(state)
         self._first_token_of_row: Int64Array = np.full(self.num_slots, NO_SLOT, np.int64)
-        # The second part, for sampling extras, is a graph of its own and reads the logits of the first.
+        # The second part, for sampling extras, is a separate graph and reads the logits of the first.
         self._graphs = CapturedGraphs[int](self._step, self._redraw)
         self.needs_sampling_extras = False
         """Whether the last step drew again for some rows."""

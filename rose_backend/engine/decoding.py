@@ -3,7 +3,7 @@
 Decoders and their streams make text, ``Detokenizer`` finds stop strings in it, and ``TokenTexts`` says what
 log-probabilities call a token.
 
-The text of an answer is what stands behind its prompt's whole characters. It is made token by token and never takes
+The text of an answer is what follows its prompt's whole characters. It is made token by token and never takes
 back what it has shown, so it is the same in streams and in whole answers. Text that is made in one call could differ:
 decoders of SentencePiece models make a run of byte tokens U+FFFD from its first to its last byte if it is not valid
 UTF-8 as a whole, also where its beginning is, and was shown.
@@ -94,7 +94,7 @@ class ByteLevelDecoder:
         """Return the bytes of many pieces; for some dozens in a third of the time that ``bytes_of`` takes.
 
         Args:
-            token_ids: ``[sum(counts)]``, those of a piece behind those of the piece before.
+            token_ids: ``[sum(counts)]``, piece after piece.
             counts: ``[N]``, tokens of each piece; may be 0.
         """
         data, starts, lengths = self._table
@@ -144,7 +144,7 @@ class ByteLevelDecoder:
         return data[len(data) - _num_unfinished(data) :]
 
     def stream(self, context: Sequence[int]) -> ByteLevelStream:
-        """Return the stream of an answer behind ``context``."""
+        """Return the stream of an answer that follows ``context``."""
         return ByteLevelStream(self, context)
 
 
@@ -172,7 +172,7 @@ class ByteLevelStream:
 
 
 class _TokenBytes(dict[int, bytes]):
-    """What each token stands for, filled as tokens come up."""
+    """The bytes of each token, filled when a token is first seen."""
 
     def __init__(self, backend: Any, left_out: Collection[str]) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ _BYTE_OF_CHARACTER = _byte_of_character()
 # All other decoders: the text of a token depends on what stands around it.
 
 _NUM_CONTEXT_TOKENS = 8
-"""Tokens of a prompt in front of its answer. One with text would do: some decoders write a first token in another way
+"""Last tokens of a prompt, before its answer. One with text would do: some decoders write a first token in another way
 than later ones, without its space for example."""
 _MAX_PENDING = 128
 """Tokens without text after which a stream waits no longer. A character has at most four."""
@@ -278,7 +278,7 @@ class LibraryDecoder:
         return token_id not in self._left_out and self.backend.id_to_token(token_id) is not None
 
     def stream(self, context: list[int]) -> LibraryStream:
-        """Return the stream of an answer behind ``context``."""
+        """Return the stream of an answer that follows ``context``."""
         return LibraryStream(self, context)
 
 
@@ -298,14 +298,14 @@ class LibraryStream:
       lost. Shown is, for example, a character of four byte tokens, and a byte follows that begins none. Here the new
       tokens' own text follows.
     - What it still holds back at the end is lost: here it is shown.
-    - Tokens without text, and bytes that are no text, make each step longer without a limit. Here they are let go after
+    - Tokens without text, and bytes that are no text, make each step longer without limit. Here they are dropped after
       ``_MAX_PENDING`` of them, which changes the text in one case: of a longer run of byte tokens with an invalid one
       among them, a part is shown as characters, where the library shows all of it as U+FFFD.
-    - Behind tokens whose text ends with U+FFFD, it repeats their text; behind an unfinished character, all of the
+    - After tokens whose text ends with U+FFFD, it repeats their text; after an unfinished character, all of the
       prompt. Here nothing of a prompt is repeated.
 
     Args:
-        context: tokens in front of the text, see ``LibraryDecoder.context``.
+        context: tokens before the text, see ``LibraryDecoder.context``.
     """
 
     def __init__(self, decoder: LibraryDecoder, context: list[int]) -> None:
@@ -325,7 +325,7 @@ class LibraryStream:
         from tokenizers.decoders import DecodeStream
 
         decoder = self._decoder
-        # Tokens whose text was shown last, and those behind them that have shown none.
+        # Tokens whose text was shown last, and those after them that have shown none.
         self._context: list[int] = context
         self._pending: list[int] = []
         self._stream = DecodeStream(ids=context, skip_special_tokens=decoder.skip_special_tokens)
@@ -471,7 +471,7 @@ class Detokenizer:
         return stop
 
     def _find_stop(self, text: str, old_length: int) -> tuple[int, int, str] | None:
-        """Return end and start of the stop string whose end comes first behind ``old_length``, and the string."""
+        """Return end and start of the stop string whose end comes first after ``old_length``, and the string."""
         best: tuple[int, int, str] | None = None
         for stop, length in self._stops_and_lengths:
             start = text.find(stop, max(old_length - length + 1, 0))
@@ -486,7 +486,7 @@ class Detokenizer:
         while start < len(text):
             if text[start] in self._first_characters:
                 end = text[start:]
-                # Stop strings that begin with this sort right behind it.
+                # Stop strings that begin with this sort directly after it.
                 place = bisect_right(self._sorted_stops, end)
                 if place < len(self._sorted_stops) and self._sorted_stops[place].startswith(end):
                     break
@@ -495,7 +495,7 @@ class Detokenizer:
 
 
 MAX_TOKENS_BEFORE = 4
-"""Tokens in front of one that are looked at for the rest of its character."""
+"""Preceding tokens that are searched for the rest of a token's character."""
 
 
 class TokenTexts:
@@ -517,11 +517,11 @@ class TokenTexts:
     def text(self, token_id: int, before: Sequence[int] = ()) -> str:
         """Return the text of a token.
 
-        That of a part of a character is empty, but for the last part: there it is the character, with the other bytes
-        of the tokens in front.
+        That of a part of a character is empty, except for the last part: there it is the character, with the
+        other bytes of the preceding tokens.
 
         Args:
-            before: the ``MAX_TOKENS_BEFORE`` tokens in front of it, fewer at the beginning of an answer.
+            before: the ``MAX_TOKENS_BEFORE`` tokens before it, fewer at the beginning of an answer.
         """
         text = self._text_alone(token_id)
         if not text.endswith(REPLACEMENT):
@@ -532,7 +532,7 @@ class TokenTexts:
             whole = decode([*context, token_id])
             if whole.endswith(REPLACEMENT):
                 continue
-            # These have no text of their own.
+            # These have no text alone.
             while context and decode(context[-1:]).endswith(REPLACEMENT):
                 del context[-1]
             return text_behind(decode(context), whole)

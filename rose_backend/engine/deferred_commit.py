@@ -82,7 +82,7 @@ class DeferredCommits:
         num_tokens += self._pending()
 
     def confirm(self, row: int, end: int) -> None:
-        """Note that all tokens in front of position ``end`` belong to the text of a row with stop strings."""
+        """Note that all tokens before position ``end`` belong to the text of a row with stop strings."""
         self._confirmed[row] = end
 
     def flush(self, rows: IntArray | None = None) -> None:

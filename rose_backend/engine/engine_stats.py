@@ -21,14 +21,14 @@ class EngineStats:
     cached_tokens: int = 0
     """Prompt tokens supplied by the prefix cache."""
     prefix_cache_queries: int = 0
-    """Tokens looked up in the prefix cache, by sequences that come back from a preemption too."""
+    """Tokens looked up in the prefix cache, including by sequences that resume after a preemption."""
     prefix_cache_hits: int = 0
     """Tokens found there."""
     reported_prefix_cache_hits: int = 0
     """The same, each lookup's rounded down to whole blocks of at least 16 tokens: what clients may see."""
     preemptions: int = 0
     clones: int = 0
-    """Blocks copied because a sequence wrote behind a shared part-filled block."""
+    """Blocks copied because a sequence wrote into a shared, partly filled block."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class SamplingDefaults:
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Of ``SamplingParams``, ``max_tokens`` left out."""
     max_new_tokens: int | None = None
-    """Limit of answers without one, as far as the window allows; None: that of ``SamplingParams``."""
+    """Limit of answers without one, capped by the window; None: that of ``SamplingParams``."""
 
     def sampling_params(self) -> SamplingParams:
         """Return the parameters of a caller who says nothing."""

@@ -1,6 +1,6 @@
 """From a prompt and its sampling parameters to a ``Request``: ``process`` tokenizes and checks, ``build`` follows.
 
-With the engine in a process of its own, ``process`` runs in the API process and ``build`` beside the engine.
+With the engine in a separate process, ``process`` runs in the API process and ``build`` in the engine's.
 """
 
 from __future__ import annotations

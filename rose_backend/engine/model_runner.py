@@ -274,7 +274,7 @@ class ModelRunner:
     def forward(self, step: Step) -> Forwarded:
         """Run the step's clones and its forward passes, which write the K/V of every token in it.
 
-        The decode part goes through fixed buffers and draws its tokens itself; all else is one pass of its own.
+        The decode part goes through fixed buffers and draws its tokens itself; all else is one separate pass.
         """
         plan = step.clone_plan
         if plan is not None:

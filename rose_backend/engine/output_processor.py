@@ -117,7 +117,7 @@ class OutputProcessor:
         touched: dict[Request, None] = {}
         for index, completion in enumerate(message.completions):
             text = completion.text
-            # The step loop may have drawn tokens behind a stop string before it learned of it.
+            # The step loop may have drawn tokens after a stop string before it learned of it.
             if text.finish_reason is not None:
                 continue
             touched[completion.request] = None
@@ -213,7 +213,7 @@ class OutputProcessor:
         for completion, first, count in zip(message.completions, message.starts, message.counts, strict=True):
             start, end = end, end + count
             text, request = completion.text, completion.request
-            # The first may be the prompt's, or known from before a preemption. Behind a gap, all wait for the end.
+            # The first may be the prompt's, or known from before a preemption. After a gap, all wait for the end.
             num_known = len(request.prompt_token_ids) + len(text.token_ids) - first
             if not text.is_finished and 0 <= num_known < count:
                 taken[request.params.skip_special_tokens].append((text, start + num_known, end))

@@ -31,7 +31,7 @@ Message = NewTokens | IncrementalTokens | Abort
 _RETRY_S = 0.01
 """How soon a stream that was not ready for an output is checked again when no message arrives before."""
 _MAX_ROUND = 64
-"""Streams that get an output in one round: a first token waits for at most so many others."""
+"""Streams that get an output in one round: a first token waits for at most this many others."""
 _SHORT_ROUND_S = 500e-6
 """A round that took less, of up to about ten streams, delays no step: there is no back-off after it."""
 _MAX_BACK_OFF_S = 0.02
@@ -56,7 +56,7 @@ class OutputHandler:
 
     deliver: Callable[[list[RequestOutput]], None]
     consumers: StreamConsumers | None = None
-    """None: the caller reads outputs between steps. Every token then makes an output of its own."""
+    """None: the caller reads outputs between steps. Every token then makes one output."""
     changed: threading.Condition = field(default_factory=threading.Condition)
     """Notified when there is a report for the step loop."""
 
@@ -73,7 +73,7 @@ class OutputReport:
 class OutputThread:
     """Makes outputs from the tokens of every step, delivers those of a request in order, and reports finished ones.
 
-    It is a thread of its own because at 256 streams the detokenization of a step takes longer than the step itself.
+    It is a separate thread because at 256 streams the detokenization of a step takes longer than the step itself.
 
     With stream consumers, this thread and theirs work at most half of the time, which leaves the interpreter lock to
     the step loop: after a round of outputs it backs off for as long as the average recent round took (single rounds
@@ -149,7 +149,7 @@ class OutputThread:
                 self._handler.changed.notify_all()
 
     def _run_unthrottled(self) -> None:
-        """Every token makes an output of its own."""
+        """Make one output per token."""
         while (messages := self._take_messages(None)) is not None:
             for message in messages:
                 self._process([message])

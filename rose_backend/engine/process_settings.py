@@ -144,7 +144,7 @@ class CpuThreads:
     def in_force(self) -> Iterator[None]:
         """Make torch use them in this thread, and restore what was before: the process may have other uses for torch.
 
-        Set anew in each step, for a microsecond: torch keeps the number per thread, and any thread may run steps.
+        Set in each step, which takes a microsecond: torch keeps the number per thread, and any thread may run steps.
         """
         import torch
 

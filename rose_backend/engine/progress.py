@@ -37,7 +37,7 @@ _BAR_INTERVAL_S = 0.1
 
 
 class _Interval:
-    """Says that something is due, once every so many seconds, for the first time after the first of them."""
+    """Says that something is due, once per interval, the first time when the first interval is over."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._last = seconds, time.perf_counter()

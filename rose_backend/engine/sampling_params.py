@@ -29,7 +29,7 @@ _MAX_INT32 = 2**31 - 1
 class SamplingParams:
     """Sampling and stopping options of one request.
 
-    Every value is checked here as far as that is possible without a model, the rest when the request is submitted.
+    Every value is checked here where that is possible without a model, the rest when the request is submitted.
 
     Raises:
         RequestError: names the field, what was got and what is allowed.
@@ -62,7 +62,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     """Tokens that end the text like the model's end-of-text token."""
     ignore_eos: bool = False
-    """Go on behind the end-of-text token."""
+    """Continue after the end-of-text token."""
     include_stop_str_in_output: bool = False
     """Keep the stop string, or the text of the stop token, at the end of the text."""
     logprobs: int | None = None
@@ -146,10 +146,10 @@ class SamplingParams:
             raise _refusal(
                 "max_tokens",
                 self.max_tokens,
-                f"at most {room} behind a prompt of {prompt_length} tokens in a window of {max_model_len}",
+                f"at most {room} after a prompt of {prompt_length} tokens in a window of {max_model_len}",
             )
         if self.min_tokens > room:
-            raise _refusal("min_tokens", self.min_tokens, f"at most {room} behind this prompt")
+            raise _refusal("min_tokens", self.min_tokens, f"at most {room} after this prompt")
         if self.n > max_num_seqs:
             raise _refusal("n", self.n, f"at most {max_num_seqs}, the engine's max_num_seqs")
         if self.top_k > vocab_size:

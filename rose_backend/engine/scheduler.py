@@ -48,7 +48,7 @@ class Admission:
     """First come, first served: no request overtakes one that waits for rows or blocks.
 
     A request is deferred to the next step when another one in this step computes a prefix that both share. Its row and
-    blocks stay reserved while requests behind it are admitted.
+    blocks stay reserved while later requests are admitted.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Admission:
             is_first: no row runs, so waiting would free nothing.
 
         Returns:
-            None: neither it nor any request behind it can be admitted.
+            None: neither it nor any later request can be admitted.
         """
         manager, token_ids = self._manager, completion.token_ids
         num_rows = 1 + completion.num_siblings_to_fork
@@ -222,7 +222,7 @@ class Step:
     rows: Int32Array  # [R]
     num_new_tokens: Int32Array  # [R]
     num_decodes: int
-    """The first so many rows compute their newest token and draw the next."""
+    """This many first rows compute their newest token and draw the next."""
     clone_plan: ClonePlan | None
 
 

@@ -69,7 +69,7 @@ class SequenceState:
         self.num_uncommitted_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
         """Tokens computed, or to be computed, by decode steps whose outcome the host has not read."""
         self.num_held_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
-        """Tokens whose computing step was read, held back until no stop string was found in front of them."""
+        """Tokens whose computing step was read, held back until no stop string was found before them."""
         self.is_on_device = np.zeros(max_num_seqs, np.bool_)
         """The newest token is in the decode step's device buffers, read by the host or not."""
         self.num_computed_before: Int32Array = np.zeros(max_num_seqs, np.int32)
@@ -91,7 +91,7 @@ class SequenceState:
         self.seed = np.zeros(max_num_seqs, np.int64)
         self.uses_penalties = np.zeros(max_num_seqs, np.bool_)
         self.banned_token_ids = np.full((max_num_seqs, MAX_STOP_TOKEN_IDS + len(eos_token_ids)), -1, np.int32)
-        """Tokens that may not be drawn while the row has fewer than ``min_num_tokens``; behind the last one, -1."""
+        """Tokens that may not be drawn while the row has fewer than ``min_num_tokens``; -1 after the last one."""
         self.needs_sampling_extras = np.zeros(max_num_seqs, np.bool_)
         """Rows with penalties, logprobs or ``min_tokens``: see ``SamplingExtras``."""
 
@@ -232,7 +232,7 @@ class Batch:
     completions: list[Completion] | None = None
     """Of rows with ``needs_each_token``, once somebody has asked."""
     only_lengths_matter: bool = False
-    """Known: no token can end any of the rows, and none is passed on by itself."""
+    """Known: no token can end any of the rows, and none is sent to the output thread in its own step."""
 
     @classmethod
     def of(cls, state: SequenceState, rows: Int64Array, num_decodes: int) -> Batch:

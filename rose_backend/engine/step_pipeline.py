@@ -92,7 +92,7 @@ class TokenReader:
         return ended_rows, message
 
     def _only_lengths_matter(self, batch: Batch) -> bool:
-        """Whether no token can end any row of ``batch``, and none is passed on by itself."""
+        """Whether no token can end any row of ``batch``, and none is sent to the output thread in its own step."""
         if not batch.only_lengths_matter:
             state, rows = self._state, batch.rows
             batch.only_lengths_matter = not np.count_nonzero(
@@ -123,7 +123,7 @@ class DeferredStops:
 
     def __init__(self, state: SequenceState, scheduler: Scheduler, commits: DeferredCommits) -> None:
         self.num_dropped_tokens = 0
-        """Tokens drawn behind a stop string that had not been found yet."""
+        """Tokens drawn after a stop string that had not been found yet."""
         self._state = state
         self._scheduler = scheduler
         self._commits = commits
@@ -155,7 +155,7 @@ class DeferredStops:
         self._unchecked.difference_update(completions)
 
     def apply_stop_checks(self, stop_checks: Mapping[Completion, StopCheck]) -> None:
-        """Confirm tokens in front of any stop string, and end the completions that hit one."""
+        """Confirm tokens before any stop string, and end the completions that hit one."""
         leaving: list[int] = []
         for completion, (num_tokens, is_stopped) in stop_checks.items():
             is_decided = is_stopped or num_tokens == completion.num_sent_tokens
@@ -205,13 +205,13 @@ class StepPipeline:
     A token drawn on the device is the input of the next step there; the host reads it later, so the device never waits
     for the host in steady-state decode. A row that has ended takes part in up to ``depth`` more steps, and what those
     draw for it is dropped. The blocks that such a step writes may have a new owner, whose own writes are enqueued
-    behind it.
+    after it.
 
-    Blocks become findable when their tokens are known and every reader is ordered behind their writer: prompts when the
+    Blocks become findable when their tokens are known and every reader is ordered after their writer: prompts when the
     step is enqueued, drawn tokens when they are read, and at the latest before the next lookup (``DeferredCommits``).
 
     Args:
-        depth: steps that may be in flight behind the one that is read; 0 reads each step before the next is planned.
+        depth: steps that may be in flight after the one that is read; 0 reads each step before the next is planned.
     """
 
     def __init__(

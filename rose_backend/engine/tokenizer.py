@@ -15,8 +15,8 @@ _SHORT_LENGTH = 8192
 _CHARACTERS_AT_ONCE = 1 << 16
 """A long text is counted in pieces of that many."""
 _UNSURE_TOKENS = 1024
-"""Tokens of a piece that may be owed to the cuts, beside those of a cut token: half a word, where a whole one that is
-long has a single token for unknown text; a space that is put in front."""
+"""Tokens of a piece that may be owed to the cuts, besides those of a cut token: half a word, where a whole one that is
+long has a single token for unknown text; a space that is prepended."""
 
 
 class Tokenizer:
@@ -63,10 +63,10 @@ class Tokenizer:
         return ids
 
     def count_tokens(self, text: str, limit: int) -> tuple[int, int]:
-        """Count the tokens of a long text from its start, as far as ``limit``, without tokenizing the rest.
+        """Count the tokens of a long text from its start, up to ``limit``, without tokenizing the rest.
 
-        Tokenized whole, 16 MiB may take 2 GiB of memory. The text is cut anywhere, which changes the tokens beside a
-        cut: so many are left out of the count that the text itself never has fewer tokens than were counted.
+        Tokenized whole, 16 MiB may take 2 GiB of memory. The text is cut anywhere, which changes the tokens at a
+        cut: enough are left out of the count that the text never has fewer tokens than were counted.
 
         Returns:
             A lower bound for the number of tokens in the first characters, and how many these are: all, unless the

@@ -50,7 +50,7 @@ def test_bad_prompts(llm: LLM, prompt: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens": 1020}, "max_tokens: got 1020, allowed is at most [0-9]+ behind a prompt of"),
+        ({"max_tokens": 1020}, "max_tokens: got 1020, allowed is at most [0-9]+ after a prompt of"),
         ({"max_tokens": 10**9}, "max_tokens: got 1000000000"),
         ({"n": 33}, "n: got 33, allowed is at most 32, the engine's max_num_seqs"),
         ({"top_k": 2561}, "top_k: got 2561, allowed is -1 to 2560"),
