@@ -259,7 +259,7 @@ class SamplingExtras:
         self._rows, self._min_num_tokens, self._needs_extras, self._uses_penalties = self._words.unbind(0)
         self._banned_token_ids = torch.full((num_slots, num_banned), -1, dtype=torch.int32, device=device)
         self._minus_infinity = torch.full((num_slots, num_banned), float("-inf"), device=device)
-        width = num_words(self._num_logprobs)
+        width = 2 + 2 * self._num_logprobs  # see LogprobWords
         self._report = torch.zeros((num_slots, width), device=device)
         self._reports = torch.zeros((HISTORY_STEPS, num_slots, width), pin_memory=device.type != "cpu")
         self._reports_read = self._reports.numpy()
@@ -316,7 +316,7 @@ class SamplingExtras:
         self._reports[where, :width].copy_(self._report[:width], non_blocking=True)
 
     def report(self, step: int, slots: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return what a step reported, ``[len(slots), num_words]``; see ``LogprobWords``. The caller has waited."""
+        """Return what a step reported, see ``LogprobWords``. The caller has waited."""
         report: NDArray[np.float32] = self._reports_read[step % HISTORY_STEPS][slots]
         return report
 
@@ -351,11 +351,6 @@ class SamplingExtras:
             logits,
             replace(params, position=position, bias=bias, num_logprobs=self._num_logprobs, **extras),
         )
-
-
-def num_words(num_logprobs: int) -> int:
-    """Return the columns of ``LogprobWords``."""
-    return 2 + 2 * num_logprobs
 
 
 def pack_logprobs(logits: torch.Tensor, drawn: SampleOutput) -> torch.Tensor:

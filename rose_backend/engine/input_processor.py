@@ -16,12 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose_backend.config import MAX_CACHE_SALT_LENGTH
-from rose_backend.engine.decoding import ByteLevelDecoder, Detokenizer, LibraryDecoder
 from rose_backend.engine.outputs import Logprobs
 from rose_backend.engine.process_settings import return_free_memory
 from rose_backend.engine.request import Completion, CompletionText, Prompt, Request
 from rose_backend.engine.sampling_params import SamplingParams
-from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.engine.tokenizer import ByteLevelDecoder, Detokenizer, LibraryDecoder, Tokenizer
 from rose_backend.errors import RequestError
 
 _SEED_MASK = (1 << 63) - 1

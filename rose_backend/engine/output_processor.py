@@ -9,17 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose_backend.block_manager.sequence_table import concatenate_ranges
-from rose_backend.engine.decoding import (
+from rose_backend.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from rose_backend.engine.request import Completion, CompletionText, Request
+from rose_backend.engine.tokenizer import (
     MAX_TOKENS_BEFORE,
     ByteLevelDecoder,
     Detokenizer,
     LibraryDecoder,
+    Tokenizer,
     TokenTexts,
     text_of,
 )
-from rose_backend.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
-from rose_backend.engine.request import Completion, CompletionText, Request
-from rose_backend.engine.tokenizer import Tokenizer
 
 LogprobWords = NDArray[np.float32]
 """``[S, 2 + 2K]``, of the rows sampled in a step: log-probability and rank of the sampled token (1 = most likely), then

@@ -19,6 +19,7 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -51,6 +52,12 @@ class _Interval:
         return True
 
 
+def _bar(*columns: ProgressColumn, transient: bool = False) -> Progress:
+    """Return a bar on stderr, disabled where that is no terminal."""
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=transient, disable=not console.is_terminal)
+
+
 def show_progress(what: str, items: Iterable[_T], /, *, total: int | None = None) -> Iterator[_T]:
     """Yield ``items`` and show a bar on stderr where that is a terminal, which goes when all are done.
 
@@ -66,22 +73,14 @@ def show_progress(what: str, items: Iterable[_T], /, *, total: int | None = None
     if total is None:
         assert isinstance(items, Sized)
         total = len(items)
-    console = Console(stderr=True)
-    bar = Progress(
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    bar = _bar(TextColumn(what), BarColumn(), MofNCompleteColumn(), transient=True)
     start = time.perf_counter()
     logger.info("%s: %d", what, total)
     interval = _Interval(LINE_INTERVAL_S)
     with bar:
         for num_done, item in enumerate(bar.track(items, total), 1):
             yield item
-            if not console.is_terminal and interval.is_over():
+            if bar.disable and interval.is_over():
                 logger.info("%s: %d of %d", what, num_done, total)
     logger.info("%s: %d took %.1f s", what, total, time.perf_counter() - start)
 
@@ -93,18 +92,8 @@ class LoadingProgress:
     """
 
     def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._is_terminal = console.is_terminal
-        self._progress = Progress(
-            TextColumn("loading weights"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
+        columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+        self._progress = _bar(TextColumn("loading weights"), BarColumn(), *columns, transient=True)
         self._task = self._progress.add_task("loading weights", total=None)
         self._start = time.perf_counter()
         self._interval = _Interval(LINE_INTERVAL_S)
@@ -113,7 +102,7 @@ class LoadingProgress:
     def update(self, num_bytes: int, total: int) -> None:
         """Show that ``num_bytes`` of ``total`` were read."""
         self._progress.update(self._task, completed=num_bytes, total=total)
-        is_due = not self._is_terminal and self._interval.is_over()
+        is_due = self._progress.disable and self._interval.is_over()
         if (is_due or num_bytes == total) and not self._is_complete:
             self._is_complete = num_bytes == total
             rate = num_bytes / max(time.perf_counter() - self._start, 1e-9)
@@ -142,18 +131,9 @@ class GenerationProgress:
         self._total, self._count_tokens = total, count_tokens
         self._num_finished = 0
         self._first_token, self._start = count_tokens(), time.perf_counter()
-        console = Console(stderr=True)
-        self._is_terminal = console.is_terminal
-        self._interval = _Interval(_BAR_INTERVAL_S if self._is_terminal else LINE_INTERVAL_S)
-        self._progress = Progress(
-            TextColumn("generating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[speed]}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not self._is_terminal,
-        )
+        columns = MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn()
+        self._progress = _bar(TextColumn("generating"), BarColumn(), *columns)
+        self._interval = _Interval(LINE_INTERVAL_S if self._progress.disable else _BAR_INTERVAL_S)
         self._task = self._progress.add_task("generating", total=total, speed="")
 
     def update(self, num_finished: int) -> None:
@@ -167,7 +147,7 @@ class GenerationProgress:
         rate = num_tokens / max(time.perf_counter() - self._start, 1e-9)
         speed = f"{num_tokens:,} tokens, {rate:,.0f} tokens/s"
         self._progress.update(self._task, completed=self._num_finished, speed=speed)
-        if not self._is_terminal:
+        if self._progress.disable:
             print(
                 f"generating: {self._num_finished} of {self._total} prompts finished, {speed}",
                 file=sys.stderr,

@@ -10,9 +10,9 @@ from typing import NotRequired, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from rose_backend.engine.decoding import Detokenizer
 from rose_backend.engine.outputs import CompletionOutput, FinishReason, Logprobs, RequestOutput
 from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.engine.tokenizer import Detokenizer
 from rose_backend.errors import QueueFullError, RequestError
 
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
-from rose_backend.engine.decoding import (
+from rose_backend.engine.tokenizer import (
     ByteLevelDecoder,
     LibraryDecoder,
+    Tokenizer,
     make_decoder,
     special_tokens,
     text_of,
 )
-from rose_backend.engine.tokenizer import Tokenizer
 
 ALPHABET = [*map(chr, range(0x21, 0x7F)), *map(chr, range(0xA1, 0xAD)), *map(chr, range(0xAE, 0x144))]
 """What single bytes are called: token ``i`` is one of the 256 bytes."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose_backend.config import MAX_STOP_STRING_LENGTH, MAX_STOP_STRINGS
-from rose_backend.engine.decoding import Detokenizer
+from rose_backend.engine.tokenizer import Detokenizer
 
 
 class ByteStream:

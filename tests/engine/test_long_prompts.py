@@ -13,10 +13,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from rose_backend.engine import tokenizer as tokenizer_module
-from rose_backend.engine.decoding import ByteLevelDecoder
 from rose_backend.engine.input_processor import InputProcessor
 from rose_backend.engine.sampling_params import SamplingParams
-from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.engine.tokenizer import ByteLevelDecoder, Tokenizer
 from rose_backend.errors import RequestError
 
 WINDOW = 20_000

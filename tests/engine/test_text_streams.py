@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers.decoders import DecodeStream
 
-from rose_backend.engine.decoding import Detokenizer, make_decoder
+from rose_backend.engine.tokenizer import Detokenizer, make_decoder
 from tests.support.random_tokenizers import KINDS, Kind
 
 NUM_STREAMS = int(os.environ.get("ROSE_RANDOM_STREAMS", "1500"))

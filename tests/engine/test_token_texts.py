@@ -14,10 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
-from rose_backend.engine.decoding import MAX_TOKENS_BEFORE, TokenTexts, make_decoder
 from rose_backend.engine.input_processor import InputProcessor
 from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from rose_backend.engine.tokenizer import Tokenizer
+from rose_backend.engine.tokenizer import MAX_TOKENS_BEFORE, Tokenizer, TokenTexts, make_decoder
 from rose_backend.server.answers import Answer, AnswerOptions, ChatAnswer, CompletionAnswer
 from tests.engine.test_one_text import Play
 from tests.engine.test_text_streams import kind_named, spelled, utf8
