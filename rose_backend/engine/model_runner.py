@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rose_backend import kernels
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
 from rose_backend.engine.decode_runner import (
@@ -28,6 +27,7 @@ from rose_backend.engine.decode_runner import (
 from rose_backend.engine.progress import show_progress
 from rose_backend.engine.scheduler import Step
 from rose_backend.engine.sequence_state import INVALID_TOKEN_ID, SAMPLING_FIELDS, Int32Array, SequenceState
+from rose_backend.kernels import SamplingTensors, block_clone, sample, sample_unfused
 from rose_backend.kernels.captured_graphs import (
     CapturedGraphs,
     Fields,
@@ -226,7 +226,7 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._device = kv_cache.device
         self._block_size = config.block_size
-        self._sample_tokens = kernels.sample if config.fused_sampler else kernels.sample_unfused
+        self._sample_tokens = sample if config.fused_sampler else sample_unfused
         self._writes_apart = not config.fused_kv_append
         vocab_size = int(model.config.vocab_size)
         self._extras = SamplingExtras(state, self._sample_tokens, vocab_size, self._device)
@@ -279,7 +279,7 @@ class ModelRunner:
         plan = step.clone_plan
         if plan is not None:
             src, dst = upload(self._device, plan.src_block_ids, plan.dst_block_ids)
-            kernels.block_clone(self._kv_cache, src, dst, block_dim=2)
+            block_clone(self._kv_cache, src, dst, block_dim=2)
             self._manager.finish_clone_plan(plan)
         split, decode_step, decode_slots = 0, 0, np.empty(0, np.int64)
         if step.num_decodes:
@@ -380,7 +380,7 @@ class ModelRunner:
         )
         return self._model.forward(ids, where, self._kv_cache, metadata), token_ids, False
 
-    def _sampling_tensors(self, rows: Int32Array) -> kernels.SamplingTensors:
+    def _sampling_tensors(self, rows: Int32Array) -> SamplingTensors:
         inputs = self._sampling_inputs(rows)
         return _sampling_tensors(dict(zip(inputs, upload(self._device, *inputs.values()), strict=True)))
 
@@ -390,10 +390,10 @@ class ModelRunner:
         return {"seed": state.seed[rows], "position": position, "words": state.sampling_words[rows]}
 
 
-def _sampling_tensors(inputs: Inputs) -> kernels.SamplingTensors:
+def _sampling_tensors(inputs: Inputs) -> SamplingTensors:
     """Return the parameters of draws from seed, position and ``SAMPLING_FIELDS`` of each, ``[R, ...]``."""
     by_name = sampling_of_rows(inputs["words"])
-    return kernels.SamplingTensors(
+    return SamplingTensors(
         seed=inputs["seed"],
         position=inputs["position"],
         num_logprobs=-1,
