@@ -202,6 +202,9 @@ class SampledTokens:
 class StepPipeline:
     """Starts steps and reads them in order.
 
+    ``advance`` is the whole loop: repeat the newest step or start a scheduled one, use the time until the oldest is
+    over (blocks, commits, detokenization in portions), read the oldest.
+
     A token drawn on the device is the input of the next step there; the host reads it later, so the device never waits
     for the host in steady-state decode. A row that has ended takes part in up to ``depth`` more steps, and what those
     draw for it is dropped. The blocks that such a step writes may have a new owner, whose own writes are enqueued
@@ -256,27 +259,32 @@ class StepPipeline:
             What the oldest step drew; None when no step was read.
         """
         in_flight = self._in_flight
-        if self._newest is not None and self._scheduler.repeat():
-            in_flight.append(self._start_again(self._newest))
-        else:
-            num_ahead = len(in_flight) + num_unchecked
-            self._update_state(num_ahead)
-            step = self._scheduler.schedule(num_ahead)
-            if step is None:
-                if not in_flight:
-                    return None
-                # All rows wait for a step in flight: committing now saves time then.
-                self._commits.flush()
-                return self._read(in_flight.popleft())
-            self._newest = self._start(step)
-            in_flight.append(self._newest)
+        started = self._start_next(num_unchecked)
+        if started is None:
+            return self._read(in_flight.popleft()) if in_flight else None
+        in_flight.append(started)
         # Not while prompts are computed: the device would wait for the host. Tokens go to the output thread last: it
         # competes for the interpreter lock with whatever the host does afterwards.
-        if in_flight[-1].drawn is None:
+        if started.drawn is None:
             self._scheduler.top_up()
             if self._commits.commit_some():
                 self._incremental_detokenization.send_next()
         return self._read(in_flight.popleft()) if len(in_flight) > self._depth else None
+
+    def _start_next(self, num_unchecked: int) -> _StepInFlight | None:
+        """Repeat the newest step, or start a scheduled one; None when there is nothing to do now."""
+        if self._newest is not None and self._scheduler.repeat():
+            return self._start_again(self._newest)
+        num_ahead = len(self._in_flight) + num_unchecked
+        self._update_state(num_ahead)
+        step = self._scheduler.schedule(num_ahead)
+        if step is not None:
+            self._newest = self._start(step)
+            return self._newest
+        if self._in_flight:
+            # All rows wait for a step in flight: committing now saves time then.
+            self._commits.flush()
+        return None
 
     def drop(self) -> None:
         """Drop the steps in flight: no request is left."""
