@@ -29,7 +29,7 @@ from benchmarks.kernel_cases.case import LaunchGraph
 from benchmarks.reports.parts import kv_append_table
 from benchmarks.support.variants import WARM_UPS, CacheCase, compare_variants, computed_row, parse_case
 from rose_backend.block_manager import BlockManager
-from rose_backend.kernels import AttentionOptions, paged_decode, write_kv
+from rose_backend.kernels import AttentionOptions, NewTokens, PagedKV, paged_decode, write_kv
 
 BATCHES, QUICK_BATCHES = (1, 8, 32, 128, 256), (1, 4)
 GRAPH_SAMPLES = 20
@@ -88,10 +88,9 @@ class AppendStep:
         """Attend in all layers."""
         options = AttentionOptions(self._case.head_size**-0.5)
         for (query, key, value), cache, out in zip(projections, self._cache, self.out, strict=True):
-            new = (key, value) if self.stores_in_attention else (None, None)
-            paged_decode(
-                query, *new, cache[0], cache[1], self._device_table, self._lengths, options=options, out=out
-            )
+            new = NewTokens(key, value) if self.stores_in_attention else None
+            kv = PagedKV(cache[0], cache[1], self._device_table, self._lengths)
+            paged_decode(query, new, kv, options=options, out=out)
 
     def run(self, projections: torch.Tensor) -> Iterator[str]:
         """Take one step."""

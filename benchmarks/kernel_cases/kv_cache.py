@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.kernel_cases import case
 from benchmarks.kernel_cases.case import ROSE, Contest, KernelCase, Launches
-from rose_backend.kernels import AttentionOptions, paged_decode, paged_prefill
+from rose_backend.kernels import AttentionOptions, NewTokens, PagedKV, paged_decode, paged_prefill
 from rose_backend.kernels.kv.block_clone import block_clone
 
 BLOCK_SIZE = 16
@@ -108,11 +108,13 @@ def make_steps(
 
 def rose_attention(step: PagedStep) -> Callable[[], torch.Tensor]:
     """Return a launch of attention that stores the new keys and values itself."""
-    inputs = [step.query, step.key, step.value, step.key_cache, step.value_cache, step.block_table]
     chosen = {"options": AttentionOptions(step.heads.head_size**-0.5), "out": step.out}
+    kv = PagedKV(step.key_cache, step.value_cache, step.block_table, step.num_computed)
+    new = NewTokens(step.key, step.value)
     if step.query_len == 1:
-        return functools.partial(paged_decode, *inputs, step.num_computed, **chosen)
-    return functools.partial(paged_prefill, *inputs, step.query_start_loc, step.num_computed, **chosen)
+        return functools.partial(paged_decode, step.query, new, kv, **chosen)
+    kv = kv._replace(query_start_loc=step.query_start_loc)
+    return functools.partial(paged_prefill, step.query, new, kv, **chosen)
 
 
 FLASH = "FlashAttention 3"

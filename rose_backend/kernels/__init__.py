@@ -38,7 +38,7 @@ Letters that shapes are written in, everywhere in this package:
 
 from __future__ import annotations
 
-from rose_backend.kernels.arguments import AttentionOptions, HeadRotation
+from rose_backend.kernels.arguments import AttentionOptions, HeadRotation, NewTokens, PagedKV
 from rose_backend.kernels.attention.ops import (
     DecodePlan,
     paged_decode,
@@ -81,7 +81,9 @@ __all__ = [
     "DecodePlan",
     "Experts",
     "HeadRotation",
+    "NewTokens",
     "PackedLinear",
+    "PagedKV",
     "PrefillPlan",
     "SampleOutput",
     "SamplingTensors",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -180,3 +181,31 @@ class HeadRotation:
     key_norm: torch.Tensor | None = None  # [D]; both or neither
     eps: float = 0.0
     """Of the norms."""
+
+
+class NewTokens(NamedTuple):
+    """Keys and values that a step has computed and attention stores."""
+
+    key: torch.Tensor
+    """[T, HKV, D]"""
+    value: torch.Tensor
+    """[T, HKV, D]"""
+
+
+class PagedKV(NamedTuple):
+    """The KV cache of a layer, and what of it each request of a step attends to."""
+
+    key_cache: torch.Tensor
+    """[NB, BS, HKV, D], any strides with an innermost one of 1."""
+    value_cache: torch.Tensor
+    """[NB, BS, HKV, D], likewise."""
+    block_table: torch.Tensor
+    """[R, MB] int32. Entries past the block of a row's last position are never used."""
+    num_computed_tokens: torch.Tensor
+    """[R] int32: tokens already stored, without the new ones. A negative value marks a padding row: nothing is read or
+    written for it."""
+    query_start_loc: torch.Tensor | None = None
+    """[R + 1] int32: tokens ``query_start_loc[r] .. query_start_loc[r + 1] - 1`` are request ``r``'s, and tokens after
+    the last row's are padding that is left alone. None: token ``r`` is request ``r``'s (``T = R``)."""
+    max_query_len: int = 1
+    """Of ``paged_decode``: new tokens that a row may have. More than 1 needs ``query_start_loc``."""

@@ -12,6 +12,8 @@ from rose_backend.kernels import (
     AttentionOptions,
     DecodePlan,
     HeadRotation,
+    NewTokens,
+    PagedKV,
     PrefillPlan,
     empty_rows,
     paged_decode,
@@ -61,6 +63,17 @@ class AttentionRows(Generic[_Plan]):
     """Of prefills: tokens per row that attention chooses its tiles for, one call each; None: those of the step."""
     plans: dict[tuple[int | None, bool], _Plan | None] = field(default_factory=dict)
     """By ``_shared_by``: made by the first layer that needs one, shared by the others."""
+
+    def kv(self, key_cache: torch.Tensor, value_cache: torch.Tensor) -> PagedKV:
+        """Return what these requests attend to in a layer's caches."""
+        return PagedKV(
+            key_cache,
+            value_cache,
+            self.block_table,
+            self.num_computed_tokens,
+            self.query_start_loc,
+            self.max_query_len,
+        )
 
 
 @dataclass(slots=True)
@@ -137,7 +150,7 @@ class PagedAttention:
         self.last_tokens: torch.Tensor | None = None
         if split:
             step.decode = AttentionRows(slice(0, split), tables[:split], computed[:split])
-            plan_decode(step.decode, kv_cache[0, 0], options)
+            plan_decode(step.decode, step.decode.kv(*kv_cache[0].unbind(0)), options)
         if computed.shape[0] > split:
             assert metadata.query_start_loc is not None, "prefill attention needs query_start_loc"
             start_loc = metadata.query_start_loc[split:] - split
@@ -168,7 +181,7 @@ class PagedAttention:
         key_cache, value_cache = self._caches[layer].unbind(0)
         attend(
             query,
-            (key, value),
+            NewTokens(key, value),
             (key_cache, value_cache),
             self._step,
             self._options,
@@ -189,7 +202,7 @@ def _shared_by(options: AttentionOptions, device: torch.device) -> tuple[int | N
 
 def plan_decode(
     rows: AttentionRows[DecodePlan],
-    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  only shape, dtype and device are used
+    kv: PagedKV,
     options: AttentionOptions,
     *,
     overlap: bool = False,
@@ -197,26 +210,20 @@ def plan_decode(
     """Return what all layers with these options share in a step.
 
     Args:
+        kv: of ``rows``; of the caches only shape, dtype and device are used.
         overlap: for attention that overlaps the kernel in front of it. The plan has to be there then: call this before
             the layers, with a kernel in between that overlaps nothing.
     """
-    key = _shared_by(options, key_cache.device)
+    key = _shared_by(options, kv.key_cache.device)
     if key not in rows.plans:
         assert not overlap, "plan_decode comes before layers that overlap"
-        rows.plans[key] = plan_paged_decode(
-            rows.block_table,
-            rows.num_computed_tokens,
-            key_cache,
-            options=options,
-            query_start_loc=rows.query_start_loc,
-            max_query_len=rows.max_query_len,
-        )
+        rows.plans[key] = plan_paged_decode(kv, options=options)
     return rows.plans[key]
 
 
 def attend(
     query: torch.Tensor,  # [T, HQ, D]
-    new_kv: KeysValues | None,  # [T, HKV, D] each
+    new: NewTokens | None,
     kv_cache: KeysValues,  # [NB, BS, HKV, D] each  written
     step: AttentionStep,
     options: AttentionOptions,
@@ -231,78 +238,56 @@ def attend(
     same step. Tokens of no request are padding: ``out`` stays as it is there.
 
     Args:
-        new_kv: None where keys and values are stored already, as with layers that share a cache.
-        overlap: decode attention may start before ``query`` and ``new_kv`` are complete; see ``paged_decode``.
+        new: None where keys and values are stored already, as with layers that share a cache.
+        overlap: decode attention may start before ``query`` and ``new`` are complete; see ``paged_decode``.
         rotation: of ``query`` and new keys, only where all requests take decode attention and the kernels store.
     """
     assert rotation is None or step.prefill is None, "prefill attention does not rotate"
-    key_cache, value_cache = kv_cache
-    if new_kv is not None and (slots := step.slot_mapping) is not None:
-        key, value = new_kv
+    if new is not None and (slots := step.slot_mapping) is not None:
         write_kv(
-            key[: slots.shape[0]],
-            value[: slots.shape[0]],
-            key_cache,
-            value_cache,
+            new.key[: slots.shape[0]],
+            new.value[: slots.shape[0]],
+            *kv_cache,
             slots,
             key_scale=options.key_scale,
             value_scale=options.value_scale,
         )
-        new_kv = None
+        new = None
     if (rows := step.decode) is not None:
-        keys, values = _rows_of(new_kv, rows.tokens)
+        kv = rows.kv(*kv_cache)
         paged_decode(
             query[rows.tokens],
-            keys,
-            values,
-            key_cache,
-            value_cache,
-            rows.block_table,
-            rows.num_computed_tokens,
+            _tokens_of(new, rows.tokens),
+            kv,
             options=options,
             out=out[rows.tokens],
-            query_start_loc=rows.query_start_loc,
-            max_query_len=rows.max_query_len,
-            plan=plan_decode(rows, key_cache, options, overlap=overlap),
+            plan=plan_decode(rows, kv, options, overlap=overlap),
             overlap=overlap,
             rotation=rotation,
         )
     if step.prefill is not None:
-        _attend_prefills(query, new_kv, kv_cache, step.prefill, options, out)
+        _attend_prefills(query, new, kv_cache, step.prefill, options, out)
 
 
 def _attend_prefills(
     query: torch.Tensor,
-    new_kv: KeysValues | None,
+    new: NewTokens | None,
     kv_cache: KeysValues,
     rows: AttentionRows[PrefillPlan],
     options: AttentionOptions,
     out: torch.Tensor,
 ) -> None:
-    tokens, start_loc = rows.tokens, rows.query_start_loc
-    assert start_loc is not None, "prefill attention needs query_start_loc"
-    keys, values = _rows_of(new_kv, tokens)
-    key_cache, value_cache = kv_cache
+    tokens, kv = rows.tokens, rows.kv(*kv_cache)
+    new = _tokens_of(new, tokens)
     shared_by = _shared_by(options, query.device)
     if shared_by not in rows.plans:
-        rows.plans[shared_by] = plan_paged_prefill(
-            rows.block_table,
-            start_loc,
-            rows.num_computed_tokens,
-            key_cache,
-            options=options,
-            num_step_tokens=tokens.stop - tokens.start,
-        )
+        num_step_tokens = tokens.stop - tokens.start
+        rows.plans[shared_by] = plan_paged_prefill(kv, options=options, num_step_tokens=num_step_tokens)
     for mean_query_len in rows.mean_query_lens:
         paged_prefill(
             query[tokens],
-            keys,
-            values,
-            key_cache,
-            value_cache,
-            rows.block_table,
-            start_loc,
-            rows.num_computed_tokens,
+            new,
+            kv,
             options=options,
             out=out[tokens],
             plan=rows.plans[shared_by],
@@ -310,5 +295,5 @@ def _attend_prefills(
         )
 
 
-def _rows_of(new_kv: KeysValues | None, tokens: slice) -> KeysValues | tuple[None, None]:
-    return (None, None) if new_kv is None else (new_kv[0][tokens], new_kv[1][tokens])
+def _tokens_of(new: NewTokens | None, tokens: slice) -> NewTokens | None:
+    return None if new is None else NewTokens(new.key[tokens], new.value[tokens])

@@ -16,8 +16,9 @@ from benchmarks import prefill_flash_attention as benchmark
 from benchmarks.kernel_cases import small
 from benchmarks.kernel_cases.kv_cache import Heads
 from benchmarks.reports.parts import prefill_flash_attention_table
-from rose_backend.kernels import AttentionOptions, paged_prefill, write_kv
+from rose_backend.kernels import AttentionOptions, write_kv
 from rose_backend.vllm_plugin.attention.flash_attention import FlashRows
+from tests.support.attention_calls import paged_prefill
 
 HEADS = Heads("small", 4, 2, 16, torch.bfloat16)
 NUM_LAYERS = 4

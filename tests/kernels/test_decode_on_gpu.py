@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import paged_decode, plan_paged_decode
+from tests.support.attention_calls import paged_decode, plan_paged_decode
 from tests.support.gpu_steps import (
     FLOAT8,
     LAYOUTS,

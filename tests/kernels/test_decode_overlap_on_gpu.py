@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rose_backend.kernels import AttentionOptions, PackedLinear, pack_linear, paged_decode, small_batch_linear
+from rose_backend.kernels import AttentionOptions, PackedLinear, pack_linear, small_batch_linear
+from tests.support.attention_calls import paged_decode
 from tests.support.gpu_steps import Shape, as_bits, make_step
 from tests.support.paged_inputs import random_rotation, same_bits
 

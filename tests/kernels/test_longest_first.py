@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from rose_backend import kernels
 from rose_backend.compile_ahead.recorded_launches import record_launches as record_compilations
-from rose_backend.kernels import AttentionOptions, plan_paged_decode
+from rose_backend.kernels import AttentionOptions, NewTokens
 from rose_backend.kernels.attention import split_context as gpu
 from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
 from rose_backend.kernels.tuning.attention_decode import begins_in_turns
 from rose_backend.layers.attention import AttentionRows, AttentionStep, attend, plan_decode
 from tests.support.aot import compile_launch, compiles, record_launches
+from tests.support.attention_calls import plan_paged_decode
 from tests.support.interpreter import run_interpreted
 from tests.support.paged_inputs import build_paged_inputs
 
@@ -61,18 +63,19 @@ def test_a_plan_is_made_once_before_all_layers(monkeypatch: pytest.MonkeyPatch) 
 
     def counted(*args: Any, **options: Any) -> Any:
         calls.append(options["options"].sliding_window)
-        return plan_paged_decode(*args, **options)
+        return kernels.plan_paged_decode(*args, **options)
 
     monkeypatch.setattr("rose_backend.layers.attention.plan_paged_decode", counted)
     inputs = build_paged_inputs([5, 9])
     rows = AttentionRows(slice(0, 2), inputs.block_table, inputs.num_computed_tokens)
     options = AttentionOptions(0.25)
-    new_kv, cache = (inputs.new_key, inputs.new_value), (inputs.key_cache, inputs.value_cache)
+    new, cache = NewTokens(inputs.new_key, inputs.new_value), (inputs.key_cache, inputs.value_cache)
     step, out = AttentionStep(rows, None, None), torch.empty_like(inputs.query)
     with pytest.raises(AssertionError, match="plan_decode comes before layers that overlap"):
-        attend(inputs.query, new_kv, cache, step, options, out, overlap=True)
-    first = plan_decode(rows, inputs.key_cache, options)
-    assert plan_decode(rows, inputs.key_cache, options) is first
-    attend(inputs.query, new_kv, cache, step, options, out, overlap=True)
-    plan_decode(rows, inputs.key_cache, AttentionOptions(0.25, 4))
+        attend(inputs.query, new, cache, step, options, out, overlap=True)
+    kv = rows.kv(*cache)
+    first = plan_decode(rows, kv, options)
+    assert plan_decode(rows, kv, options) is first
+    attend(inputs.query, new, cache, step, options, out, overlap=True)
+    plan_decode(rows, kv, AttentionOptions(0.25, 4))
     assert calls == [None, 4]

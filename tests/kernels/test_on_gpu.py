@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rose_backend import kernels
+from tests.support.attention_calls import paged_decode, paged_prefill
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +39,7 @@ def test_decode_with_padding_rows() -> None:
         lengths = torch.tensor([0, 15, 16, 100, -1], dtype=torch.int32, device=device)
         key, value = caches(device)
         out = torch.full_like(query, 7.0)
-        kernels.paged_decode(
+        paged_decode(
             query,
             new_key,
             new_value,
@@ -63,7 +64,7 @@ def test_prefill_in_chunks() -> None:
         lengths = torch.tensor([33, 0, 50], dtype=torch.int32, device=device)
         key, value = caches(device)
         out = torch.empty_like(query)
-        kernels.paged_prefill(
+        paged_prefill(
             query,
             new_key,
             new_value,

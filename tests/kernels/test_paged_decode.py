@@ -9,14 +9,9 @@ import pytest
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import (
-    AttentionOptions,
-    paged_decode,
-    plan_paged_decode,
-    rotate_query_key,
-    write_kv,
-)
+from rose_backend.kernels import AttentionOptions, rotate_query_key, write_kv
 from rose_backend.kernels.attention import reference as twin
+from tests.support.attention_calls import paged_decode, plan_paged_decode
 from tests.support.error_budget import assert_within_budget
 from tests.support.paged_inputs import (
     CACHE_LAYOUTS,
@@ -264,9 +259,9 @@ def test_mismatches_are_named(change: dict[str, Any], message: str) -> None:
 
 def test_rotation_needs_one_new_token_each() -> None:
     inputs, rotation = build_paged_inputs([3, 8]), random_rotation(16, norms=True)
-    with pytest.raises(ShapeError, match="rotation: expected new_key and no query_start_loc beside it"):
+    with pytest.raises(ShapeError, match="rotation: expected new_key without query_start_loc"):
         run(inputs, rotation=rotation, stored_before=True)
-    with pytest.raises(ShapeError, match="rotation: expected new_key and no query_start_loc beside it"):
+    with pytest.raises(ShapeError, match="rotation: expected new_key without query_start_loc"):
         run(inputs, rotation=rotation, query_start_loc=inputs.query_start_loc)
     with pytest.raises(ShapeError, match="query_norm: expected D=16, got 18"):
         run(inputs, rotation=replace(random_rotation(18, norms=True), cos_sin=rotation.cos_sin))

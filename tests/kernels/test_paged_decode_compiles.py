@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from rose_backend.kernels.attention import paged_decode as gpu
 from rose_backend.kernels.tensor_checks import CACHE_DTYPE
 from tests.support.aot import SHARED_BYTES, Resources, compile_launch, compiles, record_launches
+from tests.support.attention_calls import paged_decode
 from tests.support.paged_inputs import grouped, random_rotation
 
 Shape = tuple[int, int, int, torch.dtype]
@@ -145,8 +147,11 @@ def compile_decode(
         num_kv_heads=num_kv_heads,
         norms_heads=bool(norms),
     )
-    with record_launches(gpu, "_paged_decode_kernel") as launches:
-        gpu.paged_decode(
+    with (
+        record_launches(gpu, "_paged_decode_kernel") as launches,
+        mock.patch.object(gpu, "decode_tuning", lambda *sizes, **facts: tuning),
+    ):
+        paged_decode(
             query,
             new,
             new,
@@ -154,8 +159,8 @@ def compile_decode(
             cache,
             ints,
             ints[:, 0].contiguous(),
+            launch=gpu.paged_decode,
             out=query,
-            tuning=tuning,
             overlap=overlap,
             **grouped(scale=1.0, **options),
         )

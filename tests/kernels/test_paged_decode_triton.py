@@ -17,6 +17,7 @@ from rose_backend.kernels.kv.reference import from_cache, to_cache
 from rose_backend.kernels.tensor_checks import CACHE_DTYPE
 from rose_backend.kernels.tuning import attention_decode as decode_tuning
 from rose_backend.kernels.tuning.attention_decode import heads_per_program
+from tests.support.attention_calls import paged_decode
 from tests.support.error_budget import assert_within_budget
 from tests.support.interpreter import run_interpreted
 from tests.support.paged_inputs import (
@@ -64,6 +65,7 @@ def launch(
     )
     scratch: list[torch.Tensor] = []
     modules = {
+        "decode_tuning": gpu,
         "split_scratch": gpu,
         "_COMBINE_TILE": gpu,
         "_COMBINE_ELEMENTS": gpu,
@@ -76,12 +78,14 @@ def launch(
         scratch[0].fill_(float("nan"))
         return scratch[0], scratch[1]
 
+    values = (lambda *sizes, **facts: tuning, poisoned_scratch, 2, 8, 512)
     # So few that combining takes two levels and several iterations, and that programs share the queries of a KV head.
-    for (name, module), value in zip(modules.items(), (poisoned_scratch, 2, 8, 512), strict=True):
+    for (name, module), value in zip(modules.items(), values, strict=True):
         setattr(module, name, value)
+    gpu._launch_shape.cache_clear()
     try:
         out = torch.full_like(inputs.query, float("nan"))
-        returned = gpu.paged_decode(
+        returned = paged_decode(
             inputs.query,
             None if stored_before else inputs.new_key,
             None if stored_before else inputs.new_value,
@@ -89,14 +93,15 @@ def launch(
             inputs.value_cache,
             inputs.block_table,
             inputs.num_computed_tokens,
+            launch=gpu.paged_decode,
             out=out,
-            tuning=tuning,
             order=order,
             **grouped(scale=SCALE, key_scale=inputs.key_scale, value_scale=inputs.value_scale, **options),
         )
     finally:
         for name, module in modules.items():
             setattr(module, name, before[name])
+        gpu._launch_shape.cache_clear()
     assert returned is out
     if not scratch:
         return out, 0, 0

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import AttentionOptions, paged_decode, plan_paged_decode
+from rose_backend.kernels import AttentionOptions
 from rose_backend.kernels.kv.reference import to_cache
 from rose_backend.kernels.tensor_checks import CACHE_DTYPE
+from tests.support.attention_calls import paged_decode, plan_paged_decode
 from tests.support.error_budget import assert_within_budget
 from tests.support.paged_inputs import (
     CACHE_LAYOUTS,

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import AttentionOptions, paged_decode, paged_prefill, plan_paged_prefill, write_kv
+from rose_backend.kernels import AttentionOptions, write_kv
 from rose_backend.kernels.attention import reference as twin
 from rose_backend.kernels.tensor_checks import CACHE_DTYPE
+from tests.support.attention_calls import paged_decode, paged_prefill, plan_paged_prefill
 from tests.support.error_budget import assert_within_budget
 from tests.support.paged_inputs import (
     CACHE_LAYOUTS,

@@ -13,6 +13,7 @@ from rose_backend.kernels.attention import paged_prefill as store_chunk
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.tensor_checks import CACHE_DTYPE
 from tests.support.aot import SHARED_BYTES, Launch, compile_launch, compiles, record_launches
+from tests.support.attention_calls import paged_prefill
 from tests.support.error_budget import assert_within_budget
 from tests.support.interpreter import run_interpreted
 from tests.support.paged_inputs import (
@@ -33,7 +34,7 @@ FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 
 def launch(inputs: PagedInputs, stored_before: bool, loops: str, options: dict[str, Any]) -> torch.Tensor:
     out = torch.full_like(inputs.query, float("nan"))
-    returned = gpu.paged_prefill(
+    returned = paged_prefill(
         inputs.query,
         None if stored_before else inputs.new_key,
         None if stored_before else inputs.new_value,
@@ -42,6 +43,7 @@ def launch(inputs: PagedInputs, stored_before: bool, loops: str, options: dict[s
         inputs.block_table,
         inputs.query_start_loc,
         inputs.num_computed_tokens,
+        launch=gpu.paged_prefill,
         out=out,
         tuning=gpu.PrefillTuning(
             query_tile=4 if loops == "wide tiles" else 8,
@@ -202,7 +204,7 @@ def record(
         record_launches(store_chunk, "_store_chunk_kernel") as launches,
         record_launches(gpu, "_paged_prefill_kernel") as attending,
     ):
-        gpu.paged_prefill(
+        paged_prefill(
             query,
             key,
             value,
@@ -211,6 +213,7 @@ def record(
             ints[:4],
             ints[0, :5],
             ints[0, :4],
+            launch=gpu.paged_prefill,
             out=torch.empty(query.shape, dtype=dtype),
             tuning=tuning,
             **grouped(scale=1.0, **options),
@@ -230,7 +233,7 @@ def test_tiles_suit_the_length_that_is_stated(
     rows = torch.empty(64, 8, dtype=torch.int32)
     lengths = torch.empty(65, dtype=torch.int32)
     with record_launches(gpu, "_paged_prefill_kernel") as launches:
-        gpu.paged_prefill(
+        paged_prefill(
             query,
             key,
             value,
@@ -240,6 +243,7 @@ def test_tiles_suit_the_length_that_is_stated(
             lengths,
             lengths[:64],
             options=AttentionOptions(1.0),
+            launch=gpu.paged_prefill,
             out=torch.empty(query.shape, dtype=FLOAT16),
             mean_query_len=mean_query_len,
         )

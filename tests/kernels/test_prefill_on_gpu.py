@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import paged_prefill, plan_paged_prefill, write_kv
+from rose_backend.kernels import write_kv
+from tests.support.attention_calls import paged_prefill, plan_paged_prefill
 from tests.support.gpu_steps import (
     FLOAT8,
     LAYOUTS,

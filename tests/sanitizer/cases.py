@@ -16,6 +16,7 @@ from rose_backend.kernels.linear.ops import row_moments
 from tests.kernels.test_expert_mlp import make_case as make_experts
 from tests.kernels.test_sample import make_params, random_case
 from tests.kernels.test_steady_decode import make_case, random_writes
+from tests.support import attention_calls
 from tests.support.paged_inputs import PagedInputs, build_paged_inputs
 
 Case = Callable[[str], list[torch.Tensor]]
@@ -76,14 +77,14 @@ def attention(
         if query_lens is not None:
             arguments["query_start_loc"] = inputs.query_start_loc
         if prefill:
-            kernels.paged_prefill(**arguments, options=options)
+            attention_calls.paged_prefill(**arguments, options=options)
         else:
             sizes = {"max_query_len": max(query_lens or [1]), "options": options}
             shared = ("block_table", "num_computed_tokens", "key_cache", "query_start_loc")
-            plan = kernels.plan_paged_decode(
+            plan = attention_calls.plan_paged_decode(
                 **{name: arguments[name] for name in shared if name in arguments}, **sizes
             )
-            kernels.paged_decode(**arguments, **sizes, plan=plan)
+            attention_calls.paged_decode(**arguments, **sizes, plan=plan)
         return [out, inputs.storage]
 
     return run
@@ -103,7 +104,7 @@ def overlapped_decode(lengths: list[int]) -> Case:
         projected = kernels.small_batch_linear(hidden, layer).view(len(lengths), 36, 64)
         query, key, value = projected.split(12, dim=1)
         out = torch.zeros_like(inputs.query)
-        kernels.paged_decode(
+        attention_calls.paged_decode(
             query,
             key,
             value,

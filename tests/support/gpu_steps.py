@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from rose_backend.kernels import AttentionOptions, paged_decode, paged_prefill
+from rose_backend.kernels import AttentionOptions
 from rose_backend.kernels.kv.reference import to_cache
 from rose_backend.kernels.tensor_checks import CACHE_DTYPE
+from tests.support.attention_calls import paged_decode, paged_prefill
 from tests.support.error_budget import assert_within_budget
 from tests.support.paged_inputs import GARBAGE_BLOCK_ID, grouped
 

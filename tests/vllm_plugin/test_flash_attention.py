@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends import fa_utils
 
 from rose_backend.kernels import AttentionOptions
-from rose_backend.kernels.attention.reference import paged_prefill
+from rose_backend.kernels.attention import reference
 from rose_backend.vllm_plugin.attention import flash_attention
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl
 from rose_backend.vllm_plugin.attention.flash_attention import (
@@ -32,6 +32,7 @@ from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, R
 from rose_backend.vllm_plugin.hooks.start_up_log import describe_parts
 from rose_backend.vllm_plugin.models.model_choice import ModelChoice
 from rose_backend.vllm_plugin.options import rose_options
+from tests.support.attention_calls import paged_prefill
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.test_attention_backend import (
     BLOCK_SIZE,
@@ -105,6 +106,7 @@ class FakeFlash(ModuleType):
             given["block_table"],
             starts,
             seq_lens - query_lens,
+            launch=reference.paged_prefill,
             options=AttentionOptions(given["softmax_scale"]),
             out=given["out"],
         )

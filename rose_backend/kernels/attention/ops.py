@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.arguments import AttentionOptions, HeadRotation
-from rose_backend.kernels.attention import reference as decode_reference
-from rose_backend.kernels.attention import reference as prefill_reference
+from rose_backend.kernels.arguments import AttentionOptions, HeadRotation, NewTokens, PagedKV
+from rose_backend.kernels.attention import reference
 from rose_backend.kernels.attention.reference import PrefillPlan
 from rose_backend.kernels.pointwise.ops import check_rotation, rotate_query_key
 from rose_backend.kernels.tensor_checks import (
@@ -28,21 +27,17 @@ MAX_GPU_HEAD_SIZE = 512
 MAX_QUERY_LEN = 8
 """New tokens of a row that one call of ``paged_decode`` takes; longer chunks are ``paged_prefill``'s."""
 
-DecodePlan = decode_reference.DecodePlan | torch.Tensor
+DecodePlan = reference.DecodePlan | torch.Tensor
 """What all layers of a step share: on a GPU ``[R]`` int32, in which order rows begin to be attended."""
 
 _GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def plan_paged_decode(
-    block_table: torch.Tensor,  # [R, MB] int32
-    num_computed_tokens: torch.Tensor,  # [R] int32
-    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  only shape, dtype and device are used
+    kv: PagedKV,  # of the caches only shape, dtype and device are used
     *,
     options: AttentionOptions,
-    query_start_loc: torch.Tensor | None = None,  # [R + 1] int32
-    max_query_len: int = 1,
-    chunk_bytes: int = decode_reference.CHUNK_BYTES,
+    chunk_bytes: int = reference.CHUNK_BYTES,
 ) -> DecodePlan | None:
     """Work out what all layers of a step share. On a GPU that is found on the device, and a graph may contain it.
 
@@ -56,73 +51,51 @@ def plan_paged_decode(
     Raises:
         ShapeError: ``max_query_len`` is not allowed, or a row has more tokens.
     """
-    _check_query_lens(query_start_loc, max_query_len)
-    if key_cache.is_cuda:
-        from rose_backend.kernels.attention.split_context import longest_first
-        from rose_backend.kernels.tuning.attention_decode import begins_in_turns, num_processors
+    _check_query_lens(kv)
+    if not kv.key_cache.is_cuda:
+        return reference.plan_paged_decode(kv, options=options, chunk_bytes=chunk_bytes)
+    from rose_backend.kernels.attention.split_context import longest_first
+    from rose_backend.kernels.tuning.attention_decode import begins_in_turns, num_processors
 
-        num_heads = len(num_computed_tokens) * key_cache.shape[2]
-        if options.sliding_window is not None or not begins_in_turns(
-            num_heads, num_processors(key_cache.device)
-        ):
-            return None
-        return longest_first(num_computed_tokens)
-    return decode_reference.plan_paged_decode(
-        block_table,
-        num_computed_tokens,
-        key_cache,
-        options=options,
-        query_start_loc=query_start_loc,
-        max_query_len=max_query_len,
-        chunk_bytes=chunk_bytes,
-    )
+    num_heads = len(kv.num_computed_tokens) * kv.key_cache.shape[2]
+    begin_at_once = not begins_in_turns(num_heads, num_processors(kv.key_cache.device))
+    if options.sliding_window is not None or begin_at_once:
+        return None
+    return longest_first(kv.num_computed_tokens)
 
 
 def paged_decode(
     query: torch.Tensor,  # [T, HQ, D]
-    new_key: torch.Tensor | None,  # [T, HKV, D]
-    new_value: torch.Tensor | None,  # [T, HKV, D]
-    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
-    value_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
-    block_table: torch.Tensor,  # [R, MB] int32
-    num_computed_tokens: torch.Tensor,  # [R] int32
+    new: NewTokens | None,
+    kv: PagedKV,  # the caches are written
     *,
     options: AttentionOptions,
     out: torch.Tensor,  # [T, HQ, D]  written
-    query_start_loc: torch.Tensor | None = None,  # [R + 1] int32
-    max_query_len: int = 1,
     plan: DecodePlan | None = None,
     overlap: bool = False,
     rotation: HeadRotation | None = None,
 ) -> torch.Tensor:
     """Store one or a few new tokens per request and attend over its whole history.
 
-    Without ``query_start_loc`` token ``r`` is request ``r``'s (``T = R``). With it, tokens ``query_start_loc[r] ..
-    query_start_loc[r + 1] - 1`` are, and tokens after the last row's are padding that is left alone. A request's token
-    ``i`` has position ``p = num_computed_tokens[r] + i``: it is stored in block ``block_table[r, p // BS]`` at offset
-    ``p % BS`` and sees positions ``0 .. p``. New tokens are read from ``new_key``/``new_value``, never back from the
-    cache.
+    A request's token ``i`` has position ``p = num_computed_tokens[r] + i``: it is stored in block
+    ``block_table[r, p // BS]`` at offset ``p % BS`` and sees positions ``0 .. p``. New tokens are read from ``new``,
+    never back from the cache.
 
     Args:
-        query, new_key, new_value: one dtype (float32, float16 or bfloat16), innermost stride 1. Without ``new_key`` and
-            ``new_value`` the tokens have been stored before (``write_kv``), and nothing is written.
-        key_cache, value_cache: of the same dtype, or both float8_e4m3fn, which a GPU of compute capability 8.9 can
-            convert; any strides with an innermost one of 1. The blocks that receive tokens must belong to their request
-            alone.
-        block_table: entries past the block of a row's last position are never used.
-        num_computed_tokens: tokens already stored, without the new ones. A negative value marks a padding row: nothing
-            is read or written for it.
-        query_start_loc: a row may have 0 to ``max_query_len`` tokens; on a GPU further ones would be left out.
-        max_query_len: 1 to ``MAX_QUERY_LEN``.
+        query, new: one dtype (float32, float16 or bfloat16), innermost stride 1. Without ``new`` the tokens have been
+            stored before (``write_kv``), and nothing is written.
+        kv: caches of the same dtype, or both float8_e4m3fn, which a GPU of compute capability 8.9 can convert. The
+            blocks that receive tokens must belong to their request alone. A row may have 0 to ``max_query_len`` tokens,
+            which is 1 to ``MAX_QUERY_LEN``; on a GPU further tokens would be left out.
         plan: from ``plan_paged_decode`` with the same lengths, table and options, made once for all layers of a step;
             None makes one for this call. A GPU needs none: with it, programs of long rows do not begin last, which
             decides speed only. With ``overlap`` it must be complete as all else is that is read ahead.
-        overlap: on GPUs of capability 9.0 and later, start while the kernel in front still runs, and allow the same to
-            the next one (programmatic dependent launch). What kernels in front make or read may be ``query``,
-            ``new_key``, ``new_value`` and ``out``. All else, the cached tokens too, is read ahead and must be complete:
-            it is if whatever made it is followed, before this call, by a kernel that was launched without programmatic
-            dependence. Without ``new_key`` the last tokens come from a kernel in front, and nothing overlaps.
-        rotation: ``query`` and ``new_key`` are rotated by the tokens' positions on their way, as by
+        overlap: on GPUs of capability 9.0 and later, start while the previous kernel still runs, and allow the same to
+            the next one (programmatic dependent launch). What previous kernels make or read may be ``query``, ``new``
+            and ``out``. All else, the cached tokens too, is read ahead and must be complete: it is if whatever made it
+            is followed, before this call, by a kernel that was launched without programmatic dependence. Without
+            ``new`` the last tokens come from a previous kernel, and nothing overlaps.
+        rotation: ``query`` and new keys are rotated by the tokens' positions as they are loaded, as by
             ``rotate_query_key``; both stay as they are. With one new token per request only.
 
     Calls in one ``Workspace`` share scratch memory and must follow one another on one stream. They can be captured in a
@@ -134,53 +107,41 @@ def paged_decode(
     Raises:
         ShapeError: shapes or dtypes disagree, ``HQ`` is not a multiple of ``HKV``, only one new tensor is given, a
             scale is given without float8 caches, ``max_query_len`` is not allowed, or ``rotation`` is given without
-            ``new_key`` or with ``query_start_loc``, or ``plan`` is another device's. On a GPU also: the dtype is
-            another, ``D`` is over ``MAX_GPU_HEAD_SIZE``, an innermost stride is not 1, or it cannot convert float8.
+            ``new`` or with ``query_start_loc``, or ``plan`` is another device's. On a GPU also: the dtype is another,
+            ``D`` is over ``MAX_GPU_HEAD_SIZE``, an innermost stride is not 1, or it cannot convert float8.
     """
-    tensors = (query, new_key, new_value, key_cache, value_cache, block_table, num_computed_tokens)
-    _check_query_lens(query_start_loc, max_query_len)
-    _check_call(*tensors, query_start_loc, out, options)
+    _check_query_lens(kv)
+    _check_call(query, new, kv, options, out)
     if rotation is not None:
-        if new_key is None or query_start_loc is not None:
-            raise ShapeError("rotation: expected new_key and no query_start_loc beside it")
+        if new is None or kv.query_start_loc is not None:
+            raise ShapeError("rotation: expected new_key without query_start_loc")
         check_rotation(query, rotation)
     if plan is not None and isinstance(plan, torch.Tensor) != query.is_cuda:
         raise ShapeError(f"plan: expected one made for {query.device}, got {type(plan).__name__}")
     if not query.is_cuda:
         assert not isinstance(plan, torch.Tensor)
-        if rotation is not None and new_key is not None:
-            query, new_key = query.clone(), new_key.clone()
+        if rotation is not None and new is not None:
+            query, new = query.clone(), new._replace(key=new.key.clone())
             # Padding rows need a position, too.
-            rotate_query_key(query, new_key, num_computed_tokens.clamp(min=0).long(), rotation)
-            tensors = (query, new_key, *tensors[2:])
-        return decode_reference.paged_decode(
-            *tensors,
-            options=options,
-            out=out,
-            query_start_loc=query_start_loc,
-            max_query_len=max_query_len,
-            plan=plan,
-        )
+            rotate_query_key(query, new.key, kv.num_computed_tokens.clamp(min=0).long(), rotation)
+        return reference.paged_decode(query, new, kv, options=options, out=out, plan=plan)
     from rose_backend.kernels.attention.paged_decode import paged_decode as launch
     from rose_backend.kernels.gpu_properties import has_dependent_launch
 
     return launch(
-        *tensors,
+        query,
+        new,
+        kv,
         options=options,
         out=out,
-        query_start_loc=query_start_loc,
-        max_query_len=max_query_len,
         order=plan if isinstance(plan, torch.Tensor) else None,
-        overlap=overlap and new_key is not None and has_dependent_launch(query.device),
+        overlap=overlap and new is not None and has_dependent_launch(query.device),
         rotation=rotation,
     )
 
 
 def plan_paged_prefill(
-    block_table: torch.Tensor,  # [R, MB] int32
-    query_start_loc: torch.Tensor,  # [R + 1] int32
-    num_computed_tokens: torch.Tensor,  # [R] int32
-    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  only shape and device are used
+    kv: PagedKV,  # of the caches only shape and device are used
     *,
     options: AttentionOptions,
     num_step_tokens: int,
@@ -191,27 +152,15 @@ def plan_paged_prefill(
         options: the sliding window has to be the same for all layers that use the plan.
         num_step_tokens: ``T``; tokens that belong to no row are padding.
     """
-    if key_cache.is_cuda:
+    if kv.key_cache.is_cuda:
         return None
-    return prefill_reference.plan_paged_prefill(
-        block_table,
-        query_start_loc,
-        num_computed_tokens,
-        key_cache,
-        options=options,
-        num_step_tokens=num_step_tokens,
-    )
+    return reference.plan_paged_prefill(kv, options=options, num_step_tokens=num_step_tokens)
 
 
 def paged_prefill(
     query: torch.Tensor,  # [T, HQ, D]
-    new_key: torch.Tensor | None,  # [T, HKV, D]
-    new_value: torch.Tensor | None,  # [T, HKV, D]
-    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
-    value_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
-    block_table: torch.Tensor,  # [R, MB] int32
-    query_start_loc: torch.Tensor,  # [R + 1] int32
-    num_computed_tokens: torch.Tensor,  # [R] int32
+    new: NewTokens | None,
+    kv: PagedKV,  # with query_start_loc; the caches are written
     *,
     options: AttentionOptions,
     out: torch.Tensor,  # [T, HQ, D]  written
@@ -232,104 +181,70 @@ def paged_prefill(
     Returns:
         ``out``. Accumulated in float32, rounded once.
     """
-    _check_call(
-        query,
-        new_key,
-        new_value,
-        key_cache,
-        value_cache,
-        block_table,
-        num_computed_tokens,
-        query_start_loc,
-        out,
-        options,
-    )
-    tensors = (
-        query,
-        new_key,
-        new_value,
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc,
-        num_computed_tokens,
-    )
+    if kv.query_start_loc is None:
+        raise ShapeError("query_start_loc: expected a tensor for prefill attention, got None")
+    _check_call(query, new, kv, options, out)
     if not query.is_cuda:
-        return prefill_reference.paged_prefill(*tensors, options=options, out=out, plan=plan)
+        return reference.paged_prefill(query, new, kv, options=options, out=out, plan=plan)
     from rose_backend.kernels.attention.paged_prefill import paged_prefill as launch
 
-    return launch(*tensors, options=options, out=out, mean_query_len=mean_query_len)
+    return launch(query, new, kv, options=options, out=out, mean_query_len=mean_query_len)
 
 
-def _check_query_lens(query_start_loc: torch.Tensor | None, max_query_len: int) -> None:
-    if query_start_loc is None and max_query_len != 1:
-        raise ShapeError(f"max_query_len: expected 1 without query_start_loc, got {max_query_len}")
-    if not 1 <= max_query_len <= MAX_QUERY_LEN:
-        raise ShapeError(f"max_query_len: expected 1 to {MAX_QUERY_LEN}, got {max_query_len}")
+def _check_query_lens(kv: PagedKV) -> None:
+    if kv.query_start_loc is None and kv.max_query_len != 1:
+        raise ShapeError(f"max_query_len: expected 1 without query_start_loc, got {kv.max_query_len}")
+    if not 1 <= kv.max_query_len <= MAX_QUERY_LEN:
+        raise ShapeError(f"max_query_len: expected 1 to {MAX_QUERY_LEN}, got {kv.max_query_len}")
 
 
 def _check_call(
-    query: torch.Tensor,
-    new_key: torch.Tensor | None,
-    new_value: torch.Tensor | None,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    num_computed_tokens: torch.Tensor,
-    query_start_loc: torch.Tensor | None,
-    out: torch.Tensor,
-    options: AttentionOptions,
+    query: torch.Tensor, new: NewTokens | None, kv: PagedKV, options: AttentionOptions, out: torch.Tensor
 ) -> None:
     """Raise a ShapeError where the arguments of either function disagree, or are not for a GPU that they are on."""
-    num_tokens = "R" if query_start_loc is None else "T"
+    num_tokens = "R" if kv.query_start_loc is None else "T"
     specs: dict[str, Spec] = {
         "query": (query, f"{num_tokens} HQ D"),
-        "key_cache": (key_cache, "NB BS HKV D"),
-        "value_cache": (value_cache, "NB BS HKV D"),
-        "block_table": (block_table, "R MB", torch.int32),
-        "num_computed_tokens": (num_computed_tokens, "R", torch.int32),
+        "key_cache": (kv.key_cache, "NB BS HKV D"),
+        "value_cache": (kv.value_cache, "NB BS HKV D"),
+        "block_table": (kv.block_table, "R MB", torch.int32),
+        "num_computed_tokens": (kv.num_computed_tokens, "R", torch.int32),
         "out": (out, f"{num_tokens} HQ D"),
     }
-    if query_start_loc is not None:
-        specs["query_start_loc"] = (query_start_loc, "R+1", torch.int32)
+    if kv.query_start_loc is not None:
+        specs["query_start_loc"] = (kv.query_start_loc, "R+1", torch.int32)
     if options.alibi_slopes is not None:
         specs["alibi_slopes"] = (options.alibi_slopes, "HQ")
     sizes = check_tensors(**specs)
     check_head_groups(sizes["HQ"], sizes["HKV"])
-    _check_new_tokens(query, new_key, new_value, key_cache, value_cache, out, options)
+    values = {"query": query, "out": out}
+    if new is not None:
+        _check_new_tokens(query, new, kv)
+        values |= {"new_key": new.key, "new_value": new.value}
+    check_cache_dtype(
+        kv.key_cache, kv.value_cache, key_scale=options.key_scale, value_scale=options.value_scale, **values
+    )
     check_sinks(options.sinks, query)
     if query.is_cuda:
         others = {name: spec[0] for name, spec in specs.items() if name != "query"}
-        check_gpu_tensors(query, new_key=new_key, new_value=new_value, sinks=options.sinks, **others)
+        if new is not None:
+            others |= {"new_key": new.key, "new_value": new.value}
+        check_gpu_tensors(query, sinks=options.sinks, **others)
 
 
-def _check_new_tokens(
-    query: torch.Tensor,
-    new_key: torch.Tensor | None,
-    new_value: torch.Tensor | None,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    out: torch.Tensor,
-    options: AttentionOptions,
-) -> None:
-    """Require both new tensors or neither, shaped like the query, and one dtype of everything but float8 caches."""
-    values = {"query": query, "out": out}
-    if new_key is not None and new_value is not None:
-        expected = (query.shape[0], *key_cache.shape[2:])
-        if new_key.shape != expected or new_value.shape != expected:
-            check_tensors(
-                query=(query, "T HQ D"),
-                key_cache=(key_cache, "NB BS HKV D"),
-                new_key=(new_key, "T HKV D"),
-                new_value=(new_value, "T HKV D"),
-            )
-        values |= {"new_key": new_key, "new_value": new_value}
-    elif new_key is not new_value:
-        missing, present = ("new_key", "new_value") if new_key is None else ("new_value", "new_key")
+def _check_new_tokens(query: torch.Tensor, new: NewTokens, kv: PagedKV) -> None:
+    """Require both new tensors, shaped like the query's tokens and the caches' heads."""
+    if new.key is None or new.value is None:
+        missing, present = ("new_key", "new_value") if new.key is None else ("new_value", "new_key")
         raise ShapeError(f"{missing}: expected a tensor because {present} is given, got None")
-    check_cache_dtype(
-        key_cache, value_cache, key_scale=options.key_scale, value_scale=options.value_scale, **values
-    )
+    expected = (query.shape[0], *kv.key_cache.shape[2:])
+    if new.key.shape != expected or new.value.shape != expected:
+        check_tensors(
+            query=(query, "T HQ D"),
+            key_cache=(kv.key_cache, "NB BS HKV D"),
+            new_key=(new.key, "T HKV D"),
+            new_value=(new.value, "T HKV D"),
+        )
 
 
 def check_gpu_tensors(query: torch.Tensor, **tensors: torch.Tensor | None) -> None:

@@ -8,13 +8,14 @@ values, which it takes from the projection.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from rose_backend.kernels.arguments import AttentionOptions, HeadRotation
+from rose_backend.kernels.arguments import AttentionOptions, HeadRotation, NewTokens, PagedKV
 from rose_backend.kernels.attention.softmax import (
     HIDDEN,
     LOG2_E,
@@ -22,6 +23,7 @@ from rose_backend.kernels.attention.softmax import (
     attention_strides,
     cached_offsets,
     logit_factors,
+    padded_head_size,
     to_logits,
 )
 from rose_backend.kernels.attention.split_context import (
@@ -591,108 +593,125 @@ def _paged_decode_kernel(
     )  # fmt: skip
 
 
+class _LaunchShape(NamedTuple):
+    """How one launch is divided among programs."""
+
+    work: DecodeWork
+    splits: SplitSizes
+    combine: CombineSizes
+    extra: int
+    """Pieces of work per head beyond one per row."""
+    num_slots: int
+    """Records of scratch memory."""
+
+
+@lru_cache(maxsize=4096)
+def _launch_shape(
+    num_rows: int,
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    max_query_len: int,
+    tuning: DecodeTuning,
+) -> _LaunchShape:
+    """Divide a launch among programs."""
+    tokens = max_query_len
+    group = heads_per_program(num_query_heads // num_kv_heads, tokens, padded_head_size(head_size))
+    if not tuning.use_dot:
+        # Each query has its own programs; those that share a KV head find it in the L2 cache.
+        tokens = group = 1
+        if max_query_len == 1 and num_query_heads == num_kv_heads:
+            group = math.gcd(num_kv_heads, tuning.kv_heads)
+    kv_heads = 1 if tuning.use_dot else group
+    shares = num_query_heads // group * (max_query_len // tokens)
+    # Where there is room for more programs than rows, none has to wait for another.
+    places = max(tuning.num_programs // shares, 1)
+    query_tile = triton.next_power_of_2(group * tokens)
+    combined_queries = _COMBINE_ELEMENTS * tuning.num_warps // (_COMBINE_TILE * padded_head_size(head_size))
+    return _LaunchShape(
+        DecodeWork(
+            shares,
+            max(shares // num_kv_heads, 1),
+            kv_heads,
+            group,
+            tokens,
+            max_query_len,
+            max(query_tile, 16) if tuning.use_dot else query_tile,
+            kv_heads if max_query_len == 1 else 16 if tuning.use_dot else tuning.tile,
+        ),
+        SplitSizes(
+            1 if num_rows == 1 else rows_tile(num_rows), tuning.max_whole, tuning.min_split, tuning.tile
+        ),
+        CombineSizes(
+            record_size(group * tokens, head_size),
+            tuning.fan_in,
+            max(min(query_tile, combined_queries), 1),
+            _COMBINE_TILE,
+        ),
+        max(places - triton.next_power_of_2(num_rows), places // 2, 1),
+        shares * 2 * places,
+    )
+
+
 def paged_decode(
     query: torch.Tensor,  # [T, HQ, D]
-    new_key: torch.Tensor | None,  # [T, HKV, D]
-    new_value: torch.Tensor | None,  # [T, HKV, D]
-    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
-    value_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
-    block_table: torch.Tensor,  # [R, MB] int32
-    num_computed_tokens: torch.Tensor,  # [R] int32
+    new: NewTokens | None,
+    kv: PagedKV,  # the caches are written
     *,
     options: AttentionOptions,
     out: torch.Tensor,  # [T, HQ, D]  written
-    query_start_loc: torch.Tensor | None = None,  # [R + 1] int32
-    max_query_len: int = 1,
     order: torch.Tensor | None = None,  # [R] int32, each row once
     overlap: bool = False,
     rotation: HeadRotation | None = None,
-    tuning: DecodeTuning | None = None,
 ) -> torch.Tensor:
-    """Twin of ``rose_backend.kernels.paged_decode``; with ``overlap`` the device has to be able to."""
+    """As ``rose_backend.kernels.paged_decode``; with ``overlap`` the device has to be able to."""
     num_query_heads, head_size = query.shape[1:]
-    block_size, num_kv_heads = key_cache.shape[1:3]
-    num_rows = num_computed_tokens.shape[0]
+    num_kv_heads, num_rows = kv.key_cache.shape[2], kv.num_computed_tokens.shape[0]
     if num_rows == 0 or query.shape[0] == 0:
         return out
-    head_tile = max(triton.next_power_of_2(head_size), 16)
-    tokens, group = max_query_len, num_query_heads // num_kv_heads
-    group = heads_per_program(group, tokens, head_tile)
-    if tuning is None:
-        tuning = decode_tuning(
-            head_size,
-            query.dtype,
-            num_processors(query.device),
-            cache_dtype=key_cache.dtype,
-            num_rows=num_rows,
-            num_queries=group * tokens,
-            num_kv_heads=num_kv_heads,
-            norms_heads=rotation is not None and rotation.query_norm is not None,
-        )
-    if not tuning.use_dot:
-        # Each query has programs of its own; those that share a KV head find it in the L2 cache.
-        tokens = group = 1
-    if not tuning.use_dot and max_query_len == 1 and num_query_heads == num_kv_heads:
-        group = math.gcd(num_kv_heads, tuning.kv_heads)
-    kv_heads = 1 if tuning.use_dot else group
-    shares = num_query_heads // group * (max_query_len // tokens)
-    sharers = max(shares // num_kv_heads, 1)
-    # Where there is room for more programs than rows, none has to wait for another.
-    places = max(tuning.num_programs // shares, 1)
-    extra = max(places - triton.next_power_of_2(num_rows), places // 2, 1)
-    record = record_size(group * tokens, head_size)
-    query_tile = triton.next_power_of_2(group * tokens)
-    padded_tile = max(query_tile, 16) if tuning.use_dot else query_tile
-    new_tile = kv_heads if max_query_len == 1 else 16 if tuning.use_dot else tuning.tile
+    head_tile = padded_head_size(head_size)
+    group = heads_per_program(num_query_heads // num_kv_heads, kv.max_query_len, head_tile)
+    tuning = decode_tuning(
+        head_size,
+        query.dtype,
+        num_processors(query.device),
+        cache_dtype=kv.key_cache.dtype,
+        num_rows=num_rows,
+        num_queries=group * kv.max_query_len,
+        num_kv_heads=num_kv_heads,
+        norms_heads=rotation is not None and rotation.query_norm is not None,
+    )
+    work, splits, combine, extra, num_slots = _launch_shape(
+        num_rows, num_query_heads, num_kv_heads, head_size, kv.max_query_len, tuning
+    )
     rotation_tensors, rotation_sizes = (None, None) if rotation is None else inside_another_kernel(rotation)
-    in_block = options.sliding_window is None and block_size % tuning.tile == 0
-    combined_queries = _COMBINE_ELEMENTS * tuning.num_warps // (_COMBINE_TILE * head_tile)
-    _paged_decode_kernel[(shares * (num_rows + extra),)](
+    _paged_decode_kernel[(work.SHARES * (num_rows + extra),)](
         out,
         query,
-        new_key,
-        new_value,
-        key_cache,
-        value_cache,
-        block_table,
-        num_computed_tokens,
-        query_start_loc,
+        *((None, None) if new is None else new),
+        *kv[:5],  # all its tensors
         order,
         options.alibi_slopes,
         options.sinks,
         options.key_scale,
         options.value_scale,
         rotation_tensors,
-        split_scratch(query.device, shares * 2 * places, record),
+        split_scratch(query.device, num_slots, combine.RECORD),
         num_rows,
         extra,
         options.sliding_window or 0,
         logit_factors(options.scale, options.logits_soft_cap),
-        attention_strides(out, query, new_key, new_value, key_cache, value_cache),
-        block_table.stride(0),
-        block_table.shape[1],
-        WORK=DecodeWork(shares, sharers, kv_heads, group, tokens, max_query_len, padded_tile, new_tile),
-        SPLITS=SplitSizes(
-            1 if num_rows == 1 else rows_tile(num_rows), tuning.max_whole, tuning.min_split, tuning.tile
-        ),
-        COMBINE=CombineSizes(record, tuning.fan_in, max(min(query_tile, combined_queries), 1), _COMBINE_TILE),
-        LOOPS=DecodeLoops(
-            tuning.num_stages,
-            tuning.use_dot,
-            not triton.knobs.runtime.interpret,
-            overlap,
-            tuning.early_dependents,
-            tuning.early_tiles if tuning.use_dot else tuning.num_stages,
-        ),
+        attention_strides(out, query, new, kv),
+        kv.block_table.stride(0),
+        kv.block_table.shape[1],
+        WORK=work,
+        SPLITS=splits,
+        COMBINE=combine,
+        LOOPS=_loops(tuning, overlap),
         ROTATION=rotation_sizes,
         HEAD_SIZE=head_size,
         HEAD_TILE=head_tile,
-        PAGES=PageSizes(
-            block_size,
-            # Without a window rows begin with their first token, and their splits with a tile.
-            in_block,
-            in_block and key_cache.stride() == value_cache.stride(),
-        ),
+        PAGES=_pages(kv, options, tuning.tile),
         HAS_WINDOW=options.sliding_window is not None,
         HAS_CAP=options.logits_soft_cap is not None,
         num_warps=tuning.num_warps,
@@ -701,3 +720,21 @@ def paged_decode(
         launch_pdl=overlap,
     )
     return out
+
+
+def _loops(tuning: DecodeTuning, overlap: bool) -> DecodeLoops:
+    return DecodeLoops(
+        tuning.num_stages,
+        tuning.use_dot,
+        not triton.knobs.runtime.interpret,
+        overlap,
+        tuning.early_dependents,
+        tuning.early_tiles if tuning.use_dot else tuning.num_stages,
+    )
+
+
+def _pages(kv: PagedKV, options: AttentionOptions, tile: int) -> PageSizes:
+    block_size = kv.key_cache.shape[1]
+    # Without a window rows begin with their first token, and their splits with a tile.
+    in_block = options.sliding_window is None and block_size % tile == 0
+    return PageSizes(block_size, in_block, in_block and kv.key_cache.stride() == kv.value_cache.stride())

@@ -7,18 +7,22 @@ it is then attended from the cache like the rest, converted once.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rose_backend.kernels.arguments import AttentionOptions
+from rose_backend.kernels.arguments import AttentionOptions, NewTokens, PagedKV
 from rose_backend.kernels.attention.softmax import (
     LOG2_E,
     NO_LOGIT,
     attention_strides,
     cached_offsets,
     logit_factors,
+    padded_head_size,
     to_logits,
 )
 from rose_backend.kernels.gpu_properties import gpu_properties
@@ -297,40 +301,29 @@ def _store_chunk_kernel(
     )  # fmt: skip
 
 
-def store_chunk(
-    new_key: torch.Tensor,  # [T, HKV, D]
-    new_value: torch.Tensor,  # [T, HKV, D]
-    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
-    value_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
-    block_table: torch.Tensor,  # [R, MB] int32
-    query_start_loc: torch.Tensor,  # [R + 1] int32
-    num_computed_tokens: torch.Tensor,  # [R] int32
-    key_scale: torch.Tensor | None,
-    value_scale: torch.Tensor | None,
-) -> None:
+def store_chunk(new: NewTokens, kv: PagedKV, options: AttentionOptions) -> None:
     """Store each request's new tokens in float8 caches, as ``rose_backend.kernels.paged_prefill`` says."""
-    num_tokens, num_kv_heads, head_size = new_key.shape
-    num_rows = num_computed_tokens.shape[0]
+    num_tokens, num_kv_heads, head_size = new.key.shape
+    num_rows = kv.num_computed_tokens.shape[0]
     _store_chunk_kernel[((num_tokens // _TOKEN_TILE + num_rows) * num_kv_heads,)](
-        new_key,
-        new_value,
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc,
-        num_computed_tokens,
-        key_scale,
-        value_scale,
+        *new,
+        kv.key_cache,
+        kv.value_cache,
+        kv.block_table,
+        kv.query_start_loc,
+        kv.num_computed_tokens,
+        options.key_scale,
+        options.value_scale,
         num_rows,
-        *new_key.stride()[:2],
-        *new_value.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        block_table.stride(0),
+        *new.key.stride()[:2],
+        *new.value.stride()[:2],
+        *kv.key_cache.stride()[:3],
+        *kv.value_cache.stride()[:3],
+        kv.block_table.stride(0),
         NUM_HEADS=num_kv_heads,
         HEAD_SIZE=head_size,
         HEAD_TILE=triton.next_power_of_2(head_size),
-        BLOCK_SIZE=key_cache.shape[1],
+        BLOCK_SIZE=kv.key_cache.shape[1],
         ROWS_TILE=rows_tile(num_rows),
         TOKEN_TILE=_TOKEN_TILE,
     )
@@ -516,67 +509,44 @@ def _paged_prefill_kernel(
 
 def paged_prefill(
     query: torch.Tensor,  # [T, HQ, D]
-    new_key: torch.Tensor | None,  # [T, HKV, D]
-    new_value: torch.Tensor | None,  # [T, HKV, D]
-    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
-    value_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
-    block_table: torch.Tensor,  # [R, MB] int32
-    query_start_loc: torch.Tensor,  # [R + 1] int32
-    num_computed_tokens: torch.Tensor,  # [R] int32
+    new: NewTokens | None,
+    kv: PagedKV,  # with query_start_loc; the caches are written
     *,
     options: AttentionOptions,
     out: torch.Tensor,  # [T, HQ, D]  written
     mean_query_len: float | None = None,
     tuning: PrefillTuning | None = None,
 ) -> torch.Tensor:
-    """Twin of ``rose_backend.kernels.paged_prefill``."""
+    """As ``rose_backend.kernels.paged_prefill``."""
     num_tokens, num_query_heads, head_size = query.shape
-    block_size, num_kv_heads = key_cache.shape[1:3]
-    num_rows = num_computed_tokens.shape[0]
+    block_size, num_kv_heads = kv.key_cache.shape[1:3]
+    num_rows = kv.num_computed_tokens.shape[0]
     if num_rows == 0 or num_tokens == 0:
         return out
-    if new_key is not None and new_value is not None and new_key.dtype != key_cache.dtype:
-        store_chunk(
-            new_key,
-            new_value,
-            key_cache,
-            value_cache,
-            block_table,
-            query_start_loc,
-            num_computed_tokens,
-            options.key_scale,
-            options.value_scale,
-        )
-        new_key = new_value = None
+    if new is not None and new.key.dtype != kv.key_cache.dtype:
+        store_chunk(new, kv, options)
+        new = None
     if tuning is None:
         tuning = prefill_tuning(
             num_tokens / num_rows if mean_query_len is None else mean_query_len,
             head_size,
             query.dtype,
             gpu_properties(query.device).capability,
-            is_describable=_is_describable(new_key) and _is_describable(new_value),
+            is_describable=new is not None and _is_describable(new.key) and _is_describable(new.value),
         )
-    head_tile = max(triton.next_power_of_2(head_size), 16)
-    is_plain = (
-        options.scale > 0
-        and options.key_scale is None
-        and options.alibi_slopes is None
-        and options.logits_soft_cap is None
-    )
+    head_tile = padded_head_size(head_size)
     # Each row wastes at most part of one tile.
     num_pieces = num_tokens // tuning.query_tile + num_rows
     _paged_prefill_kernel[(num_pieces * num_query_heads,)](
         out,
         query,
-        new_key,
-        new_value,
-        _describe(new_key, tuning),
-        _describe(new_value, tuning),
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc,
-        num_computed_tokens,
+        *((None, None) if new is None else new),
+        *_describe(new, tuning),
+        kv.key_cache,
+        kv.value_cache,
+        kv.block_table,
+        kv.query_start_loc,
+        kv.num_computed_tokens,
         options.alibi_slopes,
         options.sinks,
         options.key_scale,
@@ -585,49 +555,72 @@ def paged_prefill(
         num_pieces,
         options.sliding_window or 0,
         logit_factors(options.scale, options.logits_soft_cap),
-        attention_strides(out, query, new_key, new_value, key_cache, value_cache),
-        block_table.stride(0),
+        attention_strides(out, query, new, kv),
+        kv.block_table.stride(0),
         NUM_HEADS=num_query_heads,
         GROUP=num_query_heads // num_kv_heads,
         HEAD_SIZE=head_size,
         HEAD_TILE=head_tile,
         BLOCK_SIZE=block_size,
         ROWS_TILE=rows_tile(num_rows),
-        QUERY_TILE=tuning.query_tile,
-        TILE=tuning.tile,
-        REST_TILE=min(tuning.tile, _REST_TILE) if tuning.by_descriptor else tuning.tile,
         SLICE=min(_FLOAT32_SLICE, head_tile) if query.dtype == torch.float32 else 0,
-        SPLIT=tuning.split,
-        PLAIN=is_plain,
+        PLAIN=_is_plain(options),
         HAS_WINDOW=options.sliding_window is not None,
         HAS_CAP=options.logits_soft_cap is not None,
-        SAME_STRIDES=key_cache.stride() == value_cache.stride(),
-        STAGES=tuning.num_stages,
-        REST_STAGES=1 if tuning.by_descriptor else tuning.num_stages,
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
+        SAME_STRIDES=kv.key_cache.stride() == kv.value_cache.stride(),
+        **_tiles_of(tuning),
     )
     return out
 
 
-def _is_describable(rows: torch.Tensor | None) -> bool:
+@lru_cache(maxsize=1024)
+def _tiles_of(tuning: PrefillTuning) -> dict[str, Any]:
+    """Return the kernel's arguments that follow from ``tuning`` alone."""
+    return {
+        "QUERY_TILE": tuning.query_tile,
+        "TILE": tuning.tile,
+        "REST_TILE": min(tuning.tile, _REST_TILE) if tuning.by_descriptor else tuning.tile,
+        "SPLIT": tuning.split,
+        "STAGES": tuning.num_stages,
+        "REST_STAGES": 1 if tuning.by_descriptor else tuning.num_stages,
+        "num_warps": tuning.num_warps,
+        "num_stages": tuning.num_stages,
+    }
+
+
+def _is_plain(options: AttentionOptions) -> bool:
+    """Whether logits are products times a positive factor."""
+    return (
+        options.scale > 0
+        and options.key_scale is None
+        and options.alibi_slopes is None
+        and options.logits_soft_cap is None
+    )
+
+
+def _is_describable(rows: torch.Tensor) -> bool:
     """Return whether the copy engine can load tiles of ``rows`` [T, HKV, D].
 
     It takes steps of 16 bytes and 32-bit columns, and a tile must not be padded: that would read the next head.
     """
     return (
-        rows is not None
-        and rows.shape[-1] & (rows.shape[-1] - 1) == 0
+        rows.shape[-1] & (rows.shape[-1] - 1) == 0
         and rows.stride(0) * rows.dtype.itemsize % 16 == 0
         and rows.stride(1) * rows.shape[1] < 2**31
         and rows.data_ptr() % 16 == 0
     )
 
 
-def _describe(rows: torch.Tensor | None, tuning: PrefillTuning) -> TensorDescriptor | None:
-    """Describe ``rows`` [T, HKV, D] as one matrix of ``T`` rows, of which a tile is one head's part of some tokens."""
-    if rows is None or not tuning.by_descriptor:
-        return None
+def _describe(
+    new: NewTokens | None, tuning: PrefillTuning
+) -> tuple[TensorDescriptor, TensorDescriptor] | tuple[None, None]:
+    """Describe new keys and values as matrices of ``T`` rows, of which a tile is one head's part of some tokens."""
+    if new is None or not tuning.by_descriptor:
+        return None, None
+    return _describe_rows(new.key, tuning.tile), _describe_rows(new.value, tuning.tile)
+
+
+def _describe_rows(rows: torch.Tensor, tile: int) -> TensorDescriptor:
     num_tokens, num_heads, head_size = rows.shape
     width = (num_heads - 1) * rows.stride(1) + head_size
-    return TensorDescriptor(rows, [num_tokens, width], [rows.stride(0), 1], [tuning.tile, head_size])
+    return TensorDescriptor(rows, [num_tokens, width], [rows.stride(0), 1], [tile, head_size])

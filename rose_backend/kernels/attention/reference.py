@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.arguments import AttentionOptions
+from rose_backend.kernels.arguments import AttentionOptions, NewTokens, PagedKV
 from rose_backend.kernels.kv.reference import from_cache, to_cache, write_at
 from rose_backend.kernels.tensor_checks import CACHE_DTYPE
 
@@ -69,19 +69,16 @@ class DecodePlan:
 
 
 def plan_paged_decode(
-    block_table: torch.Tensor,  # [R, MB] int32
-    num_computed_tokens: torch.Tensor,  # [R] int32
-    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  only shape, dtype and device are used
+    kv: PagedKV,  # of the caches only shape, dtype and device are used
     *,
     options: AttentionOptions,
-    query_start_loc: torch.Tensor | None = None,  # [R + 1] int32
-    max_query_len: int = 1,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> DecodePlan:
     """Work out one step's gathers and masks. Reads the lengths on the host: on CUDA this waits for the device."""
+    key_cache, block_table = kv.key_cache, kv.block_table
     _, block_size, num_kv_heads, head_size = key_cache.shape
-    queries, positions, is_real, rows = _find_queries(num_computed_tokens, query_start_loc, max_query_len)
-    in_order = rows is None and query_start_loc is None
+    queries, positions, is_real, rows = _find_queries(kv)
+    in_order = rows is None and kv.query_start_loc is None
     if rows is not None:
         block_table = block_table[rows]
     first_columns = _first_columns(positions, block_size, options.sliding_window)
@@ -114,20 +111,20 @@ def plan_paged_decode(
 
 
 def _find_queries(
-    num_computed_tokens: torch.Tensor, query_start_loc: torch.Tensor | None, max_query_len: int
+    kv: PagedKV,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return tokens [C, Q] and positions [C, Q] of the rows that have tokens, the last one repeated, which of them are
     no repetition, and the rows' indices [C], None when all rows have tokens."""
-    computed = num_computed_tokens.to(torch.int64)
-    if query_start_loc is None:
+    computed = kv.num_computed_tokens.to(torch.int64)
+    if kv.query_start_loc is None:
         starts = torch.arange(computed.numel(), device=computed.device)
         counts = torch.ones_like(computed)
     else:
-        starts = query_start_loc[:-1].to(torch.int64)
-        counts = query_start_loc[1:] - starts
-        if counts.numel() and not 0 <= int(counts.min()) <= int(counts.max()) <= max_query_len:
+        starts = kv.query_start_loc[:-1].to(torch.int64)
+        counts = kv.query_start_loc[1:] - starts
+        if counts.numel() and not 0 <= int(counts.min()) <= int(counts.max()) <= kv.max_query_len:
             raise ShapeError(
-                f"query_start_loc: expected 0 to max_query_len={max_query_len} tokens per row, got "
+                f"query_start_loc: expected 0 to max_query_len={kv.max_query_len} tokens per row, got "
                 f"{int(counts.min())} to {int(counts.max())}"
             )
     has_tokens = (computed >= 0) & (counts > 0)
@@ -135,7 +132,7 @@ def _find_queries(
     if not bool(has_tokens.all()):
         rows = has_tokens.nonzero().squeeze(1)
         computed, starts, counts = computed[rows], starts[rows], counts[rows]
-    steps = torch.arange(max_query_len, device=computed.device)
+    steps = torch.arange(kv.max_query_len, device=computed.device)
     order = torch.minimum(steps, counts.unsqueeze(1) - 1)
     is_real = steps < counts.unsqueeze(1)
     return starts.unsqueeze(1) + order, computed.unsqueeze(1) + order, is_real, rows
@@ -217,46 +214,31 @@ def _plan_chunk(
 
 def paged_decode(
     query: torch.Tensor,  # [T, HQ, D]
-    new_key: torch.Tensor | None,  # [T, HKV, D]
-    new_value: torch.Tensor | None,  # [T, HKV, D]
-    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
-    value_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
-    block_table: torch.Tensor,  # [R, MB] int32
-    num_computed_tokens: torch.Tensor,  # [R] int32
+    new: NewTokens | None,
+    kv: PagedKV,  # the caches are written
     *,
     options: AttentionOptions,
     out: torch.Tensor,  # [T, HQ, D]  written
-    query_start_loc: torch.Tensor | None = None,  # [R + 1] int32
-    max_query_len: int = 1,
     plan: DecodePlan | None = None,
 ) -> torch.Tensor:
-    """Twin of ``rose_backend.kernels.paged_decode``."""
+    """Reference of ``rose_backend.kernels.paged_decode``."""
     if plan is None:
-        plan = plan_paged_decode(
-            block_table,
-            num_computed_tokens,
-            key_cache,
-            options=options,
-            query_start_loc=query_start_loc,
-            max_query_len=max_query_len,
-        )
+        plan = plan_paged_decode(kv, options=options)
+    new_key, new_value = _as_cached(new, kv, options)
     if new_key is not None and new_value is not None:
-        new_key = to_cache(new_key, key_cache.dtype, options.key_scale)
-        new_value = to_cache(new_value, value_cache.dtype, options.value_scale)
-        stored_key, stored_value = new_key, new_value
-        if plan.stored_tokens is not None:
-            stored_key, stored_value = new_key[plan.stored_tokens], new_value[plan.stored_tokens]
-        write_at(stored_key, stored_value, key_cache, value_cache, plan.write_block_ids, plan.write_offsets)
-    dtype = torch.float32 if key_cache.dtype == CACHE_DTYPE else query.dtype
+        _store(new_key, new_value, kv, plan)
+    dtype = torch.float32 if kv.key_cache.dtype == CACHE_DTYPE else query.dtype
     for chunk in plan.chunks:
         tokens = chunk.new_tokens()
         attended = _attend_chunk(
             query.unsqueeze(1).to(dtype) if chunk.queries is None else query[chunk.queries].to(dtype),
             from_cache(
-                _gather(key_cache, new_key, chunk, tokens, plan.key_scratch), dtype, options.key_scale
+                _gather(kv.key_cache, new_key, chunk, tokens, plan.key_scratch), dtype, options.key_scale
             ),
             from_cache(
-                _gather(value_cache, new_value, chunk, tokens, plan.value_scratch), dtype, options.value_scale
+                _gather(kv.value_cache, new_value, chunk, tokens, plan.value_scratch),
+                dtype,
+                options.value_scale,
             ),
             chunk.bias,
             options,
@@ -268,6 +250,25 @@ def paged_decode(
         else:
             out[tokens] = attended.to(out.dtype)
     return out
+
+
+def _as_cached(
+    new: NewTokens | None, kv: PagedKV, options: AttentionOptions
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """Return new keys and values as they are stored."""
+    if new is None:
+        return None, None
+    return (
+        to_cache(new.key, kv.key_cache.dtype, options.key_scale),
+        to_cache(new.value, kv.value_cache.dtype, options.value_scale),
+    )
+
+
+def _store(key: torch.Tensor, value: torch.Tensor, kv: PagedKV, plan: DecodePlan | PrefillPlan) -> None:
+    """Store the step's keys and values where the plan says."""
+    if plan.stored_tokens is not None:
+        key, value = key[plan.stored_tokens], value[plan.stored_tokens]
+    write_at(key, value, kv.key_cache, kv.value_cache, plan.write_block_ids, plan.write_offsets)
 
 
 def _attend_chunk(
@@ -346,7 +347,7 @@ class PrefillPlan:
     """Everything of one step's prefill attention that does not depend on the layer."""
 
     rows: tuple[PrefillRow, ...]
-    token_indices: torch.Tensor | None
+    stored_tokens: torch.Tensor | None
     """[N] int64: tokens of the step that are stored; None when all are, in order."""
     write_block_ids: torch.Tensor
     """[N] int64."""
@@ -355,10 +356,7 @@ class PrefillPlan:
 
 
 def plan_paged_prefill(
-    block_table: torch.Tensor,  # [R, MB] int32
-    query_start_loc: torch.Tensor,  # [R + 1] int32
-    num_computed_tokens: torch.Tensor,  # [R] int32
-    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  only shape and device are used
+    kv: PagedKV,  # of the caches only shape and device are used
     *,
     options: AttentionOptions,
     num_step_tokens: int,
@@ -368,14 +366,15 @@ def plan_paged_prefill(
     Args:
         num_step_tokens: ``T``; tokens that belong to no row are padding.
     """
-    block_size = key_cache.shape[1]
+    block_table, query_start_loc, block_size = kv.block_table, kv.query_start_loc, kv.key_cache.shape[1]
+    assert query_start_loc is not None, "prefill attention needs it"
     device = block_table.device
     starts = query_start_loc.tolist()
     rows: list[PrefillRow] = []
     tokens: list[torch.Tensor] = []
     block_ids: list[torch.Tensor] = []
     offsets: list[torch.Tensor] = []
-    for row, computed in enumerate(num_computed_tokens.tolist()):
+    for row, computed in enumerate(kv.num_computed_tokens.tolist()):
         start, num_tokens = starts[row], starts[row + 1] - starts[row]
         if num_tokens <= 0 or computed < 0:
             continue
@@ -404,7 +403,7 @@ def plan_paged_prefill(
     covers_all = sum(row.num_tokens for row in rows) == num_step_tokens
     return PrefillPlan(
         rows=tuple(rows),
-        token_indices=None if covers_all else torch.cat(tokens),
+        stored_tokens=None if covers_all else torch.cat(tokens),
         write_block_ids=torch.cat(block_ids),
         write_offsets=torch.cat(offsets),
     )
@@ -412,44 +411,29 @@ def plan_paged_prefill(
 
 def paged_prefill(
     query: torch.Tensor,  # [T, HQ, D]
-    new_key: torch.Tensor | None,  # [T, HKV, D]
-    new_value: torch.Tensor | None,  # [T, HKV, D]
-    key_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
-    value_cache: torch.Tensor,  # [NB, BS, HKV, D]  written
-    block_table: torch.Tensor,  # [R, MB] int32
-    query_start_loc: torch.Tensor,  # [R + 1] int32
-    num_computed_tokens: torch.Tensor,  # [R] int32
+    new: NewTokens | None,
+    kv: PagedKV,  # with query_start_loc; the caches are written
     *,
     options: AttentionOptions,
     out: torch.Tensor,  # [T, HQ, D]  written
     plan: PrefillPlan | None = None,
 ) -> torch.Tensor:
-    """Twin of ``rose_backend.kernels.paged_prefill``."""
+    """Reference of ``rose_backend.kernels.paged_prefill``."""
     if plan is None:
-        plan = plan_paged_prefill(
-            block_table,
-            query_start_loc,
-            num_computed_tokens,
-            key_cache,
-            options=options,
-            num_step_tokens=query.shape[0],
-        )
-    stored_key = None if new_key is None else to_cache(new_key, key_cache.dtype, options.key_scale)
-    stored_value = None if new_value is None else to_cache(new_value, value_cache.dtype, options.value_scale)
+        plan = plan_paged_prefill(kv, options=options, num_step_tokens=query.shape[0])
+    stored_key, stored_value = _as_cached(new, kv, options)
     for row in plan.rows:
         tokens = slice(row.start, row.start + row.num_tokens)
         _attend_row(
             row,
             query[tokens],
-            _row_tokens(key_cache, stored_key, row, query.dtype, options.key_scale),
-            _row_tokens(value_cache, stored_value, row, query.dtype, options.value_scale),
+            _row_tokens(kv.key_cache, stored_key, row, query.dtype, options.key_scale),
+            _row_tokens(kv.value_cache, stored_value, row, query.dtype, options.value_scale),
             out[tokens],
             options,
         )
     if stored_key is not None and stored_value is not None and plan.rows:
-        if plan.token_indices is not None:
-            stored_key, stored_value = stored_key[plan.token_indices], stored_value[plan.token_indices]
-        write_at(stored_key, stored_value, key_cache, value_cache, plan.write_block_ids, plan.write_offsets)
+        _store(stored_key, stored_value, kv, plan)
     return out
 
 

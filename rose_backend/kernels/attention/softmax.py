@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+from rose_backend.kernels.arguments import NewTokens, PagedKV
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NO_LOGIT = tl.constexpr(-1e30)
@@ -29,20 +32,24 @@ class AttentionStrides(NamedTuple):
 def attention_strides(
     out: torch.Tensor,  # [T, HQ, D]
     query: torch.Tensor,  # [T, HQ, D]
-    new_key: torch.Tensor | None,  # [T, HKV, D]
-    new_value: torch.Tensor | None,  # [T, HKV, D]
-    key_cache: torch.Tensor,  # [NB, BS, HKV, D]
-    value_cache: torch.Tensor,  # [NB, BS, HKV, D]
+    new: NewTokens | None,
+    kv: PagedKV,
 ) -> AttentionStrides:
     """Return the strides that kernels need; zeros for what is not there."""
     return AttentionStrides(
         out.stride()[:2],
         query.stride()[:2],
-        (0, 0) if new_key is None else new_key.stride()[:2],
-        (0, 0) if new_value is None else new_value.stride()[:2],
-        key_cache.stride()[:3],
-        value_cache.stride()[:3],
+        (0, 0) if new is None else new.key.stride()[:2],
+        (0, 0) if new is None else new.value.stride()[:2],
+        kv.key_cache.stride()[:3],
+        kv.value_cache.stride()[:3],
     )
+
+
+@cache
+def padded_head_size(head_size: int) -> int:
+    """Return the width of tiles of keys: a power of two of at least 16."""
+    return max(triton.next_power_of_2(head_size), 16)
 
 
 def logit_factors(scale: float, logits_soft_cap: float | None) -> tuple[float, float]:

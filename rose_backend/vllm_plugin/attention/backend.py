@@ -10,7 +10,14 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 
 from rose_backend.errors import ConfigError
-from rose_backend.kernels import AttentionOptions, DecodePlan, HeadRotation, PrefillPlan, write_kv
+from rose_backend.kernels import (
+    AttentionOptions,
+    DecodePlan,
+    HeadRotation,
+    NewTokens,
+    PrefillPlan,
+    write_kv,
+)
 from rose_backend.kernels.workspace import Workspace
 from rose_backend.layers.attention import AttentionRows, AttentionStep, attend, plan_decode
 from rose_backend.vllm_plugin.attention import flash_attention
@@ -244,7 +251,7 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         with self.workspace:
             attend(
                 query,
-                None if key is None or value is None else (key, value),
+                None if key is None or value is None else NewTokens(key, value),
                 caches,
                 step,
                 self._options(layer, query.device),
@@ -264,7 +271,8 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         Arguments are those of ``forward``.
         """
         if (decode := self._step_of(attn_metadata).decode) is not None:
-            plan_decode(decode, self._caches(kv_cache)[0], self._options(layer, kv_cache.device))
+            kv = decode.kv(*self._caches(kv_cache))
+            plan_decode(decode, kv, self._options(layer, kv_cache.device))
 
     def _step_of(self, metadata: RoseAttentionMetadata) -> AttentionStep:
         if metadata.step is None:
