@@ -38,7 +38,14 @@ Letters that shapes are written in, everywhere in this package:
 
 from __future__ import annotations
 
-from rose_backend.kernels.arguments import AttentionOptions, HeadRotation, NewTokens, PagedKV
+from rose_backend.kernels.arguments import (
+    AttentionOptions,
+    Experts,
+    HeadRotation,
+    NewTokens,
+    PackedLinear,
+    PagedKV,
+)
 from rose_backend.kernels.attention.ops import (
     DecodePlan,
     paged_decode,
@@ -48,10 +55,9 @@ from rose_backend.kernels.attention.ops import (
 )
 from rose_backend.kernels.attention.reference import PrefillPlan
 from rose_backend.kernels.decode_step.ops import advance_rows
-from rose_backend.kernels.experts.ops import Experts, expert_mlp
+from rose_backend.kernels.experts.ops import expert_mlp
 from rose_backend.kernels.kv.ops import block_clone, write_kv
 from rose_backend.kernels.linear.ops import (
-    PackedLinear,
     empty_rows,
     fold_norm,
     pack_linear,

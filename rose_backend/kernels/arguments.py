@@ -209,3 +209,38 @@ class PagedKV(NamedTuple):
     the last row's are padding that is left alone. None: token ``r`` is request ``r``'s (``T = R``)."""
     max_query_len: int = 1
     """Of ``paged_decode``: new tokens that a row may have. More than 1 needs ``query_start_loc``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLinear:
+    """A linear layer, with the norm in front of it folded in where there is one. Made by ``pack_linear``."""
+
+    weight: torch.Tensor
+    """[O, E]; with ``is_gated`` a row of the gate, one of its factor, the next of the gate, and so on."""
+    bias: torch.Tensor | None  # [O] float32
+    column_sums: torch.Tensor | None  # [O] float32, with LayerNorm: sums of the rows of weight
+    eps: float
+    has_rms_norm: bool = False
+    is_gated: bool = False
+    """The result is ``silu(gate) * factor``, half as wide as the product."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Width of the result."""
+        return self.weight.shape[0] // (2 if self.is_gated else 1)
+
+
+MAX_EXPERTS = 1024
+"""Of a layer. On a GPU one program looks at all logits of a token at once."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """Gated MLPs without biases, and how many of them a token takes."""
+
+    widen: torch.Tensor
+    """[X, 2 * I, E], contiguous: of each expert the rows of the gate, then those of the other factor."""
+    narrow: torch.Tensor  # [X, E, I] contiguous
+    top_k: int
+    renormalize: bool
+    """A token's weights sum up to 1."""

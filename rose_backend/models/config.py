@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rose_backend.errors import ModelError
-from rose_backend.kernels.experts.reference import MAX_EXPERTS
+from rose_backend.kernels.arguments import MAX_EXPERTS
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.models.weights import read_eos_token_ids
 

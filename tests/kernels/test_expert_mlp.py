@@ -167,12 +167,9 @@ def launch(case: Case, cuts: tuple[dict[str, Any], dict[str, Any]] | None = None
         moments = gpu.expert_mlp(
             case.x,
             case.router_logits,
-            case.experts.widen,
-            case.experts.narrow,
-            case.residual,
-            out[:, : case.x.shape[1]],
-            top_k=case.experts.top_k,
-            renormalize=case.experts.renormalize,
+            case.experts,
+            residual=case.residual,
+            out=out[:, : case.x.shape[1]],
             rms_eps=case.rms_eps,
             x_moments=None if case.rms_eps is None else row_moments(case.x),
             configs=None if cuts is None else (gpu.ExpertConfig(**cuts[0]), gpu.ExpertConfig(**cuts[1])),
@@ -341,24 +338,21 @@ def test_compiles_without_spills(numbers: tuple[int, int], dtype: torch.dtype, c
         # Qwen3 30B-A3B's, but for the number of experts, which takes memory: with 128 eight times as many tokens have
         # the same tiles.
         case = make_case(num_tokens, 16, 8, 2048, 768, dtype, norm=num_tokens <= 128)
-        weights = case.experts.widen, case.experts.narrow
         with (
             record_launches(gpu, "_choose_experts_kernel") as choices,
             record_launches(gpu, "_expert_product_kernel") as products,
             record_launches(gpu, "_add_experts_kernel") as sums,
             mock.patch.object(gpu, "can_use_tma", lambda matrix: can_use_tma),
+            mock.patch.object(gpu, "has_dependent_launch", lambda device: can_use_tma),
         ):
             gpu.expert_mlp(
                 case.x,
                 case.router_logits,
-                *weights,
-                case.residual,
-                torch.empty_like(case.x),
-                top_k=8,
-                renormalize=True,
+                replace(case.experts, top_k=8, renormalize=True),
+                residual=case.residual,
+                out=torch.empty_like(case.x),
                 rms_eps=case.rms_eps,
                 x_moments=None if case.rms_eps is None else row_moments(case.x),
-                use_pdl=can_use_tma,
             )
         for recorded in choices + products + sums:
             resources = compile_launch(recorded, capability)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import empty_rows, pack_linear, small_batch_linear
-from rose_backend.kernels.linear.ops import MAX_ROWS, PackedLinear
+from rose_backend.kernels.arguments import PackedLinear
+from rose_backend.kernels.linear.ops import MAX_ROWS
 from rose_backend.layers import linear
 from tests.support.aot import SHARED_BYTES, compile_launch, compiles, record_launches
 from tests.support.error_budget import assert_within_budget
@@ -109,6 +113,16 @@ def test_the_twin_is_the_separate_operations(parts: str, dtype: torch.dtype) -> 
     case.check(small_batch_linear(case.x, case.layer, gelu=case.gelu, residual=case.residual))
 
 
+@contextlib.contextmanager
+def overlapping(use_pdl: bool | None) -> Iterator[None]:
+    """Let launches overlap or not; None: where the device can."""
+    from rose_backend.kernels.linear import small_batch_linear as gpu
+
+    can = gpu.has_dependent_launch
+    with mock.patch.object(gpu, "has_dependent_launch", can if use_pdl is None else lambda device: use_pdl):
+        yield
+
+
 def launch(
     case: Case,
     config: dict[str, Any],
@@ -126,22 +140,17 @@ def launch(
     # What the launcher allocates is full of NaN.
     torch.use_deterministic_algorithms(True)
     try:
-        moments = gpu.small_batch_linear(
-            case.x,
-            layer.weight,
-            layer.bias,
-            layer.column_sums,
-            case.residual,
-            out[:, : case.num_outputs],
-            eps=EPS,
-            gelu=case.gelu,
-            rms_norm=layer.has_rms_norm,
-            gated=layer.is_gated,
-            x_moments=moments_of(case.x, num_x_parts) if case.norm else None,
-            with_moments=with_moments,
-            config=gpu.LinearConfig(**config),
-            use_pdl=use_pdl,
-        )
+        with overlapping(use_pdl):
+            moments = gpu.small_batch_linear(
+                case.x,
+                layer,
+                gelu=case.gelu,
+                residual=case.residual,
+                out=out[:, : case.num_outputs],
+                x_moments=moments_of(case.x, num_x_parts) if case.norm else None,
+                with_moments=with_moments,
+                config=gpu.LinearConfig(**config),
+            )
     finally:
         torch.use_deterministic_algorithms(False)
     assert out[:, case.num_outputs :].isnan().all()
@@ -373,24 +382,18 @@ def compile_chosen_cut(
     from rose_backend.kernels.linear import small_batch_linear as gpu
 
     case = make_case(rows, depth, columns, parts, dtype)
-    layer = case.layer
     x, out = (
         case.x.clone(memory_format=torch.contiguous_format),
         torch.empty((rows, case.num_outputs), dtype=dtype),
     )
     exact = dtype is torch.float32
-    with record_launches(gpu, "small_batch_linear_kernel") as launches:
+    with record_launches(gpu, "small_batch_linear_kernel") as launches, overlapping(capability >= 90):
         gpu.small_batch_linear(
             x,
-            layer.weight,
-            layer.bias,
-            layer.column_sums,
-            case.residual,
-            out,
-            eps=EPS,
+            case.layer,
             gelu=case.gelu,
-            rms_norm=layer.has_rms_norm,
-            gated=layer.is_gated,
+            residual=case.residual,
+            out=out,
             x_moments=moments_of(x, num_x_parts) if case.norm else None,
             with_moments=case.residual is not None,
             config=gpu.choose_config(
@@ -401,7 +404,6 @@ def compile_chosen_cut(
                 can_use_tma=capability >= 90,
                 has_tensor_memory=capability >= 100,
             ),
-            use_pdl=capability >= 90,
         )
     cut, lines = launches[0].arguments, launches[0].arguments["PREFETCH"]
     ahead = gpu.lines_ahead(
@@ -442,13 +444,11 @@ def test_a_cut_that_outgrows_the_scratch_is_refused() -> None:
     with pytest.raises(ShapeError, match="for the parts of 16 x 50257 results"):
         gpu.small_batch_linear(
             x,
-            weight,
-            torch.zeros(50_257),
-            None,
-            None,
-            torch.empty(16, 50_257).half(),
-            eps=0.0,
+            PackedLinear(weight, torch.zeros(50_257), None, eps=0.0),
             gelu=False,
+            residual=None,
+            out=torch.empty(16, 50_257).half(),
+            x_moments=None,
             config=gpu.LinearConfig(16, 32, 256, 4),
         )
 

@@ -17,6 +17,7 @@ from tests.kernels.test_small_batch_linear import (
     launch,
     make_case,
     moments_of,
+    overlapping,
 )
 from tests.support.error_budget import assert_within_budget
 
@@ -154,15 +155,14 @@ def test_a_chain_of_dependent_launches_in_a_graph(widened: int, parts: tuple[str
     def chain(use_pdl: bool) -> None:
         hidden.copy_(start)
         moments = moments_of(start, 1)
-        for _ in range(24):
-            gpu.small_batch_linear(
-                hidden, up.weight, up.bias, up.column_sums, None, wide, eps=1e-5, gelu=widen.gelu,
-                rms_norm=up.has_rms_norm, gated=up.is_gated, x_moments=moments, use_pdl=use_pdl,
-            )  # fmt: skip
-            moments = gpu.small_batch_linear(
-                wide, down.weight, down.bias, None, hidden, hidden, eps=0.0, gelu=False,
-                with_moments=True, use_pdl=use_pdl,
-            )  # fmt: skip
+        with overlapping(use_pdl):
+            for _ in range(24):
+                gpu.small_batch_linear(
+                    hidden, up, gelu=widen.gelu, residual=None, out=wide, x_moments=moments
+                )
+                moments = gpu.small_batch_linear(
+                    wide, down, gelu=False, residual=hidden, out=hidden, x_moments=None, with_moments=True
+                )  # fmt: skip
 
     chain(False)
     expected = hidden.clone()

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rose_backend.kernels.experts.reference import MAX_EXPERTS
+from rose_backend.kernels.arguments import MAX_EXPERTS, Experts
 from rose_backend.kernels.gpu_properties import can_use_tma, has_dependent_launch
 from rose_backend.kernels.linear.small_batch_linear import add_tile, load_moments, load_tile
 from rose_backend.kernels.sampling.gumbel_max import ordered_key, value_of_key
@@ -367,43 +367,45 @@ def _counts_on(device: torch.device) -> torch.Tensor:
 def expert_mlp(
     x: torch.Tensor,  # [T, E]
     router_logits: torch.Tensor,  # [T, X]
-    widen: torch.Tensor,  # [X, 2 * I, E] contiguous
-    narrow: torch.Tensor,  # [X, E, I] contiguous
+    experts: Experts,
+    *,
     residual: torch.Tensor | None,  # [T, E]
     out: torch.Tensor,  # [T, E]  written
-    *,
-    top_k: int,
-    renormalize: bool,
     rms_eps: float | None,
     x_moments: torch.Tensor | None,  # [T, 2, P] float32, with rms_eps
     configs: tuple[ExpertConfig, ExpertConfig] | None = None,
-    use_pdl: bool | None = None,
 ) -> torch.Tensor:
     """Launch the kernels; arguments as checked by ``rose_backend.kernels.experts.ops``, whose moments are returned.
 
     Args:
         configs: of both products; None takes the measured choice.
-        use_pdl: as in ``small_batch_linear``.
     """
     num_tokens, width = x.shape
     num_experts = router_logits.shape[1]
-    num_pairs = num_tokens * top_k
+    num_pairs = num_tokens * experts.top_k
     if configs is None:
-        configs = _choose_configs(x, widen, narrow, top_k)
+        configs = _choose_configs(x, experts)
     moments = x.new_empty((num_tokens, 2, num_parts(width)), dtype=torch.float32)
     if num_tokens == 0:
         return moments
-    if use_pdl is None:
-        use_pdl = has_dependent_launch(x.device)
+    use_pdl = has_dependent_launch(x.device)
     scales = x.new_empty(num_pairs, dtype=torch.float32)
     lists = (_counts_on(x.device), x.new_empty((num_experts, num_tokens), dtype=torch.int32))
-    activated = x.new_empty((num_pairs, narrow.shape[2]))
+    activated = x.new_empty((num_pairs, experts.narrow.shape[2]))
     outputs = x.new_empty((num_pairs, width))
+    norm = None if rms_eps is None or x_moments is None else (rms_eps, x_moments)
     try:
-        choose_experts(router_logits, scales, *lists, top_k=top_k, renormalize=renormalize, use_pdl=use_pdl)
-        _product(x, widen, configs, lists, x_moments, None, activated, rms_eps, use_pdl)
-        _product(activated, narrow, configs, lists, None, scales, outputs, None, use_pdl)
-        add_experts(outputs, residual, out, moments, lists[0], top_k=top_k, use_pdl=use_pdl)
+        choose_experts(
+            router_logits,
+            scales,
+            *lists,
+            top_k=experts.top_k,
+            renormalize=experts.renormalize,
+            use_pdl=use_pdl,
+        )
+        _product(x, experts.widen, configs, lists, norm, None, activated, use_pdl)
+        _product(activated, experts.narrow, configs, lists, None, scales, outputs, use_pdl)
+        add_experts(outputs, residual, out, moments, lists[0], top_k=experts.top_k, use_pdl=use_pdl)
     except BaseException:
         # A kernel that could not be loaded, say: the next call counts from zero all the same.
         lists[0].zero_()
@@ -411,18 +413,16 @@ def expert_mlp(
     return moments
 
 
-def _choose_configs(
-    x: torch.Tensor, widen: torch.Tensor, narrow: torch.Tensor, top_k: int
-) -> tuple[ExpertConfig, ExpertConfig]:
+def _choose_configs(x: torch.Tensor, experts: Experts) -> tuple[ExpertConfig, ExpertConfig]:
     first, second = (
         choose_config(
-            len(x) * top_k,
+            len(x) * experts.top_k,
             len(weight),
-            gated=weight is widen,
+            gated=weight is experts.widen,
             exact=x.dtype == torch.float32,
             can_use_tma=can_use_tma(weight.flatten(0, 1)),
         )
-        for weight in (widen, narrow)
+        for weight in (experts.widen, experts.narrow)
     )
     return first, second
 
@@ -436,10 +436,10 @@ def _product(
     weight: torch.Tensor,  # [X, O, E]
     configs: tuple[ExpertConfig, ExpertConfig],
     lists: Lists,
-    x_moments: torch.Tensor | None,
+    norm: tuple[float, torch.Tensor]
+    | None,  # epsilon and moments of x, of an RMSNorm before the first product
     scales: torch.Tensor | None,  # [T * A] float32, of the second product
     out: torch.Tensor,  # [T * A, O] or, of the first product, [T * A, O / 2]  written
-    rms_eps: float | None,
     use_pdl: bool,
 ) -> None:
     counts, pairs = lists
@@ -460,12 +460,12 @@ def _product(
         counts,
         counts[MAX_EXPERTS:],
         pairs,
-        x if x_moments is None else x_moments,
+        x if norm is None else norm[1],
         x if scales is None else scales,
         out,
         num_tokens,
         x.stride(0),
-        0.0 if rms_eps is None else rms_eps,
+        0.0 if norm is None else norm[0],
         NUM_EXPERTS=num_experts,
         EXPERTS=triton.next_power_of_2(num_experts),
         NUM_COLUMNS=num_columns,
@@ -479,7 +479,7 @@ def _product(
         WEIGHTS_LEFT=config.weights_left,
         TMA=config.use_tma,
         GATED=scales is None,
-        X_PARTS=0 if rms_eps is None or x_moments is None else x_moments.shape[2],
+        X_PARTS=0 if norm is None else norm[1].shape[2],
         EXACT=x.dtype == torch.float32,
         PDL=use_pdl,
         num_warps=config.num_warps,

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.experts import reference
+from rose_backend.kernels.arguments import MAX_EXPERTS, Experts
 from rose_backend.kernels.linear.ops import check_moments, empty_rows, row_moments
 from rose_backend.kernels.tensor_checks import check_same_dtype, check_tensors
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Experts:
-    """Gated MLPs without biases, and how many of them a token takes."""
-
-    widen: torch.Tensor
-    """[X, 2 * I, E], contiguous: of each expert the rows of the gate, then those of the other factor."""
-    narrow: torch.Tensor  # [X, E, I] contiguous
-    top_k: int
-    renormalize: bool
-    """A token's weights sum up to 1."""
 
 
 def expert_mlp(
@@ -67,27 +54,10 @@ def expert_mlp(
         if rms_eps is not None and x_moments is None:
             x_moments = row_moments(x)
         moments = gpu.expert_mlp(
-            x,
-            router_logits,
-            experts.widen,
-            experts.narrow,
-            residual,
-            out,
-            top_k=experts.top_k,
-            renormalize=experts.renormalize,
-            rms_eps=rms_eps,
-            x_moments=x_moments,
+            x, router_logits, experts, residual=residual, out=out, rms_eps=rms_eps, x_moments=x_moments
         )
         return out, moments
-    total = reference.expert_mlp(
-        x,
-        router_logits,
-        experts.widen,
-        experts.narrow,
-        top_k=experts.top_k,
-        renormalize=experts.renormalize,
-        rms_eps=rms_eps,
-    )
+    total = _add_up_experts(x, router_logits, experts, rms_eps)
     out.copy_(total if residual is None else residual.float() + total)
     return out, row_moments(out)
 
@@ -107,8 +77,8 @@ def _check(
     )
     if sizes["2I"] != 2 * sizes["I"]:
         raise ShapeError(f"widen: expected {2 * sizes['I']} rows of each expert, got {sizes['2I']}")
-    if sizes["X"] > reference.MAX_EXPERTS:
-        raise ShapeError(f"router_logits: expected at most {reference.MAX_EXPERTS} experts, got {sizes['X']}")
+    if sizes["X"] > MAX_EXPERTS:
+        raise ShapeError(f"router_logits: expected at most {MAX_EXPERTS} experts, got {sizes['X']}")
     if not 1 <= experts.top_k <= sizes["X"]:
         raise ShapeError(f"top_k: expected 1 to {sizes['X']}, got {experts.top_k}")
     check_same_dtype(x=x, router_logits=router_logits, widen=experts.widen, narrow=experts.narrow)
@@ -120,3 +90,44 @@ def _check(
         check_same_dtype(x=x, residual=residual)
     if x_moments is not None:
         check_moments(x, x_moments)
+
+
+def _choose_experts(
+    router_logits: torch.Tensor,  # [T, X]
+    top_k: int,
+    *,
+    renormalize: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts of the largest logits, int64 [T, A], and their weights, float32 [T, A].
+
+    Weights are probabilities among all experts; with ``renormalize`` among those that are chosen. Of equal logits the
+    first expert's counts as larger.
+    """
+    # Sorted before they are probabilities, of which small ones may be rounded to the same number.
+    expert_ids = router_logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = torch.softmax(router_logits.float(), dim=-1).gather(1, expert_ids)
+    if renormalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return expert_ids, weights
+
+
+def _add_up_experts(
+    x: torch.Tensor,  # [T, E]
+    router_logits: torch.Tensor,  # [T, X]
+    experts: Experts,
+    rms_eps: float | None,
+) -> torch.Tensor:
+    """Return the weighted sum of the experts' outputs, float32 [T, E], one expert after the other."""
+    expert_ids, weights = _choose_experts(router_logits, experts.top_k, renormalize=experts.renormalize)
+    normed = x.float()
+    if rms_eps is not None:
+        normed = F.rms_norm(normed, x.shape[-1:], eps=rms_eps)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in expert_ids.unique().tolist():
+        tokens, places = torch.where(expert_ids == expert)
+        gate, factor = F.linear(normed[tokens], experts.widen[expert].float()).chunk(2, dim=-1)
+        # Rounded where a GPU stores it.
+        activated = (F.silu(gate) * factor).to(x.dtype)
+        output = F.linear(activated.float(), experts.narrow[expert].float()) * weights[tokens, places, None]
+        total.index_add_(0, tokens, output.to(x.dtype).float())
+    return total

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
+from rose_backend.kernels.arguments import PackedLinear
 from rose_backend.kernels.tensor_checks import check_same_dtype, check_tensors
 
 MAX_ROWS = 256
@@ -15,25 +14,6 @@ MAX_ROWS = 256
 
 _FOLDED_ROWS = 1024
 """Of a weight, that a norm is folded into at once: they are in memory in float32 meanwhile."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedLinear:
-    """A linear layer, with the norm in front of it folded in where there is one. Made by ``pack_linear``."""
-
-    weight: torch.Tensor
-    """[O, E]; with ``is_gated`` a row of the gate, one of its factor, the next of the gate, and so on."""
-    bias: torch.Tensor | None  # [O] float32
-    column_sums: torch.Tensor | None  # [O] float32, with LayerNorm: sums of the rows of weight
-    eps: float
-    has_rms_norm: bool = False
-    is_gated: bool = False
-    """The result is ``silu(gate) * factor``, half as wide as the product."""
-
-    @property
-    def num_outputs(self) -> int:
-        """Width of the result."""
-        return self.weight.shape[0] // (2 if self.is_gated else 1)
 
 
 def pack_linear(
@@ -218,18 +198,7 @@ def _compute(
         if x_moments is None and (layer.has_rms_norm or layer.column_sums is not None):
             x_moments = row_moments(x)
         moments = gpu.small_batch_linear(
-            x,
-            layer.weight,
-            layer.bias,
-            layer.column_sums,
-            residual,
-            out,
-            eps=layer.eps,
-            gelu=gelu,
-            rms_norm=layer.has_rms_norm,
-            gated=layer.is_gated,
-            x_moments=x_moments,
-            with_moments=with_moments,
+            x, layer, gelu=gelu, residual=residual, out=out, x_moments=x_moments, with_moments=with_moments
         )
         return out, moments
     wide = x.float()

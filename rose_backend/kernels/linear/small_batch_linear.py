@@ -17,12 +17,16 @@ At few rows such a product is as long as its weights take to arrive, so everythi
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rose_backend.errors import ShapeError
+from rose_backend.kernels.arguments import PackedLinear
 from rose_backend.kernels.gpu_properties import can_use_tma, gpu_properties, has_dependent_launch
 from rose_backend.kernels.tuning.linear import MAX_SPLIT_FLOATS, LinearConfig, choose_config
 from rose_backend.kernels.tuning.measured import constants
@@ -340,77 +344,76 @@ def scratch_on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return partial, arrivals
 
 
-def small_batch_linear(
-    x: torch.Tensor,  # [T, E]
-    weight: torch.Tensor,  # [O, E]
-    bias: torch.Tensor | None,  # [O] float32
-    column_sums: torch.Tensor | None,  # [O] float32
-    residual: torch.Tensor | None,  # [T, O]
-    out: torch.Tensor,  # [T, O]  written
-    *,
-    eps: float,
-    gelu: bool,
-    rms_norm: bool = False,
-    gated: bool = False,
-    x_moments: torch.Tensor | None = None,  # [T, 2, P] float32, with a norm
-    with_moments: bool = False,
-    config: LinearConfig | None = None,
-    use_pdl: bool | None = None,
-) -> torch.Tensor | None:
-    """Launch the kernel; arguments as checked by ``rose_backend.kernels.linear.ops``.
+class _LaunchShape(NamedTuple):
+    """How one product is divided among programs."""
 
-    Args:
-        column_sums: with LayerNorm.
-        rms_norm: RMSNorm is in front.
-        gated: the product's columns are pairs, see ``PackedLinear``; ``residual`` and ``out`` have half as many.
-        config: None takes the measured choice.
-        use_pdl: start while the kernel in front still runs, and allow the same to the next one; None does where the
-            device can. ``weight``, ``bias`` and ``column_sums`` must not be what the kernel in front writes.
+    num_tiles: int
+    """Of columns."""
+    num_row_tiles: int
+    depth: int
+    """Of a program."""
+    num_lines: int
+    """Of 128 bytes in each column that programs ask for before ``x`` is there."""
+    num_parts: int
+    """Of the result's moments."""
 
-    Returns:
-        The moments of ``out`` if they were asked for, float32 [T, 2, P].
+
+@lru_cache(maxsize=4096)
+def _launch_shape(
+    num_rows: int, num_columns: int, depth: int, element_size: int, config: LinearConfig
+) -> _LaunchShape:
+    """Divide a product among programs.
+
+    Raises:
+        ShapeError: parts of the depth need more scratch memory than there is.
     """
-    num_rows, depth = x.shape
-    num_columns = weight.shape[0]
-    exact = x.dtype == torch.float32
-    if config is None:
-        config = choose_config(
-            num_rows,
-            num_columns,
-            depth,
-            exact=exact,
-            can_use_tma=can_use_tma(x, weight),
-            has_tensor_memory=x.device.type != "cpu" and gpu_properties(x.device).has_tensor_memory,
-        )
-    if use_pdl is None:
-        use_pdl = has_dependent_launch(x.device)
     tiles, row_tiles = triton.cdiv(num_columns, config.block_n), triton.cdiv(num_rows, config.block_m)
-    out_parts = triton.next_power_of_2(tiles) if with_moments else 0
-    out_moments = x.new_empty((num_rows, 2, out_parts), dtype=torch.float32) if with_moments else None
-    if num_rows == 0:
-        return out_moments
     num_floats = tiles * row_tiles * config.split_k * config.block_m * config.block_n
     if config.split_k > 1 and (num_floats > MAX_SPLIT_FLOATS or tiles * row_tiles > _SCRATCH_TILES):
         raise ShapeError(
             f"config: {config} needs {num_floats} floats for the parts of {num_rows} x {num_columns} results, "
             f"allowed are {MAX_SPLIT_FLOATS}"
         )
-    partial, arrivals = scratch_on(x.device)
-    unused = weight if bias is None else bias
     deep = triton.cdiv(triton.cdiv(depth, config.split_k), config.block_k) * config.block_k
-    tiles_of = (None, None)
-    if config.use_tma:
-        tiles_of = (
-            TensorDescriptor(
-                x,
-                [rows_of_tiles(x, config.block_m), depth],
-                list(x.stride()),
-                [config.block_m, config.block_k],
-            ),
-            TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]),
-        )
-    small_batch_linear_kernel[(tiles * row_tiles, config.split_k)](
-        *tiles_of,
+    lines = lines_ahead(deep * element_size, config.block_n, tiles * config.split_k)
+    return _LaunchShape(tiles, row_tiles, deep, lines, triton.next_power_of_2(tiles))
+
+
+def small_batch_linear(
+    x: torch.Tensor,  # [T, E]
+    layer: PackedLinear,
+    *,
+    gelu: bool,
+    residual: torch.Tensor | None,  # [T, O]
+    out: torch.Tensor,  # [T, O]  written
+    x_moments: torch.Tensor | None,  # [T, 2, P] float32, with a norm
+    with_moments: bool = False,
+    config: LinearConfig | None = None,
+) -> torch.Tensor | None:
+    """Launch the kernel; arguments as checked by ``rose_backend.kernels.linear.ops``.
+
+    Where the device can, it starts while the previous kernel still runs, and allows the same to the next one: the
+    previous kernel must not write the layer's tensors.
+
+    Args:
+        config: None takes the measured choice.
+
+    Returns:
+        The moments of ``out`` if they were asked for, float32 [T, 2, P].
+    """
+    num_rows, depth = x.shape
+    weight, bias, column_sums = layer.weight, layer.bias, layer.column_sums
+    num_columns = weight.shape[0]
+    if config is None:
+        config = _choose_config(x, weight)
+    shape = _launch_shape(num_rows, num_columns, depth, x.element_size(), config)
+    out_moments = x.new_empty((num_rows, 2, shape.num_parts), dtype=torch.float32) if with_moments else None
+    if num_rows == 0:
+        return out_moments
+    use_pdl = has_dependent_launch(x.device)
+    unused = weight if bias is None else bias
+    small_batch_linear_kernel[(shape.num_tiles * shape.num_row_tiles, config.split_k)](
+        *(_describe(x, weight, config) if config.use_tma else (None, None)),
         x,
         weight,
         unused,
@@ -419,41 +422,68 @@ def small_batch_linear(
         x if residual is None else residual,
         out,
         unused if out_moments is None else out_moments,
-        partial,
-        arrivals,
+        *scratch_on(x.device),
         num_rows,
         num_columns,
-        row_tiles,
+        shape.num_row_tiles,
         x.stride(0),
         0 if residual is None else residual.stride(0),
         out.stride(0),
-        eps,
+        layer.eps,
         K=depth,
-        DEPTH=deep,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        SPLIT_K=config.split_k,
-        WARP_SPLIT=config.warp_split,
-        USE_DOT=config.use_dot,
-        WEIGHTS_LEFT=config.weights_left,
-        TMA=config.use_tma,
+        DEPTH=shape.depth,
         BIAS=bias is not None,
-        NORM=column_sums is not None or rms_norm,
+        NORM=column_sums is not None or layer.has_rms_norm,
         CENTRE=column_sums is not None,
         X_PARTS=0 if x_moments is None else x_moments.shape[2],
         GELU=gelu,
-        GATED=gated,
+        GATED=layer.is_gated,
         RESIDUAL=residual is not None,
-        OUT_PARTS=out_parts,
-        EXACT=exact,
-        PREFETCH=lines_ahead(deep * weight.element_size(), config.block_n, tiles * config.split_k)
-        if use_pdl
-        else 0,
+        OUT_PARTS=shape.num_parts if with_moments else 0,
+        EXACT=x.dtype == torch.float32,
+        PREFETCH=shape.num_lines if use_pdl else 0,
         PDL=use_pdl,
-        EARLY=config.is_early,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
         launch_pdl=use_pdl,
+        **_tiles_of(config),
     )
     return out_moments
+
+
+def _choose_config(x: torch.Tensor, weight: torch.Tensor) -> LinearConfig:
+    """Return the measured choice."""
+    return choose_config(
+        x.shape[0],
+        weight.shape[0],
+        x.shape[1],
+        exact=x.dtype == torch.float32,
+        can_use_tma=can_use_tma(x, weight),
+        has_tensor_memory=x.device.type != "cpu" and gpu_properties(x.device).has_tensor_memory,
+    )
+
+
+def _describe(
+    x: torch.Tensor, weight: torch.Tensor, config: LinearConfig
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    rows = [rows_of_tiles(x, config.block_m), x.shape[1]]
+    return (
+        TensorDescriptor(x, rows, list(x.stride()), [config.block_m, config.block_k]),
+        TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _tiles_of(config: LinearConfig) -> dict[str, Any]:
+    """Return the kernel's arguments that follow from ``config`` alone."""
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "SPLIT_K": config.split_k,
+        "WARP_SPLIT": config.warp_split,
+        "USE_DOT": config.use_dot,
+        "WEIGHTS_LEFT": config.weights_left,
+        "TMA": config.use_tma,
+        "EARLY": config.is_early,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
