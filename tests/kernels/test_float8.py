@@ -11,7 +11,7 @@ import triton.language as tl
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.attention.reference import attend
-from rose_backend.kernels.kv import float8 as gpu
+from rose_backend.kernels.kv import write_kv as gpu
 from rose_backend.kernels.kv.reference import from_cache, to_cache
 from rose_backend.kernels.tensor_checks import (
     CACHE_DTYPE,

@@ -37,7 +37,7 @@ from rose_backend.kernels.attention.split_context import (
     store_output,
     store_record,
 )
-from rose_backend.kernels.kv.float8 import load_scale, scale_to_half, to_cache, to_half
+from rose_backend.kernels.kv.write_kv import load_scale, scale_to_half, to_cache, to_half
 from rose_backend.kernels.pointwise.rotary import inside_another_kernel, load_angles, load_head_norm, rotated
 from rose_backend.kernels.tuning.attention_decode import (
     DecodeTuning,

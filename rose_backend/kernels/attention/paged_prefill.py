@@ -26,7 +26,7 @@ from rose_backend.kernels.attention.softmax import (
     to_logits,
 )
 from rose_backend.kernels.gpu_properties import gpu_properties
-from rose_backend.kernels.kv.float8 import load_scale, to_cache
+from rose_backend.kernels.kv.write_kv import load_scale, to_cache
 from rose_backend.kernels.tuning.attention_decode import rows_tile
 from rose_backend.kernels.tuning.attention_prefill import PrefillTuning, prefill_tuning
 

@@ -3,7 +3,7 @@
 The vocabulary is cut into slices, and slices into groups of ``GROUP`` tokens (see ``choose_token.py``).
 
 1. One program per row and slice reads the logits once. It writes the largest score of each group; for rows without
-   top-k and min-p the slice's winner, a Gumbel-max draw (see ``gumbel_max.py``), and if they have top-p its weight.
+   top-k and min-p the slice's winner, a Gumbel-max draw (see ``choose_token.py``), and if they have top-p its weight.
 2. One program per row. Without filters the best of the slices' winners is the token. Else a lowest score is known: the
    ``k`` largest scores reach the ``k``-th largest maximum of a group; min-p is one; top-p alone keeps the best of the
    winners, or nothing behind it. Groups whose maximum reaches that are read once more. A few tokens that reach it for a
@@ -23,19 +23,17 @@ import triton.language as tl
 from rose_backend.kernels.arguments import SampleOutput, SamplingTensors
 from rose_backend.kernels.gpu_properties import has_dependent_launch
 from rose_backend.kernels.sampling.choose_token import (
-    choose_filtered,
-    choose_first_maximum,
-    choose_winner,
-    report_top_logits,
-)
-from rose_backend.kernels.sampling.gumbel_max import (
     GREEDY_TEMPERATURE,
     LARGEST_FACTOR,
     MINUS_INFINITY,
     NO_TOKEN,
+    choose_filtered,
+    choose_first_maximum,
+    choose_winner,
     gumbel_max,
     largest_of_groups,
     ordered_key,
+    report_top_logits,
     scores_of,
     tile_bits,
     tile_tokens,
