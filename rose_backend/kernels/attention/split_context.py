@@ -255,6 +255,20 @@ def _add_records(
 
 
 @triton.jit
+def _some_queries(
+    first_query,
+    num_queries,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    QUERY_TILE: tl.constexpr,
+):
+    """Return ``QUERY_TILE`` queries from ``first_query`` on, and which of them and of their elements there are."""
+    queries = first_query + tl.arange(0, QUERY_TILE)
+    is_query = queries < num_queries
+    return queries, (is_query, is_query[:, None] & (tl.arange(0, HEAD_TILE) < HEAD_SIZE)[None, :])
+
+
+@triton.jit
 def combine_splits(
     out_ptr,
     out_strides,
@@ -292,9 +306,7 @@ def combine_splits(
         if num_sums > 1:
             record_ptr = records_ptr + first * RECORD
             for first_query in tl.range(0, QUERIES, QUERY_TILE, num_stages=1):
-                queries = first_query + tl.arange(0, QUERY_TILE)
-                is_query = queries < num_queries
-                mask = (is_query, is_query[:, None] & (tl.arange(0, HEAD_TILE) < HEAD_SIZE)[None, :])
+                queries, mask = _some_queries(first_query, num_queries, HEAD_SIZE, HEAD_TILE, QUERY_TILE)
                 state = _add_records(
                     record_ptr,
                     RECORD,
@@ -317,9 +329,7 @@ def combine_splits(
             step, count = FAN_IN * RECORD, num_sums
         if is_last:
             for first_query in tl.range(0, QUERIES, QUERY_TILE, num_stages=1):
-                queries = first_query + tl.arange(0, QUERY_TILE)
-                is_query = queries < num_queries
-                mask = (is_query, is_query[:, None] & (tl.arange(0, HEAD_TILE) < HEAD_SIZE)[None, :])
+                queries, mask = _some_queries(first_query, num_queries, HEAD_SIZE, HEAD_TILE, QUERY_TILE)
                 _, total, attended = _add_records(
                     records_ptr, step, count, queries, mask, QUERIES, HEAD_SIZE, HEAD_TILE, COMBINE_TILE
                 )

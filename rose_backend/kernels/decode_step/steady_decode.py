@@ -84,6 +84,34 @@ _ROWS_TILE = 128
 _WRITES_TILE = 256
 
 
+@triton.jit
+def _load_group(place):
+    """Return what ``DecodeGroups.layout`` says of a group: the kernel's arguments from ``state_table_ptr`` on."""
+    state_table_ptr = tl.load(place).to(tl.pointer_type(tl.int32))
+    state_table_stride = tl.load(place + 1)
+    table_ptr = tl.load(place + 2).to(tl.pointer_type(tl.int32))
+    table_stride = tl.load(place + 3)
+    width = tl.load(place + 4).to(tl.int32)
+    slot_mapping_ptr = tl.load(place + 5).to(tl.pointer_type(tl.int64))
+    computed_ptr = tl.load(place + 6).to(tl.pointer_type(tl.int32))
+    block_size = tl.load(place + 7).to(tl.int32)
+    return (
+        state_table_ptr, state_table_stride, table_ptr, table_stride, width, slot_mapping_ptr, computed_ptr,
+        block_size,
+    )  # fmt: skip
+
+
+@triton.jit
+def _count_requests(slots_ptr, num_rows, ROWS_TILE: tl.constexpr):
+    """Return how many rows have a request."""
+    count = 0
+    for start in range(0, num_rows, ROWS_TILE):
+        rows = start + tl.arange(0, ROWS_TILE)
+        others = tl.load(slots_ptr + rows, mask=rows < num_rows, other=-1)
+        count += tl.sum((others >= 0).to(tl.int32))
+    return count
+
+
 # What differs by rows makes no variant: there is a graph of each of dozens of sizes.
 @triton.jit(do_not_specialize=["num_rows", "padding_slot"])
 def _begin_kernel(
@@ -117,15 +145,10 @@ def _begin_kernel(
     is_first_group = True
     if layout_ptr is not None:
         is_first_group = tl.program_id(1) == 0
-        place = layout_ptr + tl.program_id(1) * 9
-        state_table_ptr = tl.load(place).to(tl.pointer_type(tl.int32))
-        state_table_stride = tl.load(place + 1)
-        table_ptr = tl.load(place + 2).to(tl.pointer_type(tl.int32))
-        table_stride = tl.load(place + 3)
-        width = tl.load(place + 4).to(tl.int32)
-        slot_mapping_ptr = tl.load(place + 5).to(tl.pointer_type(tl.int64))
-        computed_ptr = tl.load(place + 6).to(tl.pointer_type(tl.int32))
-        block_size = tl.load(place + 7).to(tl.int32)
+        (
+            state_table_ptr, state_table_stride, table_ptr, table_stride, width, slot_mapping_ptr, computed_ptr,
+            block_size,
+        ) = _load_group(layout_ptr + tl.program_id(1) * 9)  # fmt: skip
     is_real = slot >= 0
     known = tl.maximum(slot, 0)
     # Without a request, slot 0 is read and not used.
@@ -137,14 +160,10 @@ def _begin_kernel(
     kv_slot = tl.where(is_real, block * block_size + position % block_size, -1)
     if is_first_group:
         token = tl.where(is_real, tl.load(last_tokens_ptr + known), 0)
-        # Rows with a request come first, so only those behind them count.
+        # Rows with a request come first, so only those after them count.
         num_before = row + 1
         if slot < 0:
-            num_before = 0
-            for start in range(0, num_rows, ROWS_TILE):
-                rows = start + tl.arange(0, ROWS_TILE)
-                others = tl.load(slots_ptr + rows, mask=rows < num_rows, other=-1)
-                num_before += tl.sum((others >= 0).to(tl.int32))
+            num_before = _count_requests(slots_ptr, num_rows, ROWS_TILE)
         tl.store(input_ids_ptr + row, token.to(tl.int32))
         tl.store(positions_ptr + row, position.to(tl.int64))
         tl.store(seq_lens_ptr + row, computed + 1)

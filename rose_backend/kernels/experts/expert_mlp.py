@@ -259,6 +259,58 @@ def _end_behind_first(program):
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+def _multiply(
+    weight_desc,
+    x_ptr,
+    weight_ptr,
+    x_rows,
+    in_rows,
+    x_stride,
+    expert,
+    column_tile,
+    columns,
+    in_columns,
+    NUM_COLUMNS: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WEIGHTS_LEFT: tl.constexpr,
+    TMA: tl.constexpr,
+    GATED: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Return products of rows of ``x`` with an expert's columns, and with ``GATED`` with the gate's factor."""
+    OUTPUTS: tl.constexpr = 2 * NUM_COLUMNS if GATED else NUM_COLUMNS
+    first_output = expert * OUTPUTS + column_tile * BLOCK_N
+    of_expert = weight_ptr + expert.to(tl.int64) * (OUTPUTS * K)
+    if EXACT:
+        # One sum over the whole depth would round more than twice as far as torch's product.
+        acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHTS_LEFT else [BLOCK_M, BLOCK_N], tl.float32)
+    factor_acc = acc
+    for start in range(0, K, BLOCK_K):
+        x = load_tile(x_ptr, x_rows, in_rows, x_stride, start, K, BLOCK_K, 1)
+        if TMA:
+            weight = weight_desc.load([first_output, start])
+        else:
+            weight = load_tile(of_expert, columns, in_columns, K, start, K, BLOCK_K, 1)
+        acc = add_tile(x, weight, acc, not EXACT, WEIGHTS_LEFT, EXACT)
+        if GATED:
+            if TMA:
+                factor = weight_desc.load([first_output + NUM_COLUMNS, start])
+            else:
+                factor = load_tile(of_expert, columns + NUM_COLUMNS, in_columns, K, start, K, BLOCK_K, 1)
+            factor_acc = add_tile(x, factor, factor_acc, not EXACT, WEIGHTS_LEFT, EXACT)
+    if EXACT:
+        acc, factor_acc = tl.sum(acc, 2), tl.sum(factor_acc, 2)
+    elif WEIGHTS_LEFT:
+        acc, factor_acc = tl.trans(acc), tl.trans(factor_acc)
+    return acc, factor_acc
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expert_product_kernel(
     weight_desc,  # of weight as [X * O, E], with TMA
@@ -308,32 +360,10 @@ def _expert_product_kernel(
         x_rows = pairs // PAIRS_PER_ROW
         columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         in_columns = columns < NUM_COLUMNS
-        OUTPUTS: tl.constexpr = 2 * NUM_COLUMNS if GATED else NUM_COLUMNS
-        first_output = expert * OUTPUTS + column_tile * BLOCK_N
-        of_expert = weight_ptr + expert.to(tl.int64) * (OUTPUTS * K)
-        if EXACT:
-            # One sum over the whole depth would round more than twice as far as torch's product.
-            acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
-        else:
-            acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHTS_LEFT else [BLOCK_M, BLOCK_N], tl.float32)
-        factor_acc = acc
-        for start in range(0, K, BLOCK_K):
-            x = load_tile(x_ptr, x_rows, in_rows, x_stride, start, K, BLOCK_K, 1)
-            if TMA:
-                weight = weight_desc.load([first_output, start])
-            else:
-                weight = load_tile(of_expert, columns, in_columns, K, start, K, BLOCK_K, 1)
-            acc = add_tile(x, weight, acc, not EXACT, WEIGHTS_LEFT, EXACT)
-            if GATED:
-                if TMA:
-                    factor = weight_desc.load([first_output + NUM_COLUMNS, start])
-                else:
-                    factor = load_tile(of_expert, columns + NUM_COLUMNS, in_columns, K, start, K, BLOCK_K, 1)
-                factor_acc = add_tile(x, factor, factor_acc, not EXACT, WEIGHTS_LEFT, EXACT)
-        if EXACT:
-            acc, factor_acc = tl.sum(acc, 2), tl.sum(factor_acc, 2)
-        elif WEIGHTS_LEFT:
-            acc, factor_acc = tl.trans(acc), tl.trans(factor_acc)
+        acc, factor_acc = _multiply(
+            weight_desc, x_ptr, weight_ptr, x_rows, in_rows, x_stride, expert, column_tile, columns, in_columns,
+            NUM_COLUMNS, K, BLOCK_M, BLOCK_N, BLOCK_K, WEIGHTS_LEFT, TMA, GATED, EXACT,
+        )  # fmt: skip
         if X_PARTS > 0:
             _, squares = load_moments(x_moments_ptr, x_rows, num_tokens, X_PARTS)
             norm = tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]

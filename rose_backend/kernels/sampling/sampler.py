@@ -146,7 +146,6 @@ def _choose_kernel(
     slice_tile: tl.constexpr = GROUP_TILE // COLUMNS
     temperature = tl.minimum(tl.load(filters[0] + row), LARGEST_FACTOR)
     row_filters = _load_filters(filters, row, vocab_size)
-    top_k, top_p, min_p = row_filters
     row_draws = (tl.load(draws[0] + row), tl.load(draws[1] + row).to(tl.int32))
     if PDL:
         # The scan in front has waited for everything else before it let this kernel start.
@@ -156,23 +155,11 @@ def _choose_kernel(
         maxima = tl.load(maxima_ptr + group_offsets, mask=is_group, other=MINUS_INFINITY)
         row_max, group_keys = tl.max(maxima), ordered_key(maxima)
         winners = winners_ptr + row * num_slices
-        # With an infinite maximum there are no weights: the first such token is taken, as in the reference.
-        if (temperature < GREEDY_TEMPERATURE) | (tl.abs(row_max) == float("inf")):
-            token = choose_first_maximum(group_keys, row_max, source, vocab_size, GROUP, COLUMNS)
-        else:
-            token, total = tl.full([], NO_TOKEN, tl.int32), tl.full([], 0.0, tl.float64)
-            has_winners = (top_k == 0) & (min_p == 0)
-            if has_winners:
-                token = choose_winner(source, row_draws, winners, vocab_size, num_slices, slice_tile)
-                if top_p < 1:
-                    total = _total_mass(masses_ptr, row, row_max, num_slices, slice_tile)
-            if (has_winners == 0) | (top_p < 1):
-                groups_ptr += row * (num_slices * COLUMNS)
-                scratch = (winners, groups_ptr, tokens_ptr + row * CANDIDATES, scores_ptr + row * CANDIDATES)
-                token = choose_filtered(
-                    group_keys, row_max, source, row_filters, row_draws, token, total, scratch, vocab_size,
-                    num_slices, GROUP, COLUMNS, CANDIDATES, FEW, TILE,
-                )  # fmt: skip
+        token = _choose(
+            group_keys, row_max, source, row_filters, row_draws, masses_ptr,
+            (winners, groups_ptr, tokens_ptr, scores_ptr), vocab_size, num_slices,
+            GROUP, COLUMNS, CANDIDATES, FEW, TILE, slice_tile,
+        )  # fmt: skip
         # Whatever the filters are, it is one of the vocabulary.
         token = tl.where(token < vocab_size, token, 0)
         reported = tl.where(row_max == MINUS_INFINITY, invalid_token_id, token)
@@ -188,6 +175,48 @@ def _choose_kernel(
             ordered_key(raw_maxima), logits_ptr, normaliser, logprobs[1] + offset, logprobs[2] + offset,
             num_logprobs, vocab_size, GROUP, COLUMNS,
         )  # fmt: skip
+
+
+@triton.jit
+def _choose(
+    group_keys,
+    row_max,
+    source,
+    filters,
+    draws,
+    masses_ptr,
+    scratch,  # winners of the row; of all rows groups, tokens and scores
+    vocab_size,
+    num_slices,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    FEW: tl.constexpr,
+    TILE: tl.constexpr,
+    SLICE_TILE: tl.constexpr,
+):
+    """Return a row's token; see ``choose_token.py`` for what it is chosen from."""
+    top_k, top_p, min_p = filters
+    temperature, row = source[2], source[3]
+    winners, groups_ptr, tokens_ptr, scores_ptr = scratch
+    # With an infinite maximum there are no weights: the first such token is taken, as in the reference.
+    if (temperature < GREEDY_TEMPERATURE) | (tl.abs(row_max) == float("inf")):
+        token = choose_first_maximum(group_keys, row_max, source, vocab_size, GROUP, COLUMNS)
+    else:
+        token, total = tl.full([], NO_TOKEN, tl.int32), tl.full([], 0.0, tl.float64)
+        has_winners = (top_k == 0) & (min_p == 0)
+        if has_winners:
+            token = choose_winner(source, draws, winners, vocab_size, num_slices, SLICE_TILE)
+            if top_p < 1:
+                total = _total_mass(masses_ptr, row, row_max, num_slices, SLICE_TILE)
+        if (has_winners == 0) | (top_p < 1):
+            groups_ptr += row * (num_slices * COLUMNS)
+            row_scratch = (winners, groups_ptr, tokens_ptr + row * CANDIDATES, scores_ptr + row * CANDIDATES)
+            token = choose_filtered(
+                group_keys, row_max, source, filters, draws, token, total, row_scratch, vocab_size,
+                num_slices, GROUP, COLUMNS, CANDIDATES, FEW, TILE,
+            )  # fmt: skip
+    return token
 
 
 @triton.jit
@@ -268,23 +297,14 @@ def _launch(
         return torch.empty(num_rows, width, dtype=dtype, device=logits.device)
 
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    mask, counts = params.prompt_mask, params.output_counts
-    is_plain = mask is None and counts is None
-    biases = None
-    if params.bias_token_ids is not None and params.bias is not None:
-        biases = (params.bias_token_ids.contiguous(), params.bias.contiguous())
+    is_plain = params.prompt_mask is None and params.output_counts is None
+    penalties, biases = _adjustments(params)
     inputs = (
         logits,
         logits.stride(0),
         (params.temperature, params.top_k, params.top_p, params.min_p),
         (params.seed, params.position),
-        (
-            None if mask is None else mask.contiguous().view(torch.uint8),
-            None if counts is None else counts.contiguous(),
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-        ),
+        penalties,
         biases,
         0 if biases is None else biases[0].shape[1],
         scratch(num_groups),
@@ -324,3 +344,20 @@ def _launch(
         # Two programs of 8 warps fit a multiprocessor.
         maxnreg=128,
     )
+
+
+def _adjustments(
+    params: SamplingTensors,
+) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor, ...] | None]:
+    """Return penalties and biases as ``scores_of`` takes them."""
+    mask, counts, biases = params.prompt_mask, params.output_counts, None
+    if params.bias_token_ids is not None and params.bias is not None:
+        biases = (params.bias_token_ids.contiguous(), params.bias.contiguous())
+    penalties = (
+        None if mask is None else mask.contiguous().view(torch.uint8),
+        None if counts is None else counts.contiguous(),
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+    )
+    return penalties, biases
