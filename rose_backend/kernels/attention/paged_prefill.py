@@ -8,7 +8,7 @@ it is then attended from the cache like the rest, converted once.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -31,6 +31,60 @@ from rose_backend.kernels.tuning.attention_decode import rows_tile
 from rose_backend.kernels.tuning.attention_prefill import PrefillTuning, prefill_tuning
 
 _UNSEEN = tl.constexpr(float("-inf"))
+
+
+class PrefillSizes(NamedTuple):
+    """What a program attends."""
+
+    NUM_HEADS: int
+    """Query heads."""
+    GROUP: int
+    """Query heads of a KV head."""
+    HEAD_SIZE: int
+    HEAD_TILE: int
+    BLOCK_SIZE: int
+    SAME_STRIDES: bool
+    """Keys and values of the cache are equally far apart."""
+
+
+class PrefillTiles(NamedTuple):
+    """How a program reads it."""
+
+    QUERY_TILE: int
+    TILE: int
+    """Keys per iteration."""
+    REST_TILE: int
+    """The same at the ends of context and chunk."""
+    SLICE: int
+    """Of a head: float32 is multiplied in slices; 0 is all at once."""
+    SPLIT: bool
+    """Attend the chunk's tiles before the queries' own in their own loop."""
+    STAGES: int
+    REST_STAGES: int
+
+
+class Logits(NamedTuple):
+    """What becomes of products."""
+
+    PLAIN: bool
+    """Logits are products times a positive factor. Then maxima are found before multiplying, and the factor becomes
+    part of the weights' subtraction."""
+    HAS_WINDOW: bool
+    HAS_CAP: bool
+    HAS_ALIBI: bool
+
+
+class Range(NamedTuple):
+    """A range of positions that is attended in one loop."""
+
+    FROM_CACHE: bool
+    """Else from the chunk."""
+    DESCRIBED: bool
+    """Through tensor descriptors."""
+    RAGGED: bool
+    """The last tile may be part of one. Else there are only whole tiles."""
+    CAUSAL: bool
+    """Queries may lie among the positions, the last one at the range's end or after it."""
 
 
 @triton.jit
@@ -75,17 +129,17 @@ def _float32_dot(left, right):
 
 @triton.jit
 def _float32_products(
-    query_rows,
+    queries,
     key_rows,
     dims,
     HEAD_SIZE: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """Return query-key products of float32, added up over slices of the head."""
-    products = tl.zeros([query_rows[0].shape[0], key_rows[0].shape[0]], tl.float32)
+    """Return query-key products of float32, added up over slices of the head; ``queries`` as of ``attend_range``."""
+    products = tl.zeros([queries[1].shape[0], key_rows[0].shape[0]], tl.float32)
     for first in tl.static_range(0, dims.shape[1], SLICE):
         slice_dims = (first + tl.arange(0, SLICE))[None, :]
-        query = load_rows(query_rows[0], query_rows[1], slice_dims, HEAD_SIZE, True)
+        query = load_rows(queries[1], queries[2], slice_dims, HEAD_SIZE, True)
         key = load_rows(key_rows[0], key_rows[1], slice_dims, HEAD_SIZE, True)
         products += _float32_dot(query, tl.trans(key.to(tl.float32)))
     return products
@@ -104,67 +158,52 @@ def _load_block_ids(table_ptr, start, tokens, end, BLOCK_SIZE: tl.constexpr, WHO
 @triton.jit
 def attend_range(
     state,
-    query,
-    query_rows,
-    query_positions,
-    key_source,
-    value_source,
-    table_ptr,
+    queries,
+    source,
     begin,
     end,
-    slope,
-    window,
     factors,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    how,
     TILE: tl.constexpr,
-    SLICE: tl.constexpr,
-    FROM_CACHE: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    RAGGED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PLAIN: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    SAME_STRIDES: tl.constexpr,
     STAGES: tl.constexpr,
+    SLICE: tl.constexpr,
+    SIZES: tl.constexpr,  # PrefillSizes
+    LOGITS: tl.constexpr,  # Logits
 ):
     """Attend over positions ``begin .. end - 1`` and return the new state: maximum, sum of weights, attended values.
 
     Args:
-        query_rows: pointers [Q, 1] and whether they are tokens, for ``SLICE`` > 0, which takes float32 in slices.
-        key_source, value_source: (pointer, block stride, token stride). Without ``FROM_CACHE`` the pointer is that of
-            position 0 and there are no blocks. With ``DESCRIBED`` (tensor descriptor, row of position 0, column).
-        factors: of ``to_logits``.
-        RAGGED: the last tile may be part of one. Without it there are only whole tiles.
-        CAUSAL: queries may lie among the positions, the last one at ``end - 1`` or after it.
-        PLAIN: logits are products times a positive ``factors[0]``. Then maxima are found before multiplying, and the
-            factor becomes part of the weights' subtraction.
+        queries: (queries [Q, D], pointers [Q, 1], which of them are tokens, their positions).
+        source: (keys, values, block table of the row). Keys and values are (pointer, block stride, token stride); out
+            of the cache the pointer is that of position 0 and there are no blocks. With ``how.DESCRIBED`` they are
+            (tensor descriptor, row of position 0, column).
+        factors: (slope, window, factors of ``to_logits``).
+        how: ``Range``.
     """
-    top, total, attended = state
+    key_source, value_source, table_ptr = source
+    BLOCK_SIZE: tl.constexpr = SIZES.BLOCK_SIZE
     tokens = tl.arange(0, TILE)
-    dims = tl.arange(0, query.shape[1])[None, :]
+    dims = tl.arange(0, queries[0].shape[1])[None, :]
     # Where tiles are whole blocks, and begin with one, a token's place within its block never changes.
-    WHOLE_BLOCKS: tl.constexpr = TILE % BLOCK_SIZE == 0 and not HAS_WINDOW
-    if FROM_CACHE:
+    WHOLE_BLOCKS: tl.constexpr = TILE % BLOCK_SIZE == 0 and not LOGITS.HAS_WINDOW
+    if how.FROM_CACHE:
         block_ids = _load_block_ids(table_ptr, begin, tokens, end, BLOCK_SIZE, WHOLE_BLOCKS)
-    elif not DESCRIBED:
+    elif not how.DESCRIBED:
         key_offsets = tokens.to(tl.int64) * key_source[2]
         value_offsets = tokens.to(tl.int64) * value_source[2]
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         positions = start + tokens
         is_token = positions < end
-        if DESCRIBED:
+        if how.DESCRIBED:
             key = key_source[0].load([key_source[1] + start, key_source[2]])
             value = value_source[0].load([value_source[1] + start, value_source[2]])
         else:
             key_ptr, value_ptr = key_source[0], value_source[0]
-            if FROM_CACHE:
+            if how.FROM_CACHE:
                 places = tokens if WHOLE_BLOCKS else positions
                 key_offsets = cached_offsets(block_ids, places, key_source[1], key_source[2], BLOCK_SIZE)
                 value_offsets = key_offsets
-                if not SAME_STRIDES:
+                if not SIZES.SAME_STRIDES:
                     value_offsets = cached_offsets(
                         block_ids, places, value_source[1], value_source[2], BLOCK_SIZE
                     )
@@ -174,38 +213,61 @@ def attend_range(
                 key_ptr += tl.cast(start, tl.int64) * key_source[2]
                 value_ptr += tl.cast(start, tl.int64) * value_source[2]
             key_rows = key_ptr + key_offsets[:, None]
-            value = load_rows(value_ptr + value_offsets[:, None], is_token, dims, HEAD_SIZE, RAGGED)
+            value = load_rows(value_ptr + value_offsets[:, None], is_token, dims, SIZES.HEAD_SIZE, how.RAGGED)
             if not SLICE:
-                key = load_rows(key_rows, is_token, dims, HEAD_SIZE, RAGGED)
+                key = load_rows(key_rows, is_token, dims, SIZES.HEAD_SIZE, how.RAGGED)
         if SLICE:
-            products = _float32_products(query_rows, (key_rows, is_token), dims, HEAD_SIZE, SLICE)
+            products = _float32_products(queries, (key_rows, is_token), dims, SIZES.HEAD_SIZE, SLICE)
         else:
-            products = tl.dot(query, tl.trans(key.to(query.dtype)))
-        distance = positions[None, :] - query_positions[:, None]
-        if not PLAIN:
-            products = to_logits(products, distance.to(tl.float32), slope, factors, HAS_CAP, HAS_ALIBI)
-        if CAUSAL:
-            # What lies past the end lies past every query, too.
-            products = tl.where(positions[None, :] <= query_positions[:, None], products, _UNSEEN)
-        elif RAGGED:
-            products = tl.where(is_token[None, :], products, _UNSEEN)
-        if HAS_WINDOW:
-            products = tl.where(distance > -window, products, _UNSEEN)
-        if PLAIN:
-            new_top = tl.maximum(top, tl.max(products, 1) * factors[0])
-            weights = tl.exp2(products * factors[0] - new_top[:, None])
-        else:
-            new_top = tl.maximum(top, tl.max(products, 1))
-            weights = tl.exp2(products - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 1)
-        value = value.to(query.dtype)
-        if SLICE:
-            attended = attended * shrink[:, None] + _float32_dot(weights, value)
-        else:
-            attended = tl.dot(weights.to(query.dtype), value, attended * shrink[:, None])
-        top = new_top
-    return top, total, attended
+            products = tl.dot(queries[0], tl.trans(key.to(queries[0].dtype)))
+        state = _add_products(
+            state, products, value, (positions, is_token), queries, factors, how, SLICE, LOGITS
+        )
+    return state
+
+
+@triton.jit
+def _add_products(
+    state,
+    products,
+    value,
+    keys,
+    queries,
+    factors,
+    how,
+    SLICE: tl.constexpr,
+    LOGITS: tl.constexpr,
+):
+    """Add values to ``state`` by their keys' products with the queries; ``keys`` are (positions, which are tokens)."""
+    top, total, attended = state
+    positions, is_token = keys
+    slope, window, logit_factors = factors
+    distance = positions[None, :] - queries[3][:, None]
+    if not LOGITS.PLAIN:
+        products = to_logits(
+            products, distance.to(tl.float32), slope, logit_factors, LOGITS.HAS_CAP, LOGITS.HAS_ALIBI
+        )
+    if how.CAUSAL:
+        # What lies past the end lies past every query, too.
+        products = tl.where(positions[None, :] <= queries[3][:, None], products, _UNSEEN)
+    elif how.RAGGED:
+        products = tl.where(is_token[None, :], products, _UNSEEN)
+    if LOGITS.HAS_WINDOW:
+        products = tl.where(distance > -window, products, _UNSEEN)
+    if LOGITS.PLAIN:
+        new_top = tl.maximum(top, tl.max(products, 1) * logit_factors[0])
+        weights = tl.exp2(products * logit_factors[0] - new_top[:, None])
+    else:
+        new_top = tl.maximum(top, tl.max(products, 1))
+        weights = tl.exp2(products - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    value = value.to(queries[0].dtype)
+    if SLICE:
+        attended = attended * shrink[:, None] + _float32_dot(weights, value)
+    else:
+        attended = tl.dot(weights.to(queries[0].dtype), value, attended * shrink[:, None])
+    return new_top, total, attended
 
 
 @triton.jit
@@ -334,6 +396,95 @@ _REST_TILE = 32
 """Keys per iteration at the ends of context and chunk, at most: fewer registers where little is to be done."""
 
 
+@triton.jit
+def _attend_context(
+    state,
+    queries,
+    source,
+    begin,
+    middle,
+    end,
+    factors,
+    HAS_NEW: tl.constexpr,
+    TILES: tl.constexpr,
+    SIZES: tl.constexpr,
+    LOGITS: tl.constexpr,
+):
+    """Attend to positions ``begin .. end - 1`` of the cache: whole tiles up to ``middle``, then the rest."""
+    whole = begin + tl.maximum(middle - begin, 0) // TILES.TILE * TILES.TILE
+    if begin < whole:
+        state = attend_range(
+            state, queries, source, begin, whole, factors,
+            Range(FROM_CACHE=True, DESCRIBED=False, RAGGED=False, CAUSAL=False),
+            TILES.TILE, TILES.STAGES, TILES.SLICE, SIZES, LOGITS,
+        )  # fmt: skip
+    if whole < end:
+        state = attend_range(
+            state, queries, source, whole, end, factors,
+            Range(FROM_CACHE=True, DESCRIBED=False, RAGGED=True, CAUSAL=not HAS_NEW),
+            TILES.REST_TILE, TILES.REST_STAGES, TILES.SLICE, SIZES, LOGITS,
+        )  # fmt: skip
+    return state
+
+
+@triton.jit
+def _attend_chunk(
+    state,
+    queries,
+    source,
+    described,
+    begin,
+    diagonal,
+    end,
+    factors,
+    TILES: tl.constexpr,
+    SIZES: tl.constexpr,
+    LOGITS: tl.constexpr,
+):
+    """Attend to positions ``begin .. end - 1`` of the chunk; the queries' own begin at ``diagonal``.
+
+    Whole tiles before the queries, whole tiles among them, then the rest. The rest is always loaded by pointers: rows
+    after the end belong to another request. ``described`` is the source as tensor descriptors, or None.
+    """
+    if TILES.SPLIT:
+        whole = begin + tl.maximum(diagonal - begin, 0) // TILES.TILE * TILES.TILE
+        if begin < whole:
+            state = attend_range(
+                state, queries, source if described is None else described, begin, whole, factors,
+                Range(FROM_CACHE=False, DESCRIBED=described is not None, RAGGED=False, CAUSAL=False),
+                TILES.TILE, TILES.STAGES, TILES.SLICE, SIZES, LOGITS,
+            )  # fmt: skip
+        begin = whole
+        if described is not None:
+            whole += tl.maximum(end - whole, 0) // TILES.TILE * TILES.TILE
+            if begin < whole:
+                state = attend_range(
+                    state, queries, described, begin, whole, factors,
+                    Range(FROM_CACHE=False, DESCRIBED=True, RAGGED=False, CAUSAL=True),
+                    TILES.TILE, TILES.STAGES, TILES.SLICE, SIZES, LOGITS,
+                )  # fmt: skip
+            begin = whole
+    if begin < end:
+        state = attend_range(
+            state, queries, source, begin, end, factors,
+            Range(FROM_CACHE=False, DESCRIBED=False, RAGGED=True, CAUSAL=True),
+            TILES.REST_TILE, TILES.REST_STAGES, TILES.SLICE, SIZES, LOGITS,
+        )  # fmt: skip
+    return state
+
+
+@triton.jit
+def _start_state(sinks_ptr, head, SIZES: tl.constexpr, TILES: tl.constexpr):
+    """Return the state before anything was attended but the head's sink."""
+    top = tl.full([TILES.QUERY_TILE], NO_LOGIT, tl.float32)
+    total = tl.zeros([TILES.QUERY_TILE], tl.float32)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head) * LOG2_E
+        top = tl.maximum(top, sink)
+        total = tl.exp2(sink - top)
+    return top, total, tl.zeros([TILES.QUERY_TILE, SIZES.HEAD_TILE], tl.float32)
+
+
 @triton.jit(
     do_not_specialize=["num_rows", "num_pieces", "window", "table_stride"],
     do_not_specialize_on_alignment=[
@@ -368,134 +519,79 @@ def _paged_prefill_kernel(
     factors,
     strides,  # AttentionStrides
     table_stride,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     ROWS_TILE: tl.constexpr,
-    QUERY_TILE: tl.constexpr,
-    TILE: tl.constexpr,
-    REST_TILE: tl.constexpr,
-    SLICE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PLAIN: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    SAME_STRIDES: tl.constexpr,
-    STAGES: tl.constexpr,
-    REST_STAGES: tl.constexpr,
+    SIZES: tl.constexpr,  # PrefillSizes
+    TILES: tl.constexpr,  # PrefillTiles
+    LOGITS: tl.constexpr,  # Logits
 ):
     HAS_NEW: tl.constexpr = new_key_ptr is not None
-    DESCRIBED: tl.constexpr = new_key_rows is not None
-    HAS_ALIBI: tl.constexpr = slopes_ptr is not None
-    head = tl.program_id(0) % NUM_HEADS
+    head = tl.program_id(0) % SIZES.NUM_HEADS
     # From the last tile on: a row's later tiles take longer.
-    work = num_pieces - 1 - tl.program_id(0) // NUM_HEADS
-    row, tile = find_tile(query_start_ptr, num_computed_ptr, num_rows, work, ROWS_TILE, QUERY_TILE)
+    work = num_pieces - 1 - tl.program_id(0) // SIZES.NUM_HEADS
+    row, tile = find_tile(query_start_ptr, num_computed_ptr, num_rows, work, ROWS_TILE, TILES.QUERY_TILE)
     if row >= num_rows:
         return
     first_token = tl.load(query_start_ptr + row).to(tl.int64)
     num_tokens = tl.load(query_start_ptr + row + 1) - first_token.to(tl.int32)
     computed = tl.load(num_computed_ptr + row)
-    kv_head = (head // GROUP).to(tl.int64)
+    kv_head = (head // SIZES.GROUP).to(tl.int64)
     table_ptr = block_table_ptr + row.to(tl.int64) * table_stride
     key_cache = (key_cache_ptr + kv_head * strides.key[2], strides.key[0], strides.key[1])
     value_cache = (value_cache_ptr + kv_head * strides.value[2], strides.value[0], strides.value[1])
 
-    first_query = tile * QUERY_TILE
-    tokens = first_query + tl.arange(0, QUERY_TILE)
+    first_query = tile * TILES.QUERY_TILE
+    tokens = first_query + tl.arange(0, TILES.QUERY_TILE)
     if HAS_NEW:
         new_key_ptr += first_token * strides.new_key[0] + kv_head * strides.new_key[1]
         new_value_ptr += first_token * strides.new_value[0] + kv_head * strides.new_value[1]
 
-    dims = tl.arange(0, HEAD_TILE)[None, :]
+    dims = tl.arange(0, SIZES.HEAD_TILE)[None, :]
     is_query = tokens < num_tokens
     head64 = head.to(tl.int64)
-    rows = tl.arange(0, QUERY_TILE).to(tl.int64)[:, None]
+    rows = tl.arange(0, TILES.QUERY_TILE).to(tl.int64)[:, None]
     query_ptr += (first_token + first_query) * strides.query[0] + head64 * strides.query[1]
     query_rows = query_ptr + rows * strides.query[0]
-    query = load_rows(query_rows, is_query, dims, HEAD_SIZE, True)
-    query_positions = computed + tokens
+    query = load_rows(query_rows, is_query, dims, SIZES.HEAD_SIZE, True)
+    queries = (query, query_rows, is_query, computed + tokens)
     slope = 0.0
-    if HAS_ALIBI:
+    if LOGITS.HAS_ALIBI:
         slope = tl.load(slopes_ptr + head).to(tl.float32)
-    factors = (factors[0] * load_scale(key_scale_ptr), factors[1])
-    top = tl.full([QUERY_TILE], NO_LOGIT, tl.float32)
-    total = tl.zeros([QUERY_TILE], tl.float32)
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head) * LOG2_E
-        top = tl.maximum(top, sink)
-        total = tl.exp2(sink - top)
-    state = (top, total, tl.zeros([QUERY_TILE, HEAD_TILE], tl.float32))
+    factors = (slope, window, (factors[0] * load_scale(key_scale_ptr), factors[1]))
+    state = _start_state(sinks_ptr, head, SIZES, TILES)
 
     diagonal = computed + first_query
-    end = tl.minimum(diagonal + QUERY_TILE, computed + num_tokens)
-    begin = tl.maximum(diagonal + 1 - window, 0) if HAS_WINDOW else 0
+    end = tl.minimum(diagonal + TILES.QUERY_TILE, computed + num_tokens)
+    begin = tl.maximum(diagonal + 1 - window, 0) if LOGITS.HAS_WINDOW else 0
     # From the cache: whole tiles before the chunk or the queries, then the rest.
-    whole = begin + tl.maximum((computed if HAS_NEW else diagonal) - begin, 0) // TILE * TILE
-    if begin < whole:
-        state = attend_range(
-            state, query, (query_rows, is_query), query_positions, key_cache, value_cache, table_ptr,
-            begin, whole, slope, window, factors,
-            HEAD_SIZE, BLOCK_SIZE, TILE, SLICE, True, False, False, False,
-            PLAIN, HAS_WINDOW, HAS_CAP, HAS_ALIBI, SAME_STRIDES, STAGES,
-        )  # fmt: skip
-    rest = computed if HAS_NEW else end
-    if whole < rest:
-        state = attend_range(
-            state, query, (query_rows, is_query), query_positions, key_cache, value_cache, table_ptr,
-            whole, rest, slope, window, factors,
-            HEAD_SIZE, BLOCK_SIZE, REST_TILE, SLICE, True, False, True, not HAS_NEW,
-            PLAIN, HAS_WINDOW, HAS_CAP, HAS_ALIBI, SAME_STRIDES, REST_STAGES,
-        )  # fmt: skip
+    state = _attend_context(
+        state, queries, (key_cache, value_cache, table_ptr), begin,
+        computed if HAS_NEW else diagonal, computed if HAS_NEW else end, factors,
+        HAS_NEW, TILES, SIZES, LOGITS,
+    )  # fmt: skip
     if HAS_NEW:
         past = computed.to(tl.int64)
         chunk_key = (new_key_ptr - past * strides.new_key[0], 0, strides.new_key[0])
         chunk_value = (new_value_ptr - past * strides.new_value[0], 0, strides.new_value[0])
-        begin = tl.maximum(begin, computed)
-        if SPLIT:
-            # From the chunk: whole tiles before the queries, whole tiles among them, then the rest. The rest is always
-            # loaded by pointers: rows behind the end belong to another request.
-            whole_key, whole_value = chunk_key, chunk_value
-            if DESCRIBED:
-                first_row = first_token.to(tl.int32) - computed
-                whole_key = (new_key_rows, first_row, (kv_head * strides.new_key[1]).to(tl.int32))
-                whole_value = (new_value_rows, first_row, (kv_head * strides.new_value[1]).to(tl.int32))
-            whole = begin + tl.maximum(diagonal - begin, 0) // TILE * TILE
-            if begin < whole:
-                state = attend_range(
-                    state, query, (query_rows, is_query), query_positions, whole_key, whole_value, table_ptr,
-                    begin, whole, slope, window, factors,
-                    HEAD_SIZE, BLOCK_SIZE, TILE, SLICE, False, DESCRIBED, False, False,
-                    PLAIN, HAS_WINDOW, HAS_CAP, HAS_ALIBI, SAME_STRIDES, STAGES,
-                )  # fmt: skip
-            begin = whole
-            if DESCRIBED:
-                whole += tl.maximum(end - whole, 0) // TILE * TILE
-                if begin < whole:
-                    state = attend_range(
-                        state, query, (query_rows, is_query), query_positions, whole_key, whole_value, table_ptr,
-                        begin, whole, slope, window, factors,
-                        HEAD_SIZE, BLOCK_SIZE, TILE, SLICE, False, True, False, True,
-                        PLAIN, HAS_WINDOW, HAS_CAP, HAS_ALIBI, SAME_STRIDES, STAGES,
-                    )  # fmt: skip
-                begin = whole
-        if begin < end:
-            state = attend_range(
-                state, query, (query_rows, is_query), query_positions, chunk_key, chunk_value, table_ptr,
-                begin, end, slope, window, factors,
-                HEAD_SIZE, BLOCK_SIZE, REST_TILE, SLICE, False, False, True, True,
-                PLAIN, HAS_WINDOW, HAS_CAP, HAS_ALIBI, SAME_STRIDES, REST_STAGES,
-            )  # fmt: skip
-        if head % GROUP == 0:
+        described = None
+        if new_key_rows is not None:
+            first_row = first_token.to(tl.int32) - computed
+            described = (
+                (new_key_rows, first_row, (kv_head * strides.new_key[1]).to(tl.int32)),
+                (new_value_rows, first_row, (kv_head * strides.new_value[1]).to(tl.int32)),
+                table_ptr,
+            )
+        state = _attend_chunk(
+            state, queries, (chunk_key, chunk_value, table_ptr), described, tl.maximum(begin, computed),
+            diagonal, end, factors, TILES, SIZES, LOGITS,
+        )  # fmt: skip
+        if head % SIZES.GROUP == 0:
             store_tile(
                 new_key_ptr, strides.new_key[0], key_cache, 1.0, table_ptr, tokens, num_tokens, computed,
-                BLOCK_SIZE, HEAD_SIZE, HEAD_TILE,
+                SIZES.BLOCK_SIZE, SIZES.HEAD_SIZE, SIZES.HEAD_TILE,
             )  # fmt: skip
             store_tile(
                 new_value_ptr, strides.new_value[0], value_cache, 1.0, table_ptr, tokens, num_tokens, computed,
-                BLOCK_SIZE, HEAD_SIZE, HEAD_TILE,
+                SIZES.BLOCK_SIZE, SIZES.HEAD_SIZE, SIZES.HEAD_TILE,
             )  # fmt: skip
     _, total, attended = state
     attended *= (load_scale(value_scale_ptr) / total)[:, None]
@@ -503,7 +599,7 @@ def _paged_prefill_kernel(
     tl.store(
         out_ptr + rows * strides.out[0] + dims,
         attended.to(out_ptr.dtype.element_ty),
-        mask=is_query[:, None] & (dims < HEAD_SIZE),
+        mask=is_query[:, None] & (dims < SIZES.HEAD_SIZE),
     )
 
 
@@ -534,7 +630,6 @@ def paged_prefill(
             gpu_properties(query.device).capability,
             is_describable=new is not None and _is_describable(new.key) and _is_describable(new.value),
         )
-    head_tile = padded_head_size(head_size)
     # Each row wastes at most part of one tile.
     num_pieces = num_tokens // tuning.query_tile + num_rows
     _paged_prefill_kernel[(num_pieces * num_query_heads,)](
@@ -557,45 +652,40 @@ def paged_prefill(
         logit_factors(options.scale, options.logits_soft_cap),
         attention_strides(out, query, new, kv),
         kv.block_table.stride(0),
-        NUM_HEADS=num_query_heads,
-        GROUP=num_query_heads // num_kv_heads,
-        HEAD_SIZE=head_size,
-        HEAD_TILE=head_tile,
-        BLOCK_SIZE=block_size,
         ROWS_TILE=rows_tile(num_rows),
-        SLICE=min(_FLOAT32_SLICE, head_tile) if query.dtype == torch.float32 else 0,
-        PLAIN=_is_plain(options),
-        HAS_WINDOW=options.sliding_window is not None,
-        HAS_CAP=options.logits_soft_cap is not None,
-        SAME_STRIDES=kv.key_cache.stride() == kv.value_cache.stride(),
-        **_tiles_of(tuning),
+        SIZES=PrefillSizes(
+            num_query_heads,
+            num_query_heads // num_kv_heads,
+            head_size,
+            padded_head_size(head_size),
+            block_size,
+            kv.key_cache.stride() == kv.value_cache.stride(),
+        ),
+        TILES=_tiles_of(tuning, padded_head_size(head_size), is_float32=query.dtype == torch.float32),
+        LOGITS=_logits_of(options),
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
     )
     return out
 
 
 @lru_cache(maxsize=1024)
-def _tiles_of(tuning: PrefillTuning) -> dict[str, Any]:
-    """Return the kernel's arguments that follow from ``tuning`` alone."""
-    return {
-        "QUERY_TILE": tuning.query_tile,
-        "TILE": tuning.tile,
-        "REST_TILE": min(tuning.tile, _REST_TILE) if tuning.by_descriptor else tuning.tile,
-        "SPLIT": tuning.split,
-        "STAGES": tuning.num_stages,
-        "REST_STAGES": 1 if tuning.by_descriptor else tuning.num_stages,
-        "num_warps": tuning.num_warps,
-        "num_stages": tuning.num_stages,
-    }
-
-
-def _is_plain(options: AttentionOptions) -> bool:
-    """Whether logits are products times a positive factor."""
-    return (
-        options.scale > 0
-        and options.key_scale is None
-        and options.alibi_slopes is None
-        and options.logits_soft_cap is None
+def _tiles_of(tuning: PrefillTuning, head_tile: int, *, is_float32: bool) -> PrefillTiles:
+    return PrefillTiles(
+        tuning.query_tile,
+        tuning.tile,
+        min(tuning.tile, _REST_TILE) if tuning.by_descriptor else tuning.tile,
+        min(_FLOAT32_SLICE, head_tile) if is_float32 else 0,
+        tuning.split,
+        tuning.num_stages,
+        1 if tuning.by_descriptor else tuning.num_stages,
     )
+
+
+def _logits_of(options: AttentionOptions) -> Logits:
+    has_alibi, has_cap = options.alibi_slopes is not None, options.logits_soft_cap is not None
+    is_plain = options.scale > 0 and options.key_scale is None and not has_alibi and not has_cap
+    return Logits(is_plain, options.sliding_window is not None, has_cap, has_alibi)
 
 
 def _is_describable(rows: torch.Tensor) -> bool:
