@@ -69,6 +69,16 @@ class DecodeLoops(NamedTuple):
     EARLY_TILES: int
 
 
+class DecodeLogits(NamedTuple):
+    """What becomes of products."""
+
+    HAS_WINDOW: bool
+    MASK_WINDOW: bool
+    """Queries of a row see different parts of its cached tokens."""
+    HAS_CAP: bool
+    HAS_ALIBI: bool
+
+
 @triton.jit
 def _visible_logits(
     products,
@@ -77,17 +87,17 @@ def _visible_logits(
     queries,
     factors,
     CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
+    LOGITS: tl.constexpr,  # DecodeLogits
 ):
     """Return base-2 logits, ``HIDDEN`` where a query may not look. ``queries`` are (position, ALiBi slope, window)."""
     distance = positions - queries[0]
-    logits = to_logits(products, distance.to(tl.float32), queries[1], factors, HAS_CAP, HAS_ALIBI)
+    logits = to_logits(
+        products, distance.to(tl.float32), queries[1], factors, LOGITS.HAS_CAP, LOGITS.HAS_ALIBI
+    )
     is_visible = is_token
     if CAUSAL:
         is_visible &= distance <= 0
-    if HAS_WINDOW:
+    if LOGITS.MASK_WINDOW:
         is_visible &= distance > -queries[2]
     return tl.where(is_visible, logits, HIDDEN)
 
@@ -202,26 +212,22 @@ def attend_tile(
     queries,
     factors,
     CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    USE_DOT: tl.constexpr,
-    BY_ASSEMBLER: tl.constexpr,
+    LOGITS: tl.constexpr,  # DecodeLogits
+    LOOPS: tl.constexpr,  # DecodeLoops
 ):
     """Add one tile of keys and values to ``state``: maximum, sum of weights, weighted values.
 
-    With ``USE_DOT`` these are of each query. Lane by lane each query has a KV head of its own, whose elements are side
+    With ``LOOPS.USE_DOT`` these are of each query. Lane by lane each query has its own KV head, whose elements are side
     by side in ``key`` and ``value``, and they are of each token of a tile: nothing is reduced over tokens here.
     """
     top, total, attended = state
-    if USE_DOT:
+    if LOOPS.USE_DOT:
         if tl.float8e4nv == value.dtype:
-            value = to_half(value, BY_ASSEMBLER)
+            value = to_half(value, LOOPS.BY_ASSEMBLER)
         products = tl.dot(query, tl.trans(key.to(query.dtype)))
         logits = _visible_logits(
-            products, positions[None, :], is_token[None, :], queries, factors,
-            CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI,
-        )  # fmt: skip
+            products, positions[None, :], is_token[None, :], queries, factors, CAUSAL, LOGITS
+        )
         new_top = tl.maximum(top, tl.max(logits, 1))
         weights = tl.exp2(logits - new_top[:, None])
         shrink = tl.exp2(top - new_top)
@@ -233,9 +239,8 @@ def attend_tile(
         elements = tl.reshape(query.to(tl.float32), [HEADS * HEAD_TILE])[None, :] * key.to(tl.float32)
         products = tl.sum(tl.reshape(elements, [key.shape[0], HEADS, HEAD_TILE]), 2)
         logits = _visible_logits(
-            products, positions[:, None], is_token[:, None], queries, factors,
-            CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI,
-        )  # fmt: skip
+            products, positions[:, None], is_token[:, None], queries, factors, CAUSAL, LOGITS
+        )
         new_top = tl.maximum(top, logits)
         weights = tl.exp2(logits - new_top)
         shrink = tl.exp2(top - new_top)
@@ -260,28 +265,26 @@ def attend_cached(
     factors,
     TILE: tl.constexpr,
     PAGES: tl.constexpr,  # PageSizes
-    STAGES: tl.constexpr,
     CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    USE_DOT: tl.constexpr,
-    BY_ASSEMBLER: tl.constexpr,
+    LOGITS: tl.constexpr,  # DecodeLogits
+    LOOPS: tl.constexpr,  # DecodeLoops
 ):
     """Add the cached tokens ``begin .. end - 1`` to ``state``.
 
-    Lane by lane, ``early`` are the keys and values of the first ``STAGES`` tiles and ``block_ids`` those of the next
-    one: while a tile is attended, so many are on their way into registers. With ``USE_DOT`` ``early`` is the first tile
-    or nothing, and ``block_ids`` are those of the next: further tiles pass through shared memory, ``STAGES`` at once.
+    Lane by lane, ``early`` are the keys and values of the first ``LOOPS.STAGES`` tiles and ``block_ids`` those of the
+    next one: while a tile is attended, that many are being loaded into registers. With ``LOOPS.USE_DOT`` ``early`` is
+    the first tile or nothing, and ``block_ids`` are those of the next: further tiles pass through shared memory,
+    ``LOOPS.STAGES`` at once.
     """
+    STAGES: tl.constexpr = LOOPS.STAGES
     top, total, attended = state
     tokens = tl.arange(0, TILE)
-    if USE_DOT:
+    if LOOPS.USE_DOT:
         if len(early) > 0:
             positions = begin + tokens
             top, total, attended = attend_tile(
                 (top, total, attended), query, early[0], early[1], positions, positions < end, queries, factors,
-                CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI, USE_DOT, BY_ASSEMBLER,
+                CAUSAL, LOGITS, LOOPS,
             )  # fmt: skip
             begin += TILE
         for start in tl.range(begin, end, TILE, num_stages=STAGES):
@@ -291,7 +294,7 @@ def attend_cached(
             block_ids = load_block_ids(cache[2], places + TILE, end, PAGES.BLOCK_SIZE)
             top, total, attended = attend_tile(
                 (top, total, attended), query, key, value, positions, positions < end, queries, factors,
-                CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI, USE_DOT, BY_ASSEMBLER,
+                CAUSAL, LOGITS, LOOPS,
             )  # fmt: skip
     else:
         for start in tl.range(begin, end, TILE, num_stages=1):
@@ -301,7 +304,7 @@ def attend_cached(
             block_ids = load_block_ids(cache[2], places + TILE, end, PAGES.BLOCK_SIZE)
             top, total, attended = attend_tile(
                 (top, total, attended), query, early[0], early[1], positions, positions < end, queries, factors,
-                CAUSAL, HAS_WINDOW, HAS_CAP, HAS_ALIBI, USE_DOT, BY_ASSEMBLER,
+                CAUSAL, LOGITS, LOOPS,
             )  # fmt: skip
             early = early[2:] + last
     return top, total, attended
@@ -343,12 +346,10 @@ def add_logit(state, logits):
 
 
 @triton.jit
-def add_new_token(
-    state, query, key, value, slopes, factors, is_last, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr
-):
+def add_new_token(state, query, key, value, slopes, factors, is_last, LOGITS: tl.constexpr):
     """Add a row's one new token to the state of its last split."""
     products = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1)
-    logits = to_logits(products, 0.0, slopes, factors, HAS_CAP, HAS_ALIBI)
+    logits = to_logits(products, 0.0, slopes, factors, LOGITS.HAS_CAP, LOGITS.HAS_ALIBI)
     top, total, attended, weights = add_logit(state, tl.where(is_last, logits, HIDDEN))
     return top, total, attended + weights[:, None] * value.to(tl.float32)
 
@@ -382,6 +383,73 @@ class DecodeWork(NamedTuple):
     MAX_QUERY_LEN: int
     QUERY_TILE: int
     NEW_TILE: int
+    HEAD_SIZE: int
+    HEAD_TILE: int
+
+
+@triton.jit
+def _own_share(WORK: tl.constexpr):
+    """Return which share of a row's work is the program's, its first KV head, query head and new token.
+
+    Neighbouring programs read neighbouring heads of the same tokens. ``SHARERS`` programs read the same KV head: each
+    has ``GROUP`` of its query heads and ``TOKENS`` of the row's new tokens. Or a program has ``KV_HEADS`` heads of the
+    cache and the one query head of each.
+    """
+    share = tl.program_id(0) % WORK.SHARES
+    kv_head = (share // WORK.SHARERS * WORK.KV_HEADS).to(tl.int64)
+    first_head = share // (WORK.MAX_QUERY_LEN // WORK.TOKENS) * WORK.GROUP
+    own_token = share % (WORK.MAX_QUERY_LEN // WORK.TOKENS)
+    return share, kv_head, first_head, own_token
+
+
+@triton.jit
+def _load_query(
+    query_ptr,
+    queries,
+    query_mask,
+    strides,
+    rotation,
+    angles,
+    norm,
+    WORK: tl.constexpr,
+    ROTATION: tl.constexpr,
+):
+    """Return the program's queries, rotated where that is asked for; ``query_ptr`` is that of the first."""
+    dims = tl.arange(0, WORK.HEAD_TILE)
+    query_rows = query_ptr + query_offsets(queries, strides.query, WORK.GROUP, WORK.TOKENS)
+    query = tl.load(query_rows[:, None] + dims[None, :], mask=query_mask, other=0.0)
+    if ROTATION is not None:
+        query = rotated(
+            query, query_rows, query_mask, angles, norm, rotation.eps, WORK.HEAD_SIZE, ROTATION.NORM
+        )
+    return query
+
+
+@triton.jit
+def _load_new(
+    new_key_ptr,
+    new_value_ptr,
+    strides,
+    tokens,
+    heads,
+    mask,
+    rotation,
+    angles,
+    norm,
+    WORK: tl.constexpr,
+    ROTATION: tl.constexpr,
+):
+    """Return new keys, rotated where that is asked for, and values.
+
+    ``tokens`` are (the row's first, places counted from it).
+    """
+    new_key, new_value = load_new_tokens(
+        new_key_ptr, new_value_ptr, strides, tokens[0] + tokens[1], heads, mask
+    )
+    if ROTATION is not None:
+        key_rows = new_key_ptr + tokens[0] * strides.new_key[0] + heads * strides.new_key[1]
+        new_key = rotated(new_key, key_rows, mask, angles, norm, rotation.eps, WORK.HEAD_SIZE, ROTATION.NORM)
+    return new_key, new_value
 
 
 @triton.jit(
@@ -426,34 +494,24 @@ def _paged_decode_kernel(
     COMBINE: tl.constexpr,  # CombineSizes
     LOOPS: tl.constexpr,  # DecodeLoops
     ROTATION: tl.constexpr,  # RotationSizes, None as above
-    HEAD_SIZE: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
     PAGES: tl.constexpr,  # PageSizes
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
+    LOGITS: tl.constexpr,  # DecodeLogits
 ):
     HAS_NEW: tl.constexpr = new_key_ptr is not None
-    HAS_ALIBI: tl.constexpr = slopes_ptr is not None
+    HEAD_SIZE: tl.constexpr = WORK.HEAD_SIZE
+    HEAD_TILE: tl.constexpr = WORK.HEAD_TILE
     GROUP: tl.constexpr = WORK.GROUP
     TOKENS: tl.constexpr = WORK.TOKENS
     MAX_QUERY_LEN: tl.constexpr = WORK.MAX_QUERY_LEN
     QUERY_TILE: tl.constexpr = WORK.QUERY_TILE
     TILE: tl.constexpr = SPLITS.TILE
     USE_DOT: tl.constexpr = LOOPS.USE_DOT
-    BY_ASSEMBLER: tl.constexpr = LOOPS.BY_ASSEMBLER
     OVERLAP: tl.constexpr = LOOPS.OVERLAP
-    MASK_WINDOW: tl.constexpr = HAS_WINDOW and MAX_QUERY_LEN > 1
     # Tiles loaded before anything waits for the query; the block ids of one more are loaded, too.
     EARLY: tl.constexpr = LOOPS.EARLY_TILES
     if OVERLAP and LOOPS.EARLY_DEPENDENTS:
         tl.extra.cuda.gdc_launch_dependents()
-    # Neighbouring programs read neighbouring heads of the same tokens. ``SHARERS`` programs read the same KV head:
-    # each has ``GROUP`` of its query heads and ``TOKENS`` of the row's new tokens. Or a program has ``KV_HEADS`` heads
-    # of the cache and the one query head of each.
-    share = tl.program_id(0) % WORK.SHARES
-    kv_head = (share // WORK.SHARERS * WORK.KV_HEADS).to(tl.int64)
-    first_head = share // (MAX_QUERY_LEN // TOKENS) * GROUP
-    own_token = share % (MAX_QUERY_LEN // TOKENS)
+    share, kv_head, first_head, own_token = _own_share(WORK)
     work = tl.program_id(0) // WORK.SHARES
     tokens = tl.arange(0, TILE)
     own_row = work
@@ -466,7 +524,7 @@ def _paged_decode_kernel(
     block_ids = load_tiles_block_ids(table_ptr, first, table_end, EARLY + 1, TILE, PAGES.BLOCK_SIZE)
     row, length, first_token, query_len, split, num_splits, slot, begin, end = find_split(
         num_computed_ptr, query_start_ptr, num_rows, window, work, own_row, extra, SPLITS,
-        MAX_QUERY_LEN, HAS_NEW, HAS_WINDOW,
+        MAX_QUERY_LEN, HAS_NEW, LOGITS.HAS_WINDOW,
     )  # fmt: skip
     if (row >= num_rows) | (length < 0) | (own_token >= query_len):
         # What waits for this kernel waits for those in front of it, too, also if no row has anything to do.
@@ -504,6 +562,7 @@ def _paged_decode_kernel(
             new_heads, new_tokens = new_tokens.to(tl.int64), new_tokens * 0
         is_new = new_tokens < query_len
         new_block_ids = load_block_ids(table_ptr, length + new_tokens, length + query_len, PAGES.BLOCK_SIZE)
+    angles, query_norm, key_norm = None, None, None
     if ROTATION is not None:
         tl.static_assert(HAS_NEW and MAX_QUERY_LEN == 1, "all heads have the new token's position")
         angles = load_angles(rotation, length, HEAD_TILE, ROTATION)
@@ -513,14 +572,9 @@ def _paged_decode_kernel(
         # Until here nothing was read that the kernel in front makes, and nothing was written.
         tl.extra.cuda.gdc_wait()
     query_ptr += (first_token + own_token) * strides.query[0] + first_head * strides.query[1]
-    query_rows = query_ptr + query_offsets(queries, strides.query, GROUP, TOKENS)
-    query = tl.load(query_rows[:, None] + dims[None, :], mask=query_mask, other=0.0)
-    if ROTATION is not None:
-        query = rotated(
-            query, query_rows, query_mask, angles, query_norm, rotation.eps, HEAD_SIZE, ROTATION.NORM
-        )
+    query = _load_query(query_ptr, queries, query_mask, strides, rotation, angles, query_norm, WORK, ROTATION)
     slopes = tl.zeros([QUERY_TILE], tl.float32)
-    if HAS_ALIBI:
+    if LOGITS.HAS_ALIBI:
         slopes = tl.load(slopes_ptr + heads, mask=is_query, other=0.0).to(tl.float32)
     query_positions = length + own_token if TOKENS == 1 else (length + queries // GROUP)[:, None]
     query_limits = (query_positions, slopes[:, None] if USE_DOT else slopes[None, :], window)
@@ -535,16 +589,10 @@ def _paged_decode_kernel(
         tile_factors = ((product_factor * query_factors)[:, None], logit_factor)
     if HAS_NEW:
         new_mask = is_new[:, None] & is_dim[None, :]
-        new_key, new_value = load_new_tokens(
-            new_key_ptr, new_value_ptr, strides, first_token + new_tokens, kv_head + new_heads, new_mask
+        new_key, new_value = _load_new(
+            new_key_ptr, new_value_ptr, strides, (first_token, new_tokens), kv_head + new_heads, new_mask,
+            rotation, angles, key_norm, WORK, ROTATION,
         )  # fmt: skip
-        if ROTATION is not None:
-            key_rows = (
-                new_key_ptr + first_token * strides.new_key[0] + (kv_head + new_heads) * strides.new_key[1]
-            )
-            new_key = rotated(
-                new_key, key_rows, new_mask, angles, key_norm, rotation.eps, HEAD_SIZE, ROTATION.NORM
-            )
         new_key = to_cache(new_key, key_scale, key_cache_ptr.dtype.element_ty)
         new_value = to_cache(new_value, value_scale, value_cache_ptr.dtype.element_ty)
 
@@ -552,13 +600,12 @@ def _paged_decode_kernel(
     if HAS_NEW and MAX_QUERY_LEN > 1:
         state = attend_tile(
             state, query, new_key, new_value, length + new_tokens, is_new & is_last_split, query_limits, tile_factors,
-            True, MASK_WINDOW, HAS_CAP, HAS_ALIBI, USE_DOT, BY_ASSEMBLER,
+            True, LOGITS, LOOPS,
         )  # fmt: skip
     # A row's own new tokens are among the cached ones when they were stored before.
     state = attend_cached(
         state, query, early, cache, columns, block_ids[EARLY], begin, end, query_limits, tile_factors,
-        TILE, PAGES, LOOPS.STAGES, MAX_QUERY_LEN > 1 and not HAS_NEW, MASK_WINDOW, HAS_CAP, HAS_ALIBI,
-        USE_DOT, BY_ASSEMBLER,
+        TILE, PAGES, MAX_QUERY_LEN > 1 and not HAS_NEW, LOGITS, LOOPS,
     )  # fmt: skip
     if OVERLAP and not LOOPS.EARLY_DEPENDENTS:
         tl.extra.cuda.gdc_launch_dependents()
@@ -571,9 +618,7 @@ def _paged_decode_kernel(
     if not USE_DOT:
         state = sum_lanes(state, HEAD_TILE)
     if HAS_NEW and MAX_QUERY_LEN == 1:
-        state = add_new_token(
-            state, query, new_key, new_value, slopes, factors, is_last_split, HAS_CAP, HAS_ALIBI
-        )
+        state = add_new_token(state, query, new_key, new_value, slopes, factors, is_last_split, LOGITS)
     if sinks_ptr is not None:
         state = add_sinks(state, sinks_ptr, heads, is_query, is_last_split)
 
@@ -638,6 +683,8 @@ def _launch_shape(
             max_query_len,
             max(query_tile, 16) if tuning.use_dot else query_tile,
             kv_heads if max_query_len == 1 else 16 if tuning.use_dot else tuning.tile,
+            head_size,
+            padded_head_size(head_size),
         ),
         SplitSizes(
             1 if num_rows == 1 else rows_tile(num_rows), tuning.max_whole, tuning.min_split, tuning.tile
@@ -669,8 +716,7 @@ def paged_decode(
     num_kv_heads, num_rows = kv.key_cache.shape[2], kv.num_computed_tokens.shape[0]
     if num_rows == 0 or query.shape[0] == 0:
         return out
-    head_tile = padded_head_size(head_size)
-    group = heads_per_program(num_query_heads // num_kv_heads, kv.max_query_len, head_tile)
+    group = heads_per_program(num_query_heads // num_kv_heads, kv.max_query_len, padded_head_size(head_size))
     tuning = decode_tuning(
         head_size,
         query.dtype,
@@ -709,11 +755,8 @@ def paged_decode(
         COMBINE=combine,
         LOOPS=_loops(tuning, overlap),
         ROTATION=rotation_sizes,
-        HEAD_SIZE=head_size,
-        HEAD_TILE=head_tile,
         PAGES=_pages(kv, options, tuning.tile),
-        HAS_WINDOW=options.sliding_window is not None,
-        HAS_CAP=options.logits_soft_cap is not None,
+        LOGITS=_logits_of(options, kv.max_query_len),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         maxnreg=tuning.max_registers,
@@ -738,3 +781,13 @@ def _pages(kv: PagedKV, options: AttentionOptions, tile: int) -> PageSizes:
     # Without a window rows begin with their first token, and their splits with a tile.
     in_block = options.sliding_window is None and block_size % tile == 0
     return PageSizes(block_size, in_block, in_block and kv.key_cache.stride() == kv.value_cache.stride())
+
+
+def _logits_of(options: AttentionOptions, max_query_len: int) -> DecodeLogits:
+    has_window = options.sliding_window is not None
+    return DecodeLogits(
+        has_window,
+        has_window and max_query_len > 1,
+        options.logits_soft_cap is not None,
+        options.alibi_slopes is not None,
+    )
