@@ -155,6 +155,96 @@ def _gelu_tanh(x):
     return x * tl.sigmoid(2.0 * u)
 
 
+@triton.jit
+def _multiply(
+    x,  # where one tile covers the depth, as are weights
+    weight,
+    descriptors,  # of x and weight, with TMA
+    pointers,  # of x and weight
+    x_rows,  # rows, which of them there are, their tile
+    weight_rows,  # columns of the result, likewise
+    x_stride,
+    begin,
+    K: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WARP_SPLIT: tl.constexpr,
+    USE_DOT: tl.constexpr,
+    WEIGHTS_LEFT: tl.constexpr,
+    TMA: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Return the products of a tile over columns ``begin .. begin + DEPTH - 1`` of ``x``, [BLOCK_M, BLOCK_N]."""
+    rows, in_rows, row_tile = x_rows
+    columns, in_columns, tile = weight_rows
+    if WARP_SPLIT > 1:
+        acc = tl.zeros(
+            [WARP_SPLIT, BLOCK_N, BLOCK_M] if WEIGHTS_LEFT else [WARP_SPLIT, BLOCK_M, BLOCK_N], tl.float32
+        )
+    elif USE_DOT:
+        acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHTS_LEFT else [BLOCK_M, BLOCK_N], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
+    if DEPTH == BLOCK_K:
+        acc = add_tile(x, weight, acc, USE_DOT, WEIGHTS_LEFT, EXACT)
+    else:
+        for start in range(begin, begin + DEPTH, BLOCK_K):
+            if TMA:
+                x_part = descriptors[0].load([row_tile * BLOCK_M, start])
+                weight_part = descriptors[1].load([tile * BLOCK_N, start])
+            else:
+                x_part = load_tile(pointers[0], rows, in_rows, x_stride, start, K, BLOCK_K, WARP_SPLIT)
+                weight_part = load_tile(pointers[1], columns, in_columns, K, start, K, BLOCK_K, WARP_SPLIT)
+            acc = add_tile(x_part, weight_part, acc, USE_DOT, WEIGHTS_LEFT, EXACT)
+    if WARP_SPLIT > 1:
+        acc = sum_warps(acc)
+    elif not USE_DOT:
+        acc = tl.sum(acc, 2)
+    if WEIGHTS_LEFT:
+        acc = tl.trans(acc)
+    return acc
+
+
+@triton.jit
+def _finish(
+    acc,
+    moments,  # sums of x and of its squares, with NORM
+    column_sum,  # with CENTRE
+    bias,  # with BIAS
+    residual,  # with RESIDUAL
+    eps,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    CENTRE: tl.constexpr,
+    GELU: tl.constexpr,
+    GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    """Return what becomes of a tile's products, in float32."""
+    if NORM:
+        row_squares = tl.sum(moments[1], 1)
+        if CENTRE:
+            mean = tl.sum(moments[0], 1) / K
+            variance = row_squares / K - mean * mean
+            acc = (acc - mean[:, None] * column_sum[None, :]) * tl.rsqrt(variance + eps)[:, None]
+        else:
+            acc *= tl.rsqrt(row_squares / K + eps)[:, None]
+    if BIAS:
+        acc += bias[None, :]
+    if GELU:
+        acc = _gelu_tanh(acc)
+    answer = acc
+    if GATED:
+        gate, factor = tl.split(tl.reshape(acc, [acc.shape[0], acc.shape[1] // 2, 2]))
+        answer = gate * tl.sigmoid(gate) * factor
+    if RESIDUAL:
+        answer += residual.to(tl.float32)
+    return answer
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_row_tiles"])
 def small_batch_linear_kernel(
     x_desc,  # of x and weight, with TMA
@@ -197,7 +287,7 @@ def small_batch_linear_kernel(
     EXACT: tl.constexpr,
     PREFETCH: tl.constexpr,  # 128-byte lines per column to ask for ahead, a power of two
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,  # let the kernel behind start at once, else when x is asked for
+    EARLY: tl.constexpr,  # let the next kernel start at once, else when x is asked for
 ):
     """One program per (tile of ``BLOCK_M`` rows and ``BLOCK_N`` columns, part of the depth)."""
     # Programs that share weights are neighbours.
@@ -217,6 +307,7 @@ def small_batch_linear_kernel(
     begin = part * DEPTH
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+    x, weight, bias, column_sum, residual, moments = None, None, None, None, None, None
     # What is constant is loaded before the wait.
     WHOLE: tl.constexpr = DEPTH == BLOCK_K
     if WHOLE and TMA:
@@ -240,60 +331,25 @@ def small_batch_linear_kernel(
             residual_ptr + wide_rows[:, None] * residual_stride + out_columns[None, :], mask=inside, other=0.0
         )
     if NORM:
-        sums, sums_of_squares = load_moments(x_moments_ptr, rows, num_rows, X_PARTS)
+        moments = load_moments(x_moments_ptr, rows, num_rows, X_PARTS)
     if WHOLE and TMA:
         x = x_desc.load([row_tile * BLOCK_M, begin])
     elif WHOLE:
         x = load_tile(x_ptr, rows, in_rows, x_stride, begin, K, BLOCK_K, WARP_SPLIT)
     if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    if WARP_SPLIT > 1:
-        acc = tl.zeros(
-            [WARP_SPLIT, BLOCK_N, BLOCK_M] if WEIGHTS_LEFT else [WARP_SPLIT, BLOCK_M, BLOCK_N], tl.float32
-        )
-    elif USE_DOT:
-        acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHTS_LEFT else [BLOCK_M, BLOCK_N], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
-    if WHOLE:
-        acc = add_tile(x, weight, acc, USE_DOT, WEIGHTS_LEFT, EXACT)
-    else:
-        for start in range(begin, begin + DEPTH, BLOCK_K):
-            if TMA:
-                x = x_desc.load([row_tile * BLOCK_M, start])
-                weight = weight_desc.load([tile * BLOCK_N, start])
-            else:
-                x = load_tile(x_ptr, rows, in_rows, x_stride, start, K, BLOCK_K, WARP_SPLIT)
-                weight = load_tile(weight_ptr, columns, in_columns, K, start, K, BLOCK_K, WARP_SPLIT)
-            acc = add_tile(x, weight, acc, USE_DOT, WEIGHTS_LEFT, EXACT)
-    if WARP_SPLIT > 1:
-        acc = sum_warps(acc)
-    elif not USE_DOT:
-        acc = tl.sum(acc, 2)
-    if WEIGHTS_LEFT:
-        acc = tl.trans(acc)
+    acc = _multiply(
+        x, weight, (x_desc, weight_desc), (x_ptr, weight_ptr), (rows, in_rows, row_tile),
+        (columns, in_columns, tile), x_stride, begin,
+        K, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, WARP_SPLIT, USE_DOT, WEIGHTS_LEFT, TMA, EXACT,
+    )  # fmt: skip
     is_last = True
     if SPLIT_K > 1:
         is_last, acc = add_parts(acc, partial_ptr, arrivals_ptr, program, part, SPLIT_K)
     if is_last:
-        if NORM:
-            row_squares = tl.sum(sums_of_squares, 1)
-            if CENTRE:
-                mean = tl.sum(sums, 1) / K
-                variance = row_squares / K - mean * mean
-                acc = (acc - mean[:, None] * column_sum[None, :]) * tl.rsqrt(variance + eps)[:, None]
-            else:
-                acc *= tl.rsqrt(row_squares / K + eps)[:, None]
-        if BIAS:
-            acc += bias[None, :]
-        if GELU:
-            acc = _gelu_tanh(acc)
-        answer = acc
-        if GATED:
-            gate, factor = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
-            answer = gate * tl.sigmoid(gate) * factor
-        if RESIDUAL:
-            answer += residual.to(tl.float32)
+        answer = _finish(
+            acc, moments, column_sum, bias, residual, eps, K, BIAS, NORM, CENTRE, GELU, GATED, RESIDUAL
+        )
         result = answer.to(out_ptr.dtype.element_ty)
         if OUT_PARTS > 0:
             num_tiles = tl.cdiv(num_columns, BLOCK_N)
