@@ -1,8 +1,7 @@
 """Every operation that touches activations or the KV cache.
 
-Each module here holds launchers: they validate and then pick an implementation. ``gpu/`` holds those in Triton.
-``reference/`` holds those in plain torch that take more than a few lines: the CPU path, and what every faster
-implementation is compared with.
+An operation is one folder. Its ``ops.py`` holds the launchers: they validate and then pick an implementation, in Triton
+or in plain torch, which is the CPU path and what every faster implementation is compared with.
 
 Letters that shapes are written in, everywhere in this package:
 
@@ -25,7 +24,7 @@ Letters that shapes are written in, everywhere in this package:
 ``G``   KV cache groups of a model
 ``W``   block-table columns that a request uses
 ``N``   entries of a list: pairs of a clone plan, stored tokens, steps of a history
-``V``   vocabulary; ``V'`` with padding rows behind it
+``V``   vocabulary; ``V'`` with padding rows after it
 ``E``   width of the model
 ``I``   width of the MLP, or of an expert's
 ``X``   experts of a layer; ``A`` of them for each token
@@ -48,12 +47,12 @@ from rose_backend.kernels.arguments import (
 )
 from rose_backend.kernels.attention.ops import (
     DecodePlan,
+    PrefillPlan,
     paged_decode,
     paged_prefill,
     plan_paged_decode,
     plan_paged_prefill,
 )
-from rose_backend.kernels.attention.reference import PrefillPlan
 from rose_backend.kernels.decode_step.ops import advance_rows
 from rose_backend.kernels.experts.ops import expert_mlp
 from rose_backend.kernels.kv.ops import block_clone, write_kv

@@ -16,7 +16,7 @@ class SamplingTensors:
     temperature: torch.Tensor
     """[R] float32; 0 takes the most likely token; above 1e20 it counts as 1e20: any token that no filter drops."""
     top_k: torch.Tensor
-    """[R] int32; only so many most likely tokens, and whatever ties with the last of them; 0 is off."""
+    """[R] int32; only that many most likely tokens, and whatever ties with the last of them; 0 is off."""
     top_p: torch.Tensor
     """[R] float32 in (0, 1]; the fewest most likely tokens that hold this probability together, at least one;
     1 is off."""
@@ -173,7 +173,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadRotation:
-    """How heads of queries and keys are rotated by their positions, each behind an RMSNorm where a model has one."""
+    """How heads of queries and keys are rotated by their positions, each after an RMSNorm where a model has one."""
 
     cos_sin: torch.Tensor
     """[P, DR] float32: ``DR / 2`` cosines and then as many sines of each position; ``DR`` is even and at most ``D``."""
@@ -213,7 +213,7 @@ class PagedKV(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
-    """A linear layer, with the norm in front of it folded in where there is one. Made by ``pack_linear``."""
+    """A linear layer, with the norm before it folded in where there is one. Made by ``pack_linear``."""
 
     weight: torch.Tensor
     """[O, E]; with ``is_gated`` a row of the gate, one of its factor, the next of the gate, and so on."""

@@ -22,7 +22,7 @@ class CapturedGraphs(Generic[Size]):
     """Work that is replayed from CUDA graphs for the sizes that were captured, and computed directly for others.
 
     Args:
-        parts: what a size computes, in order; each is a graph of its own, and the later ones may be left out. A part is
+        parts: what a size computes, in order; each is a separate graph, and the later ones may be left out. A part is
             given the size and what the part before returned (None for the first). It reads and writes fixed tensors,
             because graphs hold their addresses, and never waits for the device.
         capture_error_mode: of ``torch.cuda.graph``; "thread_local" where other threads may use the device meanwhile.

@@ -1,6 +1,6 @@
 """What kernels are chosen by: the GPU's compute capability and its number of multiprocessors.
 
-Tensors on ``meta`` stand for those of a GPU that kernels are compiled for without launching them
+Tensors on ``meta`` represent those of a GPU that kernels are compiled for without launching them
 (``compile_ahead/recorded_launches.py``).
 """
 
@@ -29,12 +29,12 @@ class GpuProperties:
 
     @property
     def has_tensor_memory(self) -> bool:
-        """Whether tensor cores take their left factor from a memory of their own, at most 512 elements deep."""
+        """Whether tensor cores take their left factor from dedicated memory, at most 512 elements deep."""
         return 10 <= self.capability[0] < 12
 
 
 class _Recording(threading.local):
-    """What ``meta`` stands for in this thread."""
+    """What ``meta`` represents in this thread."""
 
     gpu: GpuProperties | None = None
 
@@ -43,7 +43,7 @@ _recording = _Recording()
 
 
 def gpu_properties(device: torch.device) -> GpuProperties:
-    """Return the properties of a CUDA device, or of the GPU that device ``meta`` stands for."""
+    """Return the properties of a CUDA device, or of the GPU that device ``meta`` represents."""
     if device.type == "meta":
         assert _recording.gpu is not None, "meta stands for a GPU inside meta_stands_for only"
         return _recording.gpu
@@ -67,12 +67,12 @@ def meta_stands_for(properties: GpuProperties) -> Iterator[None]:
 
 
 def is_recording() -> bool:
-    """Whether this thread only records kernels: device ``meta`` stands for a GPU."""
+    """Whether this thread only records kernels: device ``meta`` represents a GPU."""
     return _recording.gpu is not None
 
 
 def has_dependent_launch(device: torch.device) -> bool:
-    """Whether kernels on ``device`` may start before the one in front has ended (compute capability 9.0 and later)."""
+    """Whether kernels on ``device`` may start before the previous one has ended (compute capability 9.0 and later)."""
     return device.type != "cpu" and gpu_properties(device).capability >= (9, 0)
 
 

@@ -30,7 +30,7 @@ def check_tensors(**tensors: Spec) -> dict[str, int]:
 
     Args:
         tensors: name to ``(tensor, shape)`` or ``(tensor, shape, dtype)``. A shape is a list of symbols separated by
-            spaces; ``R+1`` stands for one more than ``R``, which an earlier dimension must have set.
+            spaces; ``R+1`` means one more than ``R``, which an earlier dimension must have set.
 
     Returns:
         Symbol to size.

@@ -1,6 +1,6 @@
 """Decode attention in one launch: every row's context is split over programs, and the last to arrive combines them.
 
-A program attends a few query heads of a row's new tokens, which share a KV head. Where each has one of its own, that is
+A program attends a few query heads of a row's new tokens, which share a KV head. Where each has its own, that is
 done lane by lane, not on the matrix units. The program of a row's last split also stores the new tokens' keys and
 values, which it takes from the projection.
 """
@@ -517,7 +517,7 @@ def _paged_decode_kernel(
     own_row = work
     if order_ptr is not None:
         own_row = tl.load(order_ptr + work, mask=work < num_rows, other=0)
-    # Most rows begin at their first token: that is read before the length is known, as far as the table goes.
+    # Most rows begin at their first token: that is read before the length is known, up to the table's end.
     table_ptr = block_table_ptr + own_row.to(tl.int64) * table_stride
     table_end = tl.where(work < num_rows, table_width * PAGES.BLOCK_SIZE, 0)
     first = tile_places(work * 0, tokens, PAGES.IN_BLOCK)
@@ -527,7 +527,7 @@ def _paged_decode_kernel(
         MAX_QUERY_LEN, HAS_NEW, LOGITS.HAS_WINDOW,
     )  # fmt: skip
     if (row >= num_rows) | (length < 0) | (own_token >= query_len):
-        # What waits for this kernel waits for those in front of it, too, also if no row has anything to do.
+        # What waits for this kernel also waits for the previous ones, even if no row has anything to do.
         if OVERLAP and tl.program_id(0) == 0:
             tl.extra.cuda.gdc_wait()
         return
@@ -569,7 +569,7 @@ def _paged_decode_kernel(
         query_norm = load_head_norm(rotation.query_norm, angles, HEAD_SIZE, ROTATION.NORM)
         key_norm = load_head_norm(rotation.key_norm, angles, HEAD_SIZE, ROTATION.NORM)
     if OVERLAP:
-        # Until here nothing was read that the kernel in front makes, and nothing was written.
+        # Until here nothing was read that the previous kernel makes, and nothing was written.
         tl.extra.cuda.gdc_wait()
     query_ptr += (first_token + own_token) * strides.query[0] + first_head * strides.query[1]
     query = _load_query(query_ptr, queries, query_mask, strides, rotation, angles, query_norm, WORK, ROTATION)
@@ -609,7 +609,7 @@ def _paged_decode_kernel(
     )  # fmt: skip
     if OVERLAP and not LOOPS.EARLY_DEPENDENTS:
         tl.extra.cuda.gdc_launch_dependents()
-    # Only now: nothing in front had to wait for the new tokens.
+    # Only now: nothing before had to wait for the new tokens.
     if HAS_NEW and is_last_split & (share % WORK.SHARERS == 0):
         store_tokens(
             cache, new_key, new_value, new_block_ids, length + new_tokens, strides, new_heads, new_mask,

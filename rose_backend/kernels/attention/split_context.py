@@ -2,7 +2,7 @@
 
 The split follows from all rows' lengths, which only the device reads: one captured launch serves any lengths. A row of
 ``n`` tokens out of ``N`` gets at most ``ceil(n / chunk)`` splits where ``chunk = N / extra``. So there are at most
-``R + extra`` pieces of work per head, and the pieces of rows that are really split are at most ``2 * extra``: so many
+``R + extra`` pieces of work per head, and the pieces of rows that are really split are at most ``2 * extra``: that many
 slots of scratch memory are enough for any batch.
 """
 

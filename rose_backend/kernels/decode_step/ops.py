@@ -31,7 +31,7 @@ def begin_steady_decode(
     has passed; the row of a row without a request becomes 0.
 
     Args:
-        slots: of each row; -1 behind the last request.
+        slots: of each row; -1 after the last request.
         padding_slot: in ``request_slots`` of rows without a request.
 
     Raises:
@@ -52,9 +52,9 @@ def begin_steady_decode(
     for index, group in enumerate(groups.groups):
         _check_group(slots, state, group, index)
     if slots.is_cuda:
-        from rose_backend.kernels.decode_step import steady_decode as gpu
+        from rose_backend.kernels.decode_step.steady_decode import begin_steady_decode as launch
 
-        return gpu.begin_steady_decode(slots, state, inputs, groups, padding_slot)
+        return launch(slots, state, inputs, groups, padding_slot)
     is_real = slots != NO_SLOT
     known = slots.clamp(min=0)
     computed = torch.where(is_real, state.num_computed_tokens[known], -1)
@@ -106,7 +106,7 @@ def write_block_ids(
     """Write block ids into the state's block tables, which are contiguous.
 
     Args:
-        writes: places and blocks. A place is ``slot * width + column`` behind the group's ``first_entries``; none comes
+        writes: places and blocks. A place is ``slot * width + column`` after the group's ``first_entries``; none comes
             twice.
 
     Raises:
@@ -115,9 +115,9 @@ def write_block_ids(
     if writes.dim() != 2 or len(writes) != 2 or writes.dtype is not torch.int64:
         raise ShapeError(f"writes: expected torch.int64 [2, N], got {writes.dtype} {list(writes.shape)}")
     if writes.is_cuda:
-        from rose_backend.kernels.decode_step import steady_decode as gpu
+        from rose_backend.kernels.decode_step.steady_decode import write_block_ids as launch
 
-        return gpu.write_block_ids(writes, groups)
+        return launch(writes, groups)
     for group, first in zip(groups.groups, groups.first_entries, strict=True):
         is_here = (writes[0] >= first) & (writes[0] < first + group.state_table.numel())
         places, blocks = writes[:, is_here]
@@ -151,9 +151,9 @@ def end_steady_decode(
     if counts is not None:
         check_tensors(last_tokens=(state.last_tokens, "MR"), output_counts=(counts, "MR V", torch.int32))
     if slots.is_cuda:
-        from rose_backend.kernels.decode_step import steady_decode as gpu
+        from rose_backend.kernels.decode_step.steady_decode import end_steady_decode as launch
 
-        return gpu.end_steady_decode(slots, tokens, state)
+        return launch(slots, tokens, state)
     is_real = slots != NO_SLOT
     slots, tokens = slots[is_real], tokens[is_real]
     state.last_tokens[slots] = tokens
@@ -196,11 +196,9 @@ def advance_rows(
         step_index=(step_index, "1", torch.int64),
     )
     if token_ids.is_cuda:
-        from rose_backend.kernels.decode_step import steady_decode as gpu
+        from rose_backend.kernels.decode_step.steady_decode import advance_rows as launch
 
-        gpu.advance_rows(
-            token_ids, input_ids, num_computed_tokens, positions, draw_positions, history, step_index
-        )
+        launch(token_ids, input_ids, num_computed_tokens, positions, draw_positions, history, step_index)
         return
     is_row = num_computed_tokens >= 0
     input_ids.copy_(token_ids)

@@ -1,5 +1,5 @@
-"""The two ends of a decode step whose requests live in slots, one launch each: a program per row, and in front of the
-step per row and KV cache group.
+"""The two ends of a decode step whose requests live in slots, one launch each: a program per row, and at its beginning
+per row and KV cache group.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def advance_rows(
     history: torch.Tensor,  # [N, MR] int64  written
     step_index: torch.Tensor,  # [1] int64  written
 ) -> None:
-    """Twin of ``rose_backend.kernels.advance_rows``."""
+    """``rose_backend.kernels.advance_rows`` on a GPU."""
     num_rows = len(token_ids)
     if num_rows == 0:
         return
@@ -237,7 +237,7 @@ def begin_steady_decode(
     groups: DecodeGroups,  # written
     padding_slot: int,
 ) -> None:
-    """Twin of ``rose_backend.kernels.decode_step.ops.begin_steady_decode``."""
+    """``rose_backend.kernels.decode_step.ops.begin_steady_decode`` on a GPU."""
     num_rows, first = len(slots), groups.groups[0]
     if num_rows == 0:
         return
@@ -275,7 +275,7 @@ def write_block_ids(
     writes: torch.Tensor,  # [2, N] int64
     groups: DecodeGroups,  # written
 ) -> None:
-    """Twin of ``rose_backend.kernels.decode_step.ops.write_block_ids``."""
+    """``rose_backend.kernels.decode_step.ops.write_block_ids`` on a GPU."""
     if len(groups.groups) == 1:
         table = groups.groups[0].state_table
         places, blocks = writes
@@ -292,7 +292,7 @@ def end_steady_decode(
     tokens: torch.Tensor,  # [R] int64
     state: DecodeState,  # written
 ) -> None:
-    """Twin of ``rose_backend.kernels.decode_step.ops.end_steady_decode``."""
+    """``rose_backend.kernels.decode_step.ops.end_steady_decode`` on a GPU."""
     counts = state.output_counts
     if len(slots) == 0:
         return

@@ -225,10 +225,10 @@ def _work_of(
     EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Return a program's expert, ``EXPERTS`` or more behind the last, how many rows that has, and which tiles are its.
+    """Return a program's expert, its number of rows, and the indices of the program's row tile and column tile.
 
-    Experts come one after the other, so that each is finished early, and of an expert's programs those that share
-    weights.
+    The expert is ``EXPERTS`` or more after the last tile. Experts come one after the other, so that each is finished
+    early, and of an expert's programs those that share weights.
     """
     experts = tl.arange(0, EXPERTS)
     counts = tl.load(counts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
@@ -243,15 +243,15 @@ def _work_of(
 
 @triton.jit
 def _wait_for(finished_ptr, needed):
-    """Wait until so many programs have counted themselves; then what they have stored can be read."""
+    """Wait until ``needed`` programs have counted themselves; then what they have stored can be read."""
     while tl.atomic_add(finished_ptr, 0, sem="acquire", scope="gpu") < needed:
         pass
     tl.debug_barrier()
 
 
 @triton.jit
-def _end_behind_first(program):
-    """Let the second product not end before the first: what is behind waits for the second only.
+def _end_after_first(program):
+    """Let the second product not end before the first: the next kernel waits for the second only.
 
     One program is enough. All of them would keep processors that the others of the second product need.
     """
@@ -286,7 +286,7 @@ def _multiply(
     first_output = expert * OUTPUTS + column_tile * BLOCK_N
     of_expert = weight_ptr + expert.to(tl.int64) * (OUTPUTS * K)
     if EXACT:
-        # One sum over the whole depth would round more than twice as far as torch's product.
+        # One sum over the whole depth would round more than twice as much as torch's product.
         acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHTS_LEFT else [BLOCK_M, BLOCK_N], tl.float32)
@@ -379,7 +379,7 @@ def _expert_product_kernel(
             tl.debug_barrier()
             tl.atomic_add(finished_ptr + expert, 1, sem="release", scope="gpu")
     if PDL and not GATED:
-        _end_behind_first(program)
+        _end_after_first(program)
 
 
 def _counts_on(device: torch.device) -> torch.Tensor:

@@ -49,11 +49,11 @@ def expert_mlp(
     check_tensors(x=(x, "T E"), out=(out, "T E"))
     check_same_dtype(x=x, out=out)
     if x.is_cuda:
-        from rose_backend.kernels.experts import expert_mlp as gpu
+        from rose_backend.kernels.experts.expert_mlp import expert_mlp as launch
 
         if rms_eps is not None and x_moments is None:
             x_moments = row_moments(x)
-        moments = gpu.expert_mlp(
+        moments = launch(
             x, router_logits, experts, residual=residual, out=out, rms_eps=rms_eps, x_moments=x_moments
         )
         return out, moments

@@ -85,7 +85,7 @@ def block_clone(
     block_dim: int = 0,
     independent: bool = False,
 ) -> None:
-    """Twin of ``rose_backend.kernels.block_clone`` for at least one pair.
+    """``rose_backend.kernels.block_clone`` on a GPU for at least one pair.
 
     Args:
         independent: no destination is another pair's source; otherwise there are at most ``MAX_DEPENDENT_PAIRS``.

@@ -53,9 +53,9 @@ def write_kv(
     )
     tensors = (new_key, new_value, key_cache, value_cache, slot_mapping)
     if new_key.is_cuda:
-        from rose_backend.kernels.kv import write_kv as gpu
+        from rose_backend.kernels.kv.write_kv import write_kv as launch
 
-        gpu.write_kv(*tensors, key_scale=key_scale, value_scale=value_scale)
+        launch(*tensors, key_scale=key_scale, value_scale=value_scale)
     else:
         reference.write_kv(*tensors, key_scale=key_scale, value_scale=value_scale)
 
@@ -104,7 +104,8 @@ def _launch(
     dst_block_ids: torch.Tensor,  # [N]
     block_dim: int,
 ) -> None:
-    from rose_backend.kernels.kv import block_clone as gpu
+    from rose_backend.kernels.kv.block_clone import MAX_DEPENDENT_PAIRS
+    from rose_backend.kernels.kv.block_clone import block_clone as launch
 
     independent = False
     if not (src_block_ids.is_cuda or dst_block_ids.is_cuda):
@@ -112,8 +113,8 @@ def _launch(
     src_block_ids, dst_block_ids = (
         ids.to(kv_cache.device, non_blocking=True).contiguous() for ids in (src_block_ids, dst_block_ids)
     )
-    if independent or len(src_block_ids) <= gpu.MAX_DEPENDENT_PAIRS:
-        gpu.block_clone(kv_cache, src_block_ids, dst_block_ids, block_dim=block_dim, independent=independent)
+    if independent or len(src_block_ids) <= MAX_DEPENDENT_PAIRS:
+        launch(kv_cache, src_block_ids, dst_block_ids, block_dim=block_dim, independent=independent)
     else:
         # More than one program can hold at once: all sources go through memory.
         reference.block_clone(kv_cache, src_block_ids, dst_block_ids, block_dim=block_dim)

@@ -1,4 +1,4 @@
-"""Writes to a paged KV cache in plain torch, and what numbers in a float8 cache stand for."""
+"""Writes to a paged KV cache in plain torch, and what numbers in a float8 cache mean."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def to_cache(values: torch.Tensor, cache_dtype: torch.dtype, scale: torch.Tensor
 
 
 def from_cache(cached: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
-    """Return what ``cached`` stands for, in ``dtype``: multiplied in float32, rounded once.
+    """Return the numbers that ``cached`` holds, in ``dtype``: multiplied in float32, rounded once.
 
     Args:
         scale: float32 of one element; None is 1.
@@ -43,7 +43,7 @@ def write_kv(
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
 ) -> None:
-    """Twin of ``rose_backend.kernels.write_kv``."""
+    """Reference of ``rose_backend.kernels.write_kv``."""
     if slot_mapping.numel() == 0:
         return
     if bool((slot_mapping < 0).any()):
@@ -77,7 +77,7 @@ def block_clone(
     *,
     block_dim: int = 0,
 ) -> None:
-    """Twin of ``rose_backend.kernels.block_clone``."""
+    """Reference of ``rose_backend.kernels.block_clone``."""
     if src_block_ids.numel() == 0:
         return
     if kv_cache.device.type == "cpu":

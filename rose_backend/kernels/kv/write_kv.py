@@ -141,7 +141,7 @@ def write_kv(
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
 ) -> None:
-    """Twin of ``rose_backend.kernels.write_kv``."""
+    """``rose_backend.kernels.write_kv`` on a GPU."""
     num_tokens, num_kv_heads, head_size = new_key.shape
     if num_tokens == 0:
         return

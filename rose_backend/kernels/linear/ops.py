@@ -28,7 +28,7 @@ def pack_linear(
 ) -> PackedLinear:
     """Prepare a layer once, at load time.
 
-    ``norm(x) * g + h`` in front of ``@ W.T + b`` equals ``norm(x) @ (W * g).T + (b + W @ h)``.
+    ``norm(x) * g + h`` before ``@ W.T + b`` equals ``norm(x) @ (W * g).T + (b + W @ h)``.
 
     Args:
         norm_weight, norm_bias: of LayerNorm; the weight alone is RMSNorm's.
@@ -56,7 +56,7 @@ def pack_linear(
     wide_bias = None if bias is None else bias.float()
     if norm_weight is None:
         if norm_bias is not None:
-            raise ShapeError("norm_bias: expected norm_weight beside it")
+            raise ShapeError("norm_bias: expected norm_weight too")
         packed = weight.contiguous() if out is None else out.copy_(weight)
         return PackedLinear(packed, wide_bias, None, eps, is_gated=gated)
     check_tensors(weight=(weight, "O E"), norm_weight=(norm_weight, "E"))
@@ -91,11 +91,11 @@ def _alternate(rows: torch.Tensor) -> torch.Tensor:
 def empty_rows(like: torch.Tensor, num_rows: int, *sizes: int) -> torch.Tensor:
     """Return an uninitialized tensor [num_rows, *sizes] whose products are as fast as those of the next power of two.
 
-    Behind it is memory for the rows that a product's last tile of rows has beyond it: the tensor memory accelerator
+    After it is memory for the rows that a product's last tile of rows has beyond it: the tensor memory accelerator
     takes longer to leave out a row than to copy it.
     """
-    behind = 0 if num_rows > MAX_ROWS else (1 << max(num_rows - 1, 0).bit_length()) - num_rows
-    return like.new_empty((num_rows + behind, *sizes))[:num_rows]
+    padding = 0 if num_rows > MAX_ROWS else (1 << max(num_rows - 1, 0).bit_length()) - num_rows
+    return like.new_empty((num_rows + padding, *sizes))[:num_rows]
 
 
 def small_batch_linear(
@@ -133,7 +133,7 @@ def small_batch_linear_and_moments(
     out: torch.Tensor | None = None,  # [T, O]  written
     x_moments: torch.Tensor | None = None,  # [T, 2, P] float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``small_batch_linear``, and the moments of the result for the norm behind it, float32 ``[T, 2, P]``.
+    """As ``small_batch_linear``, and the moments of the result for the norm after it, float32 ``[T, 2, P]``.
 
     They are the sums of each row and of its squares, each in ``P`` parts that have to be added.
     """
@@ -193,11 +193,11 @@ def _compute(
     if x.shape[0] > MAX_ROWS:
         raise ShapeError(f"x: expected at most {MAX_ROWS} rows, got {x.shape[0]}")
     if x.is_cuda:
-        from rose_backend.kernels.linear import small_batch_linear as gpu
+        from rose_backend.kernels.linear.small_batch_linear import small_batch_linear as launch
 
         if x_moments is None and (layer.has_rms_norm or layer.column_sums is not None):
             x_moments = row_moments(x)
-        moments = gpu.small_batch_linear(
+        moments = launch(
             x, layer, gelu=gelu, residual=residual, out=out, x_moments=x_moments, with_moments=with_moments
         )
         return out, moments

@@ -1,10 +1,10 @@
-"""Triton products of a few rows with a weight matrix: norm in front, activation or residual behind, in one launch.
+"""Triton products of a few rows with a weight matrix: norm before, activation or residual after, in one launch.
 
 At few rows such a product is as long as its weights take to arrive, so everything else is arranged around them:
 
 - A program owns ``BLOCK_M`` rows and ``BLOCK_N`` columns of the result. It asks for its weights before it waits for the
   kernel that makes ``x`` (programmatic dependent launch), so they travel while that kernel still runs.
-- LayerNorm costs no pass of its own. With the norm's weight folded into ``W`` and its bias into ``b``::
+- LayerNorm costs no separate pass. With the norm's weight folded into ``W`` and its bias into ``b``::
 
       norm(x) @ W.T + b = (x @ W.T - mean(x) * sum(W, 1)) / std(x) + b
 
@@ -358,9 +358,9 @@ def small_batch_linear_kernel(
 
 
 def rows_of_tiles(x: torch.Tensor, block_m: int) -> int:
-    """Return how many rows from ``x`` on a launch may copy: whole tiles, as far as its storage has them.
+    """Return how many rows from ``x`` on a launch may copy: whole tiles, where its storage has them.
 
-    What is behind ``x`` is read but not used. Rows that a descriptor leaves out take time: a product of 80 rows with
+    What comes after ``x`` is read but not used. Rows that a descriptor leaves out take time: a product of 80 rows with
     Llama 3.1 8B's 28672 x 4096 weights took 101 us on an H200 in tiles of 128 rows and 64 columns, with 128 rows 77.
     """
     stored = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()

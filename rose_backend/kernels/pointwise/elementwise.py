@@ -31,7 +31,7 @@ def _embed_tokens_kernel(
 ):
     """Args: ADD: the position embedding."""
     if PDL:
-        # Launched in the ordinary way: all kernels in front have ended. The one behind may fetch its weights.
+        # Launched in the ordinary way: all previous kernels have ended. The next one may fetch its weights.
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, TILE)
@@ -58,7 +58,7 @@ def embed_tokens(
     position_embedding: torch.Tensor | None,  # [P, E], innermost stride 1
     out: torch.Tensor,  # [T, E] contiguous, written
 ) -> torch.Tensor:
-    """Twin of ``rose_backend.kernels.embed_tokens``; returns the moments of ``out``."""
+    """``rose_backend.kernels.embed_tokens`` on a GPU; returns the moments of ``out``."""
     num_tokens, width = len(input_ids), token_embedding.shape[1]
     moments = token_embedding.new_empty((num_tokens, 2, 1), dtype=torch.float32)
     if num_tokens:
@@ -147,7 +147,7 @@ def bias_gelu(
     x: torch.Tensor,  # [T, I]  written
     bias: torch.Tensor,  # [I]
 ) -> torch.Tensor:
-    """Twin of ``rose_backend.kernels.bias_gelu``."""
+    """``rose_backend.kernels.bias_gelu`` on a GPU."""
     return _launch_bias(x, bias, None)
 
 
@@ -156,7 +156,7 @@ def bias_residual(
     bias: torch.Tensor,  # [E]
     residual: torch.Tensor,  # [T, E]
 ) -> torch.Tensor:
-    """Twin of ``rose_backend.kernels.bias_residual``."""
+    """``rose_backend.kernels.bias_residual`` on a GPU."""
     return _launch_bias(x, bias, residual)
 
 
@@ -182,7 +182,7 @@ def silu_mul(
     *,
     alternating: bool = False,
 ) -> torch.Tensor:
-    """Twin of ``rose_backend.kernels.silu_mul``."""
+    """``rose_backend.kernels.silu_mul`` on a GPU."""
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_tokens, width))
     if out.numel():
@@ -256,7 +256,7 @@ def layer_norm(
     bias: torch.Tensor,  # [E]
     eps: float,
 ) -> torch.Tensor:
-    """Twin of ``rose_backend.kernels.layer_norm``."""
+    """``rose_backend.kernels.layer_norm`` on a GPU."""
     return _launch(x, None, weight, bias, eps)[0]
 
 
@@ -267,7 +267,7 @@ def add_layer_norm(
     bias: torch.Tensor,  # [E]
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin of ``rose_backend.kernels.add_layer_norm``."""
+    """``rose_backend.kernels.add_layer_norm`` on a GPU."""
     return _launch(x, residual, weight, bias, eps)
 
 
@@ -276,7 +276,7 @@ def rms_norm(
     weight: torch.Tensor,  # [E]
     eps: float,
 ) -> torch.Tensor:
-    """Twin of ``rose_backend.kernels.rms_norm``."""
+    """``rose_backend.kernels.rms_norm`` on a GPU."""
     return _launch(x, None, weight, None, eps)[0]
 
 
@@ -286,7 +286,7 @@ def add_rms_norm(
     weight: torch.Tensor,  # [E]
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin of ``rose_backend.kernels.add_rms_norm``."""
+    """``rose_backend.kernels.add_rms_norm`` on a GPU."""
     return _launch(x, residual, weight, None, eps)
 
 

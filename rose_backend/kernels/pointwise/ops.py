@@ -43,10 +43,10 @@ def embed_tokens(
         )
         check_same_dtype(token_embedding=token_embedding, position_embedding=position_embedding)
     if input_ids.is_cuda:
-        from rose_backend.kernels.pointwise import elementwise as gpu
+        from rose_backend.kernels.pointwise.elementwise import embed_tokens as launch
 
         out = empty_rows(token_embedding, input_ids.shape[0], token_embedding.shape[1])
-        return out, gpu.embed_tokens(input_ids, positions, token_embedding, position_embedding, out)
+        return out, launch(input_ids, positions, token_embedding, position_embedding, out)
     embedded = F.embedding(input_ids.clamp(min=0), token_embedding)
     if position_embedding is not None:
         embedded = embedded + F.embedding(positions, position_embedding)
@@ -63,9 +63,9 @@ def layer_norm(
     check_tensors(x=(x, "T E"), weight=(weight, "E"), bias=(bias, "E"))
     check_same_dtype(x=x, weight=weight, bias=bias)
     if x.is_cuda:
-        from rose_backend.kernels.pointwise import elementwise as gpu
+        from rose_backend.kernels.pointwise.elementwise import layer_norm as launch
 
-        return gpu.layer_norm(x, weight, bias, eps)
+        return launch(x, weight, bias, eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
@@ -84,9 +84,9 @@ def add_layer_norm(
     check_tensors(x=(x, _parts_of(x)), residual=(residual, "T E"), weight=(weight, "E"), bias=(bias, "E"))
     check_same_dtype(x=x, residual=residual, weight=weight, bias=bias)
     if x.is_cuda:
-        from rose_backend.kernels.pointwise import elementwise as gpu
+        from rose_backend.kernels.pointwise.elementwise import add_layer_norm as launch
 
-        return gpu.add_layer_norm(x, residual, weight, bias, eps)
+        return launch(x, residual, weight, bias, eps)
     new_residual = _sum(x, residual)
     return F.layer_norm(new_residual, weight.shape, weight, bias, eps), new_residual
 
@@ -100,9 +100,9 @@ def rms_norm(
     check_tensors(x=(x, "T E"), weight=(weight, "E"))
     check_same_dtype(x=x, weight=weight)
     if x.is_cuda:
-        from rose_backend.kernels.pointwise import elementwise as gpu
+        from rose_backend.kernels.pointwise.elementwise import rms_norm as launch
 
-        return gpu.rms_norm(x, weight, eps)
+        return launch(x, weight, eps)
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return (wide * scale * weight.float()).to(x.dtype)
@@ -122,9 +122,9 @@ def add_rms_norm(
     check_tensors(x=(x, _parts_of(x)), residual=(residual, "T E"), weight=(weight, "E"))
     check_same_dtype(x=x, residual=residual, weight=weight)
     if x.is_cuda:
-        from rose_backend.kernels.pointwise import elementwise as gpu
+        from rose_backend.kernels.pointwise.elementwise import add_rms_norm as launch
 
-        return gpu.add_rms_norm(x, residual, weight, eps)
+        return launch(x, residual, weight, eps)
     new_residual = _sum(x, residual)
     return rms_norm(new_residual, weight, eps), new_residual
 
@@ -147,9 +147,9 @@ def bias_gelu(
     check_tensors(x=(x, "T I"), bias=(bias, "I"))
     check_same_dtype(x=x, bias=bias)
     if x.is_cuda:
-        from rose_backend.kernels.pointwise import elementwise as gpu
+        from rose_backend.kernels.pointwise.elementwise import bias_gelu as launch
 
-        return gpu.bias_gelu(x, bias)
+        return launch(x, bias)
     if x.dtype == torch.float32:
         return torch.ops.aten.gelu_(x.add_(bias), approximate="tanh")
     return x.copy_(F.gelu(x.float() + bias.float(), approximate="tanh"))
@@ -164,9 +164,9 @@ def bias_residual(
     check_tensors(x=(x, "T E"), bias=(bias, "E"), residual=(residual, "T E"))
     check_same_dtype(x=x, bias=bias, residual=residual)
     if x.is_cuda:
-        from rose_backend.kernels.pointwise import elementwise as gpu
+        from rose_backend.kernels.pointwise.elementwise import bias_residual as launch
 
-        return gpu.bias_residual(x, bias, residual)
+        return launch(x, bias, residual)
     if x.dtype == torch.float32:
         return x.add_(bias).add_(residual)
     return x.copy_(x.float() + bias.float() + residual.float())
@@ -186,9 +186,9 @@ def silu_mul(
     if gate_up.shape[1] % 2:
         raise ShapeError(f"gate_up: expected an even number of columns, got {gate_up.shape[1]}")
     if gate_up.is_cuda:
-        from rose_backend.kernels.pointwise import elementwise as gpu
+        from rose_backend.kernels.pointwise.elementwise import silu_mul as launch
 
-        return gpu.silu_mul(gate_up, alternating=alternating)
+        return launch(gate_up, alternating=alternating)
     gate, up = gate_up.unflatten(1, (-1, 2)).unbind(2) if alternating else gate_up.chunk(2, dim=-1)
     if gate_up.dtype == torch.float32:
         return F.silu(gate).mul_(up)
@@ -204,10 +204,10 @@ def rotate_query_key(
     """Rotate the first ``DR`` numbers of each head, in place: number ``i`` with number ``i + DR / 2``.
 
     ``(a, b)`` becomes ``(a * cos - b * sin, b * cos + a * sin)``. With norms each head is first normalised as by
-    ``rms_norm``. Rounded once, from float32. Decode attention does the same on its way (``paged_decode``).
+    ``rms_norm``. Rounded once, from float32. Decode attention can do the same itself (``paged_decode``).
 
     Args:
-        query, key: two parts of one projection, or tensors of their own; innermost stride 1.
+        query, key: two parts of one projection, or separate tensors; innermost stride 1.
         positions: inside the table, of padding rows too; a GPU does not check that.
         rotation: on GPUs of capability 9.0 and later, its table and ``positions`` are read while the kernel in front
             still runs, and must be complete: they are if whatever made them is followed, before this call, by a kernel
@@ -225,9 +225,9 @@ def rotate_query_key(
     if positions.device != query.device:
         raise ShapeError(f"positions: expected device {query.device} as query, got {positions.device}")
     if query.is_cuda:
-        from rose_backend.kernels.pointwise import rotary as gpu
+        from rose_backend.kernels.pointwise.rotary import rotate_query_key as launch
 
-        return gpu.rotate_query_key(query, key, positions, rotation)
+        return launch(query, key, positions, rotation)
     cos, sin = rotation.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     _rotate(query, cos, sin, rotation.query_norm, rotation.eps)
     _rotate(key, cos, sin, rotation.key_norm, rotation.eps)

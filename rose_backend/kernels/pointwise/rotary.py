@@ -113,7 +113,7 @@ def _rotate_kernel(
 
 
 class RotationSizes(NamedTuple):
-    """What of a rotation is constant in a kernel that rotates heads on its way."""
+    """What of a rotation is constant in a kernel that rotates heads among other things."""
 
     HALF: int  # DR / 2
     NORM: bool
@@ -183,7 +183,7 @@ def rotate_query_key(
     positions: torch.Tensor,  # [T] int64
     rotation: HeadRotation,
 ) -> None:
-    """Twin of ``rose_backend.kernels.rotate_query_key``."""
+    """``rose_backend.kernels.rotate_query_key`` on a GPU."""
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads = key.shape[1]
     cos_sin, query_norm, key_norm = rotation.cos_sin, rotation.query_norm, rotation.key_norm

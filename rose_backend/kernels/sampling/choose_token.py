@@ -222,7 +222,7 @@ def kth_largest_key(keys, k, most, low, high):
     If fewer than ``k`` reach ``low``, all that do reach the result.
 
     Args:
-        most: ``k``; or more, and any key that at least ``k`` and at most so many reach is as good.
+        most: ``k``; or more, and any key that at least ``k`` and at most that many reach is as good.
         low, high: int32; no key is above ``high``, and at least one reaches ``low``.
     """
     low = tl.min(tl.where(keys >= low, keys, high)).to(tl.int64)
@@ -319,7 +319,7 @@ def gather_few(
 
 @triton.jit
 def _places_of(flags):
-    """Return how many of the flags (int32 0 or 1) in front of each are set."""
+    """Return how many of the flags (int32 0 or 1) before each are set."""
     QUADS: tl.constexpr = flags.shape[0] // 4
     # Four neighbours lie in one thread. Only their sums are counted across threads.
     evens, odds = tl.split(tl.reshape(flags, [QUADS, 2, 2]))
@@ -429,7 +429,7 @@ def choose_filtered(
     lowest = tl.maximum(lowest, ordered_key(threshold) + is_rounded_down.to(tl.int32))
     bound, num_candidates = lowest, tl.full([], FEW + 1, tl.int32)
     if token < vocab_size:
-        # If top-p keeps that token, no other can be drawn; if not, nothing behind it is kept.
+        # If top-p keeps that token, no other can be drawn; if not, nothing after it is kept.
         bound = _key_of(source, token, vocab_size)
     elif top_k > 0:
         # The k groups with the largest maxima hold at least one score each that reaches the k-th of those. A few groups

@@ -147,7 +147,7 @@ def sample(
     logits: torch.Tensor,  # [R, V] float32
     params: SamplingTensors,
 ) -> SampleOutput:
-    """Twin of ``rose_backend.kernels.sample``."""
+    """Reference of ``rose_backend.kernels.sample``."""
     scores = apply_penalties(add_bias(logits, params), params)
     return _report(logits, scores, _choose_number(_choose, scores, params), params)
 
@@ -411,7 +411,7 @@ def sample_unfused(
     logits: torch.Tensor,  # [R, V] float32
     params: SamplingTensors,
 ) -> SampleOutput:
-    """Twin of ``rose_backend.kernels.sample_unfused``."""
+    """Reference of ``rose_backend.kernels.sample_unfused``."""
     if is_recording():
         # The rest reads values, and launches none of our kernels.
         return _report(logits, logits, logits.argmax(dim=-1), params)

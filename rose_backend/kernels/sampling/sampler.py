@@ -6,10 +6,10 @@ The vocabulary is cut into slices, and slices into groups of ``GROUP`` tokens (s
    top-k and min-p the slice's winner, a Gumbel-max draw (see ``choose_token.py``), and if they have top-p its weight.
 2. One program per row. Without filters the best of the slices' winners is the token. Else a lowest score is known: the
    ``k`` largest scores reach the ``k``-th largest maximum of a group; min-p is one; top-p alone keeps the best of the
-   winners, or nothing behind it. Groups whose maximum reaches that are read once more. A few tokens that reach it for a
+   winners, or nothing after it. Groups whose maximum reaches that are read once more. A few tokens that reach it for a
    top-k are compared with each other (see ``few_candidates.py``), no more than ``MAX_CANDIDATES`` are searched in
    registers. Else top-p is asked whether it keeps the drawn token, and if not one before it is drawn: each round
-   rejects a token and everything behind it. With top-p 0.9 nine of ten rows need no second round.
+   rejects a token and everything after it. With top-p 0.9 nine of ten rows need no second round.
 
 Slices, tiles and the order of every sum depend on the vocabulary only, so a row's token does not depend on its batch.
 """
@@ -148,7 +148,7 @@ def _choose_kernel(
     row_filters = _load_filters(filters, row, vocab_size)
     row_draws = (tl.load(draws[0] + row), tl.load(draws[1] + row).to(tl.int32))
     if PDL:
-        # The scan in front has waited for everything else before it let this kernel start.
+        # The scan before has waited for everything else before it let this kernel start.
         tl.extra.cuda.gdc_wait()
     if tl.program_id(1) == 0:
         source = (logits_ptr, (penalties, biases, bias_width), temperature, row)
@@ -263,7 +263,7 @@ def sample(
     logits: torch.Tensor,  # [R, V] float32
     params: SamplingTensors,
 ) -> SampleOutput:
-    """Twin of ``rose_backend.kernels.sample``."""
+    """``rose_backend.kernels.sample`` on a GPU."""
     num_rows, num_logprobs = len(logits), params.num_logprobs
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_logprobs < 0:
@@ -337,7 +337,7 @@ def _launch(
         **options,
         CANDIDATES=MAX_CANDIDATES,
         FEW=min(_FEW_CANDIDATES, MAX_CANDIDATES),
-        # Penalties take registers of their own.
+        # Penalties take further registers.
         TILE=MAX_CANDIDATES if is_plain else MAX_CANDIDATES // 2,
         GROUP_TILE=triton.next_power_of_2(num_groups),
         num_warps=_CHOOSE_WARPS if is_plain else 2 * _CHOOSE_WARPS,
