@@ -26,7 +26,7 @@ from rose_backend.kernels.attention.softmax import (
     to_logits,
 )
 from rose_backend.kernels.gpu_properties import gpu_properties
-from rose_backend.kernels.kv.write_kv import load_scale, to_cache
+from rose_backend.kernels.kv.write_kv import StoreStrides, load_scale, to_cache
 from rose_backend.kernels.tuning.attention_decode import rows_tile
 from rose_backend.kernels.tuning.attention_prefill import PrefillTuning, prefill_tuning
 
@@ -320,16 +320,7 @@ def _store_chunk_kernel(
     key_scale_ptr,
     value_scale_ptr,
     num_rows,
-    new_key_token_stride,
-    new_key_head_stride,
-    new_value_token_stride,
-    new_value_head_stride,
-    key_block_stride,
-    key_token_stride,
-    key_head_stride,
-    value_block_stride,
-    value_token_stride,
-    value_head_stride,
+    strides,  # StoreStrides without those of elements
     table_stride,
     NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -349,16 +340,16 @@ def _store_chunk_kernel(
     computed = tl.load(num_computed_ptr + row)
     table_ptr = block_table_ptr + row.to(tl.int64) * table_stride
     tokens = tile * TOKEN_TILE + tl.arange(0, TOKEN_TILE)
-    new_key_ptr += first_token * new_key_token_stride + head * new_key_head_stride
-    new_value_ptr += first_token * new_value_token_stride + head * new_value_head_stride
-    key_cache = (key_cache_ptr + head * key_head_stride, key_block_stride, key_token_stride)
-    value_cache = (value_cache_ptr + head * value_head_stride, value_block_stride, value_token_stride)
+    new_key_ptr += first_token * strides.new_key[0] + head * strides.new_key[1]
+    new_value_ptr += first_token * strides.new_value[0] + head * strides.new_value[1]
+    key_cache = (key_cache_ptr + head * strides.key[2], strides.key[0], strides.key[1])
+    value_cache = (value_cache_ptr + head * strides.value[2], strides.value[0], strides.value[1])
     store_tile(
-        new_key_ptr, new_key_token_stride, key_cache, load_scale(key_scale_ptr),
+        new_key_ptr, strides.new_key[0], key_cache, load_scale(key_scale_ptr),
         table_ptr, tokens, num_tokens, computed, BLOCK_SIZE, HEAD_SIZE, HEAD_TILE,
     )  # fmt: skip
     store_tile(
-        new_value_ptr, new_value_token_stride, value_cache, load_scale(value_scale_ptr),
+        new_value_ptr, strides.new_value[0], value_cache, load_scale(value_scale_ptr),
         table_ptr, tokens, num_tokens, computed, BLOCK_SIZE, HEAD_SIZE, HEAD_TILE,
     )  # fmt: skip
 
@@ -377,10 +368,12 @@ def store_chunk(new: NewTokens, kv: PagedKV, options: AttentionOptions) -> None:
         options.key_scale,
         options.value_scale,
         num_rows,
-        *new.key.stride()[:2],
-        *new.value.stride()[:2],
-        *kv.key_cache.stride()[:3],
-        *kv.value_cache.stride()[:3],
+        StoreStrides(
+            new.key.stride()[:2],
+            new.value.stride()[:2],
+            kv.key_cache.stride()[:3],
+            kv.value_cache.stride()[:3],
+        ),
         kv.block_table.stride(0),
         NUM_HEADS=num_kv_heads,
         HEAD_SIZE=head_size,

@@ -5,6 +5,8 @@ Attention converts to and from 8-bit caches with the same functions.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -68,6 +70,15 @@ def scale_to_half(values):
     return halves, exponent.to(tl.float32, bitcast=True)
 
 
+class StoreStrides(NamedTuple):
+    """Strides of new keys and values: tokens, heads, elements; and of caches: blocks, tokens, heads, elements."""
+
+    new_key: tuple[int, ...]
+    new_value: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+
+
 _TOKEN_TILE = 16
 
 
@@ -84,20 +95,7 @@ def _write_kv_kernel(
     key_scale_ptr,
     value_scale_ptr,
     num_tokens,
-    new_key_token_stride,
-    new_key_head_stride,
-    new_key_dim_stride,
-    new_value_token_stride,
-    new_value_head_stride,
-    new_value_dim_stride,
-    key_block_stride,
-    key_token_stride,
-    key_head_stride,
-    key_dim_stride,
-    value_block_stride,
-    value_token_stride,
-    value_head_stride,
-    value_dim_stride,
+    strides,  # StoreStrides
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
@@ -112,23 +110,19 @@ def _write_kv_kernel(
     rows = tokens.to(tl.int64)[:, None]
     block_ids = (slots // BLOCK_SIZE)[:, None]
     offsets = (slots % BLOCK_SIZE)[:, None]
-    key = tl.load(
-        new_key_ptr + rows * new_key_token_stride + head * new_key_head_stride + dims * new_key_dim_stride,
-        mask,
-    )
-    value = tl.load(
-        new_value_ptr
-        + rows * new_value_token_stride
-        + head * new_value_head_stride
-        + dims * new_value_dim_stride,
-        mask,
-    )
+    key = tl.load(new_key_ptr + _offsets(rows, head, dims, strides.new_key), mask)
+    value = tl.load(new_value_ptr + _offsets(rows, head, dims, strides.new_value), mask)
     key = to_cache(key, load_scale(key_scale_ptr), key_cache_ptr.dtype.element_ty)
     value = to_cache(value, load_scale(value_scale_ptr), value_cache_ptr.dtype.element_ty)
-    key_slots = block_ids * key_block_stride + offsets * key_token_stride
-    value_slots = block_ids * value_block_stride + offsets * value_token_stride
-    tl.store(key_cache_ptr + key_slots + head * key_head_stride + dims * key_dim_stride, key, mask)
-    tl.store(value_cache_ptr + value_slots + head * value_head_stride + dims * value_dim_stride, value, mask)
+    key_slots = block_ids * strides.key[0] + offsets * strides.key[1]
+    value_slots = block_ids * strides.value[0] + offsets * strides.value[1]
+    tl.store(key_cache_ptr + key_slots + head * strides.key[2] + dims * strides.key[3], key, mask)
+    tl.store(value_cache_ptr + value_slots + head * strides.value[2] + dims * strides.value[3], value, mask)
+
+
+@triton.jit
+def _offsets(rows, head, dims, strides):
+    return rows * strides[0] + head * strides[1] + dims * strides[2]
 
 
 def write_kv(
@@ -154,10 +148,7 @@ def write_kv(
         key_scale,
         value_scale,
         num_tokens,
-        *new_key.stride(),
-        *new_value.stride(),
-        *key_cache.stride(),
-        *value_cache.stride(),
+        StoreStrides(new_key.stride(), new_value.stride(), key_cache.stride(), value_cache.stride()),
         NUM_KV_HEADS=num_kv_heads,
         HEAD_SIZE=head_size,
         HEAD_TILE=triton.next_power_of_2(head_size),
