@@ -113,17 +113,13 @@ def paged_decode(
     _check_query_lens(kv)
     _check_call(query, new, kv, options, out)
     if rotation is not None:
-        if new is None or kv.query_start_loc is not None:
-            raise ShapeError("rotation: expected new_key without query_start_loc")
-        check_rotation(query, rotation)
+        _check_rotation(query, new, kv, rotation)
     if plan is not None and isinstance(plan, torch.Tensor) != query.is_cuda:
         raise ShapeError(f"plan: expected one made for {query.device}, got {type(plan).__name__}")
     if not query.is_cuda:
         assert not isinstance(plan, torch.Tensor)
         if rotation is not None and new is not None:
-            query, new = query.clone(), new._replace(key=new.key.clone())
-            # Padding rows need a position, too.
-            rotate_query_key(query, new.key, kv.num_computed_tokens.clamp(min=0).long(), rotation)
+            query, new = _rotated(query, new, kv, rotation)
         return reference.paged_decode(query, new, kv, options=options, out=out, plan=plan)
     from rose_backend.kernels.attention.paged_decode import paged_decode as launch
     from rose_backend.kernels.gpu_properties import has_dependent_launch
@@ -138,6 +134,21 @@ def paged_decode(
         overlap=overlap and new is not None and has_dependent_launch(query.device),
         rotation=rotation,
     )
+
+
+def _check_rotation(query: torch.Tensor, new: NewTokens | None, kv: PagedKV, rotation: HeadRotation) -> None:
+    if new is None or kv.query_start_loc is not None:
+        raise ShapeError("rotation: expected new_key without query_start_loc")
+    check_rotation(query, rotation)
+
+
+def _rotated(
+    query: torch.Tensor, new: NewTokens, kv: PagedKV, rotation: HeadRotation
+) -> tuple[torch.Tensor, NewTokens]:
+    query, new = query.clone(), new._replace(key=new.key.clone())
+    # Padding rows need a position, too.
+    rotate_query_key(query, new.key, kv.num_computed_tokens.clamp(min=0).long(), rotation)
+    return query, new
 
 
 def plan_paged_prefill(
