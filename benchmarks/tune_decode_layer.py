@@ -40,12 +40,12 @@ from rose_backend.kernels.attention import paged_decode as decode_gpu
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.linear import small_batch_linear as linear_gpu
 from rose_backend.kernels.linear.ops import MAX_ROWS
-from rose_backend.kernels.tuning.attention_decode import DecodeTuning, decode_tuning
+from rose_backend.kernels.tuning.attention import DecodeTuning, decode_tuning
 from rose_backend.kernels.tuning.linear import MAX_SPLIT_FLOATS, LinearConfig, choose_config
 from rose_backend.kernels.tuning.measured import as_line
 from rose_backend.layers import decoder
 from rose_backend.layers.attention import AttentionMetadata
-from rose_backend.models.registry import load_model
+from rose_backend.models.base import load_model
 
 MAX_SHARED_BYTES = 220_000
 BLOCK_SIZE = 16

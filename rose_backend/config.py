@@ -139,7 +139,7 @@ class EngineConfig(Switches):
     """Sequences that may run at once; each of a request's ``n`` completions counts."""
     max_num_batched_tokens: int | None = None
     """Tokens one step may compute, prompts and decodes together; None chooses for the device and the kind of use, see
-    ``rose_backend.scheduling.token_budget``."""
+    ``rose_backend.scheduling``."""
     max_model_len: int | None = None
     """Prompt plus output, in tokens; None takes the model's own window."""
     num_blocks: int | None = None

@@ -1,14 +1,17 @@
 """Record which kernels code would launch, by running it on tensors without memory.
 
 Inside ``record_launches`` tensors on device ``meta`` pass for a GPU's, and a launch of a Triton kernel over them
-records what it would compile. Nothing runs, and no GPU is needed.
+records what it would compile. Nothing runs, and no GPU is needed. ``settle_cache_keys`` gives kernels the same key in
+Triton's cache in every process.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import importlib
+import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITCallable, JITFunction
 
-from rose_backend.compile_ahead.compilations import called_functions
+import rose_backend.kernels
 from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
 
 _PACKAGE = "rose_backend."
@@ -57,6 +60,48 @@ def _length(function: JITCallable, seen: set[int]) -> int:
     called = [each for each in called_functions(function) if id(each) not in seen]
     seen |= set(map(id, called))
     return len(function.src) + sum(_length(each, seen) for each in called)
+
+
+def settle_cache_keys() -> None:
+    """Give each of this package's kernels the key in Triton's cache that it has in every other process.
+
+    Triton 3.6 (``DependenciesFinder._update_hash``) puts the constants of a called function into the caller's key only
+    if the key of the called function was computed before. So keys depend on the order of first launches, and what one
+    process has compiled another one does not find. Here each function's key is computed after those of all it calls.
+    """
+    settled: set[int] = set()
+    for name in kernel_modules():
+        for value in vars(importlib.import_module(name)).values():
+            _settle(value, settled)
+
+
+def kernel_modules() -> list[str]:
+    """Return the names of all modules that may define ``triton.jit`` functions."""
+    room = rose_backend.kernels
+    return [info.name for info in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")]
+
+
+def called_functions(function: Any) -> list[Any]:
+    """Return the ``triton.jit`` functions that another one's source names, each once, Triton's own included."""
+    named = (_resolve(node, function.__globals__) for node in ast.walk(function.parse()))
+    return list({id(each): each for each in named if isinstance(each, JITCallable)}.values())
+
+
+def _settle(value: Any, settled: set[int]) -> None:
+    # By id: the hash of such a function is its key.
+    if isinstance(value, JITCallable) and id(value) not in settled:
+        settled.add(id(value))
+        for called in called_functions(value):
+            _settle(called, settled)
+        _ = value.cache_key
+
+
+def _resolve(node: ast.AST, variables: dict[str, Any]) -> Any:
+    if isinstance(node, ast.Name):
+        return variables.get(node.id)
+    if isinstance(node, ast.Attribute):
+        return getattr(_resolve(node.value, variables), node.attr, None)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rose_backend import LLM, SamplingParams
-from rose_backend.models import registry
+from rose_backend.models import base as registry
 from tests.support.reference_generation import greedy_differences
 from tests.support.tiny_checkpoint import write_tokenizer
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from rose_backend.engine.progress import LoadingProgress
 from rose_backend.errors import ModelError
 from rose_backend.models import streaming, weights
-from rose_backend.models.registry import load_model
+from rose_backend.models.base import load_model
 from rose_backend.models.streaming import Copy, have_equal_values, stream
 from rose_backend.models.weights import find_tensors
 from tests.support.llama_checkpoints import write_checkpoint

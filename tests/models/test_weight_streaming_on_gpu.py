@@ -49,7 +49,7 @@ def test_several_hundred_megabytes(
 
 def test_a_whole_model_is_the_one_of_the_cpu(tmp_path: Path) -> None:
     from rose_backend.config import Switches
-    from rose_backend.models.registry import load_model
+    from rose_backend.models.base import load_model
     from tests.support.llama_checkpoints import write_checkpoint
 
     checkpoint = write_checkpoint(tmp_path / "model", "llama")

@@ -179,6 +179,11 @@ def parse(text: str) -> Iterator[Section]:
         yield Section(operation, tuple((" ".join(comment), tuple(rows)) for comment, rows in parts))
 
 
+def next_power_of_2(number: int) -> int:
+    """Return the least power of two that is at least ``number``."""
+    return 1 << (number - 1).bit_length()
+
+
 def _row(line: str) -> Row:
     cells = [cell.strip() for cell in line.split("|")]
     try:
