@@ -8,11 +8,10 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from rose_backend.config import Switches
 from rose_backend.errors import ModelError
 from rose_backend.kernels import Experts, HeadRotation
 from rose_backend.layers.linear import DecoderLayer, Mlp, SparseMlp
-from rose_backend.models.base import DecoderModel, DecoderWeights
+from rose_backend.models.base import CausalLM, DecoderWeights, LoadOptions
 from rose_backend.models.config import (
     MAX_SIZE,
     ExpertsConfig,
@@ -60,21 +59,13 @@ class Family:
     """Reads from config.json which of so many layers have experts, and what they are; None: none may have."""
 
 
-class Llama(DecoderModel):
-    """A ``CausalLM``; of Llama's relatives it is the base, and a relative says what differs."""
+class Llama(CausalLM):
+    """Llama, the base of its relatives, which say what differs."""
 
     family: ClassVar[Family] = Family()
 
     @classmethod
-    def load(
-        cls,
-        checkpoint: Checkpoint,
-        *,
-        dtype: str,
-        device: str,
-        switches: Switches,
-        max_model_len: int | None = None,
-    ) -> Self:
+    def load(cls, checkpoint: Checkpoint, options: LoadOptions) -> Self:
         """Read a checkpoint; see ``CausalLM``."""
         fields = {**cls.family.defaults, **checkpoint.config}
         read_experts = cls.family.read_experts
@@ -83,7 +74,7 @@ class Llama(DecoderModel):
             fields,
             names={"norm_eps": "rms_norm_eps"},
             dtype=torch.float32,
-            device=device,
+            device=options.device,
             gated_mlp=True,
             norm_eps=1e-6,
             tie_word_embeddings=False,
@@ -95,11 +86,14 @@ class Llama(DecoderModel):
             # As in vLLM: config.json has the window before it was stretched.
             window = min(int(config.max_position_embeddings * rotary.factor), MAX_SIZE)
             config = replace(config, max_position_embeddings=window)
-        num_positions = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
+        num_positions = min(
+            options.max_model_len or config.max_position_embeddings, config.max_position_embeddings
+        )
         check_window(fields, num_positions, config.num_layers)
         rotates = _rotating_layers(fields, config.num_layers)
         # The first look at the weights.
-        config = replace(config, dtype=choose_dtype(dtype, device, checkpoint.dtype_of(_PREFIX + _EMBEDDING)))
+        stored = checkpoint.dtype_of(_PREFIX + _EMBEDDING)
+        config = replace(config, dtype=choose_dtype(options.dtype, options.device, stored))
         reader = WeightReader(checkpoint, config, _PREFIX)
         table = rotary_table(rotary, config.head_size, num_positions, config.device)
 
@@ -121,7 +115,7 @@ class Llama(DecoderModel):
             HeadRotation(table, layer.query_norm, layer.key_norm, config.norm_eps) if rotates_heads else None
             for layer, rotates_heads in zip(weights.layers, rotates, strict=True)
         ]
-        return cls(config, weights, switches, rotations)
+        return cls(config, weights, options.switches, rotations)
 
     @classmethod
     def _read_layer(cls, reader: WeightReader, fields: Mapping[str, Any], index: int) -> DecoderLayer:
