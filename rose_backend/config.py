@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeGuard, TypeVar
+from typing import Any, ClassVar, Self, TypeGuard
 
 from rose_backend.errors import ConfigError, nearest_name_hint
 
@@ -44,8 +44,6 @@ MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
 MAX_PENALTY = 2.0
 """Of presence and frequency penalty; their negative is the lowest."""
-
-_T = TypeVar("_T", bound="Switches")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +82,7 @@ class Switches:
                 )
 
     @classmethod
-    def from_mapping(cls: type[_T], options: Mapping[str, Any], *, source: str) -> _T:
+    def from_mapping(cls, options: Mapping[str, Any], *, source: str) -> Self:
         """Build from user-supplied options.
 
         Args:

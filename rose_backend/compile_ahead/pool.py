@@ -234,10 +234,6 @@ Progress = Callable[[Iterable[CompiledKernel], int], Iterator[CompiledKernel]]
 """Passes on what it is given and shows how many of the expected number have come."""
 
 
-def _show_nothing(kernels: Iterable[CompiledKernel], total: int) -> Iterator[CompiledKernel]:
-    return iter(kernels)
-
-
 class AheadCompilation:
     """Compiles the kernels of one or more starts, beginning when it is constructed.
 
@@ -256,7 +252,7 @@ class AheadCompilation:
         *,
         again: bool = False,
         num_processes: int | None = None,
-        progress: Progress = _show_nothing,
+        progress: Progress = lambda kernels, total: iter(kernels),
     ) -> None:
         self.kernels: list[CompiledKernel] = []
         """The finished ones that this process has been told of."""

@@ -7,7 +7,7 @@ from typing import Self
 from rose_backend.layers.linear import DecoderLayer, Mlp
 from rose_backend.models.base import CausalLM, DecoderWeights, LoadOptions
 from rose_backend.models.config import ModelConfig, check_supported, choose_dtype
-from rose_backend.models.streaming import WeightReader
+from rose_backend.models.streaming import WeightReader, load_weights
 from rose_backend.models.weights import Checkpoint
 
 _HF_NAMES = {
@@ -61,4 +61,4 @@ class GPT2(CausalLM):
                 padded_lm_head=head,
             )
 
-        return cls(config, WeightReader(checkpoint, config, prefix).load(build), options.switches)
+        return cls(config, load_weights(checkpoint, config, prefix, build), options.switches)

@@ -10,7 +10,7 @@ from rose_backend.layers.attention import AttentionMetadata, PagedAttention
 from rose_backend.layers.linear import DecoderLayer, Mlp, ResidualStream
 from rose_backend.models.base import CausalLM, DecoderWeights, LoadOptions
 from rose_backend.models.config import ModelConfig, choose_dtype
-from rose_backend.models.streaming import WeightReader
+from rose_backend.models.streaming import WeightReader, load_weights
 from rose_backend.models.weights import Checkpoint
 
 ROPE_THETA = 10_000.0
@@ -100,4 +100,4 @@ def _read_weights(checkpoint: Checkpoint, config: ModelConfig) -> DecoderWeights
             token_embedding=embedding, layers=layers, final_norm=reader.rms_norm("norm"), padded_lm_head=head
         )
 
-    return WeightReader(checkpoint, config, "model.").load(build)
+    return load_weights(checkpoint, config, "model.", build)
