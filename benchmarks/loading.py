@@ -34,7 +34,7 @@ from benchmarks.support.cli import (
 )
 from benchmarks.support.run_facts import device_name, run_facts
 from benchmarks.support.timing import spread
-from rose_backend.models.registry import load_model
+from rose_backend.models.base import load_model
 from rose_backend.models.streaming import BUFFER_BYTES, usual_num_readers
 
 _WATCH_S = 0.01

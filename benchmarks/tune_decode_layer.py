@@ -21,9 +21,9 @@ import functools
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -40,12 +40,11 @@ from rose_backend.kernels.attention import paged_decode as decode_gpu
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.linear import small_batch_linear as linear_gpu
 from rose_backend.kernels.linear.ops import MAX_ROWS
-from rose_backend.kernels.tuning.attention_decode import DecodeTuning, decode_tuning
+from rose_backend.kernels.tuning.attention import DecodeTuning, decode_tuning
 from rose_backend.kernels.tuning.linear import MAX_SPLIT_FLOATS, LinearConfig, choose_config
-from rose_backend.kernels.tuning.measured import as_line
 from rose_backend.layers import decoder
 from rose_backend.layers.attention import AttentionMetadata
-from rose_backend.models.registry import load_model
+from rose_backend.models.base import load_model
 
 MAX_SHARED_BYTES = 220_000
 BLOCK_SIZE = 16
@@ -383,6 +382,30 @@ def row_of(step: Step, found: Search, part: str) -> str:
     share, rest = divmod(cut.num_programs, num_processors)
     # As many for each multiprocessor, where that is what was tried.
     return line if rest else line.replace(f"programs={cut.num_programs}", f"programs=processors:{share}")
+
+
+def as_line(conditions: Mapping[str, object], config: Any, gpu: str, microseconds: float) -> str:
+    """Return a line of ``measured.txt`` for a configuration that was measured.
+
+    Args:
+        conditions: ranges by fact, as the file has them, or single numbers.
+        config: a dataclass; fields that have their default are left out.
+    """
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    written = {
+        field.name: _as_text(values[field.name])
+        for field in fields(config)
+        if field.default is MISSING or values[field.name] != field.default
+    }
+    cells = (
+        ", ".join(f"{name} {_as_text(limits)}" for name, limits in conditions.items()),
+        ", ".join(f"{name}={text}" for name, text in written.items()),
+    )
+    return " | ".join((*cells, gpu, f"{microseconds:.1f}")).rstrip(" |")
+
+
+def _as_text(value: object) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 def _write_two_layers(path: str, folder: Path) -> None:

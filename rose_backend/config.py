@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeGuard, TypeVar
+from typing import Any, ClassVar, Self, TypeGuard
 
 from rose_backend.errors import ConfigError, nearest_name_hint
 
@@ -18,6 +18,18 @@ GENERATION_CONFIGS = ("auto", "none")
 
 MAX_RUN_AHEAD = 4
 MAX_NUM_THREADS = 1024
+_RANGES = {
+    "block_size": (1, 1024),
+    "max_num_seqs": (1, 65_536),
+    "max_num_batched_tokens": (1, 1 << 20),
+    "max_model_len": (2, 1 << 24),
+    "num_blocks": (2, (1 << 31) - 1),
+    "num_threads": (1, MAX_NUM_THREADS),
+    "run_ahead": (0, MAX_RUN_AHEAD),
+    "max_queue_size": (1, 10_000_000),
+    "seed": (0, (1 << 63) - 1),
+}
+"""Options of ``EngineConfig`` that are integers, and their limits."""
 
 # Limits on one request, checked before anything is copied or allocated.
 MAX_N = 128
@@ -32,8 +44,6 @@ MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
 MAX_PENALTY = 2.0
 """Of presence and frequency penalty; their negative is the lowest."""
-
-_T = TypeVar("_T", bound="Switches")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +82,7 @@ class Switches:
                 )
 
     @classmethod
-    def from_mapping(cls: type[_T], options: Mapping[str, Any], *, source: str) -> _T:
+    def from_mapping(cls, options: Mapping[str, Any], *, source: str) -> Self:
         """Build from user-supplied options.
 
         Args:
@@ -139,7 +149,7 @@ class EngineConfig(Switches):
     """Sequences that may run at once; each of a request's ``n`` completions counts."""
     max_num_batched_tokens: int | None = None
     """Tokens one step may compute, prompts and decodes together; None chooses for the device and the kind of use, see
-    ``rose_backend.scheduling.token_budget``."""
+    ``rose_backend.scheduling``."""
     max_model_len: int | None = None
     """Prompt plus output, in tokens; None takes the model's own window."""
     num_blocks: int | None = None
@@ -164,26 +174,20 @@ class EngineConfig(Switches):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("device", self.device, DEVICES)
-        _check_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
+        choices = {"dtype": DTYPES, "device": DEVICES, "generation_config": GENERATION_CONFIGS}
+        for name, allowed in choices.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ConfigError(f"{name}: got {value!r}, allowed are {', '.join(allowed)}")
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model: got {self.model!r}, a directory or a Hugging Face id is needed")
-        check_int("block_size", self.block_size, 1, 1024)
-        check_int("max_num_seqs", self.max_num_seqs, 1, 65_536)
-        if self.max_num_batched_tokens is not None:
-            check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
-        if self.max_model_len is not None:
-            check_int("max_model_len", self.max_model_len, 2, 1 << 24)
-        if self.num_blocks is not None:
-            check_int("num_blocks", self.num_blocks, 2, (1 << 31) - 1)
-        if self.num_threads is not None:
-            check_int("num_threads", self.num_threads, 1, MAX_NUM_THREADS)
-        if self.run_ahead is not None:
-            check_int("run_ahead", self.run_ahead, 0, MAX_RUN_AHEAD)
-        check_int("max_queue_size", self.max_queue_size, 1, 10_000_000)
-        check_int("seed", self.seed, 0, (1 << 63) - 1)
-        _check_share("gpu_memory_utilization", self.gpu_memory_utilization)
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            # What is None unless it is given is chosen at start-up.
+            if value is not None or getattr(type(self), name) is not None:
+                check_int(name, value, low, high)
+        share = self.gpu_memory_utilization
+        if not _is_number(share) or not 0.0 < share <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization: got {share!r}, allowed is more than 0 and at most 1")
         if not _is_number(self.cpu_kvcache_space_gib) or not 0.0 < self.cpu_kvcache_space_gib < float("inf"):
             raise ConfigError(
                 f"cpu_kvcache_space_gib: got {self.cpu_kvcache_space_gib!r}, allowed is a number above 0"
@@ -194,16 +198,6 @@ class EngineConfig(Switches):
         """``max_num_batched_tokens`` of a running engine, which has chosen it where it was None."""
         assert self.max_num_batched_tokens is not None, "max_num_batched_tokens is chosen at start-up"
         return self.max_num_batched_tokens
-
-
-def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name}: got {value!r}, allowed are {', '.join(allowed)}")
-
-
-def _check_share(name: str, value: object) -> None:
-    if not _is_number(value) or not 0.0 < value <= 1.0:
-        raise ConfigError(f"{name}: got {value!r}, allowed is more than 0 and at most 1")
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -43,6 +43,7 @@ THIRD_PARTY = {
     "config": frozenset[str](),
     "__init__": frozenset[str](),
     "block_manager": frozenset({"numpy"}),
+    "scheduling": frozenset({"numpy", "torch"}),
     "block_view": frozenset({"numpy", "rich", "prometheus_client"}),
 }
 ONLY_IN_PLUGIN = "vllm"
@@ -214,7 +215,7 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, source: str) -> None
         ),
         (
             "engine/core.py",
-            "import torch\nfrom rose_backend.models.registry import load_model\nfrom rose_backend import kernels",
+            "import torch\nfrom rose_backend.models.base import load_model\nfrom rose_backend import kernels",
         ),
         (
             "vllm_plugin/scheduler/scheduler.py",

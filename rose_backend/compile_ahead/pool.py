@@ -23,15 +23,12 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from rose_backend.compile_ahead.compilations import settle_cache_keys
+from rose_backend.compile_ahead.recorded_launches import KernelSource, settle_cache_keys
 from rose_backend.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rose_backend.compile_ahead.recorded_launches import KernelSource
 
 MAX_PROCESSES = 32
 """A start has about twice this many kernels."""
@@ -237,10 +234,6 @@ Progress = Callable[[Iterable[CompiledKernel], int], Iterator[CompiledKernel]]
 """Passes on what it is given and shows how many of the expected number have come."""
 
 
-def _show_nothing(kernels: Iterable[CompiledKernel], total: int) -> Iterator[CompiledKernel]:
-    return iter(kernels)
-
-
 class AheadCompilation:
     """Compiles the kernels of one or more starts, beginning when it is constructed.
 
@@ -259,7 +252,7 @@ class AheadCompilation:
         *,
         again: bool = False,
         num_processes: int | None = None,
-        progress: Progress = _show_nothing,
+        progress: Progress = lambda kernels, total: iter(kernels),
     ) -> None:
         self.kernels: list[CompiledKernel] = []
         """The finished ones that this process has been told of."""
@@ -335,3 +328,37 @@ class AheadCompilation:
             return None
         check_cache_is_writable()
         return f"{len(failed)} failed, the first is {failed[0].source.name}: {failed[0].error}"
+
+
+@dataclass(slots=True)
+class Compilations:
+    """Kernels that were compiled, or loaded from Triton's cache on disk."""
+
+    names: list[str] = field(default_factory=list)
+    """In order; a kernel is listed again for other constants or argument types."""
+    compiled: list[str] = field(default_factory=list)
+    """Those of them that were not on disk."""
+    seconds: float = 0.0
+
+
+@contextlib.contextmanager
+def watch_compilations() -> Iterator[Compilations]:
+    """Collect what Triton compiles or loads inside the block, in this process."""
+    from triton import knobs
+
+    seen = Compilations()
+    listener = knobs.compilation.listener
+
+    def listen(*, src: Any, times: Any, cache_hit: bool, **details: Any) -> None:
+        seen.names.append(src.name)
+        if not cache_hit:
+            seen.compiled.append(src.name)
+        seen.seconds += times.total * 1e-6
+        if listener is not None:
+            listener(src=src, times=times, cache_hit=cache_hit, **details)
+
+    knobs.compilation.listener = listen
+    try:
+        yield seen
+    finally:
+        knobs.compilation.listener = listener

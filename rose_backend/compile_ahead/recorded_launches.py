@@ -1,18 +1,21 @@
 """Record which kernels code would launch, by running it on tensors without memory.
 
 Inside ``record_launches`` tensors on device ``meta`` pass for a GPU's, and a launch of a Triton kernel over them
-records what it would compile. Nothing runs, and no GPU is needed.
+records what it would compile. Nothing runs, and no GPU is needed. ``settle_cache_keys`` gives kernels the same key in
+Triton's cache in every process.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import importlib
+import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITCallable, JITFunction
 
-from rose_backend.compile_ahead.compilations import called_functions
+import rose_backend.kernels
 from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
 
 _PACKAGE = "rose_backend."
@@ -59,46 +62,69 @@ def _length(function: JITCallable, seen: set[int]) -> int:
     return len(function.src) + sum(_length(each, seen) for each in called)
 
 
-@dataclass(frozen=True, slots=True)
-class _Compilation:
-    """One call of ``JITFunction._do_compile``, without device."""
+def settle_cache_keys() -> None:
+    """Give each of this package's kernels the key in Triton's cache that it has in every other process.
 
+    Triton 3.6 (``DependenciesFinder._update_hash``) puts the constants of a called function into the caller's key only
+    if the key of the called function was computed before. So keys depend on the order of first launches, and what one
+    process has compiled another one does not find. Here each function's key is computed after those of all it calls.
+    """
+    settled: set[int] = set()
+    for name in kernel_modules():
+        for value in vars(importlib.import_module(name)).values():
+            _settle(value, settled)
+
+
+def kernel_modules() -> list[str]:
+    """Return the names of all modules that may define ``triton.jit`` functions."""
+    room = rose_backend.kernels
+    return [info.name for info in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")]
+
+
+def called_functions(function: Any) -> list[Any]:
+    """Return the ``triton.jit`` functions that another one's source names, each once, Triton's own included."""
+    named = (_resolve(node, function.__globals__) for node in ast.walk(function.parse()))
+    return list({id(each): each for each in named if isinstance(each, JITCallable)}.values())
+
+
+def _settle(value: Any, settled: set[int]) -> None:
+    # By id: the hash of such a function is its key.
+    if isinstance(value, JITCallable) and id(value) not in settled:
+        settled.add(id(value))
+        for called in called_functions(value):
+            _settle(called, settled)
+        _ = value.cache_key
+
+
+def _resolve(node: ast.AST, variables: dict[str, Any]) -> Any:
+    if isinstance(node, ast.Name):
+        return variables.get(node.id)
+    if isinstance(node, ast.Attribute):
+        return getattr(_resolve(node.value, variables), node.attr, None)
+    return None
+
+
+class _Compilation(NamedTuple):
+    """What a launch would compile, and where the launches of ``kernel`` look for it."""
+
+    source: KernelSource
     kernel: JITFunction[Any]
     key: str
-    signature: dict[str, Any]
-    constexprs: dict[tuple[int, ...], Any]
     options: Any
-    attributes: dict[tuple[int, ...], Any]
-
-    def do(self, device: Any) -> Any:
-        """Return the compiled kernel, which launches on ``device`` find from now on; None if a hook refuses."""
-        return self.kernel._do_compile(
-            self.key, self.signature, device, self.constexprs, self.options, self.attributes, True
-        )
 
 
 @dataclass(slots=True)
 class RecordedLaunches:
     """What launches of this package's kernels would compile, each once."""
 
-    gpu: GpuProperties
+    target: GPUTarget
+    """The GPU as Triton names it."""
     compilations: list[_Compilation] = field(default_factory=list)
 
     @property
     def sources(self) -> list[KernelSource]:
         """What is compiled, in the order of first launches."""
-        return [
-            KernelSource(
-                each.kernel.__module__,
-                each.kernel.fn.__name__,
-                each.signature,
-                each.constexprs,
-                each.attributes,
-                dict(each.options.__dict__),
-                self.target,
-            )
-            for each in self.compilations
-        ]
+        return [each.source for each in self.compilations]
 
     def load(self) -> None:
         """Load each kernel on the current device, from Triton's cache or compiled now.
@@ -106,17 +132,13 @@ class RecordedLaunches:
         Launches like those that were recorded find it from then on: nothing is compiled when they come.
         """
         device = driver.active.get_current_device()
-        for each in self.compilations:
-            if each.key not in each.kernel.device_caches[device][0]:
-                compiled = each.do(device)
-                if compiled is not None:
+        for each, kernel, key, options in self.compilations:
+            if key not in kernel.device_caches[device][0]:
+                compiled = kernel._do_compile(
+                    key, each.signature, device, each.constexprs, options, each.attributes, True
+                )
+                if compiled is not None:  # a hook may refuse
                     _ = compiled.run  # which loads it into the device
-
-    @property
-    def target(self) -> GPUTarget:
-        """The GPU as Triton names it."""
-        major, minor = self.gpu.capability
-        return GPUTarget("cuda", major * 10 + minor, _WARP_SIZE)
 
 
 @contextlib.contextmanager
@@ -126,32 +148,30 @@ def record_launches(gpu: GpuProperties) -> Iterator[RecordedLaunches]:
     Args:
         gpu: the GPU whose place device ``meta`` takes.
     """
-    with _recording:
-        yield from _record(RecordedLaunches(gpu))
+    major, minor = gpu.capability
+    recorded = RecordedLaunches(GPUTarget("cuda", major * 10 + minor, _WARP_SIZE))
+    with _recording, meta_stands_for(gpu), _take_over(recorded), _MetaAsGpu():
+        yield recorded
 
 
-def _record(recorded: RecordedLaunches) -> Iterator[RecordedLaunches]:
-    device = _RecordingDriver(recorded, driver._active)
+@contextlib.contextmanager
+def _take_over(recorded: RecordedLaunches) -> Iterator[None]:
+    """Take the place of Triton's driver and compiler for launches of this thread."""
+    device = _RecordingDriver(recorded.target, driver._active)
     do_compile = JITFunction._do_compile
     kernels: list[JITFunction[Any]] = []
 
-    def record(
-        kernel: JITFunction[Any],
-        key: str,
-        signature: dict[str, Any],
-        where: Any,
-        constexprs: dict[tuple[int, ...], Any],
-        options: Any,
-        attributes: dict[tuple[int, ...], Any],
-        warmup: bool,
-    ) -> Any:
+    def record(kernel: JITFunction[Any], *args: Any, **named: Any) -> Any:
+        key, signature, where, constexprs, options, attributes = args[:6]
         if where is not device:
-            return do_compile(kernel, key, signature, where, constexprs, options, attributes, warmup)
+            return do_compile(kernel, *args, **named)
         kernels.append(kernel)
+        module = kernel.__module__
         # vLLM compiles its own.
-        if kernel.__module__.startswith(_PACKAGE):
-            compilation = _Compilation(kernel, key, signature, constexprs, options, attributes)
-            recorded.compilations.append(compilation)
+        if module.startswith(_PACKAGE):
+            facts = signature, constexprs, attributes, dict(options.__dict__), recorded.target
+            source = KernelSource(module, kernel.fn.__name__, *facts)
+            recorded.compilations.append(_Compilation(source, kernel, key, options))
         # As Triton does with a compiled kernel: the next launch of the same finds it.
         kernel.device_caches[where][0][key] = _NotLaunched()
         return kernel.device_caches[where][0][key]
@@ -159,8 +179,7 @@ def _record(recorded: RecordedLaunches) -> Iterator[RecordedLaunches]:
     JITFunction._do_compile = record
     driver.set_active(device)
     try:
-        with meta_stands_for(recorded.gpu), _MetaAsGpu():
-            yield recorded
+        yield
     finally:
         driver.set_active(device.real)
         JITFunction._do_compile = do_compile
@@ -183,9 +202,9 @@ class _NotLaunched:
 class _RecordingDriver:
     """Triton's driver and, for the recording thread, the device; other threads get the original driver."""
 
-    def __init__(self, recorded: RecordedLaunches, real: Any) -> None:
+    def __init__(self, target: GPUTarget, real: Any) -> None:
         self.real = real
-        self._recorded = recorded
+        self._target = target
         self._thread = threading.get_ident()
 
     @property
@@ -199,7 +218,7 @@ class _RecordingDriver:
         return 0 if device is self else self._other.get_current_stream(device)
 
     def get_current_target(self) -> Any:
-        return self._recorded.target if self._is_recording else self._other.get_current_target()
+        return self._target if self._is_recording else self._other.get_current_target()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._other, name)
@@ -246,6 +265,10 @@ def _has_meta(args: Any) -> bool:
     return any(isinstance(each, torch.Tensor) and each.device.type == "meta" for each in flat)
 
 
+def _meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 def _elementwise(*operands: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     tensors = [each for each in operands if isinstance(each, torch.Tensor)]
     # torch's own imports a solver of equations, which takes as long as all launches.
@@ -255,7 +278,7 @@ def _elementwise(*operands: Any, dtype: torch.dtype | None = None) -> torch.Tens
     # The strides are those of the first operand that has the whole shape, as on a GPU.
     whole = next((each for each in tensors if each.shape == shape), None)
     if whole is None:
-        return torch.empty(shape, dtype=dtype, device="meta")
+        return _meta(shape, dtype)
     made = _like(whole, dtype=dtype)
     return torch.empty_like(whole, dtype=dtype) if made is None else made
 
@@ -266,9 +289,9 @@ def _like(x: torch.Tensor, *, dtype: torch.dtype | None = None, **options: Any) 
         return None
     dtype = x.dtype if dtype is None else dtype
     if x.is_contiguous() or (x.ndim == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]):
-        return torch.empty(x.shape, dtype=dtype, device="meta")
+        return _meta(x.shape, dtype)
     if x.ndim == 2 and x.t().is_contiguous():
-        return torch.empty(x.t().shape, dtype=dtype, device="meta").t()
+        return _meta(x.t().shape, dtype).t()
     return None
 
 
@@ -278,29 +301,14 @@ def _new_empty(
     return None if options else torch.empty(*size, dtype=x.dtype if dtype is None else dtype, device="meta")
 
 
-def _compare(*operands: Any) -> torch.Tensor:
-    return _elementwise(*operands, dtype=torch.bool)
-
-
 def _where(condition: torch.Tensor, this: Any, other: Any) -> torch.Tensor:
     return _elementwise(condition, this, other, dtype=torch.result_type(this, other))
-
-
-def _clamp(this: torch.Tensor, *bounds: Any, **named_bounds: Any) -> torch.Tensor:
-    return _elementwise(this, dtype=this.dtype)
 
 
 def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     sizes = list(tensors[0].shape)
     sizes[dim] = sum(each.shape[dim] for each in tensors)
-    dtype = functools.reduce(torch.promote_types, (each.dtype for each in tensors))
-    return torch.empty(sizes, dtype=dtype, device="meta")
-
-
-def _addmm(
-    bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **options: Any
-) -> torch.Tensor | None:
-    return _matmul(left, right)
+    return _meta(sizes, functools.reduce(torch.promote_types, (each.dtype for each in tensors)))
 
 
 def _matmul(
@@ -308,12 +316,7 @@ def _matmul(
 ) -> torch.Tensor | None:
     if left.ndim != 2 or right.ndim > 2:
         return None
-    dtype = left.dtype if out_dtype is None else out_dtype
-    return torch.empty((left.shape[0], *right.shape[1:]), dtype=dtype, device="meta")
-
-
-def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return torch.empty((*left.shape[:2], right.shape[2]), dtype=left.dtype, device="meta")
+    return _meta((left.shape[0], *right.shape[1:]), left.dtype if out_dtype is None else out_dtype)
 
 
 def _sum(x: torch.Tensor, *dims: int, **options: Any) -> torch.Tensor | None:
@@ -321,39 +324,35 @@ def _sum(x: torch.Tensor, *dims: int, **options: Any) -> torch.Tensor | None:
         return None
     shape = list(x.shape)
     del shape[dims[0]]
-    return torch.empty(shape, dtype=x.dtype if x.is_floating_point() else torch.int64, device="meta")
-
-
-def _gather(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-    return torch.empty(index.shape, dtype=x.dtype, device="meta")
+    return _meta(shape, x.dtype if x.is_floating_point() else torch.int64)
 
 
 def _index(x: torch.Tensor, index: Any) -> torch.Tensor | None:
     if not isinstance(index, torch.Tensor) or index.dtype not in (torch.int32, torch.int64):
         return None
-    return torch.empty((*index.shape, *x.shape[1:]), dtype=x.dtype, device="meta")
+    return _meta((*index.shape, *x.shape[1:]), x.dtype)
 
 
-def _named(owner: Any, shortcut: Callable[..., Any], *names: str) -> dict[Any, Callable[..., Any]]:
-    return {getattr(owner, name): shortcut for name in names}
+def _named(owner: Any, names: str, shortcut: Callable[..., Any]) -> dict[Any, Callable[..., Any]]:
+    return {getattr(owner, name): shortcut for name in names.split()}
 
 
 # torch computes the shapes of these in Python, which takes a hundred times as long as a launch that is only recorded,
 # and seconds at the first time. All others are left to it.
 _SHORTCUTS: dict[Any, Callable[..., torch.Tensor | None]] = {
-    **_named(torch.Tensor, _elementwise, "add", "sub", "mul"),
-    **_named(torch.Tensor, _compare, "eq", "ne", "lt", "le", "gt", "ge"),
-    **_named(torch, _addmm, "addmm", "_addmm_activation"),
-    **_named(torch, _matmul, "mm", "matmul"),
-    torch.bmm: _bmm,
+    **_named(torch.Tensor, "add sub mul", _elementwise),
+    **_named(torch.Tensor, "eq ne lt le gt ge", functools.partial(_elementwise, dtype=torch.bool)),
+    **_named(torch, "addmm _addmm_activation", lambda bias, left, right, **options: _matmul(left, right)),
+    **_named(torch, "mm matmul", _matmul),
+    torch.bmm: lambda left, right: _meta((*left.shape[:2], right.shape[2]), left.dtype),
     torch.Tensor.matmul: _matmul,
     torch.Tensor.sum: _sum,
-    torch.Tensor.gather: _gather,
+    torch.Tensor.gather: lambda x, dim, index: _meta(index.shape, x.dtype),
     torch.Tensor.__getitem__: _index,
     torch.where: _where,
     torch.Tensor.where: lambda this, condition, other: _where(condition, this, other),
-    torch.Tensor.clamp: _clamp,
+    torch.Tensor.clamp: lambda this, *bounds, **named_bounds: _elementwise(this, dtype=this.dtype),
     torch.cat: _cat,
-    **_named(torch, _like, "empty_like", "zeros_like", "ones_like"),
+    **_named(torch, "empty_like zeros_like ones_like", _like),
     torch.Tensor.new_empty: _new_empty,
 }

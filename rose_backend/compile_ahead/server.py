@@ -27,8 +27,8 @@ from triton.backends.nvidia import driver
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import triton_key
 
-from rose_backend.compile_ahead.compilations import settle_cache_keys, watch_compilations
-from rose_backend.compile_ahead.recorded_launches import KernelSource
+from rose_backend.compile_ahead.pool import watch_compilations
+from rose_backend.compile_ahead.recorded_launches import KernelSource, settle_cache_keys
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 1.0

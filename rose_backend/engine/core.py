@@ -32,8 +32,8 @@ from rose_backend.engine.startup.load import LoadedModel, load, warm_up
 from rose_backend.engine.step_pipeline import DeferredStops, SampledTokens, StepPipeline, TokenReader
 from rose_backend.engine.tokenizer_loading import PendingTokenizer
 from rose_backend.errors import EngineDeadError, IntegrityError, RequestError, kind_and_text
-from rose_backend.kernels.workspace import Workspace
-from rose_backend.scheduling.token_budget import min_tokens_worth_waiting
+from rose_backend.kernels.captured_graphs import Workspace
+from rose_backend.scheduling import min_tokens_worth_waiting
 
 logger = logging.getLogger(__name__)
 

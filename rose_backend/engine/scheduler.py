@@ -18,8 +18,7 @@ from rose_backend.engine.input_processor import InputProcessor
 from rose_backend.engine.request import Completion
 from rose_backend.engine.sequence_state import Int32Array, SequenceState
 from rose_backend.errors import IntegrityError
-from rose_backend.scheduling.in_flight_prefixes import InFlightPrefixes
-from rose_backend.scheduling.look_ahead import TOP_UP_STEPS, reserve_ahead, top_up
+from rose_backend.scheduling import TOP_UP_STEPS, InFlightPrefixes, reserve_ahead, top_up
 
 _ARRIVALS_PER_ROW = 1 / 32
 """Share of all rows that must be free before requests of a long queue are admitted; see ``Admission.may_admit``."""

@@ -89,15 +89,10 @@ class AttentionStep:
 class StepAttention(Protocol):
     """Attention of all layers in one step: what a host of ``run_layers`` brings."""
 
-    @property
-    def decodes_only(self) -> bool:
-        """Whether each token is its request's only one, and all take decode attention."""
-
-    @property
-    def appends(self) -> bool:
-        """Whether decode attention stores new keys and values itself: it can rotate them, and begin before they are
-        complete.
-        """
+    decodes_only: bool
+    """Each token is its request's only one, and all take decode attention."""
+    appends: bool
+    """Decode attention stores new keys and values itself: it can rotate them, and begin before they are complete."""
 
     @property
     def last_tokens(self) -> torch.Tensor | None:
@@ -253,46 +248,37 @@ def attend(
             value_scale=options.value_scale,
         )
         new = None
-    if (rows := step.decode) is not None:
-        kv = rows.kv(*kv_cache)
+    if (decode := step.decode) is not None:
+        tokens, kv = decode.tokens, decode.kv(*kv_cache)
         paged_decode(
-            query[rows.tokens],
-            _tokens_of(new, rows.tokens),
-            kv,
-            options=options,
-            out=out[rows.tokens],
-            plan=plan_decode(rows, kv, options, overlap=overlap),
-            overlap=overlap,
-            rotation=rotation,
-        )
-    if step.prefill is not None:
-        _attend_prefills(query, new, kv_cache, step.prefill, options, out)
-
-
-def _attend_prefills(
-    query: torch.Tensor,
-    new: NewTokens | None,
-    kv_cache: KeysValues,
-    rows: AttentionRows[PrefillPlan],
-    options: AttentionOptions,
-    out: torch.Tensor,
-) -> None:
-    tokens, kv = rows.tokens, rows.kv(*kv_cache)
-    new = _tokens_of(new, tokens)
-    shared_by = _shared_by(options, query.device)
-    if shared_by not in rows.plans:
-        num_step_tokens = tokens.stop - tokens.start
-        rows.plans[shared_by] = plan_paged_prefill(kv, options=options, num_step_tokens=num_step_tokens)
-    for mean_query_len in rows.mean_query_lens:
-        paged_prefill(
             query[tokens],
-            new,
+            _tokens_of(new, tokens),
             kv,
             options=options,
             out=out[tokens],
-            plan=rows.plans[shared_by],
-            mean_query_len=mean_query_len,
+            plan=plan_decode(decode, kv, options, overlap=overlap),
+            overlap=overlap,
+            rotation=rotation,
         )
+    if (prefill := step.prefill) is not None:
+        tokens, kv = prefill.tokens, prefill.kv(*kv_cache)
+        shared_by = _shared_by(options, query.device)
+        if shared_by not in prefill.plans:
+            num_step_tokens = tokens.stop - tokens.start
+            prefill.plans[shared_by] = plan_paged_prefill(
+                kv, options=options, num_step_tokens=num_step_tokens
+            )
+        new_tokens = _tokens_of(new, tokens)
+        for mean_query_len in prefill.mean_query_lens:
+            paged_prefill(
+                query[tokens],
+                new_tokens,
+                kv,
+                options=options,
+                out=out[tokens],
+                plan=prefill.plans[shared_by],
+                mean_query_len=mean_query_len,
+            )
 
 
 def _tokens_of(new: NewTokens | None, tokens: slice) -> NewTokens | None:

@@ -1,14 +1,18 @@
-"""What the engine may ask of a model, and what GPT-2, Llama and its relatives have in common."""
+"""What the engine may ask of a model, how it loads one, and what model families have in common."""
 
 from __future__ import annotations
 
+import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from pathlib import Path
+from typing import Self
 
 import torch
 
 from rose_backend.config import Switches
+from rose_backend.errors import ModelError
 from rose_backend.kernels import AttentionOptions, HeadRotation, embed_tokens
 from rose_backend.layers.attention import AttentionMetadata, PagedAttention
 from rose_backend.layers.decoder import Decoder, run_layers
@@ -21,49 +25,17 @@ from rose_backend.layers.linear import (
     packs_layers,
 )
 from rose_backend.models.config import ModelConfig
-from rose_backend.models.weights import Checkpoint
+from rose_backend.models.weights import Checkpoint, ProgressCallback
 
 
-class CausalLM(Protocol):
-    """A decoder-only language model over a paged KV cache. Shape letters: ``rose_backend.kernels``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How to load a checkpoint; see ``load_model``."""
 
-    config: ModelConfig
-    weights: Any
-    """All tensors, in dataclasses, mappings and sequences."""
-
-    @classmethod
-    def load(
-        cls,
-        checkpoint: Checkpoint,
-        *,
-        dtype: str,
-        device: str,
-        switches: Switches,
-        max_model_len: int | None = None,
-    ) -> Self:
-        """Read the weights; arguments and errors are those of ``load_model``."""
-        ...
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,  # [T] int64
-        positions: torch.Tensor,  # [T] int64
-        kv_cache: torch.Tensor,  # [L, 2, NB, BS, HKV, D]  written
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        """Run all layers over one step's tokens and return the final hidden states, [T, E].
-
-        With ``metadata.last_tokens_only`` they are [R, E]: the last layer computes only each request's last token.
-        Keys and values of all tokens are stored in ``kv_cache``, whose strides may be any with an innermost one of 1.
-        """
-        ...
-
-    def compute_logits(
-        self,
-        hidden: torch.Tensor,  # [R, E]
-    ) -> torch.Tensor:
-        """Return float32 logits [R, V] of hidden states that ``forward`` returned; rows may be further apart."""
-        ...
+    dtype: str
+    device: str
+    switches: Switches
+    max_model_len: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +50,8 @@ class DecoderWeights:
     padded_lm_head: torch.Tensor  # [V', E], see ``WeightReader.embedding_and_head``
 
 
-class DecoderModel:
-    """A ``CausalLM`` but for ``load``.
+class CausalLM(ABC):
+    """A decoder-only language model over a paged KV cache. Shape letters: ``rose_backend.kernels``.
 
     Args:
         rotations: of each layer's queries and keys; None: none.
@@ -109,6 +81,11 @@ class DecoderModel:
         if packs_layers(switches, config.device):
             self.pack_for_small_batches()
 
+    @classmethod
+    @abstractmethod
+    def load(cls, checkpoint: Checkpoint, options: LoadOptions) -> Self:
+        """Read config.json and the weights; errors are those of ``load_model``."""
+
     def forward(
         self,
         input_ids: torch.Tensor,  # [T] int64
@@ -116,7 +93,11 @@ class DecoderModel:
         kv_cache: torch.Tensor,  # [L, 2, NB, BS, HKV, D]  written
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Run all layers; see ``CausalLM``."""
+        """Run all layers over one step's tokens and return the final hidden states, [T, E].
+
+        With ``metadata.last_tokens_only`` they are [R, E]: the last layer computes only each request's last token.
+        Keys and values of all tokens are stored in ``kv_cache``, whose strides may be any with an innermost one of 1.
+        """
         attention = PagedAttention(
             metadata,
             kv_cache,
@@ -133,7 +114,7 @@ class DecoderModel:
         self,
         hidden: torch.Tensor,  # [R, E]
     ) -> torch.Tensor:
-        """Return float32 logits [R, V]; see ``CausalLM``."""
+        """Return float32 logits [R, V] of hidden states that ``forward`` returned; rows may be further apart."""
         return compute_logits(hidden, self.weights.padded_lm_head, self.config.vocab_size)
 
     def pack_for_small_batches(self) -> None:
@@ -142,3 +123,55 @@ class DecoderModel:
         for index, layer in enumerate(layers):
             # In place and one by one: matrices that a norm is folded into are there twice while that is done.
             layers[index] = pack_layer(layer)
+
+
+MODEL_CLASSES = {
+    "GPT2LMHeadModel": "rose_backend.models.gpt2:GPT2",
+    "LlamaForCausalLM": "rose_backend.models.llama:Llama",
+    "MistralForCausalLM": "rose_backend.models.llama:Mistral",
+    "Qwen2ForCausalLM": "rose_backend.models.llama:Qwen2",
+    "Qwen3ForCausalLM": "rose_backend.models.llama:Qwen3",
+    "Qwen3MoeForCausalLM": "rose_backend.models.llama:Qwen3Moe",
+    "SmolLM3ForCausalLM": "rose_backend.models.llama:SmolLM3",
+}
+"""Architecture as in config.json, and ``module:class`` of its ``CausalLM``, which is imported when it is used."""
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    switches: Switches | None = None,
+    max_model_len: int | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> CausalLM:
+    """Load the model that a checkpoint's config.json asks for.
+
+    Args:
+        path: local directory or Hugging Face id.
+        dtype: ``auto`` is float32 on a CPU, the checkpoint's own type elsewhere; for float32 bfloat16, as in vLLM.
+        device: ``cpu`` or ``cuda``; or ``meta`` for a model without memory, where config.json is enough.
+        switches: None has everything on.
+        max_model_len: no request is longer, in tokens: a sliding window of that length is none. None: the model's.
+        on_progress: told of the bytes of weights that were read.
+
+    Raises:
+        ModelError: the checkpoint is missing, damaged, or of an architecture that is not supported.
+    """
+    checkpoint = Checkpoint(path, on_progress, may_lack_weights=device == "meta")
+    architectures = checkpoint.config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ModelError(f"config.json: architectures must be a list of names, got {architectures!r}")
+    for name in architectures:
+        if name in MODEL_CLASSES:
+            module, _, class_name = MODEL_CLASSES[name].partition(":")
+            model_class: type[CausalLM] = getattr(importlib.import_module(module), class_name)
+            options = LoadOptions(
+                dtype=dtype, device=device, switches=switches or Switches(), max_model_len=max_model_len
+            )
+            return model_class.load(checkpoint, options)
+    raise ModelError(
+        f"model: {str(path)!r} is of architecture {', '.join(map(str, architectures)) or 'unknown'},"
+        f" supported are {', '.join(MODEL_CLASSES)}"
+    )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from rose_backend.config import Switches
+from typing import Self
+
 from rose_backend.layers.linear import DecoderLayer, Mlp
-from rose_backend.models.base import DecoderModel, DecoderWeights
+from rose_backend.models.base import CausalLM, DecoderWeights, LoadOptions
 from rose_backend.models.config import ModelConfig, check_supported, choose_dtype
-from rose_backend.models.streaming import WeightReader
+from rose_backend.models.streaming import WeightReader, load_weights
 from rose_backend.models.weights import Checkpoint
 
 _HF_NAMES = {
@@ -25,24 +26,16 @@ _SUPPORTED: dict[str, bool | tuple[str, ...]] = {
 }
 
 
-class GPT2(DecoderModel):
-    """A ``CausalLM``."""
+class GPT2(CausalLM):
+    """GPT-2."""
 
     @classmethod
-    def load(
-        cls,
-        checkpoint: Checkpoint,
-        *,
-        dtype: str,
-        device: str,
-        switches: Switches,
-        max_model_len: int | None = None,
-    ) -> GPT2:
+    def load(cls, checkpoint: Checkpoint, options: LoadOptions) -> Self:
         """Read a checkpoint; see ``CausalLM``."""
         check_supported(checkpoint.config, _SUPPORTED)
         prefix = "transformer." if "transformer.wte.weight" in checkpoint else ""
-        chosen = choose_dtype(dtype, device, checkpoint.dtype_of(f"{prefix}wte.weight"))
-        config = ModelConfig.from_hf(checkpoint.config, names=_HF_NAMES, dtype=chosen, device=device)
+        dtype = choose_dtype(options.dtype, options.device, checkpoint.dtype_of(f"{prefix}wte.weight"))
+        config = ModelConfig.from_hf(checkpoint.config, names=_HF_NAMES, dtype=dtype, device=options.device)
         width, inner = config.hidden_size, config.intermediate_size
 
         def build(reader: WeightReader) -> DecoderWeights:
@@ -68,4 +61,4 @@ class GPT2(DecoderModel):
                 padded_lm_head=head,
             )
 
-        return cls(config, WeightReader(checkpoint, config, prefix).load(build), switches)
+        return cls(config, load_weights(checkpoint, config, prefix, build), options.switches)

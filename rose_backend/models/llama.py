@@ -8,11 +8,10 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from rose_backend.config import Switches
 from rose_backend.errors import ModelError
 from rose_backend.kernels import Experts, HeadRotation
 from rose_backend.layers.linear import DecoderLayer, Mlp, SparseMlp
-from rose_backend.models.base import DecoderModel, DecoderWeights
+from rose_backend.models.base import CausalLM, DecoderWeights, LoadOptions
 from rose_backend.models.config import (
     MAX_SIZE,
     ExpertsConfig,
@@ -23,7 +22,7 @@ from rose_backend.models.config import (
     read_experts,
 )
 from rose_backend.models.rope import read_rotary_options, rotary_table
-from rose_backend.models.streaming import WeightReader
+from rose_backend.models.streaming import WeightReader, load_weights
 from rose_backend.models.weights import Checkpoint
 
 _PREFIX = "model."
@@ -40,8 +39,11 @@ _COMMON: Mapping[str, bool | tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "logit_scale": (None, 1.0),
 }
-_DENSE: Mapping[str, tuple[Any, ...]] = {"num_experts": (None, 0), "num_local_experts": (None, 0)}
-_ROTATES_ALL = {"no_rope_layers": (None,), "no_rope_layer_interval": (None,)}
+_DENSE: dict[str, bool | tuple[Any, ...]] = {"num_experts": (None, 0), "num_local_experts": (None, 0)}
+_ROTATES_ALL: dict[str, bool | tuple[Any, ...]] = {
+    "no_rope_layers": (None,),
+    "no_rope_layer_interval": (None,),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +52,10 @@ class Family:
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What transformers takes for fields that config.json leaves out."""
-    supported: Mapping[str, bool | tuple[Any, ...]] = field(default_factory=lambda: _ROTATES_ALL)
+    supported: Mapping[str, bool | tuple[Any, ...]] = field(default_factory=dict)
     """See ``check_supported``."""
+    rotates_all: bool = True
+    """No layer may be without rotation."""
     qkv_bias: bool | None = None
     """Queries, keys and values have a bias; None: as ``attention_bias`` says, and then the output projection too."""
     norms_heads: bool = False
@@ -60,30 +64,24 @@ class Family:
     """Reads from config.json which of so many layers have experts, and what they are; None: none may have."""
 
 
-class Llama(DecoderModel):
-    """A ``CausalLM``; of Llama's relatives it is the base, and a relative says what differs."""
+class Llama(CausalLM):
+    """Llama, the base of its relatives, which say what differs."""
 
     family: ClassVar[Family] = Family()
 
     @classmethod
-    def load(
-        cls,
-        checkpoint: Checkpoint,
-        *,
-        dtype: str,
-        device: str,
-        switches: Switches,
-        max_model_len: int | None = None,
-    ) -> Self:
+    def load(cls, checkpoint: Checkpoint, options: LoadOptions) -> Self:
         """Read a checkpoint; see ``CausalLM``."""
         fields = {**cls.family.defaults, **checkpoint.config}
         read_experts = cls.family.read_experts
-        check_supported(fields, {**_COMMON, **({} if read_experts else _DENSE), **cls.family.supported})
+        supported = {**_COMMON, **cls.family.supported}
+        supported |= ({} if read_experts else _DENSE) | (_ROTATES_ALL if cls.family.rotates_all else {})
+        check_supported(fields, supported)
         config = ModelConfig.from_hf(
             fields,
             names={"norm_eps": "rms_norm_eps"},
             dtype=torch.float32,
-            device=device,
+            device=options.device,
             gated_mlp=True,
             norm_eps=1e-6,
             tie_word_embeddings=False,
@@ -95,12 +93,14 @@ class Llama(DecoderModel):
             # As in vLLM: config.json has the window before it was stretched.
             window = min(int(config.max_position_embeddings * rotary.factor), MAX_SIZE)
             config = replace(config, max_position_embeddings=window)
-        num_positions = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
+        num_positions = min(
+            options.max_model_len or config.max_position_embeddings, config.max_position_embeddings
+        )
         check_window(fields, num_positions, config.num_layers)
         rotates = _rotating_layers(fields, config.num_layers)
         # The first look at the weights.
-        config = replace(config, dtype=choose_dtype(dtype, device, checkpoint.dtype_of(_PREFIX + _EMBEDDING)))
-        reader = WeightReader(checkpoint, config, _PREFIX)
+        stored = checkpoint.dtype_of(_PREFIX + _EMBEDDING)
+        config = replace(config, dtype=choose_dtype(options.dtype, options.device, stored))
         table = rotary_table(rotary, config.head_size, num_positions, config.device)
 
         def build(reader: WeightReader) -> DecoderWeights:
@@ -113,15 +113,15 @@ class Llama(DecoderModel):
                 final_norm=reader.rms_norm("norm"),
                 padded_lm_head=head,
             )
-            reader.check_all_read(unused_suffixes=_UNUSED)
+            reader.check_all_read(_UNUSED)
             return weights
 
-        weights = reader.load(build)
+        weights = load_weights(checkpoint, config, _PREFIX, build)
         rotations = [
             HeadRotation(table, layer.query_norm, layer.key_norm, config.norm_eps) if rotates_heads else None
             for layer, rotates_heads in zip(weights.layers, rotates, strict=True)
         ]
-        return cls(config, weights, switches, rotations)
+        return cls(config, weights, options.switches, rotations)
 
     @classmethod
     def _read_layer(cls, reader: WeightReader, fields: Mapping[str, Any], index: int) -> DecoderLayer:
@@ -174,9 +174,7 @@ _NO_BIASES = {"attention_bias": False, "mlp_bias": False}
 class Mistral(Llama):
     """Llama without biases, and with a sliding window unless config.json says that there is none."""
 
-    family = Family(
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096}, supported={**_ROTATES_ALL, **_NO_BIASES}
-    )
+    family = Family(defaults={"num_key_value_heads": 8, "sliding_window": 4096}, supported=_NO_BIASES)
 
 
 class Qwen2(Llama):
@@ -184,7 +182,7 @@ class Qwen2(Llama):
 
     family = Family(
         defaults={"num_key_value_heads": 32, "use_sliding_window": False},
-        supported={**_ROTATES_ALL, **_NO_BIASES},
+        supported=_NO_BIASES,
         qkv_bias=True,
     )
 
@@ -194,7 +192,7 @@ class Qwen3(Llama):
 
     family = Family(
         defaults={"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
-        supported={**_ROTATES_ALL, "mlp_bias": False},
+        supported={"mlp_bias": False},
         norms_heads=True,
     )
 
@@ -204,7 +202,7 @@ class Qwen3Moe(Llama):
 
     family = Family(
         defaults={"num_key_value_heads": 4, "intermediate_size": 6144, "use_sliding_window": False},
-        supported={**_ROTATES_ALL, "mlp_bias": False},
+        supported={"mlp_bias": False},
         norms_heads=True,
         read_experts=read_experts,
     )
@@ -221,7 +219,7 @@ class SmolLM3(Llama):
             "tie_word_embeddings": True,
             "no_rope_layer_interval": 4,
         },
-        supported={},
+        rotates_all=False,
     )
 
 

@@ -54,14 +54,11 @@ class RotaryOptions:
     """``yarn``: queries and keys are multiplied by it; None follows from ``factor``."""
 
 
-def read_rotary_options(
-    fields: Mapping[str, Any], *, max_position_embeddings: int, default_theta: float = 10_000.0
-) -> RotaryOptions:
+def read_rotary_options(fields: Mapping[str, Any], *, max_position_embeddings: int) -> RotaryOptions:
     """Read ``rope_parameters``, or ``rope_theta`` with ``rope_scaling``.
 
     Args:
         max_position_embeddings: of config.json, in tokens.
-        default_theta: where ``fields`` do not say.
 
     Raises:
         ModelError: something is not supported, or missing; the message names it.
@@ -84,7 +81,7 @@ def read_rotary_options(
             raise ModelError(f"config.json: partial_rotary_factor={share!r} is not supported")
     options: dict[str, Any] = {
         "rope_type": rope_type,
-        "rope_theta": given.get("rope_theta") or fields.get("rope_theta") or default_theta,
+        "rope_theta": given.get("rope_theta") or fields.get("rope_theta") or 10_000.0,
     }
     for field in (*required, *optional):
         if given.get(field) is not None:

@@ -1,18 +1,19 @@
 """A model's tensors, made and filled from a checkpoint's safetensors files.
 
-``WeightReader`` makes them, ``stream`` fills them: several threads read, and on a GPU copies overlap with reading. A
-thread reads a piece into one of its two staging buffers, page-locked where the tensor is on a GPU, and converts it on
-the device. On a CPU a piece of the right type is read in place. No file is mapped: memory grows by the buffers only.
+``WeightReader`` makes them for ``load_weights``, ``stream`` fills them: several threads read, and on a GPU copies
+overlap with reading. A thread reads a piece into one of its two staging buffers, page-locked where the tensor is on a
+GPU, and converts it on the device. On a CPU a piece of the right type is read in place. No file is mapped: memory
+grows by the buffers only.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,9 +52,32 @@ class Copy:
     """Contiguous, with as many elements, of any type; all of one call are on one device."""
 
 
+def load_weights(
+    checkpoint: Checkpoint, config: ModelConfig, prefix: str, build: Callable[[WeightReader], _Result]
+) -> _Result:
+    """Return what ``build`` makes of the tensors that it takes from the reader it is given, filled.
+
+    It is called twice: on device ``meta``, so that every tensor is checked before memory is allocated, and on the
+    model's. It must not look at values.
+
+    Args:
+        prefix: of all names but ``HEAD``.
+
+    Raises:
+        ModelError: as ``Checkpoint.find`` and ``stream``, or by ``build``.
+    """
+    planned = build(WeightReader(checkpoint, config, prefix, torch.device("meta")))
+    if config.device.type == "meta":
+        return planned
+    reader = WeightReader(checkpoint, config, prefix, config.device)
+    weights = build(reader)
+    stream(reader.copies, checkpoint.on_progress)
+    return weights
+
+
 @dataclass(frozen=True, slots=True)
 class WeightReader:
-    """Makes a model's tensors, in its type and on its device, and reads all of them at the end of ``load``.
+    """Makes a model's tensors, in its type, and notes what is read into them; see ``load_weights``.
 
     All methods raise what ``Checkpoint.find`` raises.
     """
@@ -62,25 +86,10 @@ class WeightReader:
     config: ModelConfig
     prefix: str
     """Of all names but ``HEAD``."""
-    device: torch.device | None = None
-    """Where tensors are made; None only outside ``load``."""
+    device: torch.device
+    """Where tensors are made."""
     copies: list[Copy] = field(default_factory=list)
     """What is to be read."""
-
-    def load(self, build: Callable[[WeightReader], _Result]) -> _Result:
-        """Return what ``build`` makes of the tensors that it takes from the reader it is given, filled.
-
-        It is called twice: on device ``meta``, so that every tensor is checked before memory is allocated, and on the
-        model's. It must not look at values.
-        """
-
-        planned = build(replace(self, device=torch.device("meta"), copies=[]))
-        if self.config.device.type == "meta":
-            return planned
-        reader = replace(self, device=self.config.device, copies=[])
-        weights = build(reader)
-        stream(reader.copies, on_progress=self.checkpoint.on_progress)
-        return weights
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """Return one tensor."""
@@ -136,20 +145,16 @@ class WeightReader:
                 self._fill(matrix, f"{self.prefix}{name}.experts.{expert}.{part}.weight")
         return stack.flatten(1, 2)
 
-    def check_all_read(self, *, unused_suffixes: Collection[str] = ()) -> None:
+    def check_all_read(self, unused_suffixes: tuple[str, ...]) -> None:
         """Check that no tensor of the checkpoint was left out: it would be one that the model should compute with.
 
         Args:
             unused_suffixes: ends of names that no computation needs.
         """
-        taken = {copy.stored.name for copy in self.copies} | (
-            {HEAD} if self.config.tie_word_embeddings else set()
-        )
-        left = [
-            name
-            for name in self.checkpoint
-            if name not in taken and not name.endswith(tuple(unused_suffixes))
-        ]
+        taken = {copy.stored.name for copy in self.copies}
+        if self.config.tie_word_embeddings:
+            taken.add(HEAD)
+        left = [name for name in self.checkpoint if name not in taken and not name.endswith(unused_suffixes)]
         if left:
             others = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise ModelError(
@@ -167,19 +172,14 @@ class WeightReader:
         checkpoint, config = self.checkpoint, self.config
         shape = (config.vocab_size, config.hidden_size)
         is_tied = config.tie_word_embeddings
-        if is_tied and self._is_checking and HEAD in checkpoint:
+        is_checking = self.device.type == "meta" and config.device.type != "meta"
+        if is_tied and is_checking and HEAD in checkpoint:
             stored = checkpoint.find(self.prefix + name, shape)
             if not have_equal_values(checkpoint.find(HEAD, shape), stored):
                 raise ModelError(f"config.json: tie_word_embeddings is on, but {HEAD} differs from {name}")
         embedding = self._padded(self.prefix + name, *shape)
         head = embedding if is_tied else self._padded(HEAD, *shape)
         return embedding[: config.vocab_size], head
-
-    @property
-    def _is_checking(self) -> bool:
-        """Whether this is the look at all tensors in front of reading them."""
-        assert self.device is not None
-        return self.device.type == "meta" and self.config.device.type != "meta"
 
     def _padded(self, name: str, rows: int, width: int) -> torch.Tensor:
         tensor = self._empty(rows + -rows % HEAD_ALIGNMENT, width)
@@ -188,7 +188,6 @@ class WeightReader:
         return tensor
 
     def _empty(self, *shape: int) -> torch.Tensor:
-        assert self.device is not None, "tensors are made inside load only"
         return torch.empty(shape, dtype=self.config.dtype, device=self.device)
 
     def _fill(self, tensor: torch.Tensor, name: str) -> None:
@@ -211,26 +210,16 @@ class _Piece:
         return self.destination.device.type == "cpu" and self.destination.dtype is self.dtype
 
 
-def stream(
-    copies: Sequence[Copy],
-    *,
-    on_progress: ProgressCallback | None = None,
-    buffer_bytes: int = BUFFER_BYTES,
-    num_readers: int | None = None,
-) -> None:
+def stream(copies: Sequence[Copy], on_progress: ProgressCallback | None = None) -> None:
     """Fill all destinations, and return when they are filled.
-
-    Args:
-        buffer_bytes: of one staging buffer, at least 8; there are ``BUFFERS_PER_READER`` for each reader.
-        num_readers: threads; None takes ``usual_num_readers``.
 
     Raises:
         ModelError: a file cannot be read or was cut short; it names the file and the tensor.
     """
     in_file_order = sorted(copies, key=lambda copy: (copy.stored.path, copy.stored.offset))
-    pieces = deque(piece for copy in in_file_order for piece in _cut(copy, buffer_bytes))
+    pieces = deque(piece for copy in in_file_order for piece in _cut(copy))
     total = sum(piece.num_bytes for piece in pieces)
-    num_threads = min(usual_num_readers() if num_readers is None else num_readers, len(pieces))
+    num_threads = min(usual_num_readers(), len(pieces))
     with ExitStack() as stack:
         files = {path: _open(path, stack) for path in sorted({copy.stored.path for copy in copies})}
         readers = [_Reader(pieces, files) for _ in range(num_threads)]
@@ -343,11 +332,11 @@ class _Reader:
             self._copied[turn].record(self._stream)
 
 
-def _cut(copy: Copy, buffer_bytes: int) -> list[_Piece]:
+def _cut(copy: Copy) -> list[_Piece]:
     stored, dtype = copy.stored, stored_dtype(copy.stored)
     flat = copy.destination.view(-1)
     assert flat.numel() * dtype.itemsize == stored.num_bytes, "a destination is of another size"
-    step = buffer_bytes // dtype.itemsize
+    step = BUFFER_BYTES // dtype.itemsize
     offset, pieces = stored.offset, []
     for part in flat.split(step) if flat.numel() else ():
         num_bytes = part.numel() * dtype.itemsize

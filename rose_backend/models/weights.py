@@ -151,11 +151,6 @@ def stored_dtype(stored: StoredTensor) -> torch.dtype:
     return dtype
 
 
-def has_weights(directory: Path) -> bool:
-    """Whether there is anything that ``find_tensors`` would look into."""
-    return (directory / WEIGHTS_FILE).is_file() or (directory / WEIGHTS_INDEX_FILE).is_file()
-
-
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return all tensors of a checkpoint by name.
 
@@ -217,8 +212,8 @@ class Checkpoint:
     Args:
         path: local directory or Hugging Face id.
         on_progress: told of the bytes of weights that were read.
-        without_weights: every tensor that is looked for is there, of the type that config.json names: for tensors
-            without memory.
+        may_lack_weights: if there is no safetensors file, every tensor that is looked for is there, of the type that
+            config.json names: for tensors without memory.
 
     Raises:
         ModelError: there is no such checkpoint, or its config.json is damaged. Looking for tensors also raises it where
@@ -228,14 +223,16 @@ class Checkpoint:
     def __init__(
         self,
         path: str | Path,
-        on_progress: ProgressCallback | None = None,
+        on_progress: ProgressCallback | None,
         *,
-        without_weights: bool = False,
+        may_lack_weights: bool,
     ) -> None:
         self.directory = resolve_model_path(path)
         self.config = read_json(self.directory / CONFIG_FILE)
         self.on_progress = on_progress
-        self._without_weights = without_weights
+        self._lacks_weights = may_lack_weights and not any(
+            (self.directory / name).is_file() for name in (WEIGHTS_FILE, WEIGHTS_INDEX_FILE)
+        )
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -245,7 +242,7 @@ class Checkpoint:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the type in which a tensor is stored."""
-        if self._without_weights:
+        if self._lacks_weights:
             return self._named_dtype()
         return stored_dtype(self._find(name))
 
@@ -255,7 +252,7 @@ class Checkpoint:
         Raises:
             ModelError: the tensor is missing, has another shape, or is of a type that cannot be read.
         """
-        if self._without_weights:
+        if self._lacks_weights:
             return StoredTensor(name, self.directory, 0, 0, "", shape)
         stored = self._find(name)
         if stored.shape != shape:
@@ -265,7 +262,7 @@ class Checkpoint:
 
     @cached_property
     def _tensors(self) -> dict[str, StoredTensor]:
-        return {} if self._without_weights else find_tensors(self.directory)
+        return {} if self._lacks_weights else find_tensors(self.directory)
 
     def _named_dtype(self) -> torch.dtype:
         import torch

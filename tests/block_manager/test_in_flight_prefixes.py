@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rose_backend import scheduling as in_flight_prefixes
 from rose_backend.block_manager import BlockManager
-from rose_backend.scheduling import in_flight_prefixes
-from rose_backend.scheduling.in_flight_prefixes import InFlightPrefixes
+from rose_backend.scheduling import InFlightPrefixes
 
 NUM_TOKENS = 60
 

@@ -18,7 +18,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from rose_backend.kernels.attention import split_context as longest_first
-from rose_backend.kernels.tuning import attention_decode as decode_tuning
+from rose_backend.kernels.tuning import attention
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph.steady_steps import SteadySteps
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
@@ -225,7 +225,7 @@ def test_rows_that_begin_in_turns_say_the_same_to_the_bit(
         with monkeypatch.context() as patches:
             if in_turns:
                 # As if the rows of the tiny model were too many to begin all at once.
-                patches.setattr(decode_tuning, "begins_in_turns", lambda *_: True)
+                patches.setattr(attention, "begins_in_turns", lambda *_: True)
             with make_engine(model=str(path), enforce_eager=False, **options) as llm:
                 before = STEPS.rose
                 answers.append(said(llm.generate(inputs_of(prompts), params, use_tqdm=False)))

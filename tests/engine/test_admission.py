@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rose_backend import SamplingParams
+from rose_backend import scheduling as in_flight_prefixes
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
 from rose_backend.engine.deferred_commit import DeferredCommits
@@ -16,7 +17,6 @@ from rose_backend.engine.scheduler import Admission
 from rose_backend.engine.sequence_state import SequenceState
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import TokenizerParts
-from rose_backend.scheduling import in_flight_prefixes
 from tests.support.random_tokenizers import KINDS
 
 STEM = [1, 2, 3, 4, 5, 6]  # a block and half of one

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rose_backend import LLM, SamplingParams
-from rose_backend.scheduling.in_flight_prefixes import MIN_TOKENS_WORTH_WAITING
+from rose_backend.scheduling import MIN_TOKENS_WORTH_WAITING
 from tests.engine.conftest import GREEDY
 
 RANDOM = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True)

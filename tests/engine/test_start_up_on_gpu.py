@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from triton.runtime.jit import JITFunction
 
 from rose_backend import LLM, SamplingParams
-from rose_backend.compile_ahead.compilations import watch_compilations
+from rose_backend.compile_ahead.pool import watch_compilations
 from rose_backend.engine.startup import kernels as start_kernels
 from tests.support.crowd import crowd
 from tests.support.random_checkpoints import MAX_MODEL_LEN, VOCAB_SIZE, write_random, write_random_qwen3

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rose_backend.kernels.tuning import attention_decode, attention_prefill, experts, linear
+from rose_backend.kernels.tuning import attention, experts, linear
 from tests.support import chosen_configurations
 from tests.support.chosen_configurations import RECORD, choices, packed, unpacked
 
@@ -53,8 +53,8 @@ def test_the_record_covers_all_rows_and_gpus() -> None:
     [
         ("linear", linear, "choose_config", lambda args: args["num_columns"] == 28_672),
         ("experts", experts, "choose_config", lambda args: args["gated"]),
-        ("decode", attention_decode, "decode_tuning", lambda args: args["num_rows"] == 77),
-        ("prefill", attention_prefill, "prefill_tuning", lambda args: args["capability"] == (10, 0)),
+        ("decode", attention, "decode_tuning", lambda args: args["num_rows"] == 77),
+        ("prefill", attention, "prefill_tuning", lambda args: args["capability"] == (10, 0)),
     ],
 )
 def test_a_planted_change_is_found(

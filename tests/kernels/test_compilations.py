@@ -13,7 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITCallable
 
-from rose_backend.compile_ahead.compilations import called_functions, settle_cache_keys, watch_compilations
+from rose_backend.compile_ahead.pool import watch_compilations
+from rose_backend.compile_ahead.recorded_launches import called_functions, settle_cache_keys
 from rose_backend.kernels.pointwise import elementwise as gpu
 from tests.support.aot import Launch, compile_launch, record_launches
 

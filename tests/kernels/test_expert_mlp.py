@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import Experts, expert_mlp
+from rose_backend.kernels.captured_graphs import Workspace, current_workspace
 from rose_backend.kernels.linear.ops import row_moments
-from rose_backend.kernels.workspace import Workspace, current_workspace
 from tests.support.aot import compile_launch, compiles, record_launches
 from tests.support.error_budget import assert_within_budget
 from tests.support.interpreter import run_interpreted

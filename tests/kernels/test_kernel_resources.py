@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from triton.runtime.jit import JITFunction
 
-from rose_backend.compile_ahead.compilations import kernel_modules
+from rose_backend.compile_ahead.recorded_launches import kernel_modules
 from tests.conftest import ROOT
 from tests.support import aot, resource_report
 from tests.support.aot import (

@@ -12,7 +12,7 @@ from rose_backend.compile_ahead.recorded_launches import record_launches as reco
 from rose_backend.kernels import AttentionOptions, NewTokens
 from rose_backend.kernels.attention import split_context as gpu
 from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
-from rose_backend.kernels.tuning.attention_decode import begins_in_turns
+from rose_backend.kernels.tuning.attention import begins_in_turns
 from rose_backend.layers.attention import AttentionRows, AttentionStep, attend, plan_decode
 from tests.support.aot import compile_launch, compiles, record_launches
 from tests.support.attention_calls import plan_paged_decode

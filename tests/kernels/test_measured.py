@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.support import proof, run_facts
+from benchmarks.tune_decode_layer import as_line
 from rose_backend.compile_ahead import pool
 from rose_backend.kernels.tuning import measured
-from rose_backend.kernels.tuning.measured import Computed, Range, Table, as_line, constants, parse
+from rose_backend.kernels.tuning.measured import Computed, Range, Table, constants, parse
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def test_a_shape_without_a_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_was_found_is_written_as_it_is_read() -> None:
     line = as_line({"rows": "9-16", "wide": True, "half": 1}, Config(16, early=False), "H100", 2.25)
     assert line == "rows 9-16, wide yes, half 1 | tile=16, early=no | H100 | 2.2"
-    (section,) = parse(f"\n== tiles\n{line}\n{as_line({}, Config(4), 'H100', 1, 'abc')}\n")
+    (section,) = parse(f"\n== tiles\n{line}\n{as_line({}, Config(4), 'H100', 1)} | abc\n")
     first, second = section.rows
     assert first.values == {"tile": 16, "early": False} and first.conditions["wide"] == Range(1, 1)
     assert (second.values, second.commit) == ({"tile": 4}, "abc")

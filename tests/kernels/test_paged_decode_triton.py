@@ -15,8 +15,8 @@ from rose_backend.kernels.attention import paged_decode as gpu
 from rose_backend.kernels.attention.ops import check_gpu_tensors
 from rose_backend.kernels.kv.reference import from_cache, to_cache
 from rose_backend.kernels.tensor_checks import CACHE_DTYPE
-from rose_backend.kernels.tuning import attention_decode as decode_tuning
-from rose_backend.kernels.tuning.attention_decode import heads_per_program
+from rose_backend.kernels.tuning import attention
+from rose_backend.kernels.tuning.attention import heads_per_program
 from tests.support.attention_calls import paged_decode
 from tests.support.error_budget import assert_within_budget
 from tests.support.interpreter import run_interpreted
@@ -69,7 +69,7 @@ def launch(
         "split_scratch": gpu,
         "_COMBINE_TILE": gpu,
         "_COMBINE_ELEMENTS": gpu,
-        "MAX_QUERY_ELEMENTS": decode_tuning,
+        "MAX_QUERY_ELEMENTS": attention,
     }
     before = {name: getattr(module, name) for name, module in modules.items()}
 

@@ -17,8 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from rose_backend import kernels
 from rose_backend.compile_ahead import recorded_launches
-from rose_backend.compile_ahead.compilations import watch_compilations
-from rose_backend.compile_ahead.pool import CompilationPool
+from rose_backend.compile_ahead.pool import CompilationPool, watch_compilations
 from rose_backend.compile_ahead.recorded_launches import record_launches
 from rose_backend.kernels.gpu_properties import GpuProperties, is_recording, meta_stands_for
 

@@ -13,9 +13,9 @@ import torch
 from rose_backend import LLM, SamplingParams
 from rose_backend.engine.model_runner import ModelRunner
 from rose_backend.kernels.attention import split_context
+from rose_backend.kernels.captured_graphs import Workspace, current_workspace, refuse_first_use_in_capture
 from rose_backend.kernels.experts import expert_mlp
 from rose_backend.kernels.linear import small_batch_linear
-from rose_backend.kernels.workspace import Workspace, current_workspace, refuse_first_use_in_capture
 
 CPU = torch.device("cpu")
 # What each kernel with scratch memory asks for.

@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 from rose_backend.errors import ModelError
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.models import config
-from rose_backend.models.base import CausalLM
+from rose_backend.models.base import CausalLM, load_model
 from rose_backend.models.config import choose_dtype
-from rose_backend.models.registry import load_model
 from rose_backend.models.weights import resolve_model_path
 from tests.support.tiny_checkpoint import write_random_gpt2
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from rose_backend import LLM, SamplingParams
 from rose_backend.errors import ConfigError, ModelError
 from rose_backend.layers.linear import SparseMlp
-from rose_backend.models.registry import load_model
+from rose_backend.models.base import load_model
 from tests.models.test_gpt2_logits import Sequences
 from tests.support.error_budget import assert_within_budget
 from tests.support.llama_checkpoints import (

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from rose_backend.layers.attention import AttentionMetadata
-from rose_backend.models.registry import load_model
+from rose_backend.models.base import load_model
 from tests.support.error_budget import assert_within_budget
 
 BLOCK_SIZE = 16

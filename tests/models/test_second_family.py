@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rose_backend import LLM, SamplingParams
-from rose_backend.models import registry
+from rose_backend.models import base
 from tests.support.reference_generation import greedy_differences
 from tests.support.tiny_checkpoint import write_tokenizer
 
@@ -48,7 +48,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def toy_llama(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.MODEL_CLASSES, "LlamaForCausalLM", "tests.models.toy_llama:ToyLlama")
+    monkeypatch.setitem(base.MODEL_CLASSES, "LlamaForCausalLM", "tests.models.toy_llama:ToyLlama")
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])

@@ -39,7 +39,8 @@ def test_several_hundred_megabytes(
     whole.copy_((whole.float() @ torch.eye(4096, device="cuda")).to(dtype))
     places = {str(index): matrices[index] for index in range(10)}
     places |= {f"norm {index}": torch.empty(4097, dtype=dtype, device="cuda") for index in range(10)}
-    stream([Copy(found[name], place) for name, place in places.items()], buffer_bytes=buffer_bytes)
+    monkeypatch.setattr(streaming, "BUFFER_BYTES", buffer_bytes)
+    stream([Copy(found[name], place) for name, place in places.items()])
     for name, place in places.items():
         assert torch.equal(place.cpu(), tensors[name].to(dtype)), name
     assert bool((whole[0] == 7).all()) and bool((whole[-1] == 7).all())
@@ -49,7 +50,7 @@ def test_several_hundred_megabytes(
 
 def test_a_whole_model_is_the_one_of_the_cpu(tmp_path: Path) -> None:
     from rose_backend.config import Switches
-    from rose_backend.models.registry import load_model
+    from rose_backend.models.base import load_model
     from tests.support.llama_checkpoints import write_checkpoint
 
     checkpoint = write_checkpoint(tmp_path / "model", "llama")

@@ -2,54 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 
-from rose_backend.config import Switches
 from rose_backend.kernels import AttentionOptions
 from rose_backend.layers.attention import AttentionMetadata, PagedAttention
-from rose_backend.layers.linear import DecoderLayer, Mlp, Norm, ResidualStream, compute_logits
+from rose_backend.layers.linear import DecoderLayer, Mlp, ResidualStream
+from rose_backend.models.base import CausalLM, DecoderWeights, LoadOptions
 from rose_backend.models.config import ModelConfig, choose_dtype
-from rose_backend.models.streaming import WeightReader
+from rose_backend.models.streaming import WeightReader, load_weights
 from rose_backend.models.weights import Checkpoint
 
 ROPE_THETA = 10_000.0
 
 
-@dataclass(frozen=True, slots=True)
-class LlamaWeights:
-    """All tensors."""
-
-    embedding: torch.Tensor
-    layers: tuple[DecoderLayer, ...]
-    final_norm: Norm
-    padded_lm_head: torch.Tensor
-
-
-class ToyLlama:
-    """A ``CausalLM`` with RMSNorm, rotary positions, grouped K/V heads, a SwiGLU MLP, and no biases."""
-
-    def __init__(self, config: ModelConfig, weights: LlamaWeights, switches: Switches) -> None:
-        self.config, self.weights, self.switches = config, weights, switches
+class ToyLlama(CausalLM):
+    """RMSNorm, rotary positions, grouped K/V heads, a SwiGLU MLP, and no biases."""
 
     @classmethod
-    def load(
-        cls,
-        checkpoint: Checkpoint,
-        *,
-        dtype: str,
-        device: str,
-        switches: Switches,
-        max_model_len: int | None = None,
-    ) -> ToyLlama:
+    def load(cls, checkpoint: Checkpoint, options: LoadOptions) -> ToyLlama:
         """Read a checkpoint."""
-        chosen = choose_dtype(dtype, device, checkpoint.dtype_of("model.embed_tokens.weight"))
+        chosen = choose_dtype(options.dtype, options.device, checkpoint.dtype_of("model.embed_tokens.weight"))
         config = ModelConfig.from_hf(
-            checkpoint.config, names={"norm_eps": "rms_norm_eps"}, dtype=chosen, device=device, gated_mlp=True
+            checkpoint.config,
+            names={"norm_eps": "rms_norm_eps"},
+            dtype=chosen,
+            device=options.device,
+            gated_mlp=True,
         )
-        return cls(config, _read_weights(checkpoint, config), switches)
+        return cls(config, _read_weights(checkpoint, config), options.switches)
 
     def forward(
         self,
@@ -69,7 +50,7 @@ class ToyLlama:
             num_heads=heads,
             fused_kv_append=self.switches.fused_kv_append,
         )
-        stream = ResidualStream(F.embedding(input_ids, weights.embedding), self.switches)
+        stream = ResidualStream(F.embedding(input_ids, weights.token_embedding), self.switches)
         for index, layer in enumerate(weights.layers):
             qkv = stream.project(layer.attn_norm, layer.qkv).view(num_tokens, -1, config.head_size)
             query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
@@ -82,10 +63,6 @@ class ToyLlama:
             stream.add(F.silu(gate) * up, layer.mlp.narrow)
         return stream.normed(weights.final_norm)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits [R, V]."""
-        return compute_logits(hidden, self.weights.padded_lm_head, self.config.vocab_size)
-
 
 def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return ``x`` [T, H, D] with rotary positions, first and second half of a head paired as Hugging Face does."""
@@ -97,7 +74,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-def _read_weights(checkpoint: Checkpoint, config: ModelConfig) -> LlamaWeights:
+def _read_weights(checkpoint: Checkpoint, config: ModelConfig) -> DecoderWeights:
     width, inner = config.hidden_size, config.intermediate_size
     query_width = config.num_attention_heads * config.head_size
     kv_width = config.num_kv_heads * config.head_size
@@ -116,9 +93,11 @@ def _read_weights(checkpoint: Checkpoint, config: ModelConfig) -> LlamaWeights:
             ),
         )
 
-    def build(reader: WeightReader) -> LlamaWeights:
-        layers = tuple(layer(reader, f"layers.{index}") for index in range(config.num_layers))
+    def build(reader: WeightReader) -> DecoderWeights:
+        layers = [layer(reader, f"layers.{index}") for index in range(config.num_layers)]
         embedding, head = reader.embedding_and_head("embed_tokens.weight")
-        return LlamaWeights(embedding, layers, reader.rms_norm("norm"), head)
+        return DecoderWeights(
+            token_embedding=embedding, layers=layers, final_norm=reader.rms_norm("norm"), padded_lm_head=head
+        )
 
-    return WeightReader(checkpoint, config, "model.").load(build)
+    return load_weights(checkpoint, config, "model.", build)

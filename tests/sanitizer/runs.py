@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from triton.runtime.jit import JITFunction
 
-from rose_backend.compile_ahead.compilations import kernel_modules
+from rose_backend.compile_ahead.recorded_launches import kernel_modules
 from tests.sanitizer.cases import BFLOAT16, CASES, FLOAT8_DTYPE, FLOAT32, HALF, Case
 from tests.sanitizer.planted import plant
 

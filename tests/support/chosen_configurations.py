@@ -22,10 +22,10 @@ import triton
 from benchmarks.support import checkpoint
 from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
 from rose_backend.kernels.linear.small_batch_linear import lines_ahead
-from rose_backend.kernels.tuning import attention_decode, attention_prefill, experts, linear
+from rose_backend.kernels.tuning import attention, experts, linear
 from rose_backend.layers.decoder import max_packed_rows, rotates_inside
 from rose_backend.layers.linear import Linear, adds_halves, fewest_halved_rows
-from rose_backend.scheduling.token_budget import default_token_budgets, min_tokens_worth_waiting
+from rose_backend.scheduling import default_token_budgets, min_tokens_worth_waiting
 
 RECORD = Path(__file__).parent.parent / "data" / "chosen_configurations.json"
 MAX_ROWS = 1024
@@ -163,11 +163,9 @@ def _decode(gpu: GpuProperties, shape: Shape) -> Iterator[tuple[str, dict[str, s
         (torch.float32, ("cache as query", None), 1, False),
     ]
     for dtype, (cache, cache_dtype), query_len, norms_heads in cases:
-        group = attention_decode.heads_per_program(
-            shape.num_heads // shape.num_kv_heads, query_len, head_tile
-        )
+        group = attention.heads_per_program(shape.num_heads // shape.num_kv_heads, query_len, head_tile)
         choose = functools.partial(
-            attention_decode.decode_tuning,
+            attention.decode_tuning,
             shape.head_size,
             dtype,
             gpu.num_processors,
@@ -180,13 +178,11 @@ def _decode(gpu: GpuProperties, shape: Shape) -> Iterator[tuple[str, dict[str, s
         yield case, by_ranges(lambda rows, choose=choose: choose(num_rows=rows))
     yield (
         "begins in turns",
-        by_ranges(
-            lambda rows: attention_decode.begins_in_turns(rows * shape.num_kv_heads, gpu.num_processors)
-        ),
+        by_ranges(lambda rows: attention.begins_in_turns(rows * shape.num_kv_heads, gpu.num_processors)),
     )
     for query_len in (1, 5):
         kind = functools.partial(
-            attention_decode.decode_kind,
+            attention.decode_kind,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_size=shape.head_size,
@@ -194,14 +190,14 @@ def _decode(gpu: GpuProperties, shape: Shape) -> Iterator[tuple[str, dict[str, s
             num_processors=gpu.num_processors,
             max_query_len=query_len,
         )
-        counts = attention_decode.row_counts(MAX_ROWS, kind)
+        counts = attention.row_counts(MAX_ROWS, kind)
         yield f"row counts, {query_len} tokens", {"all": " ".join(map(str, counts))}
 
 
 def _prefill(gpu: GpuProperties, shape: Shape) -> Iterator[tuple[str, dict[str, str]]]:
     for dtype, is_describable in itertools.product((shape.dtype, torch.float32), (True, False)):
         choose = functools.partial(
-            attention_prefill.prefill_tuning,
+            attention.prefill_tuning,
             head_size=shape.head_size,
             dtype=dtype,
             capability=gpu.capability,
@@ -243,13 +239,13 @@ def _unlike_any_model(gpu: GpuProperties) -> Iterator[tuple[str, dict[str, str]]
     ):
         options = {"num_queries": num_queries, "num_kv_heads": num_kv_heads}
         decode = functools.partial(
-            attention_decode.decode_tuning, head_size, torch.float16, gpu.num_processors, **options
+            attention.decode_tuning, head_size, torch.float16, gpu.num_processors, **options
         )
         case = f"{num_kv_heads} heads of {head_size}, {num_queries} queries"
         yield f"decode, {case}", by_ranges(lambda rows, decode=decode: decode(num_rows=rows), SOME_ROWS)
     for head_size in (32, 96, 256, 512):
         prefill = functools.partial(
-            attention_prefill.prefill_tuning,
+            attention.prefill_tuning,
             head_size=head_size,
             dtype=torch.float16,
             capability=gpu.capability,
@@ -261,10 +257,10 @@ def _unlike_any_model(gpu: GpuProperties) -> Iterator[tuple[str, dict[str, str]]
 def _for_all() -> dict[str, str]:
     """Return what no model and no GPU decides."""
     waiting = {name: min_tokens_worth_waiting(torch.device(name)) for name in ("cpu", "cuda")}
-    counts = [attention_decode.rows_tile(rows) for rows in (1, 32, 33, 256, 257, 1024, 1025, 5000)]
+    counts = [attention.rows_tile(rows) for rows in (1, 32, 33, 256, 257, 1024, 1025, 5000)]
     return {
         "rows tiles": str(counts),
-        "prefill's query lengths": str(attention_prefill.TUNED_QUERY_LENS),
+        "prefill's query lengths": str(attention.TUNED_QUERY_LENS),
         "pairs per expert": str(experts.TUNED_PAIRS_PER_EXPERT),
         "split": f"{linear.MAX_SPLIT_COLUMNS} {linear.MAX_SPLIT_FLOATS}",
         "token budgets": f"{default_token_budgets(None)} {default_token_budgets(torch.device('cpu'))}",

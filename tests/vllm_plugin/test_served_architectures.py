@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_backend.models.registry import MODEL_CLASSES
+from rose_backend.models.base import MODEL_CLASSES
 from tests.support.architecture_check import ARCHITECTURES, REFUSED, STOCK_MANAGER, TEXT_ALONE, WORKS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rose_backend.scheduling import in_flight_prefixes
-from rose_backend.scheduling.in_flight_prefixes import MIN_TOKENS_WORTH_WAITING
+from rose_backend import scheduling as in_flight_prefixes
+from rose_backend.scheduling import MIN_TOKENS_WORTH_WAITING
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from tests.vllm_plugin import simulation as simulated
 from tests.vllm_plugin.conftest import MakeConfig

@@ -29,16 +29,20 @@ from rose_backend.engine.startup.report import captures_graphs
 from rose_backend.errors import ConfigError
 from rose_backend.kernels import block_clone
 from rose_backend.kernels.gpu_properties import GpuProperties, gpu_properties
-from rose_backend.kernels.tuning.attention_decode import decode_kind, num_processors, row_counts, rows_tile
-from rose_backend.kernels.tuning.attention_prefill import TUNED_QUERY_LENS
+from rose_backend.kernels.tuning.attention import (
+    TUNED_QUERY_LENS,
+    decode_kind,
+    num_processors,
+    row_counts,
+    rows_tile,
+)
 from rose_backend.kernels.tuning.experts import TUNED_PAIRS_PER_EXPERT
 from rose_backend.layers.attention import AttentionMetadata
 from rose_backend.layers.linear import fewest_halved_rows
-from rose_backend.models.base import CausalLM
+from rose_backend.models.base import CausalLM, load_model
 from rose_backend.models.config import ModelConfig
-from rose_backend.models.registry import load_model
 from rose_backend.models.weights import CONFIG_FILE, resolve_model_path
-from rose_backend.scheduling.token_budget import default_token_budgets
+from rose_backend.scheduling import default_token_budgets
 
 _NUM_PROCESSORS = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
 """Of A100, H100 SXM and H200, B200."""

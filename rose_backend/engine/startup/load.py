@@ -40,15 +40,13 @@ from rose_backend.errors import ConfigError, RoseError, kind_and_text
 from rose_backend.kernels import PackedLinear
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.sampling.ops import SAMPLER_KERNELS
-from rose_backend.models.base import CausalLM
+from rose_backend.models.base import CausalLM, load_model
 from rose_backend.models.config import ModelConfig
-from rose_backend.models.registry import load_model
 from rose_backend.models.weights import resolve_model_path
-from rose_backend.scheduling.token_budget import default_token_budget
+from rose_backend.scheduling import default_token_budget
 
 if TYPE_CHECKING:
-    from rose_backend.compile_ahead.compilations import Compilations
-    from rose_backend.compile_ahead.pool import AheadCompilation
+    from rose_backend.compile_ahead.pool import AheadCompilation, Compilations
 
 logger = logging.getLogger(__name__)
 
@@ -276,7 +274,7 @@ def _warm_up_gpu(
     Returns:
         What was compiled, or loaded from disk.
     """
-    from rose_backend.compile_ahead.compilations import watch_compilations
+    from rose_backend.compile_ahead.pool import watch_compilations
     from rose_backend.engine.startup.kernels import launch_everything
 
     device, compilation = loaded.device, loaded.compilation

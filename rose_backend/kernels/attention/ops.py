@@ -55,7 +55,7 @@ def plan_paged_decode(
     if not kv.key_cache.is_cuda:
         return reference.plan_paged_decode(kv, options=options, chunk_bytes=chunk_bytes)
     from rose_backend.kernels.attention.split_context import longest_first
-    from rose_backend.kernels.tuning.attention_decode import begins_in_turns, num_processors
+    from rose_backend.kernels.tuning.attention import begins_in_turns, num_processors
 
     num_heads = len(kv.num_computed_tokens) * kv.key_cache.shape[2]
     begin_at_once = not begins_in_turns(num_heads, num_processors(kv.key_cache.device))

@@ -39,7 +39,7 @@ from rose_backend.kernels.attention.split_context import (
 )
 from rose_backend.kernels.kv.write_kv import load_scale, scale_to_half, to_cache, to_half
 from rose_backend.kernels.pointwise.rotary import inside_another_kernel, load_angles, load_head_norm, rotated
-from rose_backend.kernels.tuning.attention_decode import (
+from rose_backend.kernels.tuning.attention import (
     DecodeTuning,
     decode_tuning,
     heads_per_program,

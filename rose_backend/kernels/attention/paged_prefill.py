@@ -27,8 +27,7 @@ from rose_backend.kernels.attention.softmax import (
 )
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.kv.write_kv import StoreStrides, load_scale, to_cache
-from rose_backend.kernels.tuning.attention_decode import rows_tile
-from rose_backend.kernels.tuning.attention_prefill import PrefillTuning, prefill_tuning
+from rose_backend.kernels.tuning.attention import PrefillTuning, prefill_tuning, rows_tile
 
 _UNSEEN = tl.constexpr(float("-inf"))
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from rose_backend.kernels.attention.softmax import NO_LOGIT
-from rose_backend.kernels.workspace import current_workspace
+from rose_backend.kernels.captured_graphs import current_workspace
 
 _ROWS_TILE = 16
 _OTHERS_TILE = 256

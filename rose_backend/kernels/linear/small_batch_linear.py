@@ -27,10 +27,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.arguments import PackedLinear
+from rose_backend.kernels.captured_graphs import current_workspace
 from rose_backend.kernels.gpu_properties import can_use_tma, gpu_properties, has_dependent_launch
 from rose_backend.kernels.tuning.linear import MAX_SPLIT_FLOATS, LinearConfig, choose_config
 from rose_backend.kernels.tuning.measured import constants
-from rose_backend.kernels.workspace import current_workspace
 
 
 @triton.jit

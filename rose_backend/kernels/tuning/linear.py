@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from rose_backend.kernels.tuning.measured import Facts, Table, Value
+from rose_backend.kernels.tuning.measured import Facts, Table, Value, next_power_of_2
 
 MAX_SPLIT_COLUMNS = 4096
 MAX_SPLIT_FLOATS = MAX_SPLIT_COLUMNS * 768
@@ -77,7 +77,7 @@ def choose_config(
 
 def _depth(most: int, facts: Facts, values: Mapping[str, Value], least: int = 1) -> int:
     """Return the depth, rounded up to a power of two: at least ``least``, at most ``most``."""
-    return min(max(1 << (int(facts["depth"]) - 1).bit_length(), least), most)
+    return min(max(next_power_of_2(int(facts["depth"])), least), most)
 
 
 def _whole(most: int, facts: Facts, values: Mapping[str, Value]) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 PATH = Path(__file__).with_name("measured.txt")
 _FLAGS = {"yes": True, "no": False}
@@ -179,6 +179,11 @@ def parse(text: str) -> Iterator[Section]:
         yield Section(operation, tuple((" ".join(comment), tuple(rows)) for comment, rows in parts))
 
 
+def next_power_of_2(number: int) -> int:
+    """Return the least power of two that is at least ``number``."""
+    return 1 << (number - 1).bit_length()
+
+
 def _row(line: str) -> Row:
     cells = [cell.strip() for cell in line.split("|")]
     try:
@@ -209,29 +214,3 @@ def _value(text: str) -> Value:
         return _FLAGS[text]
     rule, colon, number = text.rpartition(":")
     return Computed(rule, int(number)) if colon else int(number)
-
-
-def as_line(
-    conditions: Mapping[str, object], config: Any, gpu: str, microseconds: float, commit: str = ""
-) -> str:
-    """Return a line of the file for a configuration that was measured.
-
-    Args:
-        conditions: ranges by fact, as the file has them, or single numbers.
-        config: a dataclass; fields that have their default are left out.
-    """
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    written = {
-        field.name: _as_text(values[field.name])
-        for field in fields(config)
-        if field.default is MISSING or values[field.name] != field.default
-    }
-    cells = (
-        ", ".join(f"{name} {_as_text(limits)}" for name, limits in conditions.items()),
-        ", ".join(f"{name}={text}" for name, text in written.items()),
-    )
-    return " | ".join((*cells, gpu, f"{microseconds:.1f}", commit)).rstrip(" |")
-
-
-def _as_text(value: object) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

@@ -18,7 +18,7 @@ from rose_backend.kernels import (
     PrefillPlan,
     write_kv,
 )
-from rose_backend.kernels.workspace import Workspace
+from rose_backend.kernels.captured_graphs import Workspace
 from rose_backend.layers.attention import AttentionRows, AttentionStep, attend, plan_decode
 from rose_backend.vllm_plugin.attention import flash_attention
 from rose_backend.vllm_plugin.attention.metadata import (

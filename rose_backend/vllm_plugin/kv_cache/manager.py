@@ -29,7 +29,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from rose_backend.block_manager import BlockManager, PrefixMatch, reporting_unit
 from rose_backend.errors import IntegrityError
-from rose_backend.scheduling.in_flight_prefixes import InFlightPrefixes
+from rose_backend.scheduling import InFlightPrefixes
 from rose_backend.vllm_plugin.kv_cache.blocks import BlockPoolShim, CoordinatorShim, HeldBlocks, RoseBlocks
 from rose_backend.vllm_plugin.kv_cache.checkpoints import DueCheckpoints, junction_of
 from rose_backend.vllm_plugin.kv_cache.events import KVEventLog

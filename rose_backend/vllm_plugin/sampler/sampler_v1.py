@@ -219,7 +219,7 @@ def _neutral_values(num_rows: int, device: torch.device) -> tuple[torch.Tensor, 
     """
     import torch
 
-    from rose_backend.kernels.workspace import refuse_first_use_in_capture
+    from rose_backend.kernels.captured_graphs import refuse_first_use_in_capture
 
     refuse_first_use_in_capture("draw", device)
     zeros = torch.zeros(num_rows, device=device)

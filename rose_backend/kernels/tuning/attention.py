@@ -1,4 +1,4 @@
-"""What decides the speed of decode attention on a GPU, and nothing else."""
+"""What decides the speed of attention on a GPU, and nothing else."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
 
 from rose_backend.kernels.gpu_properties import gpu_properties
-from rose_backend.kernels.tuning.measured import Facts, Table, constants
+from rose_backend.kernels.tuning.measured import Facts, Table, constants, next_power_of_2
 
 MAX_QUERY_ELEMENTS = 8192
 """Numbers that one program attends, unless one head's tokens are more: they stay in registers."""
@@ -18,7 +17,7 @@ MAX_QUERY_ELEMENTS = 8192
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """How the work is cut up and scheduled."""
+    """How decode attention's work is cut up and scheduled."""
 
     tile: int
     """Cached tokens per iteration, a power of two."""
@@ -68,7 +67,7 @@ def decode_tuning(
         norms_heads: query and key heads pass through norms on their way.
     """
     num_heads = num_rows * num_kv_heads
-    return _TABLE.choose(
+    return _DECODE.choose(
         {
             "bits": 8 * dtype.itemsize,
             "cache_bits": 8 * (cache_dtype or dtype).itemsize,
@@ -85,12 +84,12 @@ def decode_tuning(
 
 def _query_warps(least: int, facts: Facts, values: object) -> int:
     """Return the warps of a program, each of which has registers for about 1,024 attended numbers."""
-    head_tile = max(triton.next_power_of_2(int(facts["head_size"])), 16)
-    numbers: int = triton.next_power_of_2(int(facts["queries"])) * head_tile
+    head_tile = max(next_power_of_2(int(facts["head_size"])), 16)
+    numbers: int = next_power_of_2(int(facts["queries"])) * head_tile
     return min(max(numbers // 1024, least), 8)
 
 
-_TABLE = Table(
+_DECODE = Table(
     "decode attention",
     DecodeTuning,
     (
@@ -121,7 +120,7 @@ def begins_in_turns(num_heads: int, num_processors: int) -> bool:
 def heads_per_program(group: int, num_tokens: int, head_tile: int) -> int:
     """Return how many of the ``group`` query heads of a KV head one program attends; a divisor of ``group``."""
     for heads in range(group, 1, -1):
-        query_tile = triton.next_power_of_2(heads * num_tokens)
+        query_tile = next_power_of_2(heads * num_tokens)
         if group % heads == 0 and query_tile * head_tile <= MAX_QUERY_ELEMENTS:
             return heads
     return 1
@@ -138,7 +137,7 @@ def rows_tile(num_rows: int) -> int:
     Each size is a kernel of its own, compiled when it is first needed, and an engine has graphs of dozens of numbers of
     rows. A warp looks at 32 at once.
     """
-    return next((size for size in (32, 256, 1024) if size >= num_rows), triton.next_power_of_2(num_rows))
+    return next((size for size in (32, 256, 1024) if size >= num_rows), next_power_of_2(num_rows))
 
 
 def decode_kind(
@@ -158,9 +157,7 @@ def decode_kind(
         num_processors: multiprocessors of the GPU.
         cache_dtype: None is ``dtype``.
     """
-    group = heads_per_program(
-        num_heads // num_kv_heads, max_query_len, max(triton.next_power_of_2(head_size), 16)
-    )
+    group = heads_per_program(num_heads // num_kv_heads, max_query_len, max(next_power_of_2(head_size), 16))
     tunings = (
         decode_tuning(
             head_size,
@@ -188,3 +185,52 @@ def row_counts(limit: int, kind: Callable[[int], Hashable] = lambda num_rows: No
     for count in range(1, limit + 1):
         first_of_each.setdefault(((count - 1).bit_length(), kind(count)), count)
     return sorted(first_of_each.values())
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTuning:
+    """Of prefill attention. Tiles are powers of two of at least 16."""
+
+    query_tile: int
+    tile: int
+    """Keys per iteration."""
+    num_warps: int
+    num_stages: int
+    by_descriptor: bool
+    """Load the chunk's keys and values through tensor descriptors, by the copy engine of compute capability 9.0. Only
+    for 16-bit types and heads of a power of two."""
+    split: bool
+    """Attend the chunk's tiles before the queries' own in a loop of their own, without a causal mask."""
+
+
+@lru_cache(maxsize=1024)
+def prefill_tuning(
+    mean_query_len: float,
+    head_size: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    *,
+    is_describable: bool,
+) -> PrefillTuning:
+    """Return what was fastest on an H200 for this shape; elsewhere what fits the registers.
+
+    Args:
+        is_describable: whether tensor descriptors of the chunk's keys and values are possible.
+    """
+    major, minor = capability
+    return _PREFILL.choose(
+        {
+            "bits": 8 * dtype.itemsize,
+            "query_len": mean_query_len,
+            "head_size": head_size,
+            "capability": 10 * major + minor,
+            "describable": is_describable,
+        }
+    )
+
+
+_PREFILL = Table(
+    "prefill attention", PrefillTuning, ("bits", "query_len", "head_size", "capability", "describable")
+)
+TUNED_QUERY_LENS = (1, *_PREFILL.steps("query_len"))
+"""Mean query lengths from which on the choice changes, for one shape or another."""

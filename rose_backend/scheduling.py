@@ -1,0 +1,194 @@
+"""Scheduling policies that the standalone engine and the vLLM plug-in have in common.
+
+They ask the block manager and decide; the schedulers are ``engine/scheduler.py`` and vLLM's own. A policy keeps no
+request and no row: what it needs comes as arguments, or is forgotten at the start of a step. A threshold says what it
+was measured with, and at what cost on either side of it.
+
+- In-flight prefixes, of both engines: a prompt waits one step for a prefix that another prompt computes in this step.
+- Look-ahead: where blocks are plenty, running rows reserve blocks for more steps than the next one. Rows fill their
+  blocks at different steps: without look-ahead, nearly every step would allocate a few blocks. vLLM allocates block by
+  block, so the plug-in extends all full rows together instead (``vllm_plugin/kv_cache/``).
+- Token counts that depend on the device: the budget of a step, which vLLM has already, and the prefix that a prompt
+  waits for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rose_backend.block_manager import BlockManager, PrefixMatch
+from rose_backend.block_manager.block_pool import Int32Array, IntArray
+
+if TYPE_CHECKING:
+    import torch
+
+MIN_TOKENS_WORTH_WAITING = 64
+"""A prompt waits for the next step if another prompt computes at least this many of its tokens in the current step.
+
+Waiting costs the prompt one step and saves the step these tokens; the more prompts wait, the more it saves. Llama 1B
+inside vLLM on an H200, median ms to the first token of prompts that share, waiting / not: 64 tokens shared by 2
+requests 6.6 / 6.3, by 8 8.3 / 8.5, by 32 15 / 20; 256 tokens 7.5 / 7.6, 9.5 / 15, 18 / 43. Prompts that share nothing
+gain in each of these cases.
+"""
+
+
+class InFlightPrefixes:
+    """The prefixes that the prompts of the current step compute.
+
+    Attention stores keys and values while it reads those of other requests, so a step cannot read blocks that it writes
+    itself. A prompt that shares a long prefix with a prompt of this step is therefore admitted in the next step, and
+    finds the prefix in the cache. The threshold counts tokens, not blocks, because hits end at tokens.
+
+    Args:
+        manager: finds the prefixes. Without a prefix cache no prompt waits.
+        min_tokens: tokens that are worth waiting for; None: ``MIN_TOKENS_WORTH_WAITING``.
+    """
+
+    def __init__(self, manager: BlockManager, min_tokens: int | None = None) -> None:
+        self.min_tokens = min_tokens
+        self._block_size = manager.block_size
+        self._cache = manager.cache
+        self._keys: set[bytes] = set()
+
+    def new_step_starts(self) -> None:
+        """Forget the prefixes of the previous step."""
+        self._keys.clear()
+
+    def __bool__(self) -> bool:
+        """Whether any prompt of this step computes a prefix worth waiting for."""
+        return bool(self._keys)
+
+    def cover(self, token_ids: Int32Array, match: PrefixMatch) -> bool:
+        """Whether a prompt of this step computes enough tokens after ``match`` for this prompt to wait for them.
+
+        Args:
+            token_ids: int32 ``[P]`` of the prompt.
+            match: its cached prefix.
+        """
+        end = self._end(match)
+        # The last token is always computed.
+        return bool(self._keys) and end < len(token_ids) and self._key(token_ids, match, end) in self._keys
+
+    def add(self, token_ids: Int32Array, match: PrefixMatch, num_new_tokens: int) -> None:
+        """Note that a prompt computes ``num_new_tokens`` after ``match`` in this step."""
+        end = self._end(match)
+        if self._cache is not None and match.num_tokens + num_new_tokens >= end:
+            self._keys.add(self._key(token_ids, match, end))
+
+    def _end(self, match: PrefixMatch) -> int:
+        """Return how many tokens of a prompt the next step must find for a wait to be worth it."""
+        end = match.num_tokens + (MIN_TOKENS_WORTH_WAITING if self.min_tokens is None else self.min_tokens)
+        if self._cache is not None and self._cache.full_blocks_only:
+            end += -end % self._block_size
+        return end
+
+    def _key(self, token_ids: Int32Array, match: PrefixMatch, end: int) -> bytes:
+        """Return a key of the first ``end`` tokens and their namespace.
+
+        Prompts that share tokens after a match have the same match, so the digest of its full blocks covers all tokens
+        before them.
+        """
+        start = match.num_tokens - match.num_tokens % self._block_size
+        return match.chain_digest + token_ids[start:end].tobytes()
+
+
+_CPU = 2048
+"""A CPU is no faster with more, and a step delays running sequences."""
+_SMALL_GPU = {"offline": 8192, "online": 2048}
+_LARGE_GPU = {"offline": 16_384, "online": 8192}
+"""vLLM's defaults for such GPUs. On an H200 a pass of GPT-2 124M takes 6.4 ms for 16,384 tokens, 3.1 ms for 8,192 and
+1.0 ms for 2,048: larger ones delay running sequences, smaller ones take less than the CPU's 2 ms per step."""
+_LARGE_GPU_BYTES = 70 << 30
+_WORTH_WAITING_ON_A_GPU = 1024
+"""For GPT-2 124M on an H200, where waiting costs a step of about 2 ms. Median ms to the first token, waiting / not: 128
+tokens shared by 2 requests 3.7 / 2.1, by 8 5.2 / 2.7, by 32 7.5 / 4.9; 768 tokens 4.6 / 2.2, 5.5 / 5.1, 8.4 / 9.3. To
+be measured again for larger models."""
+
+
+def default_token_budget(device: torch.device, *, is_online: bool) -> int:
+    """Return ``max_num_batched_tokens``; ``is_online``: clients read tokens while they are generated."""
+    if device.type == "cpu":
+        return _CPU
+    import torch
+
+    is_large = torch.cuda.get_device_properties(device).total_memory >= _LARGE_GPU_BYTES
+    return (_LARGE_GPU if is_large else _SMALL_GPU)["online" if is_online else "offline"]
+
+
+def default_token_budgets(device: torch.device | None) -> list[int]:
+    """Return all that ``default_token_budget`` may return for ``device``; None: for any GPU."""
+    if device is not None:
+        return sorted({default_token_budget(device, is_online=each) for each in (False, True)})
+    return sorted({*_SMALL_GPU.values(), *_LARGE_GPU.values()})
+
+
+def min_tokens_worth_waiting(device: torch.device) -> int:
+    """Return how many tokens of a prompt another one must compute in a step for it to wait for the next step."""
+    return _WORTH_WAITING_ON_A_GPU if device.type == "cuda" else MIN_TOKENS_WORTH_WAITING
+
+
+TOP_UP_STEPS = 16
+"""``top_up`` starts this many steps before the first row is full."""
+_BLOCKS_PER_SPARE_BLOCK = 16
+"""Free blocks that must remain for each block that is reserved ahead."""
+_MAX_SPARE_BLOCKS = 2
+"""Blocks reserved ahead per row. Planning a step costs the CPU about ten times as much as repeating a steady-state
+decode step, and allocating blocks about as much as planning."""
+_ROWS_PER_TOP_UP = 128
+"""A call costs the CPU about as much as the blocks of 32 rows; those of 128 fit into the time of a step."""
+
+
+def reserve_ahead(
+    manager: BlockManager, rows: IntArray, num_tokens: Int32Array, max_num_tokens: Int32Array
+) -> bool:
+    """Reserve ``num_tokens`` for each of ``rows``, all or none; where blocks are plenty, for further steps, too.
+
+    Args:
+        rows: ``[N]``.
+        num_tokens: ``[N]``, counted from what is committed.
+        max_num_tokens: int32 ``[max_num_seqs]``, of every row: its length limit.
+
+    Returns:
+        False when blocks are short; nothing has changed then.
+    """
+    num_computed = manager.num_computed_tokens[rows]
+    if np.count_nonzero(manager.table.capacity[rows] < num_computed + num_tokens) == 0:
+        return True
+    num_spare = _num_spare_blocks(manager, len(rows))
+    if num_spare:
+        # The last token of a row is never computed.
+        longest = max_num_tokens[rows] - 1 - num_computed
+        further = np.minimum(num_tokens + num_spare * manager.block_size, longest)
+        if manager.reserve(rows, np.maximum(num_tokens, further)).ok:
+            return True
+    return manager.reserve(rows, num_tokens).ok
+
+
+def top_up(manager: BlockManager, rows: IntArray, num_tokens: Int32Array, max_num_tokens: Int32Array) -> bool:
+    """Reserve for some decoding rows, while the CPU waits for the device, what ``reserve_ahead`` would reserve later.
+
+    It would do so for all rows at once, which for 256 rows takes longer than their step.
+
+    Args:
+        rows: ``[N]``.
+        num_tokens: ``[N]``, tokens that each row will need at the next ``reserve_ahead``.
+        max_num_tokens: see ``reserve_ahead``.
+
+    Returns:
+        Whether other rows may still be short.
+    """
+    num_spare = _num_spare_blocks(manager, len(rows))
+    if not num_spare:
+        return False
+    wanted = np.minimum(num_tokens + num_spare * manager.block_size, max_num_tokens[rows] - 1)
+    short = np.flatnonzero(manager.table.capacity[rows] < wanted)[:_ROWS_PER_TOP_UP]
+    if not len(short):
+        return False
+    rows = rows[short]
+    return manager.reserve(rows, wanted[short] - manager.num_computed_tokens[rows]).ok
+
+
+def _num_spare_blocks(manager: BlockManager, num_rows: int) -> int:
+    return min(manager.num_free_blocks // (num_rows * _BLOCKS_PER_SPARE_BLOCK), _MAX_SPARE_BLOCKS)

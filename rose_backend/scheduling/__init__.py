@@ -1,1 +1,0 @@
-"""Scheduling policies that the standalone engine and the vLLM plug-in share; they decide, and compute nothing."""
