@@ -13,11 +13,9 @@ from typing import Any
 from rose_backend.config import EngineConfig
 from rose_backend.engine.client import Delivery, EngineClient, OutputStream
 from rose_backend.engine.core import Command, EngineCore
-from rose_backend.engine.engine_stats import Counters, EngineLoad, EngineStats
-from rose_backend.engine.generation_config import sampling_defaults
-from rose_backend.engine.input_processor import ProcessedInput
+from rose_backend.engine.input_processor import ProcessedInput, sampling_defaults
 from rose_backend.engine.output_thread import OutputHandler, StreamConsumers
-from rose_backend.engine.outputs import GrowingCompletions, RequestOutput
+from rose_backend.engine.outputs import Counters, EngineLoad, EngineStats, GrowingCompletions, RequestOutput
 from rose_backend.engine.process_settings import begin_serving, end_serving
 from rose_backend.engine.request import Prompt, Request, check_queue
 from rose_backend.engine.sampling_params import SamplingParams

@@ -9,9 +9,8 @@ from collections.abc import AsyncGenerator
 from typing import TypeAlias
 
 from rose_backend.config import EngineConfig
-from rose_backend.engine.engine_stats import Counters
 from rose_backend.engine.input_processor import InputProcessor, ProcessedInput
-from rose_backend.engine.outputs import GrowingCompletions, RequestOutput
+from rose_backend.engine.outputs import Counters, GrowingCompletions, RequestOutput
 from rose_backend.engine.request import check_request_id
 from rose_backend.errors import EngineDeadError, EngineStalledError, RequestError
 

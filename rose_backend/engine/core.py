@@ -14,7 +14,6 @@ import numpy as np
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
 from rose_backend.engine.deferred_commit import DeferredCommits
-from rose_backend.engine.engine_stats import EngineLoad, EngineStats
 from rose_backend.engine.input_processor import InputProcessor
 from rose_backend.engine.model_runner import ModelRunner
 from rose_backend.engine.output_processor import Abort, OutputProcessor
@@ -24,11 +23,11 @@ from rose_backend.engine.output_thread import (
     OutputQueue,
     OutputThread,
 )
-from rose_backend.engine.outputs import RequestOutput
+from rose_backend.engine.outputs import EngineLoad, EngineStats, RequestOutput
 from rose_backend.engine.request import PromptLists, Request, check_queue, check_request_id
 from rose_backend.engine.scheduler import Scheduler
 from rose_backend.engine.sequence_state import Int64Array, SequenceState
-from rose_backend.engine.startup.load import LoadedModel, load, warm_up
+from rose_backend.engine.startup import LoadedModel, load, warm_up
 from rose_backend.engine.step_pipeline import DeferredStops, SampledTokens, StepPipeline, TokenReader
 from rose_backend.engine.tokenizer_loading import PendingTokenizer
 from rose_backend.errors import EngineDeadError, IntegrityError, RequestError, kind_and_text

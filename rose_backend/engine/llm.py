@@ -10,8 +10,7 @@ from typing import Any
 
 from rose_backend.config import EngineConfig
 from rose_backend.engine.core import EngineCore, EngineStats
-from rose_backend.engine.generation_config import SamplingDefaults, sampling_defaults
-from rose_backend.engine.input_processor import ProcessedInput
+from rose_backend.engine.input_processor import ProcessedInput, SamplingDefaults, sampling_defaults
 from rose_backend.engine.outputs import GrowingCompletions, RequestOutput
 from rose_backend.engine.process_settings import short_switch_interval
 from rose_backend.engine.progress import GenerationProgress

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager
-from rose_backend.config import EngineConfig
+from rose_backend.config import EngineConfig, Switches
 from rose_backend.engine.decode_runner import (
     DecodeBuffers,
     DecodeRunner,
@@ -49,6 +49,11 @@ _LONG_CHUNK, _SHORT_CHUNK = 128, 16
 _MAX_SHORT_CHUNK_TOKENS = 4096
 
 Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]
+
+
+def captures_graphs(config: Switches, device: str) -> bool:
+    """Return whether decode steps are captured. The unfused sampler waits for the device, which cannot be captured."""
+    return config.cuda_graph and config.fused_sampler and device == "cuda"
 
 
 class PassShape(NamedTuple):

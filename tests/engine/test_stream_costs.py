@@ -13,15 +13,14 @@ import pytest
 
 from rose_backend import SamplingParams
 from rose_backend.engine.client import OutputStream
-from rose_backend.engine.engine_messages import pack, unpack
 from rose_backend.engine.input_processor import InputProcessor, ProcessedInput
 from rose_backend.engine.output_processor import Ending, NewTokens, OutputProcessor
 from rose_backend.engine.outputs import RequestOutput
+from rose_backend.engine.remote_engine import pack, unpack
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.server.answers import Answer, AnswerOptions, ChatAnswer, CompletionAnswer
 from rose_backend.server.generation import Generation
-from rose_backend.server.metrics import ServerMetrics
-from rose_backend.server.service import RequestRecord, Service
+from rose_backend.server.service import RequestRecord, ServerMetrics, Service
 from tests.engine.test_text_streams import kind_named
 from tests.support.random_tokenizers import save
 

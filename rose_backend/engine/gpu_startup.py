@@ -21,11 +21,10 @@ from rose_backend.compile_ahead.pool import AheadCompilation, CompiledKernel, Co
 from rose_backend.compile_ahead.recorded_launches import KernelSource, record_launches
 from rose_backend.config import EngineConfig, check_int
 from rose_backend.engine.decode_runner import launched_widths
-from rose_backend.engine.model_runner import ModelRunner
+from rose_backend.engine.kv_pool import allocate_kv_cache, choose_max_model_len
+from rose_backend.engine.model_runner import ModelRunner, captures_graphs
 from rose_backend.engine.progress import show_progress
 from rose_backend.engine.sequence_state import SequenceState
-from rose_backend.engine.startup.kv_pool import allocate_kv_cache, choose_max_model_len
-from rose_backend.engine.startup.report import captures_graphs
 from rose_backend.errors import ConfigError
 from rose_backend.kernels import block_clone
 from rose_backend.kernels.gpu_properties import GpuProperties, gpu_properties
