@@ -19,8 +19,8 @@ import numpy as np
 from rose_backend.config import EngineConfig
 from rose_backend.engine.async_engine import StepLoop
 from rose_backend.engine.input_processor import ProcessedInput
-from rose_backend.engine.output_thread import StreamConsumers
-from rose_backend.engine.outputs import Counters, RequestOutput
+from rose_backend.engine.output_thread import OutputHandler
+from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.process_settings import LOG_FORMAT, begin_serving, note_imports
 from rose_backend.engine.remote_engine import (
     Abort,
@@ -64,10 +64,9 @@ class EngineProcess:
         # Each is changed by one thread alone: the output thread, the reader.
         self._num_batches = 0
         self._num_acks = 0
-        consumers = StreamConsumers(self._is_ready, lambda: None)
         self._tokenizer: Future[TokenizerParts] = Future()
         threading.Thread(target=self._read, args=(commands,), name="rose-commands", daemon=True).start()
-        self._steps = StepLoop(config, self._deliver, consumers, self._tokenizer)
+        self._steps = StepLoop(config, OutputHandler(self._deliver, self._is_ready), self._tokenizer)
         self._core = self._steps.core
 
     def run(self) -> None:
@@ -82,9 +81,9 @@ class EngineProcess:
             Ready(
                 config=core.config,
                 vocab_size=core.input_processor.vocab_size,
-                max_model_len=core.max_model_len,
+                max_model_len=core.input_processor.max_model_len,
                 num_blocks=core.num_blocks,
-                counters=Counters(core.stats, core.load),
+                counters=core.counters,
             )
         )
         try:
@@ -136,7 +135,7 @@ class EngineProcess:
         elif isinstance(command, TokenizerParts):
             self._tokenizer.set_result(command)
         elif isinstance(command, GetCounters):
-            self._send(Counters(self._core.stats, self._core.load))
+            self._send(self._core.counters)
         elif isinstance(command, Stop):
             self._steps.stop()
 

@@ -102,12 +102,17 @@ class InputProcessor:
         return self.process_all([prompt], [params])[0]
 
     def process_all(
-        self, prompts: Sequence[Prompt], params_list: Sequence[SamplingParams], namespace: bytes | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params_list: Sequence[SamplingParams],
+        namespace: bytes | None = None,
+        max_new_tokens: int | None = None,
     ) -> list[ProcessedInput]:
         """Tokenize and check prompts, each with its own parameters; errors are those of ``process``.
 
         Args:
             namespace: prefix cache of all of them; None takes each prompt's ``cache_salt``.
+            max_new_tokens: limit for parameters that leave it open, where the window does not end before.
         """
         processed: list[ProcessedInput] = []
         for first in range(0, len(prompts), _PROMPTS_PER_PASS):
@@ -116,21 +121,13 @@ class InputProcessor:
             ids_list = self._packed_ids(some) or map(self._checked_prompt, some)
             for prompt, ids, params, salt in zip(some, ids_list, params_list[part], salts, strict=True):
                 self._check_params(params, len(ids))
+                if max_new_tokens is not None and params.max_tokens is None:
+                    limit = min(max_new_tokens, self.max_model_len - len(ids))
+                    params = replace(params, max_tokens=limit)
                 text = prompt if isinstance(prompt, str) else None
                 own = salt if namespace is None else namespace
                 processed.append(ProcessedInput(next(self._numbers), text, ids, params, own))
         return processed
-
-    def with_limit(self, processed: ProcessedInput, max_tokens: int | None) -> ProcessedInput:
-        """Return ``processed`` with at most ``max_tokens`` new tokens, where its parameters leave the limit open.
-
-        Raises:
-            RequestError: ``min_tokens`` is more.
-        """
-        if max_tokens is None or processed.params.max_tokens is not None:
-            return processed
-        limit = min(max_tokens, self.max_model_len - len(processed.token_ids))
-        return processed._replace(params=replace(processed.params, max_tokens=limit))
 
     def build(
         self, processed: ProcessedInput, *, request_id: str | None = None, is_streaming: bool = False
@@ -369,8 +366,7 @@ class SamplingDefaults:
         params = self.sampling_params()
         if self.max_new_tokens is not None:
             params = replace(params, max_tokens=None)
-        processed = processor.process_all(prompts, [params] * len(prompts))
-        return [processor.with_limit(each, self.max_new_tokens) for each in processed]
+        return processor.process_all(prompts, [params] * len(prompts), max_new_tokens=self.max_new_tokens)
 
     def __str__(self) -> str:
         limit = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}

@@ -68,24 +68,18 @@ class LoadedModel:
     """The options, with ``max_num_batched_tokens`` chosen where it was None."""
     model: CausalLM
     tokenizer: Tokenizer
-    vocab_size: int
     max_model_len: int
     """Prompt plus output, in tokens."""
     eos_token_ids: tuple[int, ...]
     num_blocks: int
     kv_cache: torch.Tensor  # [L, 2, NB, BS, HKV, D]
-    device: torch.device
     run_ahead: int
     """Steps that may be in flight after the one whose tokens are read."""
     cpu_threads: CpuThreads | None
     """Threads of a step's operations; None on other devices."""
-    feature_status: dict[str, str]
-    """Every switch, and whether its part is in effect."""
     weight_bytes: int
     packed_bytes: int
     """Further copies of weights, laid out for small batches."""
-    reserve_bytes: int
-    """Device memory kept free for steps and captured graphs; 0 on a CPU."""
     compilation: AheadCompilation | None
     """Kernels that other processes compile in the meantime; None if none do."""
     seconds: dict[str, float]
@@ -131,7 +125,12 @@ def _load(config: EngineConfig, is_online: bool, pending: PendingTokenizer) -> L
             on_progress=progress.update,
         )
     sizes = model.config
-    max_model_len = _check_max_model_len(config, sizes.max_position_embeddings)
+    max_model_len = choose_max_model_len(config, sizes.max_position_embeddings)
+    if not config.chunked_prefill and config.token_budget < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens: got {config.token_budget}, with chunked_prefill off at least "
+            f"max_model_len, which is {max_model_len}, is needed"
+        )
     weights_loaded = time.perf_counter()
     num_blocks = choose_num_blocks(config, sizes, max_model_len=max_model_len, device=device)
     kv_cache = allocate_kv_cache(num_blocks, config.block_size, sizes, device)
@@ -144,18 +143,14 @@ def _load(config: EngineConfig, is_online: bool, pending: PendingTokenizer) -> L
         config=config,
         model=model,
         tokenizer=tokenizer,
-        vocab_size=sizes.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(directory, sizes, tokenizer),
         num_blocks=num_blocks,
         kv_cache=kv_cache,
-        device=device,
         run_ahead=_DEFAULT_RUN_AHEAD[device.type] if config.run_ahead is None else config.run_ahead,
         cpu_threads=choose_cpu_threads(config, device, weight_bytes // sizes.dtype.itemsize),
-        feature_status=feature_status(config, device.type),
         weight_bytes=weight_bytes,
         packed_bytes=storage_bytes(model.weights) - weight_bytes,
-        reserve_bytes=0 if device.type == "cpu" else gpu_reserve_bytes(config, sizes),
         compilation=compilation,
         seconds={
             "kernel list": kernels_known - start,
@@ -208,16 +203,6 @@ def _eos_token_ids(directory: Path, sizes: ModelConfig, tokenizer: Tokenizer) ->
     return tuple(each for each in named if 0 <= each < sizes.vocab_size)
 
 
-def _check_max_model_len(config: EngineConfig, window: int) -> int:
-    max_model_len = choose_max_model_len(config, window)
-    if not config.chunked_prefill and config.token_budget < max_model_len:
-        raise ConfigError(
-            f"max_num_batched_tokens: got {config.token_budget}, with chunked_prefill off at least "
-            f"max_model_len, which is {max_model_len}, is needed"
-        )
-    return max_model_len
-
-
 def storage_bytes(holder: Any, *, leave_out: tuple[type, ...] | type = ()) -> int:
     """Return the bytes of all tensors in dataclasses, mappings and sequences, each allocation counted once.
 
@@ -250,7 +235,7 @@ def warm_up(runner: ModelRunner, loaded: LoadedModel) -> StartUpReport:
     config, seconds = loaded.config, {**take_imports(), **loaded.seconds}
     graph_bytes: dict[str, int] = {}
     kernels: Compilations | None = None
-    if loaded.device.type != "cpu":
+    if loaded.kv_cache.device.type != "cpu":
         kernels = _warm_up_gpu(runner, loaded, seconds, graph_bytes)
     memory, total_memory = _memory_use(loaded, graph_bytes)
     report = StartUpReport(
@@ -283,7 +268,7 @@ def _warm_up_gpu(
     from rose_backend.compile_ahead.compilations import watch_compilations
     from rose_backend.engine.gpu_startup import launch_everything
 
-    device, compilation = loaded.device, loaded.compilation
+    device, compilation = loaded.kv_cache.device, loaded.compilation
 
     @contextlib.contextmanager
     def part(name: str) -> Iterator[None]:
@@ -323,15 +308,16 @@ def _memory_use(loaded: LoadedModel, graph_bytes: dict[str, int]) -> tuple[dict[
         "packed copies of weights": loaded.packed_bytes,
         "KV pool": loaded.kv_cache.nbytes,
     }
-    if loaded.device.type == "cpu":
+    if loaded.kv_cache.device.type == "cpu":
         return memory, None
     memory["CUDA graphs of decode steps"] = graph_bytes.get("decode graphs", 0)
     memory["CUDA graphs of prompt passes"] = graph_bytes.get("prompt graphs", 0)
-    free, total = torch.cuda.mem_get_info(loaded.device)
+    free, total = torch.cuda.mem_get_info(loaded.kv_cache.device)
+    reserve = gpu_reserve_bytes(loaded.config, loaded.model.config)
     known = sum(memory.values())
     # Free memory reserved for what the largest steps need besides graphs.
     captured = memory["CUDA graphs of decode steps"] + memory["CUDA graphs of prompt passes"]
-    memory["set aside for steps"] = workspace = min(max(loaded.reserve_bytes - captured, 0), free)
+    memory["set aside for steps"] = workspace = min(max(reserve - captured, 0), free)
     # Kernels and graphs, what rounding wastes.
     memory["CUDA, libraries, other programs"] = total - free - known
     memory["free"] = free - workspace

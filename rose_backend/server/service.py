@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -31,6 +32,19 @@ _TTFT_BUCKETS_S = (
 _TOKEN_BUCKETS_S = (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2.5)
 _REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _TOKEN_COUNT_STEPS = (1, 2, 5)
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From the request's arrival to its first token.", _TTFT_BUCKETS_S),
+    "inter_token_latency_seconds": ("Between two deliveries of tokens to a prompt.", _TOKEN_BUCKETS_S),
+    "request_time_per_output_token_seconds": ("Mean time of a prompt's later tokens.", _TOKEN_BUCKETS_S),
+    "e2e_request_latency_seconds": ("From the request's arrival to its last token.", _REQUEST_BUCKETS_S),
+    "request_queue_time_seconds": ("From a prompt's submission to its first step.", _REQUEST_BUCKETS_S),
+    "request_prefill_time_seconds": ("From a prompt's first step to its first token.", _REQUEST_BUCKETS_S),
+    "request_decode_time_seconds": ("From a prompt's first token to its last.", _REQUEST_BUCKETS_S),
+    "request_prompt_tokens": ("Tokens of a prompt.", None),
+    "request_generation_tokens": ("Tokens of a completion.", None),
+    "request_max_num_generation_tokens": ("Tokens of a prompt's longest completion.", None),
+}
+"""By name: what they show, and their buckets; None: up to the model's window."""
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
@@ -61,46 +75,20 @@ class ServerMetrics:
         }
         self._engine = _EngineCollector(cache_config, exact_cached_tokens)
         self._registry.register(self._engine)
-        self._model_name = model_name
         self.prompt_tokens = Counter(
             "rose:prompt_tokens",
             "Prompt tokens of requests that got a first token.",
             _LABELS,
             registry=self._registry,
         ).labels(model_name)
-        self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "From the request's arrival to its first token.", _TTFT_BUCKETS_S
-        )
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Between two deliveries of tokens to a prompt.", _TOKEN_BUCKETS_S
-        )
-        self.time_per_output_token = self._histogram(
-            "request_time_per_output_token_seconds", "Mean time of a prompt's later tokens.", _TOKEN_BUCKETS_S
-        )
-        self.request_latency = self._histogram(
-            "e2e_request_latency_seconds", "From the request's arrival to its last token.", _REQUEST_BUCKETS_S
-        )
-        self.request_queue_time = self._histogram(
-            "request_queue_time_seconds", "From a prompt's submission to its first step.", _REQUEST_BUCKETS_S
-        )
-        self.request_prefill_time = self._histogram(
-            "request_prefill_time_seconds",
-            "From a prompt's first step to its first token.",
-            _REQUEST_BUCKETS_S,
-        )
-        self.request_decode_time = self._histogram(
-            "request_decode_time_seconds", "From a prompt's first token to its last.", _REQUEST_BUCKETS_S
-        )
         token_buckets = _token_count_buckets(max_model_len)
-        self.request_prompt_tokens = self._histogram(
-            "request_prompt_tokens", "Tokens of a prompt.", token_buckets
-        )
-        self.request_generation_tokens = self._histogram(
-            "request_generation_tokens", "Tokens of a completion.", token_buckets
-        )
-        self.request_max_num_generation_tokens = self._histogram(
-            "request_max_num_generation_tokens", "Tokens of a prompt's longest completion.", token_buckets
-        )
+        self.histograms = {
+            # Labels are looked up once: that costs more than an observation.
+            name: Histogram(
+                f"rose:{name}", text, _LABELS, buckets=buckets or token_buckets, registry=self._registry
+            ).labels(model_name)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
         success = Counter(
             "rose:request_success",
             "Completions that ended, by reason.",
@@ -119,11 +107,6 @@ class ServerMetrics:
         """Return everything in Prometheus' text format; ``counters`` are the engine's present ones."""
         self._engine.counters = counters
         return generate_latest(self._registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(f"rose:{name}", text, _LABELS, buckets=buckets, registry=self._registry)
-        # Looked up once: labels() costs more than an observation.
-        return family.labels(self._model_name)
 
 
 def _token_count_buckets(max_model_len: int) -> tuple[float, ...]:
@@ -190,12 +173,22 @@ class RequestRecord:
     status: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    """Of each prompt whole multiples of ``Service.hit_unit``."""
     num_output_tokens: int = 0
     first_token_s: float | None = None
     """``time.monotonic`` when the first token came back from the engine."""
     finish_reasons: set[str] = field(default_factory=set)
     error: str | None = None
     """Why the request was refused, or could not be completed."""
+
+    def usage(self) -> dict[str, Any]:
+        """Return the token counts so far, as OpenAI's object; a prompt with several completions counts once."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_output_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
 
     def log(self) -> None:
         """Write the line: ``name=value`` pairs, tokens and times only of requests that reached the engine."""

@@ -203,4 +203,4 @@ def test_help_names_the_option(command: str, capsys: pytest.CaptureFixture[str])
 
 def test_the_window_is_the_checkpoints(checkpoint: Path) -> None:
     with open_llm(checkpoint) as llm:
-        assert llm.core.max_model_len == WINDOW
+        assert llm.core.input_processor.max_model_len == WINDOW

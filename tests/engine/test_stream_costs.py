@@ -106,10 +106,11 @@ def test_each_token_of_a_long_stream_costs_the_same(
     kind = kind_named(name)
     params = SamplingParams(max_tokens=NUM_TOKENS, **fields)
     server = Server(save(kind, tmp_path), params, is_chat=is_chat)
+    generation = generation_of(server, params)
     num_bytes: list[int] = []
 
     async def play() -> None:
-        outputs = generation_of(server, params).outputs()
+        outputs = generation.outputs()
         reading = asyncio.create_task(anext(outputs))
         await asyncio.sleep(0)
         stream = server.remote
@@ -131,4 +132,6 @@ def test_each_token_of_a_long_stream_costs_the_same(
     assert CountingList.num_copied <= 8 * NUM_TOKENS
     # Offsets in a text have some digits more at its end.
     assert max(num_bytes[100:]) <= max(num_bytes[:100]) + 60
-    assert f'"completion_tokens":{NUM_TOKENS}'.encode() in server.answer.end_events()
+    usage = generation._record.usage()
+    assert usage["completion_tokens"] == NUM_TOKENS
+    assert f'"completion_tokens":{NUM_TOKENS}'.encode() in server.answer.end_events(usage)

@@ -152,7 +152,7 @@ def test_every_body_is_json(kind: type[Answer], logprob: float) -> None:
     list(answer.keep(0, output))
     event = b"".join(answer.events(0, output)).decode().strip().rpartition("data: ")[2]
     shown = -9999.0 if logprob == -math.inf else None
-    for content in (b"".join(answer.body()).decode(), event):
+    for content in (b"".join(answer.body({})).decode(), event):
         (choice,) = json.loads(content, parse_constant=refuse)["choices"]
         found = choice["logprobs"]
         if kind is CompletionAnswer:
