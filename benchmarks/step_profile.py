@@ -38,7 +38,7 @@ from benchmarks.support.timing import no_garbage_collection, timed_us
 from benchmarks.support.workload import MODES, RandomRequests
 from rose_backend import LLM, SamplingParams
 from rose_backend.engine.process_settings import short_switch_interval
-from rose_backend.engine.startup.load import storage_bytes
+from rose_backend.engine.startup import storage_bytes
 from rose_backend.kernels import PackedLinear
 from rose_backend.kernels.captured_graphs import size_for
 

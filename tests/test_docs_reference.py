@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rose_backend.block_manager.observability import CacheStats
 from rose_backend.config import PluginConfig
-from rose_backend.engine.engine_stats import Counters, EngineLoad, EngineStats
-from rose_backend.server.metrics import ServerMetrics
+from rose_backend.engine.outputs import Counters, EngineLoad, EngineStats
+from rose_backend.server.service import ServerMetrics
 from rose_backend.vllm_plugin.registration import SUPPORTED_VERSIONS, is_supported
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,7 +7,6 @@ import platform
 
 from rose_backend import __version__
 from rose_backend.config import Switches
-from rose_backend.engine.startup.report import feature_status
 
 _DISTRIBUTIONS = (
     ("torch", ("torch",)),
@@ -31,7 +30,7 @@ def environment_report(switches: Switches, device: str = "auto") -> list[tuple[s
         ConfigError: "cuda" was asked for and there is none.
     """
     # Imported here: this loads torch, which importing this module must not.
-    from rose_backend.engine.startup.load import resolve_device
+    from rose_backend.engine.startup import feature_status, resolve_device
 
     chosen = resolve_device(device).type
     report = [("rose", __version__), ("python", platform.python_version())]

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rose_backend.config import EngineConfig
-from rose_backend.engine.generation_config import sampling_defaults
+from rose_backend.engine.input_processor import sampling_defaults
 from rose_backend.engine.llm import LLM
 from rose_backend.engine.outputs import CompletionOutput, RequestOutput, json_logprob
 from rose_backend.engine.request import Prompt
 from rose_backend.engine.sampling_params import SamplingParams
-from rose_backend.engine.startup.report import show_start_up
+from rose_backend.engine.startup import show_start_up
 from rose_backend.errors import RequestError
 
 

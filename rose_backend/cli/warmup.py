@@ -53,7 +53,7 @@ def _warmup(args: argparse.Namespace) -> int:
     _log_progress()
     # Imported here: neither --help, nor mistakes in the options, nor the line above should wait for torch.
     from rose_backend.compile_ahead.pool import cache_directory
-    from rose_backend.engine.startup.kernels import warm_cache
+    from rose_backend.engine.gpu_startup import warm_cache
 
     start = time.perf_counter()
     kernels, failure = warm_cache(config, capability, args.multiprocessors)

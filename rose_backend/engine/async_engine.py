@@ -13,13 +13,11 @@ from typing import Any
 from rose_backend.config import EngineConfig
 from rose_backend.engine.client import Delivery, EngineClient, OutputStream
 from rose_backend.engine.core import Command, EngineCore
-from rose_backend.engine.engine_stats import Counters, EngineLoad, EngineStats
-from rose_backend.engine.generation_config import sampling_defaults
-from rose_backend.engine.input_processor import ProcessedInput
-from rose_backend.engine.output_thread import OutputHandler, StreamConsumers
-from rose_backend.engine.outputs import GrowingCompletions, RequestOutput
+from rose_backend.engine.input_processor import ProcessedInput, sampling_defaults
+from rose_backend.engine.output_thread import OutputHandler
+from rose_backend.engine.outputs import Counters, EngineLoad, EngineStats, GrowingCompletions, RequestOutput
 from rose_backend.engine.process_settings import begin_serving, end_serving
-from rose_backend.engine.request import Prompt, Request, check_queue
+from rose_backend.engine.request import Prompt
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer_loading import PendingTokenizer
 from rose_backend.errors import EngineDeadError, RequestError
@@ -50,15 +48,15 @@ class AsyncEngine(EngineClient):
         config = EngineConfig.from_mapping({"model": model, **options}, source="AsyncEngine")
         self._defaults = sampling_defaults(config)
         self._dispatcher = OutputDispatcher()
-        consumers = StreamConsumers(self._is_ready, self._dispatcher.wait_until_consumed)
-        self._steps = StepLoop(config, self._deliver, consumers)
-        # One lock for both, so that what is submitted is counted by the next caller.
-        super().__init__(self._steps.changed)
+        handler = OutputHandler(self._deliver, self._is_ready, self._dispatcher.wait_until_consumed)
+        # One lock for all: outputs are delivered, and requests ended, with it held.
+        super().__init__(handler.changed)
+        self._steps = StepLoop(config, handler)
         self._core = core = self._steps.core
         self.config = config
-        self.tokenizer = core.tokenizer
+        self.tokenizer = core.input_processor.tokenizer
         self.input_processor = core.input_processor
-        self.max_model_len = core.max_model_len
+        self.max_model_len = core.input_processor.max_model_len
         """Prompt plus output, in tokens."""
         self.vocab_size = core.input_processor.vocab_size
         """Token ids of the model are below it."""
@@ -81,7 +79,7 @@ class AsyncEngine(EngineClient):
 
     async def counters(self) -> Counters:
         """Return both."""
-        return Counters(self.stats, self.load)
+        return self._core.counters
 
     async def generate(
         self,
@@ -126,8 +124,6 @@ class AsyncEngine(EngineClient):
     def _submit(self, prompt: ProcessedInput, stream: OutputStream) -> None:
         request = self.input_processor.build(prompt, request_id=stream.request_id, is_streaming=True)
         with self._lock:
-            self._check_running()
-            check_queue(self._steps.num_waiting, self.config.max_queue_size)
             self._register(stream)
             self._steps.put(request)
 
@@ -232,8 +228,7 @@ class StepLoop:
     """Runs the steps of one engine in the thread that calls ``run``; any thread gives it commands.
 
     Args:
-        deliver: gets outputs with what is new, in the output thread.
-        consumers: read them.
+        handler: gets outputs with what is new.
         tokenizer: of the model, if something else loads it.
 
     Raises:
@@ -244,33 +239,26 @@ class StepLoop:
     def __init__(
         self,
         config: EngineConfig,
-        deliver: Callable[[list[RequestOutput]], None],
-        consumers: StreamConsumers,
+        handler: OutputHandler,
         tokenizer: PendingTokenizer | None = None,
     ) -> None:
-        self.changed = threading.Condition()
+        self._changed = handler.changed
         # Both guarded by the condition above; the core belongs to the thread of ``run`` alone.
         self._inbox: deque[Command] = deque()
         self._is_stopping = False
-        handler = OutputHandler(deliver, consumers, self.changed)
-        self.core = EngineCore(config, is_online=True, output_handler=handler, tokenizer=tokenizer)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that have no request slot yet. Read with the condition held."""
-        return self.core.num_waiting + sum(isinstance(item, Request) for item in self._inbox)
+        self.core = EngineCore(config, output_handler=handler, tokenizer=tokenizer)
 
     def put(self, command: Command) -> None:
         """Queue a command for the next step."""
-        with self.changed:
+        with self._changed:
             self._inbox.append(command)
-            self.changed.notify()
+            self._changed.notify()
 
     def stop(self) -> None:
         """Let ``run`` return after the present step."""
-        with self.changed:
+        with self._changed:
             self._is_stopping = True
-            self.changed.notify()
+            self._changed.notify()
 
     def run(self, refuse: Callable[[str, RequestError], None]) -> None:
         """Run steps until ``stop`` is called, then close the engine.
@@ -283,16 +271,15 @@ class StepLoop:
         """
         try:
             while True:
-                with self.changed:
-                    self.changed.wait_for(lambda: self._is_stopping or self._inbox or self.core.can_step)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_stopping or self._inbox or self.core.can_step)
                     if self._is_stopping:
                         return
-                    # With the condition held, so that each request is counted in ``num_waiting``.
                     refused = self.core.carry_out(self._inbox)
                 for request_id, error in refused:
                     refuse(request_id, error)
                 self.core.step()
         finally:
             self.core.close()
-            with self.changed:
+            with self._changed:
                 self._inbox.clear()

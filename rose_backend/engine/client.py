@@ -6,12 +6,12 @@ import asyncio
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from rose_backend.config import EngineConfig
-from rose_backend.engine.engine_stats import Counters
 from rose_backend.engine.input_processor import InputProcessor, ProcessedInput
-from rose_backend.engine.outputs import GrowingCompletions, RequestOutput
+from rose_backend.engine.outputs import Counters, GrowingCompletions, RequestOutput
 from rose_backend.engine.request import check_request_id
 from rose_backend.errors import EngineDeadError, EngineStalledError, RequestError
 
@@ -19,6 +19,7 @@ Delivery: TypeAlias = RequestOutput | RequestError | EngineDeadError
 """What is new in a request, or why there will be nothing more."""
 
 
+@dataclass(slots=True, eq=False)
 class OutputStream:
     """Outputs of one request for its reader; those that it has not taken yet are merged into one.
 
@@ -26,37 +27,21 @@ class OutputStream:
         loop: of the reader. All but ``has_consumed_all`` belongs to its thread.
     """
 
-    __slots__ = (
-        "_completions",
-        "_failure",
-        "_is_merged",
-        "_latest",
-        "_num_put",
-        "_num_taken",
-        "_waiter",
-        "loop",
-        "num_posted",
-        "prompt",
-        "prompt_token_ids",
-        "request_id",
-    )
-
-    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
-        self.request_id = request_id
-        self.loop = loop
-        # Of an engine whose answers come without them; shared by all outputs.
-        self.prompt: str | None = None
-        self.prompt_token_ids: list[int] = []
-        self._latest: RequestOutput | None = None
-        # What is new in the latest output and in those before it, where there were any.
-        self._completions = GrowingCompletions()
-        self._is_merged = False
-        self._failure: RequestError | EngineDeadError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self.num_posted = 0
-        """Deliveries that another thread has scheduled for ``put``; counted by that thread alone."""
-        self._num_put = 0
-        self._num_taken = 0
+    request_id: str
+    loop: asyncio.AbstractEventLoop
+    prompt: str | None = None
+    prompt_token_ids: list[int] = field(default_factory=list)
+    """Of an engine whose answers come without prompts; shared by all outputs."""
+    num_posted: int = 0
+    """Deliveries that another thread has scheduled for ``put``; counted by that thread alone."""
+    _num_put: int = 0
+    _num_taken: int = 0
+    _latest: RequestOutput | None = None
+    # What is new in the latest output and in those before it, where there were any.
+    _completions: GrowingCompletions = field(default_factory=GrowingCompletions)
+    _is_merged: bool = False
+    _failure: RequestError | EngineDeadError | None = None
+    _waiter: asyncio.Future[None] | None = None
 
     @property
     def has_consumed_all(self) -> bool:

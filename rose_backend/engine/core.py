@@ -14,7 +14,6 @@ import numpy as np
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
 from rose_backend.engine.deferred_commit import DeferredCommits
-from rose_backend.engine.engine_stats import EngineLoad, EngineStats
 from rose_backend.engine.input_processor import InputProcessor
 from rose_backend.engine.model_runner import ModelRunner
 from rose_backend.engine.output_processor import Abort, OutputProcessor
@@ -24,18 +23,21 @@ from rose_backend.engine.output_thread import (
     OutputQueue,
     OutputThread,
 )
-from rose_backend.engine.outputs import RequestOutput
-from rose_backend.engine.request import PromptLists, Request, check_queue, check_request_id
+from rose_backend.engine.outputs import Counters, EngineLoad, EngineStats, RequestOutput
+from rose_backend.engine.request import Request, check_request_id
 from rose_backend.engine.scheduler import Scheduler
 from rose_backend.engine.sequence_state import Int64Array, SequenceState
-from rose_backend.engine.startup.load import LoadedModel, load, warm_up
+from rose_backend.engine.startup import LoadedModel, feature_status, load, warm_up
 from rose_backend.engine.step_pipeline import DeferredStops, SampledTokens, StepPipeline, TokenReader
 from rose_backend.engine.tokenizer_loading import PendingTokenizer
-from rose_backend.errors import EngineDeadError, IntegrityError, RequestError, kind_and_text
+from rose_backend.errors import EngineDeadError, IntegrityError, QueueFullError, RequestError, kind_and_text
 from rose_backend.kernels.captured_graphs import Workspace
 from rose_backend.scheduling import min_tokens_worth_waiting
 
 logger = logging.getLogger(__name__)
+
+_LISTS_PER_STEP = 2
+"""Two lists of 512 tokens take the host about as long as a steady-state decode step."""
 
 Command = Request | str
 """A request to serve, or the id of one to end."""
@@ -48,8 +50,8 @@ class EngineCore:
 
     Args:
         config: checked options; loading starts here.
-        is_online: clients read tokens as they come; decides options that were left open.
-        output_handler: where outputs go; None: ``step`` returns them.
+        output_handler: where outputs go, to clients that read tokens as they come, which decides options that were left
+            open; None: ``step`` returns them.
         tokenizer: of the model, if something else loads it.
 
     Raises:
@@ -61,22 +63,20 @@ class EngineCore:
         self,
         config: EngineConfig,
         *,
-        is_online: bool = False,
         output_handler: OutputHandler | None = None,
         tokenizer: PendingTokenizer | None = None,
     ) -> None:
-        loaded = load(config, is_online=is_online, tokenizer=tokenizer)
+        self._returns_outputs = output_handler is None
+        loaded = load(config, is_online=not self._returns_outputs, tokenizer=tokenizer)
         self.config = config = loaded.config
-        self.token_budget = config.token_budget
-        self.max_model_len = loaded.max_model_len
         self.num_blocks = loaded.num_blocks
-        self.tokenizer = loaded.tokenizer
-        self.feature_status = loaded.feature_status
+        self.feature_status = feature_status(config, loaded.kv_cache.device.type)
+        """Every switch, and whether its part is in effect."""
         self._threads: Callable[[], AbstractContextManager[None]]
         self._threads = nullcontext if loaded.cpu_threads is None else loaded.cpu_threads.in_force
         self.input_processor = InputProcessor(
             loaded.tokenizer,
-            vocab_size=loaded.vocab_size,
+            vocab_size=loaded.model.config.vocab_size,
             max_model_len=loaded.max_model_len,
             max_num_seqs=config.max_num_seqs,
             seed=config.seed,
@@ -84,11 +84,12 @@ class EngineCore:
         # Another engine's launches may come between this one's.
         self._workspace = Workspace()
         self._outputs = OutputQueue()
-        self._returns_outputs = output_handler is None
-        self._build(loaded, is_online, output_handler or OutputHandler(self._outputs.put))
+        self._build(loaded, output_handler or OutputHandler(self._outputs.put))
         weakref.finalize(self, self._output_thread.stop)  # in case close is never called
         self._requests: dict[str, Request] = {}
-        self._prompt_lists = PromptLists()
+        # Of outputs, made in advance, while the device is busy: many requests may end at once. A stream needs its list
+        # with the first token.
+        self._without_prompt_list: deque[Request] = deque()
         self._is_stalled = False
         self._generated_tokens = 0
         self._num_failed_completions = 0
@@ -132,6 +133,11 @@ class EngineCore:
         """What is in use now."""
         return EngineLoad(len(self._scheduler.running_rows), self.num_waiting, self.manager.usage)
 
+    @property
+    def counters(self) -> Counters:
+        """Both, as of some moment during the latest step where another thread asks."""
+        return Counters(self.stats, self.load)
+
     def add(self, request: Request) -> None:
         """Queue a request made by ``input_processor``.
 
@@ -141,12 +147,17 @@ class EngineCore:
             EngineDeadError: the engine has failed before.
         """
         self._check_alive()
-        check_queue(self.num_waiting, self.config.max_queue_size)
+        if self.num_waiting >= self.config.max_queue_size:
+            raise QueueFullError(
+                f"queue: got a request while {self.num_waiting} wait, allowed are {self.config.max_queue_size} "
+                "(max_queue_size)"
+            )
         if request.request_id in self._requests:
             self._guarded(self._take_report)
         check_request_id(request.request_id, self._requests)
         self._requests[request.request_id] = request
-        self._prompt_lists.add(request)
+        if not request.is_streaming:
+            self._without_prompt_list.append(request)
         self._is_stalled = False
         self._scheduler.waiting.append(request.completions[0])
 
@@ -241,7 +252,7 @@ class EngineCore:
             held = self.manager.num_usable_blocks - self.manager.num_free_blocks
             raise IntegrityError(f"no request is left, but {held} blocks are held")
 
-    def _build(self, loaded: LoadedModel, is_online: bool, output_handler: OutputHandler) -> None:
+    def _build(self, loaded: LoadedModel, output_handler: OutputHandler) -> None:
         config = self.config
         self.manager = BlockManager(
             num_blocks=loaded.num_blocks,
@@ -266,8 +277,8 @@ class EngineCore:
             self._rows,
             commits,
             self.input_processor,
-            prompts_first=not is_online,
-            min_tokens_worth_waiting=min_tokens_worth_waiting(loaded.device),
+            prompts_first=self._returns_outputs,
+            min_tokens_worth_waiting=min_tokens_worth_waiting(loaded.kv_cache.device),
         )
         self._pipeline = StepPipeline(
             self.manager,
@@ -276,7 +287,7 @@ class EngineCore:
             self._runner,
             commits,
             incremental_detokenization,
-            loaded.device,
+            loaded.kv_cache.device,
             loaded.run_ahead,
         )
         self._reader = TokenReader(self._rows, loaded.eos_token_ids)
@@ -302,7 +313,8 @@ class EngineCore:
         self._is_stalled = read is None and not self._pipeline.num_in_flight
         if read is not None:
             self._process_tokens(read)
-            self._prompt_lists.make_some()
+            for _ in range(min(_LISTS_PER_STEP, len(self._without_prompt_list))):
+                self._without_prompt_list.popleft().prompt_list()
         elif self._is_stalled and self._returns_outputs and self._requests and not self._outputs:
             self._output_thread.wait()
 
@@ -351,7 +363,7 @@ class EngineCore:
             del self._requests[request_id]
         if request_ids and not self._requests:
             self._pipeline.drop()
-            self._prompt_lists = PromptLists()
+            self._without_prompt_list.clear()
 
     def _where(self) -> str:
         """Describe the step, for the error message of a failure."""

@@ -119,6 +119,15 @@ def sampling_of_rows(words: torch.Tensor) -> dict[str, torch.Tensor]:
     return sampling_by_name(columns.copy_(words.t()))
 
 
+def sampling_tensors(
+    seed: torch.Tensor, position: torch.Tensor, by_name: dict[str, torch.Tensor]
+) -> SamplingTensors:
+    """Return the parameters of draws without log-probabilities."""
+    return SamplingTensors(
+        seed=seed, position=position, num_logprobs=-1, invalid_token_id=INVALID_TOKEN_ID, **by_name
+    )
+
+
 class DecodeBuffers:
     """What a decode step reads and writes, one entry per slot.
 
@@ -172,13 +181,8 @@ class DecodeBuffers:
 
     def sampling(self, width: int) -> SamplingTensors:
         """Return the parameters of the first ``width`` slots' draws."""
-        return SamplingTensors(
-            seed=self.seeds[:width],
-            position=self.draw_positions[:width],
-            num_logprobs=-1,
-            invalid_token_id=INVALID_TOKEN_ID,
-            **{name: values[:width] for name, values in self._sampling.items()},
-        )
+        by_name = {name: values[:width] for name, values in self._sampling.items()}
+        return sampling_tensors(self.seeds[:width], self.draw_positions[:width], by_name)
 
     def advance(self, token_ids: torch.Tensor) -> None:
         """End a step that drew ``token_ids``, int64 ``[width]``."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from rose_backend.block_manager import BlockManager
 from rose_backend.block_manager.block_pool import IntArray
-from rose_backend.engine.sequence_state import Int32Array, Int64Array, SequenceState
+from rose_backend.engine.sequence_state import Int32Array, SequenceState
 
 CommitHandler = Callable[[IntArray, IntArray, Int32Array, Int32Array], None]
 """Gets rows, the position of the first committed token of each, their numbers, all ``[N]``, and the tokens."""
@@ -175,18 +175,15 @@ class DeferredCommits:
 
     def _flush_confirmed(self) -> None:
         state, computed = self._state, self._manager.num_computed_tokens
-        rows: Int64Array = np.fromiter(self._confirmed, np.int64)
+        rows, ends = (np.fromiter(each, np.int64) for each in (self._confirmed, self._confirmed.values()))
+        self._confirmed.clear()
         if len(pending := rows[self._pending()[rows] > 0]):
             self._commit(pending)
-        spans = [
-            (row, int(computed[row]), end) for row, end in self._confirmed.items() if end > computed[row]
-        ]
-        self._confirmed.clear()
-        if spans:
-            rows = np.array([row for row, _, _ in spans])
-            counts = np.array([end - start for _, start, end in spans])
-            token_ids = [state.token_ids[row, start:end] for row, start, end in spans]
-            self._manager.commit(rows, counts, np.concatenate(token_ids))
+        is_due = ends > computed[rows]
+        if np.count_nonzero(is_due):
+            rows, starts = rows[is_due], computed[rows[is_due]]
+            counts = ends[is_due] - starts
+            self._manager.commit(rows, counts, state.tokens_at(rows, starts, counts))
             self._frontier = None
             state.num_held_tokens[rows] -= counts
             state.num_uncommitted_tokens[rows] -= counts

@@ -17,14 +17,25 @@ from typing import BinaryIO
 import numpy as np
 
 from rose_backend.config import EngineConfig
-from rose_backend.engine import engine_messages as messages
 from rose_backend.engine.async_engine import StepLoop
-from rose_backend.engine.engine_messages import encode, read_message
-from rose_backend.engine.engine_stats import Counters
 from rose_backend.engine.input_processor import ProcessedInput
-from rose_backend.engine.output_thread import StreamConsumers
+from rose_backend.engine.output_thread import OutputHandler
 from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.process_settings import LOG_FORMAT, begin_serving, note_imports
+from rose_backend.engine.remote_engine import (
+    Abort,
+    Ack,
+    Add,
+    GetCounters,
+    OutputBatch,
+    Ready,
+    Refused,
+    StartUp,
+    Stop,
+    encode,
+    pack,
+    read_message,
+)
 from rose_backend.engine.tokenizer_loading import TokenizerParts
 from rose_backend.errors import EngineDeadError, RequestError, RoseError
 
@@ -53,37 +64,36 @@ class EngineProcess:
         # Each is changed by one thread alone: the output thread, the reader.
         self._num_batches = 0
         self._num_acks = 0
-        consumers = StreamConsumers(self._is_ready, lambda: None)
         self._tokenizer: Future[TokenizerParts] = Future()
         threading.Thread(target=self._read, args=(commands,), name="rose-commands", daemon=True).start()
-        self._steps = StepLoop(config, self._deliver, consumers, self._tokenizer)
+        self._steps = StepLoop(config, OutputHandler(self._deliver, self._is_ready), self._tokenizer)
         self._core = self._steps.core
 
     def run(self) -> None:
         """Serve until ``Stop`` comes.
 
         Raises:
-            EngineDeadError: a step failed; the API process has been sent ``EngineDied``.
+            EngineDeadError: a step failed; the API process has been sent one, too.
         """
         core = self._core
         begin_serving()
         self._send(
-            messages.Ready(
+            Ready(
                 config=core.config,
                 vocab_size=core.input_processor.vocab_size,
-                max_model_len=core.max_model_len,
+                max_model_len=core.input_processor.max_model_len,
                 num_blocks=core.num_blocks,
-                counters=Counters(core.stats, core.load),
+                counters=core.counters,
             )
         )
         try:
             self._steps.run(self._refuse)
         except EngineDeadError as death:
-            self._send(messages.EngineDied(str(death)))
+            self._send(EngineDeadError(str(death)))
             raise
 
     def _refuse(self, request_id: str, error: RequestError) -> None:
-        self._send(messages.Refused(request_id, error))
+        self._send(Refused(request_id, error))
 
     def _send(self, message: object) -> None:
         content = encode(message)
@@ -98,7 +108,7 @@ class EngineProcess:
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         if outputs:
             self._num_batches += 1
-            self._send(messages.OutputBatch([messages.pack(output) for output in outputs]))
+            self._send(OutputBatch([pack(output) for output in outputs]))
 
     # In the reader's thread.
 
@@ -112,21 +122,21 @@ class EngineProcess:
         os._exit(EXIT_DEAD)
 
     def _handle(self, command: object) -> None:
-        if isinstance(command, messages.Ack):
+        if isinstance(command, Ack):
             self._num_acks += 1
-        elif isinstance(command, messages.Add):
+        elif isinstance(command, Add):
             request_id, number, token_ids, params, namespace = command
             ids = np.frombuffer(bytearray(token_ids), np.int32)
             processed = ProcessedInput(number, None, ids, params, namespace)
             processor = self._core.input_processor
             self._steps.put(processor.build(processed, request_id=request_id, is_streaming=True))
-        elif isinstance(command, messages.Abort):
+        elif isinstance(command, Abort):
             self._steps.put(command.request_id)
         elif isinstance(command, TokenizerParts):
             self._tokenizer.set_result(command)
-        elif isinstance(command, messages.GetCounters):
-            self._send(Counters(self._core.stats, self._core.load))
-        elif isinstance(command, messages.Stop):
+        elif isinstance(command, GetCounters):
+            self._send(self._core.counters)
+        elif isinstance(command, Stop):
             self._steps.stop()
 
 
@@ -137,7 +147,7 @@ def main() -> int:
     connection = socket.socket(fileno=int(sys.argv[1]))
     commands = connection.makefile("rb")
     start_up = read_message(commands)
-    if not isinstance(start_up, messages.StartUp):
+    if not isinstance(start_up, StartUp):
         return EXIT_DEAD
     logging.basicConfig(format=LOG_FORMAT, stream=sys.stderr)
     logging.getLogger("rose_backend").setLevel(start_up.log_level)
@@ -145,7 +155,7 @@ def main() -> int:
     try:
         engine = EngineProcess(start_up.config, connection, commands)
     except RoseError as error:
-        connection.sendall(encode(messages.Failed(error)))
+        connection.sendall(encode(error))
         return EXIT_DEAD
     try:
         engine.run()

@@ -5,24 +5,37 @@ With the engine in a separate process, ``process`` runs in the API process and `
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import json
 import reprlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rose_backend.config import MAX_CACHE_SALT_LENGTH
+from rose_backend.config import MAX_CACHE_SALT_LENGTH, EngineConfig
 from rose_backend.engine.outputs import Logprobs
 from rose_backend.engine.process_settings import return_free_memory
 from rose_backend.engine.request import Completion, CompletionText, Prompt, Request
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer import ByteLevelDecoder, Detokenizer, LibraryDecoder, Tokenizer
-from rose_backend.errors import RequestError
+from rose_backend.errors import ModelError, RequestError
+from rose_backend.models.weights import read_eos_token_ids, read_json, resolve_model_path
 
+GENERATION_CONFIG_FILE = "generation_config.json"
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 _SEED_MASK = (1 << 63) - 1
 _PROMPTS_PER_PASS = 64
 """Checked together: looking at each alone would cost more than its tokens, and more would not fit the caches."""
@@ -89,12 +102,17 @@ class InputProcessor:
         return self.process_all([prompt], [params])[0]
 
     def process_all(
-        self, prompts: Sequence[Prompt], params_list: Sequence[SamplingParams], namespace: bytes | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params_list: Sequence[SamplingParams],
+        namespace: bytes | None = None,
+        max_new_tokens: int | None = None,
     ) -> list[ProcessedInput]:
         """Tokenize and check prompts, each with its own parameters; errors are those of ``process``.
 
         Args:
             namespace: prefix cache of all of them; None takes each prompt's ``cache_salt``.
+            max_new_tokens: limit for parameters that leave it open, where the window does not end before.
         """
         processed: list[ProcessedInput] = []
         for first in range(0, len(prompts), _PROMPTS_PER_PASS):
@@ -103,21 +121,13 @@ class InputProcessor:
             ids_list = self._packed_ids(some) or map(self._checked_prompt, some)
             for prompt, ids, params, salt in zip(some, ids_list, params_list[part], salts, strict=True):
                 self._check_params(params, len(ids))
+                if max_new_tokens is not None and params.max_tokens is None:
+                    limit = min(max_new_tokens, self.max_model_len - len(ids))
+                    params = replace(params, max_tokens=limit)
                 text = prompt if isinstance(prompt, str) else None
                 own = salt if namespace is None else namespace
                 processed.append(ProcessedInput(next(self._numbers), text, ids, params, own))
         return processed
-
-    def with_limit(self, processed: ProcessedInput, max_tokens: int | None) -> ProcessedInput:
-        """Return ``processed`` with at most ``max_tokens`` new tokens, where its parameters leave the limit open.
-
-        Raises:
-            RequestError: ``min_tokens`` is more.
-        """
-        if max_tokens is None or processed.params.max_tokens is not None:
-            return processed
-        limit = min(max_tokens, self.max_model_len - len(processed.token_ids))
-        return processed._replace(params=dataclasses.replace(processed.params, max_tokens=limit))
 
     def build(
         self, processed: ProcessedInput, *, request_id: str | None = None, is_streaming: bool = False
@@ -333,3 +343,67 @@ def derive_seed(engine_seed: int, request_number: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
     return (value ^ (value >> 31)) & _SEED_MASK
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What parameters are where a caller leaves them open."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Of ``SamplingParams``, ``max_tokens`` left out."""
+    max_new_tokens: int | None = None
+    """Limit of answers without one, capped by the window; None: that of ``SamplingParams``."""
+
+    def sampling_params(self) -> SamplingParams:
+        """Return the parameters of a caller who says nothing."""
+        fields = dict(self.fields)
+        if self.max_new_tokens is not None:
+            fields["max_tokens"] = self.max_new_tokens
+        return SamplingParams(**fields)
+
+    def process_all(self, processor: InputProcessor, prompts: Sequence[Prompt]) -> list[ProcessedInput]:
+        """Process prompts of a caller who says nothing; errors are those of ``InputProcessor.process``."""
+        params = self.sampling_params()
+        if self.max_new_tokens is not None:
+            params = replace(params, max_tokens=None)
+        return processor.process_all(prompts, [params] * len(prompts), max_new_tokens=self.max_new_tokens)
+
+    def __str__(self) -> str:
+        limit = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
+        return json.dumps({**self.fields, **limit})
+
+
+def sampling_defaults(config: EngineConfig) -> SamplingDefaults:
+    """Return a model's sampling parameters; with ``generation_config`` off those of ``SamplingParams``.
+
+    As in vLLM ``do_sample`` is not looked at: ``temperature`` alone says whether to draw.
+
+    Raises:
+        ModelError: there is no such model, or its file has a value that is not allowed.
+    """
+    if config.generation_config == "none":
+        return SamplingDefaults()
+    fields = _read(resolve_model_path(config.model))
+    given = {name: fields[name] for name in _SAMPLING_FIELDS if fields.get(name) is not None}
+    defaults = SamplingDefaults(given, fields.get("max_new_tokens"))
+    try:
+        defaults.sampling_params()
+    except RequestError as error:
+        raise ModelError(
+            f"{GENERATION_CONFIG_FILE}: {error}; --generation-config none ignores its sampling parameters"
+        ) from error
+    return defaults
+
+
+def generation_eos_token_ids(directory: Path) -> tuple[int, ...]:
+    """Return the end tokens that the file names beside those of config.json, whatever ``generation_config`` says.
+
+    Raises:
+        ModelError: they are no token ids.
+    """
+    return read_eos_token_ids(_read(directory), GENERATION_CONFIG_FILE)
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    path = directory / GENERATION_CONFIG_FILE
+    return read_json(path) if path.is_file() else {}

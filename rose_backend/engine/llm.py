@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
 from rose_backend.config import EngineConfig
 from rose_backend.engine.core import EngineCore, EngineStats
-from rose_backend.engine.generation_config import SamplingDefaults, sampling_defaults
-from rose_backend.engine.input_processor import ProcessedInput
+from rose_backend.engine.input_processor import ProcessedInput, sampling_defaults
 from rose_backend.engine.outputs import GrowingCompletions, RequestOutput
 from rose_backend.engine.process_settings import short_switch_interval
 from rose_backend.engine.progress import GenerationProgress
@@ -37,19 +37,16 @@ class LLM:
         ModelError: the model cannot be loaded.
     """
 
-    config: EngineConfig
-    _core: EngineCore | None
-    _defaults: SamplingDefaults
-
     def __init__(self, model: str, **options: Any) -> None:
-        self._start(EngineConfig.from_mapping({"model": model, **options}, source="LLM"))
+        self.config = EngineConfig.from_mapping({"model": model, **options}, source="LLM")
+        self._defaults = sampling_defaults(self.config)
+        self._core: EngineCore | None = EngineCore(self.config)
+        self._unclaimed: list[RequestOutput] = []
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
         """Build from checked options; errors are those of the constructor."""
-        llm = cls.__new__(cls)
-        llm._start(config)
-        return llm
+        return cls(**{each.name: getattr(config, each.name) for each in fields(config)})
 
     @property
     def core(self) -> EngineCore:
@@ -70,7 +67,7 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self.core.tokenizer
+        return self.core.input_processor.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what ``generate`` takes for None: the parameters of the model's generation_config.json, if any."""
@@ -148,12 +145,6 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _start(self, config: EngineConfig) -> None:
-        self.config = config
-        self._defaults = sampling_defaults(config)
-        self._core = EngineCore(config)
-        self._unclaimed: list[RequestOutput] = []
-
     def _check(
         self,
         prompts: Sequence[Prompt],
@@ -180,7 +171,7 @@ class LLM:
         queue = deque(enumerate(checked))
         unfinished: dict[str, int] = {}
         # The first step starts as soon as it is full; the other requests are built while it runs.
-        tokens_to_feed: float = core.token_budget
+        tokens_to_feed: float = core.config.token_budget
         try:
             while queue or unfinished:
                 # A long list does not count against the queue's limit: it is fed in as the queue drains.

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager
-from rose_backend.config import EngineConfig
+from rose_backend.config import EngineConfig, Switches
 from rose_backend.engine.decode_runner import (
     DecodeBuffers,
     DecodeRunner,
@@ -23,10 +23,11 @@ from rose_backend.engine.decode_runner import (
     graph_widths,
     pack_logprobs,
     sampling_of_rows,
+    sampling_tensors,
 )
 from rose_backend.engine.progress import show_progress
 from rose_backend.engine.scheduler import Step
-from rose_backend.engine.sequence_state import INVALID_TOKEN_ID, SAMPLING_FIELDS, Int32Array, SequenceState
+from rose_backend.engine.sequence_state import SAMPLING_FIELDS, Int32Array, SequenceState
 from rose_backend.kernels import SamplingTensors, block_clone, sample, sample_unfused
 from rose_backend.kernels.captured_graphs import (
     CapturedGraphs,
@@ -49,6 +50,11 @@ _LONG_CHUNK, _SHORT_CHUNK = 128, 16
 _MAX_SHORT_CHUNK_TOKENS = 4096
 
 Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]
+
+
+def captures_graphs(config: Switches, device: str) -> bool:
+    """Return whether decode steps are captured. The unfused sampler waits for the device, which cannot be captured."""
+    return config.cuda_graph and config.fused_sampler and device == "cuda"
 
 
 class PassShape(NamedTuple):
@@ -74,6 +80,16 @@ def pass_shapes(max_tokens: int) -> tuple[PassShape, ...]:
         if width <= _MAX_SHORT_CHUNK_TOKENS and width // _SHORT_CHUNK > shapes[-1].num_rows:
             shapes.append(PassShape(width, width // _SHORT_CHUNK, 2 * _SHORT_CHUNK))
     return tuple(shapes)
+
+
+class PassInputs(NamedTuple):
+    """What a pass without decodes reads, ``T`` tokens of ``R`` rows."""
+
+    input_ids: NDArray[np.int64]  # [T]
+    positions: NDArray[np.int64]  # [T]
+    query_start_loc: Int32Array  # [R + 1]
+    num_computed_tokens: Int32Array  # [R]
+    block_table: Int32Array  # [R, at most MB]
 
 
 class PromptGraphs:
@@ -109,43 +125,30 @@ class PromptGraphs:
     def capture(self) -> None:
         """Capture a pass of each shape."""
         # All rows are padding: nothing is read or written for them.
-        nothing = np.empty(0, np.int64)
-        self._fill(self._shapes[-1].num_tokens, nothing, nothing, np.zeros(1), nothing, np.empty((0, 0)))
+        nothing, no_rows = np.empty(0, np.int64), np.empty((0, 0), np.int32)
+        inputs = PassInputs(nothing, nothing, np.zeros(1, np.int32), no_rows.ravel(), no_rows)
+        self._fill(self._shapes[-1].num_tokens, inputs)
         self._graphs.capture(show_progress("capturing prompt passes", self._shapes[::-1]))
 
-    def run(
-        self,
-        input_ids: np.ndarray,  # [T] int64
-        positions: np.ndarray,  # [T] int64
-        query_start_loc: Int32Array,  # [R + 1]
-        num_computed_tokens: Int32Array,  # [R]
-        block_table: Int32Array,  # [R, at most MB]
-    ) -> torch.Tensor | None:
+    def run(self, inputs: PassInputs) -> torch.Tensor | None:
         """Replay the pass that fits; None where none does.
 
         Returns:
             Hidden states of each row's last token, ``[R, E]``, until the next call.
         """
-        num_tokens, num_rows = len(input_ids), len(num_computed_tokens)
+        num_tokens, num_rows = len(inputs.input_ids), len(inputs.num_computed_tokens)
         fitting = (
             shape for shape in self._shapes if shape.num_tokens >= num_tokens and shape.num_rows >= num_rows
         )
         shape = next(fitting, None)
         if shape is None:
             return None
-        self._fill(shape.num_tokens, input_ids, positions, query_start_loc, num_computed_tokens, block_table)
+        self._fill(shape.num_tokens, inputs)
         self._graphs.run(shape)
         return self.hidden[:num_rows]
 
-    def _fill(
-        self,
-        width: int,
-        input_ids: np.ndarray,
-        positions: np.ndarray,
-        query_start_loc: np.ndarray,
-        num_computed_tokens: np.ndarray,
-        block_table: np.ndarray,
-    ) -> None:
+    def _fill(self, width: int, inputs: PassInputs) -> None:
+        input_ids, positions, query_start_loc, num_computed_tokens, block_table = inputs
         host_bytes, fields = self._inputs.begin()
         num_tokens, num_rows = len(input_ids), len(num_computed_tokens)
         for name, values in (("input_ids", input_ids), ("positions", positions)):
@@ -362,14 +365,14 @@ class ModelRunner:
         positions = np.arange(ends[-1]) + np.repeat(start - (ends - counts), counts)
         token_ids = self._state.token_ids[row_of_token, positions]
         width = -(-int((start + counts).max()) // self._block_size)
-        inputs = (
+        inputs = PassInputs(
             token_ids.astype(np.int64),
             positions,
             np.concatenate([[0], ends]).astype(np.int32),
             start,
             self._manager.block_table[rows, :width],
         )
-        if self.prompts is not None and (hidden := self.prompts.run(*inputs)) is not None:
+        if self.prompts is not None and (hidden := self.prompts.run(inputs)) is not None:
             return hidden, token_ids, True
         blocks = self._manager.block_table[row_of_token, positions // self._block_size].astype(np.int64)
         ids, where, query_start_loc, num_computed, block_table, slot_mapping = upload(
@@ -392,11 +395,4 @@ class ModelRunner:
 
 def _sampling_tensors(inputs: Inputs) -> SamplingTensors:
     """Return the parameters of draws from seed, position and ``SAMPLING_FIELDS`` of each, ``[R, ...]``."""
-    by_name = sampling_of_rows(inputs["words"])
-    return SamplingTensors(
-        seed=inputs["seed"],
-        position=inputs["position"],
-        num_logprobs=-1,
-        invalid_token_id=INVALID_TOKEN_ID,
-        **by_name,
-    )
+    return sampling_tensors(inputs["seed"], inputs["position"], sampling_of_rows(inputs["words"]))

@@ -41,22 +41,15 @@ _NUM_REMEMBERED = 16
 
 
 @dataclass(frozen=True, slots=True)
-class StreamConsumers:
-    """The readers of streams, in threads that share one interpreter lock with the engine."""
-
-    is_ready: Callable[[str], bool]
-    """Whether a stream has consumed its last output; until then new tokens are merged into its next one."""
-    wait_until_consumed: Callable[[], None]
-    """Return when the consumers have processed what was delivered."""
-
-
-@dataclass(frozen=True, slots=True)
 class OutputHandler:
     """Receives outputs, in the output thread."""
 
     deliver: Callable[[list[RequestOutput]], None]
-    consumers: StreamConsumers | None = None
-    """None: the caller reads outputs between steps. Every token then makes one output."""
+    is_ready: Callable[[str], bool] | None = None
+    """Whether a stream has consumed its last output; until then new tokens are merged into its next one. None: the
+    caller reads outputs between steps, and every token makes one output."""
+    wait_until_consumed: Callable[[], None] = lambda: None
+    """Return when the readers of streams have processed what was delivered, if they are threads of this process."""
     changed: threading.Condition = field(default_factory=threading.Condition)
     """Notified when there is a report for the step loop."""
 
@@ -75,7 +68,7 @@ class OutputThread:
 
     It is a separate thread because at 256 streams the detokenization of a step takes longer than the step itself.
 
-    With stream consumers, this thread and theirs work at most half of the time, which leaves the interpreter lock to
+    With streams, this thread and their readers' work at most half of the time, which leaves the interpreter lock to
     the step loop: after a round of outputs it backs off for as long as the average recent round took (single rounds
     take several times as long while prompts are admitted), and tokens that arrive meanwhile are merged into one output
     per request. A round serves the streams that have waited longest. First tokens bypass the back-off.
@@ -137,12 +130,12 @@ class OutputThread:
     # From here on: in the output thread.
 
     def _run(self) -> None:
-        consumers = self._handler.consumers
+        is_ready = self._handler.is_ready
         try:
-            if consumers is None:
+            if is_ready is None:
                 self._run_unthrottled()
             else:
-                self._run_throttled(consumers)
+                self._run_throttled(is_ready)
         except BaseException as error:  # the step loop raises it
             with self._handler.changed:
                 self.failure = error
@@ -155,7 +148,7 @@ class OutputThread:
                 self._process([message])
                 self._deliver(list(self._waiting))
 
-    def _run_throttled(self, consumers: StreamConsumers) -> None:
+    def _run_throttled(self, is_ready: Callable[[str], bool]) -> None:
         back_off_until, usual_s = 0.0, 0.0
         while (messages := self._take_messages(self._time_to_wait(back_off_until))) is not None:
             start = time.perf_counter()
@@ -163,10 +156,12 @@ class OutputThread:
             if start < back_off_until:
                 self._deliver([request for request in self._waiting if not request.has_output])
                 continue
-            due = self._due(consumers)
+            # An output is due to the requests that have waited longest.
+            ready = (each for each in self._waiting if each.is_finished or is_ready(each.request_id))
+            due = list(islice(ready, _MAX_ROUND))
             self._deliver(due)
             if due:
-                consumers.wait_until_consumed()
+                self._handler.wait_until_consumed()
                 now = time.perf_counter()
                 took = now - start
                 if took > _SHORT_ROUND_S or len(due) == _MAX_ROUND:
@@ -201,12 +196,6 @@ class OutputThread:
             requests, checked = self._processor.process(message)
             self._waiting.update(dict.fromkeys(requests))
             self._stop_checks |= checked
-
-    def _due(self, consumers: StreamConsumers) -> list[Request]:
-        """Return the requests that get an output in this round."""
-        is_ready = consumers.is_ready
-        ready = (each for each in self._waiting if each.is_finished or is_ready(each.request_id))
-        return list(islice(ready, _MAX_ROUND))
 
     def _deliver(self, due: list[Request]) -> None:
         """Deliver outputs of ``due``, and report to the step loop."""

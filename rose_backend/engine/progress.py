@@ -9,8 +9,8 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from types import TracebackType
-from typing import TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, Self, TypeVar
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -85,7 +85,22 @@ def show_progress(what: str, items: Iterable[_T], /, *, total: int | None = None
     logger.info("%s: %d took %.1f s", what, total, time.perf_counter() - start)
 
 
-class LoadingProgress:
+class _Shown(AbstractContextManager[Any]):
+    """What is shown while a block runs."""
+
+    def __init__(self, progress: Progress, interval_s: float) -> None:
+        self._progress, self._interval = progress, _Interval(interval_s)
+        self._start = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+
+class LoadingProgress(_Shown):
     """Shows how many bytes of weights were read, and how fast: a bar on stderr where that is a terminal, which goes.
 
     Elsewhere a log line every ``LINE_INTERVAL_S``. The log has the end in both cases.
@@ -93,10 +108,10 @@ class LoadingProgress:
 
     def __init__(self) -> None:
         columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-        self._progress = _bar(TextColumn("loading weights"), BarColumn(), *columns, transient=True)
+        super().__init__(
+            _bar(TextColumn("loading weights"), BarColumn(), *columns, transient=True), LINE_INTERVAL_S
+        )
         self._task = self._progress.add_task("loading weights", total=None)
-        self._start = time.perf_counter()
-        self._interval = _Interval(LINE_INTERVAL_S)
         self._is_complete = False
 
     def update(self, num_bytes: int, total: int) -> None:
@@ -109,17 +124,8 @@ class LoadingProgress:
             sizes = (decimal(int(count), precision=2) for count in (num_bytes, total, rate))
             logger.info("loading weights: %s of %s, %s/s", *sizes)
 
-    def __enter__(self) -> LoadingProgress:
-        self._progress.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-
-class GenerationProgress:
+class GenerationProgress(_Shown):
     """Shows finished prompts and generated tokens on stderr: a bar where that is a terminal, else lines.
 
     Args:
@@ -130,10 +136,10 @@ class GenerationProgress:
     def __init__(self, total: int, count_tokens: Callable[[], int]) -> None:
         self._total, self._count_tokens = total, count_tokens
         self._num_finished = 0
-        self._first_token, self._start = count_tokens(), time.perf_counter()
+        self._first_token = count_tokens()
         columns = MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn()
-        self._progress = _bar(TextColumn("generating"), BarColumn(), *columns)
-        self._interval = _Interval(LINE_INTERVAL_S if self._progress.disable else _BAR_INTERVAL_S)
+        bar = _bar(TextColumn("generating"), BarColumn(), *columns)
+        super().__init__(bar, LINE_INTERVAL_S if bar.disable else _BAR_INTERVAL_S)
         self._task = self._progress.add_task("generating", total=total, speed="")
 
     def update(self, num_finished: int) -> None:
@@ -154,12 +160,6 @@ class GenerationProgress:
                 flush=True,
             )
 
-    def __enter__(self) -> GenerationProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._show()
-        self._progress.stop()
+        super().__exit__(*error)

@@ -1,4 +1,8 @@
-"""RemoteEngine: an engine in a separate process, which the API process starts and talks to over a socket."""
+"""RemoteEngine: an engine in a separate process, which the API process starts and talks to over a socket.
+
+Messages are pickled, most of them named tuples, and each is preceded by its length. The socket pair is made by the API
+process and inherited by the engine process alone, so unpickling is safe.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -15,19 +21,141 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import rose_backend
 from rose_backend.config import EngineConfig
-from rose_backend.engine import engine_messages as messages
 from rose_backend.engine.client import EngineClient, OutputStream
-from rose_backend.engine.engine_messages import HEADER, decode, encode, read_message
-from rose_backend.engine.engine_stats import Counters
 from rose_backend.engine.input_processor import InputProcessor, ProcessedInput
+from rose_backend.engine.outputs import CompletionOutput, Counters, RequestOutput
 from rose_backend.engine.process_settings import begin_serving, end_serving
+from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import load_tokenizer
-from rose_backend.errors import EngineDeadError
+from rose_backend.errors import EngineDeadError, RequestError, RoseError
 from rose_backend.models.weights import resolve_model_path
+
+HEADER = struct.Struct("=I")
+"""Precedes each message: the number of bytes that follow."""
+
+
+def encode(message: object) -> bytes:
+    """Return a message with its header."""
+    content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return HEADER.pack(len(content)) + content
+
+
+def read_message(stream: BinaryIO) -> object | None:
+    """Return the next message, or None at the end of the connection."""
+    try:
+        header = stream.read(HEADER.size)
+        if len(header) < HEADER.size:
+            return None
+        (length,) = HEADER.unpack(header)
+        content = stream.read(length)
+    except OSError:
+        return None
+    return pickle.loads(content) if len(content) == length else None
+
+
+# To the engine process. The first message is its ``StartUp``, the second the ``TokenizerParts`` of its model.
+
+
+class StartUp(NamedTuple):
+    """Options of the engine, and the log level."""
+
+    config: EngineConfig
+    log_level: int
+
+
+class Add(NamedTuple):
+    """Start a request: a ``ProcessedInput`` on the wire."""
+
+    request_id: str
+    number: int
+    token_ids: bytes
+    """int32."""
+    params: SamplingParams
+    namespace: bytes
+    """Of the prefix cache."""
+
+
+class Abort(NamedTuple):
+    """End a request; its last output comes like any other."""
+
+    request_id: str
+
+
+class Ack(NamedTuple):
+    """An ``OutputBatch`` has been passed to the tasks that wait for it."""
+
+
+class GetCounters(NamedTuple):
+    """Asks for ``Counters``."""
+
+
+class Stop(NamedTuple):
+    """Stop after the present step."""
+
+
+# From the engine process: first ``Ready``, or the error if the model cannot be loaded; then the others (``Counters``
+# answers ``GetCounters``), and ``EngineDeadError`` last if a step fails.
+
+
+class Ready(NamedTuple):
+    """The model is loaded."""
+
+    config: EngineConfig
+    """With a value for each option that was left open."""
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    counters: Counters
+
+
+Update: TypeAlias = tuple[str, int, bool, list[tuple[Any, ...]], float | None]
+"""A ``RequestOutput`` on the wire: without the prompt, and as plain tuples, which are cheaper than objects."""
+
+
+def pack(output: RequestOutput) -> Update:
+    """Return the update for an output."""
+    completions: list[tuple[Any, ...]] = [
+        (
+            each.index,
+            each.text,
+            each.token_ids,
+            each.logprobs,
+            each.cumulative_logprob,
+            each.finish_reason,
+            each.stop_reason,
+            each.delta_text,
+        )
+        for each in output.outputs
+    ]
+    return output.request_id, output.num_cached_tokens, output.finished, completions, output.scheduled_s
+
+
+def unpack(update: Update, prompt: str | None, prompt_token_ids: list[int]) -> RequestOutput:
+    """Return the output of an update."""
+    request_id, num_cached_tokens, is_finished, completions, scheduled_s = update
+    outputs = [CompletionOutput(*each) for each in completions]
+    return RequestOutput(
+        request_id, prompt, prompt_token_ids, outputs, is_finished, num_cached_tokens, scheduled_s
+    )
+
+
+class OutputBatch(NamedTuple):
+    """What is new in all requests."""
+
+    updates: list[Update]
+
+
+class Refused(NamedTuple):
+    """A request was not started."""
+
+    request_id: str
+    error: RequestError
+
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +260,7 @@ class RemoteEngine(EngineClient):
         """Do what ``EngineClient.shutdown`` does."""
         if self.is_running:
             self._is_stopping = True
-            self._send(messages.Stop())
+            self._send(Stop())
             end_serving()
             self._fail_all(EngineDeadError("the engine was shut down"))
         if not await asyncio.to_thread(_has_ended, self._process):
@@ -146,16 +274,16 @@ class RemoteEngine(EngineClient):
         number, text, ids, params, namespace = prompt
         self._num_sent_bytes += _BYTES_PER_REQUEST + _BYTES_PER_TOKEN * len(ids)
         stream.prompt, stream.prompt_token_ids = text, ids.tolist()
-        self._send(messages.Add(stream.request_id, number, ids.tobytes(), params, namespace))
+        self._send(Add(stream.request_id, number, ids.tobytes(), params, namespace))
 
     def _end(self, stream: OutputStream) -> None:
-        self._send(messages.Abort(stream.request_id))
+        self._send(Abort(stream.request_id))
 
     def _ask(self) -> asyncio.Future[None]:
         """Ask for counters; the result is done when they have come, and cancelled at the end."""
         waiter = asyncio.get_running_loop().create_future()
         self._counter_waiters.append((waiter, self._num_sent_bytes))
-        self._send(messages.GetCounters())
+        self._send(GetCounters())
         return waiter
 
     async def _watch_heartbeats(self) -> None:
@@ -191,7 +319,7 @@ class RemoteEngine(EngineClient):
         try:
             while True:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-                self._handle(decode(await reader.readexactly(length)))
+                self._handle(pickle.loads(await reader.readexactly(length)))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # it has ended
         except Exception:
@@ -206,12 +334,12 @@ class RemoteEngine(EngineClient):
         if self.is_stalled:
             self.is_stalled = False
             logger.warning("the engine process answers again")
-        if isinstance(message, messages.OutputBatch):
+        if isinstance(message, OutputBatch):
             for update in message.updates:
                 self._hand_over(update)
             # Runs after the tasks of these requests, which have just become ready.
-            asyncio.get_running_loop().call_soon(self._send, messages.Ack())
-        elif isinstance(message, messages.Refused):
+            asyncio.get_running_loop().call_soon(self._send, Ack())
+        elif isinstance(message, Refused):
             stream = self._streams.pop(message.request_id, None)
             if stream is not None:
                 stream.put(message.error)
@@ -220,15 +348,15 @@ class RemoteEngine(EngineClient):
             waiter, self._num_read_bytes = self._counter_waiters.popleft()
             if not waiter.done():
                 waiter.set_result(None)
-        elif isinstance(message, messages.EngineDied):
-            self._note_death(message.message)
+        elif isinstance(message, EngineDeadError):
+            self._note_death(str(message))
 
-    def _hand_over(self, update: messages.Update) -> None:
+    def _hand_over(self, update: Update) -> None:
         request_id, _, is_finished, *_ = update
         # None: all have failed, and the engine has not heard that it should stop.
         stream = self._streams.pop(request_id, None) if is_finished else self._streams.get(request_id)
         if stream is not None:
-            stream.put(messages.unpack(update, stream.prompt, stream.prompt_token_ids))
+            stream.put(unpack(update, stream.prompt, stream.prompt_token_ids))
 
     def _note_death(self, message: str) -> None:
         logger.error("%s", message)
@@ -246,12 +374,12 @@ class RemoteEngine(EngineClient):
         if self._heartbeats is not None:
             self._heartbeats.cancel()
 
-    def _wait_until_ready(self) -> messages.Ready:
+    def _wait_until_ready(self) -> Ready:
         with self._socket.makefile("rb") as stream:
             message = read_message(stream)
-        if isinstance(message, messages.Failed):
-            raise message.error
-        if not isinstance(message, messages.Ready):
+        if isinstance(message, RoseError):
+            raise message
+        if not isinstance(message, Ready):
             status = _describe_status(self._process.wait())
             raise EngineDeadError(f"the engine process ended with {status} while it was loading the model")
         return message
@@ -272,7 +400,7 @@ def _start_process(config: EngineConfig) -> tuple[subprocess.Popen[bytes], socke
             # Ctrl-C is for this process, which lets running requests finish.
             process_group=0,
         )
-    _send_at_start(ours, messages.StartUp(config, logging.getLogger("rose_backend").getEffectiveLevel()))
+    _send_at_start(ours, StartUp(config, logging.getLogger("rose_backend").getEffectiveLevel()))
     return process, ours
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import NotRequired, TypedDict
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from rose_backend.engine.outputs import CompletionOutput, FinishReason, Logprobs, RequestOutput
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer import Detokenizer
-from rose_backend.errors import QueueFullError, RequestError
+from rose_backend.errors import RequestError
 
 
 class TextPrompt(TypedDict):
@@ -33,9 +32,6 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
-
-_LISTS_PER_STEP = 2
-"""Two lists of 512 tokens take the host about as long as a steady-state decode step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -163,33 +159,8 @@ class Request:
         )
 
 
-def check_queue(num_waiting: int, max_queue_size: int) -> None:
-    """Raise QueueFullError if the queue is full (max_queue_size)."""
-    if num_waiting >= max_queue_size:
-        raise QueueFullError(
-            f"queue: got a request while {num_waiting} wait, allowed are {max_queue_size} (max_queue_size)"
-        )
-
-
 def check_request_id(request_id: str, unfinished: Container[str]) -> None:
     """Raise RequestError if an unfinished request has the same id."""
     if request_id in unfinished:
         message = f"request_id: got {request_id!r}, which an unfinished request has"
         raise RequestError(message, parameter="request_id")
-
-
-class PromptLists:
-    """Makes outputs' prompt token lists in advance, while the device is busy: many requests may end at once."""
-
-    def __init__(self) -> None:
-        self._unlisted: deque[Request] = deque()
-
-    def add(self, request: Request) -> None:
-        """Note that ``request`` will need one; a stream does with its first token, and gets it then."""
-        if not request.is_streaming:
-            self._unlisted.append(request)
-
-    def make_some(self) -> None:
-        """Make few enough to be done before the device's step is."""
-        for _ in range(min(_LISTS_PER_STEP, len(self._unlisted))):
-            self._unlisted.popleft().prompt_list()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from rose_backend.config import (
     MAX_LOGPROBS,
@@ -23,6 +23,35 @@ GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this mean greedy."""
 
 _MAX_INT32 = 2**31 - 1
+
+
+class Range(NamedTuple):
+    """Numbers that are allowed; integers if the bounds are."""
+
+    low: float
+    high: float
+    above_low: bool = False
+    """``low`` itself is not."""
+
+
+RANGES = {
+    "n": Range(1, MAX_N),
+    "max_tokens": Range(1, _MAX_INT32),
+    "min_tokens": Range(0, _MAX_INT32),
+    "temperature": Range(0.0, MAX_TEMPERATURE),
+    "top_k": Range(-1, _MAX_INT32),
+    "top_p": Range(0.0, 1.0, above_low=True),
+    "min_p": Range(0.0, 1.0),
+    "seed": Range(0, 2**63 - 1),
+    "repetition_penalty": Range(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+    "presence_penalty": Range(-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": Range(-MAX_PENALTY, MAX_PENALTY),
+    "logprobs": Range(0, MAX_LOGPROBS),
+}
+"""Of fields of ``SamplingParams``."""
+TOKEN_IDS = Range(0, _MAX_INT32)
+"""Of any model."""
+_MAY_BE_NONE = ("max_tokens", "seed", "logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,26 +100,13 @@ class SamplingParams:
     """Leave special tokens out of the text."""
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1, MAX_N)
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, _MAX_INT32)
-        _check_int("min_tokens", self.min_tokens, 0, _MAX_INT32)
+        for name, allowed in RANGES.items():
+            value = getattr(self, name)
+            if value is not None or name not in _MAY_BE_NONE:
+                _check_number(name, value, allowed)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refusal("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
-        _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        _check_int("top_k", self.top_k, -1, _MAX_INT32)
-        _check_float("top_p", self.top_p, 0.0, 1.0, above_low=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0, 2**63 - 1)
-        _check_float(
-            "repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
-        )
-        _check_float("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-        _check_float("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
         self._check_stops()
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _refusal(name, getattr(self, name), "true and false")
@@ -175,21 +191,19 @@ class SamplingParams:
                 "stop_token_ids", self.stop_token_ids, f"at most {MAX_STOP_TOKEN_IDS}", shown=count
             )
         for token_id in self.stop_token_ids or ():
-            _check_int("stop_token_ids", token_id, 0, _MAX_INT32)
+            _check_number("stop_token_ids", token_id, TOKEN_IDS)
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise _refusal(name, value, f"an integer from {low} to {high}")
-
-
-def _check_float(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+def _check_number(name: str, value: object, allowed: Range) -> None:
+    low, high, above_low = allowed
+    is_integral = isinstance(low, int)
+    is_number = isinstance(value, int if is_integral else (int, float)) and not isinstance(value, bool)
     # Comparing instead of converting keeps an int too large for a float from raising.
     if is_number and low <= value <= high and not (above_low and value == low):  # type: ignore[operator]
         return
-    start = f"above {low:g}" if above_low else f"from {low:g}"
-    raise _refusal(name, value, f"a number {start} to {high:g}")
+    start = "above" if above_low else "from"
+    what = f"an integer from {low} to {high}" if is_integral else f"a number {start} {low:g} to {high:g}"
+    raise _refusal(name, value, what)
 
 
 def _refusal(name: str, value: object, allowed: str, *, shown: str | None = None) -> RequestError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,6 @@ from rose_backend.block_manager.block_pool import IntArray
 from rose_backend.block_manager.sequence_table import concatenate_ranges
 from rose_backend.config import MAX_STOP_TOKEN_IDS
 from rose_backend.engine.request import Completion
-from rose_backend.engine.sampling_params import SamplingParams
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -28,8 +28,7 @@ SAMPLING_FIELDS = (
     "frequency_penalty",
     "repetition_penalty",
 )
-"""Arrays of ``SequenceState``, and fields of ``SamplingTensors``, of four bytes a row."""
-
+"""Fields of ``SamplingParams`` and of ``SamplingTensors``, of four bytes a row in ``SequenceState``."""
 
 _ROW_PADDING = 16
 """Tokens between rows: with a stride of a power of two, all rows would share a few lines of the processor's cache."""
@@ -80,14 +79,10 @@ class SequenceState:
 
         self.sampling_words: Int32Array = np.zeros((max_num_seqs, len(SAMPLING_FIELDS)), np.int32)
         """``SAMPLING_FIELDS`` of each row side by side, as they travel to the device."""
-        columns = dict(zip(SAMPLING_FIELDS, self.sampling_words.view(np.float32).T, strict=True))
-        self.temperature, self.top_p, self.min_p = (
-            columns[name] for name in ("temperature", "top_p", "min_p")
+        self._sampling: dict[str, NDArray[Any]] = dict(
+            zip(SAMPLING_FIELDS, self.sampling_words.view(np.float32).T, strict=True)
         )
-        self.top_k = columns["top_k"].view(np.int32)
-        self.repetition_penalty = columns["repetition_penalty"]
-        self.presence_penalty = columns["presence_penalty"]
-        self.frequency_penalty = columns["frequency_penalty"]
+        self._sampling["top_k"] = self._sampling["top_k"].view(np.int32)
         self.seed = np.zeros(max_num_seqs, np.int64)
         self.uses_penalties = np.zeros(max_num_seqs, np.bool_)
         self.banned_token_ids = np.full((max_num_seqs, MAX_STOP_TOKEN_IDS + len(eos_token_ids)), -1, np.int32)
@@ -122,16 +117,17 @@ class SequenceState:
         self.num_computed_before[row] = completion.num_computed_before
         self.num_known_before[row] = max(num_prompt_tokens, completion.num_computed_before)
         self.num_siblings_to_fork[row] = completion.num_siblings_to_fork
-        self.temperature[row] = 0.0 if params.is_greedy else params.temperature
-        self.top_k[row] = max(params.top_k, 0)
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
+        for name, values in self._sampling.items():
+            values[row] = getattr(params, name)
+        if params.is_greedy:
+            self._sampling["temperature"][row] = 0.0
+        if params.top_k < 0:
+            self._sampling["top_k"][row] = 0
         self.seed[row] = completion.seed
-        self.repetition_penalty[row] = params.repetition_penalty
-        self.presence_penalty[row] = params.presence_penalty
-        self.frequency_penalty[row] = params.frequency_penalty
         self.uses_penalties[row] = params.has_penalties
-        banned = self._banned(params) if params.min_tokens else []
+        banned: list[int] = []
+        if params.min_tokens:
+            banned = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos_token_ids)]
         self.banned_token_ids[row] = -1
         self.banned_token_ids[row, : len(banned)] = banned
         self.needs_sampling_extras[row] = params.has_penalties or params.logprobs is not None or bool(banned)
@@ -145,9 +141,6 @@ class SequenceState:
         completion.row = row
         self.generation[row] += 1
         self.version += 1
-
-    def _banned(self, params: SamplingParams) -> list[int]:
-        return [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos_token_ids)]
 
     def clear(self, rows: Int32Array) -> list[Completion]:
         """Take the completions out of ``rows``, ``[N]``, each with the tokens it has so far. Many may end at once."""

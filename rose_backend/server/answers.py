@@ -32,6 +32,8 @@ _CHARACTERS_AT_ONCE = 1 << 16
 """Characters of an answer, about as many as that gives."""
 
 
+Usage: TypeAlias = dict[str, Any]
+"""Token counts as OpenAI's object."""
 JsonLists: TypeAlias = dict[str, list[str]]
 """Lists by name; each item is the inside of a list in JSON, a part of the whole."""
 
@@ -47,8 +49,6 @@ class AnswerOptions(NamedTuple):
     """Completions of each prompt."""
     include_usage: bool = False
     """End a stream with token counts."""
-    hit_unit: int = 1
-    """The number of cached tokens of each prompt is rounded down to multiples of this."""
 
 
 class Answer(ABC):
@@ -64,12 +64,9 @@ class Answer(ABC):
         self._head = {"id": options.id, "created": options.created, "model": options.model}
         self._n = options.n
         self._include_usage = options.include_usage
-        self._hit_unit = options.hit_unit
-        # Of each prompt: its tokens, and how many of them were cached.
-        self._num_prompt_tokens: dict[int, tuple[int, int]] = {}
         self._completions: dict[int, GrowingCompletions] = {}
         self._kept_logprobs: dict[int, JsonLists] = {}
-        self._num_output_tokens = 0
+        self._started: set[int] = set()
         head_json = _compact({"object": self.event_object_name, **self._head})
         self._event_start = f"data: {head_json[:-1]}"
         self._prefix = self._event_start + ',"choices":[{"index":'
@@ -80,7 +77,6 @@ class Answer(ABC):
 
         Log-probabilities become JSON here: with a million of their objects alive, a garbage collection takes 0.2 s.
         """
-        self._note(prompt_index, output)
         completions = self._completions.setdefault(prompt_index, GrowingCompletions())
         completions.add([replace(each, logprobs=None) for each in output.outputs])
         for completion in output.outputs:
@@ -94,7 +90,6 @@ class Answer(ABC):
 
         As in vLLM, tokens whose text is held back (part of a character or of a stop string) still make an event.
         """
-        self._note(prompt_index, output)
         return _pieces(self._event_parts(prompt_index, output))
 
     def _event_parts(self, prompt_index: int, output: RequestOutput) -> Iterator[str]:
@@ -110,20 +105,17 @@ class Answer(ABC):
                 yield from _shown(lists)
                 yield end
 
-    def end_events(self) -> bytes:
+    def end_events(self, usage: Usage) -> bytes:
         """Return the last events of a complete stream."""
         if not self._include_usage:
             return DONE_EVENT
-        return (
-            f'{self._event_start},"choices":[],"usage":{_compact(self.usage())}}}\n\n'.encode() + DONE_EVENT
-        )
+        return f'{self._event_start},"choices":[],"usage":{_compact(usage)}}}\n\n'.encode() + DONE_EVENT
 
-    def body(self) -> Iterator[bytes]:
+    def body(self, usage: Usage) -> Iterator[bytes]:
         """Yield the whole answer as JSON, in pieces; takes the outputs, which are freed on the way."""
-        return _pieces(self._body_parts())
+        return _pieces(self._body_parts(usage))
 
-    def _body_parts(self) -> Iterator[str]:
-        usage = _compact(self.usage())
+    def _body_parts(self, usage: Usage) -> Iterator[str]:
         yield _compact({"object": self.object_name, **self._head})[:-1]
         separator = ',"choices":['
         for prompt_index in sorted(self._completions):
@@ -139,25 +131,7 @@ class Answer(ABC):
                 yield f',"finish_reason":{_compact(completion.finish_reason)}'
                 yield f',"stop_reason":{_compact(completion.stop_reason)}}}'
                 separator = ","
-        yield f'],"usage":{usage}}}'
-
-    def usage(self) -> dict[str, Any]:
-        """Return the token counts so far; a prompt with several completions counts once."""
-        num_prompt_tokens = sum(number for number, _ in self._num_prompt_tokens.values())
-        return {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": self._num_output_tokens,
-            "total_tokens": num_prompt_tokens + self._num_output_tokens,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(number for _, number in self._num_prompt_tokens.values())
-            },
-        }
-
-    def _note(self, prompt_index: int, output: RequestOutput) -> None:
-        num_cached_tokens = output.num_cached_tokens // self._hit_unit * self._hit_unit
-        self._num_prompt_tokens[prompt_index] = len(output.prompt_token_ids), num_cached_tokens
-        for completion in output.outputs:
-            self._num_output_tokens += len(completion.token_ids)
+        yield f'],"usage":{_compact(usage)}}}'
 
     @abstractmethod
     def _event_text(self, index: int, completion: CompletionOutput) -> str:
@@ -182,6 +156,12 @@ class Answer(ABC):
                 if values:
                     parts.append(_compact(values)[1:-1])
 
+    def _is_first(self, index: int) -> bool:
+        """Return whether no event of this completion came before."""
+        is_first = index not in self._started
+        self._started.add(index)
+        return is_first
+
     def _event_end(self, completion: CompletionOutput) -> str:
         if completion.finish_reason is None:
             return f',"finish_reason":null{self._suffix}'
@@ -201,13 +181,11 @@ class CompletionAnswer(Answer):
     def __init__(self, options: AnswerOptions, *, echo: Sequence[str] | None = None) -> None:
         super().__init__(options)
         self._echo = echo
-        self._started: set[int] = set()
         self._text_lengths: dict[int, int] = {}
 
     def _event_text(self, index: int, completion: CompletionOutput) -> str:
         text = completion.text
-        if self._echo is not None and index not in self._started:
-            self._started.add(index)
+        if self._echo is not None and self._is_first(index):
             text = self._echo[index // self._n] + text
         return f'{self._prefix}{index},"text":{_quoted(text)}'
 
@@ -240,12 +218,10 @@ class ChatAnswer(Answer):
         super().__init__(options)
         self._token_bytes = token_bytes
         self._num_top_logprobs = num_top_logprobs
-        self._started: set[int] = set()
 
     def _event_text(self, index: int, completion: CompletionOutput) -> str:
         first = ""
-        if index not in self._started:
-            self._started.add(index)
+        if self._is_first(index):
             delta = '{"role":"assistant","content":""}'
             first = (
                 f'{self._prefix}{index},"delta":{delta},"logprobs":null,"finish_reason":null{self._suffix}'

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -34,8 +33,6 @@ EXPECTED_ERRORS = (HTTPException, RequestError, EngineDeadError, GenerationError
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 _TYPE_OF_STATUS = {429: "rate_limit_error"}
 _CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed", 500: "internal_error"}
-# FastAPI's error for a body that is not text; the reason is its ``__cause__``.
-_FASTAPI_UNREADABLE = "There was an error parsing the body"
 # pydantic puts the branches of a union into an error's path; these are not fields.
 _BRANCHES = frozenset({"str", "int", "float", "bool", "none"})
 
@@ -78,11 +75,7 @@ def as_api_error(error: Exception, what: str = "request") -> ApiError:
     """
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, RequestValidationError):
-        return describe_validation_errors(error.errors())
     if isinstance(error, HTTPException):
-        if error.detail == _FASTAPI_UNREADABLE and error.__cause__ is not None:
-            return describe_unreadable_body(error.__cause__)
         answer = ApiError(error.status_code, f"{what}: {error.detail}")
         answer.headers = error.headers
         return answer
@@ -124,14 +117,10 @@ def describe_validation_errors(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Name the field of the body that is wrong, what was got and what is allowed.
 
     Args:
-        errors: pydantic's, with paths that begin with ``body``.
+        errors: pydantic's.
     """
-    first = errors[0]
-    if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", first["msg"])
-        return ApiError(400, f"body: not valid JSON ({reason})", param="body")
-    field = first["loc"][1:2]
-    ours = [error for error in errors if error["loc"][1:2] == field]
+    field = errors[0]["loc"][:1]
+    ours = [error for error in errors if error["loc"][:1] == field]
     # Of the branches of a union, the one with the deepest error was probably meant.
     deepest = max(ours, key=lambda error: len(error["loc"]))
     path = _field_path(deepest)
@@ -149,7 +138,7 @@ def add_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         return answer_error(request, error)
 
-    for kind in (RequestValidationError, *EXPECTED_ERRORS, Exception):
+    for kind in (*EXPECTED_ERRORS, Exception):
         app.add_exception_handler(kind, handle)
 
 
@@ -163,8 +152,9 @@ def answer_error(request: Request, error: Exception) -> Response:
 
 
 def _field_path(error: Mapping[str, Any]) -> str:
-    path = error["loc"][1:]
     fields = [
-        each for each in path if isinstance(each, int) or (each.isidentifier() and each not in _BRANCHES)
+        each
+        for each in error["loc"]
+        if isinstance(each, int) or (each.isidentifier() and each not in _BRANCHES)
     ]
     return ".".join(map(str, fields)) or "body"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from functools import partial
 from types import TracebackType
 from typing import TypeAlias
 
@@ -131,17 +130,18 @@ class Generation:
             if completion.finish_reason is not None:
                 self._finish_reasons[index].append(completion.finish_reason)
                 has_failed |= completion.finish_reason == "error"
-        if num_new and not self._first_s[index]:
-            metrics.time_to_first_token.observe(now - record.start_s)
-            metrics.prompt_tokens.inc(len(output.prompt_token_ids))
+        if not self._last_s[index]:
             record.num_prompt_tokens += len(output.prompt_token_ids)
             unit = self._service.hit_unit
             record.num_cached_tokens += output.num_cached_tokens // unit * unit
+        if num_new and not self._first_s[index]:
+            metrics.histograms["time_to_first_token_seconds"].observe(now - record.start_s)
+            metrics.prompt_tokens.inc(len(output.prompt_token_ids))
             self._first_s[index] = now
             if record.first_token_s is None:
                 record.first_token_s = now
         elif num_new:
-            metrics.inter_token_latency.observe(now - self._last_s[index])
+            metrics.histograms["inter_token_latency_seconds"].observe(now - self._last_s[index])
         record.num_output_tokens += num_new
         self._last_s[index] = now
         if has_failed:
@@ -156,22 +156,24 @@ class Generation:
             self._observe_end(index, output, now)
 
     def _observe_end(self, index: int, output: RequestOutput, now: float) -> None:
-        metrics = self._service.metrics
+        histograms = self._service.metrics.histograms
         for reason in self._finish_reasons[index]:
             self._count_ends(reason, 1)
-        metrics.request_latency.observe(now - self._record.start_s)
+        histograms["e2e_request_latency_seconds"].observe(now - self._record.start_s)
         nums_tokens = self._num_tokens[index].values()
         max_num_tokens = max(nums_tokens, default=0)
         if max_num_tokens > 1:
-            metrics.time_per_output_token.observe((now - self._first_s[index]) / (max_num_tokens - 1))
+            histograms["request_time_per_output_token_seconds"].observe(
+                (now - self._first_s[index]) / (max_num_tokens - 1)
+            )
         if max_num_tokens and output.scheduled_s is not None:
-            metrics.request_queue_time.observe(output.scheduled_s - self._submit_s[index])
-            metrics.request_prefill_time.observe(self._first_s[index] - output.scheduled_s)
-            metrics.request_decode_time.observe(now - self._first_s[index])
-            metrics.request_prompt_tokens.observe(len(output.prompt_token_ids))
-            metrics.request_max_num_generation_tokens.observe(max_num_tokens)
+            histograms["request_queue_time_seconds"].observe(output.scheduled_s - self._submit_s[index])
+            histograms["request_prefill_time_seconds"].observe(self._first_s[index] - output.scheduled_s)
+            histograms["request_decode_time_seconds"].observe(now - self._first_s[index])
+            histograms["request_prompt_tokens"].observe(len(output.prompt_token_ids))
+            histograms["request_max_num_generation_tokens"].observe(max_num_tokens)
             for num_tokens in nums_tokens:
-                metrics.request_generation_tokens.observe(num_tokens)
+                histograms["request_generation_tokens"].observe(num_tokens)
 
     def _count_ends(self, reason: str, num_completions: int) -> None:
         self._record.finish_reasons.add(reason)
@@ -231,27 +233,32 @@ class EventStream(Response):
     """Sends server-sent events as they come.
 
     Args:
-        outputs: what the events are made from; closed at the end.
-        send_events: sends all events, given ASGI's ``send``. Cancelled when the client disconnects.
+        first: output, which decides that the answer is a stream.
+        outputs: those that follow; closed at the end.
+        record: gets the status of a disconnect, and the reason of a failure.
+        num_prompts: how many outputs are the last one of their prompt.
         watch: of the client; closed at the end.
-        record: gets the status of a disconnect.
     """
 
     def __init__(
         self,
-        outputs: AsyncGenerator[object, None],
-        send_events: Callable[[Send], Awaitable[None]],
-        watch: ClientWatch,
+        first: PromptOutput,
+        outputs: AsyncGenerator[PromptOutput, None],
+        answer: Answer,
         record: RequestRecord,
+        num_prompts: int,
+        watch: ClientWatch,
     ) -> None:
         self.status_code = 200
         self.background = None
         self.media_type = "text/event-stream"
         self.raw_headers = _HEADERS
+        self._first = first
         self._outputs = outputs
-        self._send_events = send_events
-        self._watch = watch
+        self._answer = answer
         self._record = record
+        self._num_prompts = num_prompts
+        self._watch = watch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send everything, or stop when the client has disconnected."""
@@ -263,6 +270,23 @@ class EventStream(Response):
             self._record.status = CLIENT_LEFT
         finally:
             self._watch.close()
+
+    async def _send_events(self, send: Send) -> None:
+        answer, (index, output), num_unfinished = self._answer, self._first, self._num_prompts
+        try:
+            num_unfinished -= output.finished
+            while num_unfinished:
+                last = await _send_but_last(answer.events(index, output), send)
+                await send(events_message(last))
+                index, output = await anext(self._outputs)
+                num_unfinished -= output.finished
+            events = await _send_but_last(answer.events(index, output), send)
+            events += answer.end_events(self._record.usage())
+        except (RequestError, EngineDeadError, GenerationError) as error:
+            self._record.error = str(error)
+            events = as_api_error(error).event() + DONE_EVENT
+        # The last events and the end of the answer are one message, and one system call.
+        await send(events_message(events, is_last=True))
 
 
 class WholeAnswer(Response):
@@ -316,16 +340,14 @@ async def generate(
     try:
         async with watch:
             if is_streaming:
-                first = await anext(outputs)
-                send_events = partial(_send_events, first, outputs, answer, record, len(inputs))
-                return EventStream(outputs, send_events, watch, record)
+                return EventStream(await anext(outputs), outputs, answer, record, len(inputs), watch)
             async for index, output in outputs:
                 for _ in answer.keep(index, output):
                     await asyncio.sleep(0)
                 # Outputs that are waiting already do not give other tasks a turn of the event loop.
                 await asyncio.sleep(0)
             pieces = []
-            for piece in answer.body():
+            for piece in answer.body(record.usage()):
                 pieces.append(piece)
                 await asyncio.sleep(0)
         watch.close()
@@ -334,31 +356,6 @@ async def generate(
         watch.close()
         await outputs.aclose()
         raise
-
-
-async def _send_events(
-    first: PromptOutput,
-    outputs: AsyncGenerator[PromptOutput, None],
-    answer: Answer,
-    record: RequestRecord,
-    num_unfinished: int,
-    send: Send,
-) -> None:
-    """Send the events of every output, beginning with ``first``."""
-    try:
-        index, output = first
-        num_unfinished -= output.finished
-        while num_unfinished:
-            last = await _send_but_last(answer.events(index, output), send)
-            await send(events_message(last))
-            index, output = await anext(outputs)
-            num_unfinished -= output.finished
-        events = await _send_but_last(answer.events(index, output), send) + answer.end_events()
-    except (RequestError, EngineDeadError, GenerationError) as error:
-        record.error = str(error)
-        events = as_api_error(error).event() + DONE_EVENT
-    # The last events and the end of the answer are one message, and one system call.
-    await send(events_message(events, is_last=True))
 
 
 async def _send_but_last(pieces: Iterator[bytes], send: Send) -> bytes:

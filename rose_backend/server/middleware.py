@@ -36,7 +36,7 @@ from rose_backend.server.error_answers import (
 )
 from rose_backend.server.protocol import Body, check_number_of_fields
 from rose_backend.server.service import RequestRecord, Service
-from rose_backend.server.settings import MAX_BODY_FIELDS, MAX_BODY_LISTS, RETRY_AFTER_S
+from rose_backend.server.settings import MAX_BODY_FIELDS, MAX_BODY_LISTS, RETRY_AFTER_S, ServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Middleware:
-    """ASGI application around the routes: request id, API key, size and time limits of the body, one log line.
+    """ASGI application around the routes: request id, API key, content type, one log line.
 
     Refuses a request before its body is read where that is possible.
     """
@@ -109,7 +109,7 @@ class Middleware:
             if is_generating:
                 # Before the body is read, which would take memory while it waits.
                 await self._service.engine.wait_for_room()
-            await self._app(scope, self._limited(receive), send_noting_status)
+            await self._app(scope, receive, send_noting_status)
         except (ApiError, EngineStalledError, EngineDeadError) as error:
             refusal = as_api_error(error)
             record.error = refusal.detail
@@ -154,7 +154,7 @@ class Middleware:
             )
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > settings.max_body_bytes:
-            raise self._too_large(f"{length} bytes")
+            raise _too_large(f"{length} bytes", settings)
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -162,45 +162,6 @@ class Middleware:
         # No early exit: the time must not depend on which key matches, or how far.
         matches = [secrets.compare_digest(given, key) for key in self._api_keys]
         return scheme.lower() == "bearer" and any(matches)
-
-    def _limited(self, receive: Receive) -> Receive:
-        """Return ``receive`` with a limit on the size of the body and on the time until it is complete."""
-        num_bytes = 0
-        is_complete = False
-        timeout_s = self._service.settings.body_timeout_s
-        deadline = asyncio.get_running_loop().time() + timeout_s
-
-        async def limited_receive() -> Message:
-            nonlocal num_bytes, is_complete
-            if is_complete:
-                return await receive()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError:
-                raise ApiError(
-                    408,
-                    f"body: not complete after {timeout_s:g} seconds",
-                    param="body",
-                    connection="close",
-                ) from None
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._service.settings.max_body_bytes:
-                raise self._too_large(f"more than {num_bytes - 1} bytes")
-            is_complete = not message.get("more_body", False)
-            return message
-
-        return limited_receive
-
-    def _too_large(self, got: str) -> ApiError:
-        limit = self._service.settings.max_body_bytes
-        return ApiError(
-            413,
-            f"body: got {got}, allowed are at most {limit}",
-            param="body",
-            code="body_too_large",
-            connection="close",
-        )
 
     def _note_end(self, record: RequestRecord) -> None:
         # Without a status nothing was sent: the client had disconnected.
@@ -219,7 +180,7 @@ def _make_record(path: str, headers: Headers) -> RequestRecord:
 
 
 class DirectRoutes:
-    """ASGI application around FastAPI's that gives the same answers.
+    """ASGI application around FastAPI's, which does without it for routes with a body.
 
     Args:
         app: FastAPI, for all other requests.
@@ -251,11 +212,11 @@ class DirectRoutes:
         await response(scope, receive, send)
 
     async def _read(self, model: type[Body], receive: Receive) -> Body:
-        content = await _read_body(receive)
+        service: Service = self._app.state.service
+        content = await _read_body(receive, service.settings)
         if len(content) <= COUNTED_BODY_BYTES:
             await self._request_throttle.pass_through()
             return parse_body(model, content)
-        service: Service = self._app.state.service
         limits = service.settings.max_prompts, service.engine.input_processor.max_model_len
 
         def check_and_parse() -> Body:
@@ -304,19 +265,11 @@ class RequestThrottle:
             loop.call_soon(self._turn, loop)
 
 
-def _int(digits: str) -> int:
-    return int(digits)
-
-
-def _float(digits: str) -> float:
-    return float(digits)
-
-
-def _dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    return dict(fields)
-
-
-_SHARES_THE_LOCK: dict[str, Any] = {"parse_int": _int, "parse_float": _float, "object_pairs_hook": _dict}
+_SHARES_THE_LOCK: dict[str, Any] = {
+    "parse_int": lambda digits: int(digits),
+    "parse_float": lambda digits: float(digits),
+    "object_pairs_hook": lambda fields: dict(fields),
+}
 """Arguments of ``json.loads`` that do not change its answer: where a Python function is called, another thread may take
 the interpreter lock. Parsing numbers takes three times as long."""
 
@@ -334,33 +287,48 @@ def parse_body(model: type[Body], content: bytes, **how: Any) -> Body:
     try:
         fields = json.loads(content, **how) if content else None
     except json.JSONDecodeError as error:
-        found = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error", "input": {}}
-        raise describe_validation_errors([{**found, "ctx": {"error": error.msg}}]) from error
+        raise ApiError(400, f"body: not valid JSON ({error.msg})", param="body") from error
     except (ValueError, RecursionError) as error:
         raise describe_unreadable_body(error) from error
     if fields is None:
-        raise describe_validation_errors([{"type": "missing", "loc": ("body",)}])
+        raise ApiError(400, "body: missing, but required", param="body")
     if isinstance(fields, dict):
         check_number_of_fields(model, fields)
     try:
         return model.model_validate(fields, from_attributes=True)
     except ValidationError as error:
-        found_errors = error.errors(include_url=False)
-        raise describe_validation_errors(
-            [{**each, "loc": ("body", *each["loc"])} for each in found_errors]
-        ) from error
+        raise describe_validation_errors(error.errors(include_url=False)) from error
 
 
-async def _read_body(receive: Receive) -> bytes:
+async def _read_body(receive: Receive, settings: ServerSettings) -> bytes:
+    """Return a whole body, within the limits on its size and on the time until it is complete."""
     parts: list[bytes] = []
-    is_complete = False
-    while not is_complete:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise describe_unreadable_body(ClientDisconnect())
-        parts.append(message.get("body", b""))
-        is_complete = not message.get("more_body", False)
+    num_bytes, is_complete = 0, False
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            while not is_complete:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise describe_unreadable_body(ClientDisconnect())
+                parts.append(message.get("body", b""))
+                num_bytes += len(parts[-1])
+                if num_bytes > settings.max_body_bytes:
+                    raise _too_large(f"more than {num_bytes - 1} bytes", settings)
+                is_complete = not message.get("more_body", False)
+    except TimeoutError:
+        what = f"body: not complete after {settings.body_timeout_s:g} seconds"
+        raise ApiError(408, what, param="body", connection="close") from None
     return b"".join(parts)
+
+
+def _too_large(got: str, settings: ServerSettings) -> ApiError:
+    return ApiError(
+        413,
+        f"body: got {got}, allowed are at most {settings.max_body_bytes}",
+        param="body",
+        code="body_too_large",
+        connection="close",
+    )
 
 
 class BodyParts(NamedTuple):

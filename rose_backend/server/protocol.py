@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import logging
 import reprlib
 from collections.abc import Mapping
@@ -25,91 +26,62 @@ from pydantic.types import FailFast
 
 from rose_backend.config import (
     MAX_CACHE_SALT_LENGTH,
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
     MAX_STOP_STRING_LENGTH,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    MAX_TEMPERATURE,
-    MIN_REPETITION_PENALTY,
 )
-from rose_backend.engine.sampling_params import SamplingParams
+from rose_backend.engine.sampling_params import RANGES, TOKEN_IDS, SamplingParams
 from rose_backend.errors import RequestError
 from rose_backend.server.settings import MAX_MESSAGES, MAX_NAME_LENGTH, MAX_PARTS, MAX_UNKNOWN_FIELDS
 
 logger = logging.getLogger(__name__)
 
-_MAX_INT32 = 2**31 - 1
 _SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
-_OFF: tuple[object, ...] = (None, False)
 _EMPTY: tuple[object, ...] = (None, [], {}, "")
-# Field -> its neutral values. OpenAI's first, then vLLM's.
+# Field of OpenAI's or vLLM's -> its neutral values.
 NOT_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "best_of": (None, 1),
-    "logit_bias": _EMPTY,
-    "suffix": _EMPTY,
     "response_format": (None, {"type": "text"}),
-    "tools": _EMPTY,
     "tool_choice": (None, "none", "auto"),
-    "functions": _EMPTY,
     "function_call": (None, "none", "auto"),
     "modalities": (None, [], ["text"]),
-    "audio": _EMPTY,
-    "prediction": _EMPTY,
     "reasoning_effort": (None, "none"),
-    "web_search_options": _EMPTY,
-    "echo": _OFF,
     "add_special_tokens": (None, True),
-    "use_beam_search": _OFF,
     "length_penalty": (None, 1.0),
-    "early_stopping": _OFF,
     "truncate_prompt_tokens": (None,),
     "prompt_logprobs": (None,),
-    "prompt_embeds": _EMPTY,
-    "allowed_token_ids": _EMPTY,
-    "bad_words": _EMPTY,
-    "logits_processors": _EMPTY,
-    "logprob_token_ids": _EMPTY,
-    "structured_outputs": _EMPTY,
-    "guided_json": _EMPTY,
-    "guided_regex": _EMPTY,
-    "guided_choice": _EMPTY,
-    "guided_grammar": _EMPTY,
-    "chat_template": _EMPTY,
-    "chat_template_kwargs": _EMPTY,
-    "continue_final_message": _OFF,
-    "documents": _EMPTY,
-    "mm_processor_kwargs": _EMPTY,
     "spaces_between_special_tokens": (None, True),
-    "return_token_ids": _OFF,
-    "return_tokens_as_token_ids": _OFF,
-    "return_token_strs": _OFF,
-    "kv_transfer_params": _EMPTY,
-    "vllm_xargs": _EMPTY,
+    **dict.fromkeys(
+        (
+            *("echo", "use_beam_search", "early_stopping", "continue_final_message", "return_token_ids"),
+            *("return_tokens_as_token_ids", "return_token_strs"),
+        ),
+        (None, False),
+    ),
+    **dict.fromkeys(
+        (
+            *("logit_bias", "suffix", "tools", "functions", "audio", "prediction", "web_search_options"),
+            *("prompt_embeds", "allowed_token_ids", "bad_words", "logits_processors"),
+            *("logprob_token_ids", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
+            *("guided_grammar", "chat_template", "chat_template_kwargs", "documents"),
+            *("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"),
+        ),
+        _EMPTY,
+    ),
 }
 IGNORED = frozenset(
     {
-        "user",
-        "store",
-        "metadata",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "parallel_tool_calls",
-        "priority",
-        "request_id",
-        "session_id",
+        *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("parallel_tool_calls", "priority", "request_id", "session_id"),
     }
 )
 _MAX_NAME_LENGTH = 64
 _LIKENESS = 0.8
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LENGTH)]
-TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32)]
+TokenId = Annotated[int, Field(ge=TOKEN_IDS.low, le=TOKEN_IDS.high)]
 # A union over long lists would collect an error per element and branch; ``read_prompts`` checks it instead.
 Prompts = Annotated[
     Any,
@@ -126,6 +98,12 @@ Prompts = Annotated[
         }
     ),
 ]
+
+
+def in_range(name: str) -> Any:
+    """Return a field that may be left out, with the range of a sampling parameter."""
+    low, high, above_low = RANGES[name]
+    return Field(None, gt=low, le=high) if above_low else Field(None, ge=low, le=high)
 
 
 class Body(BaseModel):
@@ -149,21 +127,21 @@ class StreamOptions(BaseModel):
 class GenerationRequest(Body):
     """Fields that completions and chat completions share. The second half are vLLM's additions to OpenAI's."""
 
-    n: int | None = Field(None, ge=1, le=MAX_N)
+    n: int | None = in_range("n")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(None, ge=0.0, le=MAX_TEMPERATURE)
-    top_p: float | None = Field(None, gt=0.0, le=1.0)
-    seed: int | None = Field(None, ge=0, le=2**63 - 1)
-    presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
-    frequency_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    temperature: float | None = in_range("temperature")
+    top_p: float | None = in_range("top_p")
+    seed: int | None = in_range("seed")
+    presence_penalty: float | None = in_range("presence_penalty")
+    frequency_penalty: float | None = in_range("frequency_penalty")
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    max_tokens: int | None = Field(None, ge=1, le=_MAX_INT32)
+    max_tokens: int | None = in_range("max_tokens")
 
-    min_tokens: int | None = Field(None, ge=0, le=_MAX_INT32)
-    top_k: int | None = Field(None, ge=-1, le=_MAX_INT32)
-    min_p: float | None = Field(None, ge=0.0, le=1.0)
-    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
+    min_tokens: int | None = in_range("min_tokens")
+    top_k: int | None = in_range("top_k")
+    min_p: float | None = in_range("min_p")
+    repetition_penalty: float | None = in_range("repetition_penalty")
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -199,7 +177,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Prompts
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = in_range("logprobs")
 
     def _route_params(self) -> dict[str, Any]:
         if self.echo and self.logprobs is not None:
@@ -238,9 +216,9 @@ class ChatCompletionRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_INT32)
+    max_completion_tokens: int | None = in_range("max_tokens")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = in_range("logprobs")
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the start of the assistant's answer; true unless given."""
     add_special_tokens: Literal[False] | None = None
@@ -278,22 +256,34 @@ class DetokenizeRequest(Body):
     """Checked by ``read_token_ids``: the limit depends on the model."""
 
 
+@functools.cache
+def _known_fields(model: type[Body]) -> frozenset[str]:
+    return IGNORED.union(model.model_fields, NOT_SUPPORTED)
+
+
+def check_number_of_fields(model: type[Body], fields: Mapping[str, Any]) -> None:
+    """Raise RequestError if more than ``MAX_UNKNOWN_FIELDS`` are unknown, before each of them is looked at."""
+    num_unknown = len(fields.keys() - _known_fields(model))
+    if num_unknown > MAX_UNKNOWN_FIELDS:
+        raise RequestError(
+            f"body: got {num_unknown} unknown fields, allowed are at most {MAX_UNKNOWN_FIELDS}",
+            parameter="body",
+        )
+
+
 def check_other_fields(body: Body) -> None:
     """Check the fields that ``body``'s model does not have.
 
     Raises:
-        RequestError: one is not supported, or probably misspelt; or too many are unknown.
+        RequestError: one is not supported, or probably misspelt.
     """
-    if not body.model_extra:
-        return
-    known = type(body).model_fields.keys() | NOT_SUPPORTED.keys() | IGNORED
+    known = _known_fields(type(body))
     unknown = []
-    for name, value in body.model_extra.items():
+    for name, value in (body.model_extra or {}).items():
         if name in NOT_SUPPORTED:
             _check_neutral(name, value)
         elif name not in IGNORED:
             unknown.append(name)
-    _check_number(len(unknown))
     for name in unknown:
         close = difflib.get_close_matches(name[:_MAX_NAME_LENGTH], known, n=1, cutoff=_LIKENESS)
         if close:
@@ -302,22 +292,6 @@ def check_other_fields(body: Body) -> None:
             )
     if unknown:
         logger.debug("ignored unknown fields %s", reprlib.repr(unknown))
-
-
-def check_number_of_fields(model: type[Body], fields: Mapping[str, Any]) -> None:
-    """Raise RequestError if more than ``MAX_UNKNOWN_FIELDS`` are unknown, before each of them is looked at."""
-    num_known = len(model.model_fields) + len(NOT_SUPPORTED) + len(IGNORED)
-    if len(fields) > num_known + MAX_UNKNOWN_FIELDS:
-        known = model.model_fields.keys() | NOT_SUPPORTED.keys() | IGNORED
-        _check_number(len(fields.keys() - known))
-
-
-def _check_number(num_unknown: int) -> None:
-    if num_unknown > MAX_UNKNOWN_FIELDS:
-        raise RequestError(
-            f"body: got {num_unknown} unknown fields, allowed are at most {MAX_UNKNOWN_FIELDS}",
-            parameter="body",
-        )
 
 
 def _check_neutral(name: str, value: Any) -> None:

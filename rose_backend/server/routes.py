@@ -106,8 +106,7 @@ async def chat(request: Request, body: ChatCompletionRequest) -> Response:
             messages, add_generation_prompt=adds_start, max_length=max_text_length(processor)
         )
         ids = processor.encode(text, max_tokens=processor.max_model_len - 1, add_special_tokens=False)
-        processed = processor.process_all([ids], [params], namespace)
-        return [processor.with_limit(each, service.sampling_defaults.max_new_tokens) for each in processed]
+        return processor.process_all([ids], [params], namespace, service.sampling_defaults.max_new_tokens)
 
     inputs = await run_by_length(length, process)
     check_answer_tokens(inputs, None, service)
@@ -234,7 +233,6 @@ def answer_options(request: Request, body: GenerationRequest, n: int, prefix: st
         model=service.model_name,
         n=n,
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
-        hit_unit=service.hit_unit,
     )
 
 

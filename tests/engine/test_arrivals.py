@@ -15,7 +15,7 @@ from rose_backend import LLM, AsyncEngine
 from rose_backend.engine.core import EngineCore
 from rose_backend.engine.request import Completion
 from rose_backend.engine.scheduler import Step
-from rose_backend.engine.startup.load import _DEFAULT_RUN_AHEAD
+from rose_backend.engine.startup import _DEFAULT_RUN_AHEAD
 from tests.engine.conftest import GREEDY
 from tests.support.patience import HANG_S
 

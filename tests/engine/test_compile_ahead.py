@@ -20,8 +20,8 @@ from rose_backend.compile_ahead import pool as compilation_pool
 from rose_backend.compile_ahead.pool import AheadCompilation, CompiledKernel
 from rose_backend.compile_ahead.recorded_launches import KernelSource, RecordedLaunches, record_launches
 from rose_backend.config import EngineConfig
-from rose_backend.engine.startup import kernels as start_kernels
-from rose_backend.engine.startup.kernels import compile_starts, launch_everything, record_start, warm_cache
+from rose_backend.engine import gpu_startup as start_kernels
+from rose_backend.engine.gpu_startup import compile_starts, launch_everything, record_start, warm_cache
 from rose_backend.errors import ConfigError, ModelError
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.linear import small_batch_linear

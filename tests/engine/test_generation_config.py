@@ -12,7 +12,7 @@ import pytest
 from rose_backend import LLM, EngineConfig, SamplingParams
 from rose_backend.cli import main
 from rose_backend.engine.async_engine import AsyncEngine
-from rose_backend.engine.generation_config import sampling_defaults
+from rose_backend.engine.input_processor import sampling_defaults
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError, ModelError, RequestError
 from tests.support.llama_checkpoints import WINDOW, change_json, write_checkpoint
@@ -203,4 +203,4 @@ def test_help_names_the_option(command: str, capsys: pytest.CaptureFixture[str])
 
 def test_the_window_is_the_checkpoints(checkpoint: Path) -> None:
     with open_llm(checkpoint) as llm:
-        assert llm.core.max_model_len == WINDOW
+        assert llm.core.input_processor.max_model_len == WINDOW

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from rose_backend.config import SWITCH_NAMES, EngineConfig, Switches
-from rose_backend.engine.startup.kv_pool import (
+from rose_backend.engine.kv_pool import (
     allocate_kv_cache,
     block_bytes,
     choose_num_blocks,
     gpu_reserve_bytes,
 )
-from rose_backend.engine.startup.report import feature_status
+from rose_backend.engine.startup import feature_status
 from rose_backend.errors import ConfigError
 from rose_backend.models.config import ModelConfig
 

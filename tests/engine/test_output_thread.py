@@ -18,7 +18,7 @@ from rose_backend.engine import async_engine, output_thread
 from rose_backend.engine.async_engine import OutputDispatcher
 from rose_backend.engine.client import OutputStream
 from rose_backend.engine.output_processor import Abort, OutputProcessor
-from rose_backend.engine.output_thread import OutputHandler, OutputThread, StreamConsumers
+from rose_backend.engine.output_thread import OutputHandler, OutputThread
 from rose_backend.engine.outputs import CompletionOutput, RequestOutput
 from rose_backend.errors import RequestError
 from tests.support.patience import HANG_S
@@ -60,9 +60,7 @@ class Harness:
         self, wait_until_consumed: Callable[[], None], is_ready: Callable[[str], bool] = lambda _: True
     ):
         self.rounds: list[list[Output]] = []
-        output_handler = OutputHandler(
-            cast(Any, self.rounds.append), StreamConsumers(is_ready, wait_until_consumed)
-        )
+        output_handler = OutputHandler(cast(Any, self.rounds.append), is_ready, wait_until_consumed)
         self.worker = OutputThread(cast(OutputProcessor, Processor()), output_handler)
 
     def post(self, *requests: Request, is_urgent: bool = False) -> None:
@@ -155,10 +153,8 @@ def work_off(clock: Clock, reading_s: Callable[[], float], note: list[float] | N
         return wait_s
 
     harness.worker._time_to_wait = noting  # type: ignore[method-assign]
-    consumers = harness.worker._handler.consumers
-    assert consumers is not None
     with pytest.raises(NothingComesError):
-        harness.worker._run_throttled(consumers)
+        harness.worker._run_throttled(lambda _: True)
     return [output for outputs in harness.rounds for output in outputs]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from rose_backend.engine.model_runner import (
     MAX_CAPTURED_TOKENS,
+    PassInputs,
     PassShape,
     PromptGraphs,
     pass_shapes,
@@ -75,7 +76,8 @@ def compute(graphs: PromptGraphs, counts: list[int]) -> torch.Tensor | None:
     starts = np.cumsum([0, *counts]).astype(np.int32)
     computed = np.arange(len(counts), dtype=np.int32)
     tables = np.full((len(counts), 3), 5, np.int32)
-    return graphs.run(np.arange(num_tokens) + 1, np.arange(num_tokens) + 9, starts, computed, tables)
+    tokens = np.arange(num_tokens)
+    return graphs.run(PassInputs(tokens + 1, tokens + 9, starts, computed, tables))
 
 
 @pytest.mark.parametrize(

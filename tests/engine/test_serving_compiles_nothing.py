@@ -14,10 +14,10 @@ import pytest
 
 from rose_backend.compile_ahead.recorded_launches import RecordedLaunches, record_launches
 from rose_backend.config import EngineConfig
+from rose_backend.engine import gpu_startup as start_kernels
+from rose_backend.engine.gpu_startup import launch_everything, record_start
 from rose_backend.engine.model_runner import ModelRunner
 from rose_backend.engine.scheduler import Step
-from rose_backend.engine.startup import kernels as start_kernels
-from rose_backend.engine.startup.kernels import launch_everything, record_start
 from rose_backend.kernels.gpu_properties import GpuProperties
 from tests.engine.test_compile_ahead import H100, LLAMA_8B, QWEN3
 

@@ -19,11 +19,10 @@ from triton import next_power_of_2
 from rose_backend import LLM
 from rose_backend.config import EngineConfig
 from rose_backend.engine import progress
+from rose_backend.engine import startup as start_up_report
+from rose_backend.engine.gpu_startup import decode_kinds, padding_passes, token_counts
 from rose_backend.engine.process_settings import note_imports, process_age_s
-from rose_backend.engine.startup import report as start_up_report
-from rose_backend.engine.startup.kernels import decode_kinds, padding_passes, token_counts
-from rose_backend.engine.startup.load import storage_bytes
-from rose_backend.engine.startup.report import MemoryUse, StartUpReport, show_start_up
+from rose_backend.engine.startup import StartUpReport, show_start_up, storage_bytes
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError
 from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
@@ -35,14 +34,17 @@ from rose_backend.scheduling import default_token_budget
 
 GIB = 1 << 30
 ON_GPU = StartUpReport(
-    memory=MemoryUse(
-        weights=GIB, packed_copies=GIB // 2, kv_pool=4 * GIB, workspace=GIB, free=0, total=6 * GIB + GIB // 2
-    ),
+    config=EngineConfig(model="m", max_num_batched_tokens=16_384),
+    memory={
+        "weights": GIB,
+        "packed copies of weights": GIB // 2,
+        "KV pool": 4 * GIB,
+        "captured": 0,
+        "free": 0,
+    },
+    total_memory=5 * GIB + GIB // 2,
     num_blocks=4097,
-    block_size=16,
     max_model_len=1000,
-    max_num_seqs=256,
-    max_num_batched_tokens=16_384,
     seconds={"weights": 1.25, "kernels": 2.0},
     num_kernels=40,
     kernel_seconds=1.5,
@@ -53,14 +55,18 @@ def test_report_of_an_engine_on_a_cpu(tiny_model_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.INFO), LLM(str(tiny_model_path), device="cpu", max_num_seqs=3) as llm:
         report, core = llm.core.start_up, llm.core
         model = core._runner._model
-    assert report.memory.kv_pool == core._runner._kv_cache.nbytes
+    assert report.memory["KV pool"] == core._runner._kv_cache.nbytes
     stored = load_file(tiny_model_path / "model.safetensors")
     # The embedding has rows of padding behind it, and is the head.
     padding = (model.weights.padded_lm_head.shape[0] - model.config.vocab_size) * model.config.hidden_size
-    assert report.memory.weights == 4 * (sum(tensor.numel() for tensor in stored.values()) + padding)
-    assert (report.memory.packed_copies, report.memory.total, report.num_kernels) == (0, None, 0)
+    assert report.memory["weights"] == 4 * (sum(tensor.numel() for tensor in stored.values()) + padding)
+    assert (report.memory["packed copies of weights"], report.total_memory, report.num_kernels) == (
+        0,
+        None,
+        0,
+    )
     assert (report.num_blocks, report.max_concurrency, report.num_kv_tokens) == (3 * 64 + 1, 3.0, 3 * 1024)
-    assert report.max_num_batched_tokens == core.config.max_num_batched_tokens == 2048
+    assert report.config.max_num_batched_tokens == core.config.max_num_batched_tokens == 2048
     assert llm.config.max_num_batched_tokens is None
     for name, value in report.lines():
         assert f"{name}: {value}" in caplog.text
@@ -68,18 +74,17 @@ def test_report_of_an_engine_on_a_cpu(tiny_model_path: Path, caplog: pytest.LogC
 
 def test_lines_say_where_memory_and_time_went() -> None:
     lines = dict(ON_GPU.lines())
-    assert sum(num_bytes for _, num_bytes in ON_GPU.memory.parts()) == ON_GPU.memory.total
     assert lines["weights"] == "1,024 MiB"
     assert lines["packed copies of weights"] == "512 MiB"
-    assert lines["free"] == "0 MiB" and lines["total"] == "6,656 MiB"
+    assert lines["free"] == "0 MiB" and lines["total"] == "5,632 MiB"
     assert lines["KV blocks"] == "4,097 of 16 tokens: 65,536 tokens"
     assert lines["at full length"] == "65.0 sequences of 1,000; more wait for blocks"
-    all_fit = dict(replace(ON_GPU, max_num_seqs=65).lines())
+    all_fit = dict(replace(ON_GPU, config=replace(ON_GPU.config, max_num_seqs=65)).lines())
     assert all_fit["at full length"] == "65.0 sequences of 1,000; all that may run"
     assert lines["a step at most"] == "256 sequences, 16,384 tokens"
     assert lines["start-up"] == "3.2 s: weights 1.2, kernels 2.0"
     assert lines["kernels"] == "40 compiled or loaded in 1.5 s of that"
-    assert "CUDA graphs of decode steps" not in lines
+    assert "captured" not in lines
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.compile_ahead.pool import watch_compilations
-from rose_backend.engine.startup import kernels as start_kernels
+from rose_backend.engine import gpu_startup as start_kernels
 from tests.support.crowd import crowd
 from tests.support.random_checkpoints import MAX_MODEL_LEN, VOCAB_SIZE, write_random, write_random_qwen3
 from tests.support.tiny_checkpoint import write_random_gpt2_124m
@@ -157,22 +157,28 @@ def test_without_a_warm_up_serving_would_compile(
     assert seen.names
 
 
+def named_bytes(memory: dict[str, int]) -> int:
+    """Return the bytes of weights, KV pool and captured steps."""
+    others = ("set aside for steps", "CUDA, libraries, other programs", "free")
+    return sum(num_bytes for name, num_bytes in memory.items() if name not in others)
+
+
 def test_report_agrees_with_the_device(gpt2_124m_path: Path) -> None:
     """Exclusive use of the GPU is assumed."""
     torch.zeros(1, device="cuda")
     free_before, total = torch.cuda.mem_get_info()
     with LLM(str(gpt2_124m_path), **OPTIONS) as llm:
-        memory = llm.core.start_up.memory
+        report = llm.core.start_up
+        memory, workspace = report.memory, report.memory["set aside for steps"]
         free_after = torch.cuda.mem_get_info()[0]
-        assert sum(num_bytes for _, num_bytes in memory.parts()) == memory.total == total
-        assert all(num_bytes >= 0 for _, num_bytes in memory.parts())
-        assert abs(memory.free + memory.workspace - free_after) <= 64 * MIB
-        named = memory.weights + memory.packed_copies + memory.kv_pool
-        named += memory.decode_graphs + memory.prompt_graphs
+        assert sum(memory.values()) == report.total_memory == total
+        assert all(num_bytes >= 0 for num_bytes in memory.values())
+        assert abs(memory["free"] + workspace - free_after) <= 64 * MIB
+        named = named_bytes(memory)
         # Beside that: what steps took already, libraries, kernels and graphs themselves, rounding.
-        assert named <= free_before - free_after <= named + memory.workspace + 512 * MIB
-        assert memory.weights > 2 * 124e6
-        assert memory.kv_pool == 3000 * 16 * 12 * 2 * 768 * 2
+        assert named <= free_before - free_after <= named + workspace + 512 * MIB
+        assert memory["weights"] > 2 * 124e6
+        assert memory["KV pool"] == 3000 * 16 * 12 * 2 * 768 * 2
 
 
 def test_steps_take_no_more_than_was_set_aside(gpt2_124m_path: Path) -> None:
@@ -188,6 +194,5 @@ def test_steps_take_no_more_than_was_set_aside(gpt2_124m_path: Path) -> None:
     print(f"reserved {before / MIB:.0f} MiB, after large steps {after / MIB:.0f}")
     for name, value in report.lines():
         print(f"{name}: {value}")
-    named = memory.weights + memory.packed_copies + memory.kv_pool + memory.decode_graphs
     # Rounding of many small tensors beside it.
-    assert after <= named + memory.prompt_graphs + memory.workspace + 64 * MIB
+    assert after <= named_bytes(memory) + memory["set aside for steps"] + 64 * MIB

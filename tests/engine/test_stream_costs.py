@@ -13,15 +13,14 @@ import pytest
 
 from rose_backend import SamplingParams
 from rose_backend.engine.client import OutputStream
-from rose_backend.engine.engine_messages import pack, unpack
 from rose_backend.engine.input_processor import InputProcessor, ProcessedInput
 from rose_backend.engine.output_processor import Ending, NewTokens, OutputProcessor
 from rose_backend.engine.outputs import RequestOutput
+from rose_backend.engine.remote_engine import pack, unpack
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.server.answers import Answer, AnswerOptions, ChatAnswer, CompletionAnswer
 from rose_backend.server.generation import Generation
-from rose_backend.server.metrics import ServerMetrics
-from rose_backend.server.service import RequestRecord, Service
+from rose_backend.server.service import RequestRecord, ServerMetrics, Service
 from tests.engine.test_text_streams import kind_named
 from tests.support.random_tokenizers import save
 
@@ -107,10 +106,11 @@ def test_each_token_of_a_long_stream_costs_the_same(
     kind = kind_named(name)
     params = SamplingParams(max_tokens=NUM_TOKENS, **fields)
     server = Server(save(kind, tmp_path), params, is_chat=is_chat)
+    generation = generation_of(server, params)
     num_bytes: list[int] = []
 
     async def play() -> None:
-        outputs = generation_of(server, params).outputs()
+        outputs = generation.outputs()
         reading = asyncio.create_task(anext(outputs))
         await asyncio.sleep(0)
         stream = server.remote
@@ -132,4 +132,6 @@ def test_each_token_of_a_long_stream_costs_the_same(
     assert CountingList.num_copied <= 8 * NUM_TOKENS
     # Offsets in a text have some digits more at its end.
     assert max(num_bytes[100:]) <= max(num_bytes[:100]) + 60
-    assert f'"completion_tokens":{NUM_TOKENS}'.encode() in server.answer.end_events()
+    usage = generation._record.usage()
+    assert usage["completion_tokens"] == NUM_TOKENS
+    assert f'"completion_tokens":{NUM_TOKENS}'.encode() in server.answer.end_events(usage)

@@ -106,7 +106,7 @@ def answered(answer: Answer, output: RequestOutput, *, streams: bool) -> dict[st
         body = json.loads(event.removeprefix(b"data: "))
     else:
         list(answer.keep(0, output))
-        body = json.loads(b"".join(answer.body()))
+        body = json.loads(b"".join(answer.body({})))
     logprobs: dict[str, Any] = body["choices"][0]["logprobs"]
     return logprobs
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rose_backend.config import Switches
-from rose_backend.engine.startup.load import storage_bytes
+from rose_backend.engine.startup import storage_bytes
 from rose_backend.layers.attention import AttentionMetadata
 from rose_backend.models.base import load_model
 from rose_backend.models.gpt2 import GPT2

@@ -10,7 +10,7 @@ import torch
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.config import SWITCH_NAMES
-from rose_backend.engine.startup.load import storage_bytes
+from rose_backend.engine.startup import storage_bytes
 from rose_backend.kernels import rotate_query_key
 from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
 from rose_backend.layers import decoder, linear

@@ -19,7 +19,7 @@ import uvloop
 from rose_backend import EngineConfig
 from rose_backend.engine.async_engine import AsyncEngine
 from rose_backend.engine.core import EngineCore
-from rose_backend.engine.engine_stats import Counters, EngineLoad
+from rose_backend.engine.outputs import Counters, EngineLoad
 from rose_backend.engine.remote_engine import RemoteEngine
 from rose_backend.server.serve import bind, make_server, make_service
 from rose_backend.server.settings import ServerSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -14,7 +14,7 @@ from starlette.types import Message
 from rose_backend import LLM, SamplingParams
 from rose_backend.engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from rose_backend.server.answers import AnswerOptions, CompletionAnswer
-from rose_backend.server.generation import PromptOutput, _send_events
+from rose_backend.server.generation import ClientWatch, EventStream, PromptOutput
 from rose_backend.server.service import RequestRecord
 from tests.server.live_server import MODEL, LiveServer
 
@@ -214,7 +214,9 @@ def test_the_last_events_and_the_end_are_one_message() -> None:
         yield output(3)
 
     answer = CompletionAnswer(AnswerOptions("cmpl-1", 0, "m", include_usage=True))
-    asyncio.run(_send_events(output(1), outputs(), answer, RequestRecord("r", "/v1/completions"), 1, send))
+    record = RequestRecord("r", "/v1/completions", num_output_tokens=3)
+    stream = EventStream(output(1), outputs(), answer, record, 1, cast(ClientWatch, None))
+    asyncio.run(stream._send_events(send))
     assert [message["more_body"] for message in sent] == [True, True, False]
     *_, last, usage, done, rest = sent[-1]["body"].split(b"\n\n")
     assert (done, rest) == (b"data: [DONE]", b"")

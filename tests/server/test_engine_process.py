@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import os
+import pickle
 import signal
 import socket
 import threading
@@ -21,10 +22,8 @@ import numpy as np
 import pytest
 
 from rose_backend import EngineConfig
-from rose_backend.engine import engine_messages as messages
 from rose_backend.engine import engine_process, remote_engine
 from rose_backend.engine.client import OutputStream
-from rose_backend.engine.engine_messages import HEADER, decode, encode, read_message
 from rose_backend.engine.engine_process import EngineProcess
 from rose_backend.engine.outputs import (
     CompletionOutput,
@@ -33,7 +32,18 @@ from rose_backend.engine.outputs import (
     Logprob,
     RequestOutput,
 )
-from rose_backend.engine.remote_engine import RemoteEngine
+from rose_backend.engine.remote_engine import (
+    HEADER,
+    Add,
+    OutputBatch,
+    Ready,
+    RemoteEngine,
+    Stop,
+    encode,
+    pack,
+    read_message,
+    unpack,
+)
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer_loading import load_tokenizer
 from rose_backend.errors import ConfigError, EngineDeadError, ModelError
@@ -279,14 +289,14 @@ def test_a_step_that_fails(engine_in_a_thread: tuple[EngineProcess, socket.socke
     engine._core._advance = fail_later  # type: ignore[method-assign]
     ids = np.arange(5, dtype=np.int32).tobytes()
     params = SamplingParams(max_tokens=50, ignore_eos=True)
-    ours.sendall(encode(messages.Add("seven", 7, ids, params, b"")))
+    ours.sendall(encode(Add("seven", 7, ids, params, b"")))
     with pytest.raises(EngineDeadError, match="fell off the bus"):
         engine.run()
     with ours.makefile("rb") as stream:
         seen = [read_message(stream)]
-        while not isinstance(seen[-1], messages.EngineDied):
+        while not isinstance(seen[-1], EngineDeadError):
             seen.append(read_message(stream))
-    assert isinstance(seen[0], messages.Ready) and "fell off the bus" in seen[-1].message
+    assert isinstance(seen[0], Ready) and "fell off the bus" in str(seen[-1])
 
 
 def test_batches_without_ack_hold_later_ones_back(
@@ -295,16 +305,16 @@ def test_batches_without_ack_hold_later_ones_back(
     engine, ours = engine_in_a_thread
     ids = np.arange(5, dtype=np.int32).tobytes()
     params = SamplingParams(max_tokens=200, ignore_eos=True)
-    ours.sendall(encode(messages.Add("one", 1, ids, params, b"")))
+    ours.sendall(encode(Add("one", 1, ids, params, b"")))
     stepper = threading.Thread(target=engine.run)
     stepper.start()
     with ours.makefile("rb") as stream:
         received = [read_message(stream)]
         while not received or not is_last(received[-1]):
             received.append(read_message(stream))
-        ours.sendall(encode(messages.Stop()))
+        ours.sendall(encode(Stop()))
     stepper.join()
-    batches = [message for message in received if isinstance(message, messages.OutputBatch)]
+    batches = [message for message in received if isinstance(message, OutputBatch)]
     # Two that were not acknowledged, and the last output, which never waits.
     assert len(batches) == 3
     assert sum(len(piece[2]) for each in batches for update in each.updates for piece in update[3]) == 200
@@ -312,7 +322,7 @@ def test_batches_without_ack_hold_later_ones_back(
 
 def is_last(message: object) -> bool:
     """Return whether a message ends a request."""
-    return isinstance(message, messages.OutputBatch) and any(update[2] for update in message.updates)
+    return isinstance(message, OutputBatch) and any(update[2] for update in message.updates)
 
 
 def make_outputs(rng: np.random.Generator) -> list[RequestOutput]:
@@ -347,13 +357,13 @@ def make_outputs(rng: np.random.Generator) -> list[RequestOutput]:
 def test_streams_are_put_together_again(seed: int) -> None:
     rng = np.random.default_rng(seed)
     outputs = make_outputs(rng)
-    updates = [decode(encode(messages.pack(output))[HEADER.size :]) for output in outputs]
+    updates = [pickle.loads(encode(pack(output))[HEADER.size :]) for output in outputs]
 
     async def check() -> None:
         stream = OutputStream("r", asyncio.get_running_loop())
         sent, got = GrowingCompletions(), GrowingCompletions()
         for update, output in zip(updates, outputs, strict=True):
-            stream.put(messages.unpack(update, None, [1, 2]))
+            stream.put(unpack(update, None, [1, 2]))
             sent.add(output.outputs)
             # Some are taken together.
             if not output.finished and rng.random() < 0.5:

@@ -22,9 +22,8 @@ from rose_backend.engine.outputs import CompletionOutput, RequestOutput
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.server.connection import ConnectionConfig, SendTimeoutProtocol
 from rose_backend.server.generation import Generation
-from rose_backend.server.metrics import ServerMetrics
 from rose_backend.server.serve import bind
-from rose_backend.server.service import RequestRecord, Service
+from rose_backend.server.service import RequestRecord, ServerMetrics, Service
 from rose_backend.server.settings import ServerSettings
 from tests.server import live_server
 from tests.server.live_server import LONG, LiveServer, read_metric, running_server, wait_until

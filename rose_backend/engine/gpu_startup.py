@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -21,11 +21,10 @@ from rose_backend.compile_ahead.pool import AheadCompilation, CompiledKernel, Co
 from rose_backend.compile_ahead.recorded_launches import KernelSource, record_launches
 from rose_backend.config import EngineConfig, check_int
 from rose_backend.engine.decode_runner import launched_widths
-from rose_backend.engine.model_runner import ModelRunner
+from rose_backend.engine.kv_pool import allocate_kv_cache, choose_max_model_len
+from rose_backend.engine.model_runner import ModelRunner, captures_graphs
 from rose_backend.engine.progress import show_progress
 from rose_backend.engine.sequence_state import SequenceState
-from rose_backend.engine.startup.kv_pool import allocate_kv_cache, choose_max_model_len
-from rose_backend.engine.startup.report import captures_graphs
 from rose_backend.errors import ConfigError
 from rose_backend.kernels import block_clone
 from rose_backend.kernels.gpu_properties import GpuProperties, gpu_properties
@@ -198,11 +197,8 @@ def compile_starts(
         return sources
 
     starts = [CompleteStarts(gpu, *_key(directory, config)) for config in configs]
-    return AheadCompilation(starts, record, again=again, progress=_show_progress)
-
-
-def _show_progress(kernels: Iterable[CompiledKernel], total: int) -> Iterator[CompiledKernel]:
-    return show_progress("compiling kernels", kernels, total=total)
+    show = functools.partial(show_progress, "compiling kernels")
+    return AheadCompilation(starts, record, again=again, progress=show)
 
 
 def record_start(directory: Path, config: EngineConfig, gpu: GpuProperties) -> list[KernelSource]:

@@ -1,7 +1,7 @@
 """From options to an engine that is ready to serve: the model, its KV pool, its graphs, and the start-up report.
 
-All checks of options against model and machine are here. What only a GPU needs is in ``kernels.py``, which a start on a
-CPU does not import.
+All checks of options against model and machine are here. What only a GPU needs is in ``gpu_startup.py``, which is not
+imported on a CPU.
 """
 
 from __future__ import annotations
@@ -11,15 +11,23 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
-from rose_backend.config import EngineConfig
-from rose_backend.engine.generation_config import generation_eos_token_ids
-from rose_backend.engine.model_runner import ModelRunner
+from rose_backend.config import SWITCH_NAMES, EngineConfig, Switches
+from rose_backend.engine.input_processor import generation_eos_token_ids
+from rose_backend.engine.kv_pool import (
+    allocate_kv_cache,
+    choose_max_model_len,
+    choose_num_blocks,
+    gpu_reserve_bytes,
+)
+from rose_backend.engine.model_runner import ModelRunner, captures_graphs
 from rose_backend.engine.process_settings import (
     CpuThreads,
     check_num_threads,
@@ -27,13 +35,6 @@ from rose_backend.engine.process_settings import (
     take_imports,
 )
 from rose_backend.engine.progress import LoadingProgress
-from rose_backend.engine.startup.kv_pool import (
-    allocate_kv_cache,
-    choose_max_model_len,
-    choose_num_blocks,
-    gpu_reserve_bytes,
-)
-from rose_backend.engine.startup.report import MemoryUse, StartUpReport, feature_status
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import PendingTokenizer, TokenizerLoading
 from rose_backend.errors import ConfigError, RoseError, kind_and_text
@@ -48,8 +49,11 @@ from rose_backend.scheduling import default_token_budget
 if TYPE_CHECKING:
     from rose_backend.compile_ahead.pool import AheadCompilation, Compilations
 
+
 logger = logging.getLogger(__name__)
 
+_MIB = 1 << 20
+_KERNEL_PARTS = ("fused_kv_append", "fused_mlp", "fused_sampler", "fused_add_layernorm")
 _DEFAULT_RUN_AHEAD = {"cpu": 0, "cuda": 1}
 """On a CPU, steps run on the cores that schedule them, so running ahead hides nothing."""
 
@@ -62,24 +66,18 @@ class LoadedModel:
     """The options, with ``max_num_batched_tokens`` chosen where it was None."""
     model: CausalLM
     tokenizer: Tokenizer
-    vocab_size: int
     max_model_len: int
     """Prompt plus output, in tokens."""
     eos_token_ids: tuple[int, ...]
     num_blocks: int
     kv_cache: torch.Tensor  # [L, 2, NB, BS, HKV, D]
-    device: torch.device
     run_ahead: int
     """Steps that may be in flight after the one whose tokens are read."""
     cpu_threads: CpuThreads | None
     """Threads of a step's operations; None on other devices."""
-    feature_status: dict[str, str]
-    """Every switch, and whether its part is in effect."""
     weight_bytes: int
     packed_bytes: int
     """Further copies of weights, laid out for small batches."""
-    reserve_bytes: int
-    """Device memory kept free for steps and captured graphs; 0 on a CPU."""
     compilation: AheadCompilation | None
     """Kernels that other processes compile in the meantime; None if none do."""
     seconds: dict[str, float]
@@ -125,7 +123,12 @@ def _load(config: EngineConfig, is_online: bool, pending: PendingTokenizer) -> L
             on_progress=progress.update,
         )
     sizes = model.config
-    max_model_len = _check_max_model_len(config, sizes.max_position_embeddings)
+    max_model_len = choose_max_model_len(config, sizes.max_position_embeddings)
+    if not config.chunked_prefill and config.token_budget < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens: got {config.token_budget}, with chunked_prefill off at least "
+            f"max_model_len, which is {max_model_len}, is needed"
+        )
     weights_loaded = time.perf_counter()
     num_blocks = choose_num_blocks(config, sizes, max_model_len=max_model_len, device=device)
     kv_cache = allocate_kv_cache(num_blocks, config.block_size, sizes, device)
@@ -138,18 +141,14 @@ def _load(config: EngineConfig, is_online: bool, pending: PendingTokenizer) -> L
         config=config,
         model=model,
         tokenizer=tokenizer,
-        vocab_size=sizes.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(directory, sizes, tokenizer),
         num_blocks=num_blocks,
         kv_cache=kv_cache,
-        device=device,
         run_ahead=_DEFAULT_RUN_AHEAD[device.type] if config.run_ahead is None else config.run_ahead,
         cpu_threads=choose_cpu_threads(config, device, weight_bytes // sizes.dtype.itemsize),
-        feature_status=feature_status(config, device.type),
         weight_bytes=weight_bytes,
         packed_bytes=storage_bytes(model.weights) - weight_bytes,
-        reserve_bytes=0 if device.type == "cpu" else gpu_reserve_bytes(config, sizes),
         compilation=compilation,
         seconds={
             "kernel list": kernels_known - start,
@@ -165,7 +164,7 @@ def _start_compilation(
 ) -> AheadCompilation | None:
     """Let processes compile while this one reads weights."""
     try:
-        from rose_backend.engine.startup.kernels import compile_starts
+        from rose_backend.engine.gpu_startup import compile_starts
 
         return compile_starts(directory, [config], gpu_properties(device))
     except RoseError:
@@ -202,16 +201,6 @@ def _eos_token_ids(directory: Path, sizes: ModelConfig, tokenizer: Tokenizer) ->
     return tuple(each for each in named if 0 <= each < sizes.vocab_size)
 
 
-def _check_max_model_len(config: EngineConfig, window: int) -> int:
-    max_model_len = choose_max_model_len(config, window)
-    if not config.chunked_prefill and config.token_budget < max_model_len:
-        raise ConfigError(
-            f"max_num_batched_tokens: got {config.token_budget}, with chunked_prefill off at least "
-            f"max_model_len, which is {max_model_len}, is needed"
-        )
-    return max_model_len
-
-
 def storage_bytes(holder: Any, *, leave_out: tuple[type, ...] | type = ()) -> int:
     """Return the bytes of all tensors in dataclasses, mappings and sequences, each allocation counted once.
 
@@ -242,17 +231,17 @@ def storage_bytes(holder: Any, *, leave_out: tuple[type, ...] | type = ()) -> in
 def warm_up(runner: ModelRunner, loaded: LoadedModel) -> StartUpReport:
     """Make ``runner`` ready to serve, so that no step waits for a kernel to be compiled."""
     config, seconds = loaded.config, {**take_imports(), **loaded.seconds}
-    graph_bytes = {"decode graphs": 0, "prompt graphs": 0}
+    graph_bytes: dict[str, int] = {}
     kernels: Compilations | None = None
-    if loaded.device.type != "cpu":
+    if loaded.kv_cache.device.type != "cpu":
         kernels = _warm_up_gpu(runner, loaded, seconds, graph_bytes)
+    memory, total_memory = _memory_use(loaded, graph_bytes)
     report = StartUpReport(
-        memory=_memory_use(loaded, graph_bytes["decode graphs"], graph_bytes["prompt graphs"]),
+        config=config,
+        memory=memory,
+        total_memory=total_memory,
         num_blocks=loaded.num_blocks,
-        block_size=config.block_size,
         max_model_len=loaded.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.token_budget,
         cpu_threads=None if loaded.cpu_threads is None else str(loaded.cpu_threads),
         seconds=seconds,
         num_kernels=0 if kernels is None else len(kernels.names),
@@ -275,9 +264,9 @@ def _warm_up_gpu(
         What was compiled, or loaded from disk.
     """
     from rose_backend.compile_ahead.pool import watch_compilations
-    from rose_backend.engine.startup.kernels import launch_everything
+    from rose_backend.engine.gpu_startup import launch_everything
 
-    device, compilation = loaded.device, loaded.compilation
+    device, compilation = loaded.kv_cache.device, loaded.compilation
 
     @contextlib.contextmanager
     def part(name: str) -> Iterator[None]:
@@ -306,18 +295,131 @@ def _warm_up_gpu(
     return compilations
 
 
-def _memory_use(loaded: LoadedModel, decode_graphs: int, prompt_graphs: int) -> MemoryUse:
-    """Account for the device's memory, of which graphs took these bytes."""
-    known = MemoryUse(
-        weights=loaded.weight_bytes,
-        packed_copies=loaded.packed_bytes,
-        kv_pool=loaded.kv_cache.nbytes,
-        decode_graphs=decode_graphs,
-        prompt_graphs=prompt_graphs,
-    )
-    if loaded.device.type == "cpu":
-        return known
-    free, total = torch.cuda.mem_get_info(loaded.device)
-    workspace = min(max(loaded.reserve_bytes - decode_graphs - prompt_graphs, 0), free)
-    other = total - free - sum(num_bytes for _, num_bytes in known.parts())
-    return dataclasses.replace(known, workspace=workspace, other=other, free=free - workspace, total=total)
+def _memory_use(loaded: LoadedModel, graph_bytes: dict[str, int]) -> tuple[dict[str, int], int | None]:
+    """Return the bytes by what they are for, and the device's memory.
+
+    Args:
+        graph_bytes: what captured steps compute with; the graphs themselves are among CUDA's.
+    """
+    memory = {
+        "weights": loaded.weight_bytes,
+        "packed copies of weights": loaded.packed_bytes,
+        "KV pool": loaded.kv_cache.nbytes,
+    }
+    if loaded.kv_cache.device.type == "cpu":
+        return memory, None
+    memory["CUDA graphs of decode steps"] = graph_bytes.get("decode graphs", 0)
+    memory["CUDA graphs of prompt passes"] = graph_bytes.get("prompt graphs", 0)
+    free, total = torch.cuda.mem_get_info(loaded.kv_cache.device)
+    reserve = gpu_reserve_bytes(loaded.config, loaded.model.config)
+    known = sum(memory.values())
+    # Free memory reserved for what the largest steps need besides graphs.
+    captured = memory["CUDA graphs of decode steps"] + memory["CUDA graphs of prompt passes"]
+    memory["set aside for steps"] = workspace = min(max(reserve - captured, 0), free)
+    # Kernels and graphs, what rounding wastes.
+    memory["CUDA, libraries, other programs"] = total - free - known
+    memory["free"] = free - workspace
+    return memory, total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartUpReport:
+    """An engine's memory, limits, and the seconds its start took."""
+
+    config: EngineConfig
+    """The options, with a value for each that was left open."""
+    memory: dict[str, int]
+    """Bytes by what they are for. On a GPU all together are ``total_memory``."""
+    total_memory: int | None = None
+    """None on a CPU, where only weights and KV pool are known."""
+    num_blocks: int
+    """The null block included."""
+    max_model_len: int
+    cpu_threads: str | None = None
+    """How many a step's operations are split over, and why; None where they do not run on a CPU."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By part of the start, in order."""
+    num_kernels: int = 0
+    """Triton kernels that were compiled, or loaded from Triton's cache on disk."""
+    kernel_seconds: float = 0.0
+    """How long that took; part of ``seconds``."""
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that the KV pool holds."""
+        return (self.num_blocks - 1) * self.config.block_size
+
+    @property
+    def max_concurrency(self) -> float:
+        """Sequences of ``max_model_len`` that the KV pool holds at once."""
+        return (self.num_blocks - 1) / -(-self.max_model_len // self.config.block_size)
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yield name and value of everything, for people."""
+        for name, num_bytes in self.memory.items():
+            if num_bytes or name == "free":
+                yield name, f"{num_bytes / _MIB:,.0f} MiB"
+        if self.total_memory is not None:
+            yield "total", f"{self.total_memory / _MIB:,.0f} MiB"
+        yield (
+            "KV blocks",
+            f"{self.num_blocks:,} of {self.config.block_size} tokens: {self.num_kv_tokens:,} tokens",
+        )
+        limit = (
+            "all that may run" if self.max_concurrency >= self.config.max_num_seqs else "more wait for blocks"
+        )
+        yield "at full length", f"{self.max_concurrency:.1f} sequences of {self.max_model_len:,}; {limit}"
+        yield (
+            "a step at most",
+            f"{self.config.max_num_seqs:,} sequences, {self.config.token_budget:,} tokens",
+        )
+        if self.cpu_threads is not None:
+            yield "CPU threads", self.cpu_threads
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        yield "start-up", f"{sum(self.seconds.values()):.1f} s: {parts}"
+        if self.num_kernels:
+            yield "kernels", f"{self.num_kernels} compiled or loaded in {self.kernel_seconds:.1f} s of that"
+
+    def log(self) -> None:
+        """Log every line."""
+        for name, value in self.lines():
+            logger.info("%s: %s", name, value)
+
+
+def show_start_up(report: StartUpReport) -> None:
+    """Print the report as a table on stderr if that is a terminal; otherwise the log has it."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return
+    table = Table(show_header=False, title="start-up", title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in report.lines():
+        table.add_row(name, value)
+    console.print(table)
+
+
+def feature_status(config: Switches, device: str) -> dict[str, str]:
+    """Describe every switch.
+
+    Args:
+        config: the switches asked for.
+        device: "cpu" or "cuda".
+
+    Returns:
+        Switch name to "on", "off", "on (...)" with what it runs on, or "not in force (...)" with the reason.
+    """
+    return {name: _describe(name, config, device) for name in SWITCH_NAMES}
+
+
+def _describe(name: str, config: Switches, device: str) -> str:
+    if not getattr(config, name):
+        return "off"
+    if name == "cuda_graph" and not captures_graphs(config, device):
+        reason = "fused_sampler is off" if device == "cuda" else f"device is {device}"
+        return f"not in force ({reason})"
+    if name == "token_granular_hits" and not config.prefix_cache:
+        return "not in force (prefix_cache is off)"
+    if name in _KERNEL_PARTS:
+        return "on (Triton kernels)" if device == "cuda" else "on (PyTorch operations)"
+    return "on"
