@@ -38,7 +38,7 @@ VLLM_SIGNATURES = {
     "vllm_plugin/attention/backend.py RoseAttentionImpl.forward": 11,
     "vllm_plugin/kv_cache/manager.py RoseKVCacheManager.__init__": 11,
     "vllm_plugin/kv_cache/manager.py RoseKVCacheManager.allocate_slots": 11,
-    "vllm_plugin/sampler/sampler_v2.py ReplayedSampling.__call__": 9,
+    "vllm_plugin/sampler.py ReplayedSampling.__call__": 9,
 }
 
 # Who calls public names that occur nowhere else in the package -> those names.

@@ -45,13 +45,13 @@ LEDGER: dict[str, Patch] = {
         reason="with ROSE selected: read the rose options, refuse unsupported features before anything is loaded, "
         "choose Rose's scheduler and model classes. Plugins get no call with the configuration.",
         remove_when="vLLM offers general plugins a hook on the finished configuration",
-        build=f"{_PLUGIN}.hooks.config_hook:wrap_post_init",
+        build=f"{_PLUGIN}.config_hook:wrap_post_init",
     ),
     "cpu_backend_choice": Patch(
         target="vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls",
         reason="the CPU platform returns CPU_ATTN whatever backend was selected",
         remove_when="CpuPlatform honours a selected out-of-tree backend as CudaPlatform does",
-        build=f"{_PLUGIN}.hooks.config_hook:wrap_get_attn_backend_cls",
+        build=f"{_PLUGIN}.config_hook:wrap_get_attn_backend_cls",
     ),
     "block_manager_class": Patch(
         target="vllm.v1.core.sched.scheduler:KVCacheManager",
@@ -89,7 +89,7 @@ LEDGER: dict[str, Patch] = {
         target="vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.__init__",
         reason="model runner V1 builds its sampler directly; with ROSE selected its forward becomes Rose's, or counts",
         remove_when="the sampler can be chosen by configuration or registered",
-        build=f"{_PLUGIN}.sampler.sampler_v1:wrap_sampler_v1_init",
+        build=f"{_PLUGIN}.sampler:wrap_sampler_v1_init",
     ),
     "sampler_v2": Patch(
         target="vllm.v1.worker.gpu.sample.sampler:Sampler.__init__",
@@ -97,7 +97,7 @@ LEDGER: dict[str, Patch] = {
         "steps that only filter and sample are replayed from CUDA graphs, drafts are counted, and it copies sampling "
         "parameters to the device only when there are new ones",
         remove_when="custom_sampler is offered for every model, not only through the model class",
-        build=f"{_PLUGIN}.sampler.sampler_v2:wrap_sampler_v2_init",
+        build=f"{_PLUGIN}.sampler:wrap_sampler_v2_init",
     ),
     "mamba2_state_spec": Patch(
         target="vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2.get_kv_cache_spec",
@@ -145,20 +145,20 @@ LEDGER: dict[str, Patch] = {
         reason="what surrounds vLLM's decode graphs is captured right after them, in their memory pool, whose size is "
         "estimated from graphs of all sizes",
         remove_when="vLLM captures whole decode steps",
-        build=f"{_PLUGIN}.step_graph.runner_hooks:wrap_capture_model",
+        build=f"{_PLUGIN}.step_graph:wrap_capture_model",
     ),
     "step_graph_execution": Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
         reason="steps that only decode are replayed whole instead of launched one operation at a time",
         remove_when="vLLM replays whole decode steps",
-        build=f"{_PLUGIN}.step_graph.runner_hooks:wrap_execute_model",
+        build=f"{_PLUGIN}.step_graph:wrap_execute_model",
     ),
     "step_graph_sampling": Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
         reason="a step that was replayed whole has its tokens already; in other decode steps the product with the head "
         "gets as many rows as in a replay, so that both round alike",
         remove_when="vLLM replays whole decode steps",
-        build=f"{_PLUGIN}.step_graph.runner_hooks:wrap_sample_tokens",
+        build=f"{_PLUGIN}.step_graph:wrap_sample_tokens",
     ),
     "merged_outputs": Patch(
         target="vllm.v1.engine.core_client:AsyncMPClient.get_output_async",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _ROOM = "rose_backend.vllm_plugin"
 LAUNCHERS = (
-    f"{_ROOM}.sampler.draw_graphs:launch_draws",
+    f"{_ROOM}.sampler:launch_draws",
     f"{_ROOM}.models.recorded_model:launch_model",
 )
 """``module:function``; each launches what an engine may launch, given its configuration and an attention layer."""

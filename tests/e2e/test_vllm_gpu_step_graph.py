@@ -20,7 +20,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from rose_backend.kernels.attention import split_context as longest_first
 from rose_backend.kernels.tuning import attention
 from rose_backend.vllm_plugin.plugin_logger import STEPS
-from rose_backend.vllm_plugin.step_graph.steady_steps import SteadySteps
+from rose_backend.vllm_plugin.step_graph import SteadySteps
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.e2e.test_vllm_features import inputs_of, scheduler_of
 from tests.e2e.test_vllm_gpu_features import needs_two_gpus

@@ -81,7 +81,7 @@ def test_all_at_once_then_from_the_cache_then_alone(
         from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl
         from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
         from rose_backend.vllm_plugin.models.gpt2 import RoseGPT2LMHeadModel
-        from rose_backend.vllm_plugin.sampler.sampler_v1 import RoseTopKTopP
+        from rose_backend.vllm_plugin.sampler import RoseTopKTopP
 
         scheduler, runner = scheduler_of(llm), runner_of(llm)
         assert type(scheduler.kv_cache_manager) is RoseKVCacheManager
@@ -169,7 +169,7 @@ def test_every_switch_leaves_the_tokens_as_they_are(
 ) -> None:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-    from rose_backend.vllm_plugin.sampler.sampler_v1 import RoseTopKTopP
+    from rose_backend.vllm_plugin.sampler import RoseTopKTopP
 
     # One prompt of each length, twice: equal prompts in one step meet vLLM's early publishing.
     chosen = list({len(prompt): index for index, prompt in enumerate(prompts)}.values()) * 2

@@ -51,7 +51,7 @@ def rose_log(make_config: MakeConfig) -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    from rose_backend.vllm_plugin.hooks.config_hook import _log_once
+    from rose_backend.vllm_plugin.config_hook import _log_once
 
     # The same line is logged once per process; each test wants to see its own.
     _log_once.cache_clear()
@@ -67,6 +67,5 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Any:
     from rose_backend.vllm_plugin.plugin_logger import sample_counts
 
     fresh = sample_counts()
-    for module in ("sampler_v1", "sampler_v2"):
-        monkeypatch.setattr(f"rose_backend.vllm_plugin.sampler.{module}.SAMPLES", fresh)
+    monkeypatch.setattr("rose_backend.vllm_plugin.sampler.SAMPLES", fresh)
     return fresh

@@ -18,9 +18,7 @@ from vllm.platforms import current_platform
 from rose_backend.block_manager import GroupKind
 from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin import options
-from rose_backend.vllm_plugin.hooks.config_hook import keep_compiled_kernels
-from rose_backend.vllm_plugin.hooks.refusals import KV_CONNECTORS
-from rose_backend.vllm_plugin.hooks.start_up_log import describe_parts
+from rose_backend.vllm_plugin.config_hook import keep_compiled_kernels
 from rose_backend.vllm_plugin.kv_cache.groups import RoseGroups, check_pool_size
 from rose_backend.vllm_plugin.models.model_choice import ModelChoice
 from rose_backend.vllm_plugin.options import (
@@ -33,6 +31,8 @@ from rose_backend.vllm_plugin.options import (
     is_rose_selected,
     rose_options,
 )
+from rose_backend.vllm_plugin.refusals import KV_CONNECTORS
+from rose_backend.vllm_plugin.start_up_log import describe_parts
 from tests.vllm_plugin.conftest import MakeConfig
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
@@ -71,7 +71,7 @@ def test_finishing_the_configuration_again_changes_nothing(
 
 
 def test_asynchronous_scheduling_keeps_an_asynchronous_scheduler(make_config: MakeConfig) -> None:
-    from rose_backend.vllm_plugin.hooks.config_hook import _choose_scheduler
+    from rose_backend.vllm_plugin.config_hook import _choose_scheduler
 
     config = make_config()
     config.scheduler_config.async_scheduling = True
@@ -174,7 +174,7 @@ def test_the_rust_front_end_is_named_where_it_answers_for_this_server(
     is_idle: bool,
 ) -> None:
     applied: list[str] = []
-    monkeypatch.setattr("rose_backend.vllm_plugin.hooks.config_hook.apply_patch", applied.append)
+    monkeypatch.setattr("rose_backend.vllm_plugin.config_hook.apply_patch", applied.append)
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", use_rust)
     make_config(_api_process_rank=rank)
     (line,) = rose_log
@@ -386,7 +386,7 @@ def test_what_the_block_manager_does_not_serve_is_refused_by_name(
 def test_model_kinds_are_refused_by_name(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, attribute: str, feature: str
 ) -> None:
-    from rose_backend.vllm_plugin.hooks.refusals import check_supported
+    from rose_backend.vllm_plugin.refusals import check_supported
 
     config = make_config()
     monkeypatch.setattr(type(config.model_config), attribute, property(lambda self: True))
@@ -451,7 +451,7 @@ def test_windows_of_a_drafter_are_windows(make_config: MakeConfig, tiny_model_pa
 def test_events_of_hashes_that_read_ahead_are_refused(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
-    from rose_backend.vllm_plugin.hooks.refusals import check_supported
+    from rose_backend.vllm_plugin.refusals import check_supported
 
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     with_events, without = make_config(kv_events_config=events, **rose()), make_config(**rose())
@@ -472,7 +472,7 @@ def test_events_of_hashes_that_read_ahead_are_refused(
 def test_models_that_attention_does_not_serve_are_refused_without_a_way_round(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, attribute: str, feature: str
 ) -> None:
-    from rose_backend.vllm_plugin.hooks.refusals import check_supported
+    from rose_backend.vllm_plugin.refusals import check_supported
 
     config = make_config(**rose(block_manager=False))
     monkeypatch.setattr(type(config.model_config), attribute, property(lambda self: True), raising=False)
@@ -490,7 +490,7 @@ def test_models_that_attention_does_not_serve_are_refused_without_a_way_round(
 def test_context_parallelism_is_refused_by_name(
     make_config: MakeConfig, attribute: str, feature: str
 ) -> None:
-    from rose_backend.vllm_plugin.hooks.refusals import check_supported
+    from rose_backend.vllm_plugin.refusals import check_supported
 
     config = make_config()
     setattr(config.parallel_config, attribute, 2)

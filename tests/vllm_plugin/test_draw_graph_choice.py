@@ -10,9 +10,13 @@ import pytest
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
-from rose_backend.vllm_plugin.sampler import sampler_v2
-from rose_backend.vllm_plugin.sampler.draw_graphs import MAX_LOGITS_BYTES, captures_draws, draw_graph_sizes
-from rose_backend.vllm_plugin.sampler.sampler_v2 import ReplayedSampling
+from rose_backend.vllm_plugin import sampler as rose_sampler
+from rose_backend.vllm_plugin.sampler import (
+    MAX_LOGITS_BYTES,
+    ReplayedSampling,
+    captures_draws,
+    draw_graph_sizes,
+)
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.test_sampler import NGRAM
 
@@ -73,12 +77,12 @@ def test_samplers_replay_where_rose_may_draw_for_everybody(
             _sample_random=None,
         )
         made = options.pop("made", {})
-        wrap_init = sampler_v2.wrap_sampler_v2_init(lambda self, vllm_config, **kwargs: None)
+        wrap_init = rose_sampler.wrap_sampler_v2_init(lambda self, vllm_config, **kwargs: None)
         wrap_init(sampler, make_config(**options), **made)
         return sampler
 
-    monkeypatch.setattr(sampler_v2, "DrawGraphs", Graphs)
-    monkeypatch.setattr(sampler_v2, "captures_draws", lambda config: True)
+    monkeypatch.setattr(rose_sampler, "DrawGraphs", Graphs)
+    monkeypatch.setattr(rose_sampler, "captures_draws", lambda config: True)
     sampler = sampler_of()
     assert isinstance(sampler.sample, ReplayedSampling) and captured == [sampler.sampling_states]
     assert sampler.sample.graphs.is_captured
@@ -91,6 +95,6 @@ def test_samplers_replay_where_rose_may_draw_for_everybody(
         ("captures_draws", False),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(sampler_v2, name, lambda config, answer=answer: answer)
+            patch.setattr(rose_sampler, name, lambda config, answer=answer: answer)
             assert sampler_of().sample is None, name
     assert len(captured) == 1

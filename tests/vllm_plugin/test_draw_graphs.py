@@ -14,10 +14,8 @@ from vllm.v1.worker.gpu.sample import gumbel, min_p, states
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from rose_backend.vllm_plugin.plugin_logger import Counts
-from rose_backend.vllm_plugin.sampler.draw_graphs import (
+from rose_backend.vllm_plugin.sampler import (
     DrawGraphs,
-)
-from rose_backend.vllm_plugin.sampler.sampler_v2 import (
     ReplayedSampling,
     RoseDraws,
     copy_parameters_when_they_change,

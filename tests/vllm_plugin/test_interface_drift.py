@@ -57,9 +57,7 @@ from rose_backend.vllm_plugin.kv_cache.blocks import RoseBlocks
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.models import decoder
 from rose_backend.vllm_plugin.models.decoder import RoseLinearMethod
-from rose_backend.vllm_plugin.sampler.draw_graphs import PARAMETERS
-from rose_backend.vllm_plugin.sampler.sampler_v1 import RoseTopKTopP
-from rose_backend.vllm_plugin.sampler.sampler_v2 import ReplayedSampling, RoseDraws
+from rose_backend.vllm_plugin.sampler import PARAMETERS, ReplayedSampling, RoseDraws, RoseTopKTopP
 from rose_backend.vllm_plugin.scheduler.merged_outputs import has_tokens_only
 
 NOT_CALLED_ON_BLOCKS = {

@@ -20,10 +20,10 @@ from rose_backend.vllm_plugin.attention.mixed_graphs import (
     graph_sizes,
     leaves_graphs_to_vllm,
 )
-from rose_backend.vllm_plugin.hooks.start_up_log import describe_parts
 from rose_backend.vllm_plugin.models.model_choice import ModelChoice
 from rose_backend.vllm_plugin.options import rose_options
 from rose_backend.vllm_plugin.patch_ledger import apply_patch, is_applied
+from rose_backend.vllm_plugin.start_up_log import describe_parts
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.test_attention_backend import (
     BLOCK_SIZE,
@@ -186,7 +186,7 @@ def test_what_the_user_says_of_graphs_stays(
 ) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(
-        "rose_backend.vllm_plugin.hooks.config_hook.choose_mixed_graphs", lambda config: asked.append(True)
+        "rose_backend.vllm_plugin.config_hook.choose_mixed_graphs", lambda config: asked.append(True)
     )
     make_config()
     assert asked

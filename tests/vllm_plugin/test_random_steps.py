@@ -26,7 +26,7 @@ from rose_backend.vllm_plugin.models.recorded_model import (
     projections,
     recorded_step,
 )
-from rose_backend.vllm_plugin.sampler.sampler_v1 import draw, why_vllm_draws
+from rose_backend.vllm_plugin.sampler import draw, why_vllm_draws
 from tests.support.llama_checkpoints import write_checkpoint
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.test_pending_kernels import N_GRAMS, on_a_gpu

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from rose_backend.vllm_plugin.plugin_logger import Counts, sample_counts
-from rose_backend.vllm_plugin.sampler.sampler_v1 import RequestDraws, RoseTopKTopP
+from rose_backend.vllm_plugin.sampler import RequestDraws, RoseTopKTopP
 from tests.vllm_plugin.conftest import MakeConfig
 
 VOCAB_SIZE = 300

@@ -19,7 +19,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec
-from rose_backend.vllm_plugin.step_graph.steady_choice import (
+from rose_backend.vllm_plugin.step_graph import (
     NUM_LOGITS_PROCESSORS,
     why_engine_is_not_steady,
 )

@@ -18,10 +18,14 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 from rose_backend.errors import IntegrityError
 from rose_backend.kernels.decode_step.ops import write_block_ids
+from rose_backend.vllm_plugin import step_graph
 from rose_backend.vllm_plugin.plugin_logger import STEPS
-from rose_backend.vllm_plugin.step_graph import runner_hooks, steady_steps
-from rose_backend.vllm_plugin.step_graph.steady_choice import FIELDS_OF_PROMPTS, why_step_is_not_steady
-from rose_backend.vllm_plugin.step_graph.steady_steps import NUM_BUFFERS, SteadySteps
+from rose_backend.vllm_plugin.step_graph import (
+    FIELDS_OF_PROMPTS,
+    NUM_BUFFERS,
+    SteadySteps,
+    why_step_is_not_steady,
+)
 
 MAX_REQS, MAX_LEN, VOCAB_SIZE, BLOCK_SIZE, WIDTH = 8, 64, 31, 4, 16
 SIZES = (1, 2, 4, 8)
@@ -434,7 +438,7 @@ def test_new_blocks_of_all_groups_are_written_at_once(monkeypatch: pytest.Monkey
         written.append(writes.shape[1])
         write_block_ids(writes, groups)
 
-    monkeypatch.setattr(steady_steps, "write_block_ids", write)
+    monkeypatch.setattr(step_graph, "write_block_ids", write)
     for _ in range(3):
         requests.add(8)
     counts = []
@@ -468,8 +472,6 @@ def test_a_row_without_room_is_an_error(group: int) -> None:
 @pytest.mark.parametrize("name", FIELDS_OF_PROMPTS)
 def test_a_step_with_anything_else_is_vllms(name: str) -> None:
     output = make_output(["a"], [5])
-    if not hasattr(output, name):
-        pytest.skip(f"this vLLM has no {name}")
     assert why_step_is_not_steady(output) is None
     setattr(output, name, [1])
     assert why_step_is_not_steady(output) is not None
@@ -477,17 +479,23 @@ def test_a_step_with_anything_else_is_vllms(name: str) -> None:
 
 def test_every_field_of_a_step_is_known() -> None:
     """A field that a new vLLM adds may ask for something that a replay does not do."""
-    looked_at = {
-        "scheduled_cached_reqs",
-        "num_scheduled_tokens",
-        "total_num_scheduled_tokens",
-        "finished_req_ids",
-        "preempted_req_ids",
+    known = {
+        *(
+            "scheduled_new_reqs",
+            "scheduled_cached_reqs",
+            "num_scheduled_tokens",
+            "total_num_scheduled_tokens",
+        ),
+        *("finished_req_ids", "preempted_req_ids", "scheduled_spec_decode_tokens", "num_invalid_spec_tokens"),
+        *("num_spec_tokens_to_schedule", "scheduled_encoder_inputs", "scheduled_encoder_input_stats"),
+        *("free_encoder_mm_hashes", "ec_connector_metadata", "ec_manager_metadata"),
+        *("has_structured_output_requests", "pending_structured_output_tokens"),
+        *("kv_connector_metadata", "kv_connector_block_state", "has_sync_kv_loads"),
+        *("aux_output_connector_metadata", "new_block_ids_to_zero", "kv_cache_block_copies"),
+        "num_common_prefix_blocks",
     }
-    unused = {"scheduled_encoder_input_stats", "kv_connector_block_state", "num_common_prefix_blocks"}
-    names = {each.name for each in dataclasses.fields(SchedulerOutput)}
     of_later_versions = {"encoder_input_updates", "skip_drafts"}
-    assert names | of_later_versions == looked_at | unused | set(FIELDS_OF_PROMPTS)
+    assert {each.name for each in dataclasses.fields(SchedulerOutput)} - of_later_versions == known
     assert {each.name for each in dataclasses.fields(CachedRequestData)} == {
         "req_ids",
         "resumed_req_ids",
@@ -567,10 +575,8 @@ class HookedRunner:
         self.cudagraph_manager = SimpleNamespace(_capture_descs={})
         self.vllm_config = SimpleNamespace(additional_config={"rose": options})
         self.streams: list[Any] = []
-        monkeypatch.setattr(
-            runner_hooks, "SteadySteps", lambda _: SimpleNamespace(capture=self.streams.append)
-        )
-        monkeypatch.setattr(runner_hooks, "_room_for_logits", self.note_stream)
+        monkeypatch.setattr(step_graph, "SteadySteps", lambda _: SimpleNamespace(capture=self.streams.append))
+        monkeypatch.setattr(step_graph, "_room_for_logits", self.note_stream)
 
     @contextmanager
     def note_stream(self, _: Any, streams: list[Any]) -> Iterator[None]:
@@ -585,7 +591,7 @@ class HookedRunner:
         return call
 
     def capture(self, **options: Any) -> int:
-        hooked = runner_hooks.wrap_capture_model(self.method("capture", 7))
+        hooked = step_graph.wrap_capture_model(self.method("capture", 7))
         return int(hooked(self, **options))
 
 
@@ -594,7 +600,7 @@ class HookedRunner:
 def test_graphs_are_captured_behind_vllms(
     runner: Runner, monkeypatch: pytest.MonkeyPatch, reason: str | None, is_on: bool
 ) -> None:
-    monkeypatch.setattr(runner_hooks, "why_engine_is_not_steady", lambda _: reason)
+    monkeypatch.setattr(step_graph, "why_engine_is_not_steady", lambda _: reason)
     hooked = HookedRunner(runner, monkeypatch, step_graph=is_on)
     is_steady = is_on and reason is None
     assert hooked.capture(profile_only=True) == 7
@@ -630,11 +636,11 @@ def test_logits_are_allocated_on_vllms_stream_before_its_first_graph(
         def _capture_stream(self, desc: Desc) -> str:
             return "vLLM's stream"
 
-    monkeypatch.setattr(runner_hooks, "CapturedGraphs", {int: Graphs})
+    monkeypatch.setattr(step_graph, "CapturedGraphs", {int: Graphs})
     monkeypatch.setattr(cudagraph_pool, "set_graph_pool_id", lambda _: None)
     captures, manager, streams = Captures(), Streams(), []
     captures.cudagraph_manager = manager
-    with runner_hooks._room_for_logits(captures, streams):
+    with step_graph._room_for_logits(captures, streams):
         for desc in manager._capture_descs[CUDAGraphMode.FULL]:
             # The stream is asked for as an argument of the graph's capture.
             events.append((desc.num_tokens, manager._capture_stream(desc)))
@@ -652,7 +658,7 @@ def test_the_memory_of_graphs_is_estimated_from_graphs_of_all_sizes(
     from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
 
     mib, sizes = 1 << 20, list(range(num_graphs, 0, -1))
-    monkeypatch.setattr(runner_hooks, "why_engine_is_not_steady", lambda _: "LoRA")
+    monkeypatch.setattr(step_graph, "why_engine_is_not_steady", lambda _: "LoRA")
     hooked = HookedRunner(runner, monkeypatch)
     manager = hooked.cudagraph_manager
     manager._capture_descs, manager._capture_mem_samples = {CUDAGraphMode.FULL: sizes}, []
@@ -667,13 +673,13 @@ def test_the_memory_of_graphs_is_estimated_from_graphs_of_all_sizes(
         manager._capture_mem_samples.extend(map(memory_of, captured))
         return sum(map(memory_of, captured))
 
-    measured = runner_hooks.wrap_capture_model(capture)(hooked, profile_only=True)
+    measured = step_graph.wrap_capture_model(capture)(hooked, profile_only=True)
     assert manager._capture_descs[CUDAGraphMode.FULL] == sizes
     samples = manager._capture_mem_samples
-    if num_graphs <= runner_hooks.PROFILED_GRAPHS:
+    if num_graphs <= step_graph.PROFILED_GRAPHS:
         assert captured == sizes[:2] and samples == [*map(memory_of, captured)]
         return
-    assert len(set(captured)) == runner_hooks.PROFILED_GRAPHS and captured == sorted(captured, reverse=True)
+    assert len(set(captured)) == step_graph.PROFILED_GRAPHS and captured == sorted(captured, reverse=True)
     assert captured[:3] == sizes[:3] and captured[-1] == 1
     assert max(np.diff(captured[2:])) < 0 and np.ptp(np.diff(captured[2:])) <= 1 + (num_graphs > 20)
     # As vLLM computes it. No graph gives back what others need.
@@ -690,8 +696,8 @@ def test_other_calls_of_a_step_are_vllms(runner: Runner, monkeypatch: pytest.Mon
         take_output=lambda: outputs.pop() if outputs else None,
         note_vllm_step=lambda: launched.append("noted"),
     )
-    execute = runner_hooks.wrap_execute_model(hooked.method("execute", "vLLM's"))
-    sample = runner_hooks.wrap_sample_tokens(hooked.method("sample", "vLLM's"))
+    execute = step_graph.wrap_execute_model(hooked.method("execute", "vLLM's"))
+    sample = step_graph.wrap_sample_tokens(hooked.method("sample", "vLLM's"))
     # Before graphs are captured, while vLLM profiles.
     assert execute(hooked, "steady") == sample(hooked, None) == "vLLM's"
     hooked.cudagraph_manager.rose_steady_steps = steps

@@ -14,13 +14,13 @@ from vllm.config.offload import PrefetchOffloadConfig, UVAOffloadConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from rose_backend.errors import ConfigError
-from rose_backend.vllm_plugin.hooks.refusals import check_supported
 from rose_backend.vllm_plugin.options import (
     HAND_BACK_OPTION,
     check_retention_interval,
     rose_options,
     uses_rose_manager,
 )
+from rose_backend.vllm_plugin.refusals import check_supported
 from rose_backend.vllm_plugin.registration import installed_vllm_version
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.vllm_engine_arguments import ENGINE_ARGUMENTS

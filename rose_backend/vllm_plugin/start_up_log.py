@@ -22,7 +22,7 @@ from rose_backend.vllm_plugin.options import (
     why_steps_are_not_replayed,
 )
 from rose_backend.vllm_plugin.patch_ledger import is_applied
-from rose_backend.vllm_plugin.sampler.sampler_v1 import is_sampler_chosen, is_watermarked, why_vllm_draws
+from rose_backend.vllm_plugin.sampler import is_sampler_chosen, is_watermarked, why_vllm_draws
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

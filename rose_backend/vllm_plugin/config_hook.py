@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin.attention.mixed_graphs import choose_mixed_graphs, leaves_graphs_to_vllm
-from rose_backend.vllm_plugin.hooks.refusals import check_supported
-from rose_backend.vllm_plugin.hooks.start_up_log import describe_parts
 from rose_backend.vllm_plugin.models.model_choice import choose_model_class, forget_compilation_mode
 from rose_backend.vllm_plugin.options import (
     ASYNC_SCHEDULER_CLASS,
@@ -26,7 +24,9 @@ from rose_backend.vllm_plugin.options import (
 )
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
 from rose_backend.vllm_plugin.plugin_logger import logger
+from rose_backend.vllm_plugin.refusals import check_supported
 from rose_backend.vllm_plugin.registration import is_rose
+from rose_backend.vllm_plugin.start_up_log import describe_parts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

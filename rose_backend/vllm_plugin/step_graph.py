@@ -3,17 +3,34 @@
 The prologue makes the inputs from the requests' state, the epilogue computes logits, samples and moves that state on.
 So the CPU only hands over what changed and replays. All state is vLLM's, and complete after every step: steps of both
 kinds may alternate.
+
+First comes which engines, steps and batches are replayed whole (equal on all ranks of a tensor parallel group), then
+the steps, then where they enter model runner V2: capture, execution and sampling of a step.
 """
 
 from __future__ import annotations
 
+import functools
+import statistics
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.compilation import cudagraph_pool
+from vllm.config import CUDAGraphMode
+from vllm.distributed.parallel_state import graph_capture
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
+from vllm.v1.worker.gpu.ec_connector import NO_OP_EC_CONNECTOR
+from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from rose_backend.errors import IntegrityError
 from rose_backend.kernels.arguments import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState
@@ -24,11 +41,119 @@ from rose_backend.kernels.decode_step.ops import (
     end_steady_decode,
     write_block_ids,
 )
+from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder
+from rose_backend.vllm_plugin.options import first_reason, rose_options
 from rose_backend.vllm_plugin.plugin_logger import SAMPLES, STEPS, logger
-from rose_backend.vllm_plugin.step_graph.steady_choice import SteadyBatches, why_step_is_not_steady
+from rose_backend.vllm_plugin.sampler import ReplayedSampling
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+    from numpy.typing import NDArray
+    from vllm.v1.core.sched.output import CachedRequestData
+
+NUM_LOGITS_PROCESSORS = 3
+"""vLLM's own: bias, penalties, bad words."""
+
+_FIELDS_OF_STEADY_STEPS = (
+    *("scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens"),
+    *("finished_req_ids", "preempted_req_ids"),
+    # Not read by workers.
+    *("scheduled_encoder_input_stats", "kv_connector_block_state", "num_common_prefix_blocks"),
+)
+FIELDS_OF_PROMPTS = tuple(
+    each.name for each in fields(SchedulerOutput) if each.name not in _FIELDS_OF_STEADY_STEPS
+)
+"""Fields of a scheduler output that are empty, None or false in a steady step: all others that this vLLM has."""
+
+_REASONS = {
+    "scheduled_new_reqs": "prompts",
+    "has_structured_output_requests": "structured output",
+    "pending_structured_output_tokens": "structured output",
+    "kv_cache_block_copies": "prompts",
+}
+
+
+def why_engine_is_not_steady(runner: Any) -> str | None:
+    """Return what in this engine a steady step leaves out; None if nothing.
+
+    Args:
+        runner: vLLM's ``GPUModelRunner`` (V2), its attention initialized.
+    """
+    state, sampler, manager = runner.model_state, runner.sampler, runner.cudagraph_manager
+    config = runner.vllm_config
+    reasons = {
+        "drafts": runner.speculative_config is not None or runner.use_aux_hidden_state_outputs,
+        "LoRA": runner.lora_config is not None,
+        "pipeline parallelism": runner.use_pp,
+        "context parallelism": runner.use_dcp or runner.pcp_manager is not None,
+        "engines in step with others": runner.dp_size > 1,
+        "microbatches": runner.ubatch_runner is not None,
+        "pooling": runner.is_pooling_model,
+        "multimodal inputs": runner.uses_inputs_embeds or runner.encoder_cache is not None,
+        "a KV connector": runner.kv_connector is not NO_OP_KV_CONNECTOR,
+        "an encoder cache connector": runner.ec_connector is not NO_OP_EC_CONNECTOR,
+        "outputs for a connector": runner.aux_output_connector is not None,
+        "expert load balancing": config.parallel_config.enable_eplb or runner.check_ep_fault,
+        "KV sharing in prefill": runner.fast_prefill is not None,
+        "sharded sampling": runner.batch_sharder is not None,
+        "graph metrics": config.observability_config.cudagraph_metrics,
+        "layers with a state": any(
+            isinstance(group.kv_cache_spec, MambaSpec) for groups in runner.attn_groups for group in groups
+        ),
+        "a model with its own state": type(state) is not DefaultModelState
+        or state.rope_state is not None
+        or state.prompt_embeds_state is not None
+        or state.num_new_sampled_tokens_per_step != 1,
+        "a model without lm_head": not hasattr(runner.model, "lm_head"),
+        "another sampler": type(sampler) is not Sampler,
+        "no full graphs of decodes": manager is None or not manager._capture_descs.get(CUDAGraphMode.FULL),
+    }
+    return (
+        first_reason(reasons) or _why_sampler_is_not_steady(sampler) or _why_attention_is_not_steady(runner)
+    )
+
+
+def _why_sampler_is_not_steady(sampler: Any) -> str | None:
+    reasons = {
+        "custom logits processors": len(sampler.logits_processors) != NUM_LOGITS_PROCESSORS,
+        "replayed traces": sampler.trace_replay_state is not None,
+        "sampling masks": sampler.return_sampling_mask,
+        "VLLM_COMPUTE_NANS_IN_LOGITS": sampler.compute_nans,
+    }
+    return first_reason(reasons)
+
+
+def _why_attention_is_not_steady(runner: Any) -> str | None:
+    groups = [group for of_kv_cache_group in runner.attn_groups for group in of_kv_cache_group]
+    reasons = {
+        # Each KV cache group has block tables, and layers that read them.
+        "KV cache groups without attention": not all(runner.attn_groups)
+        or not len(runner.attn_groups) == runner.block_tables.num_kv_cache_groups > 0,
+        "another attention backend": any(
+            type(each) is not RoseAttentionMetadataBuilder
+            for group in groups
+            for each in group.metadata_builders
+        ),
+        "blocks split for a kernel": any(group.kernel_block_size is not None for group in groups),
+        "writes to the null block": runner.block_tables.redirect_writes_to_null_block,
+    }
+    return first_reason(reasons)
+
+
+def why_step_is_not_steady(output: SchedulerOutput) -> str | None:
+    """Return what a step has besides one token for each of some running requests; None if nothing."""
+    for name in FIELDS_OF_PROMPTS:
+        if getattr(output, name):
+            return _REASONS.get(name, name)
+    cached = output.scheduled_cached_reqs
+    if cached.resumed_req_ids:
+        return "prompts"
+    if not output.total_num_scheduled_tokens:
+        return "no tokens"
+    num_requests = len(output.num_scheduled_tokens)
+    if not num_requests == output.total_num_scheduled_tokens == len(cached.req_ids):
+        return "prompts"
+    return None
+
 
 NUM_BUFFERS = 8
 """Steps whose tokens are kept at once. vLLM reads a step's tokens before it schedules the second step after it, with
@@ -129,7 +254,7 @@ class ArmedBatch:
     desc: Any
     """vLLM's ``BatchExecutionDescriptor``."""
     slots: dict[str, int]
-    index_of: dict[str, int] = field(default_factory=dict)
+    index_of: dict[str, int]
 
 
 class SteadySteps:
@@ -142,7 +267,12 @@ class SteadySteps:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._manager = runner.cudagraph_manager
-        self._batches = SteadyBatches(runner)
+        sampler = runner.sampler
+        self._sampler = sampler
+        self._prefill_lens = runner.req_states.prefill_len.np
+        self._temperatures = sampler.sampling_states.temperature.np
+        # Rose's, where draws are replayed.
+        self._replayed = sampler.sample if isinstance(sampler.sample, ReplayedSampling) else None
         self._desc_of = _decode_graphs(self._manager, runner.max_num_reqs)
         self._sizes = sorted({desc.num_tokens for desc in self._desc_of.values()}, reverse=True)
         most = max(self._sizes, default=0)
@@ -166,9 +296,6 @@ class SteadySteps:
 
     def capture(self, stream: torch.cuda.Stream) -> None:
         """Capture prologue and epilogue of each of vLLM's decode graphs, which were captured on ``stream``."""
-        from vllm.compilation.cudagraph_pool import capture_pool
-        from vllm.distributed.parallel_state import graph_capture
-
         start = time.perf_counter()
         free_before = torch.cuda.mem_get_info()[0]
         runner, manager = self._runner, self._manager
@@ -176,7 +303,7 @@ class SteadySteps:
             graph_capture(device=runner.device),
             # Products have a workspace on each stream.
             torch.cuda.stream(stream),
-            capture_pool(manager.pool, runner.vllm_config) as pool,
+            cudagraph_pool.capture_pool(manager.pool, runner.vllm_config) as pool,
         ):
             self._graphs.capture(self._parts(), pool, stream)
         # Compiled before steps need it.
@@ -196,8 +323,7 @@ class SteadySteps:
         return tuple(getattr(head, name).data_ptr() for name in self._names_of_weights)
 
     def _parts(self) -> list[Part]:
-        draws = self._batches.replayed
-        most_drawn = 0 if draws is None else max(draws.graphs.sizes, default=0)
+        most_drawn = 0 if self._replayed is None else self._replayed.graphs.max_rows
         ends = [("greedy", size) for size in self._sizes]
         ends += [("drawn", size) for size in self._sizes if size <= most_drawn]
         return [*ends, *(("begin", size) for size in self._sizes)]
@@ -210,26 +336,64 @@ class SteadySteps:
         """
         if self._pending is not None:
             raise IntegrityError("step graph: the step before was never asked for its tokens")
-        reason = why_step_is_not_steady(output)
-        if reason is None and self._addresses_of_weights() != self._weights_at:
-            reason = "a head whose weights have moved"
-        cached = output.scheduled_cached_reqs
-        if reason is None:
-            is_changed = bool(output.finished_req_ids or output.preempted_req_ids)
-            if self._armed is not None and not is_changed and cached.req_ids == self._armed.request_ids:
-                self._append_blocks(self._armed, cached)
-                self._replay(self._armed)
-                return True
-            batch, reason = self._next_batch(cached)
-            if batch is not None:
-                self._take_over(output)
-                self._arm(batch)
-                self._replay(batch)
-                return True
-        if reason is not None:
-            STEPS.count_vllm(reason)
-        self._armed = None
-        return False
+        batch = why_step_is_not_steady(output) or self._prepare(output)
+        if isinstance(batch, str):
+            STEPS.count_vllm(batch)
+            self._armed = None
+            return False
+        self._replay(batch)
+        return True
+
+    def _prepare(self, output: SchedulerOutput) -> ArmedBatch | str:
+        """Bring what is new to where graphs read it, and return the batch of a step of decodes only.
+
+        If the step is vLLM's, return why, having changed nothing.
+        """
+        if self._addresses_of_weights() != self._weights_at:
+            return "a head whose weights have moved"
+        cached, batch = output.scheduled_cached_reqs, self._armed
+        is_changed = bool(output.finished_req_ids or output.preempted_req_ids)
+        if batch is not None and not is_changed and cached.req_ids == batch.request_ids:
+            self._append_blocks(batch, cached)
+            return batch
+        request_ids = list(cached.req_ids)
+        desc = self._desc_of.get(len(request_ids))
+        if desc is None:
+            return "more requests than full graphs of decodes take"
+        slot_of = self._runner.req_states.req_id_to_index
+        slots = {request_id: slot_of[request_id] for request_id in request_ids}
+        slot_array = np.fromiter(slots.values(), np.int64, len(slots))
+        draws = bool(self._temperatures[slot_array].any())
+        if (np.asarray(cached.num_computed_tokens) < self._prefill_lens[slot_array]).any():
+            return "prompts"
+        if (reason := self._why_sampling_is_not_steady(slot_array, desc.num_tokens, draws=draws)) is not None:
+            return reason
+        index_of = {request_id: index for index, request_id in enumerate(request_ids)}
+        kind = "drawn" if draws else "greedy"
+        self._take_over(output)
+        self._arm(ArmedBatch(request_ids, kind, desc.num_tokens, desc, slots, index_of))
+        assert self._armed is not None
+        return self._armed
+
+    def _why_sampling_is_not_steady(
+        self, slots: NDArray[np.int64], num_rows: int, *, draws: bool
+    ) -> str | None:
+        """Return why vLLM samples the tokens of requests; None if an epilogue of ``num_rows`` can.
+
+        Args:
+            draws: whether some of them are not greedy.
+        """
+        if self._sampler.get_logprobs_dims(slots) is not None:
+            return "log-probabilities"
+        if not draws:
+            is_changed, max_rows = self._sampler.needs_logits_processing, num_rows
+        elif self._replayed is None:
+            return "random draws by vLLM's sampler"
+        else:
+            is_changed, max_rows = self._replayed.is_changed, self._replayed.graphs.max_rows
+        if is_changed[slots].any():
+            return "penalties and other logits processors"
+        return "more random draws than graphs take" if num_rows > max_rows else None
 
     def take_output(self) -> SteadyOutput | None:
         """Return the output of the step that was launched last; None if that step was vLLM's."""
@@ -254,22 +418,6 @@ class SteadySteps:
             size = self._desc_of[num_rows].num_tokens
             return self._compute_logits(self._manager.hidden_states[:size])[:num_rows]
         return self._compute_logits(hidden_states, *args, **kwargs)
-
-    def _next_batch(self, cached: CachedRequestData) -> tuple[ArmedBatch | None, str | None]:
-        """Return the batch of a step of decodes only, or None and why its step is vLLM's."""
-        request_ids = list(cached.req_ids)
-        desc = self._desc_of.get(len(request_ids))
-        if desc is None:
-            return None, "more requests than full graphs of decodes take"
-        slot_of = self._runner.req_states.req_id_to_index
-        slots = {request_id: slot_of[request_id] for request_id in request_ids}
-        kind, reason = self._batches.kind_of(
-            np.fromiter(slots.values(), np.int64, len(slots)), cached.num_computed_tokens, desc.num_tokens
-        )
-        if kind is None:
-            return None, reason
-        index_of = {request_id: index for index, request_id in enumerate(request_ids)}
-        return ArmedBatch(request_ids, kind, desc.num_tokens, desc, slots, index_of), None
 
     def _take_over(self, output: SchedulerOutput) -> None:
         """Do what vLLM does with a scheduler output before it looks at the step's tokens."""
@@ -352,16 +500,14 @@ class SteadySteps:
         if name == "greedy":
             tokens.copy_(logits.argmax(dim=-1))
         else:
-            assert self._batches.replayed is not None
+            assert self._replayed is not None
             positions, request_slots = self._inputs.positions[:size], self._inputs.request_slots[:size]
-            tokens.copy_(self._batches.replayed.graphs.compute(logits, request_slots, positions))
+            tokens.copy_(self._replayed.graphs.compute(logits, request_slots, positions))
         end_steady_decode(slots, tokens, self._state)
 
 
 def _decode_graphs(manager: Any, max_num_reqs: int) -> dict[int, Any]:
     """Return vLLM's descriptor of the full decode graph for each number of requests that has one."""
-    from vllm.config import CUDAGraphMode
-
     found = {}
     for num_requests in range(1, max_num_reqs + 1):
         desc = manager.dispatch(num_requests, num_requests, 1, 0, 1)
@@ -420,3 +566,138 @@ def _copies_of_computed_tokens(runner: Any) -> list[tuple[torch.Tensor, torch.Te
         first, *others = (each.get_metadata_builder().decode_computed_tokens for each in of_group)
         copies += [(first, other) for other in others]
     return copies
+
+
+PROFILED_GRAPHS = 9
+"""Full graphs that are captured to estimate the memory of all; vLLM's own choice is the two largest.
+
+vLLM takes what the second largest needed, at least 1 MiB, for what every other one needs. But the memory pool still
+grows with the first graphs, in steps of up to 20 MiB, and most of the others find room in it, or even less is in use
+after them. What is estimated too high is missing in the KV cache.
+"""
+_LARGEST = 3
+"""How many of them are the largest, with which the memory pool grows; the others are spread over all other sizes."""
+
+
+def wrap_capture_model(original: Callable[..., int]) -> Callable[..., int]:
+    """Build the replacement of ``GPUModelRunner.capture_model``; see the patch ledger."""
+
+    @functools.wraps(original)
+    def capture_model(self: Any, *args: Any, profile_only: bool = False, **kwargs: Any) -> int:
+        manager = self.cudagraph_manager
+        is_on = rose_options(self.vllm_config).step_graph
+        reason = why_engine_is_not_steady(self) if is_on else "off"
+        if is_on and reason is not None and not profile_only:
+            logger.info("Rose step graph is off: %s", reason)
+        streams: list[torch.cuda.Stream] = []
+        with (
+            _spread_samples(manager) if profile_only else nullcontext(),
+            _room_for_logits(self, streams) if reason is None else nullcontext(),
+        ):
+            num_bytes = original(self, *args, profile_only=profile_only, **kwargs)
+        if reason is None and not profile_only:
+            steps = SteadySteps(self)
+            steps.capture(streams[0])
+            # An attribute of the graphs' owner, so that it goes when they do.
+            manager.rose_steady_steps = steps
+        return num_bytes
+
+    return capture_model
+
+
+def wrap_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Build the replacement of ``GPUModelRunner.execute_model``; see the patch ledger."""
+
+    @functools.wraps(original)
+    def execute_model(
+        self: Any, scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        steps = getattr(self.cudagraph_manager, "rose_steady_steps", None)
+        if (
+            steps is not None
+            and intermediate_tensors is None
+            and not args
+            and not kwargs
+            and steps.launch(scheduler_output)
+        ):
+            return None
+        return original(self, scheduler_output, intermediate_tensors, *args, **kwargs)
+
+    return execute_model
+
+
+def wrap_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Build the replacement of ``GPUModelRunner.sample_tokens``; see the patch ledger."""
+
+    @functools.wraps(original)
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        steps = getattr(self.cudagraph_manager, "rose_steady_steps", None)
+        if steps is not None:
+            output = steps.take_output()
+            if output is not None:
+                if grammar_output is not None:
+                    raise IntegrityError("step graph: a replayed step got a grammar, and was sampled without")
+                return output
+            steps.note_vllm_step()
+        return original(self, grammar_output)
+
+    return sample_tokens
+
+
+@contextmanager
+def _spread_samples(manager: Any) -> Iterator[None]:
+    """Let vLLM sample graphs of all sizes, and hand it samples from which it computes the right sum.
+
+    Args:
+        manager: vLLM's ``CudaGraphManager``, in ``profile_cudagraph_memory``.
+    """
+    full = manager._capture_descs.get(CUDAGraphMode.FULL, [])
+    if len(full) <= PROFILED_GRAPHS:
+        yield
+        return
+    num_spread = PROFILED_GRAPHS - _LARGEST
+    spread = [_LARGEST + (len(full) - 1 - _LARGEST) * nth // num_spread for nth in range(1, num_spread + 1)]
+    manager._capture_descs[CUDAGraphMode.FULL] = [*full[:_LARGEST], *(full[index] for index in spread)]
+    manager._max_full_descs_to_capture = PROFILED_GRAPHS
+    try:
+        yield
+    finally:
+        manager._capture_descs[CUDAGraphMode.FULL] = full
+    samples = manager._capture_mem_samples
+    each = max(int(statistics.median(samples[_LARGEST:])), 0)
+    others = (len(full) - len(samples)) * each
+    # vLLM takes the sum of the samples off what all of this took, and adds what it extrapolates from the first two.
+    extrapolated = _extrapolate_full_graph_memory([0, each], len(full))
+    samples[:] = [0, each, extrapolated - each - others]
+
+
+@contextmanager
+def _room_for_logits(runner: Any, streams: list[torch.cuda.Stream]) -> Iterator[None]:
+    """Let activations of vLLM's graphs lie where an epilogue's logits lie later in the step.
+
+    Graphs find memory of others in their pool only where both were captured on one stream. Logits are the largest
+    tensor of a step, so they go first: activations find room in theirs, but not the other way round.
+
+    Args:
+        streams: gets the one that vLLM captures on.
+    """
+    manager = runner.cudagraph_manager
+    choose_stream = manager._capture_stream
+    most = max(desc.num_tokens for desc in manager._capture_descs[CUDAGraphMode.FULL])
+    shape = (min(most, runner.max_num_reqs), runner.model_config.get_hidden_size())
+    hidden_states = torch.zeros(shape, dtype=runner.dtype, device=runner.device)
+    logits = CapturedGraphs[int](lambda size, _: runner.model.compute_logits(hidden_states[:size]))
+
+    def capture_logits_first(desc: Any) -> torch.cuda.Stream:
+        stream = choose_stream(desc)
+        if not streams:
+            streams.append(stream)
+            with cudagraph_pool.capture_pool(manager.pool, runner.vllm_config) as pool:
+                logits.capture([len(hidden_states)], pool, stream)
+        return stream
+
+    manager._capture_stream = capture_logits_first
+    try:
+        yield
+    finally:
+        del manager._capture_stream

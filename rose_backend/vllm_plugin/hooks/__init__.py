@@ -1,1 +1,0 @@
-"""Hooks at vLLM's start-up: check and complete the configuration, write the start-up line."""

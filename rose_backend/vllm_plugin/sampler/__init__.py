@@ -1,1 +1,0 @@
-"""Rose's sampler in both of vLLM's model runners."""

@@ -1,1 +1,0 @@
-"""Steady decode steps of model runner V2, replayed whole: inputs, layers, head, draw and the update after it."""
