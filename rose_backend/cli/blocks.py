@@ -70,7 +70,7 @@ def _refuse(args: argparse.Namespace, names: tuple[str, ...], needed: str) -> No
 
 
 def _demo(args: argparse.Namespace, console: Console) -> None:
-    from rose_backend.block_view.demo import tell_story
+    from rose_backend.block_view.story import tell_story
 
     given = {name: getattr(args, name) for name in ("prompt", "tokens", "block_size")}
     story = tell_story(**{name: value for name, value in given.items() if value is not None})
