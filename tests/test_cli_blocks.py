@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rose_backend.block_view.demo import tell_story
 from rose_backend.block_view.page import render_page
+from rose_backend.block_view.story import tell_story
 from rose_backend.cli import main
 from tests.support.metrics_server import SAMPLE, MetricsServer
 from tests.support.patience import HANG_S

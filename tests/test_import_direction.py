@@ -188,7 +188,7 @@ def test_imports_go_one_way() -> None:
         ("vllm_plugin/scheduler/scheduler.py", "from rose_backend import LLM"),
         ("vllm_plugin/attention/backend.py", "from rose_backend.models import registry"),
         ("block_view/page.py", "import torch"),
-        ("block_view/live.py", "from rose_backend.engine.llm import LLM"),
+        ("block_view/monitor.py", "from rose_backend.engine.llm import LLM"),
         ("cli/__init__.py", "def run():\n    import vllm"),
         ("compile_ahead/pool.py", "from rose_backend.engine.llm import LLM"),
         ("server/app.py", "from rose_backend.cli.options import engine_options"),
@@ -330,7 +330,7 @@ def test_there_is_no_import_circle(by_room: bool) -> None:
         "import rose_backend.config, rose_backend.errors",
         "import rose_backend.block_manager",
         "import rose_backend.cli",
-        "import rose_backend.block_view.page, rose_backend.block_view.terminal, rose_backend.block_view.live",
+        "import rose_backend.block_view.page, rose_backend.block_view.terminal, rose_backend.block_view.monitor",
         "import rose_backend.vllm_plugin",
     ],
 )

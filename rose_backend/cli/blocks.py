@@ -70,7 +70,7 @@ def _refuse(args: argparse.Namespace, names: tuple[str, ...], needed: str) -> No
 
 
 def _demo(args: argparse.Namespace, console: Console) -> None:
-    from rose_backend.block_view.demo import tell_story
+    from rose_backend.block_view.story import tell_story
 
     given = {name: getattr(args, name) for name in ("prompt", "tokens", "block_size")}
     story = tell_story(**{name: value for name, value in given.items() if value is not None})
@@ -94,11 +94,7 @@ def _watch(args: argparse.Namespace, console: Console) -> None:
     low, high = _INTERVAL_S
     if not low <= interval_s <= high:
         raise ConfigError(f"--interval: got {interval_s}, allowed is {low} to {high:.0f} seconds")
-    from rose_backend.block_view.live import show_once, watch
-    from rose_backend.block_view.metrics import metrics_url
+    from rose_backend.block_view.monitor import metrics_url, watch
 
-    url = metrics_url(args.url)
-    if args.once or not console.is_terminal or console.is_dumb_terminal:
-        show_once(url, console)
-    else:
-        watch(url, interval_s, console)
+    is_once = args.once or not console.is_terminal or console.is_dumb_terminal
+    watch(metrics_url(args.url), None if is_once else interval_s, console)

@@ -11,11 +11,12 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from rose_backend.block_view.demo import tell_story
 from rose_backend.block_view.page import render_page
-from rose_backend.block_view.strips import strips_of
+from rose_backend.block_view.story import BlockState, Story, tell_story
 from rose_backend.block_view.terminal import print_story
-from rose_backend.block_view.view_model import MARKS, BlockState, Story
+
+# The steps whose picture shows one copy.
+COPYING = ("First write: the block is copied", "Its first write: copied from the cache")
 
 
 def draw(story: Story, width: int, **console: Any) -> str:
@@ -36,16 +37,14 @@ def test_picture_fits_and_shows_every_block(width: int, options: dict[str, Any])
     steps = re.split(r"(?m)^\d of 7  ", picture)[1:]
     for frame, step in zip(story.frames, steps, strict=True):
         assert step.startswith(frame.title)
-        pool = frame.pool
-        counts = f"free {pool.num_free} + cached {pool.num_cached} + held {pool.num_held}"
-        assert f"{counts} = {len(pool.blocks) - 1} blocks" in step
+        assert frame.counts in step and frame.history in step
         cards = re.findall(r"(\S) #(\d+) ─+ (\d+) refs? ─╮", step)
-        drawn = [cell.block for strip in strips_of(frame, story.block_size) for cell in strip.cells if cell]
-        wanted = [(MARKS[block.state], str(block.block_id), str(block.ref_count)) for block in drawn]
+        drawn = [cell.block for strip in frame.strips for cell in strip.cells if cell]
+        wanted = [(block.state.mark, str(block.block_id), str(block.ref_count)) for block in drawn]
         assert sorted(cards) == sorted(wanted)
         for state in BlockState:
-            assert f"{MARKS[state]} {state.value}" in step
-        assert step.count("⇓ copy") == len(frame.copies)
+            assert f"{state.mark} {state.label}" in step
+        assert step.count("⇓ copy") == (frame.title in COPYING)
 
 
 def test_map_marks_every_block_below_its_id() -> None:
@@ -53,8 +52,8 @@ def test_map_marks_every_block_below_its_id() -> None:
     lines = draw(story, 80).splitlines()
     starts = [index for index, line in enumerate(lines) if line.startswith(" pool ")]
     for frame, start in zip(story.frames, starts, strict=True):
-        assert lines[start].split()[1:] == [f"#{block.block_id}" for block in frame.pool.blocks]
-        assert lines[start + 1].split()[1:] == [MARKS[block.state] for block in frame.pool.blocks]
+        assert lines[start].split()[1:] == [f"#{block.block_id}" for block in frame.blocks]
+        assert lines[start + 1].split()[1:] == [block.state.mark for block in frame.blocks]
 
 
 def test_a_shared_block_has_one_colour_on_both_rows() -> None:
@@ -115,7 +114,7 @@ def test_page_holds_every_block_and_nothing_from_elsewhere(options: dict[str, An
     wanted = [
         f"Block {cell.block.block_id}"
         for frame in story.frames
-        for strip in strips_of(frame, story.block_size)
+        for strip in frame.strips
         for cell in strip.cells
         if cell is not None
     ]
@@ -123,9 +122,9 @@ def test_page_holds_every_block_and_nothing_from_elsewhere(options: dict[str, An
     for number, frame in enumerate(story.frames, start=1):
         step = page.text[f"step-{number}"]
         assert frame.title in step and frame.text in step
-        for block in frame.pool.blocks:
-            assert f"#{block.block_id}" in step and block.state.value in step
-        assert f"held {frame.pool.num_held} = {len(frame.pool.blocks) - 1} blocks" in step
+        for block in frame.blocks:
+            assert f"#{block.block_id}" in step and block.state.label in step
+        assert frame.counts in step and frame.history in step
     assert not {"script", "link", "img", "iframe", "object", "base"} & {tag for tag, _ in page.elements}
     for _, attributes in page.elements:
         assert not {"src", "srcset", "onclick", "onload", "action"} & set(attributes)

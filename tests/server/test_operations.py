@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rose_backend import __version__
-from rose_backend.block_view.metrics import parse_metrics
+from rose_backend.block_view.monitor import parse_metrics
 from rose_backend.server import routes
 from tests.server.live_server import (
     MODEL,
@@ -252,9 +252,11 @@ def test_the_block_view_reads_them(server: LiveServer) -> None:
     reading = parse_metrics(server.http.get("/metrics").text, server.url, 0.0)
     assert (reading.usage, reading.model, reading.num_engines) == (0.0, MODEL, 1)
     assert (reading.num_blocks, reading.block_size) == (599, 16)
-    assert (reading.running, reading.waiting, reading.preemptions) == (0, 0, 0)
-    assert reading.generation_tokens and reading.prompt_tokens and reading.query_tokens
-    assert reading.hit_tokens is not None
+    names = ("num_requests_running", "num_requests_waiting", "num_preemptions_total")
+    assert [reading.totals[name] for name in names] == [0, 0, 0]
+    names = ("generation_tokens_total", "prompt_tokens_total", "prefix_cache_queries_total")
+    assert all(reading.totals[name] for name in names)
+    assert "prefix_cache_hits_total" in reading.totals
 
 
 def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:

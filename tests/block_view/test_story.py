@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from rose_backend.block_manager import BlockManager
-from rose_backend.block_view.demo import TOKEN_KINDS, tell_story
-from rose_backend.block_view.view_model import BlockState, Frame, SlotKind, Story
+from rose_backend.block_view.story import BlockState, Frame, SlotKind, Story, Strip, tell_story
 
 
 def replay(story: Story) -> Iterator[BlockManager]:
@@ -41,20 +40,59 @@ def test_every_number_of_the_story_is_the_managers() -> None:
     story = tell_story()
     assert len(story.frames) == 7
     for frame, manager in zip(story.frames, replay(story), strict=True):
-        blocks = frame.pool.blocks
+        blocks, pool, stats = frame.blocks, manager.pool, manager.stats
         assert [block.ref_count for block in blocks] == manager.pool.ref_counts.tolist()
         findable = [block.block_id for block in blocks if block.is_findable]
         assert findable == sorted(manager.cache.cached_blocks().tolist())
         assert [len(block.words) for block in blocks] == manager.pool.num_written_tokens.tolist()
         rows = np.flatnonzero(manager.table.is_active)
-        assert [row.num_computed for row in frame.rows] == manager.num_computed_tokens[rows].tolist()
+        sequences = sequences_of(frame)
+        assert [num_computed(strip) for strip in sequences] == manager.num_computed_tokens[rows].tolist()
+        for strip in sequences:
+            assert strip.notes[0] == f"{num_computed(strip)} computed"
         tables = [manager.block_table[row, : manager.num_row_blocks[row]].tolist() for row in rows]
-        assert [[cell.block.block_id for cell in row.cells] for row in frame.rows] == tables
-        names = {row: view.name for row, view in zip(rows.tolist(), frame.rows, strict=True)}
+        assert [ids_of(strip) for strip in sequences] == tables
+        names = {row: strip.name for row, strip in zip(rows.tolist(), sequences, strict=True)}
         assert [block.writer for block in blocks] == [names.get(row) for row in manager.pool.writers.tolist()]
-        assert frame.pool.eviction_order == tuple(manager.pool.cached_blocks().tolist())
-        assert frame.pool.num_free + frame.pool.num_cached == manager.num_free_blocks
-        assert frame.counters == manager.stats.as_dict()
+        assert eviction_order(frame) == pool.cached_blocks().tolist()
+        free, cached = len(pool.free_blocks()), pool.num_cached_blocks
+        held = np.count_nonzero(pool.ref_counts)
+        assert free + cached == manager.num_free_blocks
+        assert frame.counts == f"free {free} + cached {cached} + held {held} = {pool.num_blocks - 1} blocks"
+        assert frame.history == (
+            f"so far: forks {stats.forks}, copies {stats.clones}, prompt tokens found {stats.hit_tokens} of "
+            f"{stats.query_tokens}"
+        )
+
+
+def sequences_of(frame: Frame) -> list[Strip]:
+    return [strip for strip in frame.strips if strip.kind == "sequence"]
+
+
+def num_computed(strip: Strip) -> int:
+    return sum(kind is SlotKind.COMPUTED for cell in strip.cells for _, kind in cell.slots)
+
+
+def ids_of(strip: Strip) -> list[int]:
+    return [cell.block.block_id for cell in strip.cells]
+
+
+def eviction_order(frame: Frame) -> list[int]:
+    return [block_id for strip in frame.strips if strip.kind == "cached" for block_id in ids_of(strip)]
+
+
+def copies_of(frame: Frame) -> list[tuple[int, int, str]]:
+    """Return source, destination and text of each copy that a picture shows."""
+    return [
+        (above.block.block_id, below.block.block_id, link.text)
+        for upper, lower in zip(frame.strips, frame.strips[1:], strict=False)
+        for above, below, link in zip(upper.cells, lower.cells, lower.links, strict=False)
+        if link is not None and link.kind == "copy"
+    ]
+
+
+def num_held(frame: Frame) -> int:
+    return sum(block.ref_count > 0 for block in frame.blocks)
 
 
 def test_the_default_story_teaches_copy_on_write() -> None:
@@ -64,27 +102,26 @@ def test_the_default_story_teaches_copy_on_write() -> None:
         "A": "1: In a garden grows, 2: one rose _ _",
         "B": "1: In a garden grows, 2: one rose . .",
     }
-    assert {fork.pool.blocks[1].state, fork.pool.blocks[2].state} == {BlockState.SHARED}
-    assert fork.counters["clones"] == 0
+    assert {fork.blocks[1].state, fork.blocks[2].state} == {BlockState.SHARED}
+    assert "copies 0," in fork.history
     assert cells(first_write) == {
         "A": "1: In a garden grows, 2: one rose _ _",
         "B": "1: In a garden grows, 3: one rose _ _",
     }
-    (copy,) = first_write.copies
-    assert (copy.source, copy.destination, copy.num_tokens) == (2, 3, 2)
-    assert first_write.pool.blocks[2].state is BlockState.CLONE_SOURCE
-    assert not first_write.pool.blocks[3].is_findable
+    assert copies_of(first_write) == [(2, 3, "copy 2 tokens")]
+    assert first_write.blocks[2].state is BlockState.CLONE_SOURCE
+    assert not first_write.blocks[3].is_findable
     assert cells(written) == {
         "A": "1: In a garden grows, 2: one rose and _",
         "B": "1: In a garden grows, 3: one rose but _",
     }
-    assert written.pool.blocks[3].is_findable and written.copies == ()
-    assert (ended.rows, ended.pool.num_held, ended.pool.eviction_order) == ((), 0, (2, 3, 1))
+    assert written.blocks[3].is_findable and copies_of(written) == []
+    assert (sequences_of(ended), num_held(ended), eviction_order(ended)) == ([], 0, [2, 3, 1])
     assert cells(hit) == {"C": "1: In a garden grows, 2: one rose (and) ."}
-    assert (hit.counters["hit_tokens"], hit.counters["partial_hits"]) == (6, 1)
+    assert hit.history.endswith("prompt tokens found 6 of 14")
     assert "6 of its 8 tokens" in hit.text and "whole blocks would have found 4" in hit.text
     assert cells(hit_write) == {"C": "1: In a garden grows, 4: one rose _ _"}
-    assert [(copy.source, copy.destination) for copy in hit_write.copies] == [(2, 4)]
+    assert copies_of(hit_write) == [(2, 4, "copy 2 tokens")]
 
 
 def cells(frame: Frame) -> dict[str, str]:
@@ -99,32 +136,29 @@ def cells(frame: Frame) -> dict[str, str]:
             )
             for cell in row.cells
         )
-        for row in frame.rows
+        for row in sequences_of(frame)
     }
 
 
-@pytest.mark.parametrize("tokens", TOKEN_KINDS)
+@pytest.mark.parametrize("tokens", ["words", "characters"])
 @pytest.mark.parametrize("block_size", [2, 3, 4, 7, 16, 32])
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 13, 32, 96])
 def test_any_prompt_and_block_size_tell_the_same_story(tokens: str, block_size: int, num_tokens: int) -> None:
     prompt = ("ab " if tokens == "words" else "x") * num_tokens
     frames = tell_story(prompt, block_size=block_size, tokens=tokens).frames
     for frame in frames:
-        pool = frame.pool
-        assert pool.num_free + pool.num_cached + pool.num_held == len(pool.blocks) - 1
-        states = [block.state for block in pool.blocks]
-        assert states.count(BlockState.FREE) == pool.num_free
-        assert states.count(BlockState.CACHED) == pool.num_cached
+        states = [block.state for block in frame.blocks]
+        free, cached = states.count(BlockState.FREE), states.count(BlockState.CACHED)
+        total = len(frame.blocks) - 1
+        assert frame.counts == f"free {free} + cached {cached} + held {num_held(frame)} = {total} blocks"
+        assert free + cached + num_held(frame) == total
     _, fork, first_write, written, ended, hit, hit_write = frames
-    assert {cell.block.ref_count for row in fork.rows for cell in row.cells} == {2}
-    parent, child = first_write.rows
-    (copy,) = first_write.copies
-    assert (copy.source, copy.destination) == (
-        parent.cells[-1].block.block_id,
-        child.cells[-1].block.block_id,
-    )
+    assert {cell.block.ref_count for row in sequences_of(fork) for cell in row.cells} == {2}
+    parent, child = sequences_of(first_write)
+    ((*copy, _),) = copies_of(first_write)
+    assert copy == [ids_of(parent)[-1], ids_of(child)[-1]]
     assert parent.cells[:-1] == child.cells[:-1]
-    assert written.rows[0].num_computed == written.rows[1].num_computed == parent.num_computed + 1
-    assert ended.pool.num_cached == first_write.pool.num_held
-    assert hit.rows[0].num_computed == parent.num_computed and hit.rows[0].num_computed % block_size
-    assert len(hit_write.copies) == 1
+    assert [num_computed(strip) for strip in sequences_of(written)] == [num_computed(parent) + 1] * 2
+    assert len(eviction_order(ended)) == num_held(first_write)
+    assert num_computed(sequences_of(hit)[0]) == num_computed(parent) and num_computed(parent) % block_size
+    assert len(copies_of(hit_write)) == 1
