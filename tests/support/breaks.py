@@ -576,7 +576,7 @@ def _run(options: argparse.Namespace, tree: Path) -> list[dict[str, Any]]:
         keep()
         print(f"{result['result']}: {describe(result)} {result.get('test', '')}", flush=True)
         time.sleep(1)  # for those who wait for the lock
-    confirm(results, tree, 10 * options.budget)
+    confirm(results, tree, min(10 * options.budget, (end - time.monotonic()) / 3))
     keep()
     return results
 
