@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import json
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.support import breaks
 from tests.support.breaks import (
     GPU_ONLY,
     KINDS,
@@ -18,6 +21,7 @@ from tests.support.breaks import (
     Break,
     Finder,
     applied,
+    broken,
     choose,
     close_tests,
     describe,
@@ -106,21 +110,18 @@ def test_a_seed_chooses_the_same_breaks_of_every_room(candidates: list[Break]) -
         assert matched(each, candidates) == each, describe(asdict(each))
 
 
-def test_each_chosen_break_can_be_made(candidates: list[Break], tmp_path: Path) -> None:
+def test_each_chosen_break_can_be_made(candidates: list[Break]) -> None:
     for each in choose(candidates, 0):
         source = (PACKAGE / each.file).read_text(encoding="utf-8")
-        path = tmp_path / each.file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source, encoding="utf-8")
-        with applied(each, tmp_path):
-            assert ast.dump(ast.parse(path.read_text(encoding="utf-8"))) != ast.dump(ast.parse(source))
+        old, new = next(nodes for found, *nodes in Finder(source, each.file).found if found == each)
+        assert broken(source, old, new) != source  # compared as syntax trees there
 
 
 def test_tests_that_name_what_is_broken_come_first() -> None:
-    broken = Break("server", "server/generation.py", "ClientWatch.close", "statement", "", "", 1)
-    assert close_tests(broken, ROOT / "tests")[0].startswith("server/test_")
+    wanted = Break("server", "server/generation.py", "ClientWatch.close", "statement", "", "", 1)
+    assert close_tests(wanted, ROOT / "tests")[0].startswith("server/test_")
     for room in TESTS:
-        assert close_tests(replace(broken, room=room), ROOT / "tests")
+        assert close_tests(replace(wanted, room=room), ROOT / "tests")
     places = [ROOT / "tests" / place for room in TESTS.values() for place in room]
     assert [place for place in places if not place.exists()] == []
 
@@ -147,3 +148,33 @@ def test_what_is_missed_afterwards_is_named() -> None:
     assert lost([found], [after | {"result": "missed"}])[0].endswith(
         "found before by tests/engine/test_a.py::test_it"
     )
+
+
+def test_breaks_of_another_tree_are_made_once(
+    candidates: list[Break],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = {"result": "found", "test": "tests/engine/test_a.py::test_it", "seconds": 1.0, "before": None}
+    was = [asdict(each) | found for each in choose(candidates, 0)[:4]]
+    was[1] |= {"line": "no such line"}
+    was[2] |= {"result": "missed"}
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    before.write_text(json.dumps({"breaks": was}), encoding="utf-8")
+    made = []
+
+    def look_for(wanted: Break, tree: Path, budget_s: float, first: str) -> dict[str, object]:
+        made.append((identity(asdict(wanted)), first))
+        return {"result": "missed" if len(made) == 2 else "found", "test": "", "seconds": 2.0}
+
+    monkeypatch.setattr(breaks, "copied_tree", lambda: nullcontext(ROOT))
+    monkeypatch.setattr(breaks, "find_breaks", lambda package: candidates)
+    monkeypatch.setattr(breaks, "look_for", look_for)
+    monkeypatch.setattr(breaks, "confirm", lambda *arguments: None)
+    for _ in range(2):  # the second time everything has a result
+        assert breaks.main(["--compare", str(before), "--out", str(after)]) == 1
+        gone, missed = capsys.readouterr().out.splitlines()[-2:]
+        assert gone.startswith("its line is gone: ") and was[1]["file"] in gone
+        assert missed.startswith("missed: ") and was[3]["file"] in missed
+    assert made == [(identity(was[i]), "engine/test_a.py") for i in (0, 3)]
