@@ -7,6 +7,7 @@ No command is run: options are parsed by the parsers that would parse them. Figu
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import importlib.util
 import json
@@ -395,16 +396,85 @@ def slugs(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_outside_of_the_site_lead_somewhere(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    for link in re.findall(r"\[[^\]]+\]\(([^)\s]+)\)", FENCE.sub("", text)):
-        if "://" in link:
-            continue
-        path, _, anchor = link.partition("#")
-        target = ROOT / (path or name)
+def links_of(page: Path) -> list[tuple[str, Path, str]]:
+    """Return each of a page's links inside the repository: as it is written, its file, its anchor."""
+    links = re.findall(r"\[[^\]]+\]\(([^)\s]+)\)", FENCE.sub("", page.read_text(encoding="utf-8")))
+    parts = [(link, *link.partition("#")) for link in links if "://" not in link]
+    return [
+        (link, (page.parent / path).resolve() if path else page, anchor) for link, path, _, anchor in parts
+    ]
+
+
+@by_page([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *ROOM_READMES])
+def test_links_outside_of_the_site_lead_somewhere(page: Path) -> None:
+    for link, target, anchor in links_of(page):
         assert target.exists(), link
         assert not anchor or anchor in slugs(target.read_text(encoding="utf-8")), link
+
+
+def pages_within(start: Path, num_links: int) -> set[Path]:
+    """Return the pages that a reader gets to by at most that many links."""
+    reached = new = {start}
+    for _ in range(num_links):
+        new = {target for page in new for _, target, _ in links_of(page) if target.suffix == ".md"} - reached
+        reached = reached | new
+    return reached
+
+
+def sections(page: Path) -> list[str]:
+    """Return a page's list items and paragraphs, each with the heading above it."""
+    found, heading = [], ""
+    for text in re.split(r"\n\n+|\n(?=#|- |\d+\. )", written_by_hand(page)):
+        if text.startswith("#"):
+            heading = text
+        found.append(f"{heading}\n{text}")
+    return found
+
+
+def named_in(path: Path, name: str) -> bool:
+    """Return whether a file defines a function, a class, or a method given as ``Class.method``."""
+    scope: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
+    for part in name.split("."):
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        found = [node for node in scope if isinstance(node, kinds) and node.name == part]
+        if not found:
+            return False
+        scope = found[0].body
+    return True
+
+
+QUESTIONS = [
+    # Words of the question, the room in whose README a reader begins, and the function or class that is the answer.
+    ("paged decode's mask", "kernels", "rose_backend/kernels/attention/paged_decode.py", "_visible_logits"),
+    ("tile configuration was measured", "kernels", "benchmarks/tune_decode_layer.py", "search"),
+    (
+        "write `num_computed_tokens`",
+        "block_manager",
+        "rose_backend/block_manager/reservation.py",
+        "commit_rows",
+    ),
+    ("client disconnects", "server", "rose_backend/server/generation.py", "ClientWatch"),
+    ("client disconnects", "server", "rose_backend/engine/core.py", "EngineCore.end"),
+    ("new activation", "kernels", "rose_backend/kernels/linear/small_batch_linear.py", "_finish"),
+    ("new activation", "layers", "rose_backend/layers/linear.py", "ResidualStream"),
+]
+
+
+@pytest.mark.parametrize(("words", "room", "file", "name"), QUESTIONS)
+def test_a_question_is_answered_two_links_away(words: str, room: str, file: str, name: str) -> None:
+    assert named_in(ROOT / file, name)
+    for start in (ROOT / "README.md", ROOT / "rose_backend" / room / "README.md"):
+        texts = [text for page in pages_within(start, 2) for text in sections(page)]
+        answers = [text for text in texts if words in text and f"`{name}`" in text]
+        assert any(re.search(rf"`[\w/]*\b{Path(file).name}`", text) for text in answers), start
+
+
+def test_what_a_question_is_answered_by_is_looked_up() -> None:
+    core = ROOT / "rose_backend" / "engine" / "core.py"
+    assert named_in(core, "EngineCore.end") and not named_in(core, "EngineCore.ends")
+    page = ROOT / "rose_backend" / "layers" / "README.md"
+    assert pages_within(page, 0) == {page}
+    assert pages_within(ROOT / "README.md", 1) < pages_within(ROOT / "README.md", 2)
 
 
 def test_the_readme_is_short_and_begins_with_the_reader() -> None:
