@@ -154,7 +154,11 @@ class WeightReader:
         taken = {copy.stored.name for copy in self.copies}
         if self.config.tie_word_embeddings:
             taken.add(HEAD)
-        left = [name for name in self.checkpoint if name not in taken and not name.endswith(unused_suffixes)]
+        left = [
+            name
+            for name in self.checkpoint.tensors
+            if name not in taken and not name.endswith(unused_suffixes)
+        ]
         if left:
             others = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise ModelError(
@@ -173,7 +177,7 @@ class WeightReader:
         shape = (config.vocab_size, config.hidden_size)
         is_tied = config.tie_word_embeddings
         is_checking = self.device.type == "meta" and config.device.type != "meta"
-        if is_tied and is_checking and HEAD in checkpoint:
+        if is_tied and is_checking and HEAD in checkpoint.tensors:
             stored = checkpoint.find(self.prefix + name, shape)
             if not have_equal_values(checkpoint.find(HEAD, shape), stored):
                 raise ModelError(f"config.json: tie_word_embeddings is on, but {HEAD} differs from {name}")
