@@ -166,7 +166,7 @@ class WeightReader:
             )
 
     def embedding_and_head(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the token embedding ``name``, [V, E], and the LM head with rows of padding behind it, [V', E].
+        """Return the token embedding ``name``, [V, E], and the LM head with rows of padding after it, [V', E].
 
         Where the two are tied, the embedding is a part of the head.
 
@@ -264,7 +264,7 @@ def have_equal_values(left: StoredTensor, right: StoredTensor) -> bool:
 
 
 class _Reader:
-    """One thread's buffers and stream; made in the thread that loads, whose stream the copies come behind.
+    """One thread's buffers and stream; made in the thread that loads, whose stream the copies wait for.
 
     Args:
         pieces: of all readers; to clear it stops them.
@@ -330,7 +330,7 @@ class _Reader:
         with torch.cuda.stream(self._stream):
             if piece.dtype is not piece.destination.dtype:
                 assert self._scratch is not None, "a piece of another type came late"
-                # One is enough: what this stream does next comes behind the conversion.
+                # One is enough: what this stream does next waits for the conversion.
                 staged = self._scratch[: piece.num_bytes].copy_(staged, non_blocking=True)
             piece.destination.copy_(staged.view(piece.dtype), non_blocking=True)
             self._copied[turn].record(self._stream)
