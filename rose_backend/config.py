@@ -119,7 +119,7 @@ class PluginConfig(Switches):
     """Replay steps that only decode whole, inputs, sampling and update included; off: vLLM launches what surrounds its
     decode graph one by one. Needs full CUDA graphs."""
     joined_outputs: bool = True
-    """Join, per request, the outputs that have piled up in front of a busy API server; off: it looks at one step's
+    """Join, per request, the outputs that have piled up for a busy API server; off: it looks at one step's
     outputs after the other."""
     exact_cached_tokens: bool = False
     """Tell clients and metrics every cached token; off: whole multiples of the block size. ``rose serve`` has an option
@@ -165,7 +165,7 @@ class EngineConfig(Switches):
     """Decode steps that the host may start before it has read the tokens of the one before them; 0 reads each step's
     tokens first. None takes 1 on a GPU and 0 on a CPU."""
     seed: int = 0
-    """Seeds requests that bring none of their own."""
+    """Seeds requests that bring no seed."""
     generation_config: str = "auto"
     """Sampling parameters that a caller leaves open are those of the model's generation_config.json; ``none``: those of
     ``SamplingParams``, as ``vllm`` in vLLM's option of this name. The file's end tokens count either way."""

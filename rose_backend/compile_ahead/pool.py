@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -267,7 +268,7 @@ class AheadCompilation:
         self._pool = CompilationPool(num_processes)
         self._sources = record()
         self._pool.submit(self._sources)
-        self._finished = iter(self._pool.finished())
+        self._arrivals = self._note(self._pool.finished())
 
     @property
     def is_over(self) -> bool:
@@ -291,16 +292,14 @@ class AheadCompilation:
         num_left = sum(is_wanted(source.name) for source in self._sources)
         num_left -= sum(is_wanted(kernel.source.name) for kernel in self.kernels)
         if self._pool is not None:
-            for _ in self._progress(self._finish(is_wanted, num_left), num_left):
+            wanted = (kernel for kernel in self._arrivals if is_wanted(kernel.source.name))
+            for _ in self._progress(itertools.islice(wanted, num_left), num_left):
                 pass
 
-    def _finish(self, is_wanted: Callable[[str], bool], num_left: int) -> Iterator[CompiledKernel]:
-        """Collect finished kernels until ``num_left`` wanted ones are among them; yield the wanted ones."""
-        while num_left and (kernel := next(self._finished, None)) is not None:
+    def _note(self, finished: Iterable[CompiledKernel]) -> Iterator[CompiledKernel]:
+        for kernel in finished:
             self.kernels.append(kernel)
-            if is_wanted(kernel.source.name):
-                num_left -= 1
-                yield kernel
+            yield kernel
 
     def wait(self) -> str | None:
         """Wait for the last kernel.

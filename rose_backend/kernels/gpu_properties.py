@@ -45,7 +45,7 @@ _recording = _Recording()
 def gpu_properties(device: torch.device) -> GpuProperties:
     """Return the properties of a CUDA device, or of the GPU that device ``meta`` represents."""
     if device.type == "meta":
-        assert _recording.gpu is not None, "meta stands for a GPU inside meta_stands_for only"
+        assert _recording.gpu is not None, "meta represents a GPU inside meta_stands_for only"
         return _recording.gpu
     return _cuda_properties(device)
 

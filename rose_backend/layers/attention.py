@@ -157,7 +157,7 @@ class PagedAttention:
                 mean_query_lens=(metadata.mean_query_len,),
             )
             if metadata.last_tokens_only:
-                # -1 for padding in front of all requests: it picks some token, and the result is not read.
+                # -1 for padding before all requests: it picks some token, and the result is not read.
                 self.last_tokens = start_loc[1:].long() - 1
         self._caches = kv_cache.unbind(0)
         self._out = empty_rows(kv_cache, num_tokens, num_heads, kv_cache.shape[-1])
@@ -206,7 +206,7 @@ def plan_decode(
 
     Args:
         kv: of ``rows``; of the caches only shape, dtype and device are used.
-        overlap: for attention that overlaps the kernel in front of it. The plan has to be there then: call this before
+        overlap: for attention that overlaps the kernel before it. The plan must exist by then: call this before
             the layers, with a kernel in between that overlaps nothing.
     """
     key = _shared_by(options, kv.key_cache.device)

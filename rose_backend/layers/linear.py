@@ -1,7 +1,7 @@
-"""Linear layers, with the norm in front of them and the residual add behind them, and the MLP made of two.
+"""Linear layers, with the norm before and the residual add after them, and the MLP made of two.
 
 One file, as kernels fuse them: small batches compute norm, product and residual add together, and a norm does the
-residual add in front of it.
+residual add before it.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class SparseMlp:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer's tensors: attention and MLP, each with a norm in front of it."""
+    """One layer's tensors: attention and MLP, each after a norm."""
 
     attn_norm: Norm
     qkv: Linear  # [E, (HQ + 2 * HKV) * D]: query, key and value side by side
     attn_out: Linear  # [HQ * D, E]
     mlp_norm: Norm
     mlp: Mlp | SparseMlp
-    query_norm: torch.Tensor | None = None  # [D]: RMSNorm of each head, in front of the rotation
+    query_norm: torch.Tensor | None = None  # [D]: RMSNorm of each head, before the rotation
     key_norm: torch.Tensor | None = None  # [D]
 
 
@@ -92,7 +92,7 @@ def packs_layers(switches: Switches, device: torch.device) -> bool:
 
 
 def pack_layer(layer: DecoderLayer) -> DecoderLayer:
-    """Prepare a layer for small batches, once: both norms are folded into the matrices behind them.
+    """Prepare a layer for small batches, once: both norms are folded into the matrices after them.
 
     For larger batches the norms neither scale nor shift any longer. Every matrix is in memory once.
     """
@@ -108,7 +108,7 @@ def pack_layer(layer: DecoderLayer) -> DecoderLayer:
 
 def _pack_mlp(mlp: Mlp | SparseMlp, norm: Norm) -> Mlp | SparseMlp:
     if isinstance(mlp, SparseMlp):
-        assert norm.bias is None, "experts have an RMSNorm in front of them"
+        assert norm.bias is None, "experts follow an RMSNorm"
         rows = mlp.experts.widen.flatten(0, 1)
         fold_norm(rows, norm.weight, out=rows)
         return SparseMlp(pack(mlp.router, norm), mlp.experts)
@@ -139,7 +139,7 @@ def pack(linear: Linear, norm: Norm | None = None, *, gated: bool = False, in_pl
 
 
 def folded_norm(norm: Norm) -> Norm:
-    """Return what is left of a norm that is folded into the matrix behind it: it neither scales nor shifts."""
+    """Return what is left of a norm that is folded into the next matrix: it neither scales nor shifts."""
     bias = None if norm.bias is None else torch.zeros_like(norm.bias)
     return Norm(torch.ones_like(norm.weight), bias, norm.eps)
 
@@ -195,7 +195,7 @@ class ResidualStream:
         return F.layer_norm(self.hidden, weight.shape, weight, bias, eps)
 
     def project(self, norm: Norm, linear: Linear, *, gelu: bool = False) -> torch.Tensor:
-        """Return ``linear(norm(hidden states))``, [T, O], with GELU in its tanh form behind it if asked.
+        """Return ``linear(norm(hidden states))``, [T, O], followed by GELU in its tanh form if asked.
 
         Of a packed, gated layer a small batch gives ``silu(gate) * up``, [T, O / 2].
         """
@@ -279,7 +279,7 @@ def compute_logits(
     padded_head: torch.Tensor,  # [V', E]
     vocab_size: int,
 ) -> torch.Tensor:
-    """Return float32 logits [R, V]. The head has rows of padding behind the vocabulary's, see ``HEAD_ALIGNMENT``."""
+    """Return float32 logits [R, V]. The head has rows of padding after the vocabulary's, see ``HEAD_ALIGNMENT``."""
     if hidden.is_cuda and hidden.dtype is not torch.float32:
         logits = torch.mm(hidden, padded_head.t(), out_dtype=torch.float32)
     else:
@@ -288,7 +288,7 @@ def compute_logits(
 
 
 def adds_halves(x: torch.Tensor, linear: Linear) -> bool:
-    """Return whether to multiply the two halves of the inner dimension apart and to let the norm behind sum them.
+    """Return whether to multiply the two halves of the inner dimension apart and to let the next norm sum them.
 
     A product of few rows has fewer tiles than the GPU has processors. The library cuts its inner dimension then and
     sums the parts in a separate launch, which the norm saves. So two halves must fit at once, and nearly fill the GPU.

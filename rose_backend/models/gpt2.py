@@ -33,7 +33,7 @@ class GPT2(CausalLM):
     def load(cls, checkpoint: Checkpoint, options: LoadOptions) -> Self:
         """Read a checkpoint; see ``CausalLM``."""
         check_supported(checkpoint.config, _SUPPORTED)
-        prefix = "transformer." if "transformer.wte.weight" in checkpoint else ""
+        prefix = "transformer." if "transformer.wte.weight" in checkpoint.tensors else ""
         dtype = choose_dtype(options.dtype, options.device, checkpoint.dtype_of(f"{prefix}wte.weight"))
         config = ModelConfig.from_hf(checkpoint.config, names=_HF_NAMES, dtype=dtype, device=options.device)
         width, inner = config.hidden_size, config.intermediate_size

@@ -1,4 +1,4 @@
-"""Llama and its relatives: rotary positions, grouped K/V heads, a gated MLP, RMSNorm in front of both."""
+"""Llama and its relatives: rotary positions, grouped K/V heads, a gated MLP, RMSNorm before both."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class Family:
     qkv_bias: bool | None = None
     """Queries, keys and values have a bias; None: as ``attention_bias`` says, and then the output projection too."""
     norms_heads: bool = False
-    """An RMSNorm of each query and key head in front of the rotation."""
+    """An RMSNorm of each query and key head before the rotation."""
     read_experts: Callable[[Mapping[str, Any], int], ExpertsConfig] | None = None
-    """Reads from config.json which of so many layers have experts, and what they are; None: none may have."""
+    """Reads from config.json which layers have experts, given their number, and what they are; None: none may have."""
 
 
 class Llama(CausalLM):
@@ -188,7 +188,7 @@ class Qwen2(Llama):
 
 
 class Qwen3(Llama):
-    """Llama with an RMSNorm of each query and key head in front of the rotation."""
+    """Llama with an RMSNorm of each query and key head before the rotation."""
 
     family = Family(
         defaults={"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},

@@ -154,7 +154,11 @@ class WeightReader:
         taken = {copy.stored.name for copy in self.copies}
         if self.config.tie_word_embeddings:
             taken.add(HEAD)
-        left = [name for name in self.checkpoint if name not in taken and not name.endswith(unused_suffixes)]
+        left = [
+            name
+            for name in self.checkpoint.tensors
+            if name not in taken and not name.endswith(unused_suffixes)
+        ]
         if left:
             others = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise ModelError(
@@ -162,7 +166,7 @@ class WeightReader:
             )
 
     def embedding_and_head(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the token embedding ``name``, [V, E], and the LM head with rows of padding behind it, [V', E].
+        """Return the token embedding ``name``, [V, E], and the LM head with rows of padding after it, [V', E].
 
         Where the two are tied, the embedding is a part of the head.
 
@@ -173,7 +177,7 @@ class WeightReader:
         shape = (config.vocab_size, config.hidden_size)
         is_tied = config.tie_word_embeddings
         is_checking = self.device.type == "meta" and config.device.type != "meta"
-        if is_tied and is_checking and HEAD in checkpoint:
+        if is_tied and is_checking and HEAD in checkpoint.tensors:
             stored = checkpoint.find(self.prefix + name, shape)
             if not have_equal_values(checkpoint.find(HEAD, shape), stored):
                 raise ModelError(f"config.json: tie_word_embeddings is on, but {HEAD} differs from {name}")
@@ -260,7 +264,7 @@ def have_equal_values(left: StoredTensor, right: StoredTensor) -> bool:
 
 
 class _Reader:
-    """One thread's buffers and stream; made in the thread that loads, whose stream the copies come behind.
+    """One thread's buffers and stream; made in the thread that loads, whose stream the copies wait for.
 
     Args:
         pieces: of all readers; to clear it stops them.
@@ -326,7 +330,7 @@ class _Reader:
         with torch.cuda.stream(self._stream):
             if piece.dtype is not piece.destination.dtype:
                 assert self._scratch is not None, "a piece of another type came late"
-                # One is enough: what this stream does next comes behind the conversion.
+                # One is enough: what this stream does next waits for the conversion.
                 staged = self._scratch[: piece.num_bytes].copy_(staged, non_blocking=True)
             piece.destination.copy_(staged.view(piece.dtype), non_blocking=True)
             self._copied[turn].record(self._stream)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -234,11 +234,10 @@ class Checkpoint:
             (self.directory / name).is_file() for name in (WEIGHTS_FILE, WEIGHTS_INDEX_FILE)
         )
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """All by name; none where they may lack."""
+        return {} if self._lacks_weights else find_tensors(self.directory)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the type in which a tensor is stored."""
@@ -260,10 +259,6 @@ class Checkpoint:
         self.dtype_of(name)
         return stored
 
-    @cached_property
-    def _tensors(self) -> dict[str, StoredTensor]:
-        return {} if self._lacks_weights else find_tensors(self.directory)
-
     def _named_dtype(self) -> torch.dtype:
         import torch
 
@@ -274,6 +269,6 @@ class Checkpoint:
         return dtype
 
     def _find(self, name: str) -> StoredTensor:
-        if name not in self._tensors:
+        if name not in self.tensors:
             raise ModelError(f"model: tensor {name!r} is missing from {str(self.directory)!r}")
-        return self._tensors[name]
+        return self.tensors[name]

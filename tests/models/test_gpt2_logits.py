@@ -16,9 +16,9 @@ from rose_backend.layers.attention import AttentionMetadata
 from rose_backend.models.base import load_model
 from rose_backend.models.gpt2 import GPT2
 from tests.kernels.test_small_batch_linear import record_moments
+from tests.support.paged_sequences import BLOCK_SIZE, PagedSequences
 from tests.support.tiny_checkpoint import write_random_gpt2
 
-BLOCK_SIZE = 16
 VOCAB_SIZE = 512
 TOLERANCE = 1e-4
 MODEL_SWITCHES = ["fused_kv_append", "fused_mlp", "fused_add_layernorm"]
@@ -39,49 +39,6 @@ def model(checkpoint: Path) -> GPT2:
     return load_model(checkpoint)
 
 
-class Sequences:
-    """Several sequences over one shuffled, NaN-filled cache, advanced in any steps."""
-
-    def __init__(self, model: GPT2, token_ids: list[torch.Tensor], seed: int = 0) -> None:
-        self.model = model
-        self.token_ids = token_ids
-        self.num_computed = [0] * len(token_ids)
-        config = model.config
-        width = -(-config.max_position_embeddings // BLOCK_SIZE)
-        num_blocks = width * len(token_ids) + 1
-        self.kv_cache = torch.full(
-            (config.num_layers, 2, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_size),
-            float("nan"),
-        )
-        blocks = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1
-        self.block_table = blocks.view(len(token_ids), width).to(torch.int32)
-
-    def step(self, counts: list[int]) -> list[torch.Tensor]:
-        """Compute ``counts[i]`` further tokens of each sequence in one step; return each one's logits."""
-        rows = [row for row in range(len(counts)) if counts[row] == 1]
-        num_decodes = len(rows)
-        rows += [row for row in range(len(counts)) if counts[row] > 1]
-        tokens, positions, slots = [], [], []
-        for row in rows:
-            span = torch.arange(self.num_computed[row], self.num_computed[row] + counts[row])
-            tokens.append(self.token_ids[row][span])
-            positions.append(span)
-            slots.append(self.block_table[row].long()[span // BLOCK_SIZE] * BLOCK_SIZE + span % BLOCK_SIZE)
-        lengths = [counts[row] for row in rows]
-        metadata = AttentionMetadata(
-            query_start_loc=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
-            num_computed_tokens=torch.tensor([self.num_computed[row] for row in rows], dtype=torch.int32),
-            block_table=self.block_table[rows],
-            slot_mapping=torch.cat(slots),
-            num_decodes=num_decodes,
-        )
-        hidden = self.model.forward(torch.cat(tokens), torch.cat(positions), self.kv_cache, metadata)
-        by_row = dict(zip(rows, self.model.compute_logits(hidden).split(lengths), strict=True))
-        for row in rows:
-            self.num_computed[row] += counts[row]
-        return [by_row.get(row, torch.empty(0, self.model.config.vocab_size)) for row in range(len(counts))]
-
-
 def random_tokens(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed))
 
@@ -99,7 +56,7 @@ def switched_model(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator
 
 def test_logits_of_chunks_and_decodes(switched_model: GPT2, reference: torch.nn.Module) -> None:
     tokens = [random_tokens(200, seed=1), random_tokens(90, seed=2), random_tokens(49, seed=3)]
-    sequences = Sequences(switched_model, tokens)
+    sequences = PagedSequences(switched_model, tokens)
     steps = [(100, 15, 0), (1, 1, 16), (1, 16, 1), (14, 1, 1), (1, 40, 30), (83, 17, 1)]
     parts: list[list[torch.Tensor]] = [[], [], []]
     for counts in steps:
@@ -125,7 +82,7 @@ def test_the_way_for_few_decodes_agrees(
     # No matrix is there twice; a packed layer has vectors of its own.
     assert storage_bytes(model.weights) < 1.02 * num_bytes
     tokens = [random_tokens(30, seed=1), random_tokens(21, seed=2), random_tokens(17, seed=3)]
-    sequences = Sequences(model, tokens)
+    sequences = PagedSequences(model, tokens)
     sequences.step([20, 16, 1])
     seen = record_moments(monkeypatch)
     for index in range(5):
@@ -139,7 +96,7 @@ def test_greedy_tokens_around_block_boundaries(model: GPT2, reference: torch.nn.
     lengths = [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 200]
     num_new = 24
     prompts = [random_tokens(length, seed=length) for length in lengths]
-    sequences = Sequences(model, list(prompts))
+    sequences = PagedSequences(model, prompts)
     counts = lengths
     for _ in range(num_new):
         for row, logits in enumerate(sequences.step(counts)):
@@ -155,46 +112,41 @@ def test_greedy_tokens_around_block_boundaries(model: GPT2, reference: torch.nn.
 
 
 def test_last_tokens_alone(switched_model: GPT2) -> None:
-    model, lengths = switched_model, [20, 1, 33]
+    model = switched_model
     tokens = [random_tokens(40, seed=seed) for seed in range(3)]
-    plain, lean = Sequences(model, list(tokens)), Sequences(model, list(tokens))
+    plain, lean = PagedSequences(model, tokens), PagedSequences(model, tokens)
     for sequences in (plain, lean):
         sequences.step([5, 6, 7])
-    input_ids = torch.cat([tokens[row][5 + row :][:length] for row, length in enumerate(lengths)])
-    spans = [torch.arange(5 + row, 5 + row + length) for row, length in enumerate(lengths)]
-    slots = [
-        lean.block_table[row].long()[span // BLOCK_SIZE] * BLOCK_SIZE + span % BLOCK_SIZE
-        for row, span in enumerate(spans)
-    ]
-    metadata = AttentionMetadata(
-        # Two rows of padding behind, without tokens.
+    input_ids, positions, metadata = lean.inputs([0, 1, 2], [20, 1, 33])
+    metadata = replace(
+        metadata,
+        # Two rows of padding after them, without tokens.
         query_start_loc=torch.tensor([0, 20, 21, 54, 54, 54], dtype=torch.int32),
         num_computed_tokens=torch.tensor([5, 6, 7, -1, -1], dtype=torch.int32),
         block_table=lean.block_table[[0, 1, 2, 0, 0]],
-        slot_mapping=torch.cat(slots),
-        num_decodes=0,
     )
-    expected = model.forward(input_ids, torch.cat(spans), plain.kv_cache, metadata)
-    actual = model.forward(
-        input_ids, torch.cat(spans), lean.kv_cache, replace(metadata, last_tokens_only=True)
-    )
+    last_only = replace(metadata, last_tokens_only=True)
+    expected = model.forward(input_ids, positions, plain.kv_cache, metadata)
+    actual = model.forward(input_ids, positions, lean.kv_cache, last_only)
     assert actual.shape == (5, model.config.hidden_size)
     torch.testing.assert_close(actual[:3], expected[[19, 20, 53]], rtol=0, atol=1e-5)
     torch.testing.assert_close(lean.kv_cache, plain.kv_cache, rtol=0, atol=0, equal_nan=True)
-    nothing = replace(metadata, query_start_loc=torch.zeros(3, dtype=torch.int32), last_tokens_only=True)
-    nothing = replace(nothing, num_computed_tokens=torch.tensor([-1, -1], dtype=torch.int32))
-    hidden = model.forward(
-        input_ids, torch.cat(spans), lean.kv_cache, replace(nothing, block_table=lean.block_table[:2])
+    nothing = replace(
+        last_only,
+        query_start_loc=torch.zeros(3, dtype=torch.int32),
+        num_computed_tokens=torch.tensor([-1, -1], dtype=torch.int32),
+        block_table=lean.block_table[:2],
     )
+    hidden = model.forward(input_ids, positions, lean.kv_cache, nothing)
     assert hidden.shape == (2, model.config.hidden_size)
 
 
 def test_padding_rows_change_nothing(model: GPT2) -> None:
     tokens = [random_tokens(20, seed=1), random_tokens(20, seed=2)]
-    plain, padded = Sequences(model, list(tokens)), Sequences(model, list(tokens))
+    plain, padded = PagedSequences(model, tokens), PagedSequences(model, tokens)
     for sequences in (plain, padded):
         sequences.step([19, 19])
-    expected = plain.step([1, 1])
+    expected = torch.cat(plain.step([1, 1]))
     metadata = AttentionMetadata(
         query_start_loc=torch.arange(5, dtype=torch.int32),
         num_computed_tokens=torch.tensor([19, -1, 19, -1], dtype=torch.int32),
@@ -204,14 +156,12 @@ def test_padding_rows_change_nothing(model: GPT2) -> None:
     )
     input_ids = torch.tensor([tokens[0][19], 0, tokens[1][19], 0])
     hidden = model.forward(input_ids, torch.tensor([19, 0, 19, 0]), padded.kv_cache, metadata)
-    logits = model.compute_logits(hidden)
-    torch.testing.assert_close(logits[0:1], expected[0], rtol=0, atol=1e-5)
-    torch.testing.assert_close(logits[2:3], expected[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(model.compute_logits(hidden)[::2], expected, rtol=0, atol=1e-5)
     assert torch.equal(padded.kv_cache.isnan(), plain.kv_cache.isnan())
 
 
 def test_only_the_tokens_slots_are_written(switched_model: GPT2) -> None:
-    sequences = Sequences(switched_model, [random_tokens(21)])
+    sequences = PagedSequences(switched_model, [random_tokens(21)])
     sequences.step([21])
     written = ~sequences.kv_cache.isnan()
     expected = torch.zeros_like(written)
@@ -226,9 +176,8 @@ def test_half_types_follow_float32(checkpoint: Path, model: GPT2, dtype: str) ->
     half = load_model(checkpoint, dtype=dtype)
     assert half.config.dtype == getattr(torch, dtype)
     tokens = random_tokens(40)
-    expected = Sequences(model, [tokens]).step([40])[0]
-    sequences = Sequences(half, [tokens])
-    sequences.kv_cache = sequences.kv_cache.to(half.config.dtype)
+    expected = PagedSequences(model, [tokens]).step([40])[0]
+    sequences = PagedSequences(half, [tokens])
     actual = torch.cat((sequences.step([39])[0], sequences.step([1])[0]))
     assert actual.dtype == torch.float32
     # Relative to the spread of the logits: bfloat16 keeps 8 bits, and some dozen roundings add up.

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from rose_backend.layers.attention import AttentionMetadata
 from rose_backend.models.base import load_model
@@ -36,99 +36,58 @@ YARN = {
 }
 
 
-def llama(width: int, layers: int, heads: int, kv_heads: int, head: int, inner: int, **more: Any) -> Any:
-    fields = {"vocab_size": 128_256, "rope_parameters": LLAMA3_ROPE, "max_position_embeddings": 131_072}
-    return LlamaConfig(**_sizes(width, layers, heads, kv_heads, head, inner), **{**fields, **more})
+PLAIN = {"rope_type": "default", "rope_theta": 1_000_000.0}
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (
+        LlamaConfig,
+        {"vocab_size": 128_256, "rope_parameters": LLAMA3_ROPE, "max_position_embeddings": 131_072},
+    ),
+    "qwen3": (Qwen3Config, {"max_position_embeddings": 40_960, "tie_word_embeddings": True}),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        {
+            "max_position_embeddings": 40_960,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+        },
+    ),
+}
+SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "intermediate_size"),
+)
 
 
-def qwen3(width: int, layers: int, heads: int, kv_heads: int, head: int, inner: int, **more: Any) -> Any:
-    fields = {
-        "vocab_size": 151_936,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        "max_position_embeddings": 40_960,
-        "tie_word_embeddings": True,
-    }
-    return Qwen3Config(**_sizes(width, layers, heads, kv_heads, head, inner), **{**fields, **more})
-
-
-def qwen3_moe(width: int, layers: int, heads: int, kv_heads: int, head: int, inner: int, **more: Any) -> Any:
-    fields = {
-        "vocab_size": 151_936,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        "max_position_embeddings": 40_960,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    }
-    return Qwen3MoeConfig(**_sizes(width, layers, heads, kv_heads, head, inner), **{**fields, **more})
-
-
-def _sizes(width: int, layers: int, heads: int, kv_heads: int, head: int, inner: int) -> dict[str, Any]:
-    return {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head,
-        "intermediate_size": inner,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+def shape(family: str, *sizes: int, **changes: Any) -> PreTrainedConfig:
+    """Return a config with these ``SIZES``."""
+    config, fields = FAMILIES[family]
+    common = {"vocab_size": 151_936, "rope_parameters": PLAIN, "rms_norm_eps": 1e-5}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return config(**dict(zip(SIZES, sizes, strict=True)), **{**common, **ends, **fields, **changes})
 
 
 SHAPES = {
-    "Qwen3 0.6B": qwen3(1024, 28, 16, 8, 128, 3072),
-    "Llama 3.2 1B": llama(2048, 16, 32, 8, 64, 8192, tie_word_embeddings=True),
+    "Qwen3 0.6B": shape("qwen3", 1024, 28, 16, 8, 128, 3072),
+    "Llama 3.2 1B": shape("llama", 2048, 16, 32, 8, 64, 8192, tie_word_embeddings=True),
     # All of 8 experts: which of 128 a token takes is decided by rounding.
-    "Qwen3 30B-A3B, 2 layers": qwen3_moe(2048, 2, 32, 4, 128, 6144, num_experts=8),
+    "Qwen3 30B-A3B, 2 layers": shape("qwen3-moe", 2048, 2, 32, 4, 128, 6144, num_experts=8),
     # A quarter of its layers: all of them in float32 and in 16 bits would take a minute to make.
-    "Llama 3.1 8B, 8 layers": llama(4096, 8, 32, 8, 128, 14_336),
+    "Llama 3.1 8B, 8 layers": shape("llama", 4096, 8, 32, 8, 128, 14_336),
 }
-WHOLE_8B = llama(4096, 32, 32, 8, 128, 14_336)
+WHOLE_8B = shape("llama", 4096, 32, 32, 8, 128, 14_336)
+FAR = {"vocab_size": 1000, "max_position_embeddings": 131_072}
 LONG = {
-    "llama3": llama(512, 2, 4, 1, 128, 1024, vocab_size=1000),
-    "yarn": qwen3(
-        512, 2, 4, 2, 128, 1024, vocab_size=1000, rope_parameters=YARN, max_position_embeddings=131_072
-    ),
+    "llama3": shape("llama", 512, 2, 4, 1, 128, 1024, **FAR),
+    "yarn": shape("qwen3", 512, 2, 4, 2, 128, 1024, rope_parameters=YARN, **FAR),
 }
+NEAR = {"vocab_size": 300, "max_position_embeddings": 512}
+OLD_WINDOW = {"original_max_position_embeddings": 128}
+FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
 SMALL = {
-    "experts": qwen3_moe(
-        64,
-        2,
-        4,
-        2,
-        16,
-        128,
-        vocab_size=300,
-        max_position_embeddings=512,
-        num_experts=4,
-        num_experts_per_tok=4,
-        moe_intermediate_size=48,
-    ),
-    "llama3": llama(
-        64,
-        2,
-        4,
-        1,
-        16,
-        128,
-        vocab_size=300,
-        max_position_embeddings=512,
-        rope_parameters={**LLAMA3_ROPE, "original_max_position_embeddings": 128},
-    ),
-    "yarn": qwen3(
-        64,
-        2,
-        4,
-        2,
-        16,
-        128,
-        vocab_size=300,
-        max_position_embeddings=512,
-        rope_parameters={**YARN, "original_max_position_embeddings": 128},
-    ),
+    "experts": shape("qwen3-moe", 64, 2, 4, 2, 16, 128, **NEAR, **FEW_EXPERTS),
+    "llama3": shape("llama", 64, 2, 4, 1, 16, 128, **NEAR, rope_parameters=LLAMA3_ROPE | OLD_WINDOW),
+    "yarn": shape("qwen3", 64, 2, 4, 2, 16, 128, **NEAR, rope_parameters=YARN | OLD_WINDOW),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rose_backend.config import Switches
 from rose_backend.engine.progress import LoadingProgress
 from rose_backend.errors import ModelError
 from rose_backend.models import streaming, weights
@@ -118,21 +120,27 @@ def test_slices_of_larger_tensors_are_filled_and_nothing_else(
     assert bool((whole[0] == 7).all()) and bool((whole[-1] == 7).all())
 
 
-def test_buffers_do_not_grow_with_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    allocated: list[int] = []
+@pytest.fixture
+def buffers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Return the bytes of each staging buffer that is made from now on, and whether it is page-locked."""
+    made: list[tuple[int, bool]] = []
     original = streaming._host_buffer
 
-    def counted(num_bytes: int, *, pinned: bool) -> torch.Tensor:
-        allocated.append(num_bytes)
+    def noted(num_bytes: int, *, pinned: bool) -> torch.Tensor:
+        made.append((num_bytes, pinned))
         return original(num_bytes, pinned=pinned)
 
-    monkeypatch.setattr(streaming, "_host_buffer", counted)
+    monkeypatch.setattr(streaming, "_host_buffer", noted)
+    return made
+
+
+def test_buffers_do_not_grow_with_the_files(tmp_path: Path, buffers: list[tuple[int, bool]]) -> None:
     write(tmp_path, {str(index): torch.randn(100, 100) for index in range(8)})
     read_all(tmp_path, torch.bfloat16, num_readers=3, buffer_bytes=4096)
-    assert allocated == [4096] * 3
-    allocated.clear()
+    assert buffers == [(4096, False)] * 3
+    buffers.clear()
     read_all(tmp_path, num_readers=3, buffer_bytes=4096)
-    assert allocated == [], "a tensor of the right type is read in place"
+    assert buffers == [], "a tensor of the right type is read in place"
     assert streaming.MAX_READERS * streaming.BUFFERS_PER_READER * streaming.BUFFER_BYTES <= 256 << 20
 
 
@@ -263,6 +271,50 @@ def test_layers_are_packed_once_their_weights_are_there(
         assert torch.equal(ours.mlp.narrow.weight, theirs.mlp.narrow.weight)
         folded = theirs.qkv.weight * theirs.attn_norm.weight[:, None]
         assert torch.allclose(ours.qkv.weight, folded) and bool((ours.attn_norm.weight == 1).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("buffer_bytes", [1 << 16, streaming.BUFFER_BYTES])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_several_hundred_megabytes_on_a_gpu(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    buffers: list[tuple[int, bool]],
+    dtype: torch.dtype,
+    buffer_bytes: int,
+) -> None:
+    tensors = {str(index): torch.randn(4099, 4096).bfloat16() for index in range(10)}
+    tensors |= {f"norm {index}": torch.randn(4097).bfloat16() for index in range(10)}
+    found = find_tensors(write(tmp_path, tensors, num_files=3))
+    whole = torch.full((4099 * 10 + 2, 4096), 7.0, dtype=dtype, device="cuda")
+    matrices = whole[1:-1].split(4099)
+    # Work that is still under way on the memory that the copies write.
+    whole.copy_((whole.float() @ torch.eye(4096, device="cuda")).to(dtype))
+    places = {str(index): matrices[index] for index in range(10)}
+    places |= {f"norm {index}": torch.empty(4097, dtype=dtype, device="cuda") for index in range(10)}
+    monkeypatch.setattr(streaming, "BUFFER_BYTES", buffer_bytes)
+    stream([Copy(found[name], place) for name, place in places.items()])
+    for name, place in places.items():
+        assert torch.equal(place.cpu(), tensors[name].to(dtype)), name
+    assert bool((whole[0] == 7).all()) and bool((whole[-1] == 7).all())
+    assert all(pinned for _, pinned in buffers), "a copy from pageable memory waits for the device"
+    assert max(size for size, _ in buffers) <= buffer_bytes
+    assert len(buffers) <= streaming.MAX_READERS * streaming.BUFFERS_PER_READER
+
+
+@pytest.mark.gpu
+def test_a_whole_model_on_a_gpu_is_the_one_of_the_cpu(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "model", "llama")
+    switches = Switches(fused_mlp=False)  # or layers are packed, whose matrices have another layout
+    models = [
+        load_model(checkpoint, dtype="float16", device=device, switches=switches)
+        for device in ("cpu", "cuda")
+    ]
+    left, right = (model.weights for model in models)
+    assert torch.equal(left.padded_lm_head, right.padded_lm_head.cpu())
+    for ours, theirs in zip(left.layers, right.layers, strict=True):
+        for name in ("qkv.weight", "attn_out.weight", "mlp.widen.weight", "mlp.narrow.weight"):
+            assert torch.equal(attrgetter(name)(ours), attrgetter(name)(theirs).cpu()), name
 
 
 def test_progress_counts_all_bytes_that_are_read(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class DecodeTuning:
     """Multiply on the matrix units, which needs a 16-bit type to be exact; otherwise lane by lane."""
     num_warps: int
     num_stages: int
-    """Tiles on their way at once: through shared memory, or lane by lane into registers, beside the one attended."""
+    """Tiles in flight at once: through shared memory, or lane by lane into registers, besides the one attended."""
     max_registers: int | None = None
     """Per thread. The assembler's own choice may be a few too few."""
     max_whole: int = 0
@@ -43,7 +43,7 @@ class DecodeTuning:
     programs the registers are worth more."""
     early_dependents: bool = True
     """Where launches overlap: the next kernel may start as soon as all programs have. Else not before their last tiles:
-    with many rows it, and those behind it, would take memory's time from these."""
+    with many rows it and the kernels after it would compete with these for memory."""
 
 
 @lru_cache(maxsize=4096)
@@ -64,7 +64,7 @@ def decode_tuning(
         dtype: of the query.
         cache_dtype: None is ``dtype``.
         num_queries: query heads times new tokens that one program attends, of those that share a KV head.
-        norms_heads: query and key heads pass through norms on their way.
+        norms_heads: query and key heads are normed.
     """
     num_heads = num_rows * num_kv_heads
     return _DECODE.choose(
@@ -134,7 +134,7 @@ def num_processors(device: torch.device) -> int:
 def rows_tile(num_rows: int) -> int:
     """Return how many rows a program of decode or prefill attention looks through to find its own.
 
-    Each size is a kernel of its own, compiled when it is first needed, and an engine has graphs of dozens of numbers of
+    Each size is a separate kernel, compiled when it is first needed, and an engine has graphs of dozens of numbers of
     rows. A warp looks at 32 at once.
     """
     return next((size for size in (32, 256, 1024) if size >= num_rows), next_power_of_2(num_rows))
@@ -151,7 +151,7 @@ def decode_kind(
     cache_dtype: torch.dtype | None = None,
     max_query_len: int = 1,
 ) -> Hashable:
-    """Return what decode attention over so many rows is compiled for; equal where the kernels are the same.
+    """Return what decode attention over ``num_rows`` rows is compiled for; equal where the kernels are the same.
 
     Args:
         num_processors: multiprocessors of the GPU.
@@ -200,7 +200,7 @@ class PrefillTuning:
     """Load the chunk's keys and values through tensor descriptors, by the copy engine of compute capability 9.0. Only
     for 16-bit types and heads of a power of two."""
     split: bool
-    """Attend the chunk's tiles before the queries' own in a loop of their own, without a causal mask."""
+    """Attend the chunk's tiles before the queries' own in a separate loop, without a causal mask."""
 
 
 @lru_cache(maxsize=1024)
