@@ -28,7 +28,7 @@ from rose_backend.engine.request import Request, check_request_id
 from rose_backend.engine.scheduler import Scheduler
 from rose_backend.engine.sequence_state import Int64Array, SequenceState
 from rose_backend.engine.startup import LoadedModel, feature_status, load, warm_up
-from rose_backend.engine.step_pipeline import DeferredStops, SampledTokens, StepPipeline, TokenReader
+from rose_backend.engine.step_pipeline import SampledTokens, StepPipeline, TokenReader
 from rose_backend.engine.tokenizer_loading import PendingTokenizer
 from rose_backend.errors import EngineDeadError, IntegrityError, QueueFullError, RequestError, kind_and_text
 from rose_backend.kernels.captured_graphs import Workspace
@@ -121,7 +121,7 @@ class EngineCore:
         cache = self.manager.stats
         return replace(
             self._scheduler.counters,
-            generated_tokens=self._generated_tokens - self._deferred_stops.num_dropped_tokens,
+            generated_tokens=self._generated_tokens - self._reader.num_dropped_tokens,
             prefix_cache_queries=cache.query_tokens,
             prefix_cache_hits=cache.hit_tokens,
             reported_prefix_cache_hits=cache.reported_hit_tokens,
@@ -172,7 +172,7 @@ class EngineCore:
             if not completion.has_ended and completion in self._scheduler.waiting:
                 self._scheduler.waiting.remove(completion)
             completion.has_ended = True
-        self._deferred_stops.forget(completions)
+        self._reader.forget(completions)
         rows = [completion.row for completion in completions if completion.row >= 0]
         if rows:
             self._scheduler.release(np.array(rows, np.int32))
@@ -290,8 +290,7 @@ class EngineCore:
             loaded.kv_cache.device,
             loaded.run_ahead,
         )
-        self._reader = TokenReader(self._rows, loaded.eos_token_ids)
-        self._deferred_stops = DeferredStops(self._rows, self._scheduler, commits)
+        self._reader = TokenReader(self._rows, self._scheduler, commits)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:
@@ -309,7 +308,7 @@ class EngineCore:
 
     def _advance(self) -> None:
         self._take_report()
-        read = self._pipeline.advance(self._deferred_stops.num_unchecked)
+        read = self._pipeline.advance(self._reader.num_unchecked)
         self._is_stalled = read is None and not self._pipeline.num_in_flight
         if read is not None:
             self._process_tokens(read)
@@ -329,8 +328,8 @@ class EngineCore:
         if num_tokens < len(rows):
             self._note_failed_rows(rows[~has_token])
             rows = rows[has_token]
-        self._deferred_stops.note_sent(rows)
-        self._deferred_stops.leave(ended_rows)
+        self._reader.note_sent(rows)
+        self._reader.leave(ended_rows)
         # After the release, which has put the tokens of completed rows into their completions.
         self._output_thread.post(message, is_urgent=message.has_first_tokens)
 
@@ -354,7 +353,7 @@ class EngineCore:
             return
         report = self._output_thread.take()
         self._is_stalled &= not report.stop_checks
-        self._deferred_stops.apply_stop_checks(report.stop_checks)
+        self._reader.apply_stop_checks(report.stop_checks)
         if not self._returns_outputs:
             self._forget(report.finished)
 

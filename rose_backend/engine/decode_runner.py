@@ -257,7 +257,11 @@ class SamplingExtras:
         self._state = state
         self._sample = sample
         self._device = device
-        self._penalties = PenaltyTable(state, vocab_size, device)
+        # Of rows with penalties: 5 bytes per row and token of the vocabulary. The host writes a row's entry before its
+        # first draw; then the device counts what it draws, without the host.
+        self._counted_generation: NDArray[np.int64] = np.full(num_slots, -1, np.int64)
+        self._prompt_mask = torch.zeros((num_slots, vocab_size), dtype=torch.bool, device=device)
+        self._output_counts = torch.zeros((num_slots, vocab_size), dtype=torch.int32, device=device)
         self._num_logprobs = min(MAX_LOGPROBS, vocab_size)
         self._words = torch.zeros((4, num_slots), dtype=torch.int32, device=device)
         self._rows, self._min_num_tokens, self._needs_extras, self._uses_penalties = self._words.unbind(0)
@@ -282,7 +286,7 @@ class SamplingExtras:
         """Write what ``rows`` need into ``slots``, int64 ``[N]``; slots past ``len(rows)`` become empty."""
         state, num_rows = self._state, len(rows)
         needs_sampling_extras = state.needs_sampling_extras[rows]
-        self._penalties.admit(rows)
+        self._admit(rows)
         self._slot_needs_extras[slots] = False
         self._slot_needs_extras[slots[:num_rows]] = needs_sampling_extras
         self.is_in_use = bool(np.count_nonzero(self._slot_needs_extras))
@@ -310,7 +314,7 @@ class SamplingExtras:
         drawn = self._draw(logits, params, position, rows, banned)
         token_ids = drawn.token_ids.where(self._needs_extras[:width] != 0, buffers.input_ids[:width])
         buffers.input_ids[:width].copy_(token_ids)
-        self._penalties.count(rows, token_ids, self._uses_penalties[:width])
+        self._count(rows, token_ids, self._uses_penalties[:width])
         self._report[:width].copy_(pack_logprobs(logits, drawn))
 
     def collect(self, buffers: DecodeBuffers, step: int, width: int) -> None:
@@ -327,13 +331,13 @@ class SamplingExtras:
     def draw(self, logits: torch.Tensor, params: SamplingTensors, rows: Int32Array) -> SampleOutput:
         """Draw the next token of each of ``rows`` from ``logits``, float32 ``[S, V]``, outside a decode step."""
         state = self._state
-        self._penalties.admit(rows)
+        self._admit(rows)
         is_short = state.num_tokens[rows] < state.min_num_tokens[rows]
         banned = np.where(is_short[:, None], state.banned_token_ids[rows], np.int32(-1))
         weights = state.uses_penalties[rows].astype(np.int32)
         to, ids, counted = upload(self._device, rows.astype(np.int64), banned, weights)
         drawn = self._draw(logits, params, params.position, to, ids)
-        self._penalties.count(to, drawn.token_ids, counted)
+        self._count(to, drawn.token_ids, counted)
         return drawn
 
     def _draw(
@@ -344,10 +348,9 @@ class SamplingExtras:
         rows: torch.Tensor,
         banned: torch.Tensor,
     ) -> SampleOutput:
-        prompt_mask, output_counts = self._penalties.gather(rows)
         extras: dict[str, Any] = {
-            "prompt_mask": prompt_mask,
-            "output_counts": output_counts,
+            "prompt_mask": self._prompt_mask.index_select(0, rows),  # [S, V]
+            "output_counts": self._output_counts.index_select(0, rows),  # [S, V]
             "bias_token_ids": banned,
         }
         bias = self._minus_infinity[: len(logits)]
@@ -355,6 +358,26 @@ class SamplingExtras:
             logits,
             replace(params, position=position, bias=bias, num_logprobs=self._num_logprobs, **extras),
         )
+
+    def _admit(self, rows: NDArray[np.signedinteger]) -> None:
+        """Write the entries of those of ``rows`` that use penalties and have drawn nothing since they were filled."""
+        state = self._state
+        is_new = state.uses_penalties[rows] & (self._counted_generation[rows] != state.generation[rows])
+        for row in rows[is_new].tolist():
+            known = state.token_ids[row, : state.num_tokens[row]].astype(np.int64)
+            (tokens,) = upload(self._device, known)
+            prompt, output = tokens.tensor_split([int(state.num_prompt_tokens[row])])
+            self._prompt_mask[row].zero_().index_fill_(0, prompt, True)
+            self._output_counts[row].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+            self._counted_generation[row] = state.generation[row]
+
+    def _count(self, rows: torch.Tensor, token_ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Add ``weights`` (int32 ``[S]``, 0 or 1) to the output counts of ``token_ids`` (int64 ``[S]``).
+
+        ``INVALID_TOKEN_ID`` counts as token 0: such a row ends.
+        """
+        counts = self._output_counts
+        counts.view(-1).scatter_add_(0, rows * counts.shape[1] + token_ids.clamp(min=0), weights)
 
 
 def pack_logprobs(logits: torch.Tensor, drawn: SampleOutput) -> torch.Tensor:
@@ -372,50 +395,6 @@ def pack_logprobs(logits: torch.Tensor, drawn: SampleOutput) -> torch.Tensor:
     numbers = [rank[:, None], drawn.top_token_ids]
     rank_bits, token_bits = (each.to(torch.int32).view(torch.float32) for each in numbers)
     return torch.cat([drawn.logprob[:, None], rank_bits, drawn.top_logprobs, token_bits], dim=1)
-
-
-class PenaltyTable:
-    """A prompt mask and output counts over the vocabulary for each row; used by rows with penalties only.
-
-    The host writes a row's entry before its first draw; then the device counts what it draws, without the host.
-    Memory: 5 bytes per row and token of the vocabulary, allocated at the start, because captured graphs refer to it.
-
-    Args:
-        state: completion and tokens of each row.
-        vocab_size: columns (V).
-    """
-
-    def __init__(self, state: SequenceState, vocab_size: int, device: torch.device) -> None:
-        num_rows = len(state.num_tokens)
-        self._state = state
-        self._device = device
-        self._counted_generation: NDArray[np.int64] = np.full(num_rows, -1, np.int64)
-        self._prompt_mask = torch.zeros((num_rows, vocab_size), dtype=torch.bool, device=device)
-        self._output_counts = torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device)
-
-    def admit(self, rows: NDArray[np.signedinteger]) -> None:
-        """Write the entries of those of ``rows`` that use penalties and have drawn nothing since they were filled."""
-        state = self._state
-        is_new = state.uses_penalties[rows] & (self._counted_generation[rows] != state.generation[rows])
-        for row in rows[is_new].tolist():
-            known = state.token_ids[row, : state.num_tokens[row]].astype(np.int64)
-            (tokens,) = upload(self._device, known)
-            prompt, output = tokens.tensor_split([int(state.num_prompt_tokens[row])])
-            self._prompt_mask[row].zero_().index_fill_(0, prompt, True)
-            self._output_counts[row].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
-            self._counted_generation[row] = state.generation[row]
-
-    def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return prompt mask (bool ``[S, V]``) and output counts (int32 ``[S, V]``) of ``rows``, int64 ``[S]``."""
-        return self._prompt_mask.index_select(0, rows), self._output_counts.index_select(0, rows)
-
-    def count(self, rows: torch.Tensor, token_ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Add ``weights`` (int32 ``[S]``, 0 or 1) to the output counts of ``token_ids`` (int64 ``[S]``).
-
-        ``INVALID_TOKEN_ID`` counts as token 0: such a row ends.
-        """
-        counts = self._output_counts
-        counts.view(-1).scatter_add_(0, rows * counts.shape[1] + token_ids.clamp(min=0), weights)
 
 
 MAX_CAPTURED_ROWS = 512

@@ -22,7 +22,7 @@ from rose_backend.engine.outputs import Logprobs
 from rose_backend.engine.process_settings import return_free_memory
 from rose_backend.engine.request import Completion, CompletionText, Prompt, Request
 from rose_backend.engine.sampling_params import SamplingParams
-from rose_backend.engine.tokenizer import ByteLevelDecoder, Detokenizer, LibraryDecoder, Tokenizer
+from rose_backend.engine.tokenizer import Decoder, Detokenizer, LibraryDecoder, Tokenizer
 from rose_backend.errors import ModelError, RequestError
 from rose_backend.models.weights import read_eos_token_ids, read_json, resolve_model_path
 
@@ -174,7 +174,7 @@ class InputProcessor:
             text=CompletionText(stream, logprobs, bytearray(unfinished)),
         )
 
-    def _decoder(self, params: SamplingParams) -> ByteLevelDecoder | LibraryDecoder:
+    def _decoder(self, params: SamplingParams) -> Decoder:
         return self.tokenizer.decoder(skip_special_tokens=params.skip_special_tokens)
 
     def _check_params(self, params: SamplingParams, prompt_length: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
-from types import TracebackType
 from typing import Any
 
 from rose_backend.config import EngineConfig
@@ -21,7 +21,7 @@ from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import EngineDeadError, RequestError
 
 
-class LLM:
+class LLM(AbstractContextManager["LLM"]):
     """A model with its KV pool, ready to generate::
 
         with LLM("models/tiny-gpt2") as llm:
@@ -137,12 +137,7 @@ class LLM:
             self._core.close()
         self._core = None
 
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _check(

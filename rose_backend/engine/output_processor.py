@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,8 +15,8 @@ from rose_backend.engine.request import Completion, CompletionText, Request
 from rose_backend.engine.tokenizer import (
     MAX_TOKENS_BEFORE,
     ByteLevelDecoder,
+    Decoder,
     Detokenizer,
-    LibraryDecoder,
     Tokenizer,
     TokenTexts,
     text_of,
@@ -135,8 +136,17 @@ class OutputProcessor:
         return updated, stop_checks
 
     def request_output(self, request: Request) -> RequestOutput:
-        """Return what is new in the request since its previous output."""
-        return request.make_output(self._news)
+        """Return what is new in the request since its previous output; all of a stream share the prompt's list."""
+        request.has_output = True
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_list(),
+            outputs=[new for each in request.completions if (new := self._news(each)) is not None],
+            finished=request.is_finished,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            scheduled_s=request.scheduled_s,
+        )
 
     def _abort(self, request: Request) -> list[Request]:
         if request.is_finished:
@@ -190,13 +200,11 @@ class OutputProcessor:
 
     def _finish_batch(self, completions: list[Completion], endings: dict[Completion, Ending]) -> None:
         """Finish completions without ``needs_each_token``. Many may end in one step: they are detokenized together."""
+        batches: defaultdict[Decoder, list[Completion]] = defaultdict(list)
         for completion in completions:
             completion.text.finish_reason, completion.text.stop_reason = endings[completion]
-        for skips_special in (True, False):
-            batch = [each for each in completions if each.request.params.skip_special_tokens is skips_special]
-            if not batch:
-                continue
-            decoder = self._tokenizer.decoder(skip_special_tokens=skips_special)
+            batches[self._decoder(completion.request)].append(completion)
+        for decoder, batch in batches.items():
             _take_remaining(batch, decoder)
             for completion in batch:
                 text = completion.text
@@ -208,7 +216,7 @@ class OutputProcessor:
                 text.final = self._describe(completion)
 
     def _take_incremental(self, message: IncrementalTokens) -> None:
-        taken: dict[bool, list[tuple[CompletionText, int, int]]] = {True: [], False: []}
+        taken: defaultdict[Decoder, list[tuple[CompletionText, int, int]]] = defaultdict(list)
         end = 0
         for completion, first, count in zip(message.completions, message.starts, message.counts, strict=True):
             start, end = end, end + count
@@ -216,11 +224,12 @@ class OutputProcessor:
             # The first may be the prompt's, or known from before a preemption. After a gap, all wait for the end.
             num_known = len(request.prompt_token_ids) + len(text.token_ids) - first
             if not text.is_finished and 0 <= num_known < count:
-                taken[request.params.skip_special_tokens].append((text, start + num_known, end))
-        for skips_special, spans in taken.items():
-            if spans:
-                decoder = self._tokenizer.decoder(skip_special_tokens=skips_special)
-                _extend(spans, message.token_ids, decoder)
+                taken[self._decoder(request)].append((text, start + num_known, end))
+        for decoder, spans in taken.items():
+            _extend(spans, message.token_ids, decoder)
+
+    def _decoder(self, request: Request) -> Decoder:
+        return self._tokenizer.decoder(skip_special_tokens=request.params.skip_special_tokens)
 
     def _describe(self, completion: Completion) -> CompletionOutput:
         """Return what is new in a completion, and note that it has been reported."""
@@ -256,9 +265,7 @@ class OutputProcessor:
         text, shown = completion.text, _shown_token_ids(completion)
         if text.num_decoded == len(shown):
             return text_of(text.decoded_bytes)
-        request = completion.request
-        decoder = self._tokenizer.decoder(skip_special_tokens=request.params.skip_special_tokens)
-        stream = decoder.stream(request.text_context)
+        stream = self._decoder(completion.request).stream(completion.request.text_context)
         return stream.extend(shown) + stream.close()
 
 
@@ -271,7 +278,7 @@ def _catch_up(text: CompletionText, num_tokens: int) -> str | None:
     return text.stream.extend(new)
 
 
-def _take_remaining(completions: list[Completion], decoder: ByteLevelDecoder | LibraryDecoder | None) -> None:
+def _take_remaining(completions: list[Completion], decoder: Decoder | None) -> None:
     """Add the tokens that were not sent in portions, of completions that have left their rows."""
     rests, spans, hidden, end = [], [], [], 0
     for completion in completions:
@@ -292,7 +299,7 @@ def _take_remaining(completions: list[Completion], decoder: ByteLevelDecoder | L
 def _extend(
     spans: list[tuple[CompletionText, int, int]],
     token_ids: NDArray[np.int32],
-    decoder: ByteLevelDecoder | LibraryDecoder | None,
+    decoder: Decoder | None,
 ) -> None:
     """Add to each text its tokens in ``token_ids``, ``[start, end)``, decoded unless ``decoder`` is None."""
     starts, ends = (np.array([span[place] for span in spans]) for place in (1, 2))

@@ -263,7 +263,9 @@ class RemoteEngine(EngineClient):
             self._send(Stop())
             end_serving()
             self._fail_all(EngineDeadError("the engine was shut down"))
-        if not await asyncio.to_thread(_has_ended, self._process):
+        try:
+            await asyncio.to_thread(self._process.wait, _END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
             logger.warning("the engine process does not end after %g s; killing it", _END_TIMEOUT_S)
         self._end_process()
         if self._reading is not None:
@@ -408,14 +410,6 @@ def _send_at_start(connection: socket.socket, message: object) -> None:
     # If the process has ended already, reading its first message reports that.
     with contextlib.suppress(ConnectionError):
         connection.sendall(encode(message))
-
-
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    try:
-        process.wait(_END_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

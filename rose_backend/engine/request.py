@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rose_backend.engine.outputs import CompletionOutput, FinishReason, Logprobs, RequestOutput
+from rose_backend.engine.outputs import CompletionOutput, FinishReason, Logprobs
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer import Detokenizer
 from rose_backend.errors import RequestError
@@ -141,22 +141,6 @@ class Request:
         if self._prompt_list is None:
             self._prompt_list = self.prompt_token_ids.tolist()
         return self._prompt_list
-
-    def make_output(self, news: Callable[[Completion], CompletionOutput | None]) -> RequestOutput:
-        """Make the next output, with the ``news`` of each completion that has any.
-
-        All outputs of one stream share the list of prompt tokens.
-        """
-        self.has_output = True
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_list(),
-            outputs=[new for completion in self.completions if (new := news(completion)) is not None],
-            finished=self.is_finished,
-            num_cached_tokens=self.num_cached_tokens or 0,
-            scheduled_s=self.scheduled_s,
-        )
 
 
 def check_request_id(request_id: str, unfinished: Container[str]) -> None:

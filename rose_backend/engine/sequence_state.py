@@ -46,7 +46,7 @@ class SequenceState:
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, eos_token_ids: tuple[int, ...] = ()) -> None:
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids
         # np.empty touches no memory, so a window of a million tokens costs nothing until it is used.
         self._stride = max_model_len + _ROW_PADDING
         padded: Int32Array = np.empty((max_num_seqs, self._stride), np.int32)
@@ -127,7 +127,7 @@ class SequenceState:
         self.uses_penalties[row] = params.has_penalties
         banned: list[int] = []
         if params.min_tokens:
-            banned = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos_token_ids)]
+            banned = [*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)]
         self.banned_token_ids[row] = -1
         self.banned_token_ids[row, : len(banned)] = banned
         self.needs_sampling_extras[row] = params.has_penalties or params.logprobs is not None or bool(banned)

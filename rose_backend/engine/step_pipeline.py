@@ -1,7 +1,6 @@
 """Steps in flight: the host schedules and starts the next ones before it reads the tokens of the current one.
 
-``StepPipeline`` starts and reads steps, ``TokenReader`` appends the tokens that were read and ends completions, and
-``DeferredStops`` ends those whose stop string the output thread finds later.
+``StepPipeline`` starts and reads steps, and ``TokenReader`` appends the tokens that were read and ends completions.
 """
 
 from __future__ import annotations
@@ -30,16 +29,20 @@ _AT_LENGTH, _AT_EOS, _AT_ERROR = Ending("length", None), Ending("stop", None), E
 class TokenReader:
     """Appends one step's tokens to all rows at once; handles single completions only where one may have ended.
 
-    It knows tokens and lengths only. Without ``needs_each_token``, tokens stay in the row buffers until the completion
-    ends or they are committed.
+    Without ``needs_each_token``, tokens stay in the row buffers until the completion ends or they are committed.
 
-    Args:
-        eos_token_ids: tokens that end a completion unless it ignores them.
+    It knows tokens and lengths only: the output thread finds stop strings one or more steps later. Meanwhile such a row
+    continues to decode. Unchecked tokens count as those of a step in flight, which no prefix lookup finds. A row that
+    has ended in another way waits, without further steps, for the check of its last token.
     """
 
-    def __init__(self, state: SequenceState, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, state: SequenceState, scheduler: Scheduler, commits: DeferredCommits) -> None:
+        self.num_dropped_tokens = 0
+        """Tokens drawn after a stop string that had not been found yet."""
         self._state = state
-        self._eos_token_ids = np.array(eos_token_ids, np.int64)
+        self._scheduler = scheduler
+        self._commits = commits
+        self._unchecked: set[Completion] = set()
 
     def apply(self, sampled: SampledTokens) -> tuple[Int32Array, NewTokens | None]:
         """Append one token to each row of a batch; a row that has none (``INVALID_TOKEN_ID``) ends.
@@ -56,7 +59,7 @@ class TokenReader:
             return _NO_ROWS, None
         # np.isin sorts; there are one or two of them.
         is_eos = np.zeros(len(rows), np.bool_)
-        for eos_token_id in self._eos_token_ids.tolist():
+        for eos_token_id in state.eos_token_ids:
             is_eos |= token_ids == eos_token_id
         # In most steps no row has ended.
         if not np.count_nonzero(is_eos | is_full | is_invalid | state.needs_token_check[rows]):
@@ -111,23 +114,6 @@ class TokenReader:
             params = self._state.completion(int(rows[index])).request.params
             is_stop[index] = int(token_ids[index]) in (params.stop_token_ids or ())
         return is_stop
-
-
-class DeferredStops:
-    """Rows of completions with stop strings, which the output thread finds one or more steps later.
-
-    Such a row continues to decode while the output thread checks its tokens. Unchecked tokens count as those of a step
-    in flight, which no prefix lookup finds. A row that has ended in another way waits, without further steps, for the
-    check of its last token.
-    """
-
-    def __init__(self, state: SequenceState, scheduler: Scheduler, commits: DeferredCommits) -> None:
-        self.num_dropped_tokens = 0
-        """Tokens drawn after a stop string that had not been found yet."""
-        self._state = state
-        self._scheduler = scheduler
-        self._commits = commits
-        self._unchecked: set[Completion] = set()
 
     @property
     def num_unchecked(self) -> int:

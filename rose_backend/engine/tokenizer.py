@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -374,7 +374,10 @@ class LibraryStream:
         return whole[len(head) :] if whole.startswith(head) else decode(token_ids)
 
 
-def make_decoder(backend: Any, skip_special_tokens: bool) -> ByteLevelDecoder | LibraryDecoder:
+Decoder: TypeAlias = ByteLevelDecoder | LibraryDecoder
+
+
+def make_decoder(backend: Any, skip_special_tokens: bool) -> Decoder:
     """Return the faster decoder where the text of tokens is the text of their bytes and of nothing else."""
     from tokenizers.decoders import ByteLevel
 
@@ -509,7 +512,7 @@ class TokenTexts:
         decoder: of it, with special tokens.
     """
 
-    def __init__(self, backend: Any, decoder: ByteLevelDecoder | LibraryDecoder) -> None:
+    def __init__(self, backend: Any, decoder: Decoder) -> None:
         self._backend = backend
         self._decoder = decoder
         self._bytes = byte_fallback(backend) if isinstance(decoder, LibraryDecoder) else {}
@@ -659,7 +662,7 @@ class Tokenizer:
             if isinstance(decoder, ByteLevelDecoder):
                 decoder.prepare()
 
-    def decoder(self, *, skip_special_tokens: bool = True) -> ByteLevelDecoder | LibraryDecoder:
+    def decoder(self, *, skip_special_tokens: bool = True) -> Decoder:
         """Return what makes text of token ids, with or without special tokens."""
         return self._decoders[skip_special_tokens]
 

@@ -197,9 +197,22 @@ class CompletionAnswer(Answer):
         yield '"'
 
     def _described(self, index: int, positions: Logprobs) -> dict[str, Any]:
-        start = self._text_lengths.get(index, 0)
-        self._text_lengths[index] = start + _num_characters(positions)
-        return _completion_logprobs(positions, start)
+        # The token itself is the first entry of each position.
+        chosen = [next(iter(position.values())) for position in positions]
+        offsets, end = [], self._text_lengths.get(index, 0)
+        for entry in chosen:
+            offsets.append(end)
+            end += len(entry.decoded_token)
+        self._text_lengths[index] = end
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [json_logprob(entry.logprob) for entry in chosen],
+            "tokens": [entry.decoded_token for entry in chosen],
+            "top_logprobs": [
+                {entry.decoded_token: json_logprob(entry.logprob) for entry in position.values()}
+                for position in positions
+            ],
+        }
 
 
 class ChatAnswer(Answer):
@@ -269,42 +282,13 @@ def _shown(lists: JsonLists) -> Iterator[str]:
     start = "{"
     for name, parts in lists.items():
         yield f'{start}"{name}":['
-        yield from _joined(parts)
+        for number, part in enumerate(parts):
+            yield f",{part}" if number else part
         start = "],"
     yield "]}"
-
-
-def _joined(parts: list[str]) -> Iterator[str]:
-    separator = ""
-    for part in parts:
-        yield separator + part
-        separator = ","
 
 
 def _quoted_parts(text: str) -> Iterator[str]:
     """Yield a text as the inside of a JSON string."""
     for first in range(0, len(text), _CHARACTERS_AT_ONCE):
         yield _quoted(text[first : first + _CHARACTERS_AT_ONCE])[1:-1]
-
-
-def _completion_logprobs(positions: Logprobs, start: int) -> dict[str, Any]:
-    """Describe positions as lists; ``start`` is the offset of the first one's text."""
-    # The token itself is the first entry of each position.
-    chosen = [next(iter(position.values())) for position in positions]
-    offsets = []
-    for entry in chosen:
-        offsets.append(start)
-        start += len(entry.decoded_token)
-    return {
-        "text_offset": offsets,
-        "token_logprobs": [json_logprob(entry.logprob) for entry in chosen],
-        "tokens": [entry.decoded_token for entry in chosen],
-        "top_logprobs": [
-            {entry.decoded_token: json_logprob(entry.logprob) for entry in position.values()}
-            for position in positions
-        ],
-    }
-
-
-def _num_characters(positions: Logprobs) -> int:
-    return sum(len(next(iter(position.values())).decoded_token) for position in positions)

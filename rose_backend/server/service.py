@@ -23,6 +23,10 @@ from rose_backend.engine.outputs import Counters
 from rose_backend.server.chat_template import ChatTemplate
 from rose_backend.server.settings import ServerSettings
 
+logger = logging.getLogger(__name__)
+request_logger = logging.getLogger("rose_backend.server.requests")
+_MAX_ERROR_CHARACTERS = 300
+
 _LABELS = ["model_name"]
 # fmt: off
 _TTFT_BUCKETS_S = (
@@ -48,7 +52,7 @@ _HISTOGRAMS = {
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
-class ServerMetrics:
+class ServerMetrics(Collector):
     """All metrics of one server, in a separate registry.
 
     Args:
@@ -68,13 +72,15 @@ class ServerMetrics:
         exact_cached_tokens: bool = False,
     ) -> None:
         self._registry = CollectorRegistry()
-        cache_config = {
+        self._model_name = model_name
+        self._exact_cached_tokens = exact_cached_tokens
+        self._counters: Counters | None = None
+        self._cache_config = {
             "block_size": str(block_size),
             "num_gpu_blocks": str(num_blocks),
             "model_name": model_name,
         }
-        self._engine = _EngineCollector(cache_config, exact_cached_tokens)
-        self._registry.register(self._engine)
+        self._registry.register(self)
         self.prompt_tokens = Counter(
             "rose:prompt_tokens",
             "Prompt tokens of requests that got a first token.",
@@ -105,35 +111,19 @@ class ServerMetrics:
 
     def render(self, counters: Counters) -> bytes:
         """Return everything in Prometheus' text format; ``counters`` are the engine's present ones."""
-        self._engine.counters = counters
+        self._counters = counters
         return generate_latest(self._registry)
 
-
-def _token_count_buckets(max_model_len: int) -> tuple[float, ...]:
-    """Return 1, 2, 5, 10, 20, 50 and so on, at most ``max_model_len``."""
-    powers = (10**exponent for exponent in range(len(str(max_model_len))))
-    buckets = (step * power for power in powers for step in _TOKEN_COUNT_STEPS)
-    return tuple(float(bucket) for bucket in buckets if bucket <= max_model_len)
-
-
-class _EngineCollector(Collector):
-    """The engine's own counters. Only the cache configuration is exported before ``counters`` is set."""
-
-    def __init__(self, cache_config: dict[str, str], exact_cached_tokens: bool) -> None:
-        self._cache_config = cache_config
-        self._model_name = cache_config["model_name"]
-        self._exact_cached_tokens = exact_cached_tokens
-        self.counters: Counters | None = None
-
     def collect(self) -> Iterable[Metric]:
+        """Yield what the engine counts; before the first ``render``, only the configuration of its cache."""
         info = GaugeMetricFamily(
             "rose:cache_config_info", "The KV pool, as labels.", labels=list(self._cache_config)
         )
         info.add_metric(list(self._cache_config.values()), 1.0)
         yield info
-        if self.counters is None:
+        if self._counters is None:
             return
-        stats, load = self.counters
+        stats, load = self._counters
         gauge, counter = partial(self._metric, GaugeMetricFamily), partial(self._metric, CounterMetricFamily)
         yield gauge("num_requests_running", "Sequences that hold a row.", load.num_running)
         yield gauge("num_requests_waiting", "Requests that wait for one.", load.num_waiting)
@@ -158,9 +148,11 @@ class _EngineCollector(Collector):
         return family
 
 
-logger = logging.getLogger(__name__)
-request_logger = logging.getLogger("rose_backend.server.requests")
-_MAX_ERROR_CHARACTERS = 300
+def _token_count_buckets(max_model_len: int) -> tuple[float, ...]:
+    """Return 1, 2, 5, 10, 20, 50 and so on, at most ``max_model_len``."""
+    powers = (10**exponent for exponent in range(len(str(max_model_len))))
+    buckets = (step * power for power in powers for step in _TOKEN_COUNT_STEPS)
+    return tuple(float(bucket) for bucket in buckets if bucket <= max_model_len)
 
 
 @dataclass(slots=True)

@@ -80,7 +80,7 @@ def test_a_stop_string_that_is_found_steps_later(
     assert (actual.text, actual.token_ids) == (expected.text, expected.token_ids)
     assert (actual.finish_reason, actual.stop_reason) == ("stop", whole.text[30:45])
     # Tokens drawn behind it count for nothing, and nobody finds them.
-    assert late.core._deferred_stops.num_dropped_tokens > 2
+    assert late.core._reader.num_dropped_tokens > 2
     num_tokens = len(expected.token_ids)
     assert late.stats.generated_tokens == num_tokens
     known = late.tokenizer.encode(PROMPT) + whole.token_ids
@@ -103,7 +103,7 @@ def test_rows_are_free_when_the_last_output_is_returned(
     monkeypatch.setattr(OutputQueue, "take", take_once_all_is_said)
     complete(llm, replace(LONG, stop=whole.text[30:45] if stop == "found" else stop))
     llm.core.check_integrity()
-    assert llm.core._deferred_stops.num_unchecked == 0
+    assert llm.core._reader.num_unchecked == 0
     assert llm.core.manager.reset_prefix_cache()
 
 
@@ -126,10 +126,10 @@ def test_a_text_with_stop_strings_that_ends_otherwise(
             reason or ("stop", late.tokenizer.decode(whole.token_ids[:20])[-3:])
         )
         # Nothing was drawn behind an end that the step loop saw itself.
-        assert reason is None or late.core._deferred_stops.num_dropped_tokens == 0
+        assert reason is None or late.core._reader.num_dropped_tokens == 0
         (again,) = late.generate([known], GREEDY)
         assert again.num_cached_tokens == len(known) - 40 + len(actual.token_ids) - 1
-    assert late.core._deferred_stops.num_unchecked == 0
+    assert late.core._reader.num_unchecked == 0
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_crowd(make_late: Callable[..., LLM], llm: LLM, options: dict[str, Any
     tokens = tokens_of(late, prompts, params)
     assert tokens == tokens_of(llm, prompts, params)
     assert late.stats.generated_tokens == sum(len(one) for completions in tokens for one in completions)
-    assert late.core._deferred_stops.num_dropped_tokens > 10
+    assert late.core._reader.num_dropped_tokens > 10
     assert (late.stats.preemptions > 0) == ("num_blocks" in options)
 
 
@@ -166,7 +166,7 @@ def test_abort_while_outputs_are_outstanding(make_late: Callable[..., LLM], llm:
         assert last.token_ids == whole.token_ids[: len(last.token_ids)]
         assert whole.text.startswith(last.text)
         core.check_integrity()
-        assert core._deferred_stops.num_unchecked == 0 and core.step() == []
+        assert core._reader.num_unchecked == 0 and core.step() == []
 
 
 def test_waiting_for_the_output_thread_is_no_busy_wait(make_llm: Callable[..., LLM]) -> None:

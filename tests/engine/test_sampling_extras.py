@@ -155,7 +155,7 @@ def test_min_tokens_holds_at_the_ends_of_every_range(
 ) -> None:
     # Some 190 draws at the highest temperature would bring up a twentieth of the vocabulary.
     llm = make_llm(fused_sampler=fused_sampler, max_num_seqs=32)
-    eos, *others = stops = [llm.core._rows._eos_token_ids[0], *range(128)]
+    eos, *others = stops = [llm.core._rows.eos_token_ids[0], *range(128)]
     penalties = {"presence_penalty": 2.0, "frequency_penalty": -2.0, "repetition_penalty": repetition_penalty}
     params = [
         SamplingParams(

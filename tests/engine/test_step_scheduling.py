@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rose_backend import LLM
+from rose_backend.engine.output_processor import OutputProcessor
 from rose_backend.engine.request import Request
 from rose_backend.engine.scheduler import Step
 from tests.engine.conftest import GREEDY
@@ -200,13 +201,13 @@ def test_lists_of_prompt_tokens_are_made_before_texts_end(
 ) -> None:
     llm = make_llm()
     was_there: list[bool] = []
-    make_output = Request.make_output
+    request_output = OutputProcessor.request_output
 
-    def spy(request: Request, snapshot: Any) -> Any:
+    def spy(processor: OutputProcessor, request: Request) -> Any:
         was_there.append(request._prompt_list is not None)
-        return make_output(request, snapshot)
+        return request_output(processor, request)
 
-    monkeypatch.setattr(Request, "make_output", spy)
+    monkeypatch.setattr(OutputProcessor, "request_output", spy)
     prompts = [[index + 1] * 9 for index in range(6)]
     outputs = llm.generate(prompts, replace(GREEDY, max_tokens=5))
     assert [output.prompt_token_ids for output in outputs] == prompts and was_there == [True] * 6
@@ -214,10 +215,10 @@ def test_lists_of_prompt_tokens_are_made_before_texts_end(
     was_there.clear()
     outputs = llm.generate(prompts, replace(GREEDY, max_tokens=1))
     assert [output.prompt_token_ids for output in outputs] == prompts and not all(was_there)
-    assert not llm.core._prompt_lists._unlisted
+    assert not llm.core._without_prompt_list
     # A stream's is made with its first output, and not by the step loop.
     was_there.clear()
     stream = llm.stream(prompts[0], replace(GREEDY, max_tokens=5))
     next(stream)
-    assert was_there[0] is False and not llm.core._prompt_lists._unlisted
+    assert was_there[0] is False and not llm.core._without_prompt_list
     stream.close()  # type: ignore[attr-defined]
