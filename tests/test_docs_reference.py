@@ -30,8 +30,10 @@ ERRORS = frozenset(
     }
 )
 """Classes whose messages reach a user; the first string among the arguments is the message."""
-REFUSED_FEATURES = frozenset({"_ATTENTION_CHECKS", "_MANAGER_CHECKS"})
-"""Tables of (what a refusal names, whether it is used)."""
+REFUSED_FEATURES = frozenset(
+    {"_unsupported_by_attention", "_unsupported_beside_states", "_unsupported_by_manager"}
+)
+"""Functions that return what a refusal names -> whether it is used."""
 LOG_CALLS = frozenset({"warning", "error", "exception"})
 MIN_LETTERS = 8
 """Of a message; one with fewer passes on another message, such as ``f"{field}: {reason}"``."""
@@ -108,11 +110,12 @@ def sites() -> Iterator[Site]:
                 is_log = called_name(node) in LOG_CALLS and ast.unparse(node.func).startswith("logger.")
                 if is_log or called_name(node) in ERRORS:
                     candidates = node.args
-            elif isinstance(node, ast.AnnAssign) and ast.unparse(node.target) in REFUSED_FEATURES:
-                assert isinstance(node.value, ast.Tuple)
-                for row in node.value.elts:
-                    assert isinstance(row, ast.Tuple)
-                    yield Site(f"{path.relative_to(ROOT)}:{row.lineno}", text_of(row.elts[0]) or "")
+            elif isinstance(node, ast.FunctionDef) and node.name in REFUSED_FEATURES:
+                returned = node.body[-1]
+                assert isinstance(returned, ast.Return) and isinstance(returned.value, ast.Dict)
+                for feature in returned.value.keys:
+                    assert feature is not None
+                    yield Site(f"{path.relative_to(ROOT)}:{feature.lineno}", text_of(feature) or "")
             text = next((text for each in candidates if (text := text_of(each)) is not None), "")
             if len(re.findall("[A-Za-z]", text)) >= MIN_LETTERS:
                 yield Site(f"{path.relative_to(ROOT)}:{node.lineno}", text)  # type: ignore[attr-defined]

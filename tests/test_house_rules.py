@@ -58,7 +58,7 @@ CALLED_FROM_OUTSIDE = {
         *("supports_combination", "customize_spec"),
     },
     "vLLM's scheduler, of its KV cache manager": {
-        *("create_kv_cache_blocks", "get_num_blocks_to_allocate", "get_computed_blocks_for_connector"),
+        *("create_kv_cache_blocks", "get_computed_blocks_for_connector"),
         *("truncate_computed_blocks", "remove_skipped_blocks", "pop_blocks_for_free", "evict_blocks"),
         *("get_block_ids_for_computed_tokens", "estimate_cached_tokens", "record_blocks_for_zeroing"),
         *("record_prefix_cache_stats", "make_prefix_cache_stats"),

@@ -8,9 +8,16 @@ folder.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
-_UNSUPPORTED_VERSIONS_LOGGED: set[str] = set()
+from rose_backend.vllm_plugin.patch_ledger import apply_patch
+from rose_backend.vllm_plugin.plugin_logger import logger
+from rose_backend.vllm_plugin.registration import (
+    SUPPORTED_VERSIONS,
+    ensure_backend_name,
+    installed_vllm_version,
+    is_supported,
+)
 
 
 def register() -> None:
@@ -19,42 +26,34 @@ def register() -> None:
     With a vLLM outside the supported range nothing is changed but one line logged, and vLLM refuses
     ``--attention-backend rose`` as unknown.
     """
-    from rose_backend.vllm_plugin.plugin_logger import logger
-    from rose_backend.vllm_plugin.registration import SUPPORTED_VERSIONS, installed_vllm_version, is_supported
-
     version = installed_vllm_version()
     if not is_supported(version):
-        if version not in _UNSUPPORTED_VERSIONS_LOGGED:
-            _UNSUPPORTED_VERSIONS_LOGGED.add(version)
-            logger.warning(
-                "rose_backend stays off: it supports vLLM %s, this is %s. "
-                "--attention-backend rose is not available; everything else is vLLM's own.",
-                SUPPORTED_VERSIONS,
-                version,
-            )
+        _log_unsupported(version)
         return
-
-    from rose_backend.vllm_plugin.patch_ledger import apply_patch
-
     # ROSE does not run correctly without these two, so the name is not registered without them.
-    if not (
+    if (
         _succeeds("config_hook", partial(apply_patch, "finish_config"))
         and _succeeds("cpu_platform", _register_cpu_platform)
+        and ensure_backend_name() is not None
     ):
-        return
-    from rose_backend.vllm_plugin.registration import ensure_backend_name
-
-    if ensure_backend_name() is not None:
         _succeeds("models", _register_models)
         for name in ("sampler_v1", "sampler_v2"):
             _succeeds(name, partial(apply_patch, name))
 
 
+@cache
+def _log_unsupported(version: str) -> None:
+    logger.warning(
+        "rose_backend stays off: it supports vLLM %s, this is %s. "
+        "--attention-backend rose is not available; everything else is vLLM's own.",
+        SUPPORTED_VERSIONS,
+        version,
+    )
+
+
 def _succeeds(part: str, register_part: Callable[[], None]) -> bool:
     # vLLM does not catch what a plugin raises, and this one is loaded for every model: one broken part must not
     # take down a server that may not even use it.
-    from rose_backend.vllm_plugin.plugin_logger import logger
-
     try:
         register_part()
     except Exception:
@@ -65,8 +64,6 @@ def _succeeds(part: str, register_part: Callable[[], None]) -> bool:
 
 def _register_cpu_platform() -> None:
     from vllm.platforms import current_platform
-
-    from rose_backend.vllm_plugin.patch_ledger import apply_patch
 
     if current_platform.is_cpu():
         apply_patch("cpu_backend_choice")

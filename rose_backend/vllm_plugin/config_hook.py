@@ -1,6 +1,7 @@
-"""Checks and completes vLLM's configuration when ROSE is selected; does nothing with any other backend.
+"""Checks and completes vLLM's configuration when ROSE is selected, and describes which parts of Rose are active.
 
-Also makes vLLM's CPU platform use ROSE when it is selected, as the CUDA platform does.
+It does nothing with any other backend. Also makes vLLM's CPU platform use ROSE when it is selected, as the CUDA
+platform does.
 """
 
 from __future__ import annotations
@@ -9,29 +10,49 @@ import functools
 import multiprocessing
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm import envs
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.platforms import current_platform
+
+from rose_backend.config import SWITCH_NAMES, PluginConfig
 from rose_backend.errors import ConfigError
-from rose_backend.vllm_plugin.attention.mixed_graphs import choose_mixed_graphs, leaves_graphs_to_vllm
-from rose_backend.vllm_plugin.models.model_choice import choose_model_class, forget_compilation_mode
+from rose_backend.vllm_plugin.attention.flash_attention import describe_thresholds, uses_flash_attention
+from rose_backend.vllm_plugin.attention.mixed_graphs import (
+    choose_mixed_graphs,
+    leaves_graphs_to_vllm,
+    why_mixed_steps_are_not_captured,
+    why_prompts_need_python,
+)
+from rose_backend.vllm_plugin.models.model_choice import (
+    GPT2,
+    ModelChoice,
+    choose_model_class,
+    forget_compilation_mode,
+)
 from rose_backend.vllm_plugin.options import (
     ASYNC_SCHEDULER_CLASS,
+    NEEDS_MANAGER,
     SCHEDULER_CLASS,
+    appends_in_attention,
+    batches_decode_steps,
     has_rust_front_end,
+    has_states,
     is_rose_selected,
-    needs_one_group,
     rose_options,
+    uses_rose_manager,
+    why_decodes_go_one_by_one,
+    why_kv_is_written_first,
+    why_no_graphs,
+    why_steps_are_not_replayed,
+    why_windows_are_kept,
 )
-from rose_backend.vllm_plugin.patch_ledger import apply_patch
-from rose_backend.vllm_plugin.plugin_logger import logger
+from rose_backend.vllm_plugin.patch_ledger import apply_patch, is_applied
+from rose_backend.vllm_plugin.plugin_logger import log_once, logger
 from rose_backend.vllm_plugin.refusals import check_supported
 from rose_backend.vllm_plugin.registration import is_rose
-from rose_backend.vllm_plugin.start_up_log import describe_parts
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from rose_backend.config import PluginConfig
+from rose_backend.vllm_plugin.sampler import is_sampler_chosen, is_watermarked, why_vllm_draws
 
 
 def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -46,7 +67,7 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
             options = rose_options(self)
             _switch_off_vllm_parts(self, options)
             is_open = options.block_manager and self.scheduler_config.disable_hybrid_kv_cache_manager is None
-            if is_open and needs_one_group(self):
+            if is_open and not has_states(self) and why_windows_are_kept(self) is not None:
                 # One group of blocks for all layers. A copy that is finished again finds it, or what the user has set.
                 self.scheduler_config.disable_hybrid_kv_cache_manager = True
             leaves_graphs = leaves_graphs_to_vllm(self)
@@ -68,17 +89,12 @@ def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
             if options.joined_outputs:
                 apply_patch("merged_outputs")
         keep_compiled_kernels()
-        _log_once(describe_parts(self, options, choice))
+        # Engine core and workers finish copies of the same configuration.
+        if multiprocessing.parent_process() is None:
+            log_once(describe_parts(self, options, choice))
         return None
 
     return __post_init__
-
-
-@functools.lru_cache(maxsize=8)
-def _log_once(line: str) -> None:
-    # Engine core and workers finish copies of the same configuration; vLLM copies it within a process, too.
-    if multiprocessing.parent_process() is None:
-        logger.info(line)
 
 
 def keep_compiled_kernels() -> None:
@@ -87,9 +103,6 @@ def keep_compiled_kernels() -> None:
     vLLM's compiler sets it in the middle of a start: to one folder where it compiles the model, to another where it
     finds the model compiled. Rose's kernels, which are compiled later, would be compiled again in the second start.
     """
-    from vllm import envs
-    from vllm.platforms import current_platform
-
     if current_platform.is_cuda():
         # Engine core and workers inherit it.
         os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(envs.VLLM_CACHE_ROOT, "rose_triton_cache"))
@@ -99,8 +112,6 @@ def _switch_off_vllm_parts(vllm_config: VllmConfig, options: PluginConfig) -> No
     if not options.prefix_cache:
         vllm_config.cache_config.enable_prefix_caching = False
     if not options.cuda_graph:
-        from vllm.config import CUDAGraphMode
-
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     if not options.chunked_prefill:
         scheduler_config = vllm_config.scheduler_config
@@ -140,3 +151,109 @@ def wrap_get_attn_backend_cls(original: Callable[..., str]) -> Callable[..., str
         return path
 
     return get_attn_backend_cls
+
+
+# The line at start-up
+
+
+def describe_parts(vllm_config: VllmConfig, options: PluginConfig, choice: ModelChoice) -> str:
+    """Return the line that lists which parts of Rose are active.
+
+    Args:
+        vllm_config: finished; Rose's scheduler and model class are already chosen.
+        options: the user's switches.
+        choice: Rose's model class, or why vLLM's own stays.
+    """
+    fused = appends_in_attention(vllm_config, options)
+    manager = "RoseKVCacheManager" if uses_rose_manager(vllm_config) else "vLLM's own"
+    switches = (*SWITCH_NAMES, "block_manager", "batched_scheduling", "step_graph", "joined_outputs")
+    off = [name for name in switches if not getattr(options, name)]
+    parts = (
+        f"attention ROSE ({'stores K/V itself' if fused else 'separate K/V write'}{_describe_flash(vllm_config)}"
+        f"{_describe_graphs(vllm_config)})",
+        f"block manager {manager} ({_describe_hits(vllm_config, options)})",
+        f"decodes scheduled {'at once' if batches_decode_steps(vllm_config) else 'one by one'}",
+        f"model {_describe_model(vllm_config, options, choice)}",
+        f"sampler {_describe_sampler(vllm_config)}",
+        f"disabled: {', '.join(off) or 'none'}",
+        f"unavailable: {_describe_idle_parts(vllm_config, options, choice) or 'none'}",
+    )
+    return f"Rose is active: {'; '.join(parts)}"
+
+
+def _describe_flash(vllm_config: VllmConfig) -> str:
+    if not uses_flash_attention(vllm_config):
+        return ""
+    return f", FlashAttention 3 for {describe_thresholds()}, outside full CUDA graphs"
+
+
+def _describe_graphs(vllm_config: VllmConfig) -> str:
+    """Return why steps with prompts are not replayed from full graphs, where steps that only decode are."""
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if not current_platform.is_cuda() or mode is None or mode.decode_mode() != CUDAGraphMode.FULL:
+        return ""
+    if mode.mixed_mode() == CUDAGraphMode.FULL and why_prompts_need_python(vllm_config) is None:
+        return ""
+    reason = why_mixed_steps_are_not_captured(vllm_config) or "CUDA graph options of your own"
+    return f", full CUDA graphs of decodes only ({reason})"
+
+
+def _describe_idle_parts(vllm_config: VllmConfig, options: PluginConfig, choice: ModelChoice) -> str:
+    """Return the switches that are on without effect, with the reason: ``a and b (reason), c (another)``."""
+    why_idle = {
+        "fused_kv_append": why_kv_is_written_first(vllm_config),
+        "batched_scheduling": why_decodes_go_one_by_one(vllm_config),
+        "token_granular_hits": None if uses_rose_manager(vllm_config) else NEEDS_MANAGER,
+        "fused_mlp": choice.reason,
+        "fused_add_layernorm": choice.reason,
+        "fused_sampler": _why_no_draws(vllm_config),
+        "cuda_graph": why_no_graphs(vllm_config),
+        "step_graph": why_steps_are_not_replayed(vllm_config),
+        "chunked_prefill": None if vllm_config.scheduler_config.enable_chunked_prefill else "off in vLLM",
+        "prefix_cache": None if vllm_config.cache_config.enable_prefix_caching else "off in vLLM",
+        "exact_cached_tokens": None if uses_rose_manager(vllm_config) else NEEDS_MANAGER,
+        "joined_outputs": "vLLM's Rust front end" if has_rust_front_end(vllm_config) else None,
+    }
+    names_of: dict[str, list[str]] = {}
+    for name, reason in why_idle.items():
+        if reason is not None and getattr(options, name):
+            names_of.setdefault(reason, []).append(name)
+    return ", ".join(f"{' and '.join(names)} ({reason})" for reason, names in names_of.items())
+
+
+def _why_no_draws(vllm_config: VllmConfig) -> str | None:
+    """Return why this engine never samples with Rose although its sampler is switched on; None if it does."""
+    if not is_applied("sampler_v2" if vllm_config.use_v2_model_runner else "sampler_v1"):
+        return "this vLLM's sampler could not be replaced"
+    return why_vllm_draws(vllm_config)
+
+
+def _describe_hits(vllm_config: VllmConfig, options: PluginConfig) -> str:
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return "no prefix cache"
+    if not uses_rose_manager(vllm_config):
+        return "prefix hits at block borders"
+    hits = f"prefix hits {'to the token' if options.token_granular_hits else 'at block borders'}"
+    return f"{hits}, reported exactly" if options.exact_cached_tokens else hits
+
+
+def _describe_model(vllm_config: VllmConfig, options: PluginConfig, choice: ModelChoice) -> str:
+    chosen = choice.architecture
+    if chosen is None:
+        model_config = vllm_config.model_config
+        return f"vLLM's own {model_config.architecture if model_config is not None else ''}".rstrip()
+    norm = "LayerNorm" if chosen == GPT2 else "RMSNorm"
+    fused = {"fused MLP": options.fused_mlp, f"fused add + {norm}": options.fused_add_layernorm}
+    return f"{chosen} ({', '.join(name for name, is_on in fused.items() if is_on)})"
+
+
+def _describe_sampler(vllm_config: VllmConfig) -> str:
+    if not is_sampler_chosen(vllm_config):
+        return "vLLM's own"
+    reason = _why_no_draws(vllm_config)
+    if reason is not None:
+        return f"vLLM's own ({reason})"
+    left = ["drafts and seeds"] if vllm_config.speculative_config is not None else []
+    if is_watermarked(vllm_config):
+        left.append("watermarks")
+    return f"Rose ({' and '.join(left)} by vLLM's own)" if left else "Rose"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from vllm import envs
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.platforms import current_platform
 
 from rose_backend.config import PluginConfig
 from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin.registration import is_rose
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 OPTIONS_KEY = "rose"
 HAND_BACK_OPTION = '--additional-config \'{"rose": {"block_manager": false}}\''
@@ -69,6 +70,12 @@ def has_kv_connector(vllm_config: VllmConfig) -> bool:
     return config is not None and config.kv_connector is not None
 
 
+def has_kv_events(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM publishes KV cache events."""
+    config = vllm_config.kv_events_config
+    return config is not None and config.enable_kv_cache_events
+
+
 def has_sliding_windows(vllm_config: VllmConfig) -> bool:
     """Whether layers of the model or of its drafter have sliding windows, by their configurations."""
     speculative = vllm_config.speculative_config
@@ -92,24 +99,18 @@ def why_windows_are_kept(vllm_config: VllmConfig) -> str | None:
 
     These features were tried with one KV cache group of all layers only.
     """
-    events = vllm_config.kv_events_config
     model = vllm_config.model_config
     config = None if model is None else model.hf_text_config
     layer_types = set(getattr(config, "layer_types", None) or ())
     reasons = {
         "drafts": vllm_config.speculative_config is not None,
         "a KV connector": has_kv_connector(vllm_config),
-        "KV cache events": events is not None and events.enable_kv_cache_events,
+        "KV cache events": has_kv_events(vllm_config),
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
         "no layers without a window": not {"sliding_attention", "full_attention"} <= layer_types,
         "layers that share K/V": bool(getattr(config, "num_kv_shared_layers", 0)),
     }
     return first_reason(reasons)
-
-
-def needs_one_group(vllm_config: VllmConfig) -> bool:
-    """Whether Rose's block manager takes one KV cache group of all layers, where that was left open."""
-    return not has_states(vllm_config) and why_windows_are_kept(vllm_config) is not None
 
 
 def appends_in_attention(vllm_config: VllmConfig, options: PluginConfig) -> bool:
@@ -179,22 +180,26 @@ def replays_steps(vllm_config: VllmConfig) -> bool:
 
 def why_steps_are_not_replayed(vllm_config: VllmConfig) -> str | None:
     """Return what in its configuration keeps this engine from replaying steps whole; None if nothing does."""
-    from vllm.config import CUDAGraphMode
-    from vllm.platforms import current_platform
-
-    model_config, parallel_config = vllm_config.model_config, vllm_config.parallel_config
-    mode = vllm_config.compilation_config.cudagraph_mode
+    model_config, mode = vllm_config.model_config, vllm_config.compilation_config.cudagraph_mode
     reasons = {
-        "no CUDA device": not current_platform.is_cuda(),
-        "--enforce-eager": model_config is not None and model_config.enforce_eager,
-        "cudagraph_mode NONE": mode == CUDAGraphMode.NONE,
         "no full CUDA graphs": mode is None or mode.decode_mode() != CUDAGraphMode.FULL,
         "a model that does not generate": model_config is None or model_config.runner_type != "generate",
         "model runner V1": not vllm_config.use_v2_model_runner,
         "drafts": vllm_config.speculative_config is not None,
         "LoRA": vllm_config.lora_config is not None,
-        "pipeline parallelism": parallel_config.pipeline_parallel_size > 1,
+        "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
         "sleep mode": model_config is not None and model_config.enable_sleep_mode,
+    }
+    return why_no_graphs(vllm_config) or first_reason(reasons)
+
+
+def why_no_graphs(vllm_config: VllmConfig) -> str | None:
+    """Return why this engine has no CUDA graphs; None if it may have some."""
+    model_config = vllm_config.model_config
+    reasons = {
+        "no CUDA device": not current_platform.is_cuda(),
+        "--enforce-eager": model_config is not None and model_config.enforce_eager,
+        "cudagraph_mode NONE": vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE,
     }
     return first_reason(reasons)
 
@@ -204,8 +209,6 @@ def has_rust_front_end(vllm_config: VllmConfig) -> bool:
 
     Only the process that starts engines and API server together knows; the engines are the same with both.
     """
-    from vllm import envs
-
     is_launcher = vllm_config.parallel_config._api_process_rank == -1
     return is_launcher and bool(envs.VLLM_USE_RUST_FRONTEND)
 

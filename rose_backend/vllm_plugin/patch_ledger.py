@@ -29,7 +29,7 @@ class Patch:
     """Why there is no public way."""
     remove_when: str
     """What vLLM would have to offer."""
-    build: str
+    build: str = ""
     """``module:function`` that makes the replacement from the original; empty for a temporary one (see ``swapped``)."""
     only_while: str = "always"
     """When the replacement is in place."""
@@ -38,6 +38,7 @@ class Patch:
 
 
 _PLUGIN = "rose_backend.vllm_plugin"
+_MODEL_RUNNERS = {1: "vllm.v1.worker.gpu_model_runner", 2: "vllm.v1.worker.gpu.model_runner"}
 
 LEDGER: dict[str, Patch] = {
     "finish_config": Patch(
@@ -57,23 +58,19 @@ LEDGER: dict[str, Patch] = {
         target="vllm.v1.core.sched.scheduler:KVCacheManager",
         reason="Scheduler.__init__ builds its manager from this name; there is no factory or setting for it",
         remove_when="the scheduler takes its KV cache manager, or its class, as an argument",
-        build="",
         only_while="RoseScheduler.__init__ runs, in its thread",
     ),
     "windowed_layer_spec": Patch(
         target="vllm.model_executor.layers.attention.attention:Attention.get_kv_cache_spec",
-        reason="a layer with a sliding window asks for a KV cache group whose old blocks are dropped; Rose's block "
-        "manager keeps one group whole. AttentionBackend.customize_spec may return another specification, but is not "
-        "told the configuration, and vLLM's own way (disable_hybrid_kv_cache_manager) does nothing where all layers "
-        "slide",
+        reason="where Rose's block manager keeps windows whole, in one KV cache group: AttentionBackend.customize_spec "
+        "is not told the configuration, and disable_hybrid_kv_cache_manager does nothing where all layers slide",
         remove_when="customize_spec gets the configuration, or vLLM can keep every model's windows whole",
         build=f"{_PLUGIN}.kv_cache.spec:wrap_get_kv_cache_spec",
     ),
     "request_block_hashes": Patch(
         target="vllm.v1.engine.core:EngineCore.preprocess_add_request",
-        reason="vLLM hashes every block of every prompt for its own prefix cache; Rose's block manager has digests of "
-        "its own, and without KV events nobody reads vLLM's. The engine makes its hash function itself. With states, "
-        "streaming input is refused here where a turn's last token is taken back, request by request.",
+        reason="the engine makes a hash function for its prefix cache, whose hashes nobody reads without KV events. "
+        "With states, streaming input is refused here where a turn's last token is taken back, request by request.",
         remove_when="a KV cache manager can say that it does not read Request.block_hashes",
         build=f"{_PLUGIN}.kv_cache.prompt_hashes:wrap_preprocess_add_request",
     ),
@@ -82,7 +79,6 @@ LEDGER: dict[str, Patch] = {
         reason="GPT2LMHeadModel.__init__ builds its decoder from this name; building a second one would register every "
         "attention layer twice",
         remove_when="GPT2LMHeadModel takes its decoder class as an attribute",
-        build="",
         only_while="RoseGPT2LMHeadModel.__init__ runs, in its thread",
     ),
     "sampler_v1": Patch(
@@ -93,9 +89,8 @@ LEDGER: dict[str, Patch] = {
     ),
     "sampler_v2": Patch(
         target="vllm.v1.worker.gpu.sample.sampler:Sampler.__init__",
-        reason="model runner V2 builds its sampler directly; with ROSE selected it samples with Rose's kernel, "
-        "steps that only filter and sample are replayed from CUDA graphs, drafts are counted, and it copies sampling "
-        "parameters to the device only when there are new ones",
+        reason="as sampler_v1, in model runner V2; steps that only filter and sample are replayed from CUDA graphs, "
+        "drafts are counted, and sampling parameters are copied to the device only when there are new ones",
         remove_when="custom_sampler is offered for every model, not only through the model class",
         build=f"{_PLUGIN}.sampler:wrap_sampler_v2_init",
     ),
@@ -106,40 +101,38 @@ LEDGER: dict[str, Patch] = {
         remove_when="a KV cache manager can say that it allocates no blocks for states inside a prompt",
         build=f"{_PLUGIN}.kv_cache.spec:wrap_get_state_spec",
     ),
-    "block_copies_v1": Patch(
-        target="vllm.v1.worker.gpu_model_runner:copy_kv_cache_blocks_inplace",
-        reason="layers of different groups that begin at one address are copied once, up to where the first of them "
-        "ends: after a small state the rest of a block's K/V is left out; with states, the widest comes first",
-        remove_when="copy_kv_cache_blocks_inplace copies whole blocks whatever layer is first",
-        build=f"{_PLUGIN}.kv_cache.spec:wrap_copy_kv_cache_blocks",
-    ),
-    "block_copies_v2": Patch(
-        target="vllm.v1.worker.gpu.model_runner:copy_kv_cache_blocks_inplace",
-        reason="as block_copies_v1, in model runner V2, which imports the function by name",
-        remove_when="copy_kv_cache_blocks_inplace copies whole blocks whatever layer is first",
-        build=f"{_PLUGIN}.kv_cache.spec:wrap_copy_kv_cache_blocks",
-    ),
+    **{
+        f"block_copies_v{version}": Patch(
+            target=f"{model_runner}:copy_kv_cache_blocks_inplace",
+            reason="layers of different groups that begin at one address are copied once, up to where the first of "
+            "them ends: after a small state the rest of a block's K/V is left out; with states, the widest comes "
+            "first. Both model runners import the function by name.",
+            remove_when="copy_kv_cache_blocks_inplace copies whole blocks whatever layer is first",
+            build=f"{_PLUGIN}.kv_cache.spec:wrap_copy_kv_cache_blocks",
+        )
+        for version, model_runner in _MODEL_RUNNERS.items()
+    },
     "decode_graphs": Patch(
         target="vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
-        reason="cudagraph_mode FULL captures one graph per size for any step; steps that only decode would run prefill "
-        "attention for nothing, and there is no mode of full graphs for both, each with its own; steps of long rows "
-        "are launched, so that FlashAttention 3 can attend them",
+        reason="cudagraph_mode FULL captures one graph per size for any step, with prefill attention for steps that "
+        "only decode, too; steps of long rows are launched, so that FlashAttention 3 can attend them",
         remove_when="CUDAGraphMode has full graphs of mixed steps beside full graphs of decodes",
         build=f"{_PLUGIN}.attention.mixed_graphs:wrap_init_candidates",
     ),
-    "prompt_tails_v1": Patch(
-        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._determine_batch_execution_and_padding",
-        reason="a prompt's last token beside decodes is replayed as one; a model that is not audited and keeps "
-        "features of images before its forward would leave them to the next step",
-        remove_when="vLLM replays no graph of decodes for a prompt's token, or its models keep no features themselves",
-        build=f"{_PLUGIN}.attention.audited_models:wrap_determine_batch_execution",
-    ),
-    "prompt_tails_v2": Patch(
-        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.gather_batch_req_state",
-        reason="as prompt_tails_v1, in model runner V2",
-        remove_when="vLLM replays no graph of decodes for a prompt's token, or its models keep no features themselves",
-        build=f"{_PLUGIN}.attention.audited_models:wrap_gather_batch_req_state",
-    ),
+    **{
+        f"prompt_tails_v{version}": Patch(
+            target=f"{_MODEL_RUNNERS[version]}:GPUModelRunner.{method}",
+            reason="a prompt's last token beside decodes is replayed as one; a model that is not audited and keeps "
+            "features of images before its forward would leave them to the next step",
+            remove_when="vLLM replays no graph of decodes for a prompt's token, or its models keep no features "
+            "themselves",
+            build=f"{_PLUGIN}.attention.audited_models:{build}",
+        )
+        for version, method, build in (
+            (1, "_determine_batch_execution_and_padding", "wrap_determine_batch_execution"),
+            (2, "gather_batch_req_state", "wrap_gather_batch_req_state"),
+        )
+    },
     "step_graph_capture": Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model",
         reason="what surrounds vLLM's decode graphs is captured right after them, in their memory pool, whose size is "

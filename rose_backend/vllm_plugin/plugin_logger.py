@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 
 logger = logging.getLogger("vllm.rose_backend")
 
 _LOG_INTERVAL_S = 10.0
+
+
+@functools.lru_cache(maxsize=8)
+def log_once(line: str) -> None:
+    """Log a line that is made several times, as vLLM copies its configuration and asks for it more than once."""
+    logger.info(line, stacklevel=2)
 
 
 class LogInterval:

@@ -14,23 +14,19 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from vllm.config import CUDAGraphMode
-from vllm.platforms import current_platform
+from vllm.config import VllmConfig
 
 from rose_backend.kernels import SamplingTensors, sample
 from rose_backend.kernels.gpu_properties import is_recording
 from rose_backend.kernels.sampling.ops import SAMPLER_KERNELS
-from rose_backend.vllm_plugin.options import is_rose_selected, rose_options
+from rose_backend.vllm_plugin.options import is_rose_selected, rose_options, why_no_graphs
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
 from rose_backend.vllm_plugin.plugin_logger import SAMPLES
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 PROCESSED_PREFIX = "processed"
 """Prefix of vLLM's ``logprobs_mode`` values that report the filtered distribution."""
@@ -441,13 +437,11 @@ def captures_draws(vllm_config: VllmConfig) -> bool:
     """Whether this engine's steps are replayed from CUDA graphs, and graphs may be captured while it loads."""
     model_config = vllm_config.model_config
     return (
-        current_platform.is_cuda()
+        why_no_graphs(vllm_config) is None
         and model_config is not None
-        and not model_config.enforce_eager
         # What is allocated while a model loads is thrown away when it sleeps.
         and not model_config.enable_sleep_mode
         and rose_options(vllm_config).cuda_graph
-        and vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
     )
 
 

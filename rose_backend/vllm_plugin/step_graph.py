@@ -16,14 +16,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.compilation import cudagraph_pool
 from vllm.config import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
@@ -45,10 +46,6 @@ from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBui
 from rose_backend.vllm_plugin.options import first_reason, rose_options
 from rose_backend.vllm_plugin.plugin_logger import SAMPLES, STEPS, logger
 from rose_backend.vllm_plugin.sampler import ReplayedSampling
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from vllm.v1.core.sched.output import CachedRequestData
 
 NUM_LOGITS_PROCESSORS = 3
 """vLLM's own: bias, penalties, bad words."""
@@ -170,12 +167,13 @@ class OutputBuffers:
 
     def __init__(self, max_num_rows: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
-        self._tokens = [
-            torch.empty(max_num_rows, 1, dtype=torch.int64, pin_memory=is_cuda) for _ in range(NUM_BUFFERS)
-        ]
-        # As vLLM's: a thread that waits sleeps, rather than holding a lock of the driver.
-        self._events: list[Any] = [
-            torch.cuda.Event(blocking=True) if is_cuda else None for _ in range(NUM_BUFFERS)
+        self._buffers = [
+            (
+                torch.empty(max_num_rows, 1, dtype=torch.int64, pin_memory=is_cuda),
+                # As vLLM's: a thread that waits sleeps, rather than holding a lock of the driver.
+                torch.cuda.Event(blocking=True) if is_cuda else None,
+            )
+            for _ in range(NUM_BUFFERS)
         ]
         self._num_steps = 0
 
@@ -186,9 +184,8 @@ class OutputBuffers:
         """
         step, num_rows = self._num_steps, len(request_ids)
         self._num_steps += 1
-        on_cpu = self._tokens[step % NUM_BUFFERS]
+        on_cpu, event = self._buffers[step % NUM_BUFFERS]
         on_cpu[:num_rows].copy_(tokens[:num_rows].view(-1, 1), non_blocking=True)
-        event = self._events[step % NUM_BUFFERS]
         if event is not None:
             event.record()
         return SteadyOutput(self, step, request_ids, index_of)
@@ -199,10 +196,10 @@ class OutputBuffers:
         Raises:
             IntegrityError: the tokens were overwritten by those of a later step.
         """
-        event = self._events[step % NUM_BUFFERS]
+        on_cpu, event = self._buffers[step % NUM_BUFFERS]
         if event is not None:
             event.synchronize()
-        tokens: list[list[int]] = self._tokens[step % NUM_BUFFERS][:num_rows].tolist()
+        tokens: list[list[int]] = on_cpu[:num_rows].tolist()
         if self._num_steps > step + NUM_BUFFERS:
             raise IntegrityError(
                 f"step graph: tokens of step {step} were asked for after {self._num_steps} steps, and "
@@ -250,7 +247,6 @@ class ArmedBatch:
     request_ids: list[str]
     kind: str
     """``greedy`` or ``drawn``."""
-    num_rows: int
     desc: Any
     """vLLM's ``BatchExecutionDescriptor``."""
     slots: dict[str, int]
@@ -368,11 +364,19 @@ class SteadySteps:
             return "prompts"
         if (reason := self._why_sampling_is_not_steady(slot_array, desc.num_tokens, draws=draws)) is not None:
             return reason
+        # What vLLM does with a scheduler output before it looks at the step's tokens.
+        runner = self._runner
+        runner.finish_requests(output)
+        runner.free_states(output)
+        runner.add_requests(output)
+        runner.update_requests(output)
+        runner.block_tables.apply_staged_writes()
+        rows = torch.full((desc.num_tokens,), NO_SLOT, dtype=torch.int64, pin_memory=self._slots.is_cuda)
+        rows.numpy()[: len(slots)] = slot_array
+        # torch keeps pinned memory until the copy has run.
+        self._slots[: desc.num_tokens].copy_(rows, non_blocking=True)
         index_of = {request_id: index for index, request_id in enumerate(request_ids)}
-        kind = "drawn" if draws else "greedy"
-        self._take_over(output)
-        self._arm(ArmedBatch(request_ids, kind, desc.num_tokens, desc, slots, index_of))
-        assert self._armed is not None
+        self._armed = ArmedBatch(request_ids, "drawn" if draws else "greedy", desc, slots, index_of)
         return self._armed
 
     def _why_sampling_is_not_steady(
@@ -419,22 +423,6 @@ class SteadySteps:
             return self._compute_logits(self._manager.hidden_states[:size])[:num_rows]
         return self._compute_logits(hidden_states, *args, **kwargs)
 
-    def _take_over(self, output: SchedulerOutput) -> None:
-        """Do what vLLM does with a scheduler output before it looks at the step's tokens."""
-        runner = self._runner
-        runner.finish_requests(output)
-        runner.free_states(output)
-        runner.add_requests(output)
-        runner.update_requests(output)
-        runner.block_tables.apply_staged_writes()
-
-    def _arm(self, batch: ArmedBatch) -> None:
-        slots = torch.full((batch.num_rows,), NO_SLOT, dtype=torch.int64, pin_memory=self._slots.is_cuda)
-        slots.numpy()[: len(batch.slots)] = list(batch.slots.values())
-        # torch keeps pinned memory until the copy has run.
-        self._slots[: batch.num_rows].copy_(slots, non_blocking=True)
-        self._armed = batch
-
     def _append_blocks(self, batch: ArmedBatch, cached: CachedRequestData) -> None:
         """Append new blocks to the rows of requests, as vLLM's ``append_block_ids`` and ``apply_staged_writes`` do.
 
@@ -473,13 +461,13 @@ class SteadySteps:
         write_block_ids(writes.to(self._slots.device, non_blocking=True), self._groups)
 
     def _replay(self, batch: ArmedBatch) -> None:
-        tables = self._runner.block_tables
+        tables, num_rows = self._runner.block_tables, batch.desc.num_tokens
         if hasattr(tables, "_num_dirty_rows"):
             # From vLLM 0.33 on: rows of the step's table that its next step clears where they are padding then.
-            tables._num_dirty_rows = max(tables._num_dirty_rows, batch.num_rows)
-        self._graphs.run(("begin", batch.num_rows))
+            tables._num_dirty_rows = max(tables._num_dirty_rows, num_rows)
+        self._graphs.run(("begin", num_rows))
         self._manager.run_fullgraph(batch.desc)
-        self._graphs.run((batch.kind, batch.num_rows))
+        self._graphs.run((batch.kind, num_rows))
         self._pending = self._buffers.copy(self._tokens, batch.request_ids, batch.index_of)
         STEPS.count_rose()
         if batch.kind == "drawn":

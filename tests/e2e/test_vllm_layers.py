@@ -303,7 +303,7 @@ def test_nothing_but_buffers_outlasts_a_deep_sleep(
         # As vLLM's worker does it on a GPU: memory is given back, and what was in buffers is put there again.
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         lost = [parameter.data for name, parameter in model.named_parameters() if "lm_head" not in name]
-        lost += [model._rotary_table, model._layers[0].attn_norm.weight]
+        lost += [model.rose_constants.rotary_table, model._layers[0].attn_norm.weight]
         for loaded in model._loaded:
             lost += [product._folded for product in loaded._products if product._folded is not None]
         for layer in model._layers:

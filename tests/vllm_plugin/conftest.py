@@ -51,10 +51,10 @@ def rose_log(make_config: MakeConfig) -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    from rose_backend.vllm_plugin.config_hook import _log_once
+    from rose_backend.vllm_plugin.plugin_logger import log_once
 
     # The same line is logged once per process; each test wants to see its own.
-    _log_once.cache_clear()
+    log_once.cache_clear()
     logger, handler = logging.getLogger("vllm.rose_backend"), Collector()
     logger.addHandler(handler)
     yield lines

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from rose_backend.vllm_plugin.options import batches_decode_steps
-from rose_backend.vllm_plugin.scheduler.output_fast_path import FastOutputs
+from rose_backend.vllm_plugin.scheduler.decode_batch import FastOutputs
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.fake_worker import STATE, VOCAB_SIZE
 from tests.vllm_plugin.lockstep import Pair, batching

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from rose_backend.block_manager import GroupKind
 from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin import options
-from rose_backend.vllm_plugin.config_hook import keep_compiled_kernels
+from rose_backend.vllm_plugin.config_hook import describe_parts, keep_compiled_kernels
 from rose_backend.vllm_plugin.kv_cache.groups import RoseGroups, check_pool_size
 from rose_backend.vllm_plugin.models.model_choice import ModelChoice
 from rose_backend.vllm_plugin.options import (
@@ -32,7 +32,6 @@ from rose_backend.vllm_plugin.options import (
     rose_options,
 )
 from rose_backend.vllm_plugin.refusals import KV_CONNECTORS
-from rose_backend.vllm_plugin.start_up_log import describe_parts
 from tests.vllm_plugin.conftest import MakeConfig
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}

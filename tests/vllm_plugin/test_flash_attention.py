@@ -29,9 +29,9 @@ from rose_backend.vllm_plugin.attention.flash_attention import (
     uses_flash_attention,
 )
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
+from rose_backend.vllm_plugin.config_hook import describe_parts
 from rose_backend.vllm_plugin.models.model_choice import ModelChoice
 from rose_backend.vllm_plugin.options import rose_options
-from rose_backend.vllm_plugin.start_up_log import describe_parts
 from tests.support.attention_calls import paged_prefill
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.test_attention_backend import (

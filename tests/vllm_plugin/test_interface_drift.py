@@ -53,7 +53,7 @@ from rose_backend.vllm_plugin.attention.backend import (
     RoseAttentionImpl,
     RoseAttentionMetadataBuilder,
 )
-from rose_backend.vllm_plugin.kv_cache.blocks import RoseBlocks
+from rose_backend.vllm_plugin.kv_cache.groups import RoseBlocks
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.models import decoder
 from rose_backend.vllm_plugin.models.decoder import RoseLinearMethod
@@ -423,7 +423,7 @@ def test_the_rotary_table_that_rose_takes_is_vllms_before_it_is_rounded(rope_typ
     with set_current_vllm_config(VllmConfig()):
         fields = {"rope_theta": 10_000.0, "rope_type": rope_type, **parameters}
         rotary = get_rope(32, 256, rope_parameters=fields, dtype=torch.float16)
-        table = decoder.RoseConstants(torch.ones(8)).add_rotary_table(rotary, torch.device("cpu"))
+        table = decoder.RoseConstants(torch.ones(8), rotary).rotary_table
     assert table.dtype == torch.float32 and rotary.cos_sin_cache.dtype == torch.float16
     assert torch.equal(table.half(), rotary.cos_sin_cache)
     # And so what the standalone engine computes.

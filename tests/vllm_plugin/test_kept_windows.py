@@ -21,7 +21,8 @@ from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from rose_backend.block_manager import GroupKind
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
 from rose_backend.vllm_plugin.kv_cache.groups import block_bytes, the_rose_groups
-from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec, _log_once, is_rose_group
+from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec, is_rose_group
+from rose_backend.vllm_plugin.plugin_logger import log_once
 from tests.vllm_plugin.conftest import MakeConfig
 
 try:
@@ -52,7 +53,7 @@ class OtherBackend(RoseAttentionBackend):
 @pytest.fixture
 def make_layers(make_config: MakeConfig) -> MakeLayers:
     """Return a function that makes a configuration with vLLM's own layers, one for each window given."""
-    _log_once.cache_clear()
+    log_once.cache_clear()
 
     def make(
         *windows: int | None, layer_options: dict[int, dict[str, Any]] | None = None, **options: Any

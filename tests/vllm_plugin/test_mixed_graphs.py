@@ -20,10 +20,10 @@ from rose_backend.vllm_plugin.attention.mixed_graphs import (
     graph_sizes,
     leaves_graphs_to_vllm,
 )
+from rose_backend.vllm_plugin.config_hook import describe_parts
 from rose_backend.vllm_plugin.models.model_choice import ModelChoice
 from rose_backend.vllm_plugin.options import rose_options
 from rose_backend.vllm_plugin.patch_ledger import apply_patch, is_applied
-from rose_backend.vllm_plugin.start_up_log import describe_parts
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.test_attention_backend import (
     BLOCK_SIZE,

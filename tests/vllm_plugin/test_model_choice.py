@@ -12,9 +12,9 @@ from vllm.config import vllm as vllm_config
 from vllm.model_executor.models.registry import ModelRegistry
 
 from rose_backend.vllm_plugin import config_hook
+from rose_backend.vllm_plugin.config_hook import describe_parts
 from rose_backend.vllm_plugin.models.model_choice import DECODERS, ModelChoice, choose_model_class
 from rose_backend.vllm_plugin.options import rose_options
-from rose_backend.vllm_plugin.start_up_log import describe_parts
 from tests.support.llama_checkpoints import write_checkpoint
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.test_configuration import idle_parts

@@ -87,7 +87,7 @@ def test_a_waiting_request_is_hashed_once(num_hashed: list[int]) -> None:
     late._all_token_ids.extend(range(100, 130))
     assert admit(manager, late) is None
     assert len(num_hashed) == 120 // BLOCK_SIZE + 1
-    assert len(manager._prompts) == 1
+    assert len(manager._prompts._of_request) == 1
 
 
 @pytest.mark.parametrize("end", ["admitted", "freed", "popped"])
@@ -95,14 +95,14 @@ def test_hashes_are_kept_only_while_a_request_waits(end: str) -> None:
     manager = make_manager(11)
     request = make_request("a", PROMPT)
     manager.get_computed_blocks(request)
-    assert len(manager._prompts) == 1
+    assert len(manager._prompts._of_request) == 1
     if end == "admitted":
         admit(manager, request)
     elif end == "freed":
         manager.free(request)
     else:
         assert manager.pop_blocks_for_free(request) == []
-    assert len(manager._prompts) == 0
+    assert len(manager._prompts._of_request) == 0
 
 
 def test_the_tokens_of_a_prompt_are_kept_until_they_are_committed() -> None:

@@ -73,7 +73,7 @@ def test_blocks_of_a_batch_are_those_that_requests_get_one_by_one(order: tuple[i
     managers = make_manager(), make_manager()
     requests = [full_requests(manager, 3) for manager in managers]
     one_by_one = [managers[0].allocate_slots(requests[0][index], 1).get_block_ids() for index in order]
-    rows = managers[1].running.rows_of([requests[1][index] for index in order])
+    rows = [managers[1].running.row_of[requests[1][index].request_id] for index in order]
     assert managers[1].running.allocate_next_blocks(rows, len(order)) == one_by_one
     for first, second in zip(*requests, strict=True):
         assert table(managers[0], first) == table(managers[1], second)
@@ -86,7 +86,7 @@ def test_a_batch_that_blocks_are_short_for_changes_nothing(monkeypatch: pytest.M
     first, second, third = requests = full_requests(manager, 3)
     holder = make_request("holder", list(range(5000, 5000 + 2 * BLOCK_SIZE + 8)))
     assert len(admit(manager, holder).block_ids) == 3 and manager.manager.num_free_blocks == 2
-    rows = manager.running.rows_of(requests)
+    rows = [manager.running.row_of[request.request_id] for request in requests]
     assert manager.running.allocate_next_blocks(rows, 3) is None
     assert [len(table(manager, request)) for request in requests] == [1, 1, 1]
     manager.free(third)

@@ -14,11 +14,11 @@ import pytest
 import torch
 from vllm.config.watermarking import WatermarkConfig
 
+from rose_backend.vllm_plugin.config_hook import describe_parts
 from rose_backend.vllm_plugin.models.model_choice import ModelChoice
 from rose_backend.vllm_plugin.options import rose_options
 from rose_backend.vllm_plugin.plugin_logger import Counts
 from rose_backend.vllm_plugin.sampler import RoseDraws, wrap_sampler_v2_init
-from rose_backend.vllm_plugin.start_up_log import describe_parts
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.test_sampler import NGRAM, logits_of
 

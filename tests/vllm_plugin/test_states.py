@@ -237,9 +237,9 @@ def test_a_prompt_waits_for_a_checkpoint_that_another_one_is_on_its_way_to() -> 
     assert begin(manager, second) is None and state_of(manager) == before
     assert manager.defers(second) and not manager.defers(make_request("c", [7] * 40))
     prompt, match = manager._look_up(second, None)
-    assert manager.checkpoints.are_coming_for(prompt, match)
+    assert manager.checkpoints.coming_for(prompt, match) is not None
     # Whose tokens no hit reaches.
-    assert not manager.checkpoints.are_coming_for(dataclasses.replace(prompt, num_shareable=249), match)
+    assert manager.checkpoints.coming_for(dataclasses.replace(prompt, num_shareable=249), match) is None
     go_on(manager, leader, 249)
     assert begin(manager, second) is None
     go_on(manager, leader, 250)

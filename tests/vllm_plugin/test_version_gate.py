@@ -8,7 +8,7 @@ import pytest
 import vllm
 
 from rose_backend import vllm_plugin
-from rose_backend.vllm_plugin import patch_ledger, registration
+from rose_backend.vllm_plugin import registration
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_another_version_is_left_alone_with_one_line(
         raise AssertionError(f"applied {name}")
 
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
-    monkeypatch.setattr(patch_ledger, "apply_patch", fail)
-    monkeypatch.setattr(vllm_plugin, "_UNSUPPORTED_VERSIONS_LOGGED", set())
+    monkeypatch.setattr(vllm_plugin, "apply_patch", fail)
+    vllm_plugin._log_unsupported.cache_clear()
     vllm_plugin.register()
     vllm_plugin.register()
     (line,) = rose_log

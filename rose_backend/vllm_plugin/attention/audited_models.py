@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from vllm.config import ModelConfig
 
 from rose_backend.vllm_plugin.options import is_rose_selected
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig
 
 _VLLM = "vllm.model_executor.models."
 _ROSE = "rose_backend.vllm_plugin.models."
@@ -94,7 +93,12 @@ def find_unaudited(model_config: ModelConfig) -> str | None:
         return outer
     inner = _LANGUAGE_MODELS.get(path)
     if inner == _FROM_CONFIG:
-        inner = _architecture_of(model_config.hf_text_config)
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        # As vLLM builds it of a language model's part of a config.json.
+        text_config = model_config.hf_text_config
+        known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text_config.model_type, text_config.model_type)
+        inner = str(text_config.architectures[0] if text_config.architectures else known)
     return inner if inner is not None and class_of(inner) not in AUDITED_CLASSES else None
 
 
@@ -109,15 +113,6 @@ def class_of(architecture: str) -> str:
     if model_class is not None:
         return f"{model_class.__module__}:{model_class.__qualname__}"
     return f"{entry.module_name}:{entry.class_name}"
-
-
-def _architecture_of(text_config: Any) -> str:
-    """Return the architecture that vLLM builds of a language model's part of a config.json."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    if text_config.architectures:
-        return str(text_config.architectures[0])
-    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text_config.model_type, text_config.model_type))
 
 
 def _keeps_features(runner: Any) -> bool:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from rose_backend.errors import ConfigError
-from rose_backend.kernels import (
-    AttentionOptions,
-    DecodePlan,
-    HeadRotation,
-    NewTokens,
-    PrefillPlan,
-    write_kv,
-)
+from rose_backend.kernels import AttentionOptions, HeadRotation, NewTokens, write_kv
 from rose_backend.kernels.captured_graphs import Workspace
-from rose_backend.layers.attention import AttentionRows, AttentionStep, attend, plan_decode
+from rose_backend.layers.attention import AttentionStep, attend, plan_decode
 from rose_backend.vllm_plugin.attention import flash_attention
 from rose_backend.vllm_plugin.attention.metadata import (
     RoseAttentionMetadata,
@@ -40,11 +35,6 @@ from rose_backend.vllm_plugin.options import (
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
 from rose_backend.vllm_plugin.pending_kernels import begin as begin_to_compile
 from rose_backend.vllm_plugin.registration import BACKEND_NAME
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from vllm.v1.kv_cache_interface import AttentionSpec
 
 MAX_HEAD_SIZE = 512
 _workspaces: WeakValueDictionary[int, Workspace] = WeakValueDictionary()
@@ -168,10 +158,11 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         self.logits_soft_cap = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self._sinks: torch.Tensor | None = None
-        self.workspace = workspace_of(get_current_vllm_config())
         self.after_loading: Callable[[], None] | None = None
         """Of the model: called when all weights are loaded, and again when some or all have been reloaded."""
         vllm_config = get_current_vllm_config()
+        self.workspace = _workspaces.setdefault(id(vllm_config), Workspace())
+        """Of the engine: all its layers launch on one stream, in turn."""
         self.appends_in_attention = appends_in_attention(vllm_config, rose_options(vllm_config))
         if uses_rose_manager(vllm_config):
             # Here because layers are built before anybody asks them, or a drafter's, what they keep.
@@ -200,11 +191,10 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         """
         if self.after_loading is not None:
             self.after_loading()
-        if self.sinks is None:
-            return
-        if self._sinks is None:
-            self._sinks = self.sinks.detach().float()
-        self._sinks.copy_(self.sinks)
+        if self.sinks is not None:
+            if self._sinks is None:
+                self._sinks = self.sinks.detach().float()
+            self._sinks.copy_(self.sinks)
 
     def forward(
         self,
@@ -233,7 +223,7 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         if attn_metadata is None:
             # A profiling run: there is no cache yet.
             return output.fill_(0)
-        step = self._step_of(attn_metadata)
+        step = attn_metadata.for_layers(appends=self.appends_in_attention)
         if self.kv_sharing_target_layer_name is not None:
             key = value = None
         caches = self._caches(kv_cache)
@@ -270,14 +260,9 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
 
         Arguments are those of ``forward``.
         """
-        if (decode := self._step_of(attn_metadata).decode) is not None:
+        if (decode := attn_metadata.for_layers(appends=self.appends_in_attention).decode) is not None:
             kv = decode.kv(*self._caches(kv_cache))
             plan_decode(decode, kv, self._options(layer, kv_cache.device))
-
-    def _step_of(self, metadata: RoseAttentionMetadata) -> AttentionStep:
-        if metadata.step is None:
-            metadata.step = _attention_step(metadata, appends=self.appends_in_attention)
-        return metadata.step
 
     def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V as [NB, BS, HKV, D] views of vLLM's [NB, HKV, BS, 2 * D] view."""
@@ -297,32 +282,3 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
             layer._k_scale if self.has_float8_cache else None,
             layer._v_scale if self.has_float8_cache else None,
         )
-
-
-def workspace_of(vllm_config: Any) -> Workspace:
-    """Return the workspace of the engine with this configuration: all its layers launch on one stream, in turn."""
-    return _workspaces.setdefault(id(vllm_config), Workspace())
-
-
-def _attention_step(metadata: RoseAttentionMetadata, *, appends: bool) -> AttentionStep:
-    decode, prefill = None, None
-    if metadata.num_decodes:
-        rows, is_single = slice(0, metadata.num_decodes), metadata.max_decode_query_len == 1
-        decode = AttentionRows[DecodePlan](
-            slice(0, metadata.num_decode_tokens),
-            metadata.block_table[rows],
-            metadata.decode_computed_tokens[rows],
-            None if is_single else metadata.query_start_loc[: metadata.num_decodes + 1],
-            metadata.max_decode_query_len,
-        )
-    if metadata.num_prefill_tokens:
-        rows = slice(metadata.first_prefill_row, None)
-        prefill = AttentionRows[PrefillPlan](
-            slice(metadata.num_actual_tokens - metadata.num_prefill_tokens, metadata.num_actual_tokens),
-            metadata.block_table[rows],
-            metadata.prefill_computed_tokens[rows],
-            metadata.prefill_start_loc,
-        )
-    return AttentionStep(
-        decode, prefill, None if appends else metadata.slot_mapping[: metadata.num_actual_tokens]
-    )

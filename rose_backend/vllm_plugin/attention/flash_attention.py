@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from vllm.platforms import current_platform
 
 from rose_backend.kernels import write_kv
 from rose_backend.kernels.tuning.measured import Table, constants
@@ -64,8 +65,6 @@ class FlashRows:
 
 def uses_flash_attention(vllm_config: VllmConfig) -> bool:
     """Whether long prefill rows of this engine's plain layers may be FlashAttention 3's."""
-    from vllm.platforms import current_platform
-
     model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
     if (
         model_config is None

@@ -16,9 +16,10 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from rose_backend.kernels import DecodePlan, PrefillPlan
 from rose_backend.kernels.attention.ops import MAX_QUERY_LEN
 from rose_backend.kernels.gpu_properties import is_recording
-from rose_backend.layers.attention import AttentionStep
+from rose_backend.layers.attention import AttentionRows, AttentionStep
 from rose_backend.vllm_plugin.attention.audited_models import find_unaudited
 from rose_backend.vllm_plugin.attention.flash_attention import FlashRows, choose_rows, uses_flash_attention
 from rose_backend.vllm_plugin.attention.mixed_graphs import captures_mixed_steps, why_prompts_need_python
@@ -58,12 +59,42 @@ class RoseAttentionMetadata:
     flash_rows: FlashRows | None = None
     """The prefill rows, where layers with plain attention leave them to FlashAttention 3. Never in a captured graph."""
     step: AttentionStep | None = None
-    """This step as ``layers.attention`` takes it; made by the first one, shared by the others."""
+    """This step as ``layers.attention`` takes it, shared by all layers."""
 
     @property
     def decodes_only(self) -> bool:
         """Whether all rows decode, a token each."""
         return self.num_prefill_tokens == 0 and self.max_decode_query_len == 1
+
+    def for_layers(self, *, appends: bool) -> AttentionStep:
+        """Return ``step``, made by the first layer that asks.
+
+        Args:
+            appends: whether attention stores the new K/V itself.
+        """
+        if self.step is not None:
+            return self.step
+        decode, prefill = None, None
+        if self.num_decodes:
+            rows, is_single = slice(0, self.num_decodes), self.max_decode_query_len == 1
+            decode = AttentionRows[DecodePlan](
+                slice(0, self.num_decode_tokens),
+                self.block_table[rows],
+                self.decode_computed_tokens[rows],
+                None if is_single else self.query_start_loc[: self.num_decodes + 1],
+                self.max_decode_query_len,
+            )
+        if self.num_prefill_tokens:
+            rows = slice(self.first_prefill_row, None)
+            prefill = AttentionRows[PrefillPlan](
+                slice(self.num_actual_tokens - self.num_prefill_tokens, self.num_actual_tokens),
+                self.block_table[rows],
+                self.prefill_computed_tokens[rows],
+                self.prefill_start_loc,
+            )
+        slots = None if appends else self.slot_mapping[: self.num_actual_tokens]
+        self.step = AttentionStep(decode, prefill, slots)
+        return self.step
 
 
 def is_first_run(metadata: RoseAttentionMetadata) -> bool:

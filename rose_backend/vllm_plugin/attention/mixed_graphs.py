@@ -10,15 +10,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.platforms import current_platform
 
 from rose_backend.kernels.tuning.measured import constants
 from rose_backend.vllm_plugin.attention.audited_models import find_unaudited
 from rose_backend.vllm_plugin.attention.flash_attention import LAUNCHED_FROM, uses_flash_attention
 from rose_backend.vllm_plugin.options import first_reason, has_kv_connector, is_rose_selected, rose_options
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 MAX_GRAPH_WORK = constants("graphs of mixed steps")["max_work"]
 """Tokens of the largest graph times the square of the model's hidden size, to which a layer's device time is about
@@ -38,8 +38,6 @@ def captures_mixed_steps(vllm_config: VllmConfig) -> bool:
 
 def why_mixed_steps_are_not_captured(vllm_config: VllmConfig) -> str | None:
     """Return what in the configuration keeps full graphs of mixed steps from being captured; None if nothing does."""
-    from vllm.platforms import current_platform
-
     model_config = vllm_config.model_config
     reasons = {
         "no CUDA device": not current_platform.is_cuda(),
@@ -70,17 +68,12 @@ def why_prompts_need_python(vllm_config: VllmConfig) -> str | None:
 def leaves_graphs_to_vllm(vllm_config: VllmConfig) -> bool:
     """Whether the user has set no CUDA graph option. Call it before vLLM fills in its defaults."""
     compilation = vllm_config.compilation_config
-    return (
-        compilation.cudagraph_mode is None
-        and compilation.cudagraph_capture_sizes is None
-        and compilation.max_cudagraph_capture_size is None
-    )
+    options = ("cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    return all(getattr(compilation, name) is None for name in options)
 
 
 def choose_mixed_graphs(vllm_config: VllmConfig) -> None:
     """Replace FULL_AND_PIECEWISE by FULL graphs of more sizes for decodes and mixed steps."""
-    from vllm.config import CUDAGraphMode
-
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mode != CUDAGraphMode.FULL_AND_PIECEWISE or not captures_mixed_steps(
         vllm_config
@@ -114,8 +107,6 @@ def wrap_init_candidates(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def _init_candidates(self: Any) -> None:
         original(self)
-        from vllm.config import CUDAGraphMode
-
         if self.cudagraph_mode == CUDAGraphMode.FULL and captures_mixed_steps(self.vllm_config):
             add_decode_graphs(self)
             # Data-parallel ranks agree on tokens, not on requests: some would find a graph and others none.
@@ -131,8 +122,6 @@ def add_decode_graphs(manager: Any) -> None:
     Args:
         manager: vLLM's ``CudaGraphManager`` whose graphs are all full ones for mixed steps.
     """
-    from vllm.config import CUDAGraphMode
-
     mixed = manager._capture_descs.get(CUDAGraphMode.FULL, [])
     decodes = [
         replace(desc, num_reqs=desc.num_tokens, uniform_token_count=1)
@@ -156,7 +145,6 @@ def launch_long_prefills(manager: Any) -> None:
     Args:
         manager: vLLM's ``CudaGraphManager`` whose graphs are all full ones.
     """
-    from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
     for (num_tokens, num_active_loras), candidates in manager._candidates.items():

@@ -10,13 +10,11 @@ there without a copy.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from vllm.v1.request import Request
 
-    from rose_backend.block_manager import PrefixMatch
-    from rose_backend.vllm_plugin.kv_cache.prompt_hashes import HashedPrompt
+from rose_backend.block_manager import PrefixMatch
+from rose_backend.vllm_plugin.kv_cache.prompt_hashes import HashedPrompt
 
 MIN_TOKENS_WORTH_A_CHECKPOINT = 64
 """A checkpoint saves recomputing the tokens since the previous one; copying it costs as much as this few."""
@@ -34,7 +32,7 @@ def junction_of(match: PrefixMatch) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefill:
+class Prefill:
     """A prompt that is being computed."""
 
     request: Request
@@ -62,7 +60,7 @@ class DueCheckpoints:
         self._min_tokens = max(MIN_TOKENS_WORTH_A_CHECKPOINT, self._min_tokens_kept)
         self._last: dict[int, int] = {}
         """Length of each row's last checkpoint, the one that it started from or 0."""
-        self._prefills: dict[int, _Prefill] = {}
+        self._prefills: dict[int, Prefill] = {}
 
     def __bool__(self) -> bool:
         """Whether a prompt is being computed."""
@@ -101,18 +99,17 @@ class DueCheckpoints:
         Args:
             num_blocks: that are to be kept for it.
         """
-        found = self._coming_for(prompt, match)
+        found = self.coming_for(prompt, match)
         if found is None:
             return False
         prefill, end = found
         prefill.waiting[request_id] = end, num_blocks
         return True
 
-    def are_coming_for(self, prompt: HashedPrompt, match: PrefixMatch) -> bool:
-        """Whether a running request is about to reach a checkpoint that a waiting prompt could start from."""
-        return self._coming_for(prompt, match) is not None
-
-    def _coming_for(self, prompt: HashedPrompt, match: PrefixMatch) -> tuple[_Prefill, int] | None:
+    def coming_for(self, prompt: HashedPrompt, match: PrefixMatch) -> tuple[Prefill, int] | None:
+        """Return the running request that is about to reach a checkpoint that a waiting prompt could start from, and
+        where that is; None if there is none.
+        """
         nearest = match.num_tokens + MIN_TOKENS_WORTH_A_CHECKPOINT
         farthest = min(len(prompt.token_ids) - 1, prompt.num_shareable)
         for row, prefill in self._prefills.items():
@@ -122,7 +119,7 @@ class DueCheckpoints:
                 return prefill, end
         return None
 
-    def _next_checkpoint(self, row: int, prefill: _Prefill) -> int:
+    def _next_checkpoint(self, row: int, prefill: Prefill) -> int:
         """Return where the next checkpoint of a row is due at the earliest, perhaps past its prompt."""
         last = self._last[row]
         ends = [end for end in prefill.ends if end - last >= self._min_tokens]
@@ -134,7 +131,7 @@ class DueCheckpoints:
         """Note a request that was just admitted."""
         self._last[row] = match.num_tokens
         ends = self._last_block_end(request), request.num_tokens
-        self._prefills[row] = _Prefill(request, prompt, junction_of(match), ends)
+        self._prefills[row] = Prefill(request, prompt, junction_of(match), ends)
 
     def remove(self, row: int, num_computed: int) -> bool:
         """Forget a request that has ended; return whether its last state, of that many tokens, is worth keeping."""

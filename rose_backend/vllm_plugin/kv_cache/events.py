@@ -7,7 +7,7 @@ block manager are translated to the hashes that vLLM keeps with each request.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import (
@@ -16,12 +16,10 @@ from vllm.v1.core.kv_cache_utils import (
     to_event_extra_keys,
 )
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+from vllm.v1.request import Request
 
 from rose_backend.block_manager import BlockManager, observability
 from rose_backend.errors import IntegrityError
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 _GROUP = 0
 

@@ -19,21 +19,28 @@ prefix with one in flight would wait two steps where the next step is scheduled 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 
 from rose_backend.block_manager import BlockManager, PrefixMatch, reporting_unit
 from rose_backend.errors import IntegrityError
 from rose_backend.scheduling import InFlightPrefixes
-from rose_backend.vllm_plugin.kv_cache.blocks import BlockPoolShim, CoordinatorShim, HeldBlocks, RoseBlocks
 from rose_backend.vllm_plugin.kv_cache.checkpoints import DueCheckpoints, junction_of
 from rose_backend.vllm_plugin.kv_cache.events import KVEventLog
-from rose_backend.vllm_plugin.kv_cache.groups import check_pool_size, the_rose_groups
+from rose_backend.vllm_plugin.kv_cache.groups import (
+    BlockPoolShim,
+    HeldBlocks,
+    RoseBlocks,
+    check_pool_size,
+    coordinator_shim,
+    the_rose_groups,
+)
 from rose_backend.vllm_plugin.kv_cache.prompt_hashes import HashedPrompt, PromptHashes
 from rose_backend.vllm_plugin.kv_cache.running_requests import (
     DeferredRequests,
@@ -43,9 +50,6 @@ from rose_backend.vllm_plugin.kv_cache.running_requests import (
 from rose_backend.vllm_plugin.options import check_retention_interval
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
 from rose_backend.vllm_plugin.plugin_logger import LogInterval, logger
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 MIN_TOKENS_WORTH_COPYING = 4
 """Shorter hits are ignored: copying a block costs the CPU more than recomputing these tokens costs a GPU.
@@ -112,14 +116,17 @@ class RoseKVCacheManager:
         self._ended: list[tuple[int, Request, int, bool]] = []
         """Rows of requests that have ended, with the tokens that they had computed, and whether their states are kept:
         released all at once, soon."""
-        self.running = RunningRequests(manager, groups, max_num_seqs, num_at_once, self._commit)
+        self.running = RunningRequests(manager, groups, num_at_once, self._commit)
         self.empty_kv_cache_blocks = KVCacheBlocks(((),) * len(groups))
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
         self.block_size = groups.block_size
+        self.num_kv_cache_groups = len(groups)
+        self.has_states = groups.has_states
+        """Whether layers of the model keep states."""
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.block_pool = BlockPoolShim()
-        self.coordinator = CoordinatorShim(groups, self.block_pool, self._num_blocks_to_grow)
+        self.coordinator = coordinator_shim(groups, self.block_pool, self._num_blocks_to_grow)
         self._loads = ExternalLoads()
         self._deferred = DeferredRequests(manager)
         self._prompts = PromptHashes(manager)
@@ -131,20 +138,17 @@ class RoseKVCacheManager:
         self.enable_caching = enable_caching
         self.checkpoints: DueCheckpoints | None = None
         """Where states are copied into the prefix cache; None without states."""
-        if groups.has_states and enable_caching:
+        if self.has_states and enable_caching:
             self.checkpoints = DueCheckpoints(self.block_size, groups.kinds[-1].num_groups, full_blocks_only)
         self.log_stats = log_stats
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         self._hit_unit = 1 if exact_cached_tokens else reporting_unit(self.block_size)
         self._log_interval = LogInterval()
         self._events = KVEventLog(manager, groups.specs[0]) if enable_kv_cache_events else None
+        self.reads_block_hashes = enable_kv_cache_events
+        """Whether vLLM has to hash blocks of requests: only for its events; lookups have their own digests."""
         if not self.reads_block_hashes:
             apply_patch("request_block_hashes")
-
-    @property
-    def reads_block_hashes(self) -> bool:
-        """Whether vLLM has to hash blocks of requests: only for its events; lookups have their own digests."""
-        return self._events is not None
 
     @property
     def manager(self) -> BlockManager:
@@ -193,11 +197,6 @@ class RoseKVCacheManager:
             return self._deferred.keep(num_blocks)
         is_covered = self._in_flight_prefixes.cover(prompt.token_ids, match)
         return is_covered and self._deferred.keep(num_blocks, until_next_step=True)
-
-    def _finds_more_later(self, prompt: HashedPrompt, match: PrefixMatch) -> bool:
-        """Whether others compute enough of a prompt, past its match, for it to wait for them."""
-        is_coming = self.checkpoints is not None and self.checkpoints.are_coming_for(prompt, match)
-        return is_coming or self._in_flight_prefixes.cover(prompt.token_ids, match)
 
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
@@ -286,7 +285,11 @@ class RoseKVCacheManager:
             return None
         is_loaded = num_external_computed_tokens > 0 or delay_cache_blocks
         if not is_loaded and self.prefix_cache_lookup_enabled(request):
-            if self._finds_more_later(prompt, match):
+            # Others compute enough of it, past its match, for it to wait for them.
+            is_coming = (
+                self.checkpoints is not None and self.checkpoints.coming_for(prompt, match) is not None
+            )
+            if is_coming or self._in_flight_prefixes.cover(prompt.token_ids, match):
                 return None
             self._in_flight_prefixes.add(prompt.token_ids, match, num_new_tokens)
         blocks = self._admit(request, prompt, match, num_tokens)
@@ -375,9 +378,8 @@ class RoseKVCacheManager:
 
         Several requests of one step are released together, before anything else is asked of the block manager.
         """
-        if (detached := self._detach(request)) is not None:
-            row, *known = detached
-            self._ended.append((row, request, *known))
+        if (ended := self._detach(request)) is not None:
+            self._ended.append(ended)
 
     def _release_ended(self) -> None:
         ended, self._ended = self._ended, []
@@ -388,18 +390,19 @@ class RoseKVCacheManager:
 
     def pop_blocks_for_free(self, request: Request) -> list[Any]:
         """As ``free``, but the blocks are released only when ``block_pool.free_blocks`` gets the returned list."""
-        if (detached := self._detach(request)) is None:
+        if (ended := self._detach(request)) is None:
             return []
-        row, num_certain, keeps_state = detached
+        row, _, num_certain, keeps_state = ended
         if self.enable_caching:
             self._commit_up_to([row], [request], [num_certain])
         return [HeldBlocks(functools.partial(self._free_row, row, keeps_state=keeps_state))]
 
-    def _detach(self, request: Request) -> tuple[int, int, bool] | None:
+    def _detach(self, request: Request) -> tuple[int, Request, int, bool] | None:
         """Take the row of a request that ends away from it, if it has one.
 
         Returns:
-            The row, how many of its tokens may be committed, and whether its state is of just these and worth keeping.
+            The row, the request, how many of its tokens may be committed, and whether its state is of just these and
+            worth keeping.
             vLLM sets a preempted request back after this call.
         """
         self._prompts.drop(request.request_id)
@@ -410,22 +413,12 @@ class RoseKVCacheManager:
         self._loads.end(row)
         # A state cannot be cut to the tokens that are known.
         keeps_state = self.checkpoints is not None and self.checkpoints.remove(row, num_certain)
-        return row, num_certain, keeps_state and num_certain == request.num_computed_tokens
+        return row, request, num_certain, keeps_state and num_certain == request.num_computed_tokens
 
     def _free_row(self, row: int, *, keeps_state: bool = False) -> None:
         self.manager.free(np.array([row]), states_are_known=np.array([keeps_state]))
 
     # What a request holds
-
-    @property
-    def num_kv_cache_groups(self) -> int:
-        """Groups of the model."""
-        return len(self.running.groups)
-
-    @property
-    def has_states(self) -> bool:
-        """Whether layers of the model keep states."""
-        return self.running.groups.has_states
 
     @property
     def usage(self) -> float:
@@ -480,7 +473,7 @@ class RoseKVCacheManager:
         """Return vLLM's own container for blocks, the shared empty one for none."""
         return KVCacheBlocks(blocks) if any(blocks) else self.empty_kv_cache_blocks
 
-    def _num_blocks_to_grow(self, request_id: str, num_tokens: int) -> int:
+    def _num_blocks_to_grow(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         return self.manager.blocks_to_grow(
             self.running.row_of.get(request_id), num_tokens, self.running.num_at_once
         )
@@ -555,7 +548,7 @@ class RoseKVCacheManager:
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """Return zeros, as vLLM itself does since cascade attention is gone."""
-        return [0] * len(self.running.groups)
+        return [0] * self.num_kv_cache_groups
 
     def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: what windows have passed is released before more is allocated."""

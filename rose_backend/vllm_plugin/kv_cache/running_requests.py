@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
+from vllm.v1.request import Request
 
-from rose_backend.vllm_plugin.kv_cache.blocks import RoseBlocks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from vllm.v1.request import Request
-
-    from rose_backend.block_manager import BlockManager
-    from rose_backend.vllm_plugin.kv_cache.groups import RoseGroups
+from rose_backend.block_manager import BlockManager
+from rose_backend.vllm_plugin.kv_cache.groups import RoseBlocks, RoseGroups
 
 
 class ExternalLoads:
@@ -82,63 +77,42 @@ class DeferredRequests:
         return True
 
 
+@dataclass(slots=True, eq=False)
 class RunningRequests:
     """Requests between admission and ``free``, by row. Blocks are only ever appended to a row.
 
     What every decode of every step reads is here, in slots: Python reads attributes of an ordinary object more slowly
     once it has more than 30 of them, and ``RoseKVCacheManager`` has nearly as many.
-
-    Args:
-        manager: keeps the blocks.
-        groups: of the model, in vLLM's order.
-        max_num_seqs: rows.
-        num_at_once: tokens of a request that are scheduled and not yet processed, at most.
-        commit: commits what rows have computed. With sliding windows it is called before more is reserved, so that
-            what they have passed can be released.
     """
 
-    __slots__ = (
-        "_commit",
-        "_has_extended_full_rows",
-        "_has_windows",
-        "_manager",
-        "_num_admitted",
-        "_num_admitted_before",
-        "_publish_from",
-        "capacity",
-        "groups",
-        "num_at_once",
-        "num_reported",
-        "requests",
-        "row_of",
-    )
+    _manager: BlockManager
+    groups: RoseGroups
+    """Of the model, in vLLM's order."""
+    num_at_once: int
+    """Tokens of a request that are scheduled and not yet processed, at most."""
+    _commit: Callable[[list[int]], None]
+    """Commits what rows have computed. With sliding windows it is called before more is reserved, so that what they
+    have passed can be released."""
+    row_of: dict[str, int] = field(default_factory=dict)
+    """The row of each request, by its id."""
+    requests: dict[int, Request] = field(default_factory=dict)
+    """The request of each row, in order of admission."""
+    capacity: list[int] = field(init=False)
+    """Tokens that fit into the blocks of each row. A list: a decode costs one lookup per request and step."""
+    num_reported: list[int] = field(init=False)
+    """Blocks of each row that vLLM knows. A row has more between an allocation and vLLM's next request for it."""
+    _num_admitted: int = 0
+    _num_admitted_before: list[int] = field(init=False)
+    """Where each row stands in the order of ``requests``."""
+    _publish_from: list[int] = field(init=False)
+    """Number of computed tokens of each row from which a commit lets lookups find more of it."""
+    _has_extended_full_rows: bool = False
+    _has_windows: bool = field(init=False)
 
-    def __init__(
-        self,
-        manager: BlockManager,
-        groups: RoseGroups,
-        max_num_seqs: int,
-        num_at_once: int,
-        commit: Callable[[list[int]], None],
-    ) -> None:
-        self.groups = groups
-        self.num_at_once = num_at_once
-        self._has_windows = groups.has_windows
-        self._commit = commit
-        self.row_of: dict[str, int] = {}
-        """The row of each request, by its id."""
-        self.requests: dict[int, Request] = {}
-        """The request of each row, in order of admission."""
-        self.capacity = [0] * max_num_seqs
-        """Tokens that fit into the blocks of each row. A list: a decode costs one lookup per request and step."""
-        self._manager = manager
-        self.num_reported = [0] * max_num_seqs
-        """Blocks of each row that vLLM knows. A row has more between an allocation and vLLM's next request for it."""
-        self._has_extended_full_rows = False
-        # Where each row stands in the order of ``requests``.
-        self._num_admitted, self._num_admitted_before = 0, [0] * max_num_seqs
-        # Number of computed tokens of each row from which a commit lets lookups find more of it.
-        self._publish_from = [0] * max_num_seqs
+    def __post_init__(self) -> None:
+        num_rows, self._has_windows = len(self._manager.num_row_blocks), self.groups.has_windows
+        self.capacity, self.num_reported = [0] * num_rows, [0] * num_rows
+        self._num_admitted_before, self._publish_from = [0] * num_rows, [0] * num_rows
 
     def new_step_starts(self) -> None:
         """Let the next full row that asks for a block allocate for all full rows again."""
@@ -164,10 +138,6 @@ class RunningRequests:
             del self.requests[row]
             self.capacity[row] = 0
         return row
-
-    def rows_of(self, requests: Sequence[Request]) -> list[int]:
-        """Return the row of each running request."""
-        return [self.row_of[request.request_id] for request in requests]
 
     def worth_publishing(self) -> list[int]:
         """Return the rows that have finished their prompt or filled a block since their last commit."""
@@ -246,11 +216,8 @@ class RunningRequests:
 
     def _other_full_rows(self, row: int) -> list[int]:
         """Return the other full rows, which need their next block in this step, too: one call serves all of them."""
-        capacity, num_reported, num_row_blocks = (
-            self.capacity,
-            self.num_reported,
-            self._manager.num_row_blocks,
-        )
+        capacity, num_reported = self.capacity, self.num_reported
+        num_row_blocks = self._manager.num_row_blocks
         return [
             other
             for other, request in self.requests.items()

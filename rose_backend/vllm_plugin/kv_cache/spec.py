@@ -9,26 +9,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
+    KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from rose_backend.vllm_plugin.options import first_reason, uses_rose_manager, why_windows_are_kept
-from rose_backend.vllm_plugin.plugin_logger import logger
+from rose_backend.vllm_plugin.plugin_logger import log_once
 from rose_backend.vllm_plugin.registration import BACKEND_NAME
 
-if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheSpec
-
-    OwnSpec = Callable[[Any, VllmConfig], KVCacheSpec | None]
+OwnSpec = Callable[[Any, VllmConfig], KVCacheSpec | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +58,7 @@ def wrap_get_kv_cache_spec(original: OwnSpec) -> OwnSpec:
             return spec
         reason = why_kept_whole(vllm_config, original)
         if _speaks_for_the_others(self, vllm_config):
-            _log_once(describe_windows(vllm_config, original, reason))
+            log_once(describe_windows(vllm_config, original, reason))
         return spec if reason is None else _kept_whole(spec, vllm_config.cache_config.block_size)
 
     return get_kv_cache_spec
@@ -125,12 +123,6 @@ def _kept_whole(spec: SlidingWindowSpec, block_size: int) -> FullAttentionSpec:
     same = {field.name: getattr(spec, field.name) for field in fields(AttentionSpec)}
     # Another block size, and a page that is filled up to other layers' pages, are for separate groups.
     return FullAttentionSpec(**{**same, "block_size": block_size, "page_size_padded": None})
-
-
-@functools.lru_cache(maxsize=8)
-def _log_once(line: str) -> None:
-    # vLLM asks more than once.
-    logger.info(line)
 
 
 def describe_windows(vllm_config: VllmConfig, own_spec: OwnSpec, reason: str | None) -> str:

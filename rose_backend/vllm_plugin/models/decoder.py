@@ -36,27 +36,6 @@ from rose_backend.vllm_plugin.options import rose_options
 from rose_backend.vllm_plugin.pending_kernels import wait_for_kernels
 
 
-class RoseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
-    """Leaves a loaded weight as it is, also on a CPU, where vLLM would repack it and drop the original."""
-
-    supports_pre_processed_weights = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_new = True
-        """The weight is as vLLM loads it."""
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Note that the weight was loaded."""
-        self.is_new = True
-
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Refuse: the module is never called, as its weight may be packed."""
-        raise IntegrityError(f"{layer.prefix}: a linear module of Rose's layers was called")
-
-
 class LoadedLayer:
     """The weights of a decoder layer that vLLM loads and shards, as Rose's loop over layers takes them.
 
@@ -72,7 +51,7 @@ class LoadedLayer:
         norms = (layer.input_layernorm, None, layer.post_attention_layernorm, None)
         modules = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
         self._products = [
-            _Product(module, norm, packs=packs, gated=module is mlp.gate_up_proj)
+            RoseLinearMethod(module, norm, packs=packs, gated=module is mlp.gate_up_proj)
             for module, norm in zip(modules, norms, strict=True)
         ]
         self._unit = unit if packs else None
@@ -104,19 +83,37 @@ class LoadedLayer:
         return norm if self._unit is None else Norm(self._unit, None, norm.eps)
 
 
-class _Product:
-    """One linear module, with the norm before it where that is folded in."""
+class RoseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
+    """One linear module, as vLLM's method of it, with the norm before it where that is folded in.
+
+    It leaves a loaded weight as it is, also on a CPU, where vLLM would repack it and drop the original.
+    """
+
+    supports_pre_processed_weights = False
 
     def __init__(self, module: Any, norm: Any | None, *, packs: bool, gated: bool) -> None:
+        super().__init__()
         self._module, self._norm = module, norm
         self._packs, self._gated = packs, gated
-        self._method = module.quant_method = RoseLinearMethod()
-        self._was_new = True
+        module.quant_method = self
+        # Whether the weight is as vLLM loads it, now and before the last update.
+        self._is_new = self._was_new = True
         self._linear: Linear | None = None
         self._folded: torch.Tensor | None = None  # [E]: the norm's weight that the matrix has taken in
 
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Note that the weight was loaded."""
+        self._is_new = True
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Refuse: the module is never called, as its weight may be packed."""
+        raise IntegrityError(f"{layer.prefix}: a linear module of Rose's layers was called")
+
     def update(self) -> Linear:
-        self._was_new, self._method.is_new = self._method.is_new, False
+        """Return the product as it is loaded now."""
+        self._was_new, self._is_new = self._is_new, False
         if self._packs and self._was_new:
             self._pack()
         elif self._linear is None:
@@ -125,6 +122,7 @@ class _Product:
         return self._linear
 
     def check_norm(self) -> None:
+        """Refuse a norm that was reloaded without the matrix that it is folded into."""
         if self._folded is None or self._was_new:
             return
         if torch.equal(self._folded, self._norm.weight.data):  # type: ignore[union-attr]
@@ -184,18 +182,16 @@ class RoseConstants(torch.nn.Module):
     """Tensors that no checkpoint has. As buffers they are restored when vLLM wakes up from a deep sleep."""
 
     unit: torch.Tensor
+    rotary_table: torch.Tensor
+    """[P, D] float32, of vLLM's module, whose own is in the model's dtype."""
 
-    def __init__(self, unit: torch.Tensor) -> None:
+    def __init__(self, unit: torch.Tensor, rotary: torch.nn.Module) -> None:
         super().__init__()
         self.register_buffer("unit", unit, persistent=False)
-
-    def add_rotary_table(self, rotary: torch.nn.Module, device: torch.device) -> torch.Tensor:
-        """Return the float32 table of vLLM's module, [P, D]. The module's own is in the model's dtype."""
         # On the CPU, as transformers computes it: a GPU's cosines differ in the last bits.
         with torch.device("cpu"):
-            table = rotary._compute_cos_sin_cache().to(device)  # type: ignore[operator]
+            table = rotary._compute_cos_sin_cache().to(unit.device)  # type: ignore[operator]
         self.register_buffer("rotary_table", table, persistent=False)
-        return table
 
 
 class ModuleAttention:
@@ -274,10 +270,7 @@ class RoseDecoder:
         layers, final = self.model.layers, self.model.norm.weight
         # A rank's product is a part of what is added: the residual cannot be added in the same kernel.
         packs = not has_ranks and packs_layers(self.rose_switches, final.device)
-        self.rose_constants = RoseConstants(torch.ones_like(final.data))
-        self._rotary_table = self.rose_constants.add_rotary_table(
-            layers[0].self_attn.rotary_emb, final.device
-        )
+        self.rose_constants = RoseConstants(torch.ones_like(final.data), layers[0].self_attn.rotary_emb)
         self._attention = [layer.self_attn.attn for layer in layers]
         self._loaded = [LoadedLayer(layer, packs=packs, unit=self.rose_constants.unit) for layer in layers]
         if packs:
@@ -292,7 +285,7 @@ class RoseDecoder:
         try:
             layer = self._layers[index] = self._loaded[index].update()
             self._rotations[index] = HeadRotation(
-                self._rotary_table, layer.query_norm, layer.key_norm, layer.attn_norm.eps
+                self.rose_constants.rotary_table, layer.query_norm, layer.key_norm, layer.attn_norm.eps
             )
         except ModelError as error:
             self._reload_error = self._reload_error or error

@@ -25,46 +25,27 @@ from rose_backend.vllm_plugin.patch_ledger import swapped
 _LIBRARY = torch.library.Library("rose", "FRAGMENT")
 
 
-def _returns_nothing(kernel: Callable[..., Any]) -> Callable[..., None]:
-    def run(*tensors: torch.Tensor) -> None:
+def _define(schema: str, kernel: Callable[..., Any], num_outputs: int) -> None:
+    """Make an operation of a kernel, which returns that many tensors like its first one, or writes to that one."""
+
+    def run_in_place(*tensors: torch.Tensor) -> None:
         kernel(*tensors)
 
-    return run
+    def fake(x: torch.Tensor, *others: Any) -> Any:
+        outputs = tuple(torch.empty_like(x) for _ in range(num_outputs))
+        return outputs[0] if num_outputs == 1 else outputs or None
 
-
-def _fake_in_place(*tensors: torch.Tensor) -> None:
-    return None
-
-
-def _fake_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-def _fake_add_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), torch.empty_like(x)
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, kernel if num_outputs else run_in_place, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"rose::{name}", fake, lib=_LIBRARY)
 
 
 _NORM = "Tensor weight, Tensor bias, float eps"
-for _schema, _function, _fake in (
-    ("bias_gelu(Tensor(a!) x, Tensor bias) -> ()", _returns_nothing(ops.bias_gelu), _fake_in_place),
-    (
-        "bias_residual(Tensor(a!) x, Tensor bias, Tensor residual) -> ()",
-        _returns_nothing(ops.bias_residual),
-        _fake_in_place,
-    ),
-    (f"layer_norm(Tensor x, {_NORM}) -> Tensor", ops.layer_norm, _fake_norm),
-    (
-        f"add_layer_norm(Tensor x, Tensor residual, {_NORM}) -> (Tensor, Tensor)",
-        ops.add_layer_norm,
-        _fake_add_norm,
-    ),
-):
-    _name = _schema.partition("(")[0]
-    _LIBRARY.define(_schema)
-    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"rose::{_name}", _fake, lib=_LIBRARY)
+_define("bias_gelu(Tensor(a!) x, Tensor bias) -> ()", ops.bias_gelu, 0)
+_define("bias_residual(Tensor(a!) x, Tensor bias, Tensor residual) -> ()", ops.bias_residual, 0)
+_define(f"layer_norm(Tensor x, {_NORM}) -> Tensor", ops.layer_norm, 1)
+_define(f"add_layer_norm(Tensor x, Tensor residual, {_NORM}) -> (Tensor, Tensor)", ops.add_layer_norm, 2)
 
 bias_gelu = torch.ops.rose.bias_gelu
 """``x`` [T, I] becomes ``gelu(x + bias)``."""

@@ -7,15 +7,15 @@ not use ROSE. The different architecture name also keeps compiled graphs apart i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from vllm import envs
+from vllm.config import CompilationMode, VllmConfig
+from vllm.platforms import current_platform
+
+from rose_backend.config import PluginConfig
 from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin.options import first_reason
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from rose_backend.config import PluginConfig
 
 _ROOM = "rose_backend.vllm_plugin.models"
 GPT2 = "RoseGPT2LMHeadModel"
@@ -73,8 +73,6 @@ def choose_model_class(vllm_config: VllmConfig, options: PluginConfig) -> ModelC
         if reason is not None:
             return ModelChoice(None, reason)
     if chosen != GPT2:
-        from vllm.config import CompilationMode
-
         # There is nothing to compile: the loop over layers launches Rose's kernels.
         vllm_config.compilation_config.mode = CompilationMode.NONE
     model_config.hf_config.architectures = [chosen]
@@ -116,13 +114,9 @@ def _why_class_stays(vllm_config: VllmConfig, chosen: str) -> str | None:
 
 def _why_decoder_stays(vllm_config: VllmConfig) -> str | None:
     """Return why vLLM's layers run a model of ``DECODERS``; None if Rose's can."""
-    import vllm.envs as envs
-
     model_config, parallel_config = vllm_config.model_config, vllm_config.parallel_config
     offload, load_format = vllm_config.offload_config, vllm_config.load_config.load_format
-    transfer = (
-        None if vllm_config.weight_transfer_config is None else vllm_config.weight_transfer_config.backend
-    )
+    transfer = getattr(vllm_config.weight_transfer_config, "backend", None)
     reasons = {
         "quantized weights": vllm_config.quant_config is not None or model_config.quantization is not None,
         "LoRA": vllm_config.lora_config is not None,
@@ -165,9 +159,6 @@ def _why_config_differs(fields: Any) -> str | None:
 
 def _why_steps_are_compiled(vllm_config: VllmConfig) -> str | None:
     """Return why vLLM's compiled layers are better off; None if full graphs, or none, run the steps."""
-    from vllm.config import CompilationMode
-    from vllm.platforms import current_platform
-
     if not current_platform.is_cuda():
         return None
     compilation = vllm_config.compilation_config
@@ -188,7 +179,6 @@ def _hooks_blocks(vllm_config: VllmConfig) -> bool:
         return True
     if offload.uva.cpu_offload_gb == 0:
         return False
-    import vllm.envs as envs
     from vllm.utils.platform_utils import is_uva_available
 
     return envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA or not is_uva_available()

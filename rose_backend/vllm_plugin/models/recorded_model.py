@@ -8,10 +8,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.block_table import get_block_table_width
 
 from rose_backend.kernels import (
     HeadRotation,
@@ -38,10 +41,6 @@ from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, R
 from rose_backend.vllm_plugin.models.model_choice import DECODERS, GPT2
 from rose_backend.vllm_plugin.options import rose_options
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
 _NUM_BLOCKS = 1024
 """No kernel depends on how many there are."""
 _META = torch.device("meta")
@@ -54,12 +53,10 @@ def launch_model(vllm_config: VllmConfig, layer: Any) -> None:
         layer: a ``RoseAttentionImpl`` of the model.
     """
     architectures = set(vllm_config.model_config.hf_config.architectures or ())
-    if architectures & set(DECODERS.values()):
-        decoder = RecordedDecoder(vllm_config, layer)
-        for metadata in recorded_steps(vllm_config, layer):
-            decoder.run(metadata)
-        return
-    _launch_steps(vllm_config, layer)
+    is_decoder = bool(architectures & set(DECODERS.values()))
+    recorded = (RecordedDecoder if is_decoder else RecordedAttention)(vllm_config, layer)
+    for metadata in recorded_steps(vllm_config, layer):
+        recorded.run(metadata)
     if GPT2 in architectures:
         _launch_gpt2(vllm_config)
 
@@ -74,14 +71,6 @@ def _launch_gpt2(vllm_config: VllmConfig) -> None:
     add_layer_norm(narrow, narrow, narrow[0], narrow[0], 1e-5)
     bias_gelu(wide, wide[0])
     bias_residual(narrow, narrow[0], narrow)
-
-
-def _launch_steps(vllm_config: VllmConfig, layer: Any) -> None:
-    """Launch attention of ``layer``, a ``RoseAttentionImpl``, for decodes and for mixed steps of each size."""
-    attend = RecordedAttention(vllm_config, layer)
-    for metadata in recorded_steps(vllm_config, layer):
-        for query, key, value in projections(vllm_config, layer, metadata.num_actual_tokens):
-            attend(metadata, query, key, value, torch.empty_like(query))
 
 
 def projections(vllm_config: VllmConfig, layer: Any, num_tokens: int) -> Iterator[list[torch.Tensor]]:
@@ -138,37 +127,59 @@ def _num_processors() -> int:
 
 
 class RecordedAttention:
-    """A layer's attention over a cache without memory."""
+    """Attention over a cache without memory, the same in all layers; a ``StepAttention``.
+
+    Attributes:
+        metadata: of the step that is launched.
+    """
+
+    metadata: RoseAttentionMetadata
+    last_tokens = None
 
     def __init__(self, vllm_config: VllmConfig, layer: Any) -> None:
-        self._layer = layer = copy.copy(layer)
+        self._vllm_config, self._layer = vllm_config, copy.copy(layer)
         if layer.sinks is not None:
-            layer._sinks = torch.empty(layer.sinks.shape, dtype=torch.float32, device=_META)
+            self._layer._sinks = torch.empty(layer.sinks.shape, dtype=torch.float32, device=_META)
         dtype = torch.uint8 if layer.has_float8_cache else vllm_config.model_config.dtype
         shape = (_NUM_BLOCKS, layer.num_kv_heads, vllm_config.cache_config.block_size, 2 * layer.head_size)
         self._cache = torch.empty(shape, dtype=dtype, device=_META)
         scale = torch.empty((), dtype=torch.float32, device=_META)
         self._module = SimpleNamespace(_k_scale=scale, _v_scale=scale)
+        self.appends = bool(layer.appends_in_attention)
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether all rows of the step decode, a token each."""
+        return self.metadata.decodes_only
+
+    def run(self, metadata: RoseAttentionMetadata) -> None:
+        """Launch a step of one layer, of each layout of its queries, keys and values."""
+        self.metadata = metadata
+        for query, key, value in projections(self._vllm_config, self._layer, metadata.num_actual_tokens):
+            self(0, query, key, value)
 
     def __call__(
         self,
-        metadata: RoseAttentionMetadata,
+        layer: int,
         query: torch.Tensor,  # [T, HQ, D]
         key: torch.Tensor,  # [T, HKV, D]
         value: torch.Tensor,  # [T, HKV, D]
-        out: torch.Tensor,  # [T, HQ, D]
-        **options: Any,
-    ) -> None:
-        """Launch what ``RoseAttentionImpl.forward`` launches; ``options`` are its."""
-        self._layer.plan_decode(self._module, self._cache, metadata)
-        self._layer.forward(self._module, query, key, value, self._cache, metadata, out, **options)
+        *,
+        overlap: bool = False,
+        rotation: HeadRotation | None = None,
+    ) -> torch.Tensor:
+        """Launch what ``RoseAttentionImpl.forward`` launches."""
+        out = torch.empty(query.shape, dtype=query.dtype, device=_META)
+        impl, metadata = self._layer, self.metadata
+        impl.plan_decode(self._module, self._cache, metadata)
+        impl.forward(
+            self._module, query, key, value, self._cache, metadata, out, overlap=overlap, rotation=rotation
+        )
+        return out.flatten(1)
 
 
 def recorded_step(vllm_config: VllmConfig, query_lens: Sequence[int]) -> CommonAttentionMetadata:
     """Return a step of requests with these numbers of tokens as vLLM describes it, on tensors without memory."""
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-    from vllm.v1.worker.block_table import get_block_table_width
-
     max_model_len, block_size = vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size
     starts = torch.from_numpy(np.cumsum([0, *query_lens], dtype=np.int32))
     num_rows, num_tokens = len(query_lens), int(starts[-1])
@@ -205,7 +216,7 @@ class RecordedDecoder:
         self._embedding = torch.empty(
             (model.get_vocab_size(), model.get_hidden_size()), dtype=model.dtype, device=_META
         )
-        self._attend = RecordedAttention(vllm_config, layer)
+        self._attention = RecordedAttention(vllm_config, layer)
 
     def run(self, metadata: RoseAttentionMetadata) -> None:
         """Launch a step; of decodes, whose layers pass on what norms need, two layers."""
@@ -225,7 +236,8 @@ class RecordedDecoder:
             all_reduce=(lambda partial_sum: partial_sum) if self._has_ranks else None,
         )
         embedded = embed_tokens(input_ids, positions, self._embedding)
-        run_layers(decoder, *embedded, positions, _RecordedSteps(self._attend, metadata, layer))
+        self._attention.metadata = metadata
+        run_layers(decoder, *embedded, positions, self._attention)
 
 
 def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
@@ -257,28 +269,3 @@ def recorded_layer(vllm_config: VllmConfig, layer: Any) -> DecoderLayer:
         head_norm,
         head_norm,
     )
-
-
-class _RecordedSteps:
-    """A ``StepAttention`` whose layers are all the same."""
-
-    last_tokens = None
-
-    def __init__(self, attend: RecordedAttention, metadata: RoseAttentionMetadata, layer: Any) -> None:
-        self._attend, self._metadata = attend, metadata
-        self.decodes_only = metadata.decodes_only
-        self.appends = bool(layer.appends_in_attention)
-
-    def __call__(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        overlap: bool = False,
-        rotation: HeadRotation | None = None,
-    ) -> torch.Tensor:
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        self._attend(self._metadata, query, key, value, out, overlap=overlap, rotation=rotation)
-        return out.flatten(1)

@@ -1,24 +1,192 @@
 """Running requests that decode one token each, as lists and arrays, so that a step schedules them without a loop.
 
 The state of a request stays on vLLM's own object and is always up to date; this saves reading it again in each step.
+Sampled tokens without side effects are appended and sent for all requests of a step at once, too (``FastOutputs``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from itertools import compress
+from operator import sub
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from vllm.v1.core.sched.output import CachedRequestData
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.request import Request, RequestStatus
 
-from rose_backend.vllm_plugin.scheduler.output_fast_path import FastOutputs, KnownConstants, RequestConstants
+from rose_backend.vllm_plugin.kv_cache.running_requests import RunningRequests
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from vllm.v1.request import Request
 
-    from rose_backend.vllm_plugin.kv_cache.running_requests import RunningRequests
+@dataclass(frozen=True, slots=True)
+class RequestConstants:
+    """What of a request does not change while it runs."""
+
+    all_token_ids: list[int]
+    """vLLM's own list, which grows."""
+    output_token_ids: list[int]
+    """vLLM's own list, which grows."""
+    last_step: int
+    """Number of computed tokens from which a step may be the last one, which vLLM checks twice before scheduling."""
+    last_output: int
+    """Number of output tokens from which the next one is the last."""
+    stop_token_ids: frozenset[int | None]
+    has_tokens_only: bool
+    """Whether an output carries tokens only: no log-probabilities, no grammar, no session, no trace."""
+    has_grammar: bool
+
+    @classmethod
+    def of(cls, request: Request, max_model_len: int) -> RequestConstants:
+        """Read a request of an engine with ``max_model_len``."""
+        params = request.sampling_params
+        assert params is not None, "a generation model gets generation requests"
+        max_tokens = min(request.num_prompt_tokens + request.max_tokens, max_model_len)
+        has_grammar = request.structured_output_request is not None
+        return cls(
+            all_token_ids=request._all_token_ids,
+            output_token_ids=request._output_token_ids,
+            # A session continues with another limit.
+            last_step=0 if request.resumable else max_tokens - 1,
+            last_output=max_tokens - 1 - request.num_prompt_tokens,
+            stop_token_ids=frozenset((params.eos_token_id, *(params.stop_token_ids or ()))),
+            has_tokens_only=(
+                params.logprobs is None
+                and not params.logprob_token_ids
+                and params.repetition_detection is None
+                and not has_grammar
+                and not request.resumable
+                and request.trace_headers is None
+            ),
+            has_grammar=has_grammar,
+        )
+
+
+class FastOutputs:
+    """Requests of one step whose sampled token is appended and sent without vLLM's per-request code.
+
+    Args:
+        requests: that compute one token each.
+        constants: of each of them; requests that need more than their tokens are left to vLLM.
+    """
+
+    def __init__(self, requests: Sequence[Request], constants: Sequence[RequestConstants]) -> None:
+        is_simple = [each.has_tokens_only for each in constants]
+        self._requests = list(compress(requests, is_simple))
+        self._request_ids = [request.request_id for request in self._requests]
+        constants = list(compress(constants, is_simple))
+        self._output_token_ids = [each.output_token_ids for each in constants]
+        self._appends = [
+            (request, each.output_token_ids.append, each.all_token_ids.append)
+            for request, each in zip(self._requests, constants, strict=True)
+        ]
+        self._last_outputs = [each.last_output for each in constants]
+        # The union over all requests: a token in it is left to vLLM, which checks that request's stop tokens.
+        self._stop_token_ids = frozenset[int | None]().union(*{each.stop_token_ids for each in constants})
+        self._clients = {request.client_index for request in self._requests}
+        self._hashes_blocks = any(request._block_hasher is not None for request in self._requests)
+        # Tokens that all requests may get before each is to be looked at again, as long as nobody intervenes.
+        self._num_usual_tokens, self._num_interventions = 0, -1
+
+    def append_tokens(
+        self,
+        model_runner_output: Any,
+        num_placeholders: int,
+        num_interventions: int,
+        holds_encoder_outputs: Callable[[Request], bool],
+    ) -> tuple[list[str], dict[int, list[EngineCoreOutput]]]:
+        """Append this step's token to every request that does not finish and has no other event.
+
+        Args:
+            model_runner_output: of the step.
+            num_placeholders: that the step had added to each request.
+            num_interventions: changes with every call that may have changed a request.
+            holds_encoder_outputs: whether outputs of an encoder are kept for a request, which vLLM releases when the
+                step after them is over.
+
+        Returns:
+            The ids of these requests, and their outputs by client. All other requests are unchanged.
+        """
+        index, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
+        request_ids, appends = self._request_ids, self._appends
+        if model_runner_output.req_ids != request_ids:
+            sampled = [sampled[index[request_id]] for request_id in request_ids]
+        if not self._are_all_usual(sampled, num_interventions, holds_encoder_outputs):
+            is_usual = self._which_are_usual(sampled, holds_encoder_outputs)
+            request_ids, appends = list(compress(request_ids, is_usual)), list(compress(appends, is_usual))
+            sampled = list(compress(sampled, is_usual))
+        for (request, append_output, append_to_all), (token,) in zip(appends, sampled, strict=True):
+            append_output(token)
+            append_to_all(token)
+            request.num_in_flight_tokens -= 1
+            request.num_output_placeholders -= num_placeholders
+        if self._hashes_blocks:
+            for request, _, _ in appends:
+                request.update_block_hashes()
+        outputs = list(map(EngineCoreOutput, request_ids, sampled))
+        return request_ids, self._by_client(appends, outputs)
+
+    def _are_all_usual(
+        self,
+        sampled: list[list[int]],
+        num_interventions: int,
+        holds_encoder_outputs: Callable[[Request], bool],
+    ) -> bool:
+        """Whether the token of each request is appended as usual; False if it is to be found out one by one.
+
+        Once all requests were, they are until a token may be the last of one, stops one, or somebody intervenes.
+        """
+        is_known = self._num_usual_tokens > 0 and num_interventions == self._num_interventions
+        if is_known and self._stop_nothing(sampled):
+            self._num_usual_tokens -= 1
+            return True
+        self._num_usual_tokens, self._num_interventions = 0, num_interventions
+        if not all(self._which_are_usual(sampled, holds_encoder_outputs)):
+            return False
+        num_outputs = map(len, self._output_token_ids)
+        self._num_usual_tokens = min(map(sub, self._last_outputs, num_outputs), default=1) - 1
+        return True
+
+    def _stop_nothing(self, sampled: list[list[int]]) -> bool:
+        """Whether each row is one token, and none that may stop a request."""
+        try:
+            return self._stop_token_ids.isdisjoint([token for (token,) in sampled])
+        except ValueError:
+            return False
+
+    def _which_are_usual(
+        self, sampled: list[list[int]], holds_encoder_outputs: Callable[[Request], bool]
+    ) -> list[bool]:
+        running, stop_token_ids = RequestStatus.RUNNING, self._stop_token_ids
+        return [
+            len(new) == 1
+            and new[0] not in stop_token_ids
+            and len(output) < last
+            and request.status is running
+            and not request.num_stale_output_tokens
+            and request.prefill_stats is None
+            and not request.events
+            and not (request.has_encoder_inputs and holds_encoder_outputs(request))
+            for request, output, new, last in zip(
+                self._requests, self._output_token_ids, sampled, self._last_outputs, strict=True
+            )
+        ]
+
+    def _by_client(
+        self, appends: list[Any], outputs: list[EngineCoreOutput]
+    ) -> dict[int, list[EngineCoreOutput]]:
+        if outputs and len(self._clients) == 1:
+            return dict.fromkeys(self._clients, outputs)
+        by_client: dict[int, list[EngineCoreOutput]] = defaultdict(list)
+        for (request, _, _), output in zip(appends, outputs, strict=True):
+            by_client[request.client_index].append(output)
+        return by_client
+
 
 NewBlockIds = list[tuple[list[int], ...] | None]
 
@@ -91,6 +259,8 @@ class DecodeBatch:
         self.fast_outputs = FastOutputs(requests, constants)
         self._requests, self._constants, self._numbers = requests, constants, numbers
         self._grammar_requests = [r for r, each in zip(requests, constants, strict=True) if each.has_grammar]
+        self.has_grammar = bool(self._grammar_requests)
+        """Whether a request has structured output."""
         self._holders = holders
         self._rows, capacity, num_computed_tokens, _, last_steps = numbers
         self._num_steps = 0
@@ -104,7 +274,7 @@ class DecodeBatch:
     def at_head_of(
         cls,
         running: list[Request],
-        known_constants: KnownConstants,
+        known_constants: Mapping[Request, RequestConstants],
         holders: RunningRequests,
         max_model_len: int,
         last: DecodeBatch | None,
@@ -112,6 +282,7 @@ class DecodeBatch:
         """Return the batch of all running requests before the first that needs more than one token, if any.
 
         Args:
+            known_constants: of requests of the last step that was not a batch's.
             last: the batch of the step before; requests that it shares are not read again.
         """
         known = {} if last is None else last._positions_of_next()
@@ -134,7 +305,21 @@ class DecodeBatch:
                 positions.append(position)
         if not requests:
             return None
-        constants, numbers = _read(new_requests, known_constants, holders, is_few=last is not None)
+        constants = [
+            known_constants.get(request) or RequestConstants.of(request, max_model_len)
+            for request in new_requests
+        ]
+        rows = [holders.row_of[request.request_id] for request in new_requests]
+        numbers = np.array(
+            [
+                rows,
+                [holders.capacity[row] for row in rows],
+                [request.num_computed_tokens for request in new_requests],
+                [request.num_prompt_tokens for request in new_requests],
+                [each.last_step for each in constants],
+            ],
+            np.int64,
+        )
         if last is not None:
             constants = last._constants + constants
             constants = [constants[position] for position in positions]
@@ -192,11 +377,6 @@ class DecodeBatch:
         return new_block_ids
 
     @property
-    def has_grammar(self) -> bool:
-        """Whether a request has structured output."""
-        return bool(self._grammar_requests)
-
-    @property
     def lacks_grammar_tokens(self) -> bool:
         """Whether a grammar needs tokens of a step in flight before it can make its mask."""
         return any(request.num_output_placeholders for request in self._grammar_requests)
@@ -224,29 +404,6 @@ class DecodeBatch:
         if step_seq is not None:
             for request in self._requests:
                 request.last_sched_seq = step_seq
-
-
-def _read(
-    requests: list[Request],
-    known_constants: KnownConstants,
-    holders: RunningRequests,
-    *,
-    is_few: bool,
-) -> tuple[list[RequestConstants], NDArray[np.int64]]:
-    """Return the constants and numbers of requests; see ``DecodeBatch``.
-
-    Args:
-        is_few: whether there are other requests, whose cached constants are still needed.
-    """
-    constants = known_constants.read(requests) if is_few else known_constants.of(requests)
-    numbers = np.empty((5, len(requests)), np.int64)
-    rows = holders.rows_of(requests)
-    numbers[0] = rows
-    numbers[1] = [holders.capacity[row] for row in rows]
-    numbers[2] = [request.num_computed_tokens for request in requests]
-    numbers[3] = [request.num_prompt_tokens for request in requests]
-    numbers[4] = [each.last_step for each in constants]
-    return constants, numbers
 
 
 def _num_new_tokens(request: Request, max_model_len: int) -> int:

@@ -108,14 +108,8 @@ def wrap_get_output_async(
 
 KNOWN_NAMES = frozenset(
     {
-        *(
-            "len",
-            "new_token_ids",
-            "num_generation_tokens",
-            "append",
-            "inter_token_latencies_iter",
-            "last_token_ts",
-        ),
+        *("len", "new_token_ids", "num_generation_tokens", "append"),
+        *("inter_token_latencies_iter", "last_token_ts"),
         # Of first tokens.
         *("prefill_stats", "prompt_token_stats", "update_from_output", "_time_since", "arrival_time"),
         *("time_to_first_tokens_iter", "first_token_latency", "first_token_ts"),

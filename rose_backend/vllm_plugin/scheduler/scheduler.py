@@ -11,13 +11,15 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
 from rose_backend.vllm_plugin.options import (
@@ -27,15 +29,16 @@ from rose_backend.vllm_plugin.options import (
     splits_steps,
 )
 from rose_backend.vllm_plugin.patch_ledger import swapped
-from rose_backend.vllm_plugin.scheduler.decode_batch import DecodeBatch, NewBlockIds
-from rose_backend.vllm_plugin.scheduler.output_fast_path import FastOutputs, KnownConstants
-
-if TYPE_CHECKING:
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request
+from rose_backend.vllm_plugin.scheduler.decode_batch import (
+    DecodeBatch,
+    FastOutputs,
+    NewBlockIds,
+    RequestConstants,
+)
 
 _ROWS_WITH_CONNECTOR = 4
-"""Requests that hold blocks for each that may run: one more, when rows are short, waits for others to be sent."""
+"""Requests that hold blocks, those that are loaded or being sent included, for each that may run: one more, when rows
+are short, waits for others to be sent."""
 
 
 class BatchedScheduling(Scheduler):
@@ -50,9 +53,10 @@ class BatchedScheduling(Scheduler):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         options = rose_options(vllm_config)
+        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         make_manager = functools.partial(
             RoseKVCacheManager,
-            max_num_seqs=_num_rows(vllm_config),
+            max_num_seqs=max_num_seqs * (_ROWS_WITH_CONNECTOR if has_kv_connector(vllm_config) else 1),
             full_blocks_only=not options.token_granular_hits,
             exact_cached_tokens=options.exact_cached_tokens,
         )
@@ -60,7 +64,8 @@ class BatchedScheduling(Scheduler):
             super().__init__(vllm_config, *args, **kwargs)
         self._batches_decode_steps = batches_decode_steps(vllm_config)
         self._may_split = splits_steps(vllm_config)
-        self._known_constants = KnownConstants(self.max_model_len)
+        # Of the decodes of the last step that was not a batch's.
+        self._known_constants: dict[Request, RequestConstants] = {}
         self._batch: DecodeBatch | None = None
         # While vLLM schedules what comes after it: the batch, and its part of the step.
         self._ahead_of_rest: tuple[DecodeBatch, CachedRequestData] | None = None
@@ -71,34 +76,31 @@ class BatchedScheduling(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule the next step."""
-        output = self._schedule(throttle_prefills)
-        if not self.use_v2_model_runner:
-            self._send_whole_items(output)
-        return output
-
-    def _send_whole_items(self, output: SchedulerOutput) -> None:
-        """Send the data of multimodal items with a new request even if a prefix hit covers them; vLLM leaves it out.
-
-        Model runner V1 gets no data when a preempted request is resumed. If its blocks were evicted meanwhile, its
-        items have to be computed again, and without their data the engine would end.
-        """
-        for new in output.scheduled_new_reqs:
-            if new.mm_features:
-                new.mm_features = self.requests[new.req_id].mm_features
-
-    def _schedule(self, throttle_prefills: bool) -> SchedulerOutput:
-        if not self._batches_decode_steps:
-            return super().schedule(throttle_prefills)
-        output = None
-        if self._pause_state == PauseState.UNPAUSED and not throttle_prefills:
+        batches, output = self._batches_decode_steps, None
+        if batches and self._pause_state == PauseState.UNPAUSED and not throttle_prefills:
             output = self._schedule_batched()
         if output is None:
             self._batch = None
             output = super().schedule(throttle_prefills)
-            decodes = [self.requests[id] for id, count in output.num_scheduled_tokens.items() if count == 1]
-            if decodes:
-                self._in_flight.append((output, FastOutputs(decodes, self._known_constants.of(decodes))))
+            if batches:
+                self._note_decodes(output)
+        if not self.use_v2_model_runner:
+            # Model runner V1 gets no data of multimodal items when a preempted request is resumed. If its blocks were
+            # evicted meanwhile, its items have to be computed again, and without their data the engine would end.
+            # So it gets them with a new request even if a prefix hit covers them; vLLM leaves them out.
+            for new in output.scheduled_new_reqs:
+                if new.mm_features:
+                    new.mm_features = self.requests[new.req_id].mm_features
         return output
+
+    def _note_decodes(self, output: SchedulerOutput) -> None:
+        """Prepare the fast path of those requests of a step of vLLM's that get one token."""
+        decodes = [self.requests[id] for id, count in output.num_scheduled_tokens.items() if count == 1]
+        if decodes:
+            known, limit = self._known_constants, self.max_model_len
+            constants = [known.get(request) or RequestConstants.of(request, limit) for request in decodes]
+            self._known_constants = dict(zip(decodes, constants, strict=True))
+            self._in_flight.append((output, FastOutputs(decodes, constants)))
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Whether a waiting request may be admitted in this step; vLLM continues with the next one if not."""
@@ -179,8 +181,7 @@ class BatchedScheduling(Scheduler):
             new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
             ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
         )
-        if encoded := self._encoded_items(batch):
-            output.encoder_input_updates = encoded
+        self._add_encoded_items(batch, output)
         if self.connector is not None:
             output.kv_connector_block_state = KVConnectorBlockState(
                 req_ids=set(batch.request_ids),
@@ -204,13 +205,11 @@ class BatchedScheduling(Scheduler):
             self.sched_step_seq += 1
         batch.advance(self._num_placeholders, self.sched_step_seq if self.defer_block_free else None)
 
-    def _encoded_items(self, batch: DecodeBatch) -> dict[str, Any]:
-        """Return the multimodal items of a batch whose data workers need no more; vLLM says so from 0.33 on."""
-        pending = getattr(self, "_pending_encoder_input_ids", {})
-        if not any(pending.values()):
-            return {}
-        encoded: dict[str, Any] = self._get_encoder_input_updates(batch.num_scheduled_tokens, [], {})
-        return encoded
+    def _add_encoded_items(self, batch: DecodeBatch, output: SchedulerOutput) -> None:
+        """Name the multimodal items of a batch whose data workers need no more; vLLM does from 0.33 on."""
+        if any(getattr(self, "_pending_encoder_input_ids", {}).values()):
+            updates = self._get_encoder_input_updates(batch.num_scheduled_tokens, [], {})
+            output.encoder_input_updates = (output.encoder_input_updates or {}) | updates
 
     def _schedule_rest(self, batch: DecodeBatch, new_block_ids: NewBlockIds) -> SchedulerOutput:
         """Let vLLM schedule the requests after the batch, with each limit reduced by the batch's share."""
@@ -229,8 +228,7 @@ class BatchedScheduling(Scheduler):
             self.max_num_active_reqs += num_requests
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids.update(batch.request_ids)
-        if encoded := self._encoded_items(batch):
-            output.encoder_input_updates |= encoded
+        self._add_encoded_items(batch, output)
         output.has_structured_output_requests |= batch.has_grammar
         output.pending_structured_output_tokens |= batch.lacks_grammar_tokens
         is_new_step = not output.total_num_scheduled_tokens
@@ -251,7 +249,9 @@ class BatchedScheduling(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Process the sampled tokens of a step; return the outputs by front end, first tokens of requests first."""
         fast_outputs = self._fast_outputs_of(scheduler_output)
-        if has_failed_loads := _has_failed_loads(model_runner_output):
+        loads = model_runner_output.kv_connector_output
+        has_failed_loads = loads is not None and bool(loads.invalid_block_ids or loads.failed_recving)
+        if has_failed_loads:
             # It sets requests back, those of the batch, too.
             self._batch = None
         if fast_outputs is None or has_failed_loads or _concerns_more_than_tokens(model_runner_output):
@@ -344,12 +344,6 @@ class RoseAsyncScheduler(BatchedScheduling, AsyncScheduler):
     _num_placeholders = 1
 
 
-def _num_rows(vllm_config: Any) -> int:
-    """Return how many requests may hold blocks at once: with a connector, also those that are loaded or being sent."""
-    max_num_seqs: int = vllm_config.scheduler_config.max_num_seqs
-    return _ROWS_WITH_CONNECTOR * max_num_seqs if has_kv_connector(vllm_config) else max_num_seqs
-
-
 def _put_first(batch: DecodeBatch, first: CachedRequestData, output: SchedulerOutput) -> None:
     """Add a batch to a step, before its other requests, as in ``running``; what the step holds is left as it is."""
     rest = output.scheduled_cached_reqs
@@ -383,12 +377,6 @@ def _move_stats(results: dict[int, EngineCoreOutputs]) -> None:
     if first is not None and not first.outputs and first.finished_requests is None and len(results) > 1:
         del results[0]
         next(iter(results.values())).scheduler_stats = first.scheduler_stats
-
-
-def _has_failed_loads(output: ModelRunnerOutput) -> bool:
-    """Whether a KV connector reports loads that have failed."""
-    loads = output.kv_connector_output
-    return loads is not None and bool(loads.invalid_block_ids or loads.failed_recving)
 
 
 def _concerns_more_than_tokens(output: ModelRunnerOutput) -> bool:
