@@ -89,10 +89,12 @@ class AttentionStep:
 class StepAttention(Protocol):
     """Attention of all layers in one step: what a host of ``run_layers`` brings."""
 
-    decodes_only: bool
-    """Each token is its request's only one, and all take decode attention."""
     appends: bool
     """Decode attention stores new keys and values itself: it can rotate them, and begin before they are complete."""
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether each token is its request's only one, and all take decode attention."""
 
     @property
     def last_tokens(self) -> torch.Tensor | None:
