@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 5.0
 _MAX_BYTES = 32 << 20
-_USAGE = "vllm:kv_cache_usage_perc"
-_ROSE_USAGE = "rose:kv_cache_usage_perc"
+# Names of metrics without their prefix: vllm: of vLLM, rose: of `rose serve`.
+_USAGE = "kv_cache_usage_perc"
 _GAUGES = ("num_requests_running", "num_requests_waiting")
 _QUERIES, _HITS = "prefix_cache_queries_total", "prefix_cache_hits_total"
 _PREEMPTIONS, _PROMPTS, _GENERATED = "num_preemptions_total", "prompt_tokens_total", "generation_tokens_total"
@@ -127,14 +127,7 @@ def parse_metrics(text: str, url: str, time_s: float) -> Reading:
                     samples.setdefault(sample.name, []).append(sample)
     except ValueError as error:
         raise MetricsError(f"{url}: answered, but not with Prometheus metrics") from error
-    if _USAGE not in samples and _ROSE_USAGE not in samples:
-        raise MetricsError(
-            f"{url}: answered with metrics, but not with {_USAGE}; is this an engine's address?"
-        )
-    return _read_samples(samples, time_s)
 
-
-def _read_samples(samples: Mapping[str, Sequence[Sample]], time_s: float) -> Reading:
     def find(name: str) -> Sequence[Sample]:
         return samples.get(f"vllm:{name}") or samples.get(f"rose:{name}") or ()
 
@@ -143,13 +136,16 @@ def _read_samples(samples: Mapping[str, Sequence[Sample]], time_s: float) -> Rea
         texts = [sample.labels.get(label, "") for sample in find("cache_config_info")]
         return [int(text) for text in texts if text.isdecimal()]
 
-    usages = find("kv_cache_usage_perc")
-    has_both = _USAGE in samples and _ROSE_USAGE in samples
+    usages, rose_usages = find(_USAGE), samples.get(f"rose:{_USAGE}", ())
+    if not usages:
+        raise MetricsError(
+            f"{url}: answered with metrics, but not with vllm:{_USAGE}; is this an engine's address?"
+        )
     block_counts, block_sizes = config("num_gpu_blocks"), set(config("block_size"))
     return Reading(
         time_s=time_s,
         usage=_total(usages) / len(usages),
-        rose_usage=_total(samples[_ROSE_USAGE]) / len(samples[_ROSE_USAGE]) if has_both else None,
+        rose_usage=_total(rose_usages) / len(rose_usages) if rose_usages not in ((), usages) else None,
         num_engines=len(usages),
         model=", ".join(sorted({sample.labels.get("model_name", "") for sample in usages} - {""})),
         num_blocks=sum(count - 1 for count in block_counts) if block_counts else None,

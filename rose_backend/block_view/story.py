@@ -185,12 +185,12 @@ class _Teller:
         self._observer = _Observer(self._manager)
 
     def copy_on_write(self) -> Iterator[Frame]:
-        manager, ids = self._manager, self._ids(self._shared)
+        manager, frame, ids = self._manager, self._observer.frame, self._ids(self._shared)
         a, _ = self._add("A", ids)
         self._reserve([a], len(ids))
         manager.commit(np.array([a]), len(ids), ids)
         num_blocks = _count(int(manager.num_row_blocks[a]), "block")
-        yield self._frame(
+        yield frame(
             "A prompt is computed",
             f"Sequence A holds {_count(len(ids), 'token')} in {num_blocks}. Block #{self._tail(a)} is filled in part: "
             "A may go on writing there. Since commit, other prompts can find what is written.",
@@ -201,7 +201,7 @@ class _Teller:
         assert children is not None, "a row is left"
         b = int(children[0])
         self._observer.names[b] = "B"
-        yield self._frame(
+        yield frame(
             "Fork: nothing is copied",
             "B continues the same text: parallel sampling, or a beam. It reads every block of A, the part-filled "
             f"#{self._tail(b)} too; only reference counts have changed. A alone may still write.",
@@ -211,7 +211,7 @@ class _Teller:
         shared = self._tail(a)
         plan = self._reserve([a, b], 1)
         assert plan is not None, "B gets to a part-filled tail that A writes"
-        yield self._frame(
+        yield frame(
             "First write: the block is copied",
             f"Both want to write their next token. #{shared} has a writer, A, so B gets its own block "
             f"#{self._tail(b)}. What B reads of #{shared}, {_count(int(plan.num_tokens[0]), 'token')}, is "
@@ -222,7 +222,7 @@ class _Teller:
         )
         manager.finish_clone_plan(plan)
         manager.commit(np.array([a, b]), 1, self._ids([self._said_by_a[0], self._said_by_b[0]]))
-        yield self._frame(
+        yield frame(
             "The step has run: two texts, one common past",
             f"A and B differ in #{self._tail(a)} and #{self._tail(b)} only. Everything before is still "
             "stored once. The new tokens can be found from now on, not a moment earlier.",
@@ -232,7 +232,7 @@ class _Teller:
         manager.free(np.array([a, b]))
         self._observer.names.clear()
         order = ", ".join(f"#{block_id}" for block_id in manager.pool.cached_blocks().tolist())
-        yield self._frame(
+        yield frame(
             "Both end: what stays findable",
             "No sequence holds a block any more, so all of them can be allocated. Prefix lookups still find what was "
             f"written until a block is reused: free blocks go first, then {order}; tails go before heads.",
@@ -240,13 +240,14 @@ class _Teller:
         )
 
     def hit_inside_a_block(self) -> Iterator[Frame]:
+        frame = self._observer.frame
         room = self._size - len(self._shared) % self._size
         question = self._asked_by_c[: min(room, _MAX_NEW_TOKENS)]
         ids = self._ids([*self._shared, *question])
         c, hit = self._add("C", ids)
         asked = " ".join([self._shared[-1], *question])
         whole = hit // self._size * self._size
-        yield self._frame(
+        yield frame(
             "A new prompt: the hit ends inside a block",
             f'C asks "... {asked}": {hit} of its {len(ids)} tokens are found, '
             f"{hit - whole} of them inside #{self._tail(c)}, whose other tokens C does not read. A cache of "
@@ -257,7 +258,7 @@ class _Teller:
         source, missing = self._tail(c), len(ids) - hit
         plan = self._reserve([c], missing)
         assert plan is not None, "the cache knows more of the tail than C shares"
-        yield self._frame(
+        yield frame(
             "Its first write: copied from the cache",
             f"C may not write over #{source}: another prompt may still ask for it. So C gets #{self._tail(c)} "
             f"and computes {_count(missing, 'token')} instead of {len(ids)}. When the copy has run, "
@@ -265,10 +266,6 @@ class _Teller:
             (f"reserve(C, {missing})", f"take_clone_plan(): {_arrows(plan)}"),
             plan,
         )
-
-    def _frame(self, title: str, text: str, calls: tuple[str, ...], plan: ClonePlan | None = None) -> Frame:
-        self._manager.check_integrity()
-        return self._observer.frame(title, text, calls, plan)
 
     def _add(self, name: str, ids: Int32Array) -> tuple[int, int]:
         """Return the row of a new sequence, and how many of its tokens are cached."""
@@ -302,16 +299,14 @@ class _Observer:
         """Text of each token id."""
         self._manager = manager
 
-    def frame(self, title: str, text: str, calls: tuple[str, ...], plan: ClonePlan | None) -> Frame:
+    def frame(self, title: str, text: str, calls: tuple[str, ...], plan: ClonePlan | None = None) -> Frame:
         """Return the state of every block and sequence, and the copies of a plan that has not been carried out yet."""
+        self._manager.check_integrity()
         pool, stats = self._manager.pool, self._manager.stats
         blocks = tuple(map(self._block, range(pool.num_blocks)))
-        copies = {} if plan is None else dict(zip(_pairs(plan), plan.num_tokens.tolist(), strict=True))
-        free, cached, held = (
-            len(pool.free_blocks()),
-            pool.num_cached_blocks,
-            np.count_nonzero(pool.ref_counts),
-        )
+        copies = {} if plan is None else _copies(plan)
+        free, cached = len(pool.free_blocks()), pool.num_cached_blocks
+        held = np.count_nonzero(pool.ref_counts)
         return Frame(
             *(title, text, calls, self._strips(blocks, copies), blocks),
             counts=f"free {free} + cached {cached} + held {held} = {free + cached + held} blocks",
@@ -360,9 +355,8 @@ class _Observer:
                 for column, block_id in enumerate(table)
             ]
             num_reserved = sum(kind is SlotKind.RESERVED for cell in cells for _, kind in cell.slots)
-            notes = [f"{num_computed} {SlotKind.COMPUTED.label}"]
-            if num_reserved:
-                notes.append(f"{num_reserved} {SlotKind.RESERVED.label}")
+            counts = {SlotKind.COMPUTED: num_computed, SlotKind.RESERVED: num_reserved}
+            notes = [f"{count} {kind.label}" for kind, count in counts.items() if count]
             add("sequence", self.names[row], notes, cells)
         if cached := manager.pool.cached_blocks().tolist():
             cells = [self._cell(blocks[block_id]) for block_id in cached]
@@ -397,10 +391,11 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _pairs(plan: ClonePlan) -> Iterator[tuple[int, int]]:
-    """Yield the ids of each copy's source and destination."""
-    return zip(plan.src_block_ids.tolist(), plan.dst_block_ids.tolist(), strict=True)
+def _copies(plan: ClonePlan) -> dict[tuple[int, int], int]:
+    """Return the tokens of each copy, by the ids of its source and destination."""
+    pairs = zip(plan.src_block_ids.tolist(), plan.dst_block_ids.tolist(), strict=True)
+    return dict(zip(pairs, plan.num_tokens.tolist(), strict=True))
 
 
 def _arrows(plan: ClonePlan) -> str:
-    return ", ".join(f"#{source} -> #{destination}" for source, destination in _pairs(plan))
+    return ", ".join(f"#{source} -> #{destination}" for source, destination in _copies(plan))

@@ -2,90 +2,136 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import signal
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rose_backend.config import EngineConfig
-from rose_backend.engine.input_processor import sampling_defaults
-from rose_backend.engine.llm import LLM
+from rose_backend.cli.options import (
+    Commands,
+    add_engine_options,
+    add_sampling_options,
+    engine_config,
+    sampling_options,
+)
 from rose_backend.engine.outputs import CompletionOutput, RequestOutput, json_logprob
-from rose_backend.engine.request import Prompt
+from rose_backend.engine.process_settings import note_imports
 from rose_backend.engine.sampling_params import SamplingParams
-from rose_backend.engine.startup import show_start_up
 from rose_backend.errors import RequestError
 
+if TYPE_CHECKING:
+    from rose_backend.engine.llm import LLM
+    from rose_backend.engine.request import Prompt
 
-class LineOfPrompts(NamedTuple):
-    """A prompt from a file."""
-
-    line_index: int
-    """From 0: what ``index`` in the output says."""
-    prompt: Prompt
-    fields: dict[str, Any]
-    """Of ``SamplingParams``, checked."""
+Requests: TypeAlias = "dict[int, tuple[Prompt, dict[str, Any]]]"
+"""Index of a prompt's line, from 0 -> the prompt, and fields of ``SamplingParams``, which are checked."""
 
 
-def stream_prompt(config: EngineConfig, prompt: str, given: dict[str, Any]) -> int:
-    """Write a continuation to stdout as it is generated; several, when ``n`` asks for them, one after the other.
+def add_generate_command(commands: Commands) -> None:
+    """Add ``rose generate`` with its options."""
+    parser = commands.add_parser(
+        "generate",
+        help="generate text for one prompt, or for a file of prompts",
+        description="Stream the continuation of --prompt to the terminal, or write those of --prompts to --output.",
+    )
+    source = parser.add_argument_group("input and output")
+    source.add_argument("--model", required=True, metavar="PATH", help="local directory or Hugging Face id")
+    source.add_argument("--prompt", metavar="TEXT", help="one prompt")
+    source.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='one prompt per line, blank lines left out; with a name ending in .jsonl, lines {"prompt": ..., and any '
+        "sampling field}",
+    )
+    source.add_argument(
+        "--output",
+        metavar="FILE.jsonl",
+        help="where to write the results of --prompts, one object per line, each as soon as it is finished; its "
+        '"index" is that of the prompt\'s line, from 0',
+    )
+    add_sampling_options(parser)
+    add_engine_options(parser)
+    parser.set_defaults(run=_generate)
 
-    Args:
-        given: ``SamplingParams`` fields; the model's generation_config.json may have others.
-    """
-    params = SamplingParams(**{**sampling_defaults(config).fields, **given})
-    with LLM.from_config(config) as llm:
-        show_start_up(llm.core.start_up)
-        if params.n > 1:
-            for completion in llm.generate(prompt, params)[0].outputs:
-                print(f"--- completion {completion.index} ---\n{completion.text}")
-            return 0
-        for output in llm.stream(prompt, params):
-            sys.stdout.write(output.outputs[0].delta_text)
-            sys.stdout.flush()
+
+def _generate(args: argparse.Namespace) -> None:
+    if (args.prompt is None) == (args.prompts is None):
+        raise RequestError("generate: give either --prompt TEXT, or --prompts FILE with --output FILE.jsonl")
+    if args.prompts is not None and args.output is None:
+        raise RequestError("--output: needed with --prompts, a file to write the results to")
+    if args.prompt is not None and args.output is not None:
+        raise RequestError("--output: allowed with --prompts only; --prompt writes to the terminal")
+    config = engine_config(args.model, args)
+    given = sampling_options(args)
+    SamplingParams(**given)
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        is_file = args.prompts is not None
+        requests = read_prompts(Path(args.prompts), given) if is_file else {0: (args.prompt, given)}
+        # Imported here: it loads torch, which takes seconds; mistakes in options and file are reported before.
+        from rose_backend.engine.input_processor import sampling_defaults
+        from rose_backend.engine.llm import LLM
+        from rose_backend.engine.startup import show_start_up
+
+        note_imports()
+        # The model may have to be downloaded.
+        defaults = sampling_defaults(config).fields
+        params = [SamplingParams(**{**defaults, **fields}) for _, fields in requests.values()]
+        with LLM.from_config(config) as llm:
+            show_start_up(llm.core.start_up)
+            if is_file:
+                _write_answers(llm, requests, params, args.output)
+            else:
+                _stream(llm, args.prompt, params[0])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Let SIGTERM end the command as Ctrl-C does, so that what is open is closed."""
+    raise KeyboardInterrupt(number)
+
+
+def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
+    """Write a continuation to stdout as it is generated; several, when ``n`` asks for them, one after the other."""
+    if params.n > 1:
+        for completion in llm.generate(prompt, params)[0].outputs:
+            print(f"--- completion {completion.index} ---\n{completion.text}")
+        return
+    for output in llm.stream(prompt, params):
+        sys.stdout.write(output.outputs[0].delta_text)
+        sys.stdout.flush()
     sys.stdout.write("\n")
-    return 0
 
 
-def generate_file(config: EngineConfig, prompts: str, output: str, given: dict[str, Any]) -> int:
-    """Generate for every line of ``prompts`` and write one JSON object per prompt to ``output``.
+def _write_answers(llm: LLM, requests: Requests, params: list[SamplingParams], output: str) -> None:
+    """Generate for every request, and write one JSON object each to the file ``output``.
 
     Each is written as soon as it is finished, so an interrupted run leaves all answers that progress counts. Lines are
     therefore in the order in which prompts finish; ``index`` says whose they are.
-
-    Args:
-        prompts: text file, or .jsonl file whose lines may override ``given``.
-        given: ``SamplingParams`` fields of lines that say nothing else; generation_config.json may have others.
-
-    Raises:
-        RequestError: a line is not usable; its number is named and nothing has been generated.
-        OSError: a file cannot be read or written.
     """
-    requests = read_prompts(Path(prompts), given)
-    # Behind the file's mistakes: the model may have to be downloaded.
-    defaults = sampling_defaults(config).fields
-    params = [SamplingParams(**{**defaults, **request.fields}) for request in requests]
-    with LLM.from_config(config) as llm:
-        show_start_up(llm.core.start_up)
-        # Checks every request, so a bad line leaves an existing output file alone.
-        finished = llm.generate_unordered([request.prompt for request in requests], params, progress=True)
-        num_written = 0
-        try:
-            with open(output, "w", encoding="utf-8") as file:
-                for index, result in finished:
-                    record = _as_record(requests[index].line_index, result)
-                    # One call for the line and its end: where a signal comes between two, half a line would stay.
-                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                    file.flush()
-                    num_written += 1
-        finally:
-            print(f"{num_written} of {len(requests)} answers are in {output}", file=sys.stderr)
-    return 0
+    indexes, prompts = list(requests), [prompt for prompt, _ in requests.values()]
+    # Checks every request, so a bad line leaves an existing output file alone.
+    finished = llm.generate_unordered(prompts, params, progress=True)
+    num_written = 0
+    try:
+        with open(output, "w", encoding="utf-8") as file:
+            for position, result in finished:
+                record = _as_record(indexes[position], result)
+                # One call for the line and its end: where a signal comes between two, half a line would stay.
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                file.flush()
+                num_written += 1
+    finally:
+        print(f"{num_written} of {len(prompts)} answers are in {output}", file=sys.stderr)
 
 
-def read_prompts(path: Path, given: dict[str, Any]) -> list[LineOfPrompts]:
-    """Read a file of prompts, one a line; blank lines hold none, and leave a gap in the indexes.
+def read_prompts(path: Path, given: dict[str, Any]) -> Requests:
+    """Read a file of prompts, one a line; blank lines hold none.
 
     Raises:
         RequestError: a line is no JSON object, has no "prompt", or holds a sampling field that is not allowed.
@@ -96,15 +142,13 @@ def read_prompts(path: Path, given: dict[str, Any]) -> list[LineOfPrompts]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise RequestError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    requests: list[LineOfPrompts] = []
+    requests: Requests = {}
     for index, line in enumerate(lines):
         if not line.strip():
             continue
-        if path.suffix == ".jsonl":
-            prompt, fields = _parse_line(line, given, source=f"{path} line {index + 1}")
-        else:
-            prompt, fields = line, given
-        requests.append(LineOfPrompts(index, prompt, fields))
+        is_object = path.suffix == ".jsonl"
+        source = f"{path} line {index + 1}"
+        requests[index] = _parse_line(line, given, source=source) if is_object else (line, given)
     if not requests:
         raise RequestError(f"{path}: holds no prompt")
     return requests

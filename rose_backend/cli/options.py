@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import sys
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from rose_backend.config import (
     DEVICES,
@@ -22,6 +22,8 @@ from rose_backend.config import (
 from rose_backend.engine.sampling_params import SamplingParams
 
 EXIT_USAGE = 2
+
+Commands: TypeAlias = "argparse._SubParsersAction[RoseParser]"
 
 _ENGINE_HELP = {
     "dtype": "number type of weights and KV cache; auto: float32 on a CPU, the checkpoint's own on a GPU, "
@@ -41,8 +43,6 @@ _ENGINE_HELP = {
     "generation_config": "sampling parameters that are not given; auto: those of the model's generation_config.json, "
     "none: rose's own; its end tokens count either way",
     "max_queue_size": "requests that may wait; one more is refused",
-}
-_SWITCH_HELP = {
     "fused_kv_append": "attention stores new keys and values itself",
     "fused_mlp": "bias + GELU, bias + residual and SiLU * up as one operation each",
     "fused_sampler": "the one-pass sampler",
@@ -73,9 +73,25 @@ _SAMPLING_HELP = {
     "logprobs": "log-probabilities of this many most likely tokens (in the output file)",
     "skip_special_tokens": "leave special tokens out of the text",
 }
-# Both the engine and a request have a seed.
-_SAMPLING_FLAG = {"seed": "--sampling-seed"}
-_CHOICES = {"dtype": DTYPES, "device": DEVICES, "generation_config": GENERATION_CONFIGS}
+
+
+def _int_or_none(text: str) -> int | None:
+    return None if text.lower() == "none" else int(text)
+
+
+_int_or_none.__name__ = "int"  # argparse puts the name into its error message
+
+# How argparse reads fields that are neither numbers nor switches.
+_ENGINE_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "dtype": {"choices": DTYPES},
+    "device": {"choices": DEVICES},
+    "generation_config": {"choices": GENERATION_CONFIGS},
+}
+_SAMPLING_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "max_tokens": {"type": _int_or_none, "metavar": "N"},
+    "stop": {"action": "append", "metavar": "TEXT"},
+    "stop_token_ids": {"action": "append", "type": int, "metavar": "ID"},
+}
 _PREFIX = "sampling_"
 
 
@@ -94,11 +110,17 @@ class RoseParser(argparse.ArgumentParser):
         """Return every option of this parser and of its commands."""
         names: list[str] = []
         for action in self._actions:
-            names.extend(action.option_strings)
+            names += action.option_strings
             if isinstance(action, argparse._SubParsersAction):
-                for parser in action.choices.values():
-                    names.extend(parser.option_names())
+                names += [name for parser in action.choices.values() for name in parser.option_names()]
         return names
+
+
+def value_arguments(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """Return how argparse reads a field that is a number or a switch."""
+    if field.type == "bool":
+        return {"action": argparse.BooleanOptionalAction}
+    return {"type": float if "float" in str(field.type) else int, "metavar": "N"}
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -106,21 +128,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     switches = parser.add_argument_group("parts, each of which can be switched off alone")
     for field in dataclasses.fields(EngineConfig):
-        if field.name in SWITCH_NAMES:
-            switches.add_argument(
-                _flag(field.name),
-                action=argparse.BooleanOptionalAction,
+        if field.name != "model":
+            (switches if field.name in SWITCH_NAMES else group).add_argument(
+                option_of(field.name),
                 default=field.default,
-                help=f"{_SWITCH_HELP[field.name]} (default: on)",
-            )
-        elif field.name != "model":
-            group.add_argument(
-                _flag(field.name),
-                type=float if "float" in str(field.type) else int if "int" in str(field.type) else str,
-                choices=_CHOICES.get(field.name),
-                default=field.default,
-                metavar=None if field.name in _CHOICES else "N",
-                help=_with_default(_ENGINE_HELP[field.name], field.default),
+                help=_with_default(
+                    _ENGINE_HELP[field.name], "on" if field.default is True else field.default
+                ),
+                **_ENGINE_ARGUMENTS.get(field.name) or value_arguments(field),
             )
 
 
@@ -130,22 +145,20 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         "sampling", "The model's generation_config.json has defaults of its own, see --generation-config."
     )
     for field in dataclasses.fields(SamplingParams):
-        flag = _SAMPLING_FLAG.get(field.name, _flag(field.name))
-        options: dict[str, Any] = {"dest": _PREFIX + field.name, "default": argparse.SUPPRESS}
-        if isinstance(field.default, bool):
-            options["action"] = argparse.BooleanOptionalAction
-        elif field.name in ("stop", "stop_token_ids"):
-            options |= {"action": "append", "type": int if field.name == "stop_token_ids" else str}
-            options["metavar"] = "ID" if field.name == "stop_token_ids" else "TEXT"
-        else:
-            options |= {"type": _number_type(field), "metavar": "N"}
-        group.add_argument(flag, help=_with_default(_SAMPLING_HELP[field.name], field.default), **options)
+        group.add_argument(
+            # The engine has a seed as well.
+            option_of("sampling_seed" if field.name == "seed" else field.name),
+            dest=_PREFIX + field.name,
+            default=argparse.SUPPRESS,
+            help=_with_default(_SAMPLING_HELP[field.name], field.default),
+            **_SAMPLING_ARGUMENTS.get(field.name) or value_arguments(field),
+        )
 
 
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the ``EngineConfig`` fields of a parsed command line, ``model`` left out."""
+def engine_config(model: str, args: argparse.Namespace) -> EngineConfig:
+    """Return the configuration that a parsed command line gives."""
     names = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
-    return {name: getattr(args, name) for name in names}
+    return EngineConfig(model=model, **{name: getattr(args, name) for name in names})
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -160,7 +173,7 @@ def unknown_option_message(unknown: list[str], parser: RoseParser) -> str:
     for argument in unknown:
         flag = argument.partition("=")[0]
         for name, reason in EngineConfig.removed_options.items():
-            if flag in (_flag(name), _flag(f"no_{name}")):
+            if flag in (option_of(name), option_of(f"no_{name}")):
                 return f"{flag}: {reason}"
         close = difflib.get_close_matches(flag, parser.option_names(), n=1, cutoff=0.6)
         if argument.startswith("-") and close:
@@ -169,7 +182,8 @@ def unknown_option_message(unknown: list[str], parser: RoseParser) -> str:
     return f"unrecognized arguments: {' '.join(unknown)}{hint}"
 
 
-def _flag(name: str) -> str:
+def option_of(name: str) -> str:
+    """Return the command line's spelling of a field's name."""
     return "--" + name.replace("_", "-")
 
 
@@ -177,16 +191,3 @@ def _with_default(text: str, default: object) -> str:
     if default is None or isinstance(default, bool) or "default" in text:
         return text
     return f"{text} (default: {default})"
-
-
-def _number_type(field: dataclasses.Field[Any]) -> Any:
-    if "float" in str(field.type):
-        return float
-    return _int_or_none if field.name == "max_tokens" else int
-
-
-def _int_or_none(text: str) -> int | None:
-    return None if text.lower() == "none" else int(text)
-
-
-_int_or_none.__name__ = "int"  # argparse puts the name into its error message

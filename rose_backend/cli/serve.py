@@ -10,8 +10,7 @@ import stat
 from typing import Any
 
 from rose_backend import __version__
-from rose_backend.cli.options import add_engine_options, engine_options
-from rose_backend.config import EngineConfig
+from rose_backend.cli.options import Commands, add_engine_options, engine_config, option_of, value_arguments
 from rose_backend.engine.process_settings import LOG_FORMAT
 from rose_backend.errors import ConfigError
 from rose_backend.server.settings import ServerSettings
@@ -20,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "ROSE_API_KEY"
 
-# In the order of --help. Defaults and types are those of ``ServerSettings``.
+# In the order of --help.
 _SERVER_HELP = {
     "host": "address to listen on (default: %(default)s)",
     "port": "0 takes a free one (default: %(default)s)",
@@ -51,8 +50,9 @@ _SERVER_HELP = {
     "log_requests": "log one line per request (default: on)",
     "frontend_multiprocessing": "run the engine in a process of its own, beside the one that serves HTTP (default: on)",
 }
-_ARGUMENTS: dict[str, dict[str, Any]] = {
-    "host": {},
+# How argparse reads options that are neither numbers nor switches.
+_SERVER_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "host": {"type": str},
     "port": {"type": int},
     "uds": {"metavar": "FILE"},
     "served_model_name": {"nargs": "+", "metavar": "NAME"},
@@ -60,10 +60,9 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "api_key_file": {"metavar": "FILE"},
     "chat_template": {"metavar": "FILE"},
 }
-"""How ``argparse`` reads an option; those that are missing here are numbers or switches."""
 
 
-def add_serve_command(commands: argparse._SubParsersAction[Any]) -> None:
+def add_serve_command(commands: Commands) -> None:
     """Add ``rose serve`` with its options."""
     parser = commands.add_parser(
         "serve",
@@ -74,14 +73,11 @@ def add_serve_command(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("path", nargs="?", metavar="PATH", help="local directory or Hugging Face id")
     parser.add_argument("--model", metavar="PATH", help="the same as PATH")
     group = parser.add_argument_group("server")
-    defaults = {field.name: field.default for field in dataclasses.fields(ServerSettings)}
+    fields = {field.name: field for field in dataclasses.fields(ServerSettings)}
     for name, text in _SERVER_HELP.items():
-        default = defaults.get(name)
-        if isinstance(default, bool):
-            arguments: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-        else:
-            arguments = _ARGUMENTS.get(name, {"type": type(default), "metavar": "N"})
-        group.add_argument(f"--{name.replace('_', '-')}", default=default, help=text, **arguments)
+        arguments = _SERVER_ARGUMENTS.get(name) or value_arguments(fields[name])
+        default = fields[name].default if name in fields else None
+        group.add_argument(option_of(name), default=default, help=text, **arguments)
     add_engine_options(parser)
     parser.set_defaults(run=_serve)
 
@@ -90,7 +86,7 @@ def _serve(args: argparse.Namespace) -> int:
     if (args.path is None) == (args.model is None):
         raise ConfigError("serve: give the model once, as PATH or as --model PATH")
     model = args.path or args.model
-    config = EngineConfig(model=model, **engine_options(args))
+    config = engine_config(model, args)
     options = {name: getattr(args, name) for name in _SERVER_HELP}
     names, keys, key_file = (options.pop(name) for name in ("served_model_name", "api_key", "api_key_file"))
     keys = [*(keys or ()), *(() if key_file is None else _keys_of_file(key_file))] or _keys_of_environment()
