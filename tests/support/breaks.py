@@ -6,8 +6,9 @@
 The first line chooses breaks by a seed, at least three in each room, makes each one alone in a copy of the last commit,
 and runs the tests that are closest to it, up to the first failure. The second one makes in another tree the breaks that
 were found, and prints which of them are missed there or have nothing to break any more. Results are written after each
-break, and a run that was interrupted goes on where it was. Docstrings, log lines, error texts and what only type
-checkers read are left alone, and so is what only runs on a GPU, but for Triton kernels, which the interpreter runs.
+break; the same command goes on where it was interrupted, and repeats what has timed out. Docstrings, log lines, error
+texts and what only type checkers read are left alone, and so is what only runs on a GPU, but for Triton kernels, which
+the interpreter runs.
 """
 
 from __future__ import annotations
@@ -554,7 +555,8 @@ def _run(options: argparse.Namespace, tree: Path) -> list[dict[str, Any]]:
     commit = subprocess.check_output(["git", "-C", str(tree), "rev-parse", "HEAD"], text=True).strip()
     results: list[dict[str, Any]] = []
     if options.out is not None and options.out.exists():
-        results = json.loads(options.out.read_text(encoding="utf-8"))["breaks"]
+        earlier = json.loads(options.out.read_text(encoding="utf-8"))["breaks"]
+        results = [each for each in earlier if each["result"] != "timeout"]
     done = [(identity(each), each["before"]) for each in results]
 
     def keep() -> None:
