@@ -237,7 +237,8 @@ class BlockPool:
         """Return int32 ``[num_groups, N]``: blocks, and those of the other groups of their kind."""
         blocks = np.empty((num_groups, len(block_ids)), np.int32)
         blocks[0] = block_ids
-        blocks[1:] = self.followers[: num_groups - 1, block_ids]
+        if num_groups > 1:
+            blocks[1:] = self.followers[: num_groups - 1, block_ids]
         return blocks
 
     def share(self, block_ids: Int64Array, times: int = 1) -> None:
