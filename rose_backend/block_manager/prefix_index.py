@@ -66,13 +66,15 @@ class BlockDigests(Sequence[bytes]):
     """
 
     def __init__(self, count: int, known: Sequence[bytes], rest: Iterator[bytes]) -> None:
-        self._count, self._known, self._rest = count, list(known), rest
+        self._count, self._rest = count, rest
+        self.known = list(known)
+        """Those that have been computed."""
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[bytes]:
-        known = self._known
+        known = self.known
         for index in range(self._count):
             if index == len(known):  # not hashed for another iteration meanwhile
                 known.append(next(self._rest))
@@ -87,14 +89,9 @@ class BlockDigests(Sequence[bytes]):
         if isinstance(index, slice):
             return [self[each] for each in range(self._count)[index]]
         index = range(self._count)[index]  # from the end, too
-        for _ in range(index + 1 - len(self._known)):
-            self._known.append(next(self._rest))
-        return self._known[index]
-
-    @property
-    def known(self) -> Sequence[bytes]:
-        """Those that have been computed."""
-        return self._known
+        for _ in range(index + 1 - len(self.known)):
+            self.known.append(next(self._rest))
+        return self.known[index]
 
 
 class PrefixHasher:
@@ -223,7 +220,10 @@ class BlockIndex:
             found.append(block_id)
             if not self._full_blocks_only:
                 parent_of[block_id] = parent
-        self._add(found, closed)
+        if not self._full_blocks_only:
+            self.children.add(found)
+            self.children.close(closed)
+        self._pool.is_cached[found] = True
 
     def _replaces(self, block_id: int) -> bool:
         """Release an older block with the same tokens, if nobody holds it; return whether that was done.
@@ -235,12 +235,6 @@ class BlockIndex:
         self.remove([block_id])
         self._pool.discard(block_id)
         return True
-
-    def _add(self, found: list[int], closed: list[int]) -> None:
-        if not self._full_blocks_only:
-            self.children.add(found)
-            self.children.close(closed)
-        self._pool.is_cached[found] = True
 
     def reopen(self, block_id: int) -> None:
         """Note that a row is going to append to a block, which may not be in the index."""
@@ -521,8 +515,8 @@ class StateIndex:
         insort(self._tails.setdefault(digest, []), tail)
         self._pool.is_cached[block_id] = True
 
-    def remove(self, block_ids: list[int]) -> None:
-        """Remove checkpoints."""
+    def remove(self, block_ids: list[int]) -> list[bytes]:
+        """Remove checkpoints. As of the other indexes, the answer is the digests of full blocks: none."""
         self.epoch += 1
         self._pool.is_cached[block_ids] = False
         for block_id in block_ids:
@@ -532,6 +526,19 @@ class StateIndex:
             del tails[bisect_left(tails, tail)]
             if not tails:
                 del self._tails[digest]
+        return []
+
+    def longest_usable(
+        self, token_ids: Int32Array, digests: Sequence[bytes], block_size: int, end: int
+    ) -> tuple[int, int]:
+        """Return the longest of a prompt's prefixes of at most ``end`` tokens that has a checkpoint, and this one."""
+        for column in range(end // block_size, -1, -1):
+            first = column * block_size
+            # The tokens of a whole block are in its digest.
+            tokens = token_ids[first : min(end, first + block_size - 1)].tobytes()
+            if (place := self.longest_prefix(digests[column], tokens)) is not None:
+                return first + len(place[1]) // token_ids.itemsize, self.get(place)
+        return 0, NULL_BLOCK
 
     def longest_prefix(self, digest: bytes, tokens: bytes) -> Place | None:
         """Return the place after ``digest`` of the longest checkpoint that ``tokens`` begin with, if there is one."""
@@ -541,7 +548,7 @@ class StateIndex:
             if tokens.startswith(tail):
                 return digest, tail
             # Whatever is shorter and begins both is a beginning of what they have in common.
-            tokens = tokens[: _length_in_common(tokens, tail)]
+            tokens = tokens[: _num_equal(tail, tokens)]
         return None
 
     def clear(self) -> None:
@@ -554,10 +561,3 @@ class StateIndex:
     def block_ids(self) -> Int32Array:
         """Return every checkpoint, from the index itself."""
         return np.array([*self._block_at.values()], np.int32)
-
-
-def _length_in_common(one: bytes, other: bytes) -> int:
-    """Return how many bytes two strings begin with alike, of which one does not begin with the other."""
-    shorter = min(len(one), len(other))
-    differs = np.frombuffer(one, np.uint8, shorter) != np.frombuffer(other, np.uint8, shorter)
-    return int(differs.argmax()) if differs.any() else shorter

@@ -317,6 +317,7 @@ def _mistakes_with_a_row(simulation: Simulation, row: int) -> list[Mistake]:
     writable, room = simulation.num_writable(row), simulation.room(row)
     one, twice, ids = np.array([row]), np.array([row, row]), np.zeros(writable + 1, np.int32)
     nothing, negative = np.array([0, 0]), "-1 tokens, allowed are 0 to"
+    over = "has not reserved|allowed are 0 to max_model_len"
     mistakes: list[Mistake] = [
         ("reserve for a row twice", "duplicate row", lambda m: m.reserve(twice, min(room, 1))),
         ("reserve nothing for a row twice", "duplicate row", lambda m: m.reserve(twice, nothing)),
@@ -324,7 +325,7 @@ def _mistakes_with_a_row(simulation: Simulation, row: int) -> list[Mistake]:
         ("reserve a negative number", negative, lambda m: m.reserve(one, -1)),
         ("reserve beyond max_model_len", "max_model_len", lambda m: m.reserve(one, room + 1)),
         ("reserve beyond 32 bits", "max_model_len", lambda m: m.reserve(one, np.array([1 << 40]))),
-        ("commit more than was reserved", "has not reserved", lambda m: m.commit(one, writable + 1, ids)),
+        ("commit more than was reserved", over, lambda m: m.commit(one, writable + 1, ids)),
         ("commit with too many ids", r"\d+ token ids for", lambda m: m.commit(one, writable, ids)),
         ("commit a row twice", "duplicate row", lambda m: m.commit(twice, 0, ids[:0])),
         ("commit a negative number", negative, lambda m: m.commit(one, np.array([-1]), ids[:0])),
