@@ -205,29 +205,22 @@ class PrefixCache:
             chain_digests: of every row; advanced past its full blocks.
             namespaces: of every row.
         """
-        data = self._block_tokens.take(block_ids[0], axis=0).tobytes()
-        hash_block = self.hasher.chain_digest
-        if len(self.indexes) == 1 and self._events is None:
-            self.indexes[0].publish(rows, block_ids[0], is_full, opens[0], data, chain_digests, hash_block)
-            return
+        data, step = self._block_tokens.take(block_ids[0], axis=0).tobytes(), 4 * self.block_size
+        hash_block, parents, digests, row_of_block = self.hasher.chain_digest, [], [], rows.tolist()
         # All kinds have the same tokens, so each full block is hashed once.
-        hashed: list[bytes] = []
-        note = hashed.append
-
-        def hash_and_note(parent: bytes, tokens: bytes) -> bytes:
-            note(digest := hash_block(parent, tokens))
-            return digest
-
-        parents = {row: chain_digests[row] for row in rows.tolist()}
-        self.indexes[0].publish(rows, block_ids[0], is_full, opens[0], data, chain_digests, hash_and_note)
-        for index, ids, is_new in zip(self.indexes[1:], block_ids[1:], opens[1:], strict=True):
-            index.publish(rows, ids, is_full, is_new, data, dict(parents), hash_block, iter(hashed))
+        for row, fills, start in zip(row_of_block, is_full.tolist(), range(0, len(data), step), strict=True):
+            parents.append(digest := chain_digests[row])
+            if fills:
+                chain_digests[row] = digest = hash_block(digest, data[start : start + step])
+            digests.append(digest)
+        for index, ids, is_new in zip(self.indexes, block_ids, opens, strict=True):
+            index.publish(ids.tolist(), is_new.tolist(), parents, digests)
         if self._events is not None:
-            full = zip(rows[is_full].tolist(), block_ids[0][is_full].tolist(), hashed, strict=True)
-            for row, block_id, digest in full:
-                if self._digest_of[block_id] == digest:  # not one whose tokens another block has
-                    self._events.append(self._stored(block_id, parents[row], namespaces[row]))
-                parents[row] = digest
+            blocks = zip(row_of_block, block_ids[0].tolist(), parents, digests, strict=True)
+            for row, block_id, parent, digest in blocks:
+                # Not one whose tokens another block has.
+                if digest is not parent and self._digest_of[block_id] == digest:
+                    self._events.append(self._stored(block_id, parent, namespaces[row]))
 
     def _stored(self, block_id: int, parent: bytes, namespace: bytes) -> BlockStored:
         digest, tokens = self._digest_of[block_id], tuple(self._block_tokens[block_id].tolist())

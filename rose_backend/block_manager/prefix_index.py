@@ -39,11 +39,8 @@ from rose_backend.block_manager.block_pool import (
     BoolArray,
     Int32Array,
     Int64Array,
-    IntArray,
 )
 
-ChainDigests: TypeAlias = list[bytes] | dict[int, bytes]
-"""Of each row, the digest of the chain of its full blocks."""
 Place: TypeAlias = tuple[bytes, bytes]
 """The digest of the full blocks of a prefix, and its tokens after them, int32 as bytes."""
 
@@ -172,40 +169,24 @@ class BlockIndex:
         """Counts the changes that may leave an earlier lookup with a block that is no longer found."""
 
     def publish(
-        self,
-        rows: IntArray,
-        block_ids: IntArray,
-        is_full: BoolArray,
-        opens: BoolArray,
-        data: bytes,
-        chain_digests: ChainDigests,
-        chain_digest: Callable[[bytes, bytes], bytes],
-        hashed: Iterator[bytes] | None = None,
+        self, block_ids: list[int], opens: list[bool], parents: list[bytes], digests: list[bytes]
     ) -> None:
-        """Hash and add blocks that have just been written; arrays are ``[N]``.
+        """Add blocks that have just been written; all lists are ``[N]``.
 
         If another block holds the same tokens after the same parent, that one stays and the new one is not indexed.
-        With several kinds of groups it stays only if it is held; otherwise it is released. One loop, as this is most of
-        the cost of a step that fills blocks.
+        With several kinds of groups it stays only if it is held; otherwise it is released.
 
         Args:
-            rows: the row of each block; the blocks of a row in order.
-            is_full: the block is full and gets its digest.
+            block_ids: those of a row in order.
             opens: the block has its first tokens, and may grow.
-            data: the tokens of all blocks.
-            chain_digests: of every row; advanced past its full blocks.
-            chain_digest: hashes a parent's digest and a block's tokens.
-            hashed: the digests of the full blocks, where another kind has been published before.
+            parents: the digest of the full blocks before each.
+            digests: the digest of a full block; the parent again for a partial one.
         """
-        full, parent_of, digest_of, step = self.full, self._parent_of, self._digest_of, 4 * self._block_size
+        full, parent_of, digest_of = self.full, self._parent_of, self._digest_of
         found: list[int] = []
         closed: list[int] = []
-        columns = (values.tolist() for values in (rows, block_ids, is_full, opens))
-        for row, block_id, fills, is_new, start in zip(*columns, range(0, len(data), step), strict=True):
-            parent = chain_digests[row]
-            if fills:
-                digest = next(hashed) if hashed else chain_digest(parent, data[start : start + step])
-                chain_digests[row] = digest
+        for block_id, is_new, parent, digest in zip(block_ids, opens, parents, digests, strict=True):
+            if digest is not parent:
                 if digest in full and (self._keeps_older or not self._replaces(full[digest])):
                     if parent_of[block_id]:
                         self.remove([block_id])

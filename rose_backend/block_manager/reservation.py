@@ -324,23 +324,18 @@ def _publish(books: Books, cache: PrefixCache, rows: Int64Array, start: IntArray
 
 
 def retire_rows(books: Books, cache: PrefixCache, rows: Int64Array) -> None:
-    """Prepare rows to be freed: equal partial tails are indexed once, and windows that others share are held."""
-    table = books.table
-    tails = np.maximum(table.num_computed_tokens[rows] - 1, 0) // books.block_size + rows * table.width
-    for kind, index in zip(table.kinds, cache.indexes, strict=True):
-        index.retire_tails(rows, kind.entries[tails].astype(np.int64))
-    if table.windowed:
-        _take_back_shared_windows(books, cache, rows)
+    """Prepare rows to be freed.
 
-
-def _take_back_shared_windows(books: Books, cache: PrefixCache, rows: Int64Array) -> None:
-    """Let rows that end hold again what their windows have passed of tokens that others shared with them.
-
-    Released with the rest of the row, a window gets the LRU age of the prefix that it makes usable. Otherwise it would
-    be evicted first, and the prefix would be useless to the next row that shares it.
+    Equal partial tails are indexed once, and rows hold again what their windows have passed of tokens that others
+    shared with them.
     """
     table, size = books.table, books.block_size
-    for row in rows.tolist():
+    tails = np.maximum(table.num_computed_tokens[rows] - 1, 0) // size + rows * table.width
+    for kind, index in zip(table.kinds, cache.indexes, strict=True):
+        index.retire_tails(rows, kind.entries[tails].astype(np.int64))
+    # Released with the rest of the row, a window gets the LRU age of the prefix that it makes usable. Otherwise it
+    # would be evicted first, and the prefix would be useless to the next row that shares it.
+    for row in rows.tolist() if table.windowed else ():
         num_known = min(table.num_known[row], int(table.num_computed_tokens[row]))
         for kind in table.windowed if num_known else ():
             assert kind.window is not None, "only the first kind keeps everything"
