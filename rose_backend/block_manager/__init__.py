@@ -4,7 +4,7 @@ Start reading at ``README.md`` in this folder. Imports NumPy only, no torch, Tri
 """
 
 from rose_backend.block_manager.block_manager import AddedSequence, BlockManager
-from rose_backend.block_manager.block_pool import NULL_BLOCK, BlockPool
+from rose_backend.block_manager.block_pool import NULL_BLOCK
 from rose_backend.block_manager.clone_queue import ClonePlan
 from rose_backend.block_manager.observability import (
     BlockRemoved,
@@ -14,7 +14,7 @@ from rose_backend.block_manager.observability import (
     CacheStats,
     reporting_unit,
 )
-from rose_backend.block_manager.prefix_cache import PrefixCache, PrefixMatch
+from rose_backend.block_manager.prefix_cache import PrefixMatch
 from rose_backend.block_manager.reservation import Reservation
 from rose_backend.block_manager.sequence_table import GroupKind
 
@@ -22,7 +22,6 @@ __all__ = [
     "NULL_BLOCK",
     "AddedSequence",
     "BlockManager",
-    "BlockPool",
     "BlockRemoved",
     "BlockStored",
     "CacheCleared",
@@ -30,7 +29,6 @@ __all__ = [
     "CacheStats",
     "ClonePlan",
     "GroupKind",
-    "PrefixCache",
     "PrefixMatch",
     "Reservation",
     "reporting_unit",

@@ -80,11 +80,6 @@ class BlockManager(Books):
         return self.pool.num_free_blocks
 
     @property
-    def num_usable_blocks(self) -> int:
-        """All blocks but the null block."""
-        return self.pool.num_usable_blocks
-
-    @property
     def num_free_rows(self) -> int:
         """Sequences that could be added now."""
         return self.table.num_free_rows
@@ -92,7 +87,7 @@ class BlockManager(Books):
     @property
     def usage(self) -> float:
         """Share of the usable blocks that is held, 0 to 1."""
-        return 1.0 - self.pool.num_free_blocks / self.pool.num_usable_blocks
+        return 1.0 - self.pool.num_free_blocks / self.num_usable_blocks
 
     def hash_blocks(
         self, token_ids: Int32Array, *, namespace: bytes = b"", known: Sequence[bytes] = ()

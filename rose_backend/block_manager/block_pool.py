@@ -116,6 +116,8 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, group_counts: Sequence[int] = (1,), has_states: bool = False) -> None:
         self.num_blocks = num_blocks
+        self.num_usable_blocks = num_blocks - 1
+        """All blocks but the null block."""
         self._state_kind = len(group_counts) - 1 if has_states else None
         self._new_kv_blocks: list[Int32Array] = []
         self.has_groups = len(group_counts) > 1 or group_counts[0] > 1
@@ -151,11 +153,6 @@ class BlockPool:
     def num_cached_blocks(self) -> int:
         """Unreferenced blocks that the prefix cache still indexes, without followers."""
         return len(self._queue)
-
-    @property
-    def num_usable_blocks(self) -> int:
-        """All blocks but the null block."""
-        return self.num_blocks - 1
 
     def take(self, count: int) -> tuple[Int64Array, Int64Array]:
         """Allocate blocks, each with a reference count of one. The caller has checked ``num_free_blocks``.
@@ -237,7 +234,8 @@ class BlockPool:
         """Return int32 ``[num_groups, N]``: blocks, and those of the other groups of their kind."""
         blocks = np.empty((num_groups, len(block_ids)), np.int32)
         blocks[0] = block_ids
-        blocks[1:] = self.followers[: num_groups - 1, block_ids]
+        if num_groups > 1:
+            blocks[1:] = self.followers[: num_groups - 1, block_ids]
         return blocks
 
     def share(self, block_ids: Int64Array, times: int = 1) -> None:

@@ -90,6 +90,7 @@ class Books:
         self.block_table = self.table.block_table
         self.num_computed_tokens = self.table.num_computed_tokens
         self.num_row_blocks = self.table.num_row_blocks
+        self.num_usable_blocks = self.pool.num_usable_blocks
 
     def take_blocks(self, kind: KindTable | RowStates, count: int) -> Int64Array:
         """Allocate ``count`` blocks for each group of a kind; return the first group's, with one reference each.

@@ -89,6 +89,9 @@ class PrefixCache:
             for _ in range(1 + len(windows))
         )
         self.states = StateIndex(pool) if has_states else None
+        self._all_indexes: tuple[BlockIndex | StateIndex, ...] = self.indexes
+        if self.states is not None:
+            self._all_indexes += (self.states,)
         self._windows = tuple(windows)
         self._has_one_kind = not windows and not has_states
         self._events: list[CacheEvent] | None = [] if record_events else None
@@ -96,11 +99,9 @@ class PrefixCache:
     @property
     def epoch(self) -> int:
         """Version of the cache, see ``PrefixMatch``."""
-        epoch = self.indexes[0].epoch
-        if not self._has_one_kind:
-            epoch += sum(index.epoch for index in self.indexes[1:])
-            epoch += 0 if self.states is None else self.states.epoch
-        return epoch
+        return (
+            self.indexes[0].epoch if self._has_one_kind else sum(index.epoch for index in self._all_indexes)
+        )
 
     # Lookup
 
@@ -139,14 +140,13 @@ class PrefixCache:
             WindowCursor(self, index, window, token_ids, digests)
             for index, window in zip(self.indexes[1:], self._windows, strict=True)
         ]
-        states = None
-        cursors: list[WindowCursor | StateCursor] = [*windows]
-        if self.states is not None:
-            cursors.append(states := StateCursor(self.states, token_ids, digests, self.block_size))
+        checkpoint = NULL_BLOCK
         while end != last_end:
             last_end = end
-            for cursor in cursors:
+            for cursor in windows:
                 end = cursor.longest_usable(end)
+            if self.states is not None:
+                end, checkpoint = self.states.longest_usable(token_ids, digests, self.block_size, end)
         return PrefixMatch(
             block_ids=match.block_ids[: -(-end // self.block_size)],
             num_tokens=end,
@@ -154,7 +154,7 @@ class PrefixCache:
             epoch=match.epoch,
             num_known_tokens=match.num_tokens,
             window_block_ids=tuple(cursor.blocks_of(end) for cursor in windows),
-            checkpoint=NULL_BLOCK if states is None else states.block_id,
+            checkpoint=checkpoint,
         )
 
     def _walk_full_blocks(
@@ -205,29 +205,22 @@ class PrefixCache:
             chain_digests: of every row; advanced past its full blocks.
             namespaces: of every row.
         """
-        data = self._block_tokens.take(block_ids[0], axis=0).tobytes()
-        hash_block = self.hasher.chain_digest
-        if len(self.indexes) == 1 and self._events is None:
-            self.indexes[0].publish(rows, block_ids[0], is_full, opens[0], data, chain_digests, hash_block)
-            return
+        data, step = self._block_tokens.take(block_ids[0], axis=0).tobytes(), 4 * self.block_size
+        hash_block, parents, digests, row_of_block = self.hasher.chain_digest, [], [], rows.tolist()
         # All kinds have the same tokens, so each full block is hashed once.
-        hashed: list[bytes] = []
-        note = hashed.append
-
-        def hash_and_note(parent: bytes, tokens: bytes) -> bytes:
-            note(digest := hash_block(parent, tokens))
-            return digest
-
-        parents = {row: chain_digests[row] for row in rows.tolist()}
-        self.indexes[0].publish(rows, block_ids[0], is_full, opens[0], data, chain_digests, hash_and_note)
-        for index, ids, is_new in zip(self.indexes[1:], block_ids[1:], opens[1:], strict=True):
-            index.publish(rows, ids, is_full, is_new, data, dict(parents), hash_block, iter(hashed))
+        for row, fills, start in zip(row_of_block, is_full.tolist(), range(0, len(data), step), strict=True):
+            parents.append(digest := chain_digests[row])
+            if fills:
+                chain_digests[row] = digest = hash_block(digest, data[start : start + step])
+            digests.append(digest)
+        for index, ids, is_new in zip(self.indexes, block_ids, opens, strict=True):
+            index.publish(ids.tolist(), is_new.tolist(), parents, digests)
         if self._events is not None:
-            full = zip(rows[is_full].tolist(), block_ids[0][is_full].tolist(), hashed, strict=True)
-            for row, block_id, digest in full:
-                if self._digest_of[block_id] == digest:  # not one whose tokens another block has
-                    self._events.append(self._stored(block_id, parents[row], namespaces[row]))
-                parents[row] = digest
+            blocks = zip(row_of_block, block_ids[0].tolist(), parents, digests, strict=True)
+            for row, block_id, parent, digest in blocks:
+                # Not one whose tokens another block has.
+                if digest is not parent and self._digest_of[block_id] == digest:
+                    self._events.append(self._stored(block_id, parent, namespaces[row]))
 
     def _stored(self, block_id: int, parent: bytes, namespace: bytes) -> BlockStored:
         digest, tokens = self._digest_of[block_id], tuple(self._block_tokens[block_id].tolist())
@@ -255,19 +248,13 @@ class PrefixCache:
         for block_id, kind in zip(block_ids, self._pool.kind_of[block_ids].tolist(), strict=True):
             of_kind.setdefault(kind, []).append(block_id)
         for kind, mine in of_kind.items():
-            if kind < len(self.indexes):
-                digests = self.indexes[kind].remove(mine)
-                self._note_removed(digests if not kind else [])
-            else:
-                assert self.states is not None, "the kind after all others is that of states"
-                self.states.remove(mine)
+            digests = self._all_indexes[kind].remove(mine)
+            self._note_removed(digests if not kind else [])
 
     def clear(self) -> None:
         """Remove all blocks from the index."""
-        for index in self.indexes:
+        for index in self._all_indexes:
             index.clear()
-        if self.states is not None:
-            self.states.clear()
         self._parent_of[:] = [b""] * self._pool.num_blocks
         self._digest_of[:] = [b""] * self._pool.num_blocks
         if self._events is not None:
@@ -308,8 +295,7 @@ class PrefixCache:
 
     def cached_blocks(self) -> Int32Array:
         """Return every indexed block, held or not, from the indexes themselves."""
-        states = NO_BLOCKS if self.states is None else self.states.block_ids()
-        return np.concatenate([*(index.block_ids() for index in self.indexes), states])
+        return np.concatenate([index.block_ids() for index in self._all_indexes])
 
     def full_index(self) -> dict[bytes, int]:
         """Return the index of full blocks of the first kind."""
@@ -319,38 +305,6 @@ class PrefixCache:
         """Return the written tokens of a block."""
         tokens: Int32Array = self._block_tokens[block_id, : self._pool.num_written_tokens[block_id]]
         return tokens
-
-
-class StateCursor:
-    """The checkpoints of one prompt, from right to left.
-
-    Args:
-        index: of the checkpoints.
-        token_ids: the prompt, int32 ``[P]``.
-        digests: of its blocks, see ``BlockManager.hash_blocks``.
-        block_size: tokens per block.
-    """
-
-    def __init__(
-        self, index: StateIndex, token_ids: Int32Array, digests: Sequence[bytes], block_size: int
-    ) -> None:
-        self._index, self._token_ids, self._digests = index, token_ids, digests
-        self._block_size = block_size
-        self.block_id = NULL_BLOCK
-        """The checkpoint at the end that was returned last."""
-
-    def longest_usable(self, end: int) -> int:
-        """Return the length of the longest prefix of at most ``end`` tokens that has a checkpoint; 0 for none."""
-        size = self._block_size
-        for column in range(end // size, -1, -1):
-            first = column * size
-            # The tokens of a whole block are in its digest.
-            tokens = self._token_ids[first : min(end, first + size - 1)].tobytes()
-            if (place := self._index.longest_prefix(self._digests[column], tokens)) is not None:
-                self.block_id = self._index.get(place)
-                return first + len(place[1]) // self._token_ids.itemsize
-        self.block_id = NULL_BLOCK
-        return 0
 
 
 class WindowCursor:

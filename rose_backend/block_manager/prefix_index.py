@@ -39,11 +39,8 @@ from rose_backend.block_manager.block_pool import (
     BoolArray,
     Int32Array,
     Int64Array,
-    IntArray,
 )
 
-ChainDigests: TypeAlias = list[bytes] | dict[int, bytes]
-"""Of each row, the digest of the chain of its full blocks."""
 Place: TypeAlias = tuple[bytes, bytes]
 """The digest of the full blocks of a prefix, and its tokens after them, int32 as bytes."""
 
@@ -66,13 +63,15 @@ class BlockDigests(Sequence[bytes]):
     """
 
     def __init__(self, count: int, known: Sequence[bytes], rest: Iterator[bytes]) -> None:
-        self._count, self._known, self._rest = count, list(known), rest
+        self._count, self._rest = count, rest
+        self.known = list(known)
+        """Those that have been computed."""
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[bytes]:
-        known = self._known
+        known = self.known
         for index in range(self._count):
             if index == len(known):  # not hashed for another iteration meanwhile
                 known.append(next(self._rest))
@@ -87,14 +86,9 @@ class BlockDigests(Sequence[bytes]):
         if isinstance(index, slice):
             return [self[each] for each in range(self._count)[index]]
         index = range(self._count)[index]  # from the end, too
-        for _ in range(index + 1 - len(self._known)):
-            self._known.append(next(self._rest))
-        return self._known[index]
-
-    @property
-    def known(self) -> Sequence[bytes]:
-        """Those that have been computed."""
-        return self._known
+        for _ in range(index + 1 - len(self.known)):
+            self.known.append(next(self._rest))
+        return self.known[index]
 
 
 class PrefixHasher:
@@ -175,40 +169,24 @@ class BlockIndex:
         """Counts the changes that may leave an earlier lookup with a block that is no longer found."""
 
     def publish(
-        self,
-        rows: IntArray,
-        block_ids: IntArray,
-        is_full: BoolArray,
-        opens: BoolArray,
-        data: bytes,
-        chain_digests: ChainDigests,
-        chain_digest: Callable[[bytes, bytes], bytes],
-        hashed: Iterator[bytes] | None = None,
+        self, block_ids: list[int], opens: list[bool], parents: list[bytes], digests: list[bytes]
     ) -> None:
-        """Hash and add blocks that have just been written; arrays are ``[N]``.
+        """Add blocks that have just been written; all lists are ``[N]``.
 
         If another block holds the same tokens after the same parent, that one stays and the new one is not indexed.
-        With several kinds of groups it stays only if it is held; otherwise it is released. One loop, as this is most of
-        the cost of a step that fills blocks.
+        With several kinds of groups it stays only if it is held; otherwise it is released.
 
         Args:
-            rows: the row of each block; the blocks of a row in order.
-            is_full: the block is full and gets its digest.
+            block_ids: those of a row in order.
             opens: the block has its first tokens, and may grow.
-            data: the tokens of all blocks.
-            chain_digests: of every row; advanced past its full blocks.
-            chain_digest: hashes a parent's digest and a block's tokens.
-            hashed: the digests of the full blocks, where another kind has been published before.
+            parents: the digest of the full blocks before each.
+            digests: the digest of a full block; the parent again for a partial one.
         """
-        full, parent_of, digest_of, step = self.full, self._parent_of, self._digest_of, 4 * self._block_size
+        full, parent_of, digest_of = self.full, self._parent_of, self._digest_of
         found: list[int] = []
         closed: list[int] = []
-        columns = (values.tolist() for values in (rows, block_ids, is_full, opens))
-        for row, block_id, fills, is_new, start in zip(*columns, range(0, len(data), step), strict=True):
-            parent = chain_digests[row]
-            if fills:
-                digest = next(hashed) if hashed else chain_digest(parent, data[start : start + step])
-                chain_digests[row] = digest
+        for block_id, is_new, parent, digest in zip(block_ids, opens, parents, digests, strict=True):
+            if digest is not parent:
                 if digest in full and (self._keeps_older or not self._replaces(full[digest])):
                     if parent_of[block_id]:
                         self.remove([block_id])
@@ -223,7 +201,10 @@ class BlockIndex:
             found.append(block_id)
             if not self._full_blocks_only:
                 parent_of[block_id] = parent
-        self._add(found, closed)
+        if not self._full_blocks_only:
+            self.children.add(found)
+            self.children.close(closed)
+        self._pool.is_cached[found] = True
 
     def _replaces(self, block_id: int) -> bool:
         """Release an older block with the same tokens, if nobody holds it; return whether that was done.
@@ -235,12 +216,6 @@ class BlockIndex:
         self.remove([block_id])
         self._pool.discard(block_id)
         return True
-
-    def _add(self, found: list[int], closed: list[int]) -> None:
-        if not self._full_blocks_only:
-            self.children.add(found)
-            self.children.close(closed)
-        self._pool.is_cached[found] = True
 
     def reopen(self, block_id: int) -> None:
         """Note that a row is going to append to a block, which may not be in the index."""
@@ -521,8 +496,8 @@ class StateIndex:
         insort(self._tails.setdefault(digest, []), tail)
         self._pool.is_cached[block_id] = True
 
-    def remove(self, block_ids: list[int]) -> None:
-        """Remove checkpoints."""
+    def remove(self, block_ids: list[int]) -> list[bytes]:
+        """Remove checkpoints. As of the other indexes, the answer is the digests of full blocks: none."""
         self.epoch += 1
         self._pool.is_cached[block_ids] = False
         for block_id in block_ids:
@@ -532,6 +507,19 @@ class StateIndex:
             del tails[bisect_left(tails, tail)]
             if not tails:
                 del self._tails[digest]
+        return []
+
+    def longest_usable(
+        self, token_ids: Int32Array, digests: Sequence[bytes], block_size: int, end: int
+    ) -> tuple[int, int]:
+        """Return the longest of a prompt's prefixes of at most ``end`` tokens that has a checkpoint, and this one."""
+        for column in range(end // block_size, -1, -1):
+            first = column * block_size
+            # The tokens of a whole block are in its digest.
+            tokens = token_ids[first : min(end, first + block_size - 1)].tobytes()
+            if (place := self.longest_prefix(digests[column], tokens)) is not None:
+                return first + len(place[1]) // token_ids.itemsize, self.get(place)
+        return 0, NULL_BLOCK
 
     def longest_prefix(self, digest: bytes, tokens: bytes) -> Place | None:
         """Return the place after ``digest`` of the longest checkpoint that ``tokens`` begin with, if there is one."""
@@ -541,7 +529,7 @@ class StateIndex:
             if tokens.startswith(tail):
                 return digest, tail
             # Whatever is shorter and begins both is a beginning of what they have in common.
-            tokens = tokens[: _length_in_common(tokens, tail)]
+            tokens = tokens[: _num_equal(tail, tokens)]
         return None
 
     def clear(self) -> None:
@@ -554,10 +542,3 @@ class StateIndex:
     def block_ids(self) -> Int32Array:
         """Return every checkpoint, from the index itself."""
         return np.array([*self._block_at.values()], np.int32)
-
-
-def _length_in_common(one: bytes, other: bytes) -> int:
-    """Return how many bytes two strings begin with alike, of which one does not begin with the other."""
-    shorter = min(len(one), len(other))
-    differs = np.frombuffer(one, np.uint8, shorter) != np.frombuffer(other, np.uint8, shorter)
-    return int(differs.argmax()) if differs.any() else shorter

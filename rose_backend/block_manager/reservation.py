@@ -20,7 +20,7 @@ from rose_backend.block_manager.block_pool import (
 )
 from rose_backend.block_manager.books import Books
 from rose_backend.block_manager.prefix_cache import PrefixCache
-from rose_backend.block_manager.row_states import num_blocks_to_start, start_running
+from rose_backend.block_manager.row_states import start_running
 from rose_backend.block_manager.sequence_table import FEW_ROWS, KindTable, any_of, concatenate_ranges
 from rose_backend.errors import RowError
 
@@ -106,8 +106,9 @@ def reserve_rows(books: Books, rows: Int64Array, wanted: Int32Array, idle: BoolA
     total = num_columns * books.blocks_per_column
     for each in tails:
         total += int(np.count_nonzero(each.is_clone)) * each.kind.num_groups
-    to_start = None if books.states is None else num_blocks_to_start(books.states, rows)
-    if to_start is not None:
+    to_start: Int64Array | None = None
+    if books.states is not None:
+        to_start = (books.states.running[rows] == NULL_BLOCK) * np.int64(books.states.num_groups)
         total += int(to_start.sum())
     if total > num_free:
         for each in tails:
@@ -131,7 +132,7 @@ def _shared_tails(
     books: Books, rows: Int64Array, num_blocks: Int32Array, num_new: Int32Array
 ) -> list[_Tails]:
     """Return those of each kind; none if no row has one."""
-    table = books.table
+    table, pool = books.table, books.pool
     is_shared = table.capacity[rows] < table.full_capacity(num_blocks)
     if not any_of(is_shared):
         return []
@@ -140,28 +141,18 @@ def _shared_tails(
     computed = table.num_computed_tokens[rows]
     entries = rows * table.width + computed // books.block_size
     offsets = computed % books.block_size
-    return [_tails_of(books, kind, index, entries, offsets, num_new) for kind in table.kinds]
-
-
-def _tails_of(
-    books: Books,
-    kind: KindTable,
-    index: Int64Array,
-    entries: Int64Array,
-    offsets: Int32Array,
-    num_new: Int32Array,
-) -> _Tails:
-    pool = books.pool
-    block_ids = kind.entries[entries].astype(np.int64)
-    is_claim = (pool.writers[block_ids] == NO_WRITER) & (pool.num_written_tokens[block_ids] <= offsets)
-    if any_of(is_claim):
-        # Several rows may claim one block: the one with the lowest need gets it, of equals the first.
-        candidates = np.flatnonzero(is_claim)
-        candidates = candidates[np.argsort(num_new[index[candidates]], kind="stable")][::-1]
-        is_claim[candidates] = pool.last_of_each(block_ids[candidates])
-    return _Tails(
-        kind, index, entries, block_ids, offsets, is_claim, ~is_claim, np.zeros(len(index), np.bool_)
-    )
+    tails = []
+    for kind in table.kinds:
+        block_ids = kind.entries[entries].astype(np.int64)
+        is_claim = (pool.writers[block_ids] == NO_WRITER) & (pool.num_written_tokens[block_ids] <= offsets)
+        if any_of(is_claim):
+            # Several rows may claim one block: the one with the lowest need gets it, of equals the first.
+            candidates = np.flatnonzero(is_claim)
+            candidates = candidates[np.argsort(num_new[index[candidates]], kind="stable")][::-1]
+            is_claim[candidates] = pool.last_of_each(block_ids[candidates])
+        is_overwrite = np.zeros(len(index), np.bool_)
+        tails.append(_Tails(kind, index, entries, block_ids, offsets, is_claim, ~is_claim, is_overwrite))
+    return tails
 
 
 def _overwrite_instead_of_clone(books: Books, tails: _Tails) -> int:
@@ -288,7 +279,10 @@ def commit_rows(books: Books, rows: Int64Array, num_tokens: Int32Array | int, to
         raise RowError(f"commit: row {row} is not in use or has not reserved the tokens to commit")
     # Every decode step commits one token per row.
     one_each = num_tokens == 1 if isinstance(num_tokens, int) else not any_of(num_tokens != 1)
-    row_of_token, positions = (rows, start) if one_each else _positions_of(rows, start, end)
+    row_of_token, positions = rows, start
+    if not one_each:
+        counts = end - start
+        row_of_token, positions = np.repeat(rows, counts), concatenate_ranges(start, counts).astype(np.int32)
     if len(token_ids) != len(positions):
         raise RowError(f"commit: got {len(token_ids)} token ids for {len(positions)} tokens")
     columns = positions // size
@@ -329,30 +323,19 @@ def _publish(books: Books, cache: PrefixCache, rows: Int64Array, start: IntArray
     table.next_publish[rows] = next_publish
 
 
-def _positions_of(rows: Int64Array, start: Int32Array, end: Int32Array) -> tuple[Int64Array, Int32Array]:
-    """Return row and position of each token, both ``[sum(end - start)]``."""
-    counts = end - start
-    return np.repeat(rows, counts), concatenate_ranges(start, counts).astype(np.int32)
-
-
 def retire_rows(books: Books, cache: PrefixCache, rows: Int64Array) -> None:
-    """Prepare rows to be freed: equal partial tails are indexed once, and windows that others share are held."""
-    table = books.table
-    tails = np.maximum(table.num_computed_tokens[rows] - 1, 0) // books.block_size + rows * table.width
-    for kind, index in zip(table.kinds, cache.indexes, strict=True):
-        index.retire_tails(rows, kind.entries[tails].astype(np.int64))
-    if table.windowed:
-        _take_back_shared_windows(books, cache, rows)
+    """Prepare rows to be freed.
 
-
-def _take_back_shared_windows(books: Books, cache: PrefixCache, rows: Int64Array) -> None:
-    """Let rows that end hold again what their windows have passed of tokens that others shared with them.
-
-    Released with the rest of the row, a window gets the LRU age of the prefix that it makes usable. Otherwise it would
-    be evicted first, and the prefix would be useless to the next row that shares it.
+    Equal partial tails are indexed once, and rows hold again what their windows have passed of tokens that others
+    shared with them.
     """
     table, size = books.table, books.block_size
-    for row in rows.tolist():
+    tails = np.maximum(table.num_computed_tokens[rows] - 1, 0) // size + rows * table.width
+    for kind, index in zip(table.kinds, cache.indexes, strict=True):
+        index.retire_tails(rows, kind.entries[tails].astype(np.int64))
+    # Released with the rest of the row, a window gets the LRU age of the prefix that it makes usable. Otherwise it
+    # would be evicted first, and the prefix would be useless to the next row that shares it.
+    for row in rows.tolist() if table.windowed else ():
         num_known = min(table.num_known[row], int(table.num_computed_tokens[row]))
         for kind in table.windowed if num_known else ():
             assert kind.window is not None, "only the first kind keeps everything"

@@ -27,12 +27,6 @@ def start_from_checkpoint(books: Books, states: RowStates, row: int, checkpoint:
         books.pool.ends_hit[checkpoint] = True
 
 
-def num_blocks_to_start(states: RowStates, rows: Int64Array) -> Int64Array:
-    """Return how many blocks each of ``rows`` needs for a running state, int64 ``[N]``."""
-    counts: Int64Array = (states.running[rows] == NULL_BLOCK) * np.int64(states.num_groups)
-    return counts
-
-
 def start_running(books: Books, states: RowStates, rows: Int64Array) -> None:
     """Give rows that have none a running state, and queue the copies of what they start from."""
     rows = rows[states.running[rows] == NULL_BLOCK]

@@ -9,20 +9,15 @@ import pytest
 
 from rose_backend.block_manager import BlockManager, GroupKind
 from rose_backend.errors import IntegrityError
+from tests.support.block_manager.managers import admit, free
 
 
 def damaged_manager() -> BlockManager:
     """Row 0 holds blocks 1 (full) and 2 (one token), row 1 holds 1 and 4 (to be copied from 2); 3 is cached."""
     manager = BlockManager(num_blocks=10, block_size=4, max_num_seqs=3, max_model_len=32)
-    first = manager.add(np.array([1, 2, 3, 4, 5], np.int32))
-    other = manager.add(np.array([9, 9], np.int32))
-    assert first is not None and other is not None
-    for row, tokens in ((first.row, [1, 2, 3, 4, 5]), (other.row, [9, 9])):
-        assert manager.reserve(np.array([row]), len(tokens)).ok
-        manager.commit(np.array([row]), len(tokens), np.array(tokens, np.int32))
-    manager.free(np.array([other.row]))
-    child = manager.fork(first.row, 1)
-    assert child is not None and manager.reserve(child, 1).ok
+    first, _ = admit(manager, [1, 2, 3, 4, 5])
+    free(manager, admit(manager, [9, 9])[0])
+    assert manager.reserve(manager.fork(first, 1), 1).ok
     manager.check_integrity()
     assert manager.block_table[:2, :3].tolist() == [[1, 2, 0], [1, 4, 0]]
     assert manager.pool.cached_blocks().tolist() == [3]
@@ -30,11 +25,12 @@ def damaged_manager() -> BlockManager:
 
 
 def set_item(name: str, index: object, value: object) -> Callable[[BlockManager], None]:
-    """Return a function that stores ``value`` in an array of the manager."""
+    """Return a function that stores ``value`` in an array of the manager, or in its ``window``'s."""
 
     def damage(manager: BlockManager) -> None:
-        owner, _, attribute = name.rpartition(".")
-        getattr(getattr(manager, owner) if owner else manager, attribute)[index] = value
+        *owner, attribute = name.split(".")
+        owners = {"pool": manager.pool, "window": manager.table.kinds[-1]}
+        getattr(owners[owner[0]] if owner else manager, attribute)[index] = value
 
     return damage
 
@@ -49,93 +45,82 @@ def point_a_second_digest_to_a_block(manager: BlockManager) -> None:
     manager.cache.full_index()[b"another"] = 1
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (set_item("block_table", (0, 5), 6), r"row 0 has an entry after its last block"),
-        (set_item("num_computed_tokens", 0, 9), r"row 0: 9 computed tokens in 2 blocks"),
-        (set_item("num_row_blocks", 2, 1), r"row 2 is not in use but holds 1 blocks"),
-        (lose_a_free_row, r"rows: 2 in use \+ 0 free, expected 3 in all"),
-        (set_item("block_table", (0, 1), 1), r"row 0 lists block 1 twice"),
-        (set_item("block_table", (0, 1), 0), r"the null block is held 1 times, expected 0"),
-        (set_item("pool.ref_counts", 1, 3), r"block 1: reference count is 3, 2 holders were counted"),
-        (set_item("pool.ref_counts", 2, 1), r"block 2: reference count is 1, 2 holders were counted"),
-        (set_item("pool.ref_counts", 7, 1), r"block 7: reference count is 1, 0 holders were counted"),
-        (lambda manager: manager.pool.take(1), r"block 5: reference count is 1, 0 holders"),
-        (
-            lambda manager: manager.pool.recycle(np.array([1])),
-            r"block 1 is in 2 states, expected 1: free 6",
-        ),
-        (
-            lambda manager: manager.pool._queue.push(np.array([6])),
-            r"block 6 is in 2 states, expected 1: free 5",
-        ),
-        (set_item("pool.is_cached", 6, True), r"block 6 is free but can still be found"),
-        (set_item("pool.is_cached", 3, False), r"block 3 waits for eviction but cannot be found"),
-        (set_item("pool.writers", 1, 2), r"block 1: writer is row 2, which does not list it"),
-        (set_item("pool.writers", 3, 0), r"block 3: writer is row 0, which does not list it"),
-        (set_item("pool.writers", 2, -1), r"block 2: row 0 may write it, but its writer is -1"),
-        (set_item("pool.num_written_tokens", 1, 3), r"block 1: row 0 reads 4 tokens, 3 are written"),
-        (set_item("pool.num_written_tokens", 8, 1), r"block 8 is free but counts 1 written tokens"),
-        (
-            set_item("pool.num_written_tokens", 2, 2),
-            r"block 2: 2 tokens are written, its writer, row 0, has computed 1",
-        ),
-        (set_item("pool.num_written_tokens", 3, 5), r"block 3: 5 written tokens, 4 fit"),
-        (set_item("pool.is_cached", 2, False), r"blocks \[2\] are in the index or flagged, not both"),
-        (set_item("pool.num_written_tokens", 3, 0), r"block 3 can be found but holds 0 tokens"),
-        (point_a_second_digest_to_a_block, r"2 digests lead to 1 full blocks, expected one each"),
-    ],
-)
-def test_damage_is_named(damage: Callable[[BlockManager], object], message: str) -> None:
-    manager = damaged_manager()
-    damage(manager)
-    with pytest.raises(IntegrityError, match=message):
-        manager.check_integrity()
-
-
 def damaged_kinds() -> BlockManager:
     """Row 0 holds 1 to 4, and of the groups with a window 11 (followed by 12) in its last column; 13 tokens."""
     kinds = [GroupKind(), GroupKind(4, 2)]
     manager = BlockManager(num_blocks=20, block_size=4, max_num_seqs=2, max_model_len=32, kinds=kinds)
-    added = manager.add(np.arange(13, dtype=np.int32))
-    assert added is not None and manager.reserve(np.array([0]), 13).ok
-    manager.commit(np.array([0]), 13, np.arange(13, dtype=np.int32))
-    manager.let_go_of_passed(np.array([0]))
+    row, _ = admit(manager, range(13))
+    manager.let_go_of_passed(np.array([row]))
     manager.check_integrity()
     assert manager.table.kinds[1].block_table[0, :5].tolist() == [0, 0, 7, 8, 0]
     assert manager.pool.followers[0, [7, 8]].tolist() == [11, 12]
     return manager
 
 
-def set_in_window(array: str, index: object, value: object) -> Callable[[BlockManager], None]:
-    def damage(manager: BlockManager) -> None:
-        getattr(manager.table.kinds[1], array)[index] = value
-
-    return damage
+DAMAGES = [
+    (set_item("block_table", (0, 5), 6), r"row 0 has an entry after its last block"),
+    (set_item("num_computed_tokens", 0, 9), r"row 0: 9 computed tokens in 2 blocks"),
+    (set_item("num_row_blocks", 2, 1), r"row 2 is not in use but holds 1 blocks"),
+    (lose_a_free_row, r"rows: 2 in use \+ 0 free, expected 3 in all"),
+    (set_item("block_table", (0, 1), 1), r"row 0 lists block 1 twice"),
+    (set_item("block_table", (0, 1), 0), r"the null block is held 1 times, expected 0"),
+    (set_item("pool.ref_counts", 1, 3), r"block 1: reference count is 3, 2 holders were counted"),
+    (set_item("pool.ref_counts", 2, 1), r"block 2: reference count is 1, 2 holders were counted"),
+    (set_item("pool.ref_counts", 7, 1), r"block 7: reference count is 1, 0 holders were counted"),
+    (lambda manager: manager.pool.take(1), r"block 5: reference count is 1, 0 holders"),
+    (
+        lambda manager: manager.pool.recycle(np.array([1])),
+        r"block 1 is in 2 states, expected 1: free 6",
+    ),
+    (
+        lambda manager: manager.pool._queue.push(np.array([6])),
+        r"block 6 is in 2 states, expected 1: free 5",
+    ),
+    (set_item("pool.is_cached", 6, True), r"block 6 is free but can still be found"),
+    (set_item("pool.is_cached", 3, False), r"block 3 waits for eviction but cannot be found"),
+    (set_item("pool.writers", 1, 2), r"block 1: writer is row 2, which does not list it"),
+    (set_item("pool.writers", 3, 0), r"block 3: writer is row 0, which does not list it"),
+    (set_item("pool.writers", 2, -1), r"block 2: row 0 may write it, but its writer is -1"),
+    (set_item("pool.num_written_tokens", 1, 3), r"block 1: row 0 reads 4 tokens, 3 are written"),
+    (set_item("pool.num_written_tokens", 8, 1), r"block 8 is free but counts 1 written tokens"),
+    (
+        set_item("pool.num_written_tokens", 2, 2),
+        r"block 2: 2 tokens are written, its writer, row 0, has computed 1",
+    ),
+    (set_item("pool.num_written_tokens", 3, 5), r"block 3: 5 written tokens, 4 fit"),
+    (set_item("pool.is_cached", 2, False), r"blocks \[2\] are in the index or flagged, not both"),
+    (set_item("pool.num_written_tokens", 3, 0), r"block 3 can be found but holds 0 tokens"),
+    (point_a_second_digest_to_a_block, r"2 digests lead to 1 full blocks, expected one each"),
+]
+DAMAGES_OF_KINDS = [
+    (set_item("window.block_table", (0, 4), 9), r"row 0 has an entry after its last block"),
+    (set_item("window.block_table", (0, 1), 9), r"row 0 has an entry before its first block, 2"),
+    (
+        set_item("window.first_block", 0, 3),
+        r"row 0 has an entry before its first block, 3",
+    ),
+    (set_item("window.block_table", (0, 3), 0), r"the null block is held 1 times"),
+    (set_item("pool.followers", (0, 8), 11), r"block 11 follows several blocks"),
+    (set_item("pool.followers", (0, 8), 0), r"block 8 has 0 followers, expected 1"),
+    (set_item("pool.followers", (0, 1), 15), r"block 1 has 1 followers, expected 0"),
+    (set_item("pool.followers", (0, 15), 16), r"block 15 is free but has followers"),
+    (set_item("pool.num_written_tokens", 12, 1), r"block 12 follows another and has a state itself"),
+    (set_item("pool.ends_hit", 15, True), r"block 15 is free but marked as the end of a hit"),
+    (set_item("pool.kind_of", 3, 1), r"block 3 has 0 followers, expected 1"),
+]
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("make", "damage", "message"),
     [
-        (set_in_window("block_table", (0, 4), 9), r"row 0 has an entry after its last block"),
-        (set_in_window("block_table", (0, 1), 9), r"row 0 has an entry before its first block, 2"),
-        (
-            set_in_window("first_block", 0, 3),
-            r"row 0 has an entry before its first block, 3",
-        ),
-        (set_in_window("block_table", (0, 3), 0), r"the null block is held 1 times"),
-        (set_item("pool.followers", (0, 8), 11), r"block 11 follows several blocks"),
-        (set_item("pool.followers", (0, 8), 0), r"block 8 has 0 followers, expected 1"),
-        (set_item("pool.followers", (0, 1), 15), r"block 1 has 1 followers, expected 0"),
-        (set_item("pool.followers", (0, 15), 16), r"block 15 is free but has followers"),
-        (set_item("pool.num_written_tokens", 12, 1), r"block 12 follows another and has a state itself"),
-        (set_item("pool.ends_hit", 15, True), r"block 15 is free but marked as the end of a hit"),
-        (set_item("pool.kind_of", 3, 1), r"block 3 has 0 followers, expected 1"),
+        *((damaged_manager, *damage) for damage in DAMAGES),
+        *((damaged_kinds, *damage) for damage in DAMAGES_OF_KINDS),
     ],
 )
-def test_each_damage_of_several_kinds_is_named(damage: Callable[[BlockManager], None], message: str) -> None:
-    manager = damaged_kinds()
+def test_damage_is_named(
+    make: Callable[[], BlockManager], damage: Callable[[BlockManager], object], message: str
+) -> None:
+    manager = make()
     damage(manager)
     with pytest.raises(IntegrityError, match=message):
         manager.check_integrity()
