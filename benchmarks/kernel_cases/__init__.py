@@ -7,7 +7,7 @@ from typing import Any
 FAMILIES = {
     "decode": "tests/kernels/test_decode_on_gpu.py",
     "prefill": "tests/kernels/test_prefill_on_gpu.py",
-    "clone": "tests/kernels/test_elementwise_on_gpu.py",
+    "clone": "tests/kernels/test_kv.py",
     "linear": "tests/kernels/test_small_batch_linear_on_gpu.py",
     "sampler": "tests/kernels/test_sampler_on_gpu.py",
 }

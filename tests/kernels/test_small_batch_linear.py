@@ -17,10 +17,10 @@ from rose_backend.errors import ShapeError
 from rose_backend.kernels import empty_rows, pack_linear, small_batch_linear
 from rose_backend.kernels.arguments import PackedLinear
 from rose_backend.kernels.linear.ops import MAX_ROWS
-from rose_backend.layers import linear
 from tests.support.aot import SHARED_BYTES, compile_launch, compiles, record_launches
 from tests.support.error_budget import assert_within_budget
 from tests.support.interpreter import run_interpreted
+from tests.support.moments import moments_of
 
 EPS = 1e-5
 
@@ -156,27 +156,6 @@ def launch(
     assert out[:, case.num_outputs :].isnan().all()
     result = out[:, : case.num_outputs]
     return (result, moments) if with_moments else result
-
-
-def moments_of(x: torch.Tensor, num_parts: int) -> torch.Tensor:
-    """Return the sums of rows and of their squares, each in some parts."""
-    parts = x.float().tensor_split(num_parts, 1)
-    return torch.stack([torch.stack([part.sum(1), part.square().sum(1)], 1) for part in parts], 2)
-
-
-def record_moments(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Have layers check the moments of each norm's input, and return the list that these inputs are put into."""
-    seen: list[torch.Tensor] = []
-
-    def checked(x: torch.Tensor, layer: PackedLinear, **options: Any) -> torch.Tensor:
-        if layer.has_rms_norm or layer.column_sums is not None:
-            assert options["x_moments"] is not None, "nobody left the moments"
-            torch.testing.assert_close(options["x_moments"].sum(2, keepdim=True), moments_of(x, 1))
-            seen.append(x)
-        return small_batch_linear(x, layer, **options)
-
-    monkeypatch.setattr(linear, "small_batch_linear", checked)
-    return seen
 
 
 def config(block_m: int, block_n: int, block_k: int, split_k: int = 1, **options: Any) -> dict[str, Any]:

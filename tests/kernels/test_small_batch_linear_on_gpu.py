@@ -16,10 +16,10 @@ from tests.kernels.test_small_batch_linear import (
     config,
     launch,
     make_case,
-    moments_of,
     overlapping,
 )
 from tests.support.error_budget import assert_within_budget
+from tests.support.moments import moments_of
 
 pytestmark = pytest.mark.gpu
 

@@ -15,8 +15,8 @@ from rose_backend.kernels.decode_step.ops import end_steady_decode, write_block_
 from rose_backend.kernels.linear.ops import row_moments
 from tests.kernels.test_expert_mlp import make_case as make_experts
 from tests.kernels.test_sample import make_params, random_case
-from tests.kernels.test_steady_decode import make_case, random_writes
 from tests.support import attention_calls
+from tests.support.decode_steps import make_case, random_writes
 from tests.support.paged_inputs import PagedInputs, build_paged_inputs
 
 Case = Callable[[str], list[torch.Tensor]]
