@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from unittest import mock
+
+import pytest
 import torch
 
 from rose_backend.kernels.decode_step import steady_decode
+from rose_backend.kernels.experts import expert_mlp
 from rose_backend.kernels.kv import block_clone, write_kv
 from rose_backend.kernels.pointwise import elementwise, rotary
+from rose_backend.kernels.sampling import sampler
 from rose_backend.kernels.tensor_checks import CACHE_DTYPE
-from tests.support import decode_steps, rotations
-from tests.support.aot import compile_launch, compiles, overlapped, record_launches
+from tests.support import decode_steps, expert_cases, rotations, sampling_cases
+from tests.support.aot import CAPABILITIES, compile_launch, compiles, overlapped, record_launches
 from tests.support.rotations import MODEL_HEADS
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -114,3 +120,74 @@ def test_clones_by_words_of_16_bytes(capability: int) -> None:
     for recorded in launches:
         resources = compile_launch(recorded, capability)
         assert "ld.global.v2.b64" in resources.ptx and "st.global.v2.b64" in resources.ptx
+
+
+@compiles("_choose_experts_kernel", "_expert_product_kernel", "_add_experts_kernel")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("numbers", [(1, 10), (20, 125), (40, 140)], ids=str)
+def test_experts(numbers: tuple[int, int], dtype: torch.dtype, capability: int) -> None:
+    can_use_tma = capability >= 90
+    for num_tokens in numbers:
+        # Qwen3 30B-A3B's, but for the number of experts, which takes memory: with 128 eight times as many tokens have
+        # the same tiles.
+        case = expert_cases.make_case(
+            num_tokens, 16, 8, 2048, 768, dtype, norm=num_tokens <= 128, has_values=False
+        )
+        with (
+            record_launches(expert_mlp, "_choose_experts_kernel") as choices,
+            record_launches(expert_mlp, "_expert_product_kernel") as products,
+            record_launches(expert_mlp, "_add_experts_kernel") as sums,
+            mock.patch.object(expert_mlp, "can_use_tma", lambda matrix: can_use_tma),
+            mock.patch.object(expert_mlp, "has_dependent_launch", lambda device: can_use_tma),
+        ):
+            expert_mlp.expert_mlp(
+                case.x,
+                case.router_logits,
+                replace(case.experts, top_k=8, renormalize=True),
+                residual=case.residual,
+                out=torch.empty_like(case.x),
+                rms_eps=case.rms_eps,
+                x_moments=None if case.rms_eps is None else torch.empty(num_tokens, 2, 1),
+            )
+        for recorded in choices + products + sums:
+            resources = compile_launch(recorded, capability)
+            assert resources.shared_bytes <= (227 << 10 if can_use_tma else 99 << 10)
+            assert ("griddepcontrol.wait" in resources.ptx) == can_use_tma
+            if "product" in recorded.kernel.__name__:
+                # What one has counted the other waits for: in the interpreter programs run one after the other.
+                is_first = recorded.arguments["GATED"]
+                assert ("gpu.release" in resources.ptx) == is_first
+                assert ("gpu.acquire" in resources.ptx) != is_first
+            if can_use_tma and "product" in recorded.kernel.__name__:
+                # The second product reads what the first one's programs have counted, and waits when it has stored.
+                is_last = resources.ptx.index("griddepcontrol.wait") > resources.ptx.rindex("st.global")
+                assert is_last != recorded.arguments["GATED"]
+
+
+@compiles("_scan_kernel", "_choose_kernel")
+def test_sampler(capability: int) -> None:
+    logits = torch.zeros(1, 50_257)
+    everything = sampling_cases.make_params(
+        1,
+        prompt_mask=torch.zeros(1, 50_257, dtype=torch.bool),
+        output_counts=torch.zeros(1, 50_257, dtype=torch.int32),
+        bias_token_ids=torch.zeros(1, 3, dtype=torch.int32),
+        bias=torch.zeros(1, 3),
+        num_logprobs=3,
+    )
+    with record_launches(sampler, "_scan_kernel", "_choose_kernel") as launches:
+        sampler.sample(logits, everything)
+    assert len(launches) == 2
+    for recorded in launches:
+        compile_launch(overlapped(recorded, capability), capability)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("stride", "is_aligned"), [(50_304, True), (50_257, False)])
+def test_aligned_logits_are_loaded_four_at_a_time(capability: int, stride: int, is_aligned: bool) -> None:
+    logits = torch.zeros(2, stride)[:, :50_257]
+    with record_launches(sampler, "_scan_kernel", "_choose_kernel") as launches:
+        sampler.sample(logits, sampling_cases.make_params(2))
+    resources = compile_launch(overlapped(launches[0], capability), capability)
+    assert resources.spill_bytes == 0
+    assert ("ld.global.v4" in resources.ptx) == is_aligned
