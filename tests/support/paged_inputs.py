@@ -154,12 +154,6 @@ def without_passed_blocks(inputs: PagedInputs, window: int) -> int:
     return num_passed
 
 
-def grouped(**arguments: Any) -> dict[str, Any]:
-    """Return arguments of an attention function, those that are fields of ``AttentionOptions`` as ``options``."""
-    names = OPTION_NAMES & arguments.keys()
-    return {"options": AttentionOptions(**{name: arguments.pop(name) for name in names}), **arguments}
-
-
 def _scaled(cached: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     return cached.to(dtype) if scale is None else (cached.double() * scale).to(dtype)
 
