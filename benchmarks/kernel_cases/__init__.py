@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 FAMILIES = {
-    "decode": "tests/kernels/test_decode_on_gpu.py",
-    "prefill": "tests/kernels/test_prefill_on_gpu.py",
-    "clone": "tests/kernels/test_elementwise_on_gpu.py",
-    "linear": "tests/kernels/test_small_batch_linear_on_gpu.py",
-    "sampler": "tests/kernels/test_sampler_on_gpu.py",
+    "decode": "tests/kernels/test_attention_decode.py",
+    "prefill": "tests/kernels/test_attention_prefill.py",
+    "clone": "tests/kernels/test_kv.py",
+    "linear": "tests/kernels/test_linear.py",
+    "sampler": "tests/kernels/test_sampling.py",
 }
 """Family -> the tests that have to pass on the device before its figures are compared with those of peers."""
 

@@ -37,14 +37,15 @@ def machine_facts() -> dict[str, str]:
 
 
 def prove(test_files: Sequence[str], folder: Path) -> None:
-    """Run files of tests, a process for each at the same time, and write down what came of them."""
+    """Run what files test on a GPU, a process for each at the same time, and write down what came of it."""
     folder.mkdir(parents=True, exist_ok=True)
     # Taken before the first test runs: what it tests is what it imports.
     machine, digests = machine_facts(), {file: source_digest(file) for file in test_files}
     runs = {}
     for file in test_files:
         _kept(folder, file, "json").unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={_kept(folder, file, 'xml')}", file]
+        options = ["-q", "-m", "gpu", f"--junitxml={_kept(folder, file, 'xml')}"]
+        command = [sys.executable, "-m", "pytest", *options, file]
         runs[file] = subprocess.Popen(command, cwd=ROOT)
     for file, run in runs.items():
         status = run.wait()

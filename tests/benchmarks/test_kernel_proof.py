@@ -10,7 +10,7 @@ from benchmarks.kernel_cases import FAMILIES
 from benchmarks.support import proof
 
 TESTS = "tests/test_some_kernel.py"
-PASSES = "def test_one():\n    print('said')\n"
+PASSES = "import pytest\npytestmark = pytest.mark.gpu\ndef test_one():\n    print('said')\n"
 
 
 @pytest.fixture
@@ -18,7 +18,11 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a checkout with one kernel and one test that passes."""
     monkeypatch.setattr(proof, "ROOT", tmp_path)
     monkeypatch.setattr(proof, "KERNELS", tmp_path / "kernels")
-    for name, text in (("kernels/kernel.py", ""), (TESTS, PASSES), ("pytest.ini", "[pytest]\n")):
+    for name, text in (
+        ("kernels/kernel.py", ""),
+        (TESTS, PASSES),
+        ("pytest.ini", "[pytest]\nmarkers = gpu: on one\n"),
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     return tmp_path
@@ -43,7 +47,7 @@ def test_a_full_passed_run_is_a_proof_for_its_sources_and_machine(checkout: Path
     [
         (PASSES + "def test_two():\n    assert False\n", "1 failed or skipped, test_two among them"),
         (
-            f"import pytest\n{PASSES}def test_two():\n    pytest.skip()\n",
+            f"{PASSES}def test_two():\n    pytest.skip()\n",
             "1 failed or skipped, test_two among them",
         ),
         ("import no_such_module\n", "1 failed or skipped, tests.test_some_kernel among them"),
@@ -58,4 +62,4 @@ def test_a_failure_or_a_skip_is_named(checkout: Path, tests: str, why: str) -> N
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_names_tests_that_need_a_gpu(family: str) -> None:
-    assert "pytestmark = pytest.mark.gpu" in (proof.ROOT / FAMILIES[family]).read_text()
+    assert "pytest.mark.gpu" in (proof.ROOT / FAMILIES[family]).read_text()

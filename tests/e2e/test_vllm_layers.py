@@ -34,9 +34,9 @@ from tests.e2e.conftest import MakeEngine
 from tests.e2e.test_vllm_features import inputs_of, scheduler_of
 from tests.e2e.test_vllm_kv_connectors import files_below
 from tests.e2e.test_vllm_parity import count_preemptions, runner_of
-from tests.kernels.test_small_batch_linear import record_moments
 from tests.support.half_precision import judge, logprob_errors, wrong_tokens
 from tests.support.llama_checkpoints import CASES, VOCAB_SIZE, write_checkpoint
+from tests.support.moments import record_moments
 from tests.support.reference_generation import Prompts, parity_prompts
 
 pytestmark = pytest.mark.skipif(

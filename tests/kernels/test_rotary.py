@@ -1,165 +1,100 @@
-"""Rotary positions and head norms against complex float64 products, within twice the error of transformers' modules."""
+"""Rotary positions and head norms: complex float64 products, within twice the error of transformers' modules."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import HeadRotation, rotate_query_key
-from tests.support.error_budget import assert_within_budget
+from rose_backend.kernels import HeadRotation, pack_linear, rotate_query_key, small_batch_linear
+from tests.support.implementations import DTYPES, GPU, Implementation, each_dtype, kernels_only
+from tests.support.rotations import MODEL_HEADS, Case, Heads, make_case
 
-EPS = 1e-5
-TABLE_ROWS = 300
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# Query heads, key heads, head size, rotated part.
-HEADS = [(4, 2, 64, 64), (3, 1, 80, 32), (1, 1, 6, 2), (2, 2, 96, 96)]
-
-
-@dataclass
-class Case:
-    """Query and key side by side in one projection, with values behind them, as a model has them."""
-
-    projected: torch.Tensor  # [T, (HQ + 2 * HKV) * D + 5]
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    positions: torch.Tensor
-    cos_sin: torch.Tensor
-    norms: tuple[torch.Tensor, torch.Tensor] | None
-
-    def query_key(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of the projection, [T, HQ, D] and [T, HKV, D]."""
-        heads, size = self.num_heads + self.num_kv_heads, self.head_size
-        both = self.projected[:, : heads * size].unflatten(1, (heads, size))
-        return both[:, : self.num_heads], both[:, self.num_heads :]
-
-    def rotation(self, eps: float = EPS) -> HeadRotation:
-        return HeadRotation(self.cos_sin, *(self.norms or (None, None)), eps)
-
-    def rest(self) -> torch.Tensor:
-        """Return what lies behind query and key in each row."""
-        return self.projected[:, (self.num_heads + self.num_kv_heads) * self.head_size :]
-
-    def copy(self) -> Case:
-        return replace(self, projected=self.projected.clone())
-
-    def exact(self) -> list[torch.Tensor]:
-        """Compute in float64: a pair is a complex number, and its rotation a product with one."""
-        half = self.cos_sin.shape[1] // 2
-        angles = self.cos_sin[self.positions].double()[:, None]
-        turns = torch.complex(angles[..., :half], angles[..., half:])
-        results = []
-        for x, norm in zip(self.query_key(), self.norms or (None, None), strict=True):
-            x = x.double()
-            if norm is not None:
-                x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
-            turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * turns
-            results.append(torch.cat((turned.real, turned.imag, x[..., 2 * half :]), -1))
-        return results
-
-    def transformers(self) -> list[torch.Tensor]:
-        """Compute with transformers' functions in the projection's dtype."""
-        size, width = self.head_size, self.cos_sin.shape[1]
-        cos, sin = self.cos_sin[self.positions].to(self.projected.dtype).chunk(2, 1)
-        pair = [x.clone() for x in self.query_key()]
-        for index, weight in enumerate(self.norms or ()):
-            norm = Qwen3RMSNorm(size, EPS).to(device=weight.device, dtype=weight.dtype)
-            norm.weight.data.copy_(weight)
-            pair[index] = norm(pair[index]).detach()
-        turned = apply_rotary_pos_emb(
-            pair[0][..., :width],
-            pair[1][..., :width],
-            torch.cat((cos, cos), 1),
-            torch.cat((sin, sin), 1),
-        )
-        return [torch.cat((new, x[..., width:]), -1) for new, x in zip(turned, pair, strict=True)]
-
-    def check(self, query: torch.Tensor, key: torch.Tensor) -> None:
-        """Hold results for this case's inputs to the budget."""
-        for actual, exact, same_dtype in zip((query, key), self.exact(), self.transformers(), strict=True):
-            assert_within_budget(actual, exact, same_dtype)
+both_norms = pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
+CASES: list[tuple[int, Heads]] = [
+    *(
+        (tokens, heads)
+        for tokens in (1, 5)
+        for heads in ((4, 2, 64, 64), (3, 1, 80, 32), (1, 1, 6, 2), (2, 2, 96, 96))
+    ),
+    (0, (4, 2, 64, 64)),
+    (5, (9, 5, 160, 120)),
+    (1, (2, 19, 32, 32)),
+]
+"""Tokens and heads."""
 
 
-def make_case(
-    num_tokens: int,
-    heads: tuple[int, int, int, int],
-    dtype: torch.dtype = torch.float32,
-    *,
-    norms: bool = False,
-    device: str = "cpu",
-) -> Case:
-    num_heads, num_kv_heads, size, rotated = heads
-    generator = torch.Generator().manual_seed(num_tokens * 1000 + size)
-    config = LlamaConfig(hidden_size=rotated, num_attention_heads=1, head_dim=rotated)
-    table = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(TABLE_ROWS)[None])
-    cos, sin = (each[0, :, : rotated // 2] for each in table)
-    weights = torch.randn(2, size, generator=generator) * 0.3 + 1
-    return Case(
-        projected=torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * size + 5, generator=generator).to(
-            device, dtype
-        ),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=size,
-        # Not in order, the first and the last of the table among them.
-        positions=torch.randint(0, TABLE_ROWS, (num_tokens,), generator=generator)
-        .index_fill_(0, torch.arange(min(num_tokens, 1)), TABLE_ROWS - 1)
-        .index_fill_(0, torch.arange(1, max(num_tokens, 1))[:1], 0)
-        .to(device),
-        cos_sin=torch.cat((cos, sin), 1).to(device),
-        norms=tuple(weights.to(device, dtype)) if norms else None,
-    )
+def rotate(case: Case, positions: torch.Tensor | None = None) -> None:
+    positions = case.positions if positions is None else positions
+    assert rotate_query_key(*case.query_key(), positions, case.rotation()) is None
 
 
-@pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("num_tokens", [0, 1, 7])
-def test_query_and_key_turn_in_place(
-    num_tokens: int, heads: tuple[int, int, int, int], dtype: torch.dtype, norms: bool
-) -> None:
-    case = make_case(num_tokens, heads, dtype, norms=norms)
+def check(call: Implementation, case: Case) -> None:
+    """Rotate; nothing but the rotated parts may change."""
     before = case.copy()
     unwritten = [case.rest(), case.positions, case.cos_sin, *(case.norms or ())]
     copies = [tensor.clone() for tensor in unwritten]
-    query, key = case.query_key()
-    assert rotate_query_key(query, key, case.positions, case.rotation()) is None
-    before.check(query, key)
+    call(rotate, case)
+    before.check(*case.query_key())
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(unwritten, copies, strict=True))
+    if case.norms is None:
+        width = case.cos_sin.shape[1]
+        for now, then in zip(case.query_key(), before.query_key(), strict=True):
+            assert torch.equal(now[..., width:], then[..., width:])
+
+
+@both_norms
+@each_dtype
+def test_query_and_key_turn_in_place(implementation: Implementation, dtype: torch.dtype, norms: bool) -> None:
+    for num_tokens, heads in CASES:
+        check(implementation, make_case(num_tokens, heads, dtype, norms=norms, device=implementation.device))
+
+
+@pytest.mark.gpu
+@both_norms
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [*MODEL_HEADS, (64, 8, 64, 64)], ids=str)
+def test_heads_of_models(heads: Heads, dtype: torch.dtype, norms: bool) -> None:
+    for num_tokens in (1, 257):
+        check(GPU, make_case(num_tokens, heads, dtype, norms=norms, device="cuda"))
+
+
+@kernels_only
+def test_tensors_of_their_own_and_heads_far_apart(implementation: Implementation) -> None:
+    case = make_case(5, (3, 2, 16, 8), torch.float16, norms=True, device=implementation.device)
+    query, key = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in case.query_key())
+    case.positions = torch.stack((case.positions, case.positions + 1), 1)[:, 0]
+    case.cos_sin = torch.cat((case.cos_sin, case.cos_sin), 1).t().contiguous().t()[:, :8]
+    case.norms = tuple(torch.stack((norm, -norm), 1)[:, 0] for norm in case.norms)
+    implementation(rotate_query_key, query, key, case.positions, case.rotation())
+    case.check(query, key)
 
 
 def test_position_zero_and_what_is_not_rotated_stay_as_they_are() -> None:
     case = make_case(4, (2, 1, 16, 8), torch.bfloat16)
     before, size = case.copy(), case.cos_sin.shape[1]
-    rotate_query_key(*case.query_key(), torch.zeros_like(case.positions), case.rotation())
+    rotate(case, torch.zeros_like(case.positions))
     assert torch.equal(case.projected, before.projected)
-    rotate_query_key(*case.query_key(), case.positions, case.rotation())
+    rotate(case)
     for now, then in zip(case.query_key(), before.query_key(), strict=True):
         assert torch.equal(now[..., size:], then[..., size:])
         assert not torch.equal(now[..., :size], then[..., :size])
 
 
-@pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
+@both_norms
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_half_types_round_once(dtype: torch.dtype, norms: bool) -> None:
     case = make_case(2, (2, 1, 64, 32), dtype, norms=norms)
     exact = [each.to(dtype) for each in case.exact()]
-    query, key = case.query_key()
-    rotate_query_key(query, key, case.positions, case.rotation())
-    assert torch.equal(query, exact[0]) and torch.equal(key, exact[1])
+    rotate(case)
+    assert all(map(torch.equal, case.query_key(), exact))
 
 
-def test_eps_counts() -> None:
-    case = make_case(3, HEADS[0], norms=True)
+def test_eps_counts(implementation: Implementation) -> None:
+    case = make_case(3, CASES[0][1], norms=True, device=implementation.device)
     tiny, larger = case.copy(), case.copy()
     for each, eps in ((tiny, 1e-9), (larger, 3.0)):
-        rotate_query_key(*each.query_key(), each.positions, each.rotation(eps))
+        implementation(rotate_query_key, *each.query_key(), each.positions, each.rotation(eps))
     assert larger.query_key()[0].norm() < 0.6 * tiny.query_key()[0].norm()
 
 
@@ -191,3 +126,66 @@ def test_bad_input_is_named() -> None:
     ):
         with pytest.raises(ShapeError, match=match):
             rotate_query_key(query, key, positions, HeadRotation(table, **norms))
+
+
+@pytest.mark.gpu
+def test_tokens_past_two_to_the_31() -> None:
+    case = make_case(3, MODEL_HEADS[0], torch.float16, norms=True, device="cuda")
+    width, far = case.projected.shape[1], 2**31 // case.projected.shape[1] + 10
+    wide = torch.zeros(far + 3, width, dtype=torch.float16, device="cuda")
+    wide[far:] = case.projected
+    positions = torch.cat((case.positions.new_zeros(far), case.positions))
+    rotate(case)
+    expected, case.projected = case.projected, wide
+    rotate(case, positions)
+    assert torch.equal(wide[far:], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 64])
+@both_norms
+def test_a_chain_of_dependent_launches_in_a_graph(rows: int, norms: bool) -> None:
+    """A product makes what is rotated, and the next product reads it; each may start before the one in front ended."""
+    case = make_case(rows, (8, 8, 128, 128), torch.float16, norms=norms, device="cuda")
+    width = 24 * 128
+    weights = torch.randn(2, width, width, device="cuda").half() * width**-0.5
+    layers = [pack_linear(weight, weight.new_zeros(width)) for weight in weights]
+    start = torch.randn(rows, width, device="cuda").half()
+    hidden, projected = start.clone(), torch.empty_like(start)
+    case.projected = projected
+
+    def chain(after_each: bool) -> None:
+        hidden.copy_(start)
+        for _ in range(24):
+            for launch in (
+                lambda: small_batch_linear(hidden, layers[0], out=projected),
+                lambda: rotate(case),
+                lambda: small_batch_linear(projected, layers[1], out=hidden),
+            ):
+                launch()
+                if after_each:
+                    torch.cuda.synchronize()
+
+    chain(after_each=True)
+    expected = hidden.clone()
+    assert expected.isfinite().all() and not torch.equal(expected, start)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(after_each=False)
+    for _ in range(50):
+        graph.replay()
+        assert torch.equal(hidden, expected)
+
+
+@pytest.mark.gpu
+@both_norms
+def test_a_thousand_runs_are_bitwise_equal(norms: bool) -> None:
+    case = make_case(300, MODEL_HEADS[0], torch.bfloat16, norms=norms, device="cuda")
+    first = case.copy()
+    rotate(first)
+    different = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(1000):
+        again = case.copy()
+        rotate(again)
+        different |= (again.projected != first.projected).any()
+    assert not different

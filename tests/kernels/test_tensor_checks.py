@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.tensor_checks import check_head_groups, check_same_dtype, check_tensors
+from rose_backend.kernels.tensor_checks import (
+    CACHE_DTYPE,
+    check_cache_dtype,
+    check_float8_capability,
+    check_head_groups,
+    check_same_dtype,
+    check_sinks,
+    check_tensors,
+)
 
 
 def test_sizes_are_returned() -> None:
@@ -57,3 +65,92 @@ def test_head_groups() -> None:
     check_head_groups(8, 2)
     with pytest.raises(ShapeError, match="HQ must be a multiple of HKV=3, got HQ=8"):
         check_head_groups(8, 3)
+
+
+HALF = torch.zeros(2, 3, 16, dtype=torch.float16)
+CACHE = torch.zeros(4, 8, 3, 16, dtype=CACHE_DTYPE)
+
+
+def test_caches_that_fit() -> None:
+    check_cache_dtype(CACHE, CACHE, query=HALF, out=HALF)
+    check_cache_dtype(
+        CACHE, CACHE, key_scale=torch.ones(1), value_scale=torch.tensor(2.0), query=HALF.float()
+    )
+    check_cache_dtype(CACHE.half(), CACHE.half(), query=HALF)
+
+
+@pytest.mark.parametrize(
+    ("caches", "query", "scales", "message"),
+    [
+        (
+            (CACHE.float(), CACHE.float()),
+            HALF,
+            {},
+            "key_cache: expected dtype torch.float16 as query, or torch.flo",
+        ),
+        (
+            (CACHE, CACHE.half()),
+            HALF,
+            {},
+            "value_cache: expected dtype torch.float8_e4m3fn as key_cache, got torch",
+        ),
+        ((CACHE, CACHE), HALF.double(), {}, "key_cache: expected dtype torch.float64 as query"),
+        (
+            (CACHE.half(), CACHE.half()),
+            HALF,
+            {"key_scale": torch.ones(1)},
+            "key_scale: expected None with caches of torch.float16, got a tensor",
+        ),
+        (
+            (CACHE, CACHE),
+            HALF,
+            {"value_scale": torch.ones(3)},
+            r"value_scale: expected torch.float32 of one element, got torch.float32 \[3\]",
+        ),
+        (
+            (CACHE, CACHE),
+            HALF,
+            {"key_scale": torch.ones(1).double()},
+            "key_scale: expected torch.float32 of one element, got torch.float64",
+        ),
+        (
+            (CACHE, CACHE),
+            HALF,
+            {"key_scale": torch.ones(1, device="meta")},
+            "key_scale: expected device cpu as key_cache, got meta",
+        ),
+        (
+            (CACHE.to("meta"), CACHE.to("meta")),
+            HALF,
+            {},
+            "key_cache: expected device cpu as query, got meta",
+        ),
+    ],
+)
+def test_caches_that_do_not_fit_are_named(
+    caches: tuple[torch.Tensor, torch.Tensor],
+    query: torch.Tensor,
+    scales: dict[str, torch.Tensor],
+    message: str,
+) -> None:
+    with pytest.raises(ShapeError, match=message):
+        check_cache_dtype(*caches, **scales, query=query)
+
+
+def test_gpus_that_cannot_convert_are_named() -> None:
+    check_float8_capability((8, 9))
+    with pytest.raises(
+        ShapeError, match=r"key_cache: torch.float8_e4m3fn needs compute capability 8.9, .* has 8.0"
+    ):
+        check_float8_capability((8, 0))
+
+
+def test_sinks_are_one_logit_per_head() -> None:
+    check_sinks(None, HALF)
+    check_sinks(torch.zeros(3), HALF)
+    with pytest.raises(ShapeError, match="sinks: expected HQ=3, got 4"):
+        check_sinks(torch.zeros(4), HALF)
+    with pytest.raises(ShapeError, match=r"sinks: expected dtype torch.float32, got torch.float16"):
+        check_sinks(HALF[0, :, 0], HALF)
+    with pytest.raises(ShapeError, match="sinks: expected device cpu as query, got meta"):
+        check_sinks(torch.zeros(3, device="meta"), HALF)

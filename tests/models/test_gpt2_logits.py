@@ -15,7 +15,7 @@ from rose_backend.engine.startup import storage_bytes
 from rose_backend.layers.attention import AttentionMetadata
 from rose_backend.models.base import load_model
 from rose_backend.models.gpt2 import GPT2
-from tests.kernels.test_small_batch_linear import record_moments
+from tests.support.moments import record_moments
 from tests.support.paged_sequences import BLOCK_SIZE, PagedSequences
 from tests.support.tiny_checkpoint import write_random_gpt2
 

@@ -18,8 +18,8 @@ from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
 from rose_backend.layers import decoder, linear
 from rose_backend.models import base
 from rose_backend.models.base import load_model
-from tests.kernels.test_small_batch_linear import record_moments
 from tests.support.llama_checkpoints import CASES, VOCAB_SIZE, write_checkpoint
+from tests.support.moments import record_moments
 from tests.support.reference_generation import (
     NUM_NEW_TOKENS,
     NUM_PROMPTS,

@@ -13,11 +13,11 @@ from rose_backend.kernels import advance_rows, embed_tokens
 from rose_backend.kernels.arguments import SamplingTensors
 from rose_backend.kernels.decode_step.ops import end_steady_decode, write_block_ids
 from rose_backend.kernels.linear.ops import row_moments
-from tests.kernels.test_expert_mlp import make_case as make_experts
-from tests.kernels.test_sample import make_params, random_case
-from tests.kernels.test_steady_decode import make_case, random_writes
 from tests.support import attention_calls
+from tests.support.decode_steps import make_case, random_writes
+from tests.support.expert_cases import make_case as make_experts
 from tests.support.paged_inputs import PagedInputs, build_paged_inputs
+from tests.support.sampling_cases import make_params, random_case
 
 Case = Callable[[str], list[torch.Tensor]]
 """Given a device, does the same work there and returns its results."""

@@ -153,8 +153,19 @@ def compile_launch(launch: Launch, capability: int) -> Resources:
                 source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options)
             )
     resources = _read_report(log.getvalue(), compiled)
-    COMPILED.append((launch, capability, resources))
+    COMPILED.append((_without_memory(launch), capability, resources))
     return resources
+
+
+def _without_memory(launch: Launch) -> Launch:
+    """Return the launch with empty tensors: what is noted of a run's compilations would be gigabytes."""
+    constants = {param.name for param in launch.kernel.params if param.is_constexpr}
+    arguments = {
+        name: value.new_empty(0) if isinstance(value, torch.Tensor) else value
+        for name, value in launch.arguments.items()
+        if isinstance(value, torch.Tensor) or name in constants
+    }
+    return replace(launch, arguments=arguments)
 
 
 def compiles(

@@ -18,8 +18,14 @@ from rose_backend.vllm_plugin.attention.flash_attention import (
     uses_flash_attention,
 )
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
-from tests.support.gpu_steps import GpuStep, Shape, make_step
-from tests.support.paged_inputs import same_bits
+from tests.support.paged_inputs import (
+    PagedInputs,
+    Shape,
+    check_attention,
+    expected_storage,
+    make_inputs,
+    same_bits,
+)
 from tests.vllm_plugin.conftest import MakeConfig
 
 pytestmark = pytest.mark.gpu
@@ -45,36 +51,35 @@ def config(request: pytest.FixtureRequest, make_config: MakeConfig, monkeypatch:
     return config
 
 
-def slot_mapping(step: GpuStep) -> torch.Tensor:
-    block_ids, offsets = step.slots()
-    return block_ids * step.key_cache.shape[1] + offsets
-
-
-def common_metadata(step: GpuStep) -> CommonAttentionMetadata:
-    seq_lens = [sum(row) for row in zip(step.lengths, step.query_lens, strict=True)]
+def common_metadata(step: PagedInputs) -> CommonAttentionMetadata:
+    query_lens = step.query_start_loc.diff()
+    seq_lens = step.num_computed_tokens + query_lens
     return CommonAttentionMetadata(
         query_start_loc=step.query_start_loc,
         query_start_loc_cpu=step.query_start_loc.cpu(),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device="cuda"),
-        seq_lens_cpu_upper_bound=torch.tensor(seq_lens, dtype=torch.int32),
+        seq_lens=seq_lens,
+        seq_lens_cpu_upper_bound=seq_lens.cpu(),
         num_reqs=len(seq_lens),
         num_actual_tokens=len(step.query),
-        max_query_len=max(step.query_lens),
-        max_seq_len=max(seq_lens),
+        max_query_len=int(query_lens.max()),
+        max_seq_len=int(seq_lens.max()),
         block_table_tensor=step.block_table,
-        slot_mapping=slot_mapping(step),
+        slot_mapping=step.slot_mapping,
     )
 
 
-def make(config: Any, name: str, shape: Shape) -> GpuStep:
-    lengths, query_lens = STEPS[name]
-    return make_step(lengths, query_lens, shape=shape, dtype=config.model_config.dtype)
+def make_step(lengths: list[int], query_lens: list[int], shape: Shape, dtype: torch.dtype) -> PagedInputs:
+    return make_inputs(lengths, query_lens, shape, dtype=dtype, layout="vllm", device="cuda")
+
+
+def make(config: Any, name: str, shape: Shape) -> PagedInputs:
+    return make_step(*STEPS[name], shape, config.model_config.dtype)
 
 
 class Layers:
     """Layers of one step, run through ROSE. Output that nobody writes is NaN."""
 
-    def __init__(self, config: Any, step: GpuStep) -> None:
+    def __init__(self, config: Any, step: PagedInputs) -> None:
         self.step = step
         num_heads, num_kv_heads = step.query.shape[1], step.key_cache.shape[2]
         with set_current_vllm_config(config):
@@ -99,7 +104,7 @@ def test_every_row_is_within_the_bound_and_stored(
     monkeypatch.setattr(flash_attention, "FASTER_FROM", (Threshold(0, 2 if is_flash else 1 << 30),))
     config.additional_config = {"rose": {"fused_kv_append": fused}}
     step = make(config, name, (4, 2, HEAD_SIZE, block_size))
-    stored = step.expected_storage()
+    stored = expected_storage(step)
     layers = Layers(config, step)
     assert (layers.metadata.flash_rows is not None) == is_flash
     calls: list[FlashRows] = []
@@ -108,7 +113,7 @@ def test_every_row_is_within_the_bound_and_stored(
         flash_attention, "flash_prefill", lambda *args: (calls.append(args[5]), attend(*args))
     )
     first = layers.run()
-    step.check(first)
+    check_attention(step, first, by_row=True)
     assert same_bits(step.storage, stored)
     # A second layer of the step has the same schedule.
     assert torch.equal(layers.run(), first)
@@ -121,7 +126,7 @@ def test_every_row_is_within_the_bound_and_stored(
     "shape", [(16, 8, 128, 16), (32, 8, 128, 16), (8, 1, 128, 32), (4, 4, 128, 64)], ids=str
 )
 def test_shapes_of_heads(config: Any, shape: Shape) -> None:
-    step = make_step([0, 1500, 700], [1, 1000, 513], shape=shape, dtype=config.model_config.dtype)
+    step = make_step([0, 1500, 700], [1, 1000, 513], shape, config.model_config.dtype)
     out = torch.full_like(step.query, float("nan"))
     metadata = common_metadata(step)
     rows = FlashRows(
@@ -135,7 +140,7 @@ def test_shapes_of_heads(config: Any, shape: Shape) -> None:
     )
     caches = (step.key_cache, step.value_cache)
     flash_prefill(step.query, step.new_key, step.new_value, *caches, rows, step.scale, out)
-    step.check(out)
+    check_attention(step, out, by_row=True)
 
 
 @pytest.mark.parametrize("layout", ["BHNC", "BNHC", "HBNC"])
@@ -148,7 +153,7 @@ def test_layouts_of_vllms_view(config: Any, monkeypatch: pytest.MonkeyPatch, lay
     step.storage = view.copy_(step.storage)
     by_token = view.transpose(1, 2)
     step.key_cache, step.value_cache = by_token[..., :HEAD_SIZE], by_token[..., HEAD_SIZE:]
-    step.check(Layers(config, step).run())
+    check_attention(step, Layers(config, step).run(), by_row=True)
 
 
 def test_the_table_decides(config: Any) -> None:
@@ -160,10 +165,9 @@ def test_the_table_decides(config: Any) -> None:
 def test_blocks_of_128_tokens_still_need_rose(config: Any) -> None:
     # Once this fails, FlashAttention 3 leaves out what lies behind a request's last token, and may have such blocks.
     step = make(config, "fresh", (4, 2, HEAD_SIZE, 128))
-    step.query, step.new_key, step.new_value = (
-        tensor[:8100] for tensor in (step.query, step.new_key, step.new_value)
-    )
-    step.query_lens, step.query_start_loc = [8100], step.query_start_loc.clamp(max=8100)
+    for name in ("query", "new_key", "new_value", "slot_mapping"):
+        setattr(step, name, getattr(step, name)[:8100])
+    step.query_start_loc.clamp_(max=8100)
     metadata = common_metadata(step)
     rows = FlashRows(
         slice(0, 8100),

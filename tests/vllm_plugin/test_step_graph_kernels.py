@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rose_backend.kernels.decode_step.ops import end_steady_decode
-from tests.kernels.test_steady_decode import BLOCK_SIZES, NUM_SLOTS, Case, make_case
+from tests.support.decode_steps import BLOCK_SIZES, NUM_SLOTS, Case, make_case
 from tests.support.interpreter import run_interpreted
 
 KERNELS = {

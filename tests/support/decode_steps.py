@@ -1,4 +1,4 @@
-"""The two ends of a steady decode step against loops over the rows that say what each tensor must hold."""
+"""Steady decode steps of random request slots, and loops over the rows that say what must become of each tensor."""
 
 from __future__ import annotations
 
@@ -6,22 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import pytest
 import torch
 
-from rose_backend.errors import ShapeError
 from rose_backend.kernels.arguments import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState
-from rose_backend.kernels.decode_step.ops import (
-    NO_SLOT,
-    begin_steady_decode,
-    end_steady_decode,
-    write_block_ids,
-)
+from rose_backend.kernels.decode_step.ops import NO_SLOT, begin_steady_decode
 
 NUM_SLOTS, VOCAB_SIZE, MAX_LEN = 9, 23, 200
 POISON = 77
-SHAPES = [(0, 0), (1, 1), (1, 4), (3, 3), (5, 8), (0, 3)]
-"""Requests and rows."""
 BLOCK_SIZES: dict[str, tuple[int, ...]] = {
     "one group": (16,),
     "wide blocks": (48,),
@@ -43,9 +34,11 @@ class Case:
     tokens: torch.Tensor
 
     def begin(self) -> None:
+        """Write the step's inputs."""
         begin_steady_decode(self.slots, self.state, self.inputs, self.groups, padding_slot=NUM_SLOTS)
 
     def copy(self) -> Case:
+        """Return the case with copies of all that a step writes."""
         return replace(
             self, state=_copy(self.state), inputs=_copy(self.inputs), groups=copy_of_groups(self.groups)
         )
@@ -59,6 +52,7 @@ class Case:
 
 
 def copy_of_groups(groups: DecodeGroups, **changed: Any) -> DecodeGroups:
+    """Return copies of all tensors, some of them replaced."""
     return DecodeGroups(*(replace(_copy(group), **changed) for group in groups.groups))
 
 
@@ -78,6 +72,7 @@ def make_case(
     counts: bool = True,
     device: str = "cpu",
 ) -> Case:
+    """Return rows with and without requests; ``block_sizes`` are those of each group."""
     generator = torch.Generator().manual_seed(100 * num_requests + num_rows)
 
     def random(high: int, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -142,11 +137,11 @@ def check_begin(before: Case, after: Case) -> None:
         expected.query_start_loc[row + 1] = row + 1 if is_real else num_requests
         expected.is_padding[row] = not is_real
         expected.request_slots[row] = slot if is_real else NUM_SLOTS
-    _assert_equal(after.inputs, expected)
-    _assert_equal(after.state, before.state)
+    assert_equal(after.inputs, expected)
+    assert_equal(after.state, before.state)
     assert len(after.groups.groups) == len(before.groups.groups)
     for index, group in enumerate(before.groups.groups):
-        _assert_equal(after.groups.groups[index], _group_after(before, group))
+        assert_equal(after.groups.groups[index], _group_after(before, group))
 
 
 def _group_after(before: Case, group: DecodeGroup) -> DecodeGroup:
@@ -177,26 +172,17 @@ def check_end(before: Case, after: Case) -> None:
         expected.num_computed_tokens[slot] += 1
         if expected.output_counts is not None:
             expected.output_counts[slot, token] += 1
-    _assert_equal(after.state, expected)
+    assert_equal(after.state, expected)
 
 
-def _assert_equal(actual: Any, expected: Any) -> None:
+def assert_equal(actual: Any, expected: Any) -> None:
+    """Compare two groups of tensors, field by field."""
     for each in fields(expected):
         got, wanted = getattr(actual, each.name), getattr(expected, each.name)
         if isinstance(wanted, torch.Tensor):
             assert torch.equal(got, wanted), each.name
         else:
             assert got == wanted, each.name
-
-
-def check_both_ends(case: Case) -> None:
-    before = case.copy()
-    case.begin()
-    check_begin(before, case)
-    before = case.copy()
-    end_steady_decode(case.slots, case.tokens, case.state)
-    check_end(before, case)
-    _assert_equal(case.inputs, before.inputs)
 
 
 def random_writes(case: Case, num_writes: int) -> tuple[torch.Tensor, DecodeGroups]:
@@ -218,69 +204,6 @@ def random_writes(case: Case, num_writes: int) -> tuple[torch.Tensor, DecodeGrou
 
 
 def check_groups(actual: DecodeGroups, expected: DecodeGroups) -> None:
+    """Hold every element of every block table to what it must be."""
     for got, wanted in zip(actual.groups, expected.groups, strict=True):
-        _assert_equal(got, wanted)
-
-
-@pytest.mark.parametrize("block_sizes", BLOCK_SIZES.values(), ids=BLOCK_SIZES)
-@pytest.mark.parametrize(("num_requests", "num_rows"), SHAPES)
-def test_both_ends_of_a_step(num_requests: int, num_rows: int, block_sizes: tuple[int, ...]) -> None:
-    check_both_ends(make_case(num_requests, num_rows, block_sizes=block_sizes))
-
-
-@pytest.mark.parametrize("block_sizes", BLOCK_SIZES.values(), ids=BLOCK_SIZES)
-@pytest.mark.parametrize("num_writes", [0, 1, 40])
-def test_block_ids_go_to_their_groups(num_writes: int, block_sizes: tuple[int, ...]) -> None:
-    case = make_case(2, 3, block_sizes=block_sizes)
-    writes, expected = random_writes(case, num_writes)
-    write_block_ids(writes, case.groups)
-    check_groups(case.groups, expected)
-
-
-@pytest.mark.parametrize(
-    "writes",
-    [
-        torch.zeros(2, 3, dtype=torch.int32),
-        torch.zeros(3, 2, dtype=torch.int64),
-        torch.zeros(2, dtype=torch.int64),
-    ],
-    ids=["int32", "three rows", "one dimension"],
-)
-def test_other_writes_are_refused(writes: torch.Tensor) -> None:
-    with pytest.raises(ShapeError, match="writes"):
-        write_block_ids(writes, make_case(1, 1).groups)
-
-
-def test_outputs_need_not_be_counted() -> None:
-    check_both_ends(make_case(2, 3, counts=False))
-
-
-def test_steps_follow_each_other() -> None:
-    case = make_case(4, 5)
-    case.state.num_computed_tokens.fill_(14)
-    case.state.total_lens.fill_(15)
-    seen = []
-    for step in range(5):
-        case.begin()
-        seen.append(case.inputs.input_ids[:4].tolist())
-        assert case.inputs.positions[:4].tolist() == [14 + step] * 4
-        end_steady_decode(case.slots, case.tokens + step, case.state)
-    assert seen[1:] == [(case.tokens[:4] + step).tolist() for step in range(4)]
-
-
-@pytest.mark.parametrize(("owner", "name"), [("inputs", "positions"), ("state", "last_tokens")])
-def test_wrong_tensors_are_refused(owner: str, name: str) -> None:
-    case = make_case(2, 3)
-    tensors = getattr(case, owner)
-    wrong = getattr(tensors, name)[..., :1].bool()
-    with pytest.raises(ShapeError, match=name):
-        replace(case, **{owner: replace(tensors, **{name: wrong})}).begin()
-
-
-@pytest.mark.parametrize("name", ["state_table", "block_table", "slot_mapping", "num_computed_tokens"])
-def test_wrong_tensors_of_a_group_are_refused(name: str) -> None:
-    case = make_case(2, 3, block_sizes=(16, 16))
-    right, last = case.groups.groups
-    wrong = replace(last, **{name: getattr(last, name)[..., :1].bool()})
-    with pytest.raises(ShapeError, match="of group 1"):
-        replace(case, groups=DecodeGroups(right, wrong)).begin()
+        assert_equal(got, wanted)

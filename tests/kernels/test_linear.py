@@ -1,126 +1,34 @@
-"""Products of a few rows with what stands around them in a layer: twin, interpreted kernel, compiled kernel."""
+"""Products of a few rows with what stands around them in a layer: against separate operations in float64."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import itertools
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import empty_rows, pack_linear, small_batch_linear
+from rose_backend.kernels import empty_rows, pack_linear, small_batch_linear, small_batch_linear_and_moments
 from rose_backend.kernels.arguments import PackedLinear
+from rose_backend.kernels.linear import small_batch_linear as gpu
 from rose_backend.kernels.linear.ops import MAX_ROWS
-from rose_backend.layers import linear
-from tests.support.aot import SHARED_BYTES, compile_launch, compiles, record_launches
 from tests.support.error_budget import assert_within_budget
-from tests.support.interpreter import run_interpreted
+from tests.support.implementations import GPU, INTERPRETER, Implementation, each_dtype
+from tests.support.linear_cases import (
+    EPS,
+    GATED_PARTS,
+    GATED_SHAPES,
+    PARTS,
+    SHAPES,
+    Case,
+    make_case,
+    overlapping,
+)
+from tests.support.moments import moments_of
 
-EPS = 1e-5
-
-
-@dataclass
-class Case:
-    """Random inputs of one product; ``bias``, ``norm``, ``residual`` are None where the product has none."""
-
-    x: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    norm: tuple[torch.Tensor, torch.Tensor | None] | None
-    residual: torch.Tensor | None
-    gelu: bool
-    gated: bool
-
-    @property
-    def layer(self) -> PackedLinear:
-        norm_weight, norm_bias = self.norm or (None, None)
-        return pack_linear(
-            self.weight, self.bias, norm_weight=norm_weight, norm_bias=norm_bias, eps=EPS, gated=self.gated
-        )
-
-    @property
-    def num_outputs(self) -> int:
-        return len(self.weight) // (2 if self.gated else 1)
-
-    def plain(self, dtype: torch.dtype) -> torch.Tensor:
-        """Compute with separate torch operations in ``dtype``."""
-        x = self.x.to(dtype)
-        if self.norm is not None and self.norm[1] is None:
-            x = x * (x.square().mean(1, keepdim=True) + EPS).rsqrt() * self.norm[0].to(dtype)
-        elif self.norm is not None:
-            x = F.layer_norm(x, (x.shape[1],), self.norm[0].to(dtype), self.norm[1].to(dtype), EPS)
-        y = F.linear(x, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
-        if self.gated:
-            y = F.silu(y[:, : self.num_outputs]) * y[:, self.num_outputs :]
-        if self.gelu:
-            y = F.gelu(y, approximate="tanh")
-        return y if self.residual is None else y + self.residual.to(dtype)
-
-    def check(self, actual: torch.Tensor) -> None:
-        assert_within_budget(actual, self.plain(torch.float64), self.plain(self.x.dtype))
-
-
-def make_case(
-    rows: int, depth: int, columns: int, parts: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> Case:
-    """``parts`` names what the product carries: any of "norm" or "rms", "gelu" or "gated", "residual" and "nobias"."""
-    generator = torch.Generator().manual_seed(rows * 1000 + depth + columns)
-
-    def random(*shape: int, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
-        values = torch.randn(shape, generator=generator) * scale + shift
-        return values.to(device=device, dtype=dtype)
-
-    gated = "gated" in parts
-    columns += columns % 2 if gated else 0
-    return Case(
-        # A mean that is not zero, and rows of a wider tensor.
-        x=random(rows, depth + 3, scale=2.0, shift=0.7)[:, :depth],
-        weight=random(columns, depth, scale=depth**-0.5),
-        bias=None if "nobias" in parts else random(columns),
-        norm=(random(depth, shift=1.0, scale=0.3), random(depth) if "norm" in parts else None)
-        if "norm" in parts or "rms" in parts
-        else None,
-        residual=random(rows, columns + 5)[:, : columns // (2 if gated else 1)]
-        if "residual" in parts
-        else None,
-        gelu="gelu" in parts,
-        gated=gated,
-    )
-
-
-PARTS = ["", "norm", "norm gelu", "residual", "gelu residual", "norm residual"]
-# Of models without LayerNorm: a bias is where Qwen2 has one.
-GATED_PARTS = [
-    "nobias",
-    "rms",
-    "rms nobias",
-    "rms gated nobias",
-    "nobias residual",
-    "norm nobias gated residual",
-]
-
-
-@pytest.mark.parametrize("parts", PARTS + GATED_PARTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_twin_is_the_separate_operations(parts: str, dtype: torch.dtype) -> None:
-    case = make_case(5, 96, 40, parts, dtype)
-    case.check(small_batch_linear(case.x, case.layer, gelu=case.gelu, residual=case.residual))
-
-
-@contextlib.contextmanager
-def overlapping(use_pdl: bool | None) -> Iterator[None]:
-    """Let launches overlap or not; None: where the device can."""
-    from rose_backend.kernels.linear import small_batch_linear as gpu
-
-    can = gpu.has_dependent_launch
-    with mock.patch.object(gpu, "has_dependent_launch", can if use_pdl is None else lambda device: use_pdl):
-        yield
+HALF = torch.float16
 
 
 def launch(
@@ -131,8 +39,6 @@ def launch(
     with_moments: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return the product and, ``with_moments``, its moments; those of ``x`` come in ``num_x_parts``."""
-    from rose_backend.kernels.linear import small_batch_linear as gpu
-
     layer = case.layer
     out = torch.full(
         (len(case.x), case.num_outputs + 7), float("nan"), dtype=case.x.dtype, device=case.x.device
@@ -158,27 +64,6 @@ def launch(
     return (result, moments) if with_moments else result
 
 
-def moments_of(x: torch.Tensor, num_parts: int) -> torch.Tensor:
-    """Return the sums of rows and of their squares, each in some parts."""
-    parts = x.float().tensor_split(num_parts, 1)
-    return torch.stack([torch.stack([part.sum(1), part.square().sum(1)], 1) for part in parts], 2)
-
-
-def record_moments(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Have layers check the moments of each norm's input, and return the list that these inputs are put into."""
-    seen: list[torch.Tensor] = []
-
-    def checked(x: torch.Tensor, layer: PackedLinear, **options: Any) -> torch.Tensor:
-        if layer.has_rms_norm or layer.column_sums is not None:
-            assert options["x_moments"] is not None, "nobody left the moments"
-            torch.testing.assert_close(options["x_moments"].sum(2, keepdim=True), moments_of(x, 1))
-            seen.append(x)
-        return small_batch_linear(x, layer, **options)
-
-    monkeypatch.setattr(linear, "small_batch_linear", checked)
-    return seen
-
-
 def config(block_m: int, block_n: int, block_k: int, split_k: int = 1, **options: Any) -> dict[str, Any]:
     return dict(
         block_m=block_m,
@@ -189,6 +74,34 @@ def config(block_m: int, block_n: int, block_k: int, split_k: int = 1, **options
         num_stages=2,
         **options,
     )
+
+
+def launch_public(
+    case: Case, layer: PackedLinear, num_x_parts: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call the public function; ``num_x_parts`` None leaves the moments of ``x`` to it."""
+    x_moments = None if num_x_parts is None else moments_of(case.x, num_x_parts)
+    options = {"gelu": case.gelu, "residual": case.residual, "x_moments": x_moments}
+    result, moments = small_batch_linear_and_moments(case.x, layer, **options)
+    assert torch.equal(small_batch_linear(case.x, layer, **options), result)
+    return result, moments
+
+
+@each_dtype
+@pytest.mark.parametrize("parts", PARTS + GATED_PARTS)
+def test_values(implementation: Implementation, dtype: torch.dtype, parts: str) -> None:
+    """With the configurations that are chosen, which are a GPU's own."""
+    sizes = (
+        [(5, 96, 40)]
+        if implementation is not GPU
+        else [(rows, 801, 203) for rows in (1, 2, 3, 5, 16, 33, 64, 130)]
+    )
+    for size in sizes:
+        case = make_case(*size, parts, dtype, implementation.device)
+        for num_x_parts in (None, 4):
+            result, moments = implementation(launch_public, case, case.layer, num_x_parts)
+            case.check(result)
+            torch.testing.assert_close(moments.sum(2), moments_of(result, 1)[:, :, 0], rtol=1e-4, atol=1e-2)
 
 
 # Depths and widths that no tile divides; one tile over the whole depth, several, and a split depth; one tile of rows
@@ -219,54 +132,50 @@ CASES = [
 @pytest.mark.parametrize(
     ("rows", "cut", "parts"), CASES, ids=lambda value: "" if isinstance(value, dict) else None
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_the_interpreted_kernel_agrees(
     rows: int, cut: dict[str, Any], parts: str, dtype: torch.dtype
 ) -> None:
     case = make_case(rows, 100, 37, parts, dtype)
-    case.check(run_interpreted(launch, case, cut))
+    case.check(INTERPRETER(launch, case, cut))
 
 
 @pytest.mark.parametrize("parts", ["", "norm gelu", "norm residual", "rms gated residual"])
 @pytest.mark.parametrize("cut", [config(16, 16, 128), config(16, 32, 32, 3)])
 def test_moments_are_taken_from_one_product_to_the_next(cut: dict[str, Any], parts: str) -> None:
-    case = make_case(21, 100, 37, parts, torch.float16)
-    result, moments = run_interpreted(launch, case, cut, num_x_parts=4, with_moments=True)
+    case = make_case(21, 100, 37, parts, HALF)
+    result, moments = INTERPRETER(launch, case, cut, num_x_parts=4, with_moments=True)
     case.check(result)
     torch.testing.assert_close(moments.sum(2), moments_of(result, 1)[:, :, 0])
 
 
 @pytest.mark.parametrize("parts", ["norm", "rms nobias"])
 def test_moments_in_more_parts_than_registers_hold(parts: str) -> None:
-    case = make_case(21, 4100, 10, parts, torch.float16)
-    case.check(run_interpreted(launch, case, config(16, 16, 1024), num_x_parts=4096))
+    case = make_case(21, 4100, 10, parts, HALF)
+    case.check(INTERPRETER(launch, case, config(16, 16, 1024), num_x_parts=4096))
 
 
 @pytest.mark.parametrize("parts", ["norm residual", "rms gated nobias"])
 def test_tiles_copied_by_the_tensor_memory_accelerator(parts: str) -> None:
-    case = make_case(21, 109, 37, parts, torch.float16)
+    case = make_case(21, 109, 37, parts, HALF)
     case.x, case.weight = aligned(case.x[:, :104]), aligned(case.weight[:, :104])
     case.norm = tuple(None if vector is None else vector[:104] for vector in case.norm)
-    case.check(run_interpreted(launch, case, config(16, 32, 32, use_tma=True)))
+    case.check(INTERPRETER(launch, case, config(16, 32, 32, use_tma=True)))
 
 
 def test_rows_behind_are_copied_and_not_used() -> None:
-    from rose_backend.kernels.linear import small_batch_linear as gpu
-
-    case = make_case(21, 109, 37, "rms residual nobias", torch.float16)
+    case = make_case(21, 109, 37, "rms residual nobias", HALF)
     whole = empty_rows(case.x, 21, 104)
-    whole.untyped_storage().copy_(torch.full((32, 104), float("nan"), dtype=torch.float16).untyped_storage())
+    whole.untyped_storage().copy_(torch.full((32, 104), float("nan"), dtype=HALF).untyped_storage())
     case.x, case.weight = whole.copy_(case.x[:, :104]), aligned(case.weight[:, :104])
     case.norm = (case.norm[0][:104], None)
     assert gpu.rows_of_tiles(case.x, 16) == 32
-    result, moments = run_interpreted(launch, case, config(16, 32, 32, use_tma=True), with_moments=True)
+    result, moments = INTERPRETER(launch, case, config(16, 32, 32, use_tma=True), with_moments=True)
     case.check(result)
     assert not moments.isnan().any()
 
 
 def test_no_more_rows_are_copied_than_there_are() -> None:
-    from rose_backend.kernels.linear import small_batch_linear as gpu
-
     stored = torch.zeros(40, 64)
     assert gpu.rows_of_tiles(stored[:21], 16) == 32
     assert gpu.rows_of_tiles(stored[:21, :32], 64) == 40
@@ -290,8 +199,6 @@ def test_no_more_rows_are_copied_than_there_are() -> None:
 def test_weights_that_are_asked_for_ahead_fit_the_cache(
     depth: int, block_n: int, programs: int, expected: int
 ) -> None:
-    from rose_backend.kernels.linear import small_batch_linear as gpu
-
     assert gpu.lines_ahead(2 * depth, block_n, programs) == expected
 
 
@@ -305,115 +212,8 @@ def launch_twice(case: Case, cut: dict[str, Any]) -> tuple[torch.Tensor, torch.T
 
 def test_a_split_depth_leaves_its_counters_as_they_were() -> None:
     case = make_case(4, 100, 37, "residual")
-    first, second = run_interpreted(launch_twice, case, config(16, 16, 32, 3))
+    first, second = INTERPRETER(launch_twice, case, config(16, 16, 32, 3))
     assert torch.equal(first, second)
-
-
-SHAPES = [(768, 2304, "norm"), (768, 768, "residual"), (768, 3072, "norm gelu"), (3072, 768, "residual")]
-# Qwen3 0.6B.
-GATED_SHAPES = [(1024, 4096, "rms nobias"), (1024, 6144, "rms gated nobias"), (3072, 1024, "nobias residual")]
-HALF, FLOAT32 = torch.float16, torch.float32
-# With the tensor memory accelerator, all that an H200 or a B200 has.
-MOST_SHARED_BYTES = {80: SHARED_BYTES, 90: 227 << 10, 100: 227 << 10}
-COMPILED = [(rows, *shape, HALF) for rows in (4, 32, 128, 256) for shape in SHAPES[rows in (4, 128) :: 2]]
-COMPILED += [(4, *SHAPES[0], FLOAT32), (64, *SHAPES[3], FLOAT32)]
-COMPILED += [
-    (rows, *shape, HALF) for rows in (4, 32, 128, 256) for shape in GATED_SHAPES[rows in (4, 128) :: 2]
-]
-COMPILED += [(4, *GATED_SHAPES[1], FLOAT32)]
-# Llama 3.1 8B, Mistral 7B, Llama 3.2 1B twice, Llama 3.1 8B, Qwen3 0.6B, and Qwen3 30B-A3B twice.
-WIDE_SHAPES = [
-    (4096, 6144, "rms nobias"),
-    (4096, 14_336, "rms gated nobias"),
-    (2048, 16_384, "rms gated nobias"),
-    (8192, 2048, "nobias residual"),
-    (14_336, 4096, "nobias residual"),
-    (2048, 1024, "nobias residual"),
-    (2048, 5120, "rms nobias"),
-    (4096, 2048, "nobias residual"),
-]
-COMPILED += [
-    (rows, *shape, HALF) for rows in (1, 2, 8, 32, 64, 128, 256) for shape in WIDE_SHAPES[rows % 3 == 2 :: 2]
-]
-
-
-@compiles("small_batch_linear_kernel")
-@pytest.mark.parametrize(
-    ("rows", "shape"),
-    [
-        (1, SHAPES[0]),
-        (16, SHAPES[3]),
-        (32, SHAPES[3]),
-        (64, SHAPES[3]),
-        (64, SHAPES[2]),
-        (16, GATED_SHAPES[0]),
-        (4, GATED_SHAPES[1]),
-        (32, GATED_SHAPES[1]),
-        (32, GATED_SHAPES[2]),
-        (32, WIDE_SHAPES[4]),
-        (64, GATED_SHAPES[1]),
-    ],
-)
-def test_compiles_without_spills(rows: int, shape: tuple[int, int, str], capability: int) -> None:
-    compile_chosen_cut(capability, rows, *shape, HALF)
-
-
-@pytest.mark.parametrize(("rows", "depth", "columns", "parts", "dtype"), COMPILED)
-def test_the_chosen_cuts_compile_without_spills(
-    rows: int, depth: int, columns: int, parts: str, dtype: torch.dtype
-) -> None:
-    compile_chosen_cut(90, rows, depth, columns, parts, dtype)
-
-
-def test_moments_in_many_parts_compile_without_spills() -> None:
-    compile_chosen_cut(90, 64, 2048, 4096, "rms gated nobias", FLOAT32, num_x_parts=1024)
-
-
-def compile_chosen_cut(
-    capability: int,
-    rows: int,
-    depth: int,
-    columns: int,
-    parts: str,
-    dtype: torch.dtype,
-    *,
-    num_x_parts: int = 16,
-) -> None:
-    from rose_backend.kernels.linear import small_batch_linear as gpu
-
-    case = make_case(rows, depth, columns, parts, dtype)
-    x, out = (
-        case.x.clone(memory_format=torch.contiguous_format),
-        torch.empty((rows, case.num_outputs), dtype=dtype),
-    )
-    exact = dtype is torch.float32
-    with record_launches(gpu, "small_batch_linear_kernel") as launches, overlapping(capability >= 90):
-        gpu.small_batch_linear(
-            x,
-            case.layer,
-            gelu=case.gelu,
-            residual=case.residual,
-            out=out,
-            x_moments=moments_of(x, num_x_parts) if case.norm else None,
-            with_moments=case.residual is not None,
-            config=gpu.choose_config(
-                rows,
-                columns,
-                depth,
-                exact=exact,
-                can_use_tma=capability >= 90,
-                has_tensor_memory=capability >= 100,
-            ),
-        )
-    cut, lines = launches[0].arguments, launches[0].arguments["PREFETCH"]
-    ahead = gpu.lines_ahead(
-        cut["DEPTH"] * x.element_size(), cut["BLOCK_N"], -(-columns // cut["BLOCK_N"]) * cut["SPLIT_K"]
-    )
-    assert lines == (ahead if capability >= 90 else 0)
-    resources = compile_launch(launches[0], capability)
-    assert resources.spill_bytes == 0
-    assert resources.shared_bytes <= MOST_SHARED_BYTES[capability]
-    assert ("griddepcontrol.wait" in resources.ptx) == (capability >= 90)
 
 
 @pytest.mark.parametrize("can_use_tma", [False, True])
@@ -427,8 +227,6 @@ def compile_chosen_cut(
     ],
 )
 def test_parts_never_outgrow_their_scratch(rows: int, depth: int, columns: int, can_use_tma: bool) -> None:
-    from rose_backend.kernels.linear import small_batch_linear as gpu
-
     cut = gpu.choose_config(rows, columns, depth, exact=False, can_use_tma=can_use_tma)
     partial, arrivals = gpu.scratch_on(torch.device("cpu"))
     num_tiles = -(-columns // cut.block_n) * -(-rows // cut.block_m)
@@ -438,8 +236,6 @@ def test_parts_never_outgrow_their_scratch(rows: int, depth: int, columns: int, 
 
 
 def test_a_cut_that_outgrows_the_scratch_is_refused() -> None:
-    from rose_backend.kernels.linear import small_batch_linear as gpu
-
     x, weight = torch.zeros(16, 768).half(), torch.zeros(1, 1).half().expand(50_257, 768)
     with pytest.raises(ShapeError, match="for the parts of 16 x 50257 results"):
         gpu.small_batch_linear(
@@ -516,3 +312,149 @@ def test_packing_in_place(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_rows_are_no_work() -> None:
     case = make_case(1, 8, 4, "norm gelu")
     assert small_batch_linear(case.x[:0], case.layer, gelu=True).shape == (0, 4)
+
+
+# On a GPU at the sizes of models: chained launches, repeats, graphs.
+
+LLAMA_8B = [(4096, 4096, "residual"), (4096, 6144, "norm"), (4096, 14_336, ""), (14_336, 4096, "residual")]
+LLAMA_8B += [
+    (4096, 6144, "rms nobias"),
+    (4096, 28_672, "rms gated nobias"),
+    (14_336, 4096, "nobias residual"),
+]
+# And what Qwen3 0.6B has beside the shapes above.
+LLAMA_1B = [
+    (2048, 3072, "rms nobias"),
+    (2048, 2048, "nobias residual"),
+    (2048, 16_384, "rms gated nobias"),
+    (8192, 2048, "nobias residual"),
+    (2048, 1024, "nobias residual"),
+]
+QWEN3_30B = [(2048, 5120, "rms nobias"), (4096, 2048, "nobias residual"), (2048, 128, "rms nobias")]
+# Depths of Qwen2.5 and SmolLM2, which end inside a tile.
+UNEVEN = [
+    (896, 1152, "rms nobias"),
+    (896, 9728, "rms gated nobias"),
+    (1536, 1536, "nobias residual"),
+    (3584, 3584, "nobias residual"),
+    (576, 3072, "rms gated nobias"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "row_counts"),
+    [(shape, (*range(1, 66), 96, 127, 128, 129, 192, 255, 256)) for shape in SHAPES + GATED_SHAPES]
+    + [(shape, (1, 2, 3, 8, 16, 17, 33, 64, 65, 256)) for shape in LLAMA_1B + LLAMA_8B + QWEN3_30B + UNEVEN],
+    ids=str,
+)
+def test_the_shapes_of_models_at_any_number_of_rows(shape: tuple[int, int, str], row_counts: Any) -> None:
+    case = make_case(256, *shape, HALF, "cuda")
+    # As a layer has them, and further apart: how tiles are copied depends on it, and with that what can go wrong.
+    aligned = [case.x.contiguous(), torch.cat([case.x, case.x[:, :8]], 1)[:, : shape[0]]]
+    layer, exact, same_dtype = case.layer, case.plain(torch.float64), case.plain(HALF)
+    x_moments = moments_of(case.x, 16)
+    for rows, x in itertools.product(row_counts, aligned):
+        residual = None if case.residual is None else case.residual[:rows]
+        for given in (None, x_moments[:rows]) if case.norm is not None else (None,):
+            out = torch.full((rows, case.num_outputs), float("nan"), dtype=HALF, device="cuda")
+            actual, moments = small_batch_linear_and_moments(
+                x[:rows], layer, gelu=case.gelu, residual=residual, out=out, x_moments=given
+            )
+            assert_within_budget(actual, exact[:rows], same_dtype[:rows])
+            torch.testing.assert_close(moments.sum(2), moments_of(actual, 1)[:, :, 0], rtol=1e-4, atol=1e-2)
+
+
+KINDS_OF_CUTS = [
+    (8, config(8, 32, 1024, warp_split=4, weights_left=True)),
+    (29, config(32, 32, 1024, warp_split=4, weights_left=True)),
+    (29, config(32, 16, 1024, warp_split=4)),
+    (29, config(32, 64, 1024, weights_left=True)),
+    (29, config(32, 64, 1024, weights_left=True, use_tma=True)),
+    (64, config(64, 32, 1024, use_tma=True)),
+    (100, config(64, 64, 64, use_tma=True)),
+    (200, config(128, 64, 64, use_tma=True)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES + GATED_SHAPES, ids=str)
+@pytest.mark.parametrize(("rows", "cut"), KINDS_OF_CUTS, ids=str)
+def test_every_kind_of_cut(rows: int, cut: dict[str, Any], shape: tuple[int, int, str]) -> None:
+    case = make_case(rows, *shape, HALF, "cuda")
+    case.x = torch.cat([case.x, case.x[:, :8]], 1)[:, : shape[0]]
+    split_k = 3 if shape[0] > 1024 else 1
+    result, moments = launch(case, {**cut, "split_k": split_k}, num_x_parts=16, with_moments=True)
+    case.check(result)
+    torch.testing.assert_close(moments.sum(2), moments_of(result, 1)[:, :, 0], rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 16, 64, 128, 256])
+@pytest.mark.parametrize("shape", SHAPES + GATED_SHAPES, ids=str)
+def test_a_thousand_runs_of_the_chosen_cuts_are_bitwise_equal(shape: tuple[int, int, str], rows: int) -> None:
+    case = make_case(rows, *shape, HALF, "cuda")
+    case.x = case.x.contiguous()
+    layer, moments = case.layer, moments_of(case.x, 16)
+
+    def run() -> torch.Tensor:
+        return small_batch_linear(case.x, layer, gelu=case.gelu, residual=case.residual, x_moments=moments)
+
+    first = run()
+    different = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(1000):
+        again = run()
+        different |= (again != first).any()
+    assert not different
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_pdl", [False, True])
+@pytest.mark.parametrize(
+    "cut", [config(16, 16, 128, 8), config(4, 4, 512, 2, use_dot=False)], ids=["dot", "vector"]
+)
+def test_a_thousand_runs_are_bitwise_equal(cut: dict[str, Any], use_pdl: bool) -> None:
+    case = make_case(4, 3072, 768, "residual", HALF, "cuda")
+    first = launch(case, cut, use_pdl).clone()
+    case.check(first)
+    different = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(1000):
+        different |= (launch(case, cut, use_pdl) != first).any()
+    assert not different
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 32, 128, 256])
+@pytest.mark.parametrize(
+    ("widened", "parts"), [(3072, ("norm gelu", "residual")), (6144, ("rms gated nobias", "nobias residual"))]
+)
+def test_a_chain_of_dependent_launches_in_a_graph(widened: int, parts: tuple[str, str], rows: int) -> None:
+    """Each launch reads what the one before wrote, in place over one residual, with early launches allowed."""
+    widen = make_case(rows, 768, widened, parts[0], HALF, "cuda")
+    narrow = make_case(rows, 3072, 768, parts[1], HALF, "cuda")
+    up, down = widen.layer, narrow.layer
+    start = widen.x.contiguous()
+    hidden, wide = start.clone(), torch.empty((rows, 3072), dtype=HALF, device="cuda")
+
+    def chain(use_pdl: bool) -> None:
+        hidden.copy_(start)
+        moments = moments_of(start, 1)
+        with overlapping(use_pdl):
+            for _ in range(24):
+                gpu.small_batch_linear(
+                    hidden, up, gelu=widen.gelu, residual=None, out=wide, x_moments=moments
+                )
+                moments = gpu.small_batch_linear(
+                    wide, down, gelu=False, residual=hidden, out=hidden, x_moments=None, with_moments=True
+                )  # fmt: skip
+
+    chain(False)
+    expected = hidden.clone()
+    assert expected.isfinite().all()
+    chain(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(True)
+    for _ in range(50):
+        graph.replay()
+        assert torch.equal(hidden, expected)

@@ -1,0 +1,193 @@
+"""Kernels compiled for three generations of GPUs that need not be there; those of attention and products are apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from rose_backend.kernels.decode_step import steady_decode
+from rose_backend.kernels.experts import expert_mlp
+from rose_backend.kernels.kv import block_clone, write_kv
+from rose_backend.kernels.pointwise import elementwise, rotary
+from rose_backend.kernels.sampling import sampler
+from rose_backend.kernels.tensor_checks import CACHE_DTYPE
+from tests.support import decode_steps, expert_cases, rotations, sampling_cases
+from tests.support.aot import CAPABILITIES, compile_launch, compiles, overlapped, record_launches
+from tests.support.rotations import MODEL_HEADS
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@compiles("_bias_kernel", "_silu_mul_kernel", "_norm_kernel")
+def test_pointwise_kernels(capability: int) -> None:
+    with record_launches(elementwise, "_bias_kernel", "_silu_mul_kernel", "_norm_kernel") as launches:
+        for dtype in HALF_DTYPES:
+            x, bias = torch.empty(4, 3072, dtype=dtype), torch.empty(3072, dtype=dtype)
+            elementwise.bias_gelu(x, bias)
+            elementwise.bias_residual(x, bias, x)
+            elementwise.silu_mul(x)
+            elementwise.silu_mul(x, alternating=True)
+            for width in (768, 16_384):
+                x, weight = torch.empty(4, width, dtype=dtype), torch.empty(width, dtype=dtype)
+                elementwise.add_layer_norm(x, x, weight, weight, 1e-5)
+        elementwise.rms_norm(x, weight, 1e-5)
+        x, weight = torch.empty(2, 4, 4096, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
+        elementwise.add_rms_norm(x, x[0], weight, 1e-5)
+    assert len(launches) == 14
+    for recorded in launches:
+        is_norm = recorded.kernel.__name__ == "_norm_kernel"
+        resources = compile_launch(overlapped(recorded, capability) if is_norm else recorded, capability)
+        assert "ld.global.v4.b32" in resources.ptx and "st.global.v4.b32" in resources.ptx
+
+
+@compiles("_rotate_kernel")
+def test_rotations(capability: int) -> None:
+    with record_launches(rotary, "_rotate_kernel") as launches:
+        for heads in MODEL_HEADS:
+            for dtype in HALF_DTYPES if heads is MODEL_HEADS[0] else (torch.bfloat16,):
+                for norms in (False, True):
+                    case = rotations.make_case(2, heads, dtype, norms=norms)
+                    # Rows of a model's own projection.
+                    width = case.projected.shape[1] - 5
+                    case.projected = case.projected[:, :width].contiguous()
+                    rotary.rotate_query_key(*case.query_key(), case.positions, case.rotation())
+    assert len(launches) == 10
+    for recorded in launches:
+        resources = compile_launch(overlapped(recorded, capability), capability)
+        if recorded.arguments["HALF"] == 64:
+            assert "ld.global.v4.b32" in resources.ptx and "st.global.v4.b32" in resources.ptx
+        assert ("griddepcontrol.wait" in resources.ptx) == (capability >= 90)
+
+
+@compiles("_embed_tokens_kernel", "_advance_rows_kernel", "_begin_kernel", "_end_kernel", "_write_kernel")
+def test_ends_of_a_decode_step(capability: int) -> None:
+    tokens = torch.zeros(256, dtype=torch.int64)
+    table = torch.zeros(300, 768, dtype=torch.float16)
+    out, history = torch.empty_like(table[:256]), torch.zeros(8, 256, dtype=torch.int64)
+    with record_launches(elementwise, "_embed_tokens_kernel") as launches:
+        elementwise.embed_tokens(tokens, tokens, table, table, out)
+        elementwise.embed_tokens(tokens, tokens, table, None, out)
+        elementwise.embed_tokens(tokens.int(), tokens, table, None, out)
+    with record_launches(steady_decode, "_advance_rows_kernel") as more:
+        steady_decode.advance_rows(tokens, tokens, tokens.int(), tokens, tokens, history, tokens[:1])
+    for recorded in [*launches, *more]:
+        compile_launch(overlapped(recorded, capability), capability)
+
+    def begin(case: decode_steps.Case) -> None:
+        steady_decode.begin_steady_decode(
+            case.slots, case.state, case.inputs, case.groups, decode_steps.NUM_SLOTS
+        )
+
+    with record_launches(steady_decode, "_begin_kernel", "_end_kernel", "_write_kernel") as launches:
+        for num_rows in (4, 7, 300):
+            case = decode_steps.make_case(3, num_rows)
+            begin(case)
+            steady_decode.end_steady_decode(case.slots, case.tokens, case.state)
+        case = decode_steps.make_case(3, 4, block_sizes=(16, 48), counts=False)
+        begin(case)
+        steady_decode.write_block_ids(decode_steps.random_writes(case, 5)[0], case.groups)
+        steady_decode.end_steady_decode(case.slots, case.tokens, case.state)
+    assert len(launches) == 9
+    grids = [launch.grid for launch in launches if launch.kernel is launches[0].kernel]
+    assert grids == [(4,), (7,), (300,), (4, 2)]
+    for recorded in launches:
+        compile_launch(recorded, capability)
+
+
+@compiles("_write_kv_kernel")
+def test_stores(capability: int) -> None:
+    new, slots = torch.empty(64, 12, 64, dtype=torch.float16), torch.empty(64, dtype=torch.int64)
+    caches = [(torch.empty(4, 16, 12, 64, dtype=torch.float16), None, "st.global.v4")]
+    if capability >= 90:
+        caches.append((torch.empty(4, 16, 12, 64, dtype=CACHE_DTYPE), torch.ones(1), "st.global.v2"))
+    for cache, scale, wide_store in caches:
+        with record_launches(write_kv, "_write_kv_kernel") as launches:
+            write_kv.write_kv(new, new, cache, cache, slots, key_scale=scale, value_scale=scale)
+        resources = compile_launch(launches[0], capability)
+        assert wide_store in resources.ptx, "the stores are not 8 elements wide"
+
+
+@compiles("_block_clone_kernel")
+def test_clones_by_words_of_16_bytes(capability: int) -> None:
+    cache = torch.empty(4, 2, 600, 16, 4, 64, dtype=torch.float16)
+    with record_launches(block_clone, "_block_clone_kernel") as launches:
+        for num_pairs, independent in ((256, True), (256, False), (8192, False)):
+            ids = torch.zeros(num_pairs, dtype=torch.int32)
+            block_clone.block_clone(cache, ids, ids, block_dim=2, independent=independent)
+    for recorded in launches:
+        resources = compile_launch(recorded, capability)
+        assert "ld.global.v2.b64" in resources.ptx and "st.global.v2.b64" in resources.ptx
+
+
+@compiles("_choose_experts_kernel", "_expert_product_kernel", "_add_experts_kernel")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("numbers", [(1, 10), (20, 125), (40, 140)], ids=str)
+def test_experts(numbers: tuple[int, int], dtype: torch.dtype, capability: int) -> None:
+    can_use_tma = capability >= 90
+    for num_tokens in numbers:
+        # Qwen3 30B-A3B's, but for the number of experts, which takes memory: with 128 eight times as many tokens have
+        # the same tiles.
+        case = expert_cases.make_case(
+            num_tokens, 16, 8, 2048, 768, dtype, norm=num_tokens <= 128, has_values=False
+        )
+        with (
+            record_launches(expert_mlp, "_choose_experts_kernel") as choices,
+            record_launches(expert_mlp, "_expert_product_kernel") as products,
+            record_launches(expert_mlp, "_add_experts_kernel") as sums,
+            mock.patch.object(expert_mlp, "can_use_tma", lambda matrix: can_use_tma),
+            mock.patch.object(expert_mlp, "has_dependent_launch", lambda device: can_use_tma),
+        ):
+            expert_mlp.expert_mlp(
+                case.x,
+                case.router_logits,
+                replace(case.experts, top_k=8, renormalize=True),
+                residual=case.residual,
+                out=torch.empty_like(case.x),
+                rms_eps=case.rms_eps,
+                x_moments=None if case.rms_eps is None else torch.empty(num_tokens, 2, 1),
+            )
+        for recorded in choices + products + sums:
+            resources = compile_launch(recorded, capability)
+            assert resources.shared_bytes <= (227 << 10 if can_use_tma else 99 << 10)
+            assert ("griddepcontrol.wait" in resources.ptx) == can_use_tma
+            if "product" in recorded.kernel.__name__:
+                # What one has counted the other waits for: in the interpreter programs run one after the other.
+                is_first = recorded.arguments["GATED"]
+                assert ("gpu.release" in resources.ptx) == is_first
+                assert ("gpu.acquire" in resources.ptx) != is_first
+            if can_use_tma and "product" in recorded.kernel.__name__:
+                # The second product reads what the first one's programs have counted, and waits when it has stored.
+                is_last = resources.ptx.index("griddepcontrol.wait") > resources.ptx.rindex("st.global")
+                assert is_last != recorded.arguments["GATED"]
+
+
+@compiles("_scan_kernel", "_choose_kernel")
+def test_sampler(capability: int) -> None:
+    logits = torch.zeros(1, 50_257)
+    everything = sampling_cases.make_params(
+        1,
+        prompt_mask=torch.zeros(1, 50_257, dtype=torch.bool),
+        output_counts=torch.zeros(1, 50_257, dtype=torch.int32),
+        bias_token_ids=torch.zeros(1, 3, dtype=torch.int32),
+        bias=torch.zeros(1, 3),
+        num_logprobs=3,
+    )
+    with record_launches(sampler, "_scan_kernel", "_choose_kernel") as launches:
+        sampler.sample(logits, everything)
+    assert len(launches) == 2
+    for recorded in launches:
+        compile_launch(overlapped(recorded, capability), capability)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("stride", "is_aligned"), [(50_304, True), (50_257, False)])
+def test_aligned_logits_are_loaded_four_at_a_time(capability: int, stride: int, is_aligned: bool) -> None:
+    logits = torch.zeros(2, stride)[:, :50_257]
+    with record_launches(sampler, "_scan_kernel", "_choose_kernel") as launches:
+        sampler.sample(logits, sampling_cases.make_params(2))
+    resources = compile_launch(overlapped(launches[0], capability), capability)
+    assert resources.spill_bytes == 0
+    assert ("ld.global.v4" in resources.ptx) == is_aligned

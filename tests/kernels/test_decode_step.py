@@ -1,0 +1,210 @@
+"""The two ends of a decode step against loops over the rows that say what each tensor must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rose_backend.errors import ShapeError
+from rose_backend.kernels import advance_rows
+from rose_backend.kernels.arguments import DecodeGroups
+from rose_backend.kernels.decode_step.ops import begin_steady_decode, end_steady_decode, write_block_ids
+from tests.support.decode_steps import (
+    BLOCK_SIZES,
+    NUM_SLOTS,
+    Case,
+    assert_equal,
+    check_begin,
+    check_end,
+    check_groups,
+    copy_of_groups,
+    make_case,
+    random_writes,
+)
+from tests.support.implementations import Implementation
+
+each_block_sizes = pytest.mark.parametrize("block_sizes", BLOCK_SIZES.values(), ids=BLOCK_SIZES)
+SHAPES = [(0, 0), (1, 1), (1, 4), (3, 3), (5, 8), (0, 3), (2, 200), (9, 512)]
+"""Requests and rows; with the second but last kernels count more rows than a tile has."""
+
+
+def groups_here(case: Case) -> DecodeGroups:
+    """Return the case's groups with the addresses of this process."""
+    return DecodeGroups(*case.groups.groups)
+
+
+def begin(case: Case) -> None:
+    begin_steady_decode(case.slots, case.state, case.inputs, groups_here(case), padding_slot=NUM_SLOTS)
+
+
+def end(case: Case) -> None:
+    end_steady_decode(case.slots, case.tokens, case.state)
+
+
+def write(writes: torch.Tensor, case: Case) -> None:
+    write_block_ids(writes, groups_here(case))
+
+
+def check_both_ends(call: Implementation, case: Case) -> None:
+    before = case.copy()
+    call(begin, case)
+    check_begin(before, case)
+    before = case.copy()
+    call(end, case)
+    check_end(before, case)
+    assert_equal(case.inputs, before.inputs)
+
+
+@each_block_sizes
+def test_both_ends_of_a_step(implementation: Implementation, block_sizes: Sequence[int]) -> None:
+    for num_requests, num_rows in SHAPES:
+        if num_rows <= 200 or implementation.name == "gpu":
+            case = make_case(num_requests, num_rows, block_sizes=block_sizes, device=implementation.device)
+            check_both_ends(implementation, case)
+
+
+@each_block_sizes
+@pytest.mark.parametrize("num_writes", [0, 1, 40])
+def test_block_ids_go_to_their_groups(
+    implementation: Implementation, num_writes: int, block_sizes: Sequence[int]
+) -> None:
+    # Seven groups of 40 are more than a program's.
+    case = make_case(2, 3, block_sizes=block_sizes, device=implementation.device)
+    writes, expected = random_writes(case, num_writes)
+    implementation(write, writes, case)
+    check_groups(case.groups, expected)
+
+
+def test_outputs_need_not_be_counted(implementation: Implementation) -> None:
+    for num_requests, num_rows in ((2, 3), (3, 5)):
+        case = make_case(num_requests, num_rows, counts=False, device=implementation.device)
+        check_both_ends(implementation, case)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_tables_wider_than_a_tile(implementation: Implementation, num_groups: int) -> None:
+    case = make_case(3, 5, block_sizes=[16] * num_groups, device=implementation.device)
+    table = torch.arange(NUM_SLOTS * 2500).to(case.state.token_ids).view(NUM_SLOTS, 2500)
+    step_table = table.new_full((7, 2500), 5)
+    case.groups = copy_of_groups(case.groups, state_table=table, block_table=step_table, block_size=1)
+    # With tables of its own for each group.
+    case.groups = copy_of_groups(case.groups)
+    case.state.num_computed_tokens[case.slots[:3]] = table.new_tensor([1100, 2499, 1024])
+    before = case.copy()
+    implementation(begin, case)
+    check_begin(before, case)
+
+
+@pytest.mark.parametrize(
+    "writes",
+    [
+        torch.zeros(2, 3, dtype=torch.int32),
+        torch.zeros(3, 2, dtype=torch.int64),
+        torch.zeros(2, dtype=torch.int64),
+    ],
+    ids=["int32", "three rows", "one dimension"],
+)
+def test_other_writes_are_refused(writes: torch.Tensor) -> None:
+    with pytest.raises(ShapeError, match="writes"):
+        write_block_ids(writes, make_case(1, 1).groups)
+
+
+def test_steps_follow_each_other() -> None:
+    case = make_case(4, 5)
+    case.state.num_computed_tokens.fill_(14)
+    case.state.total_lens.fill_(15)
+    seen = []
+    for step in range(5):
+        case.begin()
+        seen.append(case.inputs.input_ids[:4].tolist())
+        assert case.inputs.positions[:4].tolist() == [14 + step] * 4
+        end_steady_decode(case.slots, case.tokens + step, case.state)
+    assert seen[1:] == [(case.tokens[:4] + step).tolist() for step in range(4)]
+
+
+@pytest.mark.parametrize(("owner", "name"), [("inputs", "positions"), ("state", "last_tokens")])
+def test_wrong_tensors_are_refused(owner: str, name: str) -> None:
+    case = make_case(2, 3)
+    tensors = getattr(case, owner)
+    wrong = getattr(tensors, name)[..., :1].bool()
+    with pytest.raises(ShapeError, match=name):
+        replace(case, **{owner: replace(tensors, **{name: wrong})}).begin()
+
+
+@pytest.mark.parametrize("name", ["state_table", "block_table", "slot_mapping", "num_computed_tokens"])
+def test_wrong_tensors_of_a_group_are_refused(name: str) -> None:
+    case = make_case(2, 3, block_sizes=(16, 16))
+    right, last = case.groups.groups
+    wrong = replace(last, **{name: getattr(last, name)[..., :1].bool()})
+    with pytest.raises(ShapeError, match="of group 1"):
+        replace(case, groups=DecodeGroups(right, wrong)).begin()
+
+
+LENGTHS = [7, -1, 0, 300, -1]
+
+
+def state(device: str = "cpu") -> dict[str, torch.Tensor]:
+    num_computed = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
+    positions = num_computed.clamp(min=0).long()
+    return {
+        "token_ids": torch.tensor([11, 12, 13, 14, 15], device=device),
+        "input_ids": torch.zeros_like(positions),
+        "num_computed_tokens": num_computed,
+        "positions": positions,
+        "draw_positions": positions + 1,
+        "history": positions.new_full((4, 6), -1),
+        "step_index": torch.tensor([9], device=device),
+    }
+
+
+def test_advance(implementation: Implementation) -> None:
+    tensors = state(implementation.device)
+    implementation(advance_rows, **tensors)
+    assert tensors["input_ids"].tolist() == [11, 12, 13, 14, 15]
+    assert tensors["num_computed_tokens"].tolist() == [8, -1, 1, 301, -1]
+    assert tensors["positions"].tolist() == [8, 0, 1, 301, 0]
+    assert tensors["draw_positions"].tolist() == [9, 1, 2, 302, 1]
+    assert tensors["step_index"].tolist() == [10]
+    expected = torch.full((4, 6), -1)
+    expected[9 % 4, :5] = tensors["token_ids"]
+    assert torch.equal(tensors["history"].cpu(), expected)
+
+
+@pytest.mark.parametrize("name", ["num_computed_tokens", "history"])
+def test_advance_refuses_other_types(name: str) -> None:
+    tensors: dict[str, Any] = state()
+    tensors[name] = tensors[name].float()
+    with pytest.raises(ShapeError, match=name):
+        advance_rows(**tensors)
+
+
+@pytest.mark.gpu
+@each_block_sizes
+def test_replays_follow_the_slots(block_sizes: tuple[int, ...]) -> None:
+    """A graph captured without any request serves whatever requests its rows are given later."""
+    case = make_case(0, 6, block_sizes=block_sizes, device="cuda")
+    case.begin()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        case.begin()
+        end_steady_decode(case.slots, case.tokens, case.state)
+    twin = make_case(0, 6, block_sizes=block_sizes)
+    twin.begin()
+    for each in (case, twin):
+        each.state.num_computed_tokens.clamp_(max=100)
+        each.state.total_lens.clamp_(max=101)
+    for slots in ([3, 1, -1, -1, -1, -1], [3, 1, 7, 0, 8, 2], [1, -1, -1, -1, -1, -1]):
+        for each in (case, twin):
+            each.slots.copy_(torch.tensor(slots))
+        graph.replay()
+        twin.begin()
+        end_steady_decode(twin.slots, twin.tokens, twin.state)
+        replayed = case.tensors()
+        for name, tensor in twin.tensors().items():
+            if isinstance(tensor, torch.Tensor):
+                assert torch.equal(replayed[name].cpu(), tensor), (slots, name)

@@ -1,0 +1,325 @@
+"""The MLP of a mixture of experts: separate operations in float64, within twice plain torch's own error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from rose_backend.errors import ShapeError
+from rose_backend.kernels import Experts, expert_mlp
+from rose_backend.kernels.captured_graphs import Workspace, current_workspace
+from rose_backend.kernels.experts import expert_mlp as gpu
+from rose_backend.kernels.linear.ops import row_moments
+from tests.support.expert_cases import Case, make_case
+from tests.support.implementations import DTYPES, INTERPRETER, Implementation, each_dtype, kernels_only
+
+FLOAT32, HALF, _ = DTYPES
+
+
+def launch(case: Case, cuts: tuple[dict[str, Any], dict[str, Any]] | None = None) -> tuple[torch.Tensor, ...]:
+    """Return the result and its moments, memory that the launcher allocates being full of NaN.
+
+    ``cuts`` are of the kernels' two products; None calls the public function.
+    """
+    width, device = case.x.shape[1], case.x.device
+    out = torch.full((len(case.x), width + 7), float("nan"), dtype=case.x.dtype, device=device)
+    x_moments = None if case.rms_eps is None else row_moments(case.x)
+    options = {
+        "residual": case.residual,
+        "rms_eps": case.rms_eps,
+        "x_moments": x_moments,
+        "out": out[:, :width],
+    }
+    torch.use_deterministic_algorithms(True)
+    try:
+        if cuts is None:
+            result, moments = expert_mlp(case.x, case.router_logits, case.experts, **options)
+            assert result is options["out"]
+        else:
+            configs = gpu.ExpertConfig(**cuts[0]), gpu.ExpertConfig(**cuts[1])
+            moments = gpu.expert_mlp(case.x, case.router_logits, case.experts, **options, configs=configs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert out[:, width:].isnan().all()
+    assert not gpu._counts_on(device).any(), "the next call finds them"
+    return out[:, :width], moments
+
+
+def cut(block_m: int, block_n: int, block_k: int, **options: bool) -> dict[str, Any]:
+    return dict(block_m=block_m, block_n=block_n, block_k=block_k, num_stages=2, **options)
+
+
+LEFT = {"weights_left": True}
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 40])
+@pytest.mark.parametrize("options", [{}, {"norm": True}, {"renormalize": False, "residual": False}], ids=str)
+@each_dtype
+def test_values(
+    implementation: Implementation, dtype: torch.dtype, options: dict[str, bool], num_tokens: int
+) -> None:
+    case = make_case(num_tokens, dtype=dtype, device=implementation.device, **options)
+    before = case.x.clone()
+    case.check(*implementation(launch, case))
+    assert torch.equal(case.x, before)
+
+
+def test_results_may_replace_the_residual_or_x() -> None:
+    case = make_case(5)
+    expected, _ = expert_mlp(case.x, case.router_logits, case.experts, residual=case.x)
+    for out in (case.x.clone(), case.x):
+        actual, _ = expert_mlp(case.x, case.router_logits, case.experts, residual=case.x, out=out)
+        assert actual is out and torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("top_k", [1, 6])
+def test_a_token_may_take_one_expert_or_all(implementation: Implementation, top_k: int) -> None:
+    case = make_case(4, top_k=top_k, device=implementation.device)
+    case.check(*implementation(launch, case))
+
+
+def test_all_tokens_of_one_expert_and_ties(implementation: Implementation) -> None:
+    case = make_case(40, num_experts=7, top_k=1, device=implementation.device)
+    for logits in (0.0, 30.0):
+        case.router_logits[:, 5] = logits
+        case.router_logits[:, :5] = case.router_logits[:, 6:] = 0.0
+        case.check(*implementation(launch, case))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, HALF], ids=str)
+def test_large_logits_of_either_sign(implementation: Implementation, dtype: torch.dtype) -> None:
+    case = make_case(20, num_experts=7, top_k=3, dtype=dtype, renormalize=False, device=implementation.device)
+    case.router_logits[:10] -= 40_000
+    case.router_logits[10:] += 40_000
+    case.check(*implementation(launch, case))
+
+
+@kernels_only
+def test_a_token_that_is_not_a_number_spoils_no_other(implementation: Implementation) -> None:
+    case = make_case(50, num_experts=13, top_k=5, dtype=HALF, device=implementation.device)
+    expected, _ = implementation(launch, case)
+    case.x[3], case.router_logits[3] = float("nan"), float("nan")
+    case.router_logits[4] = float("-inf")
+    actual, _ = implementation(launch, case)
+    others = [token for token in range(50) if token not in (3, 4)]
+    assert torch.equal(actual[others], expected[others])
+    assert actual[3].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_k": 7}, "top_k: expected 1 to 6, got 7"),
+        ({"top_k": 0}, "top_k: expected 1 to 6, got 0"),
+        ({"narrow": torch.zeros(6, 72, 39)}, "widen: expected 78 rows of each expert, got 80"),
+        ({"narrow": torch.zeros(5, 72, 40)}, "narrow: expected X=6, got 5"),
+        ({"narrow": torch.zeros(6, 72, 40).half()}, "narrow: expected dtype torch.float32 as x"),
+        ({"narrow": torch.zeros(6, 40, 72).mT}, "narrow: expected a contiguous tensor"),
+    ],
+)
+def test_wrong_experts_are_refused(change: dict[str, Any], message: str) -> None:
+    case = make_case(3)
+    with pytest.raises(ShapeError, match=message.replace("[", r"\[")):
+        expert_mlp(case.x, case.router_logits, replace(case.experts, **change))
+
+
+def test_other_wrong_arguments_are_refused() -> None:
+    case = make_case(3)
+    arguments = (case.x, case.router_logits, case.experts)
+    with pytest.raises(ShapeError, match="router_logits: expected T=3, got 2"):
+        expert_mlp(case.x, case.router_logits[:2], case.experts)
+    with pytest.raises(ShapeError, match="residual: expected E=72, got 71"):
+        expert_mlp(*arguments, residual=torch.zeros(3, 71))
+    with pytest.raises(ShapeError, match="x_moments: expected contiguous"):
+        expert_mlp(*arguments, x_moments=torch.zeros(3, 2, 3))
+    many = make_case(1, num_experts=1025, width=2, inner=1)
+    with pytest.raises(ShapeError, match="at most 1024 experts, got 1025"):
+        expert_mlp(many.x, many.router_logits, many.experts)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 50])
+@pytest.mark.parametrize(
+    "cuts", [(cut(16, 16, 32), cut(8, 32, 64, **LEFT)), (cut(8, 32, 16, **LEFT), cut(32, 64, 128))]
+)
+def test_tiles_of_other_sizes_agree(cuts: tuple[dict[str, Any], ...], num_tokens: int) -> None:
+    case = make_case(num_tokens, num_experts=5, top_k=3, width=600, inner=24, dtype=HALF, norm=True)
+    case.check(*INTERPRETER(launch, case, cuts))
+
+
+@pytest.mark.parametrize("num_tokens", [2, 30])
+def test_weights_copied_by_the_tensor_memory_accelerator(num_tokens: int) -> None:
+    # Behind the last column of an expert are another expert's, behind the last expert nothing.
+    case = make_case(num_tokens, num_experts=3, width=72, inner=40, dtype=HALF)
+    tma = {"use_tma": True}
+    case.check(*INTERPRETER(launch, case, (cut(16, 32, 32, **tma), cut(16, 64, 32, **LEFT, **tma))))
+
+
+def addresses_of_counts() -> list[int]:
+    found = []
+    for num_experts in (4, 900):
+        launch(make_case(20, num_experts, width=16, inner=8))
+        found.append(gpu._counts_on(torch.device("cpu")).data_ptr())
+    return found
+
+
+def test_a_model_with_more_experts_leaves_captured_graphs_their_counters() -> None:
+    first, second = INTERPRETER(addresses_of_counts)
+    assert first == second
+
+
+def launch_beside_another(case: Case, other: Case) -> tuple[torch.Tensor, ...]:
+    """Launch one engine's experts, and a whole call of another engine's behind each launch of its first three."""
+    another, num_launches = Workspace(), 0
+
+    def interrupt(original: Callable[..., None]) -> Callable[..., None]:
+        def interrupted(*args: Any, **options: Any) -> None:
+            nonlocal num_launches
+            original(*args, **options)
+            if current_workspace() is not another:
+                num_launches += 1
+                with another:
+                    other.check(*launch(other))
+
+        return interrupted
+
+    with (
+        mock.patch.object(gpu, "choose_experts", interrupt(gpu.choose_experts)),
+        mock.patch.object(gpu, "_product", interrupt(gpu._product)),
+        Workspace(),
+    ):
+        result = launch(case)
+    assert num_launches == 3
+    return result
+
+
+def test_another_engine_may_launch_between_the_launches_of_one() -> None:
+    case, other = make_case(40), make_case(7, num_experts=9, norm=True)
+    case.check(*INTERPRETER(launch_beside_another, case, other))
+
+
+def counts_behind_a_failure() -> torch.Tensor:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with mock.patch.object(gpu, "_product", fail), pytest.raises(RuntimeError, match="out of memory"):
+        launch(make_case(20))
+    return gpu._counts_on(torch.device("cpu"))
+
+
+def programs_that_counted(case: Case, cuts: tuple[dict[str, Any], dict[str, Any]]) -> list[int]:
+    """Return how many programs of the first product have stored their results, by expert."""
+    product, found = gpu._product, []
+
+    def first_only(*arguments: Any) -> None:
+        if not found:
+            product(*arguments)
+            found.append(gpu._counts_on(torch.device("cpu"))[gpu.MAX_EXPERTS :].tolist())
+
+    with mock.patch.object(gpu, "_product", first_only):
+        launch(case, cuts)
+    return found[0][: len(case.experts.widen)]
+
+
+def test_programs_of_the_first_product_count_themselves() -> None:
+    case = make_case(40, num_experts=4, top_k=1, width=40, inner=24)
+    case.router_logits.zero_()
+    case.router_logits[:33, 2] = case.router_logits[33:, 3] = 1.0
+    # 33 tokens are three tiles of 16 rows, 24 columns two of 16.
+    assert INTERPRETER(programs_that_counted, case, (cut(16, 16, 32), cut(8, 32, 64))) == [0, 0, 6, 2]
+
+
+def test_a_kernel_that_fails_leaves_no_counts_to_the_next_call() -> None:
+    assert not INTERPRETER(counts_behind_a_failure).any()
+
+
+# On a GPU at the sizes of models: every number of tokens, repeats, graphs, far addresses.
+
+QWEN3_30B = {"num_experts": 128, "top_k": 8, "width": 2048, "inner": 768}
+ODD = {"num_experts": 13, "top_k": 5, "width": 1032, "inner": 136}
+NUM_TOKENS = [1, 2, 3, 8, 16, 33, 128, 129, 256, 600, 2100]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [QWEN3_30B, ODD], ids=["Qwen3 30B-A3B", "odd"])
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+def test_every_number_of_tokens(
+    num_tokens: int, shape: dict[str, int], dtype: torch.dtype, norm: bool
+) -> None:
+    case = make_case(num_tokens, dtype=dtype, norm=norm, device="cuda", **shape)
+    first = launch(case)
+    case.check(*first)
+    # Which program lists a token first changes nothing.
+    for _ in range(5):
+        assert all(map(torch.equal, launch(case), first))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_tma", [False, True])
+@pytest.mark.parametrize("num_tokens", [2, 200])
+@pytest.mark.parametrize("sizes", [(16, 64, 64), (64, 64, 64), (128, 128, 32)], ids=str)
+def test_every_kind_of_tile(sizes: tuple[int, int, int], num_tokens: int, use_tma: bool) -> None:
+    case = make_case(num_tokens, dtype=torch.bfloat16, norm=True, device="cuda", **ODD)
+    for options in ({}, LEFT):
+        cuts = (cut(*sizes, use_tma=use_tma, **options),) * 2
+        case.check(*launch(case, cuts))
+
+
+def replayed(case: Case) -> tuple[torch.Tensor, ...]:
+    """Return what a captured graph of two calls in a row makes of the case, behind another one's replay."""
+    arguments = (case.x, case.router_logits, case.experts)
+
+    def twice() -> tuple[torch.Tensor, ...]:
+        hidden, moments = expert_mlp(*arguments, residual=case.residual)
+        return expert_mlp(
+            hidden, *arguments[1:], residual=hidden, out=hidden, rms_eps=1e-5, x_moments=moments
+        )
+
+    expected = [tensor.clone() for tensor in twice()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = twice()
+    for tensor in results:
+        tensor.fill_(float("nan"))
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, results, expected))
+    return results
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 2, 64, 256])
+def test_graphs_replay_what_was_launched(num_tokens: int) -> None:
+    results = replayed(make_case(num_tokens, dtype=torch.bfloat16, device="cuda", **QWEN3_30B))
+    assert results[0].isfinite().all()
+
+
+@pytest.mark.gpu
+def test_weights_past_2_to_the_31_elements() -> None:
+    num_experts, width, inner = 1024, 2048, 768
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def random(*shape: int, scale: float) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float16, device="cuda").normal_(0, scale, generator=generator)
+
+    experts = Experts(
+        random(num_experts, 2 * inner, width, scale=width**-0.5),
+        random(num_experts, width, inner, scale=inner**-0.5),
+        2,
+        True,
+    )
+    assert experts.widen.numel() > 2**31
+    for num_tokens in (2, 40):
+        logits = torch.zeros(num_tokens, num_experts, dtype=torch.float16, device="cuda")
+        logits[:, -2:] = random(num_tokens, 2, scale=1.0) + 20
+        case = Case(random(num_tokens, width, scale=1.0), logits, experts, None, None)
+        last = Experts(experts.widen[-2:].clone(), experts.narrow[-2:].clone(), 2, True)
+        alone = Case(case.x, logits[:, -2:].contiguous(), last, None, None)
+        alone.check(*launch(case))

@@ -1,0 +1,111 @@
+"""The kernel of small-batch products, compiled with the configurations that are chosen for models' shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rose_backend.kernels.linear import small_batch_linear as gpu
+from tests.support.aot import SHARED_BYTES, compile_launch, compiles, record_launches
+from tests.support.linear_cases import GATED_SHAPES, SHAPES, make_case, overlapping
+
+HALF, FLOAT32 = torch.float16, torch.float32
+# With the tensor memory accelerator, all that an H200 or a B200 has.
+MOST_SHARED_BYTES = {80: SHARED_BYTES, 90: 227 << 10, 100: 227 << 10}
+COMPILED = [(rows, *shape, HALF) for rows in (4, 32, 128, 256) for shape in SHAPES[rows in (4, 128) :: 2]]
+COMPILED += [(4, *SHAPES[0], FLOAT32), (64, *SHAPES[3], FLOAT32)]
+COMPILED += [
+    (rows, *shape, HALF) for rows in (4, 32, 128, 256) for shape in GATED_SHAPES[rows in (4, 128) :: 2]
+]
+COMPILED += [(4, *GATED_SHAPES[1], FLOAT32)]
+# Llama 3.1 8B, Mistral 7B, Llama 3.2 1B twice, Llama 3.1 8B, Qwen3 0.6B, and Qwen3 30B-A3B twice.
+WIDE_SHAPES = [
+    (4096, 6144, "rms nobias"),
+    (4096, 14_336, "rms gated nobias"),
+    (2048, 16_384, "rms gated nobias"),
+    (8192, 2048, "nobias residual"),
+    (14_336, 4096, "nobias residual"),
+    (2048, 1024, "nobias residual"),
+    (2048, 5120, "rms nobias"),
+    (4096, 2048, "nobias residual"),
+]
+COMPILED += [
+    (rows, *shape, HALF) for rows in (1, 2, 8, 32, 64, 128, 256) for shape in WIDE_SHAPES[rows % 3 == 2 :: 2]
+]
+
+
+@compiles("small_batch_linear_kernel")
+@pytest.mark.parametrize(
+    ("rows", "shape"),
+    [
+        (1, SHAPES[0]),
+        (16, SHAPES[3]),
+        (32, SHAPES[3]),
+        (64, SHAPES[3]),
+        (64, SHAPES[2]),
+        (16, GATED_SHAPES[0]),
+        (4, GATED_SHAPES[1]),
+        (32, GATED_SHAPES[1]),
+        (32, GATED_SHAPES[2]),
+        (32, WIDE_SHAPES[4]),
+        (64, GATED_SHAPES[1]),
+    ],
+)
+def test_compiles_without_spills(rows: int, shape: tuple[int, int, str], capability: int) -> None:
+    compile_chosen_cut(capability, rows, *shape, HALF)
+
+
+@pytest.mark.parametrize(("rows", "depth", "columns", "parts", "dtype"), COMPILED)
+def test_the_chosen_cuts_compile_without_spills(
+    rows: int, depth: int, columns: int, parts: str, dtype: torch.dtype
+) -> None:
+    compile_chosen_cut(90, rows, depth, columns, parts, dtype)
+
+
+def test_moments_in_many_parts_compile_without_spills() -> None:
+    compile_chosen_cut(90, 64, 2048, 4096, "rms gated nobias", FLOAT32, num_x_parts=1024)
+
+
+def compile_chosen_cut(
+    capability: int,
+    rows: int,
+    depth: int,
+    columns: int,
+    parts: str,
+    dtype: torch.dtype,
+    *,
+    num_x_parts: int = 16,
+) -> None:
+    case = make_case(rows, depth, columns, parts, dtype, has_values=False)
+    x, out = (
+        case.x.clone(memory_format=torch.contiguous_format),
+        torch.empty((rows, case.num_outputs), dtype=dtype),
+    )
+    exact = dtype is torch.float32
+    with record_launches(gpu, "small_batch_linear_kernel") as launches, overlapping(capability >= 90):
+        gpu.small_batch_linear(
+            x,
+            case.layer,
+            gelu=case.gelu,
+            residual=case.residual,
+            out=out,
+            x_moments=torch.empty(rows, 2, num_x_parts) if case.norm else None,
+            with_moments=case.residual is not None,
+            config=gpu.choose_config(
+                rows,
+                columns,
+                depth,
+                exact=exact,
+                can_use_tma=capability >= 90,
+                has_tensor_memory=capability >= 100,
+            ),
+        )
+    cut, lines = launches[0].arguments, launches[0].arguments["PREFETCH"]
+    ahead = gpu.lines_ahead(
+        cut["DEPTH"] * x.element_size(), cut["BLOCK_N"], -(-columns // cut["BLOCK_N"]) * cut["SPLIT_K"]
+    )
+    assert lines == (ahead if capability >= 90 else 0)
+    resources = compile_launch(launches[0], capability)
+    assert resources.spill_bytes == 0
+    assert resources.shared_bytes <= MOST_SHARED_BYTES[capability]
+    assert ("griddepcontrol.wait" in resources.ptx) == (capability >= 90)

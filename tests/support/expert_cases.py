@@ -1,0 +1,88 @@
+"""Random calls of the MLP of a mixture of experts, and what comes of them, one expert after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from rose_backend.kernels import Experts
+from rose_backend.kernels.linear.ops import row_moments
+from tests.support.error_budget import assert_within_budget
+
+EPS = 1e-5
+
+
+@dataclass
+class Case:
+    """Arguments, and what comes of them, one expert after the other."""
+
+    x: torch.Tensor
+    router_logits: torch.Tensor
+    experts: Experts
+    residual: torch.Tensor | None
+    rms_eps: float | None
+
+    def by_hand(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the result of separate operations in ``dtype``."""
+        x = self.x.to(dtype)
+        normed = x if self.rms_eps is None else F.rms_norm(x, x.shape[1:], eps=self.rms_eps)
+        logits = self.router_logits.double()
+        chosen = torch.zeros_like(logits, dtype=torch.bool)
+        for row, marks in zip(logits.tolist(), chosen, strict=True):
+            # Python's sort keeps the order of equals.
+            marks[sorted(range(len(row)), key=lambda index: -row[index])[: self.experts.top_k]] = True
+        weights = torch.softmax(logits, 1) * chosen
+        if self.experts.renormalize:
+            weights /= weights.sum(1, keepdim=True)
+        result = torch.zeros_like(x)
+        for expert, takes in enumerate(chosen.T):
+            # One expert at a time in float64: all of Qwen3 30B-A3B's take 5 GB.
+            widen, narrow = self.experts.widen[expert].to(dtype), self.experts.narrow[expert].to(dtype)
+            gate, factor = (normed[takes] @ widen.T).chunk(2, 1)
+            output = (F.silu(gate) * factor) @ narrow.T
+            result[takes] += output * weights[takes, expert].to(dtype)[:, None]
+        return result if self.residual is None else result + self.residual.to(dtype)
+
+    def check(self, actual: torch.Tensor, moments: torch.Tensor) -> None:
+        """Hold a result to the budget, and its moments to what they are of."""
+        assert actual.dtype == self.x.dtype
+        assert_within_budget(actual, self.by_hand(torch.float64), self.by_hand(self.x.dtype))
+        torch.testing.assert_close(moments.sum(2), row_moments(actual)[:, :, 0], rtol=1e-4, atol=1e-3)
+
+
+def make_case(
+    num_tokens: int,
+    num_experts: int = 6,
+    top_k: int = 2,
+    width: int = 72,
+    inner: int = 40,
+    dtype: torch.dtype = torch.float32,
+    *,
+    renormalize: bool = True,
+    residual: bool = True,
+    norm: bool = False,
+    device: str = "cpu",
+    has_values: bool = True,
+) -> Case:
+    """Return random arguments, or some that were never written; ``x`` and the residual are views of wider rows."""
+    generator = torch.Generator(device).manual_seed(num_tokens + num_experts)
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        if not has_values:
+            return torch.empty(shape, dtype=dtype, device=device)
+        return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
+
+    return Case(
+        random(num_tokens, width + 5)[:, :width],
+        random(num_tokens, num_experts),
+        Experts(
+            random(num_experts, 2 * inner, width, scale=width**-0.5),
+            random(num_experts, width, inner, scale=inner**-0.5),
+            top_k,
+            renormalize,
+        ),
+        random(num_tokens, width + 3)[:, :width] if residual else None,
+        EPS if norm else None,
+    )

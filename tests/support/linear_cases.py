@@ -1,0 +1,128 @@
+"""Random products of a few rows with what stands around them in a layer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+from rose_backend.kernels import pack_linear
+from rose_backend.kernels.arguments import PackedLinear
+from tests.support.error_budget import assert_within_budget
+
+EPS = 1e-5
+
+
+@dataclass
+class Case:
+    """Random inputs of one product; ``bias``, ``norm``, ``residual`` are None where the product has none."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    norm: tuple[torch.Tensor, torch.Tensor | None] | None
+    residual: torch.Tensor | None
+    gelu: bool
+    gated: bool
+
+    @property
+    def layer(self) -> PackedLinear:
+        """Return the packed layer, a new one each time."""
+        norm_weight, norm_bias = self.norm or (None, None)
+        return pack_linear(
+            self.weight, self.bias, norm_weight=norm_weight, norm_bias=norm_bias, eps=EPS, gated=self.gated
+        )
+
+    @property
+    def num_outputs(self) -> int:
+        """Columns of the result."""
+        return len(self.weight) // (2 if self.gated else 1)
+
+    def plain(self, dtype: torch.dtype) -> torch.Tensor:
+        """Compute with separate torch operations in ``dtype``."""
+        x = self.x.to(dtype)
+        if self.norm is not None and self.norm[1] is None:
+            x = x * (x.square().mean(1, keepdim=True) + EPS).rsqrt() * self.norm[0].to(dtype)
+        elif self.norm is not None:
+            x = F.layer_norm(x, (x.shape[1],), self.norm[0].to(dtype), self.norm[1].to(dtype), EPS)
+        y = F.linear(x, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        if self.gated:
+            y = F.silu(y[:, : self.num_outputs]) * y[:, self.num_outputs :]
+        if self.gelu:
+            y = F.gelu(y, approximate="tanh")
+        return y if self.residual is None else y + self.residual.to(dtype)
+
+    def check(self, actual: torch.Tensor) -> None:
+        """Hold a result to the budget."""
+        assert_within_budget(actual, self.plain(torch.float64), self.plain(self.x.dtype))
+
+
+def make_case(
+    rows: int,
+    depth: int,
+    columns: int,
+    parts: str,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    *,
+    has_values: bool = True,
+) -> Case:
+    """Return random arguments, or some that were never written.
+
+    ``parts`` names what the product carries: any of "norm" or "rms", "gelu" or "gated", "residual" and "nobias".
+    """
+    generator = torch.Generator().manual_seed(rows * 1000 + depth + columns)
+
+    def random(*shape: int, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+        if not has_values:
+            return torch.empty(shape, dtype=dtype, device=device)
+        values = torch.randn(shape, generator=generator) * scale + shift
+        return values.to(device=device, dtype=dtype)
+
+    gated = "gated" in parts
+    columns += columns % 2 if gated else 0
+    return Case(
+        # A mean that is not zero, and rows of a wider tensor.
+        x=random(rows, depth + 3, scale=2.0, shift=0.7)[:, :depth],
+        weight=random(columns, depth, scale=depth**-0.5),
+        bias=None if "nobias" in parts else random(columns),
+        norm=(random(depth, shift=1.0, scale=0.3), random(depth) if "norm" in parts else None)
+        if "norm" in parts or "rms" in parts
+        else None,
+        residual=random(rows, columns + 5)[:, : columns // (2 if gated else 1)]
+        if "residual" in parts
+        else None,
+        gelu="gelu" in parts,
+        gated=gated,
+    )
+
+
+PARTS = ["", "norm", "norm gelu", "residual", "gelu residual", "norm residual"]
+# Of models without LayerNorm: a bias is where Qwen2 has one.
+GATED_PARTS = [
+    "nobias",
+    "rms",
+    "rms nobias",
+    "rms gated nobias",
+    "nobias residual",
+    "norm nobias gated residual",
+]
+
+
+@contextlib.contextmanager
+def overlapping(use_pdl: bool | None) -> Iterator[None]:
+    """Let launches overlap or not; None: where the device can."""
+    from rose_backend.kernels.linear import small_batch_linear as gpu
+
+    can = gpu.has_dependent_launch
+    with mock.patch.object(gpu, "has_dependent_launch", can if use_pdl is None else lambda device: use_pdl):
+        yield
+
+
+SHAPES = [(768, 2304, "norm"), (768, 768, "residual"), (768, 3072, "norm gelu"), (3072, 768, "residual")]
+# Qwen3 0.6B.
+GATED_SHAPES = [(1024, 4096, "rms nobias"), (1024, 6144, "rms gated nobias"), (3072, 1024, "nobias residual")]
