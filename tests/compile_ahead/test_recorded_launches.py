@@ -13,12 +13,12 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
 from rose_backend import kernels
 from rose_backend.compile_ahead import recorded_launches
 from rose_backend.compile_ahead.pool import CompilationPool, watch_compilations
-from rose_backend.compile_ahead.recorded_launches import record_launches
+from rose_backend.compile_ahead.recorded_launches import called_functions, record_launches, settle_cache_keys
 from rose_backend.kernels.gpu_properties import GpuProperties, is_recording, meta_stands_for
 
 H100 = GpuProperties((9, 0), 132)
@@ -234,3 +234,18 @@ def test_recordings_of_two_threads_leave_triton_as_it_was() -> None:
         thread.join()
     assert seen == [recorded_launches._RecordingDriver, type(active)]
     assert JITFunction._do_compile is compile_one and driver._active is active
+
+
+def test_keys_of_called_functions_are_computed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, order = JITCallable.cache_key.fget, []
+
+    def compute_and_note(function: JITCallable) -> str:
+        order.append(function)
+        return compute(function)
+
+    monkeypatch.setattr(JITCallable, "cache_key", property(compute_and_note))
+    settle_cache_keys()
+    first = {id(function): place for place, function in reversed([*enumerate(order)])}
+    calls = [(id(caller), id(called)) for caller in order for called in called_functions(caller)]
+    assert len(calls) > 100
+    assert all(first[called] < first[caller] for caller, called in calls)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton import knobs
 
 from rose_backend import kernels
 from rose_backend.compile_ahead import pool as compilation_pool
@@ -22,8 +23,10 @@ from rose_backend.compile_ahead.pool import (
     CompiledKernel,
     CompleteStarts,
     check_cache_is_writable,
+    watch_compilations,
 )
 from rose_backend.compile_ahead.recorded_launches import KernelSource, record_launches
+from rose_backend.compile_ahead.server import compile_source
 from rose_backend.errors import ConfigError
 from rose_backend.kernels.gpu_properties import GpuProperties
 
@@ -225,3 +228,17 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch
     ):
         check_cache_is_writable()
     CompleteStarts("gpt2").note([])  # a start that has everything does not need it
+
+
+def test_compilations_are_seen_inside_the_block_only(
+    source: KernelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **details: heard.append(src.name))
+    with watch_compilations() as seen:
+        compile_source(source)
+        compile_source(source)
+    assert seen.names == heard == [source.name] * 2
+    assert seen.compiled == [source.name] and 0 < seen.seconds < 100, "the second one comes from the disk"
+    compile_source(source)
+    assert len(seen.names) == 2 and len(heard) == 3
