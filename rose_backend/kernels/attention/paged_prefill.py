@@ -469,12 +469,12 @@ def _attend_chunk(
 def _start_state(sinks_ptr, head, SIZES: tl.constexpr, TILES: tl.constexpr):
     """Return the state before anything was attended but the head's sink."""
     top = tl.full([TILES.QUERY_TILE], NO_LOGIT, tl.float32)
-    total = tl.zeros([TILES.QUERY_TILE], tl.float32)
+    total = tl.full([TILES.QUERY_TILE], 0.0, tl.float32)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head) * LOG2_E
         top = tl.maximum(top, sink)
         total = tl.exp2(sink - top)
-    return top, total, tl.zeros([TILES.QUERY_TILE, SIZES.HEAD_TILE], tl.float32)
+    return top, total, tl.full([TILES.QUERY_TILE, SIZES.HEAD_TILE], 0.0, tl.float32)
 
 
 @triton.jit(
