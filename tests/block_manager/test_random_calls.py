@@ -178,9 +178,9 @@ STATES_PATHS = {
 }
 # Settings, their share of all calls, the paths, and the number of mistakes that can be made.
 GROUPS = {
-    "one kind": (ONE_KIND, 1.0, ONE_KIND_PATHS, 24),
-    "windows": (WINDOWS, 0.2, WINDOWS_PATHS, 25),
-    "states": (STATES, 0.2, STATES_PATHS, 26),
+    "one kind": (ONE_KIND, 1.0, ONE_KIND_PATHS, 23),
+    "windows": (WINDOWS, 0.2, WINDOWS_PATHS, 24),
+    "states": (STATES, 0.2, STATES_PATHS, 25),
 }
 
 

@@ -164,6 +164,12 @@ class Host:
         self.finish_step()
         return allocated
 
+    def started(self, name: str, prompt: list[int], **options: Any) -> Request:
+        """Return a new request (see ``new_request``) that has run its first step."""
+        request = self.new_request(name, prompt, **options)
+        self.run(request)
+        return request
+
     def decode(self, *requests: Request, steps: int = 1) -> None:
         """Generate ``steps`` tokens for requests, which the manager must not refuse."""
         for _ in range(steps):

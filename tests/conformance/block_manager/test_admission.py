@@ -99,7 +99,7 @@ def test_look_ahead_slots_are_given_at_admission(host: Any, num_lookahead: int, 
 
 
 def test_look_ahead_slots_count_when_blocks_are_short(host: Any) -> None:
-    host.run(host.new_request("holder", [9] * 112))
+    host.started("holder", [9] * 112)
     late = host.new_request("late", list(range(64)))
     before = host.snapshot()
     assert host.run(late, num_lookahead_tokens=17) is None

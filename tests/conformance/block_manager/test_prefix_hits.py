@@ -24,13 +24,12 @@ BASE = list(range(48))
     ids=["all", "two_blocks", "one_block", "shifted", "one_token", "suffix"],
 )
 def test_the_longest_prefix_of_full_blocks_is_found(host: Any, prompt: list[int], expected: int) -> None:
-    host.run(host.new_request("first", BASE))
+    host.started("first", BASE)
     assert host.hits(host.new_request("late", prompt)) == expected
 
 
 def test_a_lookup_changes_nothing(host: Any) -> None:
-    first = host.new_request("first", BASE)
-    host.run(first)
+    first = host.started("first", BASE)
     host.free(first)
     probe = host.new_request("probe", [*BASE, 900])
     before = host.snapshot(probe)
@@ -41,7 +40,7 @@ def test_a_lookup_changes_nothing(host: Any) -> None:
 
 
 def test_a_whole_cached_prompt_leaves_at_least_its_last_token_to_compute(host: Any) -> None:
-    host.run(host.new_request("first", BASE))
+    host.started("first", BASE)
     equal = host.new_request("equal", BASE)
     assert 32 <= host.hits(equal) <= 47
     host.run(equal)
@@ -69,8 +68,7 @@ def test_equal_prompts_of_one_step_are_all_served_right(host: Any) -> None:
 
 
 def test_generated_tokens_are_found_too(host: Any) -> None:
-    first = host.new_request("first", BASE[:30])
-    host.run(first)
+    first = host.started("first", BASE[:30])
     host.decode(first, steps=20)
     host.free(first)
     follow_up = host.new_request("follow_up", [*first.all_token_ids[:48], 900, 901])
@@ -79,8 +77,7 @@ def test_generated_tokens_are_found_too(host: Any) -> None:
 
 
 def test_a_hit_is_found_while_its_owner_runs_and_after_it_left(host: Any) -> None:
-    first = host.new_request("first", BASE)
-    host.run(first)
+    first = host.started("first", BASE)
     probe = host.new_request("probe", [*BASE, 900])
     assert host.hits(probe) == 48
     host.free(first)
@@ -110,7 +107,7 @@ def test_salts_and_adapters_are_kept_apart(host: Any) -> None:
 
 def test_a_request_may_keep_from_reading_the_cache_and_still_feeds_it(host: Any) -> None:
     prompt = [*BASE, 900]
-    host.run(host.new_request("first", prompt))
+    host.started("first", prompt)
     shy = host.new_request("shy", [*prompt, *range(700, 715)], skip_reading=True)
     host.start_step()
     assert host.manager.get_computed_blocks(shy) == (host.manager.empty_kv_cache_blocks, 0, 0)
@@ -120,8 +117,7 @@ def test_a_request_may_keep_from_reading_the_cache_and_still_feeds_it(host: Any)
 
 def test_without_caching_nothing_is_found(make_host: MakeHost) -> None:
     host = make_host(enable_caching=False)
-    first = host.new_request("first", BASE)
-    host.run(first)
+    first = host.started("first", BASE)
     host.decode(first, steps=20)
     host.free(first)
     again = host.new_request("again", BASE)
@@ -135,7 +131,7 @@ def test_without_caching_nothing_is_found(make_host: MakeHost) -> None:
 @pytest.mark.parametrize("num_shared", [16, 32, 48])
 def test_many_readers_share_one_copy_of_a_prefix(make_host: MakeHost, num_shared: int) -> None:
     host = make_host(40, max_num_seqs=20)
-    host.run(host.new_request("first", BASE[:num_shared]))
+    host.started("first", BASE[:num_shared])
     readers = [host.new_request(str(index), [*BASE[:num_shared], 900 + index]) for index in range(15)]
     host.start_step()
     for reader in readers:

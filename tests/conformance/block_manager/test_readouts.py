@@ -12,8 +12,7 @@ from tests.conformance.block_manager.conftest import MakeHost
 
 
 def test_tables_are_one_list_per_group(host: Any) -> None:
-    request = host.new_request("a", list(range(40)))
-    host.run(request)
+    host.started("a", list(range(40)))
     (table,) = host.manager.get_block_ids("a")
     assert isinstance(table, list) and all(type(block_id) is int for block_id in table)
     blocks = host.manager.get_blocks("a")
@@ -28,8 +27,7 @@ def test_tables_are_one_list_per_group(host: Any) -> None:
 
 @pytest.mark.parametrize(("num_computed", "num_blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (40, 3)])
 def test_tables_are_clipped_to_computed_tokens(host: Any, num_computed: int, num_blocks: int) -> None:
-    request = host.new_request("a", list(range(40)))
-    host.run(request)
+    request = host.started("a", list(range(40)))
     (clipped,) = host.manager.get_block_ids_for_computed_tokens(
         request_id="a", num_computed_tokens=num_computed
     )
@@ -38,11 +36,9 @@ def test_tables_are_clipped_to_computed_tokens(host: Any, num_computed: int, num
 
 def test_usage_is_the_share_of_blocks_held(host: Any) -> None:
     assert host.manager.usage == 0.0
-    first = host.new_request("first", list(range(48)))
-    host.run(first)
+    first = host.started("first", list(range(48)))
     assert host.manager.usage == pytest.approx(3 / 12)
-    second = host.new_request("second", [*range(48), 900])
-    host.run(second)
+    second = host.started("second", [*range(48), 900])
     assert host.manager.usage == pytest.approx(4 / 12), "shared blocks count once"
     host.free(first)
     assert host.manager.usage == pytest.approx(4 / 12)
@@ -52,11 +48,11 @@ def test_usage_is_the_share_of_blocks_held(host: Any) -> None:
 
 def test_statistics_count_admissions_and_are_read_once(host: Any) -> None:
     prompt = list(range(48))
-    host.run(host.new_request("first", prompt))
+    host.started("first", prompt)
     for _ in range(3):
         host.hits(host.new_request("only looked up", prompt))
-    host.run(host.new_request("second", [*prompt, 900]))
-    host.run(host.new_request("shy", prompt, skip_reading=True))
+    host.started("second", [*prompt, 900])
+    host.started("shy", prompt, skip_reading=True)
     stats = host.manager.make_prefix_cache_stats()
     assert (stats.requests, stats.queries, stats.hits) == (2, 48 + 49, 48)
     again = host.manager.make_prefix_cache_stats()
@@ -64,8 +60,7 @@ def test_statistics_count_admissions_and_are_read_once(host: Any) -> None:
 
 
 def test_statistics_tell_resumed_requests_apart(host: Any) -> None:
-    request = host.new_request("a", list(range(47)))
-    host.run(request)
+    request = host.started("a", list(range(47)))
     host.decode(request)
     host.preempt(request)
     host.manager.make_prefix_cache_stats()
@@ -75,7 +70,7 @@ def test_statistics_tell_resumed_requests_apart(host: Any) -> None:
 
 
 def test_hits_at_block_boundaries_need_no_copies(host: Any) -> None:
-    host.run(host.new_request("first", list(range(48))))
+    host.started("first", list(range(48)))
     host.start_step()
     host.admit(host.new_request("second", [*range(48), 900]))
     assert host.finish_step() == []
@@ -92,14 +87,13 @@ def test_blocks_that_a_request_still_needs_are_counted(host: Any) -> None:
         "num_tokens_main_model": 40,
     }
     assert count("a", 40, **arguments) == 3
-    host.run(host.new_request("a", list(range(40))))
+    host.started("a", list(range(40)))
     assert count("a", 40, **arguments) == 0
     assert count("a", 60, **arguments) == 1
 
 
 def test_what_vllm_drains_each_step_is_empty_for_full_attention(host: Any) -> None:
-    request = host.new_request("a", list(range(40)))
-    host.run(request)
+    request = host.started("a", list(range(40)))
     manager = host.manager
     assert manager.take_new_block_ids() == []
     assert manager.take_boundary_state_offloads() == {}
@@ -115,8 +109,7 @@ def test_what_vllm_drains_each_step_is_empty_for_full_attention(host: Any) -> No
 def test_events_tell_which_full_blocks_can_be_found_and_which_went(make_host: MakeHost) -> None:
     host = make_host(enable_kv_cache_events=True)
     prompt = list(range(40))
-    request = host.new_request("a", prompt)
-    host.run(request)
+    request = host.started("a", prompt)
     stored = host.manager.take_events()
     assert {type(event) for event in stored} == {BlockStored}
     assert [token for event in stored for token in event.token_ids] == prompt[:32]
@@ -125,16 +118,15 @@ def test_events_tell_which_full_blocks_can_be_found_and_which_went(make_host: Ma
     assert stored[0].parent_block_hash is None and {event.block_size for event in stored} == {16}
     host.free(request)
     assert host.manager.take_events() == []
-    host.run(host.new_request("intruder", [7] * 128))
-    host.run(host.new_request("another", [8] * 64))
+    host.started("intruder", [7] * 128)
+    host.started("another", [8] * 64)
     removed = [event for event in host.manager.take_events() if isinstance(event, BlockRemoved)]
     assert [block_hash for event in removed for block_hash in event.block_hashes] == hashes[::-1]
 
 
 def test_a_reset_is_one_event(make_host: MakeHost) -> None:
     host = make_host(enable_kv_cache_events=True)
-    request = host.new_request("a", list(range(40)))
-    host.run(request)
+    request = host.started("a", list(range(40)))
     host.free(request)
     host.manager.take_events()
     assert host.manager.reset_prefix_cache()

@@ -51,8 +51,7 @@ def test_the_least_recently_freed_goes_first_and_tails_before_heads(
 ) -> None:
     probes = [cached(host, "old", 100, 3), cached(host, "young", 300, 3)]
     fill(host, 6)
-    evictor = host.new_request("evictor", [777] * (16 * num_evicted))
-    host.run(evictor)
+    host.started("evictor", [777] * (16 * num_evicted))
     assert [host.hits(probe) for probe in probes] == expected
 
 
@@ -61,14 +60,13 @@ def test_use_makes_young_again(host: Any) -> None:
     host.run(old)
     host.free(old)
     fill(host, 6)
-    host.run(host.new_request("evictor", [777] * 32))
+    host.started("evictor", [777] * 32)
     again = host.new_request("again", [*range(100, 148), 1])
     assert host.hits(again) == 48 and host.hits(young) < 48
 
 
 def test_held_blocks_are_never_evicted(host: Any) -> None:
-    holder = host.new_request("holder", list(range(64)))
-    host.run(holder)
+    holder = host.started("holder", list(range(64)))
     probe = host.new_request("probe", [*range(64), 1])
     host.free(fill(host, 8))
     host.free(fill(host, 8))
@@ -77,10 +75,8 @@ def test_held_blocks_are_never_evicted(host: Any) -> None:
 
 
 def test_a_reader_keeps_a_prefix_from_eviction_when_its_first_owner_left(host: Any) -> None:
-    first = host.new_request("first", list(range(64)))
-    host.run(first)
-    reader = host.new_request("reader", [*range(64), 900])
-    host.run(reader)
+    first = host.started("first", list(range(64)))
+    host.started("reader", [*range(64), 900])
     host.free(first)
     host.free(fill(host, 7))
     host.free(fill(host, 7))
@@ -123,8 +119,7 @@ def test_an_empty_cache_can_be_reset(make_host: MakeHost) -> None:
 
 def test_popped_blocks_stay_held_until_they_are_handed_back(host: Any) -> None:
     prompt = list(range(48))
-    request = host.new_request("a", prompt)
-    host.run(request)
+    request = host.started("a", prompt)
     blocks = host.pop_for_later_free(request)
     assert host.block_ids(request) == []
     assert host.num_used_blocks == 3

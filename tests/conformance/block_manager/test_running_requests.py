@@ -10,8 +10,7 @@ PROMPT = list(range(40))
 
 
 def test_a_decode_takes_a_block_only_when_its_last_is_full(host: Any) -> None:
-    request = host.new_request("a", PROMPT)
-    host.run(request)
+    request = host.started("a", PROMPT)
     counts = []
     for _ in range(25):
         host.start_step()
@@ -50,8 +49,7 @@ def test_new_blocks_are_reported_once_and_in_order(host: Any) -> None:
 
 
 def test_look_ahead_slots_are_given_and_used_up_later(host: Any) -> None:
-    request = host.new_request("a", PROMPT)
-    host.run(request)
+    request = host.started("a", PROMPT)
     host.start_step()
     assert len(host.append(request, num_lookahead_tokens=7).get_block_ids()[0]) == 0
     host.finish_step()
@@ -68,8 +66,7 @@ def test_look_ahead_slots_are_given_and_used_up_later(host: Any) -> None:
 
 
 def test_look_ahead_ends_at_the_longest_sequence(host: Any) -> None:
-    request = host.new_request("a", list(range(120)))
-    host.run(request)
+    request = host.started("a", list(range(120)))
     host.start_step()
     assert host.append(request, num_lookahead_tokens=100).get_block_ids() == ([],)
     host.finish_step()
@@ -91,8 +88,7 @@ def test_a_full_pool_refuses_a_running_request_and_keeps_its_table(host: Any) ->
 
 
 def test_reserved_blocks_hold_back_a_running_request_too(host: Any) -> None:
-    request = host.new_request("a", list(range(48)))
-    host.run(request)
+    request = host.started("a", list(range(48)))
     host.start_step()
     assert host.append(request, reserved_blocks=9) is None
     assert host.append(request, reserved_blocks=8) is not None
@@ -100,8 +96,7 @@ def test_reserved_blocks_hold_back_a_running_request_too(host: Any) -> None:
 
 
 def test_a_preempted_request_gives_everything_back_and_resumes_where_it_was(host: Any) -> None:
-    request = host.new_request("a", PROMPT)
-    host.run(request)
+    request = host.started("a", PROMPT)
     host.decode(request, steps=12)
     tokens = list(request.all_token_ids)
     host.preempt(request)
@@ -114,8 +109,7 @@ def test_a_preempted_request_gives_everything_back_and_resumes_where_it_was(host
 
 
 def test_a_preempted_request_starts_over_if_its_blocks_are_gone(host: Any) -> None:
-    request = host.new_request("a", PROMPT)
-    host.run(request)
+    request = host.started("a", PROMPT)
     host.decode(request, steps=12)
     host.preempt(request)
     intruders = [host.new_request(str(index), [900 + index] * 96) for index in range(2)]

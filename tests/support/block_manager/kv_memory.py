@@ -5,8 +5,6 @@ The K/V of a token depends on all tokens before it, so a token's value is a numb
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
 
@@ -26,22 +24,6 @@ def kv_values(namespace: bytes, tokens: list[int], earlier: list[int]) -> list[i
     return values
 
 
-class KVMemory(Protocol):
-    """K/V of ``num_blocks`` blocks."""
-
-    def copy(self, src_block_ids: np.ndarray, dst_block_ids: np.ndarray) -> None:
-        """Copy whole blocks; all sources are read first."""
-
-    def write(self, block_ids: np.ndarray, offsets: np.ndarray, values: np.ndarray) -> None:
-        """Store one token's K/V per entry."""
-
-    def holds(self, block_ids: np.ndarray, values: np.ndarray) -> bool:
-        """Whether the blocks, one after the other, begin with exactly this K/V."""
-
-    def spoil(self, block_ids: np.ndarray) -> None:
-        """Make the content of blocks that were handed out anew different from everything valid."""
-
-
 class NumberMemory:
     """One number per token."""
 
@@ -49,15 +31,18 @@ class NumberMemory:
         self._values = np.full((num_blocks, block_size), -1, np.int64)
 
     def copy(self, src_block_ids: np.ndarray, dst_block_ids: np.ndarray) -> None:
+        """Copy whole blocks; all sources are read first."""
         self._values[dst_block_ids] = self._values[src_block_ids]
 
     def write(self, block_ids: np.ndarray, offsets: np.ndarray, values: np.ndarray) -> None:
         self._values[block_ids, offsets] = values
 
     def holds(self, block_ids: np.ndarray, values: np.ndarray) -> bool:
+        """Whether the blocks, one after the other, begin with exactly this K/V."""
         return bool((self._values[block_ids].reshape(-1)[: len(values)] == values).all())
 
     def spoil(self, block_ids: np.ndarray) -> None:
+        """Make the content of blocks that were handed out anew different from everything valid."""
         self._values[block_ids] = -1
 
 

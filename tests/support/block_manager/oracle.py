@@ -10,7 +10,7 @@ It knows one KV cache group that keeps everything; ``simulation`` checks others 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -35,14 +35,31 @@ def agree(what: str, got: object, expected: object) -> None:
         raise Disagreement(f"{what}: the manager says {got}, the oracle {expected}")
 
 
-def length_in_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return how many leading items are equal."""
-    count = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+def longest_match(
+    tokens_after: Callable[[Prefix], list[list[int]]],
+    wanted: tuple[bytes, list[int]],
+    block_size: int,
+    full_blocks_only: bool,
+) -> int:
+    """Return how many leading tokens can be found.
+
+    Args:
+        tokens_after: the tokens of each block after a prefix.
+        wanted: namespace and tokens.
+        block_size: tokens per block.
+        full_blocks_only: whether hits end at block boundaries only.
+    """
+    namespace, prompt = wanted
+    found = 0
+    while found < len(prompt):
+        rest, run = prompt[found : found + block_size], 0
+        for tokens in tokens_after((namespace, tuple(prompt[:found]))):
+            same = [a == b for a, b in zip(rest, tokens, strict=False)]
+            run = max(run, same.index(False) if False in same else len(same))
+        if run < block_size:
+            return found if full_blocks_only else found + run
+        found += run
+    return found
 
 
 @dataclass
@@ -141,17 +158,12 @@ class Oracle:
 
     def longest_match(self, prompt: list[int], namespace: bytes, limit: int) -> int:
         """Return how many leading tokens of a prompt can be found."""
-        found = 0
-        while found < limit:
-            wanted = prompt[found : min(found + self.block_size, limit)]
-            candidates = self.findable.get((namespace, tuple(prompt[:found])), [])
-            run = max(
-                (length_in_common(wanted, self.blocks[block].tokens) for block in candidates), default=0
-            )
-            if run < self.block_size:
-                return found if self.full_blocks_only else found + run
-            found += run
-        return found
+        return longest_match(
+            lambda prefix: [self.blocks[block].tokens for block in self.findable.get(prefix, ())],
+            (namespace, prompt[:limit]),
+            self.block_size,
+            self.full_blocks_only,
+        )
 
     def is_match(self, prompt: list[int], namespace: bytes, block_ids: list[int], num_tokens: int) -> bool:
         """Whether these blocks can be found now and hold the first ``num_tokens`` of the prompt."""

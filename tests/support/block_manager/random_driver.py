@@ -188,8 +188,11 @@ class RandomDriver:
                 self.simulation.free([row for row in rows if row not in servable])
 
     def reserve_next_blocks(self) -> None:
-        rows = [row for row in self.rows(0.7) if can_take_next_block(self.simulation, row)]
-        self.simulation.reserve_next_blocks(rows)
+        """Of rows that have begun, which with states is when they have one."""
+        simulation = self.simulation
+        rows = [row for row in self.rows(0.7) if may_take_next_block(simulation, row)]
+        has_begun = simulation.running if self.has_states else simulation.manager.num_row_blocks.__getitem__
+        simulation.reserve_next_blocks([row for row in rows if has_begun(row)])
 
     def step(self) -> None:
         self.write()
@@ -271,13 +274,11 @@ class RandomDriver:
         self.simulation.mistake(*self.rng.choice(possible_mistakes(self.simulation, self.rng)))
 
 
-def can_take_next_block(simulation: Simulation, row: int) -> bool:
-    """Whether a row, which has begun, has reserved all its blocks by itself, and may be longer."""
+def may_take_next_block(simulation: Simulation, row: int) -> bool:
+    """Whether a row has reserved all its blocks by itself, and may be longer."""
     num_blocks = int(simulation.manager.num_row_blocks[row])
     writable = simulation.sequences[row].num_computed + simulation.num_writable(row)
-    has_begun = num_blocks > 0 and (not simulation.num_state_groups or simulation.running(row) > 0)
-    has_all = writable == num_blocks * simulation.block_size
-    return has_begun and has_all and num_blocks < simulation.manager.table.width
+    return writable == num_blocks * simulation.block_size and num_blocks < simulation.manager.table.width
 
 
 def possible_mistakes(simulation: Simulation, rng: random.Random) -> list[Mistake]:
@@ -335,7 +336,7 @@ def _mistakes_with_a_row(simulation: Simulation, row: int) -> list[Mistake]:
     if writable:
         few = ids[: writable - 1]
         mistakes.append(("commit with too few ids", "token ids for", lambda m: m.commit(one, writable, few)))
-    if simulation.manager.num_row_blocks[row] and not can_take_next_block(simulation, row):
+    if not may_take_next_block(simulation, row):
         message = "cannot get a block after its own"
         mistakes.append(("reserve a block after a shared one", message, lambda m: m.reserve_next_blocks(one)))
     return mistakes

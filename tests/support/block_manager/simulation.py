@@ -34,8 +34,8 @@ from rose_backend.block_manager import (
     Reservation,
 )
 from rose_backend.errors import RowError
-from tests.support.block_manager.kv_memory import KVMemory, NumberMemory, kv_values
-from tests.support.block_manager.oracle import MANY_BLOCKS, Oracle, Prefix, agree, length_in_common
+from tests.support.block_manager.kv_memory import NumberMemory, TensorMemory, kv_values
+from tests.support.block_manager.oracle import MANY_BLOCKS, Oracle, Prefix, agree, longest_match
 
 STATE_KIND = 15
 """Sets the contents of states apart from K/V."""
@@ -130,7 +130,7 @@ class Simulation:
         max_num_seqs: int = 6,
         max_model_len: int = 100,
         record_events: bool = False,
-        memory: Callable[[int, int], KVMemory] = NumberMemory,
+        memory: type[NumberMemory | TensorMemory] = NumberMemory,
         **options: Any,
     ) -> None:
         sizes = {
@@ -222,15 +222,13 @@ class Simulation:
 
     def longest_known(self, prompt: list[int], namespace: bytes, limit: int) -> int:
         """Return how many leading tokens the kind that keeps everything has."""
-        found, index, size = 0, self.findable(0), self.block_size
-        while found < limit:
-            wanted = prompt[found : min(found + size, limit)]
-            blocks = index.get((namespace, tuple(prompt[:found])), [])
-            run = max((length_in_common(wanted, tokens) for _, tokens in blocks), default=0)
-            found += run
-            if run < size:
-                return found - found % size if self.full_blocks_only else found
-        return found
+        index, wanted = self.findable(0), (namespace, prompt[:limit])
+        return longest_match(
+            lambda prefix: [kept for _, kept in index.get(prefix, ())],
+            wanted,
+            self.block_size,
+            self.full_blocks_only,
+        )
 
     def has_window(self, index: Findable, prompt: list[int], namespace: bytes, start: int, end: int) -> bool:
         """Whether ``prompt[start:end]`` is there, block by block from the beginning of the first."""
