@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import triton
@@ -191,12 +193,13 @@ PAIRS = {
 
 
 def clone(cache: torch.Tensor, ids: torch.Tensor, block_dim: int, most: int = 8192) -> None:
-    """Clone on the device; with ids on the CPU the launcher looks for destinations that are sources."""
-    clone_kernels.MAX_DEPENDENT_PAIRS = most
-    block_clone(cache, *ids.unbind(1), block_dim=block_dim)
+    """Clone by ids on the cache's device, at most ``most`` of which may depend on each other in one program."""
+    with mock.patch.object(clone_kernels, "MAX_DEPENDENT_PAIRS", most):
+        block_clone(cache, *ids.unbind(1), block_dim=block_dim)
 
 
 def clone_by_ids_on_the_cpu(cache: torch.Tensor, ids: torch.Tensor, block_dim: int) -> None:
+    """Have the launcher look for destinations that are sources, which ids on the device do not allow."""
     with torch._C.DisableTorchFunction():
         ops._launch(cache, *ids.unbind(1), block_dim)
 
