@@ -2,7 +2,7 @@
 
 Hashes are keyed, so no client can compute one; every hit compares the tokens all the same. Each kind of KV cache groups
 has an index over the same chain of hashes: a hit ends where all of them have what the next token attends to. A cursor
-for each further kind walks left from the hit of the first one to where that is the case.
+for each window, and a search for checkpoints, walk left from the hit of the first kind to where that is the case.
 """
 
 from __future__ import annotations
