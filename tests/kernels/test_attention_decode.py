@@ -532,7 +532,7 @@ def starts(*values: int) -> torch.Tensor:
     [
         ({"new_key": torch.zeros(2, 2, 8)}, r"new_key: expected D=16, got 8"),
         ({"new_value": None}, r"new_value: expected a tensor because new_key is given, got None"),
-        ({"query": torch.zeros(2, 3, 16)}, r"HQ must be a multiple of HKV=2, got HQ=3"),
+        ({"query": torch.zeros(2, 3, 16), "out": torch.zeros(2, 3, 16)}, r"HQ must be a multiple of HKV=2, got HQ=3"),
         ({"out": torch.zeros(2, 3, 16)}, r"out: expected HQ=4, got 3"),
         ({"block_table": torch.zeros(3, 4).int()}, r"block_table: expected R=2, got 3"),
         ({"block_table": torch.zeros(2, 4).long()}, r"block_table: expected dtype torch.int32, got torch.int64"),
