@@ -103,10 +103,14 @@ class Generation:
         tasks: list[asyncio.Task[None]] = []
         num_unfinished = len(self._inputs)
         try:
-            for index in range(num_unfinished):
-                tasks.append(asyncio.create_task(pump(index)))
-                if len(tasks) % _STARTS_PER_TURN == 0:
-                    await asyncio.sleep(0)
+            # Where large requests come at once, each enters the engine's queue whole: if they took turns, a queue that
+            # has room for most of them would be full before any was in it, and all would be refused.
+            async with self._service.submission:
+                for index in range(num_unfinished):
+                    tasks.append(asyncio.create_task(pump(index)))
+                    if len(tasks) % _STARTS_PER_TURN == 0:
+                        await asyncio.sleep(0)
+                await asyncio.sleep(0)
             while num_unfinished:
                 item = await queue.get()
                 if isinstance(item, Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -265,6 +266,8 @@ class Service:
         """HTTP requests to routes that generate."""
         self.engine_request_ids: set[str] = set()
         """Unfinished requests inside the engine."""
+        self.submission = asyncio.Lock()
+        """Held while a request with several prompts submits them."""
 
     async def abort_all(self) -> None:
         """Abort every request; each is still answered with the tokens it has."""

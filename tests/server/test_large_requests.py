@@ -18,7 +18,7 @@ from starlette.types import Message
 
 from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from rose_backend.engine.tokenizer import Tokenizer
-from rose_backend.errors import RequestError
+from rose_backend.errors import QueueFullError, RequestError
 from rose_backend.server import answers, generation, middleware, routes
 from rose_backend.server.answers import Answer, AnswerOptions, ChatAnswer, CompletionAnswer
 from rose_backend.server.chat_template import ChatTemplate
@@ -177,6 +177,27 @@ def test_whole_answers_let_other_tasks_run(server: LiveServer, monkeypatch: pyte
     assert lengths == [9] * 6
 
 
+class NoMetrics:
+    """Takes everything."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __getitem__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *_: object) -> None:
+        pass
+
+
+def make_generation(engine: object, num_prompts: int, submission: asyncio.Lock) -> Generation:
+    service: Any = SimpleNamespace(
+        engine=engine, metrics=NoMetrics(), engine_request_ids=set(), hit_unit=1, submission=submission
+    )
+    inputs: Any = [SimpleNamespace(params=SimpleNamespace(n=1))] * num_prompts
+    return Generation(service, RequestRecord("r", "/v1/completions"), inputs)
+
+
 def test_few_prompts_start_in_one_turn() -> None:
     started: list[int] = [0]
 
@@ -187,34 +208,55 @@ def test_few_prompts_start_in_one_turn() -> None:
             started[-1] += 1
             yield RequestOutput(request_id, None, [1], [CompletionOutput(0, "", [5])], finished=True)
 
-    class Metrics:
-        def __getattr__(self, name: str) -> Any:
-            return self
-
-        def __getitem__(self, name: str) -> Any:
-            return self
-
-        def __call__(self, *_: object) -> None:
-            pass
-
     async def count_turns() -> None:
         while True:
             await asyncio.sleep(0)
             started.append(0)
 
     async def run() -> int:
-        service: Any = SimpleNamespace(
-            engine=Engine(), metrics=Metrics(), engine_request_ids=set(), hit_unit=1
-        )
-        inputs: Any = [SimpleNamespace(params=SimpleNamespace(n=1))] * 1024
         counting = asyncio.create_task(count_turns())
-        generation = Generation(service, RequestRecord("r", "/v1/completions"), inputs)
+        generation = make_generation(Engine(), 1024, asyncio.Lock())
         number = len([each async for each in generation.outputs()])
         counting.cancel()
         return number
 
     assert asyncio.run(run()) == 1024 == sum(started)
     assert max(started) <= 32
+
+
+def test_requests_that_come_at_once_enter_the_queue_whole() -> None:
+    """Twelve requests of 1,024 prompts were all refused by a queue of 10,000, though it has room for nine."""
+    num_queued, all_came = 0, asyncio.Event()
+
+    class Engine:
+        async def generate_deltas(
+            self, processed: object, *, request_id: str
+        ) -> AsyncGenerator[RequestOutput, None]:
+            nonlocal num_queued
+            if num_queued == 1_000:
+                raise QueueFullError("the queue is full")
+            num_queued += 1
+            await all_came.wait()
+            yield RequestOutput(request_id, None, [1], [CompletionOutput(0, "", [5])], finished=True)
+
+    async def answer(generation: Generation) -> int | QueueFullError:
+        try:
+            return len([each async for each in generation.outputs()])
+        except QueueFullError as error:
+            return error
+
+    async def run() -> list[int | QueueFullError]:
+        submission = asyncio.Lock()
+        answers = [asyncio.create_task(answer(make_generation(Engine(), 102, submission))) for _ in range(12)]
+        await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+        while sum(task.done() for task in answers) < 3:
+            await asyncio.sleep(0)
+        all_came.set()
+        return await asyncio.gather(*answers)
+
+    answers = asyncio.run(run())
+    assert answers[:9] == [102] * 9
+    assert all(isinstance(each, QueueFullError) for each in answers[9:])
 
 
 @pytest.mark.parametrize(

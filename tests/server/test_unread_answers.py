@@ -64,6 +64,7 @@ def make_output(token: int) -> RequestOutput:
 
 def make_generation(engine: RemoteEngine) -> Generation:
     service = SimpleNamespace(engine=engine, engine_request_ids=set(), metrics=None, hit_unit=16)
+    service.submission = asyncio.Lock()
     service.metrics = ServerMetrics("tiny", block_size=16, num_blocks=1, max_model_len=1024)
     record = RequestRecord("id", "/v1/completions")
     ids, params = np.array([1, 2, 3], np.int32), SamplingParams(max_tokens=NUM_TOKENS)
