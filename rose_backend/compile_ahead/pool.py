@@ -268,7 +268,7 @@ class AheadCompilation:
         self._pool = CompilationPool(num_processes)
         self._sources = record()
         self._pool.submit(self._sources)
-        self._arrivals = self._note(self._pool.finished())
+        self._arrivals = _noted(self._pool.finished(), self.kernels)
 
     @property
     def is_over(self) -> bool:
@@ -295,11 +295,6 @@ class AheadCompilation:
             wanted = (kernel for kernel in self._arrivals if is_wanted(kernel.source.name))
             for _ in self._progress(itertools.islice(wanted, num_left), num_left):
                 pass
-
-    def _note(self, finished: Iterable[CompiledKernel]) -> Iterator[CompiledKernel]:
-        for kernel in finished:
-            self.kernels.append(kernel)
-            yield kernel
 
     def wait(self) -> str | None:
         """Wait for the last kernel.
@@ -361,3 +356,13 @@ def watch_compilations() -> Iterator[Compilations]:
         yield seen
     finally:
         knobs.compilation.listener = listener
+
+
+def _noted(finished: Iterable[CompiledKernel], kernels: list[CompiledKernel]) -> Iterator[CompiledKernel]:
+    """Yield kernels as they are finished, and note them.
+
+    No method: a generator that held its object would keep the pool's processes alive after a start that failed.
+    """
+    for kernel in finished:
+        kernels.append(kernel)
+        yield kernel

@@ -17,7 +17,7 @@ from rose_backend.engine.input_processor import ProcessedInput, sampling_default
 from rose_backend.engine.output_thread import OutputHandler
 from rose_backend.engine.outputs import Counters, EngineLoad, EngineStats, GrowingCompletions, RequestOutput
 from rose_backend.engine.process_settings import begin_serving, end_serving
-from rose_backend.engine.request import Prompt
+from rose_backend.engine.request import Prompt, Request
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer_loading import PendingTokenizer
 from rose_backend.errors import EngineDeadError, RequestError
@@ -124,6 +124,8 @@ class AsyncEngine(EngineClient):
     def _submit(self, prompt: ProcessedInput, stream: OutputStream) -> None:
         request = self.input_processor.build(prompt, request_id=stream.request_id, is_streaming=True)
         with self._lock:
+            # A step may take long: what comes meanwhile is bounded, too.
+            self._core.check_queue(self._steps.num_requests)
             self._register(stream)
             self._steps.put(request)
 
@@ -247,6 +249,12 @@ class StepLoop:
         self._inbox: deque[Command] = deque()
         self._is_stopping = False
         self.core = EngineCore(config, output_handler=handler, tokenizer=tokenizer)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that the next step will add."""
+        with self._changed:
+            return sum(isinstance(each, Request) for each in self._inbox)
 
     def put(self, command: Command) -> None:
         """Queue a command for the next step."""

@@ -138,6 +138,19 @@ class EngineCore:
         """Both, as of some moment during the latest step where another thread asks."""
         return Counters(self.stats, self.load)
 
+    def check_queue(self, num_coming: int = 0) -> None:
+        """Raise QueueFullError if the queue is full (max_queue_size). Any thread may ask.
+
+        Args:
+            num_coming: requests that were not added yet, but come before the next one.
+        """
+        num_waiting = self.num_waiting + num_coming
+        if num_waiting >= self.config.max_queue_size:
+            raise QueueFullError(
+                f"queue: got a request while {num_waiting} wait, allowed are {self.config.max_queue_size} "
+                "(max_queue_size)"
+            )
+
     def add(self, request: Request) -> None:
         """Queue a request made by ``input_processor``.
 
@@ -147,11 +160,7 @@ class EngineCore:
             EngineDeadError: the engine has failed before.
         """
         self._check_alive()
-        if self.num_waiting >= self.config.max_queue_size:
-            raise QueueFullError(
-                f"queue: got a request while {self.num_waiting} wait, allowed are {self.config.max_queue_size} "
-                "(max_queue_size)"
-            )
+        self.check_queue()
         if request.request_id in self._requests:
             self._guarded(self._take_report)
         check_request_id(request.request_id, self._requests)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ from triton import knobs
 from rose_backend import kernels
 from rose_backend.compile_ahead import pool as compilation_pool
 from rose_backend.compile_ahead.pool import (
+    AheadCompilation,
     CompilationPool,
     CompiledKernel,
     CompleteStarts,
@@ -242,3 +247,29 @@ def test_compilations_are_seen_inside_the_block_only(
     assert seen.compiled == [source.name] and 0 < seen.seconds < 100, "the second one comes from the disk"
     compile_source(source)
     assert len(seen.names) == 2 and len(heard) == 3
+
+
+def test_a_start_that_fails_leaves_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pool:
+        def __init__(self, num_processes: int | None) -> None:
+            pass
+
+        def submit(self, sources: object) -> None:
+            pass
+
+        def finished(self) -> Iterator[CompiledKernel]:
+            yield from ()
+
+    class Start:
+        def is_complete(self) -> bool:
+            return False
+
+    monkeypatch.setattr(compilation_pool, "CompilationPool", Pool)
+    gc.disable()
+    try:
+        compilation = AheadCompilation([cast(CompleteStarts, Start())], list)
+        pool = weakref.ref(compilation._pool)
+        del compilation
+        assert pool() is None, "its processes go on until garbage is collected"
+    finally:
+        gc.enable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -131,6 +132,31 @@ async def full_queue(engine: AsyncEngine) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_what_comes_during_a_long_step_is_bounded(tiny_model_path: Path) -> None:
+    async def body(engine: AsyncEngine) -> None:
+        step, began, may_go_on = engine._core.step, threading.Event(), threading.Event()
+
+        def slow_step() -> Any:
+            began.set()
+            may_go_on.wait(HANG_S)
+            return step()
+
+        engine._core.step = slow_step  # type: ignore[method-assign]
+        tasks = [asyncio.create_task(collect(engine, "One", GREEDY))]
+        await asyncio.to_thread(began.wait, HANG_S)
+        tasks.append(asyncio.create_task(collect(engine, "Two", GREEDY)))
+        while engine._steps.num_requests < 1:
+            await asyncio.sleep(0.001)
+        with pytest.raises(
+            QueueFullError, match=r"^queue: got a request while 2 wait, allowed are 2 \(max_qu"
+        ):
+            await collect(engine, "Three", GREEDY)
+        may_go_on.set()
+        assert all(outputs[-1].finished for outputs in await asyncio.gather(*tasks))
+
+    serve(tiny_model_path, body, max_queue_size=2)
 
 
 async def unknown_abort(engine: AsyncEngine) -> None:

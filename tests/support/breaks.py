@@ -48,7 +48,7 @@ TESTS = {
     "block_manager": ("block_manager", "conformance/block_manager", "engine", "vllm_plugin"),
     "block_view": ("block_view", "test_cli_blocks.py"),
     "cli": ("test_cli.py", "test_cli_blocks.py", "engine", "server", "test_docs.py", "block_view"),
-    "compile_ahead": ("kernels", "engine", "vllm_plugin"),
+    "compile_ahead": ("compile_ahead", "kernels", "engine", "vllm_plugin"),
     "engine": ("engine", "server", "models"),
     "kernels": ("kernels", "conformance/attention", "engine", "models"),
     "layers": ("kernels", "models", "engine", "vllm_plugin"),
@@ -128,7 +128,7 @@ class Finder(ast.NodeVisitor):
     def _add(self, kind: str, old: ast.expr | ast.stmt, new: ast.expr | ast.stmt) -> None:
         change = " -> ".join(" ".join(ast.unparse(node).split())[:100] for node in (old, new))
         line = self._lines[old.lineno - 1].strip()
-        room = self._file.split("/")[0]
+        room = room_of(self._file)
         found = Break(room, self._file, ".".join(self._scope), kind, line, change, old.lineno)
         self.found.append((found, old, new))
 
@@ -285,12 +285,17 @@ def broken(source: str, old: ast.expr | ast.stmt, new: ast.expr | ast.stmt) -> s
     return changed
 
 
+def room_of(file: str) -> str:
+    """Return the room of a file of the package: its first folder, or a module that is a room of one file."""
+    return file.split("/")[0].removesuffix(".py")
+
+
 def find_breaks(package: Path) -> list[Break]:
     """Return every break of a package that there could be."""
     found = []
     for path in sorted(package.rglob("*.py")):
         file = path.relative_to(package).as_posix()
-        if file.split("/")[0] in TESTS and file not in GPU_ONLY:
+        if room_of(file) in TESTS and file not in GPU_ONLY:
             found += [each for each, _, _ in Finder(path.read_text(encoding="utf-8"), file).found]
     return found
 
