@@ -7,7 +7,7 @@ The vocabulary is cut into slices, and slices into groups of ``GROUP`` tokens (s
 2. One program per row. Without filters the best of the slices' winners is the token. Else a lowest score is known: the
    ``k`` largest scores reach the ``k``-th largest maximum of a group; min-p is one; top-p alone keeps the best of the
    winners, or nothing after it. Groups whose maximum reaches that are read once more. A few tokens that reach it for a
-   top-k are compared with each other (see ``few_candidates.py``), no more than ``MAX_CANDIDATES`` are searched in
+   top-k are compared with each other (see ``choose_token.py``), no more than ``MAX_CANDIDATES`` are searched in
    registers. Else top-p is asked whether it keeps the drawn token, and if not one before it is drawn: each round
    rejects a token and everything after it. With top-p 0.9 nine of ten rows need no second round.
 

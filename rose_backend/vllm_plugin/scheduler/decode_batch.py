@@ -305,10 +305,9 @@ class DecodeBatch:
                 positions.append(position)
         if not requests:
             return None
-        constants = [
-            known_constants.get(request) or RequestConstants.of(request, max_model_len)
-            for request in new_requests
-        ]
+        # Beside a batch, those of a request that has been in steps since then may be out of date.
+        noted = known_constants if last is None else {}
+        constants = [noted.get(each) or RequestConstants.of(each, max_model_len) for each in new_requests]
         rows = [holders.row_of[request.request_id] for request in new_requests]
         numbers = np.array(
             [
