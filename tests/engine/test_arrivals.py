@@ -95,7 +95,7 @@ def test_callers_wait_for_one_step_at_most(tiny_model_path: Path, monkeypatch: p
     engine = AsyncEngine(str(tiny_model_path), dtype="float32", max_num_seqs=24, run_ahead=RUN_AHEAD)
     core = engine._core
     inbox = DatedInbox(core)
-    monkeypatch.setattr(engine, "_inbox", inbox)
+    monkeypatch.setattr(engine._steps, "_inbox", inbox)
     waited: dict[str, int] = {}
     forward = core._runner.forward
 
