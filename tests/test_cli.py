@@ -278,7 +278,7 @@ def test_env_reports_versions_and_parts(capsys: pytest.CaptureFixture[str]) -> N
     )
     assert report["fused_mlp"] == "off"
     assert report["fused_sampler"].startswith("on")
-    assert report["cuda_graph"] == "not in force (device is cpu)"
+    assert report["cuda_graph"] == "unavailable (device is cpu)"
 
 
 def test_debug_level_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

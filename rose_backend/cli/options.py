@@ -68,7 +68,7 @@ _SAMPLING_HELP = {
     "token",
     "stop": "string that ends the text; may be given several times",
     "stop_token_ids": "token id that ends the text; may be given several times",
-    "ignore_eos": "go on behind the end-of-text token",
+    "ignore_eos": "continue after the end-of-text token",
     "include_stop_str_in_output": "keep the stop string at the end of the text",
     "logprobs": "log-probabilities of this many most likely tokens (in the output file)",
     "skip_special_tokens": "leave special tokens out of the text",

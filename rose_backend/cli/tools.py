@@ -174,8 +174,8 @@ def add_env_command(commands: Commands) -> None:
     """Add ``rose env`` with its options."""
     parser = commands.add_parser(
         "env",
-        help="versions, device and parts in force",
-        description="Print what a bug report needs: versions, device, and which parts are in force.",
+        help="versions, device and active parts",
+        description="Print what a bug report needs: versions, device, and which parts are active.",
     )
     add_engine_options(parser)
     parser.set_defaults(run=_env)

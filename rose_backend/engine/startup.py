@@ -407,7 +407,7 @@ def feature_status(config: Switches, device: str) -> dict[str, str]:
         device: "cpu" or "cuda".
 
     Returns:
-        Switch name to "on", "off", "on (...)" with what it runs on, or "not in force (...)" with the reason.
+        Switch name to "on", "off", "on (...)" with what it runs on, or "unavailable (...)" with the reason.
     """
     return {name: _describe(name, config, device) for name in SWITCH_NAMES}
 
@@ -417,9 +417,9 @@ def _describe(name: str, config: Switches, device: str) -> str:
         return "off"
     if name == "cuda_graph" and not captures_graphs(config, device):
         reason = "fused_sampler is off" if device == "cuda" else f"device is {device}"
-        return f"not in force ({reason})"
+        return f"unavailable ({reason})"
     if name == "token_granular_hits" and not config.prefix_cache:
-        return "not in force (prefix_cache is off)"
+        return "unavailable (prefix_cache is off)"
     if name in _KERNEL_PARTS:
         return "on (Triton kernels)" if device == "cuda" else "on (PyTorch operations)"
     return "on"

@@ -134,7 +134,7 @@ class ServerMetrics(Collector):
         )
         hits = stats.prefix_cache_hits if self._exact_cached_tokens else stats.reported_prefix_cache_hits
         yield counter("prefix_cache_hits", "Tokens found there.", hits)
-        yield counter("num_preemptions", "Sequences that lost their row for a while.", stats.preemptions)
+        yield counter("num_preemptions", "Running sequences that were preempted.", stats.preemptions)
         yield counter("generation_tokens", "Tokens generated.", stats.generated_tokens)
 
     def _metric(

@@ -83,12 +83,12 @@ def test_cpu_pool_is_zero(model: ModelConfig) -> None:
 
 
 def test_feature_status_are_told_honestly() -> None:
-    assert feature_status(Switches(), "cpu")["cuda_graph"] == "not in force (device is cpu)"
+    assert feature_status(Switches(), "cpu")["cuda_graph"] == "unavailable (device is cpu)"
     assert feature_status(Switches(), "cuda")["cuda_graph"] == "on"
     unfused = feature_status(Switches(fused_sampler=False), "cuda")
-    assert unfused["cuda_graph"] == "not in force (fused_sampler is off)"
+    assert unfused["cuda_graph"] == "unavailable (fused_sampler is off)"
     uncached = feature_status(Switches(prefix_cache=False), "cpu")
-    assert uncached["token_granular_hits"] == "not in force (prefix_cache is off)"
+    assert uncached["token_granular_hits"] == "unavailable (prefix_cache is off)"
     for name in SWITCH_NAMES:
         parts = feature_status(Switches(**{name: False}), "cuda")
         assert set(parts) == set(SWITCH_NAMES)
