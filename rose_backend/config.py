@@ -1,6 +1,6 @@
 """Every switch and limit of rose_backend, with its default and its check.
 
-``Switches`` is what both hosts share. ``EngineConfig`` is the standalone engine's, ``PluginConfig`` is what a vLLM
+``Switches`` is what both engines share. ``EngineConfig`` is the standalone engine's, ``PluginConfig`` is what a vLLM
 server passes through ``--additional-config '{"rose": {...}}'``.
 """
 

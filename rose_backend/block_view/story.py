@@ -119,7 +119,7 @@ class Frame:
     title: str
     text: str
     calls: tuple[str, ...]
-    """What the host has just asked of the block manager."""
+    """What the engine has just asked of the block manager."""
     strips: tuple[Strip, ...]
     """From top to bottom: sequences, a copy's source just above it if no sequence reads it, the cache."""
     blocks: tuple[Block, ...]

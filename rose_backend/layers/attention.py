@@ -87,7 +87,7 @@ class AttentionStep:
 
 
 class StepAttention(Protocol):
-    """Attention of all layers in one step: what a host of ``run_layers`` brings."""
+    """Attention of all layers in one step: what a caller of ``run_layers`` brings."""
 
     appends: bool
     """Decode attention stores new keys and values itself: it can rotate them, and begin before they are complete."""

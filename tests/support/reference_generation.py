@@ -1,4 +1,4 @@
-"""Greedy generation by transformers in float32: the yardstick for both hosts.
+"""Greedy generation by transformers in float32: the yardstick for both engines.
 
 Prompts of one length are generated as one batch, so no padding enters the arithmetic. Every token comes with its
 lead over the runner-up: where a comparison fails, a lead below 1e-4 means a tie that either side may win, anything
