@@ -16,7 +16,7 @@ from rose_backend.block_manager.observability import (
 )
 from rose_backend.block_manager.prefix_cache import PrefixMatch
 from rose_backend.block_manager.reservation import Reservation
-from rose_backend.block_manager.sequence_table import GroupKind
+from rose_backend.block_manager.sequence_table import GroupType
 
 __all__ = [
     "NULL_BLOCK",
@@ -28,7 +28,7 @@ __all__ = [
     "CacheEvent",
     "CacheStats",
     "ClonePlan",
-    "GroupKind",
+    "GroupType",
     "PrefixMatch",
     "Reservation",
     "reporting_unit",

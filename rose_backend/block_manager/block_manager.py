@@ -141,25 +141,26 @@ class BlockManager(Books):
         Args:
             num_at_once: maximum tokens reserved past the computed ones, where windows free blocks meanwhile; None: all.
         """
-        needed = self._blocks_of_kind_needed(match.block_ids, match.num_tokens, num_tokens)
+        needed = self._blocks_needed_of(match.block_ids, match.num_tokens, num_tokens)
         if not self.pool.has_groups:
             return needed
-        kinds, size = self.table.kinds, self.block_size
-        needed *= kinds[0].num_groups
+        group_types, size = self.table.group_types, self.block_size
+        needed *= group_types[0].num_groups
         num_columns = -(-num_tokens // size)
-        for kind, block_ids in zip(kinds[1:], match.blocks_of_kinds(len(kinds) - 1)[1:], strict=True):
+        blocks = match.blocks_of_group_types(len(group_types) - 1)
+        for group_type, block_ids in zip(group_types[1:], blocks[1:], strict=True):
             own = num_columns - len(match.block_ids) + len(block_ids)
-            num_new = self._blocks_of_kind_needed(block_ids, match.num_tokens, own * size)
+            num_new = self._blocks_needed_of(block_ids, match.num_tokens, own * size)
             if num_at_once is not None:
-                num_new = min(num_new, int(kind.kind.most_columns(num_at_once, size)))
-            needed += num_new * kind.num_groups
+                num_new = min(num_new, int(group_type.type.most_columns(num_at_once, size)))
+            needed += num_new * group_type.num_groups
         if self.states is not None:
             # A checkpoint is held until it has been copied.
             is_idle = match.checkpoint != NULL_BLOCK and self.pool.ref_counts[match.checkpoint] == 0
             needed += (1 + is_idle) * self.states.num_groups
         return needed
 
-    def _blocks_of_kind_needed(self, block_ids: Int32Array, num_matched: int, num_tokens: int) -> int:
+    def _blocks_needed_of(self, block_ids: Int32Array, num_matched: int, num_tokens: int) -> int:
         if not len(block_ids):
             return -(-num_tokens // self.block_size)
         num_idle = int(np.count_nonzero(self.pool.ref_counts[block_ids] == 0))
@@ -176,10 +177,10 @@ class BlockManager(Books):
         table, size = self.table, self.block_size
         num_columns, total = 0 if row is None else int(table.num_row_blocks[row]), 0
         wanted = max(-(-num_tokens // size) - num_columns, 0)
-        for kind in table.kinds:
-            most = kind.kind.most_columns(num_at_once, size)
-            num_held = num_columns - (0 if row is None else int(kind.first_block[row]))
-            total += kind.num_groups * int(min(wanted, max(most - num_held, 0)))
+        for group_type in table.group_types:
+            most = group_type.type.most_columns(num_at_once, size)
+            num_held = num_columns - (0 if row is None else int(group_type.first_block[row]))
+            total += group_type.num_groups * int(min(wanted, max(most - num_held, 0)))
         if self.states is not None and (row is None or self.states.running[row] == NULL_BLOCK):
             total += self.states.num_groups
         return total
@@ -207,7 +208,7 @@ class BlockManager(Books):
         table = self.table
         if not table.num_free_rows:
             return None
-        blocks = match.blocks_of_kinds(len(table.windowed))
+        blocks = match.blocks_of_group_types(len(table.windowed))
         if match.num_tokens:
             block_ids = match.block_ids if len(blocks) == 1 else np.concatenate(blocks)
             self.pool.share(block_ids.astype(np.int64))
@@ -240,7 +241,7 @@ class BlockManager(Books):
             return None
         num_tokens = int(table.num_computed_tokens[row])
         num_blocks = -(-num_tokens // self.block_size)
-        shared = [kind.block_table[row, kind.first_block[row] : num_blocks] for kind in table.kinds]
+        shared = [each.block_table[row, each.first_block[row] : num_blocks] for each in table.group_types]
         for block_ids in shared:
             self.pool.share(block_ids.astype(np.int64), num_children)
         self.stats.forks += num_children
@@ -298,10 +299,10 @@ class BlockManager(Books):
             release_passed(self, rows)
 
     def group_block_ids(self, rows: Any, columns: Any) -> list[Int32Array]:
-        """Return the blocks at ``block_table[rows, columns]``: of each kind int32 ``[num_groups, N]``, 0 if passed."""
+        """Return the blocks at ``block_table[rows, columns]``: of each type int32 ``[num_groups, N]``, 0 if passed."""
         return [
-            self.pool.blocks_of_groups(kind.block_table[rows, columns], kind.num_groups)
-            for kind in self.table.kinds
+            self.pool.blocks_of_groups(group_type.block_table[rows, columns], group_type.num_groups)
+            for group_type in self.table.group_types
         ]
 
     def reserve(self, rows: IntArray, num_tokens: IntArray | int) -> Reservation:

@@ -110,26 +110,26 @@ class BlockPool:
 
     Args:
         num_blocks: blocks of the KV cache, the null block included.
-        group_counts: of each kind of KV cache groups.
-        has_states: whether the last kind is one of states.
+        group_counts: of each KV cache group type.
+        has_states: whether the last group type is one of states.
     """
 
     def __init__(self, num_blocks: int, group_counts: Sequence[int] = (1,), has_states: bool = False) -> None:
         self.num_blocks = num_blocks
         self.num_usable_blocks = num_blocks - 1
         """All blocks but the null block."""
-        self._state_kind = len(group_counts) - 1 if has_states else None
+        self._state_type = len(group_counts) - 1 if has_states else None
         self._new_kv_blocks: list[Int32Array] = []
         self.has_groups = len(group_counts) > 1 or group_counts[0] > 1
         """Whether there is more than one group."""
         self._group_counts: Int64Array = np.array(group_counts, np.int64)
         size = num_blocks if self.has_groups else 0
-        self.kind_of: npt.NDArray[np.int8] = np.zeros(size, np.int8)
-        """int8 ``[num_blocks]``: the kind of groups of a held or cached block; only with several groups."""
+        self.group_type_of: npt.NDArray[np.int8] = np.zeros(size, np.int8)
+        """int8 ``[num_blocks]``: the group type of a held or cached block; only with several groups."""
         self.ends_hit: BoolArray = np.zeros(size, np.bool_)
         """bool ``[num_blocks]``: whether a block is in a window at the end of a hit; only with several groups."""
         self.followers: Int32Array = np.zeros((max(group_counts) - 1, size), np.int32)
-        """int32 ``[groups - 1, num_blocks]``: the blocks of the other groups of its kind; 0 for none."""
+        """int32 ``[groups - 1, num_blocks]``: the blocks of the other groups of its type; 0 for none."""
         self.ref_counts: Int32Array = np.zeros(num_blocks, np.int32)
         self.writers: Int32Array = np.full(num_blocks, NO_WRITER, np.int32)
         """int32 ``[num_blocks]``: the row that may append to a block, or NO_WRITER; always NO_WRITER if not held."""
@@ -204,20 +204,20 @@ class BlockPool:
         self._num_queued -= self._count(block_ids)
         self.recycle(block_ids)
 
-    def take_for(self, kind: int, count: int) -> Int64Array:
-        """Allocate ``count`` blocks for each group of a kind, all of them free; return the first group's.
+    def take_for(self, group_type: int, count: int) -> Int64Array:
+        """Allocate ``count`` blocks for each group of a type, all of them free; return the first group's.
 
         Their reference count is one.
         """
-        num_groups = int(self._group_counts[kind])
+        num_groups = int(self._group_counts[group_type])
         top = self._num_stacked
         self._num_stacked = top - count * num_groups
         blocks = self._free_stack[self._num_stacked : top][::-1].reshape(num_groups, count)
         block_ids: Int64Array = blocks[0].astype(np.int64)
         self.followers[: num_groups - 1, block_ids] = blocks[1:]
-        self.kind_of[block_ids] = kind
+        self.group_type_of[block_ids] = group_type
         self.ref_counts[block_ids] = 1
-        if self._state_kind is not None and kind != self._state_kind:
+        if self._state_type is not None and group_type != self._state_type:
             self._new_kv_blocks.append(blocks.reshape(-1))
         return block_ids
 
@@ -231,7 +231,7 @@ class BlockPool:
         return np.concatenate(blocks) if blocks else NO_BLOCKS
 
     def blocks_of_groups(self, block_ids: IntArray, num_groups: int) -> Int32Array:
-        """Return int32 ``[num_groups, N]``: blocks, and those of the other groups of their kind."""
+        """Return int32 ``[num_groups, N]``: blocks, and those of the other groups of their type."""
         blocks = np.empty((num_groups, len(block_ids)), np.int32)
         blocks[0] = block_ids
         if num_groups > 1:
@@ -297,8 +297,8 @@ class BlockPool:
         return self._free_stack[: self._num_stacked]
 
     def num_groups_of(self, block_ids: Int64Array) -> Int64Array:
-        """Return the number of groups of each block's kind. Only with several groups."""
-        num_groups: Int64Array = self._group_counts[self.kind_of[block_ids]]
+        """Return the number of groups of each block's group type. Only with several groups."""
+        num_groups: Int64Array = self._group_counts[self.group_type_of[block_ids]]
         return num_groups
 
     def _count(self, block_ids: Int64Array) -> int:

@@ -11,11 +11,11 @@ from rose_backend.block_manager.clone_queue import CloneQueue
 from rose_backend.block_manager.observability import CacheStats
 from rose_backend.block_manager.prefix_cache import PrefixCache
 from rose_backend.block_manager.sequence_table import (
-    GroupKind,
-    KindTable,
+    GroupType,
+    GroupTypeTable,
     RowStates,
     SequenceTable,
-    check_kinds,
+    check_group_types,
 )
 from rose_backend.config import check_int
 from rose_backend.errors import ConfigError
@@ -31,9 +31,9 @@ class Books:
         block_size: tokens per block.
         max_num_seqs: rows.
         max_model_len: tokens a row can hold.
-        kinds: of KV cache groups, one group that keeps everything unless told otherwise. The first kind keeps
+        group_types: of KV cache groups, one group that keeps everything unless told otherwise. The first type keeps
             everything; what the windows of the others have passed becomes free, and a prefix hit may end at any token
-            whose window is there in all of them. All have the same ``block_size``. The last kind may be one of states:
+            whose window is there in all of them. All have the same ``block_size``. The last type may be one of states:
             a hit then ends where a ``checkpoint`` was made.
         prefix_cache: reuse K/V of other sequences.
         full_blocks_only: with ``prefix_cache``, let hits end at block boundaries only.
@@ -52,7 +52,7 @@ class Books:
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
-        kinds: Sequence[GroupKind] = (GroupKind(),),
+        group_types: Sequence[GroupType] = (GroupType(),),
         prefix_cache: bool = True,
         full_blocks_only: bool = False,
         hash_key: bytes | None = None,
@@ -66,25 +66,25 @@ class Books:
         check_int("bytes_per_block", bytes_per_block, 0, 1 << 50)
         if hash_key is not None and len(hash_key) > 64:
             raise ConfigError(f"hash_key: got {len(hash_key)} bytes, allowed are at most 64")
-        check_kinds(kinds)
+        check_group_types(group_types)
         self.block_size = block_size
         self.max_model_len = max_model_len
-        has_states = kinds[-1].is_state
-        self.pool = BlockPool(num_blocks, [kind.num_groups for kind in kinds], has_states)
-        kv_kinds = [kind for kind in kinds if not kind.is_state]
-        self.table = SequenceTable(max_num_seqs, max_model_len, block_size, kv_kinds)
+        has_states = group_types[-1].is_state
+        self.pool = BlockPool(num_blocks, [each.num_groups for each in group_types], has_states)
+        kv_types = [each for each in group_types if not each.is_state]
+        self.table = SequenceTable(max_num_seqs, max_model_len, block_size, kv_types)
         self.states: RowStates | None = None
         if has_states:
-            self.states = RowStates(len(kv_kinds), kinds[-1].num_groups, max_num_seqs, self.pool)
+            self.states = RowStates(len(kv_types), group_types[-1].num_groups, max_num_seqs, self.pool)
         self.cache: PrefixCache | None = None
         if prefix_cache:
-            windows = [kind.window for kind in kv_kinds if kind.window is not None]
+            windows = [each.window for each in kv_types if each.window is not None]
             self.cache = PrefixCache(
                 self.pool, block_size, full_blocks_only, hash_key, record_events, windows, has_states
             )
         self.clones = CloneQueue(self.pool)
         self.stats = CacheStats(bytes_per_block)
-        self.blocks_per_column = sum(kind.num_groups for kind in kv_kinds)
+        self.blocks_per_column = sum(each.num_groups for each in kv_types)
         """Blocks of all KV cache groups for the same positions."""
         # What callers read in every step, without a detour. The table owns these arrays and changes them in place.
         self.block_table = self.table.block_table
@@ -92,18 +92,18 @@ class Books:
         self.num_row_blocks = self.table.num_row_blocks
         self.num_usable_blocks = self.pool.num_usable_blocks
 
-    def take_blocks(self, kind: KindTable | RowStates, count: int) -> Int64Array:
-        """Allocate ``count`` blocks for each group of a kind; return the first group's, with one reference each.
+    def take_blocks(self, group_type: GroupTypeTable | RowStates, count: int) -> Int64Array:
+        """Allocate ``count`` blocks for each group of a type; return the first group's, with one reference each.
 
         Free blocks go first, then cached ones, which the prefix cache forgets. The caller has checked
         ``BlockPool.num_free_blocks``.
         """
         pool = self.pool
         if pool.has_groups:
-            evicted = pool.evict(count * kind.num_groups, self._is_spared)
+            evicted = pool.evict(count * group_type.num_groups, self._is_spared)
             self._forget(evicted)
             pool.recycle(evicted)
-            return pool.take_for(kind.index, count)
+            return pool.take_for(group_type.index, count)
         block_ids, evicted = pool.take(count)
         self._forget(evicted)
         return block_ids

@@ -21,7 +21,7 @@ from rose_backend.block_manager.block_pool import (
 from rose_backend.block_manager.books import Books
 from rose_backend.block_manager.clone_queue import CloneQueue
 from rose_backend.block_manager.prefix_cache import PrefixCache
-from rose_backend.block_manager.sequence_table import KindTable, RowStates, SequenceTable
+from rose_backend.block_manager.sequence_table import GroupTypeTable, RowStates, SequenceTable
 from rose_backend.errors import IntegrityError
 
 
@@ -34,7 +34,7 @@ def check_all(books: Books) -> None:
     if books.states is not None:
         check_row_states(pool, table, books.states)
     check_followers(pool)
-    check_kinds(pool, entries)
+    check_group_types(pool, entries)
     check_states(pool)
     check_writers(pool, table, entries, block_size)
     check_written_lengths(pool, table, entries, block_size)
@@ -44,12 +44,12 @@ def check_all(books: Books) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _TableEntries:
-    """Every block that a row in use lists, kind after kind, row after row. All arrays are ``[entries]``."""
+    """Every block that a row in use lists, group type after group type, row after row. All arrays are ``[entries]``."""
 
     rows: Int64Array
     columns: Int64Array
     blocks: Int32Array
-    kinds: Int64Array
+    group_types: Int64Array
 
     @classmethod
     def of(cls, table: SequenceTable) -> _TableEntries:
@@ -57,14 +57,15 @@ class _TableEntries:
         counts = table.num_row_blocks[active]
         width = int(counts.max()) if len(active) else 0
         found = []
-        for kind in table.kinds:
+        for group_type in table.group_types:
             is_listed = np.arange(width) < counts[:, None]
-            is_listed &= np.arange(width) >= kind.first_block[active][:, None]
+            is_listed &= np.arange(width) >= group_type.first_block[active][:, None]
             index, columns = np.nonzero(is_listed)
             rows = active[index]
-            found.append((rows, columns, kind.block_table[rows, columns], np.full(len(rows), kind.index)))
-        rows, columns, blocks, kinds = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        return cls(rows, columns, blocks, kinds)
+            blocks = group_type.block_table[rows, columns]
+            found.append((rows, columns, blocks, np.full(len(rows), group_type.index)))
+        rows, columns, blocks, group_types = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return cls(rows, columns, blocks, group_types)
 
 
 def _refuse(is_bad: BoolArray, message: Callable[[int], str]) -> None:
@@ -79,12 +80,12 @@ def check_tables(table: SequenceTable, block_size: int) -> None:
     computed, num_blocks = table.num_computed_tokens, table.num_row_blocks
     columns = np.arange(table.width)
     unused = columns >= num_blocks[:, None]
-    for kind in table.kinds:
+    for group_type in table.group_types:
         _refuse(
-            ((kind.block_table != NULL_BLOCK) & unused).any(axis=1),
+            ((group_type.block_table != NULL_BLOCK) & unused).any(axis=1),
             lambda row: f"row {row} has an entry after its last block",
         )
-        check_passed(table, kind, block_size)
+        check_passed(table, group_type, block_size)
     _refuse(
         computed > num_blocks * block_size,
         lambda row: f"row {row}: {computed[row]} computed tokens in {num_blocks[row]} blocks",
@@ -100,15 +101,16 @@ def check_tables(table: SequenceTable, block_size: int) -> None:
         )
 
 
-def check_passed(table: SequenceTable, kind: KindTable, block_size: int) -> None:
+def check_passed(table: SequenceTable, group_type: GroupTypeTable, block_size: int) -> None:
     """A row has the null block exactly in columns that the window has passed, and in none that its next token needs."""
-    columns, first = np.arange(table.width), kind.first_block
+    columns, first = np.arange(table.width), group_type.first_block
     passed = columns < first[:, None]
     _refuse(
-        ((kind.block_table != NULL_BLOCK) & passed).any(axis=1),
+        ((group_type.block_table != NULL_BLOCK) & passed).any(axis=1),
         lambda row: f"row {row} has an entry before its first block, {first[row]}",
     )
-    needed = table.num_computed_tokens - (kind.window or table.num_computed_tokens.max(initial=0) + 1) + 1
+    window = group_type.window or table.num_computed_tokens.max(initial=0) + 1
+    needed = table.num_computed_tokens - window + 1
     _refuse(
         first * block_size > np.maximum(needed, 0),
         lambda row: (
@@ -142,14 +144,14 @@ def check_followers(pool: BlockPool) -> None:
     )
 
 
-def check_kinds(pool: BlockPool, entries: _TableEntries) -> None:
-    """A row lists a block under the kind of groups that it was taken for."""
+def check_group_types(pool: BlockPool, entries: _TableEntries) -> None:
+    """A row lists a block under the group type that it was taken for."""
     if pool.has_groups:
         _refuse(
-            pool.kind_of[entries.blocks] != entries.kinds,
+            pool.group_type_of[entries.blocks] != entries.group_types,
             lambda at: (
-                f"block {entries.blocks[at]} is of kind {pool.kind_of[entries.blocks[at]]}, "
-                f"row {entries.rows[at]} lists it under {entries.kinds[at]}"
+                f"block {entries.blocks[at]} is of type {pool.group_type_of[entries.blocks[at]]}, "
+                f"row {entries.rows[at]} lists it under {entries.group_types[at]}"
             ),
         )
 
@@ -170,8 +172,10 @@ def check_row_states(pool: BlockPool, table: SequenceTable, states: RowStates) -
     )
     held = states.held_blocks()
     _refuse(
-        pool.kind_of[held] != states.index,
-        lambda at: f"block {held[at]} is of kind {pool.kind_of[held[at]]}, states are of {states.index}",
+        pool.group_type_of[held] != states.index,
+        lambda at: (
+            f"block {held[at]} is of type {pool.group_type_of[held[at]]}, states are of {states.index}"
+        ),
     )
 
 
@@ -295,7 +299,8 @@ def check_cache(pool: BlockPool, cache: PrefixCache) -> None:
     if cache.states is not None:
         checkpoints = cache.states.block_ids()
         _refuse(
-            (pool.kind_of[checkpoints] != len(cache.indexes)) | (written[checkpoints] != cache.block_size),
+            (pool.group_type_of[checkpoints] != len(cache.indexes))
+            | (written[checkpoints] != cache.block_size),
             lambda at: f"block {checkpoints[at]} is indexed as a state and is none, or not whole",
         )
 

@@ -60,7 +60,7 @@ class CacheStats:
         self.partial_hits += num_hit_tokens % block_size != 0
 
     def count_clones(self, num_clones: int, num_groups: int) -> None:
-        """Count copies of blocks of a kind with ``num_groups`` groups."""
+        """Count copies of blocks of a group type with ``num_groups`` groups."""
         self.clones += num_clones
         self.bytes_cloned += num_clones * num_groups * self.bytes_per_block
 

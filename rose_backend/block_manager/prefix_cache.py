@@ -1,8 +1,8 @@
 """The prefix cache: chained hashes find full blocks, a comparison of tokens finds the longest prefix of the next one.
 
-Hashes are keyed, so no client can compute one; every hit compares the tokens all the same. Each kind of KV cache groups
+Hashes are keyed, so no client can compute one; every hit compares the tokens all the same. Each KV cache group type
 has an index over the same chain of hashes: a hit ends where all of them have what the next token attends to. A cursor
-for each window, and a search for checkpoints, walk left from the hit of the first kind to where that is the case.
+for each window, and a search for checkpoints, walk left from the hit of the first group type to where that is the case.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class PrefixMatch:
     epoch: int
     """Version of the cache: ``BlockManager.add`` repeats the lookup for a match of another epoch."""
     num_known_tokens: int = 0
-    """With windows or states, how many leading tokens the kind that keeps everything has: at least as many."""
+    """With windows or states, how many leading tokens the group type that keeps everything has: at least as many."""
     window_block_ids: tuple[Int32Array, ...] = ()
-    """Of each kind of groups with a sliding window its last blocks, int32 ``[B']``: those that the window reaches."""
+    """Of each group type with a sliding window its last blocks, int32 ``[B']``: those that the window reaches."""
     checkpoint: int = NULL_BLOCK
     """With states, the block of the one of exactly these tokens; the null block if there are none."""
 
-    def blocks_of_kinds(self, num_windowed: int) -> list[Int32Array]:
-        """Return the blocks of each kind of groups, ``num_windowed`` of which have a sliding window."""
+    def blocks_of_group_types(self, num_windowed: int) -> list[Int32Array]:
+        """Return the blocks of each group type, ``num_windowed`` of which have a sliding window."""
         return [self.block_ids, *(self.window_block_ids or (NO_BLOCKS,) * num_windowed)]
 
 
@@ -57,13 +57,13 @@ class PrefixCache:
     Memory: ``4 * block_size + 16`` bytes per block, and at most 350 more while it is cached.
 
     Args:
-        pool: its ``num_written_tokens`` tell how much of a block is valid, and ``kind_of`` whose index it belongs to.
+        pool: its ``num_written_tokens`` tell how much of a block is valid, ``group_type_of`` in which index it is.
         block_size: tokens per block.
         full_blocks_only: find full blocks only.
         hash_key: at most 64 bytes; None draws a random one.
-        record_events: record events for ``take_events``; of blocks of the first kind only.
-        windows: of each further kind of groups, in tokens. Those of the first kind keep everything.
-        has_states: whether the pool's last kind is one of states.
+        record_events: record events for ``take_events``; of blocks of the first group type only.
+        windows: of each further group type, in tokens. Those of the first group type keep everything.
+        has_states: whether the pool's last group type is one of states.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class PrefixCache:
         if self.states is not None:
             self._all_indexes += (self.states,)
         self._windows = tuple(windows)
-        self._has_one_kind = not windows and not has_states
+        self._has_one_type = not windows and not has_states
         self._events: list[CacheEvent] | None = [] if record_events else None
 
     @property
     def epoch(self) -> int:
         """Version of the cache, see ``PrefixMatch``."""
         return (
-            self.indexes[0].epoch if self._has_one_kind else sum(index.epoch for index in self._all_indexes)
+            self.indexes[0].epoch if self._has_one_type else sum(index.epoch for index in self._all_indexes)
         )
 
     # Lookup
@@ -115,7 +115,7 @@ class PrefixCache:
                 f"block_hashes: got {len(block_hashes)} for {len(token_ids)} tokens, "
                 f"expected {1 + len(token_ids) // size}"
             )
-        if block_hashes is None and not self._has_one_kind:
+        if block_hashes is None and not self._has_one_type:
             block_hashes = self.hasher.hash_blocks(token_ids, namespace, ())
         digests = self.hasher.digests(token_ids, namespace) if block_hashes is None else iter(block_hashes)
         parent, block_ids = self._walk_full_blocks(token_ids, digests, max_tokens // size)
@@ -127,14 +127,14 @@ class PrefixCache:
                 block_ids = np.append(block_ids, np.int32(block_id))
                 num_tokens += run
         match = PrefixMatch(block_ids, num_tokens, parent, self.epoch)
-        if block_hashes is None or self._has_one_kind:
+        if block_hashes is None or self._has_one_type:
             return match
-        return self._cut_to_other_kinds(match, token_ids, block_hashes)
+        return self._cut_to_other_types(match, token_ids, block_hashes)
 
-    def _cut_to_other_kinds(
+    def _cut_to_other_types(
         self, match: PrefixMatch, token_ids: Int32Array, digests: Sequence[bytes]
     ) -> PrefixMatch:
-        """Shorten a match of the first kind to the longest one that all windows and states can use, too."""
+        """Shorten a match of the first group type to the longest one that all windows and states can use, too."""
         end, last_end = match.num_tokens, -1
         windows = [
             WindowCursor(self, index, window, token_ids, digests)
@@ -199,15 +199,15 @@ class PrefixCache:
 
         Args:
             rows: the row of each block; the blocks of a row in order.
-            block_ids: of each kind; all kinds have the same tokens at the same place.
+            block_ids: of each group type; all group types have the same tokens at the same place.
             is_full: the block is full and gets its digest.
-            opens: of each kind, see ``BlockIndex.publish``.
+            opens: of each group type, see ``BlockIndex.publish``.
             chain_digests: of every row; advanced past its full blocks.
             namespaces: of every row.
         """
         data, step = self._block_tokens.take(block_ids[0], axis=0).tobytes(), 4 * self.block_size
         hash_block, parents, digests, row_of_block = self.hasher.chain_digest, [], [], rows.tolist()
-        # All kinds have the same tokens, so each full block is hashed once.
+        # All group types have the same tokens, so each full block is hashed once.
         for row, fills, start in zip(row_of_block, is_full.tolist(), range(0, len(data), step), strict=True):
             parents.append(digest := chain_digests[row])
             if fills:
@@ -241,15 +241,15 @@ class PrefixCache:
 
     def forget(self, block_ids: list[int]) -> None:
         """Remove blocks from the index."""
-        if self._has_one_kind:
+        if self._has_one_type:
             self._note_removed(self.indexes[0].remove(block_ids))
             return
-        of_kind: dict[int, list[int]] = {}
-        for block_id, kind in zip(block_ids, self._pool.kind_of[block_ids].tolist(), strict=True):
-            of_kind.setdefault(kind, []).append(block_id)
-        for kind, mine in of_kind.items():
-            digests = self._all_indexes[kind].remove(mine)
-            self._note_removed(digests if not kind else [])
+        of_type: dict[int, list[int]] = {}
+        for block_id, group_type in zip(block_ids, self._pool.group_type_of[block_ids].tolist(), strict=True):
+            of_type.setdefault(group_type, []).append(block_id)
+        for group_type, mine in of_type.items():
+            digests = self._all_indexes[group_type].remove(mine)
+            self._note_removed(digests if not group_type else [])
 
     def clear(self) -> None:
         """Remove all blocks from the index."""
@@ -260,15 +260,15 @@ class PrefixCache:
         if self._events is not None:
             self._events.append(CacheCleared())
 
-    def blocks_of_kind(self, block_ids: Int32Array, kind: int) -> Int64Array | None:
-        """Return another kind's blocks with the tokens of these full ones of the first kind; None if one is gone."""
-        full = self.indexes[kind].full
+    def blocks_of_group_type(self, block_ids: Int32Array, group_type: int) -> Int64Array | None:
+        """Return another type's blocks with the tokens of these full ones of the first type; None if one is gone."""
+        full = self.indexes[group_type].full
         found = [full.get(self._digest_of[block_id], NULL_BLOCK) for block_id in block_ids.tolist()]
         return None if NULL_BLOCK in found else np.array(found, np.int64)
 
     def is_prefix_held(self, block_id: int) -> bool:
-        """Whether the last block of the first kind with the tokens of a window's full block, or of a state, is held."""
-        if self.states is not None and self._pool.kind_of[block_id] == len(self.indexes):
+        """Whether the last block of the first type with the tokens of a window's full block, or of a state, is held."""
+        if self.states is not None and self._pool.group_type_of[block_id] == len(self.indexes):
             digest, tail = self.states.place_of(block_id)
             if tail:
                 tokens = np.frombuffer(tail, np.int32)
@@ -285,7 +285,7 @@ class PrefixCache:
         return events or []
 
     def _index_of(self, block_id: int) -> BlockIndex:
-        return self.indexes[0] if len(self.indexes) == 1 else self.indexes[self._pool.kind_of[block_id]]
+        return self.indexes[0] if len(self.indexes) == 1 else self.indexes[self._pool.group_type_of[block_id]]
 
     def _note_removed(self, digests: list[bytes]) -> None:
         if self._events is not None:
@@ -298,7 +298,7 @@ class PrefixCache:
         return np.concatenate([index.block_ids() for index in self._all_indexes])
 
     def full_index(self) -> dict[bytes, int]:
-        """Return the index of full blocks of the first kind."""
+        """Return the index of full blocks of the first group type."""
         return self.indexes[0].full
 
     def tokens_of(self, block_id: int) -> Int32Array:

@@ -2,7 +2,7 @@
 
 A prompt has one digest per full block, of the block's tokens and of the digest before it. The root digest is keyed, so
 no client can compute a digest. The namespace (tenant salt, adapter, ...) is part of it, so that namespaces share no
-blocks. In a ``BlockIndex``, one for each kind of KV cache groups, two indexes lead to a block:
+blocks. In a ``BlockIndex``, one for each KV cache group type, two indexes lead to a block:
 
     full      digest of (parent digest, its tokens)  -> the block that holds exactly these tokens
     children  parent digest                          -> every cached block after this parent, full or partial
@@ -174,7 +174,7 @@ class BlockIndex:
         """Add blocks that have just been written; all lists are ``[N]``.
 
         If another block holds the same tokens after the same parent, that one stays and the new one is not indexed.
-        With several kinds of groups it stays only if it is held; otherwise it is released.
+        With several group types it stays only if it is held; otherwise it is released.
 
         Args:
             block_ids: those of a row in order.
@@ -484,7 +484,7 @@ class StateIndex:
         return self._place_of[block_id]
 
     def are_last(self, block_ids: Int64Array) -> BoolArray:
-        """Return which of some blocks, of any kind, are the last checkpoint of a running row."""
+        """Return which of some blocks, of any group type, are the last checkpoint of a running row."""
         places = map(self._place_of.get, block_ids.tolist())
         return np.fromiter((place in self.last_of_rows for place in places), np.bool_, len(block_ids))
 

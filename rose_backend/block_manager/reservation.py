@@ -21,7 +21,7 @@ from rose_backend.block_manager.block_pool import (
 from rose_backend.block_manager.books import Books
 from rose_backend.block_manager.prefix_cache import PrefixCache
 from rose_backend.block_manager.row_states import start_running
-from rose_backend.block_manager.sequence_table import FEW_ROWS, KindTable, any_of, concatenate_ranges
+from rose_backend.block_manager.sequence_table import FEW_ROWS, GroupTypeTable, any_of, concatenate_ranges
 from rose_backend.errors import RowError
 
 
@@ -32,18 +32,18 @@ class Reservation:
     ok: bool
     """True: every row has its positions. False: nothing has changed, but for blocks that windows have passed."""
     servable: BoolArray
-    """``[N]``; with ``ok`` False, a set of rows that could be served together; a largest one if there is one kind."""
+    """``[N]``; with ``ok`` False, rows that could be served together; a largest set if there is one group type."""
     num_new_blocks: int
     """Blocks allocated, copies included, over all KV cache groups."""
 
 
 @dataclass(slots=True)
 class _Tails:
-    """The shared partial blocks of one kind that ``M`` of the rows are about to write to. All arrays are ``[M]``."""
+    """The shared partial blocks of one type that ``M`` of the rows are about to write to. All arrays are ``[M]``."""
 
-    kind: KindTable
+    group_type: GroupTypeTable
     index: Int64Array  # of the row, among the rows that need positions
-    entries: Int64Array  # of the block, in ``KindTable.entries``
+    entries: Int64Array  # of the block, in ``GroupTypeTable.entries``
     block_ids: Int64Array
     offsets: Int32Array  # of the row's next token in the block
     is_claim: BoolArray  # the row becomes the writer: no row has written beyond its length
@@ -73,9 +73,9 @@ def reserve_one_row(books: Books, row: int, num_tokens: int) -> int | None:
     total = num_new * books.blocks_per_column
     if table.capacity[row] < table.full_capacity_of(num_blocks) or total > books.pool.num_free_blocks:
         return None
-    for kind in table.kinds:
-        block_ids = books.take_blocks(kind, num_new)
-        kind.block_table[row, num_blocks : num_blocks + num_new] = block_ids
+    for group_type in table.group_types:
+        block_ids = books.take_blocks(group_type, num_new)
+        group_type.block_table[row, num_blocks : num_blocks + num_new] = block_ids
         books.pool.writers[block_ids] = row
     table.append_to(row, num_blocks, num_new)
     return total
@@ -87,7 +87,7 @@ def reserve_rows(books: Books, rows: Int64Array, wanted: Int32Array, idle: BoolA
     When blocks are short, ``servable`` is a largest set of rows that can be served together, the cheapest first. A
     row needs new blocks at its end, and one for the copy of a shared partial block unless it claims that block. Of
     the rows that may claim a block, the one that needs the fewest blocks does, so the need of a row does not depend
-    on which of the rows before it in this order are served. With several kinds of groups, a row may claim the block
+    on which of the rows before it in this order are served. With several group types, a row may claim the block
     of one and copy that of another, and ``servable`` may be smaller than it could be.
 
     Args:
@@ -105,20 +105,20 @@ def reserve_rows(books: Books, rows: Int64Array, wanted: Int32Array, idle: BoolA
     num_columns, num_free = int(num_new.sum()), books.pool.num_free_blocks
     total = num_columns * books.blocks_per_column
     for each in tails:
-        total += int(np.count_nonzero(each.is_clone)) * each.kind.num_groups
+        total += int(np.count_nonzero(each.is_clone)) * each.group_type.num_groups
     to_start: Int64Array | None = None
     if books.states is not None:
         to_start = (books.states.running[rows] == NULL_BLOCK) * np.int64(books.states.num_groups)
         total += int(to_start.sum())
     if total > num_free:
         for each in tails:
-            total -= _overwrite_instead_of_clone(books, each) * each.kind.num_groups
+            total -= _overwrite_instead_of_clone(books, each) * each.group_type.num_groups
     if total > num_free:
         num_new *= books.blocks_per_column
         if to_start is not None:
             num_new += to_start
         for each in tails:
-            num_new[each.index[each.is_clone]] += each.kind.num_groups
+            num_new[each.index[each.is_clone]] += each.group_type.num_groups
         cheapest_first = np.argsort(num_new, kind="stable")
         fits = np.cumsum(num_new[cheapest_first]) <= num_free
         servable = idle.copy()
@@ -131,7 +131,7 @@ def reserve_rows(books: Books, rows: Int64Array, wanted: Int32Array, idle: BoolA
 def _shared_tails(
     books: Books, rows: Int64Array, num_blocks: Int32Array, num_new: Int32Array
 ) -> list[_Tails]:
-    """Return those of each kind; none if no row has one."""
+    """Return those of each group type; none if no row has one."""
     table, pool = books.table, books.pool
     is_shared = table.capacity[rows] < table.full_capacity(num_blocks)
     if not any_of(is_shared):
@@ -142,8 +142,8 @@ def _shared_tails(
     entries = rows * table.width + computed // books.block_size
     offsets = computed % books.block_size
     tails = []
-    for kind in table.kinds:
-        block_ids = kind.entries[entries].astype(np.int64)
+    for group_type in table.group_types:
+        block_ids = group_type.entries[entries].astype(np.int64)
         is_claim = (pool.writers[block_ids] == NO_WRITER) & (pool.num_written_tokens[block_ids] <= offsets)
         if any_of(is_claim):
             # Several rows may claim one block: the one with the lowest need gets it, of equals the first.
@@ -151,7 +151,8 @@ def _shared_tails(
             candidates = candidates[np.argsort(num_new[index[candidates]], kind="stable")][::-1]
             is_claim[candidates] = pool.last_of_each(block_ids[candidates])
         is_overwrite = np.zeros(len(index), np.bool_)
-        tails.append(_Tails(kind, index, entries, block_ids, offsets, is_claim, ~is_claim, is_overwrite))
+        is_clone = ~is_claim
+        tails.append(_Tails(group_type, index, entries, block_ids, offsets, is_claim, is_clone, is_overwrite))
     return tails
 
 
@@ -170,19 +171,19 @@ def _serve(
     table = books.table
     table.changed[rows] = True
     new_rows, new_entries = table.append(rows, num_new, num_columns)
-    for kind in table.kinds:
+    for group_type in table.group_types:
         num_clones = 0
         if tails:
-            of_kind = tails[kind.index]
-            num_clones = int(np.count_nonzero(of_kind.is_clone))
-            if num_clones < len(of_kind.index):
-                _claim_tails(books, rows, of_kind)
-        block_ids = books.take_blocks(kind, num_clones + len(new_entries))
+            of_type = tails[group_type.index]
+            num_clones = int(np.count_nonzero(of_type.is_clone))
+            if num_clones < len(of_type.index):
+                _claim_tails(books, rows, of_type)
+        block_ids = books.take_blocks(group_type, num_clones + len(new_entries))
         if num_clones:
-            _clone_tails(books, rows, tails[kind.index], block_ids[:num_clones])
+            _clone_tails(books, rows, tails[group_type.index], block_ids[:num_clones])
             block_ids = block_ids[num_clones:]
         if num_columns:  # not only copies
-            kind.entries[new_entries] = block_ids.astype(np.int32)
+            group_type.entries[new_entries] = block_ids.astype(np.int32)
             books.pool.writers[block_ids] = new_rows.astype(np.int32)
     if books.states is not None:
         start_running(books, books.states, rows)
@@ -206,13 +207,13 @@ def _claim_tails(books: Books, rows: Int64Array, tails: _Tails) -> None:
 def _clone_tails(books: Books, rows: Int64Array, tails: _Tails, copies: Int64Array) -> None:
     is_clone = tails.is_clone
     sources, offsets = tails.block_ids[is_clone], tails.offsets[is_clone]
-    tails.kind.entries[tails.entries[is_clone]] = copies.astype(np.int32)
+    tails.group_type.entries[tails.entries[is_clone]] = copies.astype(np.int32)
     books.pool.writers[copies] = rows[tails.index[is_clone]].astype(np.int32)
     books.pool.num_written_tokens[copies] = offsets
     if books.cache is not None:
         books.cache.copy_tokens(sources, copies)
     books.clones.add(sources, copies, offsets)
-    books.stats.count_clones(len(copies), tails.kind.num_groups)
+    books.stats.count_clones(len(copies), tails.group_type.num_groups)
 
 
 def append_block_to_each(books: Books, rows: Int64Array) -> bool:
@@ -227,9 +228,9 @@ def append_block_to_each(books: Books, rows: Int64Array) -> bool:
         release_passed(books, rows)
     if len(rows) * books.blocks_per_column > books.pool.num_free_blocks:
         return False
-    for kind in table.kinds:
-        block_ids = books.take_blocks(kind, len(rows))
-        kind.block_table[rows, counts] = block_ids
+    for group_type in table.group_types:
+        block_ids = books.take_blocks(group_type, len(rows))
+        group_type.block_table[rows, counts] = block_ids
         books.pool.writers[block_ids] = rows
     table.changed[rows] = True
     counts += 1
@@ -246,10 +247,10 @@ def _append_block_to_few(books: Books, rows: list[int], counts: list[int]) -> bo
             raise _no_next_block(rows)
     if len(rows) * books.blocks_per_column > books.pool.num_free_blocks:
         return False
-    (kind,) = table.kinds
-    block_ids = books.take_blocks(kind, len(rows)).tolist()
+    (group_type,) = table.group_types
+    block_ids = books.take_blocks(group_type, len(rows)).tolist()
     for row, count, block_id in zip(rows, counts, block_ids, strict=True):
-        kind.block_table[row, count] = block_id
+        group_type.block_table[row, count] = block_id
         writers[block_id] = row
         table.append_to(row, count, 1)
     return True
@@ -289,8 +290,8 @@ def commit_rows(books: Books, rows: Int64Array, num_tokens: Int32Array | int, to
     offsets = positions - columns * size
     entries = row_of_token * table.width + columns
     token_ids = np.asarray(token_ids, np.int32)
-    for kind in table.kinds:
-        blocks = kind.entries[entries].astype(np.int64)
+    for group_type in table.group_types:
+        blocks = group_type.entries[entries].astype(np.int64)
         # Positions ascend within a row and a block has one writer: the last store into each block is the largest.
         books.pool.num_written_tokens[blocks] = offsets + 1
         if books.cache is not None:
@@ -310,7 +311,7 @@ def _publish(books: Books, cache: PrefixCache, rows: Int64Array, start: IntArray
     counts = (end - 1) // size + 1 - first_columns
     entries = concatenate_ranges(rows * table.width + first_columns, counts)
     row_of_block = rows.repeat(counts)
-    blocks = [kind.entries[entries] for kind in table.kinds]
+    blocks = [group_type.entries[entries] for group_type in table.group_types]
     is_full = (entries - row_of_block * table.width + 1) * size <= end.repeat(counts)
     opens = [~books.pool.is_cached[each] for each in blocks]
     if cache.full_blocks_only:
@@ -331,19 +332,19 @@ def retire_rows(books: Books, cache: PrefixCache, rows: Int64Array) -> None:
     """
     table, size = books.table, books.block_size
     tails = np.maximum(table.num_computed_tokens[rows] - 1, 0) // size + rows * table.width
-    for kind, index in zip(table.kinds, cache.indexes, strict=True):
-        index.retire_tails(rows, kind.entries[tails].astype(np.int64))
+    for group_type, index in zip(table.group_types, cache.indexes, strict=True):
+        index.retire_tails(rows, group_type.entries[tails].astype(np.int64))
     # Released with the rest of the row, a window gets the LRU age of the prefix that it makes usable. Otherwise it
     # would be evicted first, and the prefix would be useless to the next row that shares it.
     for row in rows.tolist() if table.windowed else ():
         num_known = min(table.num_known[row], int(table.num_computed_tokens[row]))
-        for kind in table.windowed if num_known else ():
-            assert kind.window is not None, "only the first kind keeps everything"
-            first = max(num_known - kind.window + 1, 0) // size
-            stop = min(num_known // size, int(kind.first_block[row]))
+        for group_type in table.windowed if num_known else ():
+            assert group_type.window is not None, "only the first group type keeps everything"
+            first = max(num_known - group_type.window + 1, 0) // size
+            stop = min(num_known // size, int(group_type.first_block[row]))
             if first < stop:
-                block_ids = cache.blocks_of_kind(table.block_table[row, first:stop], kind.index)
+                block_ids = cache.blocks_of_group_type(table.block_table[row, first:stop], group_type.index)
                 if block_ids is not None:
                     books.pool.share(block_ids)
-                    kind.block_table[row, first:stop] = block_ids
-                    kind.first_block[row] = first
+                    group_type.block_table[row, first:stop] = block_ids
+                    group_type.first_block[row] = first

@@ -2,9 +2,9 @@
 
 A model's layers are in one KV cache group or several, as vLLM makes them: layers that keep everything and layers with a
 sliding window are in different groups, and many layers of one type in several groups of the same size. All groups of
-one type are a *kind*. All groups take blocks of one pool. For the same positions each group of a kind has a block; the
-first group's is in the table and represents all of them, the others are its *followers*. Layers that keep a state
-instead of K/V have groups, too, but no table, see ``row_states``.
+one type are a *group type*. All groups take blocks of one pool. For the same positions each group of a type has a
+block; the first group's is in the table and represents all of them, the others are its *followers*. Layers that keep a
+state instead of K/V have groups, too, but no table, see ``row_states``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FEW_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class GroupKind:
+class GroupType:
     """KV cache groups of one type.
 
     Raises: ConfigError if a number is out of range.
@@ -51,7 +51,7 @@ class GroupKind:
             check_int("window", self.window, 2, 1 << 30)
         check_int("num_groups", self.num_groups, 1, 1 << 10)
         if self.is_state and self.window is not None:
-            raise ConfigError(f"window: got {self.window} for a kind with states, allowed is None")
+            raise ConfigError(f"window: got {self.window} for a group type with states, allowed is None")
 
     def most_columns(self, num_at_once: int, block_size: int) -> float:
         """Return the largest number of columns in which a row of any length has blocks.
@@ -62,21 +62,21 @@ class GroupKind:
         return math.inf if self.window is None else -(-(self.window - 1 + num_at_once) // block_size) + 1
 
 
-class KindTable:
-    """The block tables of one kind of groups. All kinds have the same positions in the same column.
+class GroupTypeTable:
+    """The block tables of one group type. All group types have the same positions in the same column.
 
     Args:
-        index: place of the kind among all.
-        kind: window and number of groups.
+        index: place of the group type among all.
+        group_type: window and number of groups.
         max_num_seqs: rows.
         width: columns.
 
     Memory: 4 bytes per entry and row.
     """
 
-    def __init__(self, index: int, kind: GroupKind, max_num_seqs: int, width: int) -> None:
-        self.index, self.kind = index, kind
-        self.window, self.num_groups = kind.window, kind.num_groups
+    def __init__(self, index: int, group_type: GroupType, max_num_seqs: int, width: int) -> None:
+        self.index, self.type = index, group_type
+        self.window, self.num_groups = group_type.window, group_type.num_groups
         self.block_table: Int32Array = np.full((max_num_seqs, width), NULL_BLOCK, np.int32)
         self.entries: Int32Array = self.block_table.reshape(-1)
         """The block table in one dimension: ``row * width + column``. One index is cheaper than two."""
@@ -84,17 +84,17 @@ class KindTable:
         """int32 ``[max_num_seqs]``: the first column of each row that has a block; the window has passed the others."""
 
 
-def check_kinds(kinds: Sequence[GroupKind]) -> None:
-    """Raise ConfigError unless the first kind keeps everything, and windows of different sizes and states follow."""
-    has_states = [kind.is_state for kind in kinds]
-    windows = [kind.window for kind in kinds if not kind.is_state]
+def check_group_types(group_types: Sequence[GroupType]) -> None:
+    """Raise ConfigError unless the first type keeps everything, and windows of different sizes and states follow."""
+    has_states = [each.is_state for each in group_types]
+    windows = [each.window for each in group_types if not each.is_state]
     if any(has_states[:-1]):
         raise ConfigError(
-            f"kinds: got states at {has_states.index(True)}, allowed is one such kind, the last"
+            f"group_types: got states at {has_states.index(True)}, allowed is one such group type, the last"
         )
     if not windows or windows[0] is not None or None in windows[1:] or len(set(windows)) < len(windows):
         raise ConfigError(
-            f"kinds: got windows {windows}, allowed are None for the first kind and different sizes for all others"
+            f"group_types: got windows {windows}, allowed are None for the first and different sizes for all others"
         )
 
 
@@ -105,9 +105,9 @@ class SequenceTable:
         max_num_seqs: rows.
         max_model_len: tokens a row can hold.
         block_size: tokens per block.
-        kinds: of KV cache groups; each has its own table.
+        group_types: of KV cache groups; each has its own table.
 
-    Memory: ``4 * ceil(max_model_len / block_size)`` bytes per row and kind and about 150 more.
+    Memory: ``4 * ceil(max_model_len / block_size)`` bytes per row and group type and about 150 more.
     """
 
     def __init__(
@@ -115,19 +115,19 @@ class SequenceTable:
         max_num_seqs: int,
         max_model_len: int,
         block_size: int,
-        kinds: Sequence[GroupKind] = (GroupKind(),),
+        group_types: Sequence[GroupType] = (GroupType(),),
     ) -> None:
         self.width = -(-max_model_len // block_size)
-        self.kinds = tuple(
-            KindTable(index, kind, max_num_seqs, self.width) for index, kind in enumerate(kinds)
+        self.group_types = tuple(
+            GroupTypeTable(index, each, max_num_seqs, self.width) for index, each in enumerate(group_types)
         )
-        self.windowed = self.kinds[1:]
-        """Kinds that release what their window has passed."""
-        # Of the first kind, which keeps everything.
-        self.block_table: Int32Array = self.kinds[0].block_table
-        self.entries: Int32Array = self.kinds[0].entries
+        self.windowed = self.group_types[1:]
+        """Group types that release what their window has passed."""
+        # Of the first group type, which keeps everything.
+        self.block_table: Int32Array = self.group_types[0].block_table
+        self.entries: Int32Array = self.group_types[0].entries
         self.num_row_blocks: Int32Array = np.zeros(max_num_seqs, np.int32)
-        """int32 ``[max_num_seqs]``: columns of each row, the same for all kinds."""
+        """int32 ``[max_num_seqs]``: columns of each row, the same for all group types."""
         self.num_computed_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
         """int32 ``[max_num_seqs]``: tokens whose K/V is committed."""
         self.capacity: Int32Array = np.full(max_num_seqs, _NOT_IN_USE, np.int32)
@@ -171,7 +171,7 @@ class SequenceTable:
         """Return rows that all read ``num_tokens``. The caller has checked ``num_free_rows``.
 
         Args:
-            block_ids: of each kind the blocks of the last columns.
+            block_ids: of each group type the blocks of the last columns.
         """
         numbers = [self._free_rows.pop() for _ in range(count)]
         # Prompts are added one by one: storing at an integer is ten times faster than at an array of one.
@@ -179,9 +179,9 @@ class SequenceTable:
         num_blocks = len(block_ids[0])
         if num_blocks:
             self.block_table[rows, :num_blocks] = block_ids[0]
-        for kind, own in zip(self.windowed, block_ids[1:], strict=True):
-            kind.block_table[rows, num_blocks - len(own) : num_blocks] = own
-            kind.first_block[rows] = num_blocks - len(own)
+        for group_type, own in zip(self.windowed, block_ids[1:], strict=True):
+            group_type.block_table[rows, num_blocks - len(own) : num_blocks] = own
+            group_type.first_block[rows] = num_blocks - len(own)
         self.num_row_blocks[rows] = num_blocks
         self.num_computed_tokens[rows] = num_tokens
         self.capacity[rows] = num_tokens
@@ -195,9 +195,9 @@ class SequenceTable:
 
     def give_back(self, rows: Int64Array, entries: Int64Array) -> None:
         """Empty rows, whose entries are ``entries``, and make them available again."""
-        for kind in self.kinds:
-            kind.entries[entries] = NULL_BLOCK
-            kind.first_block[rows] = 0
+        for group_type in self.group_types:
+            group_type.entries[entries] = NULL_BLOCK
+            group_type.first_block[rows] = 0
         self.num_row_blocks[rows] = 0
         self.num_computed_tokens[rows] = 0
         self.capacity[rows] = _NOT_IN_USE
@@ -225,10 +225,10 @@ class SequenceTable:
         self.changed[row] = True
 
     def blocks_at(self, entries: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the blocks of all kinds, place after place, the first kind's after the others', and their rows."""
+        """Return the blocks of all types, place after place, the first type's after the others', and their rows."""
         if not self.windowed:
             return self.entries[entries].astype(np.int64), entries // self.width
-        blocks = np.stack([kind.entries[entries] for kind in reversed(self.kinds)], axis=1)
+        blocks = np.stack([each.entries[entries] for each in reversed(self.group_types)], axis=1)
         index, _ = np.nonzero(blocks)
         return blocks[blocks != NULL_BLOCK].astype(np.int64), entries[index] // self.width
 
@@ -238,17 +238,17 @@ class SequenceTable:
         The next token attends to the last ``window - 1`` computed ones, and to itself.
         """
         removed = []
-        for kind in self.windowed:
-            assert kind.window is not None, "only the first kind keeps everything"
-            old = kind.first_block[rows]
-            new = np.maximum(self.num_computed_tokens[rows] - (kind.window - 1), 0) // self._block_size
+        for group_type in self.windowed:
+            assert group_type.window is not None, "only the first group type keeps everything"
+            old = group_type.first_block[rows]
+            new = np.maximum(self.num_computed_tokens[rows] - (group_type.window - 1), 0) // self._block_size
             moves = new > old
             if any_of(moves):
                 moved, new = rows[moves], new[moves]
                 entries = concatenate_ranges(moved * self.width + old[moves], new - old[moves])[::-1]
-                removed.append(kind.entries[entries].astype(np.int64))
-                kind.entries[entries] = NULL_BLOCK
-                kind.first_block[moved] = new
+                removed.append(group_type.entries[entries].astype(np.int64))
+                group_type.entries[entries] = NULL_BLOCK
+                group_type.first_block[moved] = new
                 self.changed[moved] = True
         return np.concatenate(removed) if removed else np.zeros(0, np.int64)
 
@@ -316,11 +316,11 @@ class SequenceTable:
 
 
 class RowStates:
-    """The states of all rows: blocks of the last kind, which has no table. ``row_states`` works on them.
+    """The states of all rows: blocks of the last group type, which has no table. ``row_states`` works on them.
 
     Args:
-        index: of the kind of groups that keep a state.
-        num_groups: of that kind.
+        index: of the group type that keeps a state.
+        num_groups: of that group type.
         max_num_seqs: rows.
         pool: has the followers of each block.
 

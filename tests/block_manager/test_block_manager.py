@@ -80,7 +80,7 @@ def test_a_match_of_a_block_that_became_a_duplicate_is_looked_up_again() -> None
     run(simulation, first, 2)
     run(simulation, second, 3)
     lookup = simulation.match([1, 2, 3, 9], b"")
-    assert [lookup.match.block_ids.tolist()] == simulation.blocks_by_kind(second)
+    assert [lookup.match.block_ids.tolist()] == simulation.blocks_by_group_type(second)
     run(simulation, first, 2)
     run(simulation, second, 1)
     simulation.free([second])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from rose_backend.block_manager import BlockManager, GroupKind
+from rose_backend.block_manager import BlockManager, GroupType
 from rose_backend.errors import IntegrityError
 from tests.support.block_manager.managers import admit, free
 
@@ -29,7 +29,7 @@ def set_item(name: str, index: object, value: object) -> Callable[[BlockManager]
 
     def damage(manager: BlockManager) -> None:
         *owner, attribute = name.split(".")
-        owners = {"pool": manager.pool, "window": manager.table.kinds[-1]}
+        owners = {"pool": manager.pool, "window": manager.table.group_types[-1]}
         getattr(owners[owner[0]] if owner else manager, attribute)[index] = value
 
     return damage
@@ -45,14 +45,16 @@ def point_a_second_digest_to_a_block(manager: BlockManager) -> None:
     manager.cache.full_index()[b"another"] = 1
 
 
-def damaged_kinds() -> BlockManager:
+def damaged_group_types() -> BlockManager:
     """Row 0 holds 1 to 4, and of the groups with a window 11 (followed by 12) in its last column; 13 tokens."""
-    kinds = [GroupKind(), GroupKind(4, 2)]
-    manager = BlockManager(num_blocks=20, block_size=4, max_num_seqs=2, max_model_len=32, kinds=kinds)
+    group_types = [GroupType(), GroupType(4, 2)]
+    manager = BlockManager(
+        num_blocks=20, block_size=4, max_num_seqs=2, max_model_len=32, group_types=group_types
+    )
     row, _ = admit(manager, range(13))
     manager.let_go_of_passed(np.array([row]))
     manager.check_integrity()
-    assert manager.table.kinds[1].block_table[0, :5].tolist() == [0, 0, 7, 8, 0]
+    assert manager.table.group_types[1].block_table[0, :5].tolist() == [0, 0, 7, 8, 0]
     assert manager.pool.followers[0, [7, 8]].tolist() == [11, 12]
     return manager
 
@@ -92,7 +94,7 @@ DAMAGES = [
     (set_item("pool.num_written_tokens", 3, 0), r"block 3 can be found but holds 0 tokens"),
     (point_a_second_digest_to_a_block, r"2 digests lead to 1 full blocks, expected one each"),
 ]
-DAMAGES_OF_KINDS = [
+DAMAGES_OF_TYPES = [
     (set_item("window.block_table", (0, 4), 9), r"row 0 has an entry after its last block"),
     (set_item("window.block_table", (0, 1), 9), r"row 0 has an entry before its first block, 2"),
     (
@@ -106,7 +108,7 @@ DAMAGES_OF_KINDS = [
     (set_item("pool.followers", (0, 15), 16), r"block 15 is free but has followers"),
     (set_item("pool.num_written_tokens", 12, 1), r"block 12 follows another and has a state itself"),
     (set_item("pool.ends_hit", 15, True), r"block 15 is free but marked as the end of a hit"),
-    (set_item("pool.kind_of", 3, 1), r"block 3 has 0 followers, expected 1"),
+    (set_item("pool.group_type_of", 3, 1), r"block 3 has 0 followers, expected 1"),
 ]
 
 
@@ -114,7 +116,7 @@ DAMAGES_OF_KINDS = [
     ("make", "damage", "message"),
     [
         *((damaged_manager, *damage) for damage in DAMAGES),
-        *((damaged_kinds, *damage) for damage in DAMAGES_OF_KINDS),
+        *((damaged_group_types, *damage) for damage in DAMAGES_OF_TYPES),
     ],
 )
 def test_damage_is_named(
@@ -127,9 +129,9 @@ def test_damage_is_named(
 
 
 def test_a_window_that_the_next_token_needs_is_not_passed() -> None:
-    manager = damaged_kinds()
-    kind = manager.table.kinds[1]
-    kind.block_table[0, 2], kind.first_block[0] = 0, 3
+    manager = damaged_group_types()
+    group_type = manager.table.group_types[1]
+    group_type.block_table[0, 2], group_type.first_block[0] = 0, 3
     manager.clones.release_blocks(np.array([7]))
     with pytest.raises(IntegrityError, match=r"row 0: the first block is that of column 3, .* position 10"):
         manager.check_integrity()

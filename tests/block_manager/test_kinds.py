@@ -1,4 +1,4 @@
-"""Several kinds of KV cache groups in one pool: what is held, found and evicted, case by case."""
+"""Several KV cache group types in one pool: what is held, found and evicted, case by case."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rose_backend.block_manager import BlockManager, GroupKind, PrefixMatch
+from rose_backend.block_manager import BlockManager, GroupType, PrefixMatch
 from rose_backend.errors import ConfigError
 from tests.support.block_manager.managers import add, admit, compute, free, make, num_found, table
 from tests.support.block_manager.simulation import Simulation
 
-FULL = GroupKind()
+FULL = GroupType()
 
 
-def make_kinds(*kinds: GroupKind, num_blocks: int = 60) -> BlockManager:
-    return make(num_blocks, max_num_seqs=4, kinds=kinds)
+def make_types(*group_types: GroupType, num_blocks: int = 60) -> BlockManager:
+    return make(num_blocks, max_num_seqs=4, group_types=group_types)
 
 
 @pytest.mark.parametrize("windows", [(), (4,), (None, None), (None, 4, None), (None, 4, 4)], ids=str)
-def test_kinds_that_the_manager_does_not_serve_are_refused(windows: tuple[int | None, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"kinds: got windows .* None for the first kind"):
-        make_kinds(*map(GroupKind, windows))
+def test_group_types_that_the_manager_does_not_serve_are_refused(windows: tuple[int | None, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"group_types: got windows .* None for the first"):
+        make_types(*map(GroupType, windows))
 
 
 @pytest.mark.parametrize("name, number", [("window", 1), ("num_groups", 0)])
 def test_numbers_out_of_range_are_named(name: str, number: int) -> None:
     with pytest.raises(ConfigError, match=name):
-        GroupKind(**{name: number})
+        GroupType(**{name: number})
 
 
 def test_a_long_row_holds_a_window_only() -> None:
-    manager = make_kinds(FULL, GroupKind(6, 2))
+    manager = make_types(FULL, GroupType(6, 2))
     row, _ = admit(manager, range(60), at_once=4)
-    # 15 columns of the first kind; of each other group what token 59 attends to, and the column before the last step.
+    # 15 columns of the first type; of each other group what token 59 attends to, and the column before the last step.
     assert manager.num_usable_blocks - manager.num_free_blocks == 15 + 2 * 3
     manager.let_go_of_passed(np.array([row]))
     assert manager.num_usable_blocks - manager.num_free_blocks == 15 + 2 * 2
@@ -43,7 +43,7 @@ def test_a_long_row_holds_a_window_only() -> None:
 
 
 def test_what_a_window_has_passed_is_found_until_it_is_taken() -> None:
-    manager = make_kinds(FULL, GroupKind(6))
+    manager = make_types(FULL, GroupType(6))
     admit(manager, range(40), at_once=4)
     assert num_found(manager, range(22)) == 22
     # The free blocks, then those that the window passed first: all that a hit in the middle needs.
@@ -59,7 +59,7 @@ def test_what_a_window_has_passed_is_found_until_it_is_taken() -> None:
 
 
 def test_the_end_of_a_row_goes_before_its_beginning_and_a_window_before_the_rest() -> None:
-    manager = make_kinds(FULL, GroupKind(6))
+    manager = make_types(FULL, GroupType(6))
     row, _ = admit(manager, range(16))
     pairs = zip(table(manager, row, 1)[::-1], table(manager, row)[::-1], strict=True)
     free(manager, row)
@@ -67,7 +67,7 @@ def test_the_end_of_a_row_goes_before_its_beginning_and_a_window_before_the_rest
 
 
 def test_a_long_prompt_in_steps_needs_the_windows_of_a_step() -> None:
-    manager = make_kinds(FULL, GroupKind(6, 2))
+    manager = make_types(FULL, GroupType(6, 2))
     nothing = PrefixMatch(np.zeros(0, np.int32), 0, b"", 0)
     assert manager.blocks_needed(nothing, 64) == 16 + 2 * 16
     # Five tokens before eight new ones, which may begin inside a block.
@@ -79,7 +79,7 @@ def test_a_long_prompt_in_steps_needs_the_windows_of_a_step() -> None:
 
 
 def test_what_is_computed_again_because_of_a_window_takes_the_place_of_what_was_there() -> None:
-    manager = make_kinds(FULL, GroupKind(6))
+    manager = make_types(FULL, GroupType(6))
     assert manager.cache is not None
     for tokens in (range(16), range(100, 116)):
         free(manager, admit(manager, tokens)[0])
@@ -123,7 +123,7 @@ def go_on_from_a_hit(manager: BlockManager, rest: range) -> int:
 
 
 def test_the_window_at_the_end_of_a_shared_prefix_is_released_with_the_prefix() -> None:
-    manager = make_kinds(FULL, GroupKind(6), num_blocks=80)
+    manager = make_types(FULL, GroupType(6), num_blocks=80)
     free(manager, admit(manager, range(20))[0])
     # Another goes on from there, and its window passes the end of what both share.
     row = go_on_from_a_hit(manager, range(50, 70))
@@ -136,7 +136,7 @@ def test_the_window_at_the_end_of_a_shared_prefix_is_released_with_the_prefix() 
 
 
 def test_the_window_of_a_hit_outlives_others_while_its_prefix_is_held() -> None:
-    manager = make_kinds(FULL, GroupKind(6))
+    manager = make_types(FULL, GroupType(6))
     free(manager, admit(manager, range(20))[0])
     go_on_from_a_hit(manager, range(50, 90))
     # What its window passed first is what others need to go on from the shared prefix.
@@ -152,8 +152,10 @@ def test_hits_among_holes(windows: tuple[int, ...], block_size: int) -> None:
     paths = Counter[str]()
     for seed in range(20 * block_size, 20 * block_size + 20):
         choose = random.Random(seed)
-        kinds = [FULL, *(GroupKind(window, choose.randint(1, 2)) for window in windows)]
-        simulation = Simulation(kinds=kinds, num_blocks=400, block_size=block_size, max_model_len=40)
+        group_types = [FULL, *(GroupType(window, choose.randint(1, 2)) for window in windows)]
+        simulation = Simulation(
+            group_types=group_types, num_blocks=400, block_size=block_size, max_model_len=40
+        )
         prompt = [choose.randrange(3) for _ in range(40)]
         for length in (40, choose.randint(20, 39)):
             # The same tokens, then others: blocks with several continuations.
@@ -166,8 +168,8 @@ def test_hits_among_holes(windows: tuple[int, ...], block_size: int) -> None:
                 simulation.write([row], [step], iter(()))
                 simulation.commit([row], [step])
             simulation.free([row])
-        for kind in range(1, len(kinds)):
-            blocks = simulation.manager.cache.indexes[kind].block_ids().tolist()
+        for group_type in range(1, len(group_types)):
+            blocks = simulation.manager.cache.indexes[group_type].block_ids().tolist()
             simulation.uncache(sorted(choose.sample(blocks, len(blocks) // choose.randint(2, 8))))
         for length in range(2, 41):
             simulation.match(prompt[:length], b"")
@@ -176,8 +178,8 @@ def test_hits_among_holes(windows: tuple[int, ...], block_size: int) -> None:
     assert min(paths["hit cut by a window"], paths["no hit because of a window"]) > 30, paths
 
 
-def test_equal_tails_stay_once_in_each_kind() -> None:
-    manager = make_kinds(FULL, GroupKind(5), GroupKind(7, 2))
+def test_equal_tails_stay_once_in_each_group_type() -> None:
+    manager = make_types(FULL, GroupType(5), GroupType(7, 2))
     assert manager.cache is not None
     rows = [add(manager, [1, 2, 3, 4, 5, 6])[0] for _ in range(3)]
     for row in rows:

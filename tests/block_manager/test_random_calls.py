@@ -1,4 +1,4 @@
-"""Random calls of the block manager, each checked by the simulation, over kinds, pools and blocks of many sizes.
+"""Random calls of the block manager, each checked by the simulation, over group types, pools and blocks of many sizes.
 
 ``ROSE_RANDOM_OPERATIONS=1000000`` makes more calls than the 100,000 of every run, ``ROSE_RANDOM_SEED=1`` others. A
 failure names its setting and seed, and the same two variables repeat it.
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rose_backend.block_manager import GroupKind
+from rose_backend.block_manager import GroupType
 from tests.support.block_manager.kv_memory import TensorMemory
 from tests.support.block_manager.random_driver import RandomDriver
 from tests.support.block_manager.simulation import Simulation
@@ -35,23 +35,24 @@ class Setting:
     weight: int = 10
     blocks_per_row: int = 4
     max_num_seqs: int = 6
-    kinds: tuple[GroupKind, ...] = (GroupKind(),)
+    group_types: tuple[GroupType, ...] = (GroupType(),)
     symbols: Sequence[int] = (0, 1)
     options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
-        kinds = [
-            f"{'state' if one.is_state else one.window or 'full'}x{one.num_groups}" for one in self.kinds
+        group_types = [
+            f"{'state' if one.is_state else one.window or 'full'}x{one.num_groups}"
+            for one in self.group_types
         ]
-        return "-".join([f"{self.num_blocks}x{self.block_size}", *kinds, *self.options])
+        return "-".join([f"{self.num_blocks}x{self.block_size}", *group_types, *self.options])
 
 
-FULL, TWO, STATE = GroupKind(), GroupKind(None, 2), GroupKind(is_state=True)
+FULL, TWO, STATE = GroupType(), GroupType(None, 2), GroupType(is_state=True)
 EVENTS, FULL_BLOCKS, NO_CACHE = {"record_events": True}, {"full_blocks_only": True}, {"prefix_cache": False}
 SIZES = (1, 2, 16, 64)
 # Few first blocks differ in their highest byte only.
 SPARSE = (0, 1 << 24, 2 << 24)
-ONE_KIND = [
+ONE_TYPE = [
     *(Setting(num_blocks, size, 3, 2, 3) for num_blocks in (2, 3) for size in SIZES),
     *(Setting(num_blocks, size) for num_blocks in (5, 9, 17) for size in SIZES),
     *(Setting(4, size) for size in (16, 64)),  # room for one sequence, so that tails are overwritten
@@ -70,37 +71,37 @@ ONE_KIND = [
     *(Setting(20, size, options={"memory": TensorMemory}) for size in (1, 4, 16)),
 ]
 WINDOWS = [
-    Setting(num_blocks, size, blocks_per_row=5, kinds=kinds, options=options)
-    for num_blocks, size, kinds, options in (
-        (40, 4, (FULL, GroupKind(5)), EVENTS),
-        (16, 4, (FULL, GroupKind(5)), {}),
-        (60, 1, (FULL, GroupKind(2)), {}),
-        (60, 2, (FULL, GroupKind(7, 3)), {}),
-        (40, 16, (FULL, GroupKind(40)), {}),
-        (60, 4, (TWO, GroupKind(9)), {}),
-        (80, 3, (FULL, GroupKind(3), GroupKind(10, 2)), {}),
-        (400, 4, (FULL, GroupKind(12, 2)), {}),
+    Setting(num_blocks, size, blocks_per_row=5, group_types=group_types, options=options)
+    for num_blocks, size, group_types, options in (
+        (40, 4, (FULL, GroupType(5)), EVENTS),
+        (16, 4, (FULL, GroupType(5)), {}),
+        (60, 1, (FULL, GroupType(2)), {}),
+        (60, 2, (FULL, GroupType(7, 3)), {}),
+        (40, 16, (FULL, GroupType(40)), {}),
+        (60, 4, (TWO, GroupType(9)), {}),
+        (80, 3, (FULL, GroupType(3), GroupType(10, 2)), {}),
+        (400, 4, (FULL, GroupType(12, 2)), {}),
         (40, 4, (TWO,), {}),
-        (40, 4, (FULL, GroupKind(6)), FULL_BLOCKS),
-        (50, 4, (FULL, GroupKind(5, 2)), NO_CACHE),
+        (40, 4, (FULL, GroupType(6)), FULL_BLOCKS),
+        (50, 4, (FULL, GroupType(5, 2)), NO_CACHE),
     )
 ]
 STATES = [
-    Setting(num_blocks, size, blocks_per_row=5, kinds=kinds, options=options)
-    for num_blocks, size, kinds, options in (
+    Setting(num_blocks, size, blocks_per_row=5, group_types=group_types, options=options)
+    for num_blocks, size, group_types, options in (
         (40, 4, (FULL, STATE), EVENTS),
         (16, 4, (FULL, STATE), {}),
-        (80, 4, (FULL, GroupKind(None, 3, True)), {}),
+        (80, 4, (FULL, GroupType(None, 3, True)), {}),
         (60, 1, (FULL, STATE), {}),
-        (30, 16, (FULL, GroupKind(None, 2, True)), {}),
-        (60, 4, (FULL, GroupKind(7, 2), STATE), {}),
+        (30, 16, (FULL, GroupType(None, 2, True)), {}),
+        (60, 4, (FULL, GroupType(7, 2), STATE), {}),
         (400, 4, (TWO, STATE), {}),
         (40, 4, (FULL, STATE), FULL_BLOCKS),
         (50, 4, (FULL, STATE), NO_CACHE),
     )
 ]
 # At least this often in 100,000 calls: about a third of what is usual, so that no path can silently go untested.
-ONE_KIND_PATHS = {
+ONE_TYPE_PATHS = {
     "reserve": 8000,
     "reserve_next_blocks": 500,
     "add": 6000,
@@ -178,7 +179,7 @@ STATES_PATHS = {
 }
 # Settings, their share of all calls, the paths, and the number of mistakes that can be made.
 GROUPS = {
-    "one kind": (ONE_KIND, 1.0, ONE_KIND_PATHS, 23),
+    "one group type": (ONE_TYPE, 1.0, ONE_TYPE_PATHS, 23),
     "windows": (WINDOWS, 0.2, WINDOWS_PATHS, 24),
     "states": (STATES, 0.2, STATES_PATHS, 25),
 }
@@ -198,7 +199,7 @@ def run(group: str, setting: Setting) -> Counter[str]:
         simulation = Simulation(
             num_blocks=setting.num_blocks,
             block_size=setting.block_size,
-            kinds=setting.kinds,
+            group_types=setting.group_types,
             max_num_seqs=setting.max_num_seqs,
             # Not a whole number of blocks, and more than a small pool can hold.
             max_model_len=setting.blocks_per_row * setting.block_size + setting.block_size // 2 + 1,
@@ -242,7 +243,7 @@ def test_the_random_calls_took_every_path(group: str) -> None:
     assert len(mistakes) == num_mistakes, f"{len(mistakes)} kinds of mistakes were tried: {mistakes}"
 
 
-@pytest.mark.parametrize("num_blocks", sorted({setting.num_blocks for setting in ONE_KIND}))
+@pytest.mark.parametrize("num_blocks", sorted({setting.num_blocks for setting in ONE_TYPE}))
 def test_blocks_were_evicted_in_pools_of_every_size(num_blocks: int) -> None:
-    runs = [run("one kind", setting) for setting in ONE_KIND if setting.num_blocks == num_blocks]
+    runs = [run("one group type", setting) for setting in ONE_TYPE if setting.num_blocks == num_blocks]
     assert sum(taken["evictions"] for taken in runs) >= 10

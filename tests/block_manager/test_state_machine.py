@@ -15,20 +15,20 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from rose_backend.block_manager import GroupKind
+from rose_backend.block_manager import GroupType
 from tests.support.block_manager.random_driver import WEIGHTS, RandomDriver
 from tests.support.block_manager.simulation import Simulation
 
 NUM_EXAMPLES = max(1, int(os.environ.get("ROSE_RANDOM_OPERATIONS", "100000")) // 400)
 
-FULL, STATE = GroupKind(), GroupKind(is_state=True)
-OTHER_KINDS: list[Sequence[GroupKind]] = [
-    (GroupKind(None, 2),),
-    (FULL, GroupKind(3)),
-    (FULL, GroupKind(5, 2), GroupKind(2)),
+FULL, STATE = GroupType(), GroupType(is_state=True)
+OTHER_GROUP_TYPES: list[Sequence[GroupType]] = [
+    (GroupType(None, 2),),
+    (FULL, GroupType(3)),
+    (FULL, GroupType(5, 2), GroupType(2)),
     (FULL, STATE),
-    (FULL, GroupKind(None, 2, True)),
-    (FULL, GroupKind(3), STATE),
+    (FULL, GroupType(None, 2, True)),
+    (FULL, GroupType(3), STATE),
 ]
 
 
@@ -36,7 +36,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     """Each rule is a step of the driver; the simulation checks everything after each of its calls."""
 
     @initialize(
-        kinds=st.just([FULL]) | st.sampled_from(OTHER_KINDS),
+        group_types=st.just([FULL]) | st.sampled_from(OTHER_GROUP_TYPES),
         num_blocks=st.integers(2, 10),
         block_size=st.sampled_from([1, 2, 4]),
         max_num_seqs=st.integers(1, 5),
@@ -44,15 +44,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
     )
     def start(
         self,
-        kinds: Sequence[GroupKind],
+        group_types: Sequence[GroupType],
         num_blocks: int,
         block_size: int,
         max_num_seqs: int,
         options: dict[str, Any],
     ) -> None:
         simulation = Simulation(
-            kinds=kinds,
-            num_blocks=num_blocks if len(kinds) == 1 else num_blocks * 3,
+            group_types=group_types,
+            num_blocks=num_blocks if len(group_types) == 1 else num_blocks * 3,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_model_len=13,

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rose_backend.block_manager import BlockManager, GroupKind
+from rose_backend.block_manager import BlockManager, GroupType
 from rose_backend.errors import ConfigError, RowError
 from tests.support.block_manager.managers import add, compute, make, run_copies
 
-KINDS = [GroupKind(), GroupKind(num_groups=3, is_state=True)]
+GROUP_TYPES = [GroupType(), GroupType(num_groups=3, is_state=True)]
 
 
 def make_states(num_blocks: int = 200, **options: Any) -> BlockManager:
-    return make(num_blocks, **{"max_model_len": 320, "kinds": KINDS, "block_size": 16, **options})
+    return make(num_blocks, **{"max_model_len": 320, "group_types": GROUP_TYPES, "block_size": 16, **options})
 
 
 def run_to(manager: BlockManager, row: int, tokens: np.ndarray, *ends: int, keeps: bool = False) -> None:
@@ -195,17 +195,17 @@ def test_tokens_of_many_lengths_and_continuations() -> None:
 
 
 def test_mistakes() -> None:
-    state = GroupKind(is_state=True)
-    for kinds in (
+    state = GroupType(is_state=True)
+    for group_types in (
         [state],
-        [state, GroupKind()],
-        [GroupKind(), state, state],
-        [GroupKind(), state, GroupKind(4)],
+        [state, GroupType()],
+        [GroupType(), state, state],
+        [GroupType(), state, GroupType(4)],
     ):
-        with pytest.raises(ConfigError, match="kinds: got"):
-            make_states(kinds=kinds)
+        with pytest.raises(ConfigError, match="group_types: got"):
+            make_states(group_types=group_types)
     with pytest.raises(ConfigError, match="window: got 4"):
-        GroupKind(4, is_state=True)
+        GroupType(4, is_state=True)
     manager = make_states()
     row, _ = add(manager, prompt(9))
     with pytest.raises(RowError, match="states cannot be forked"):

@@ -15,7 +15,7 @@ import pytest
 from vllm.config import CUDAGraphMode, KVEventsConfig, KVTransferConfig
 from vllm.platforms import current_platform
 
-from rose_backend.block_manager import GroupKind
+from rose_backend.block_manager import GroupType
 from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin import options
 from rose_backend.vllm_plugin.config_hook import describe_parts, keep_compiled_kernels
@@ -498,14 +498,14 @@ def test_context_parallelism_is_refused_by_name(
 
 
 def test_a_pool_that_can_never_hold_one_sequence_is_refused() -> None:
-    one = RoseGroups((None,), (GroupKind(),), ((0, 0),), 16, 0)
+    one = RoseGroups((None,), (GroupType(),), ((0, 0),), 16, 0)
     check_pool_size(65, one, 1024, 32)
     with pytest.raises(
         ConfigError, match=r"63 usable blocks of 16 tokens .* max_model_len 1024 \(64 blocks\)"
     ):
         check_pool_size(64, one, 1024, 32)
     # Three groups of 39 tokens before 32 new ones: they may begin inside a block.
-    more = RoseGroups((None,) * 4, (GroupKind(), GroupKind(40, 3)), ((0, 0), (1, 0), (1, 1), (1, 2)), 16, 0)
+    more = RoseGroups((None,) * 4, (GroupType(), GroupType(40, 3)), ((0, 0), (1, 0), (1, 1), (1, 2)), 16, 0)
     check_pool_size(1 + 64 + 3 * 6, more, 1024, 32)
     check_pool_size(1 + 4 * 2, more, 32, 32)
     with pytest.raises(ConfigError, match=r"\(82 blocks\)"):

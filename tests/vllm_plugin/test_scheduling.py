@@ -147,7 +147,7 @@ def test_a_pool_with_room_for_windows_only_serves_the_longest_sequence(
         simulation.step()
         simulation.manager.check_integrity()
         manager = simulation.manager
-        held = manager.num_row_blocks - manager.table.kinds[1].first_block
+        held = manager.num_row_blocks - manager.table.group_types[1].first_block
         most = max(most, int(held.max()))
     assert [len(simulation.outputs[f"r{index}"]) for index in range(3)] == [70, 69, 68]
     assert simulation.outputs["r1"] == expected_output(prompts[1], 69)

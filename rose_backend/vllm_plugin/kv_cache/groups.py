@@ -1,4 +1,4 @@
-"""vLLM's KV cache groups as the kinds of Rose's block manager, and its blocks as objects of vLLM's interface."""
+"""vLLM's KV cache groups as the group types of Rose's block manager, and its blocks as objects of vLLM's interface."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from rose_backend.block_manager import NULL_BLOCK, BlockManager, GroupKind, PrefixMatch
+from rose_backend.block_manager import NULL_BLOCK, BlockManager, GroupType, PrefixMatch
 from rose_backend.errors import ConfigError, IntegrityError
 from rose_backend.vllm_plugin.kv_cache.spec import is_rose_group
 from rose_backend.vllm_plugin.options import HAND_BACK_OPTION
@@ -85,7 +85,7 @@ class RoseBlocks:
         return [block_ids[self.num_cached :].tolist() for block_ids in self.group_block_ids]
 
     def new_empty(self) -> RoseBlocks:
-        """Return an empty object of this kind."""
+        """Return an empty object of this class."""
         return RoseBlocks(tuple(block_ids[:0] for block_ids in self.group_block_ids))
 
 
@@ -144,9 +144,9 @@ class RoseGroups:
 
     specs: tuple[Any, ...]
     """Of each group, in vLLM's order."""
-    kinds: tuple[GroupKind, ...]
+    group_types: tuple[GroupType, ...]
     places: tuple[tuple[int, int], ...]
-    """Of each group its kind, and its place among the groups of this kind."""
+    """Of each group its type, and its place among the groups of this type."""
     block_size: int
     block_bytes: int
     """Of one block over all layers of its group, keys and values, on one worker; the same for all groups."""
@@ -157,21 +157,21 @@ class RoseGroups:
     @property
     def first_full(self) -> int:
         """The first group, in vLLM's order, of layers that keep everything."""
-        return next(index for index, (kind, _) in enumerate(self.places) if kind == 0)
+        return next(index for index, (group_type, _) in enumerate(self.places) if group_type == 0)
 
     @property
     def has_windows(self) -> bool:
         """Whether there are groups with sliding windows."""
-        return any(kind.window is not None for kind in self.kinds)
+        return any(each.window is not None for each in self.group_types)
 
     @property
     def has_states(self) -> bool:
-        """Whether there are groups of layers that keep a state, the last kind."""
-        return self.kinds[-1].is_state
+        """Whether there are groups of layers that keep a state, the last group type."""
+        return self.group_types[-1].is_state
 
-    def in_order(self, by_kind: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
-        """Return one array per group, in vLLM's order, of ``[groups of the kind, N]`` per kind."""
-        return tuple(by_kind[kind][place] for kind, place in self.places)
+    def in_order(self, by_type: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
+        """Return one array per group, in vLLM's order, of ``[groups of the type, N]`` per group type."""
+        return tuple(by_type[group_type][place] for group_type, place in self.places)
 
     def blocks_of(self, manager: BlockManager, row: int, start: int, stop: int) -> tuple[NDArray[Any], ...]:
         """Return the blocks of a row in columns ``start`` to ``stop``, int32 ``[N]`` for each group.
@@ -181,17 +181,17 @@ class RoseGroups:
         """
         if len(self.places) == 1:
             return (manager.block_table[row, start:stop].copy(),)
-        by_kind = manager.group_block_ids(row, slice(start, stop))
+        by_type = manager.group_block_ids(row, slice(start, stop))
         if manager.states is not None:
-            by_kind.append(np.repeat(manager.states.blocks_of(np.array([row])), stop - start, axis=1))
-        return self.in_order(by_kind)
+            by_type.append(np.repeat(manager.states.blocks_of(np.array([row])), stop - start, axis=1))
+        return self.in_order(by_type)
 
     def blocks_at(self, manager: BlockManager, rows: NDArray[Any], columns: NDArray[Any]) -> tuple[Any, ...]:
         """Return the blocks of rows in one column each, int32 ``[N]`` for each group."""
-        by_kind = manager.group_block_ids(rows, columns)
+        by_type = manager.group_block_ids(rows, columns)
         if manager.states is not None:
-            by_kind.append(manager.states.blocks_of(rows))
-        return self.in_order(by_kind)
+            by_type.append(manager.states.blocks_of(rows))
+        return self.in_order(by_type)
 
     def blocks_of_match(self, manager: BlockManager, match: PrefixMatch) -> tuple[NDArray[Any], ...]:
         """Return the blocks of a match, int32 ``[N]`` for each group; the null block where its window has passed.
@@ -200,15 +200,15 @@ class RoseGroups:
         """
         if len(self.places) == 1:
             return (match.block_ids,)
-        by_kind = []
-        blocks = match.blocks_of_kinds(len(self.kinds) - 1 - self.has_states)
+        by_type = []
+        blocks = match.blocks_of_group_types(len(self.group_types) - 1 - self.has_states)
         if self.has_states:
             blocks.append(match.block_ids[:0])
-        for kind, block_ids in zip(self.kinds, blocks, strict=True):
+        for group_type, block_ids in zip(self.group_types, blocks, strict=True):
             passed = np.full(len(match.block_ids) - len(block_ids), NULL_BLOCK, np.int32)
             with_passed = np.concatenate((passed, block_ids))
-            by_kind.append(manager.pool.blocks_of_groups(with_passed, kind.num_groups))
-        return self.in_order(by_kind)
+            by_type.append(manager.pool.blocks_of_groups(with_passed, group_type.num_groups))
+        return self.in_order(by_type)
 
 
 def the_rose_groups(kv_cache_config: KVCacheConfig) -> RoseGroups:
@@ -219,42 +219,42 @@ def the_rose_groups(kv_cache_config: KVCacheConfig) -> RoseGroups:
     """
     groups = kv_cache_config.kv_cache_groups
     specs = tuple(group.kv_cache_spec for group in groups)
-    kinds_of_specs = [_kind_of(spec) for spec in specs]
+    types_of_specs = [_group_type_of(spec) for spec in specs]
     block_sizes = {spec.block_size for spec in specs}
-    if GroupKind() not in kinds_of_specs or None in kinds_of_specs or len(block_sizes) > 1:
-        kinds = ", ".join(map(_describe, specs)) or "none"
+    if GroupType() not in types_of_specs or None in types_of_specs or len(block_sizes) > 1:
+        described = ", ".join(map(_describe, specs)) or "none"
         raise ConfigError(
             "Rose's block manager serves KV cache groups of full ROSE attention, and beside them, with the same block "
             "size, groups of sliding windows and of states that workers neither speculate on nor keep themselves "
-            f"(mamba_cache_mode align); this model has {kinds} with block sizes {sorted(block_sizes)}; "
+            f"(mamba_cache_mode align); this model has {described} with block sizes {sorted(block_sizes)}; "
             f"{HAND_BACK_OPTION} gives block management back to vLLM"
         )
-    # The kind that keeps everything comes first, states last.
+    # The group type that keeps everything comes first, states last.
     distinct = sorted(
-        {kind for kind in kinds_of_specs if kind is not None},
-        key=lambda kind: (kind.is_state, kind.window or 0),
+        {each for each in types_of_specs if each is not None},
+        key=lambda each: (each.is_state, each.window or 0),
     )
-    kinds_of_groups = [distinct.index(kind) for kind in kinds_of_specs if kind is not None]
+    types_of_groups = [distinct.index(each) for each in types_of_specs if each is not None]
     return RoseGroups(
         specs=specs,
-        kinds=tuple(replace(kind, num_groups=kinds_of_specs.count(kind)) for kind in distinct),
+        group_types=tuple(replace(each, num_groups=types_of_specs.count(each)) for each in distinct),
         places=tuple(
-            (kind, kinds_of_groups[:index].count(kind)) for index, kind in enumerate(kinds_of_groups)
+            (each, types_of_groups[:index].count(each)) for index, each in enumerate(types_of_groups)
         ),
         block_size=specs[0].block_size,
         block_bytes=block_bytes(groups[0]),
     )
 
 
-def _kind_of(spec: Any) -> GroupKind | None:
-    """Return the kind of one group, or None if Rose's block manager does not serve it."""
+def _group_type_of(spec: Any) -> GroupType | None:
+    """Return the group type of one group, or None if Rose's block manager does not serve it."""
     if type(spec) is SlidingWindowSpec and not spec.extra_retained_tokens:
-        return GroupKind(int(spec.sliding_window))
+        return GroupType(int(spec.sliding_window))
     if isinstance(spec, MambaSpec):
         # A worker that keeps states inside a prompt itself writes them to columns that it expects to be others.
         is_served = spec.mamba_cache_mode == "align" and not spec.num_speculative_blocks
-        return GroupKind(is_state=True) if is_served and not spec.num_prefill_checkpoint_blocks else None
-    return GroupKind() if is_rose_group(spec) else None
+        return GroupType(is_state=True) if is_served and not spec.num_prefill_checkpoint_blocks else None
+    return GroupType() if is_rose_group(spec) else None
 
 
 def _describe(spec: Any) -> str:
@@ -286,13 +286,13 @@ def check_pool_size(num_blocks: int, groups: RoseGroups, max_model_len: int, num
     # Block 0 is the null block.
     usable, num_columns = num_blocks - 1, -(-max_model_len // groups.block_size)
     needed = sum(
-        kind.num_groups * min(kind.most_columns(num_at_once, groups.block_size), num_columns)
-        for kind in groups.kinds
-        if not kind.is_state
+        each.num_groups * min(each.most_columns(num_at_once, groups.block_size), num_columns)
+        for each in groups.group_types
+        if not each.is_state
     )
     if groups.has_states:
         # A running state, and the checkpoint that it is copied from.
-        needed += 2 * groups.kinds[-1].num_groups
+        needed += 2 * groups.group_types[-1].num_groups
     if usable < needed:
         raise ConfigError(
             f"KV cache pool: {usable} usable blocks of {groups.block_size} tokens cannot hold one sequence of "

@@ -106,7 +106,7 @@ class RoseKVCacheManager:
             block_size=groups.block_size,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            kinds=groups.kinds,
+            group_types=groups.group_types,
             prefix_cache=enable_caching,
             full_blocks_only=full_blocks_only,
             bytes_per_block=groups.block_bytes,
@@ -139,7 +139,8 @@ class RoseKVCacheManager:
         self.checkpoints: DueCheckpoints | None = None
         """Where states are copied into the prefix cache; None without states."""
         if self.has_states and enable_caching:
-            self.checkpoints = DueCheckpoints(self.block_size, groups.kinds[-1].num_groups, full_blocks_only)
+            num_groups = groups.group_types[-1].num_groups
+            self.checkpoints = DueCheckpoints(self.block_size, num_groups, full_blocks_only)
         self.log_stats = log_stats
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         self._hit_unit = 1 if exact_cached_tokens else reporting_unit(self.block_size)
@@ -335,7 +336,7 @@ class RoseKVCacheManager:
 
     def _commit(self, rows: list[int]) -> None:
         rows = [row for row in rows if not self._loads.cover(row, self.running.requests[row])]
-        if not rows or not (self.enable_caching or len(self.running.groups.kinds) > 1):
+        if not rows or not (self.enable_caching or len(self.running.groups.group_types) > 1):
             return
         requests = [self.running.requests[row] for row in rows]
         ends = self._commit_up_to(rows, requests, [_num_certain_tokens(request) for request in requests])

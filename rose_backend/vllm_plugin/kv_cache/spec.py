@@ -38,7 +38,7 @@ class RoseAttentionSpec(FullAttentionSpec):
 
 
 def as_rose_spec(spec: AttentionSpec) -> AttentionSpec:
-    """Return a full-attention specification as Rose's; every other kind unchanged."""
+    """Return a full-attention specification as Rose's; every other specification unchanged."""
     if type(spec) is not FullAttentionSpec:
         return spec
     return RoseAttentionSpec(**{field.name: getattr(spec, field.name) for field in fields(spec)})

@@ -59,5 +59,5 @@ def num_found(manager: BlockManager, tokens: Sequence[int]) -> int:
     return manager.match(np.array([*tokens, -1], np.int32)).num_tokens
 
 
-def table(manager: BlockManager, row: int, kind: int = 0) -> list[int]:
-    return manager.table.kinds[kind].block_table[row, : manager.num_row_blocks[row]].tolist()
+def table(manager: BlockManager, row: int, group_type: int = 0) -> list[int]:
+    return manager.table.group_types[group_type].block_table[row, : manager.num_row_blocks[row]].tolist()

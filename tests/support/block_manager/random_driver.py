@@ -159,7 +159,7 @@ class RandomDriver:
     def branch(self) -> None:
         """Fork a row, often one whose tail waits for a copy, and let parent and children go on at once."""
         rows, pending = self.rows(1.0), self.simulation.pending.keys()
-        rows.sort(key=lambda row: all(map(pending.isdisjoint, self.simulation.blocks_by_kind(row))))
+        rows.sort(key=lambda row: all(map(pending.isdisjoint, self.simulation.blocks_by_group_type(row))))
         for row in rows[:1]:
             family = [row, *self.simulation.fork(row, self.rng.randint(1, 3))]
             if self.rng.random() < 0.4:

@@ -1,4 +1,4 @@
-"""A block manager beside what its answers must be, for any kinds of KV cache groups: with windows, with states.
+"""A block manager beside what its answers must be, for any KV cache group types: with windows, with states.
 
 Each method is one call of the manager. Afterwards every invariant was recounted, and all K/V that a row's next token
 attends to, read through the row's table for every group, is what was written for these tokens, bit by bit; so is the
@@ -29,7 +29,7 @@ from rose_backend.block_manager import (
     BlockStored,
     CacheCleared,
     ClonePlan,
-    GroupKind,
+    GroupType,
     PrefixMatch,
     Reservation,
 )
@@ -126,7 +126,7 @@ class Simulation:
         *,
         num_blocks: int,
         block_size: int,
-        kinds: Items[GroupKind] = (GroupKind(),),
+        group_types: Items[GroupType] = (GroupType(),),
         max_num_seqs: int = 6,
         max_model_len: int = 100,
         record_events: bool = False,
@@ -140,14 +140,18 @@ class Simulation:
             "max_model_len": max_model_len,
         }
         self.manager = BlockManager(
-            **sizes, kinds=kinds, bytes_per_block=BYTES_PER_BLOCK, record_events=record_events, **options
+            **sizes,
+            group_types=group_types,
+            bytes_per_block=BYTES_PER_BLOCK,
+            record_events=record_events,
+            **options,
         )
-        self.kinds = tuple(kind for kind in kinds if not kind.is_state)
-        self.num_state_groups = kinds[-1].num_groups if kinds[-1].is_state else 0
-        self.most_groups = max(kind.num_groups for kind in kinds)
+        self.group_types = tuple(group_type for group_type in group_types if not group_type.is_state)
+        self.num_state_groups = group_types[-1].num_groups if group_types[-1].is_state else 0
+        self.most_groups = max(group_type.num_groups for group_type in group_types)
         self.block_size = block_size
         self.full_blocks_only = bool(options.get("full_blocks_only"))
-        self.oracle = Oracle(**sizes, **options) if list(kinds) == [GroupKind()] else None
+        self.oracle = Oracle(**sizes, **options) if list(group_types) == [GroupType()] else None
         self.memory = memory(num_blocks, block_size)
         self.sequences: dict[int, Sequence] = {}
         self.lookups: deque[Lookup] = deque(maxlen=4)
@@ -156,7 +160,7 @@ class Simulation:
         self.pending: dict[int, int] = {}
         """Destination -> source of the copies that the next plan will name, of every group."""
         self.content: dict[int, tuple[int, bytes, tuple[int, ...]]] = {}
-        """Without oracle: kind, namespace and all tokens up to the end of each block written since it was taken."""
+        """Without oracle: type, namespace and all tokens up to the end of each block written since it was taken."""
         self.checkpoints: dict[Prefix, int] = {}
         """The book: the checkpoint of each prefix."""
         self.prefix_of: dict[bytes, Prefix] | None = {} if record_events else None
@@ -187,21 +191,23 @@ class Simulation:
         """Return the block of a row's running state; 0 for none."""
         return 0 if self.manager.states is None else int(self.manager.states.running[row])
 
-    def blocks_by_kind(self, row: int) -> list[list[int]]:
+    def blocks_by_group_type(self, row: int) -> list[list[int]]:
         num_blocks = self.manager.num_row_blocks[row]
-        return [kind.block_table[row, :num_blocks].tolist() for kind in self.manager.table.kinds]
+        return [
+            group_type.block_table[row, :num_blocks].tolist() for group_type in self.manager.table.group_types
+        ]
 
     def groups(self, block_ids: Any, num_groups: int) -> np.ndarray:
         """Return blocks and their followers, ``[num_groups, N]``."""
         return self.manager.pool.blocks_of_groups(np.atleast_1d(block_ids), num_groups)
 
-    def values(self, kind: int, group: int, values: Items[int]) -> np.ndarray:
+    def values(self, group_type: int, group: int, values: Items[int]) -> np.ndarray:
         """K/V of a group: no two groups have the same."""
-        return np.array(values, np.int64) ^ ((kind * 16 + group + 1) << 40)
+        return np.array(values, np.int64) ^ ((group_type * 16 + group + 1) << 40)
 
     # ------------------------------------------------------------------ what can be found
 
-    def findable(self, kind: int) -> Findable:
+    def findable(self, group_type: int) -> Findable:
         found: Findable = {}
         if self.oracle is not None:
             blocks = self.oracle.blocks
@@ -210,9 +216,9 @@ class Simulation:
                 for prefix, ids in self.oracle.findable.items()
             }
         cache = self.manager.cache
-        for block in cache.indexes[kind].block_ids().tolist() if cache is not None else ():
-            own_kind, namespace, tokens = self.content[block]
-            assert own_kind == kind
+        for block in cache.indexes[group_type].block_ids().tolist() if cache is not None else ():
+            own_group_type, namespace, tokens = self.content[block]
+            assert own_group_type == group_type
             start = (len(tokens) - 1) // self.block_size * self.block_size
             # Fewer than were written, if a row has begun to overwrite them.
             kept = cache.tokens_of(block).tolist()
@@ -221,7 +227,7 @@ class Simulation:
         return found
 
     def longest_known(self, prompt: list[int], namespace: bytes, limit: int) -> int:
-        """Return how many leading tokens the kind that keeps everything has."""
+        """Return how many leading tokens the group type that keeps everything has."""
         index, wanted = self.findable(0), (namespace, prompt[:limit])
         return longest_match(
             lambda prefix: [kept for _, kept in index.get(prefix, ())],
@@ -242,7 +248,11 @@ class Simulation:
 
     def usable(self, prompt: list[int], namespace: bytes, known: int) -> tuple[int, bool]:
         """Return the longest usable prefix, and whether the manager may have looked at some candidates only."""
-        windowed = [(kind.window, self.findable(index)) for index, kind in enumerate(self.kinds) if index]
+        windowed = [
+            (group_type.window, self.findable(index))
+            for index, group_type in enumerate(self.group_types)
+            if index
+        ]
         is_large = any(len(blocks) > MANY_BLOCKS for _, index in windowed for blocks in index.values())
         for end in range(known, -1, -1):
             if self.full_blocks_only and end % self.block_size:
@@ -285,7 +295,7 @@ class Simulation:
             what = "a state" if self.num_state_groups else "a window"
             self._paths[f"hit cut by {what}"] += is_cut and answer.num_tokens > 0
             self._paths[f"no hit because of {what}"] += is_cut and not answer.num_tokens
-            if len(self.kinds) > 1 or self.num_state_groups:
+            if len(self.group_types) > 1 or self.num_state_groups:
                 agree("num_known_tokens", answer.num_known_tokens, known_tokens)
         self._paths["partial hit"] += answer.num_tokens % self.block_size != 0
         self._check_match(answer, prompt, namespace)
@@ -293,7 +303,7 @@ class Simulation:
         return self.lookups[-1]
 
     def _check_match(self, match: PrefixMatch, prompt: list[int], namespace: bytes) -> None:
-        """The K/V of each kind is the prompt's, as far back as the window of the next token reaches."""
+        """The K/V of each group type is the prompt's, as far back as the window of the next token reaches."""
         agree("has a checkpoint", match.checkpoint != 0, bool(self.num_state_groups and match.num_tokens))
         if match.checkpoint:
             self._check_state(match.checkpoint, namespace, prompt[: match.num_tokens])
@@ -304,11 +314,11 @@ class Simulation:
         values = kv_values(namespace, prompt[: match.num_tokens], [])
         num_columns = -(-match.num_tokens // self.block_size)
         tails = set()
-        for kind, block_ids in enumerate((match.block_ids, *match.window_block_ids)):
-            window = self.kinds[kind].window
+        for group_type, block_ids in enumerate((match.block_ids, *match.window_block_ids)):
+            window = self.group_types[group_type].window
             start = 0 if window is None else max(match.num_tokens - window + 1, 0)
             agree("first column", num_columns - len(block_ids), start // self.block_size)
-            self._check_blocks(kind, block_ids, values, num_columns - len(block_ids))
+            self._check_blocks(group_type, block_ids, values, num_columns - len(block_ids))
             tails.add(self.content.get(int(block_ids[-1]), (0, b"", ()))[1:])
         self._paths["tails of different blocks"] += len(tails) > 1
 
@@ -332,7 +342,7 @@ class Simulation:
         ends_hit = self.manager.pool.ends_hit.copy()
         answer = self.manager.add(np.array(prompt, np.int32), namespace=namespace, match=match)
         if self.oracle is not None:
-            table = [] if answer is None else self.blocks_by_kind(answer.row)[0]
+            table = [] if answer is None else self.blocks_by_group_type(answer.row)[0]
             self.oracle.add(prompt, namespace, match, answer, table)
         if answer is None:
             agree("free rows", self.manager.num_free_rows, 0)
@@ -404,17 +414,21 @@ class Simulation:
 
     def _reserve(self, rows: list[int], counts: list[int], reserve: Callable[[], Reservation]) -> Reservation:
         manager, size = self.manager, self.block_size
-        before = {row: (self.blocks_by_kind(row), self.running(row), self._found(row)) for row in rows}
+        before = {row: (self.blocks_by_group_type(row), self.running(row), self._found(row)) for row in rows}
         evict_next, spared, is_ambiguous = self._look_at_queue()
         least = self._least_blocks(rows, counts) if self.oracle is None else 0
         is_idle = all(count <= self.num_writable(row) for row, count in zip(rows, counts, strict=True))
         answer = reserve()
         # What windows have passed is free before anything is taken, whatever the answer is.
         for row in rows if not is_idle else ():
-            for kind, spec in zip(manager.table.windowed, self.kinds[1:], strict=True):
+            for group_type, spec in zip(manager.table.windowed, self.group_types[1:], strict=True):
                 first = max(self.sequences[row].num_computed - spec.window + 1, 0) // size
-                agree("first block", int(kind.first_block[row]), max(first, int(kind.first_block[row])))
-                self._paths["block passed"] += not kind.block_table[row, :first].any() and first > 0
+                agree(
+                    "first block",
+                    int(group_type.first_block[row]),
+                    max(first, int(group_type.first_block[row])),
+                )
+                self._paths["block passed"] += not group_type.block_table[row, :first].any() and first > 0
         taken = self._read_tables(rows, before)
         agree("reserve: num_new_blocks", answer.num_new_blocks, len(taken))
         for row, count in zip(rows, counts, strict=True):
@@ -422,7 +436,7 @@ class Simulation:
             columns = max(len(before[row][0][0]), columns)
             agree(f"columns of row {row}", int(manager.table.num_row_blocks[row]), columns)
         if self.oracle is not None:
-            tables = [self.blocks_by_kind(row)[0] for row in rows]
+            tables = [self.blocks_by_group_type(row)[0] for row in rows]
             agree("blocks taken", sorted(self.oracle.reserve(rows, counts, answer, tables)), sorted(taken))
         else:
             self._paths["shortage"] += not answer.ok
@@ -442,19 +456,19 @@ class Simulation:
         pool, size, least = self.manager.pool, self.block_size, 0
         wanted: Counter[tuple[int, int, int]] = Counter()
         for row, count in zip(rows, counts, strict=True):
-            tables, num_computed = self.blocks_by_kind(row), self.sequences[row].num_computed
+            tables, num_computed = self.blocks_by_group_type(row), self.sequences[row].num_computed
             num_new = max(-(-(num_computed + count) // size) - len(tables[0]), 0)
             least += num_new * self.manager.blocks_per_column
             least += (not self.running(row) and count > self.num_writable(row)) * self.num_state_groups
             column, offset = divmod(num_computed, size)
-            for kind, blocks in enumerate(tables if offset and count else ()):
+            for group_type, blocks in enumerate(tables if offset and count else ()):
                 if pool.writers[blocks[column]] != row:
-                    wanted[kind, blocks[column], offset] += 1
-        for (kind, tail, offset), num_rows in wanted.items():
+                    wanted[group_type, blocks[column], offset] += 1
+        for (group_type, tail, offset), num_rows in wanted.items():
             has_writer = pool.writers[tail] != -1
             is_claim = not has_writer and pool.num_written_tokens[tail] <= offset
             is_alone = not has_writer and pool.ref_counts[tail] == 1
-            least += (num_rows - (is_claim or is_alone)) * self.kinds[kind].num_groups
+            least += (num_rows - (is_claim or is_alone)) * self.group_types[group_type].num_groups
         return least
 
     def _read_tables(self, rows: list[int], before: dict[int, tuple[list[list[int]], int, int]]) -> list[int]:
@@ -462,8 +476,8 @@ class Simulation:
         taken = list[int]()
         for row in rows:
             tables, running, found = before[row]
-            for kind, (old, new) in enumerate(zip(tables, self.blocks_by_kind(row), strict=True)):
-                num_groups = self.kinds[kind].num_groups
+            for group_type, (old, new) in enumerate(zip(tables, self.blocks_by_group_type(row), strict=True)):
+                num_groups = self.group_types[group_type].num_groups
                 for column, now in enumerate(new):
                     was = old[column] if column < len(old) else 0
                     if now not in (was, 0):
@@ -493,13 +507,13 @@ class Simulation:
         """
         if self.oracle is not None or not self.manager.pool.has_groups:
             return [], set(), False
-        pool, first_kind = self.manager.pool, self.findable(0)
+        pool, first_group_type = self.manager.pool, self.findable(0)
 
         def are_held(namespace: bytes, tokens: tuple[int, ...]) -> set[bool]:
             """Of the blocks that hold the last tokens of a prefix after the others: whether somebody holds each."""
             start = (len(tokens) - 1) // self.block_size * self.block_size
             wanted = list(tokens[start:])
-            blocks = first_kind.get((namespace, tokens[:start]), [])
+            blocks = first_group_type.get((namespace, tokens[:start]), [])
             return {pool.ref_counts[block] > 0 for block, kept in blocks if kept[: len(wanted)] == wanted}
 
         last = {sequence.last_checkpoint for sequence in self.sequences.values()}
@@ -509,10 +523,10 @@ class Simulation:
             if block in places:
                 is_wanted, place = pool.ends_hit[block] or places[block] in last, places[block]
             else:
-                kind, *rest = self.content[block]
+                group_type, *rest = self.content[block]
                 place = rest[0], rest[1]
                 is_full = pool.num_written_tokens[block] == self.block_size
-                is_wanted = kind and pool.ends_hit[block] and is_full
+                is_wanted = group_type and pool.ends_hit[block] and is_full
             if is_wanted and True in are_held(*place):
                 spared.add(block)
         # Where some of the blocks with a prefix's last tokens are held and others are not, one of them decides.
@@ -546,10 +560,10 @@ class Simulation:
             sequence.num_written = count
             columns, offsets = np.divmod(np.arange(start, end), self.block_size)
             values = sequence.values[start:end]
-            for kind, groups in enumerate(self.manager.group_block_ids(row, columns)):
+            for group_type, groups in enumerate(self.manager.group_block_ids(row, columns)):
                 for group, blocks in enumerate(groups):
                     assert blocks.all(), "a position to be written has no block"
-                    self.memory.write(blocks, offsets, self.values(kind, group, values))
+                    self.memory.write(blocks, offsets, self.values(group_type, group, values))
             if self.num_state_groups:
                 sequence.state_len = end
                 assert self.running(row), "a step has no state to write"
@@ -579,14 +593,14 @@ class Simulation:
     def _note_content(self, row: int, start: int) -> None:
         namespace, tokens = self.sequences[row].place
         for column in range(start // self.block_size, -(-len(tokens) // self.block_size)):
-            for kind, blocks in enumerate(self.blocks_by_kind(row)):
+            for group_type, blocks in enumerate(self.blocks_by_group_type(row)):
                 part = tokens[: (column + 1) * self.block_size]
                 if len(part) > start:
-                    self.content[blocks[column]] = (kind, namespace, part)
+                    self.content[blocks[column]] = (group_type, namespace, part)
 
     def _check_published(self, rows: list[int], starts: list[int]) -> None:
-        """What has just been computed can be found, in each kind."""
-        found = [self.findable(kind) for kind in range(len(self.kinds))]
+        """What has just been computed can be found, in each group type."""
+        found = [self.findable(group_type) for group_type in range(len(self.group_types))]
         for row, start in zip(rows, starts, strict=True):
             tokens, namespace = self.sequences[row].computed, self.sequences[row].namespace
             end = len(tokens) - (len(tokens) % self.block_size if self.full_blocks_only else 0)
@@ -759,37 +773,41 @@ class Simulation:
             num_computed = sequence.num_computed
             agree("num_computed_tokens", int(manager.num_computed_tokens[row]), num_computed)
             values, num_columns = sequence.values[:num_computed], -(-num_computed // size)
-            for kind in manager.table.kinds:
-                first = int(kind.first_block[row])
-                self._check_blocks(kind.index, kind.block_table[row, first:num_columns], values, first)
+            for group_type in manager.table.group_types:
+                first = int(group_type.first_block[row])
+                self._check_blocks(
+                    group_type.index, group_type.block_table[row, first:num_columns], values, first
+                )
         if self.calls.total() % 16 == 0:
-            for index in range(len(self.kinds)):
+            for index in range(len(self.group_types)):
                 self._check_findable(index)
         if self.oracle is not None:
             self.oracle.check(manager)
         if self.num_state_groups:
             self._check_states()
 
-    def _check_blocks(self, kind: int, block_ids: np.ndarray, values: list[int], first_column: int) -> None:
+    def _check_blocks(
+        self, group_type: int, block_ids: np.ndarray, values: list[int], first_column: int
+    ) -> None:
         wanted = values[first_column * self.block_size :]
-        for group, blocks in enumerate(self.groups(block_ids, self.kinds[kind].num_groups)):
+        for group, blocks in enumerate(self.groups(block_ids, self.group_types[group_type].num_groups)):
             # What a pending copy is still to fill is, so far, where it is copied from.
             read = np.array([self.pending.get(block, block) for block in blocks.tolist()], np.int64)
-            assert self.memory.holds(read, self.values(kind, group, wanted)), (
-                f"K/V of group {group} of kind {kind} is not what was written"
+            assert self.memory.holds(read, self.values(group_type, group, wanted)), (
+                f"K/V of group {group} of group type {group_type} is not what was written"
             )
 
-    def _check_findable(self, kind: int) -> None:
+    def _check_findable(self, group_type: int) -> None:
         """K/V that a lookup could find, whether a row holds it or not, is what its tokens ask for."""
-        found = list(self.findable(kind).items())
+        found = list(self.findable(group_type).items())
         start = self.calls.total() % max(len(found), 1)
         for (namespace, earlier), blocks in found[start : start + 8]:
             for block, tokens in blocks:
                 values = kv_values(namespace, [*earlier, *tokens], [])
-                self._check_blocks(kind, np.array([block]), values, len(earlier) // self.block_size)
+                self._check_blocks(group_type, np.array([block]), values, len(earlier) // self.block_size)
 
     def _follow_events(self) -> None:
-        """The new events lead to the full blocks that can be found, of the first kind."""
+        """The new events lead to the full blocks that can be found, of the first group type."""
         events = self.manager.take_events()
         if self.prefix_of is None:
             agree("events that nobody asked for", events, [])
@@ -803,7 +821,7 @@ class Simulation:
                 tokens = np.array(prefix[1], np.int32)
                 digest = self.manager.hash_blocks(tokens, namespace=event.namespace)[-1]
                 agree("hash of a stored block", event.block_hash, digest)
-                # With several kinds, what is computed again takes the place of the older block.
+                # With several group types, what is computed again takes the place of the older block.
                 assert self.oracle is None or event.block_hash not in self.announced, "stored twice"
                 self.announced[event.block_hash] = event.block_id
             elif isinstance(event, BlockRemoved):
