@@ -7,11 +7,12 @@ folder.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
-from rose_backend.vllm_plugin.plugin_logger import logger
+from rose_backend.vllm_plugin.plugin_logger import log_once, logger
 from rose_backend.vllm_plugin.registration import (
     SUPPORTED_VERSIONS,
     ensure_backend_name,
@@ -28,7 +29,11 @@ def register() -> None:
     """
     version = installed_vllm_version()
     if not is_supported(version):
-        _log_unsupported(version)
+        log_once(
+            f"rose_backend stays off: it supports vLLM {SUPPORTED_VERSIONS}, this is {version}. "
+            "--attention-backend rose is not available; everything else is vLLM's own.",
+            logging.WARNING,
+        )
         return
     # ROSE does not run correctly without these two, so the name is not registered without them.
     if (
@@ -39,16 +44,6 @@ def register() -> None:
         _succeeds("models", _register_models)
         for name in ("sampler_v1", "sampler_v2"):
             _succeeds(name, partial(apply_patch, name))
-
-
-@cache
-def _log_unsupported(version: str) -> None:
-    logger.warning(
-        "rose_backend stays off: it supports vLLM %s, this is %s. "
-        "--attention-backend rose is not available; everything else is vLLM's own.",
-        SUPPORTED_VERSIONS,
-        version,
-    )
 
 
 def _succeeds(part: str, register_part: Callable[[], None]) -> bool:

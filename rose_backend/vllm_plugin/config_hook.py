@@ -6,7 +6,6 @@ platform does.
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from vllm.platforms import current_platform
 
 from rose_backend.config import SWITCH_NAMES, PluginConfig
 from rose_backend.errors import ConfigError
+from rose_backend.vllm_plugin import options
 from rose_backend.vllm_plugin.attention.flash_attention import describe_thresholds, uses_flash_attention
 from rose_backend.vllm_plugin.attention.mixed_graphs import (
     choose_mixed_graphs,
@@ -31,23 +31,6 @@ from rose_backend.vllm_plugin.models.model_choice import (
     choose_model_class,
     forget_compilation_mode,
 )
-from rose_backend.vllm_plugin.options import (
-    ASYNC_SCHEDULER_CLASS,
-    NEEDS_MANAGER,
-    SCHEDULER_CLASS,
-    appends_in_attention,
-    batches_decode_steps,
-    has_rust_front_end,
-    has_states,
-    is_rose_selected,
-    rose_options,
-    uses_rose_manager,
-    why_decodes_go_one_by_one,
-    why_kv_is_written_first,
-    why_no_graphs,
-    why_steps_are_not_replayed,
-    why_windows_are_kept,
-)
 from rose_backend.vllm_plugin.patch_ledger import apply_patch, is_applied
 from rose_backend.vllm_plugin.plugin_logger import log_once, logger
 from rose_backend.vllm_plugin.refusals import check_supported
@@ -58,40 +41,41 @@ from rose_backend.vllm_plugin.sampler import is_sampler_chosen, is_watermarked, 
 def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
     """Build the replacement of ``VllmConfig.__post_init__``; see the patch ledger."""
 
-    @functools.wraps(original)
     def __post_init__(self: VllmConfig, *args: Any, **kwargs: Any) -> None:
         model_config = self.model_config
-        if not is_rose_selected(self) or (model_config is not None and model_config.is_submodel_config):
+        if not options.is_rose_selected(self) or (
+            model_config is not None and model_config.is_submodel_config
+        ):
             return original(self, *args, **kwargs)
         try:
-            options = rose_options(self)
-            _switch_off_vllm_parts(self, options)
-            is_open = options.block_manager and self.scheduler_config.disable_hybrid_kv_cache_manager is None
-            if is_open and not has_states(self) and why_windows_are_kept(self) is not None:
+            switches = options.rose_options(self)
+            _switch_off_vllm_parts(self, switches)
+            is_open = switches.block_manager and self.scheduler_config.disable_hybrid_kv_cache_manager is None
+            if is_open and not options.has_states(self) and options.why_windows_are_kept(self) is not None:
                 # One group of blocks for all layers. A copy that is finished again finds it, or what the user has set.
                 self.scheduler_config.disable_hybrid_kv_cache_manager = True
             leaves_graphs = leaves_graphs_to_vllm(self)
             forget_compilation_mode(self)
             original(self, *args, **kwargs)
-            check_supported(self, options)
+            check_supported(self, switches)
             if leaves_graphs:
                 choose_mixed_graphs(self)
-            choice = choose_model_class(self, options)
+            choice = choose_model_class(self, switches)
         except ConfigError as error:
             # vLLM wraps the error in several lines; this one is complete.
             logger.error("Cannot start with --attention-backend rose: %s", error)
             raise
-        if options.block_manager:
+        if switches.block_manager:
             _choose_scheduler(self)
-        if not has_rust_front_end(self):
+        if not options.has_rust_front_end(self):
             # The process that makes the configuration is the one that receives the engines' outputs.
             apply_patch("output_statistics")
-            if options.joined_outputs:
+            if switches.joined_outputs:
                 apply_patch("merged_outputs")
         keep_compiled_kernels()
         # Engine core and workers finish copies of the same configuration.
         if multiprocessing.parent_process() is None:
-            log_once(describe_parts(self, options, choice))
+            log_once(describe_parts(self, switches, choice))
         return None
 
     return __post_init__
@@ -108,12 +92,12 @@ def keep_compiled_kernels() -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(envs.VLLM_CACHE_ROOT, "rose_triton_cache"))
 
 
-def _switch_off_vllm_parts(vllm_config: VllmConfig, options: PluginConfig) -> None:
-    if not options.prefix_cache:
+def _switch_off_vllm_parts(vllm_config: VllmConfig, switches: PluginConfig) -> None:
+    if not switches.prefix_cache:
         vllm_config.cache_config.enable_prefix_caching = False
-    if not options.cuda_graph:
+    if not switches.cuda_graph:
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-    if not options.chunked_prefill:
+    if not switches.chunked_prefill:
         scheduler_config = vllm_config.scheduler_config
         scheduler_config.enable_chunked_prefill = False
         model_config = vllm_config.model_config
@@ -127,13 +111,14 @@ def _switch_off_vllm_parts(vllm_config: VllmConfig, options: PluginConfig) -> No
 def _choose_scheduler(vllm_config: VllmConfig) -> None:
     # The class must match the mode: only a subclass of AsyncScheduler overlaps steps.
     is_async = vllm_config.scheduler_config.async_scheduling
-    vllm_config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER_CLASS if is_async else SCHEDULER_CLASS
+    vllm_config.scheduler_config.scheduler_cls = (
+        options.ASYNC_SCHEDULER_CLASS if is_async else options.SCHEDULER_CLASS
+    )
 
 
 def wrap_get_attn_backend_cls(original: Callable[..., str]) -> Callable[..., str]:
     """Build the replacement of ``CpuPlatform.get_attn_backend_cls``; see the patch ledger."""
 
-    @functools.wraps(original)
     def get_attn_backend_cls(
         cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
     ) -> str:
@@ -156,35 +141,30 @@ def wrap_get_attn_backend_cls(original: Callable[..., str]) -> Callable[..., str
 # The line at start-up
 
 
-def describe_parts(vllm_config: VllmConfig, options: PluginConfig, choice: ModelChoice) -> str:
+def describe_parts(vllm_config: VllmConfig, switches: PluginConfig, choice: ModelChoice) -> str:
     """Return the line that lists which parts of Rose are active.
 
     Args:
         vllm_config: finished; Rose's scheduler and model class are already chosen.
-        options: the user's switches.
+        switches: of the user.
         choice: Rose's model class, or why vLLM's own stays.
     """
-    fused = appends_in_attention(vllm_config, options)
-    manager = "RoseKVCacheManager" if uses_rose_manager(vllm_config) else "vLLM's own"
-    switches = (*SWITCH_NAMES, "block_manager", "batched_scheduling", "step_graph", "joined_outputs")
-    off = [name for name in switches if not getattr(options, name)]
+    attention = "stores K/V itself" if options.appends_in_attention(vllm_config) else "separate K/V write"
+    if uses_flash_attention(vllm_config):
+        attention += f", FlashAttention 3 for {describe_thresholds()}, outside full CUDA graphs"
+    manager = "RoseKVCacheManager" if options.uses_rose_manager(vllm_config) else "vLLM's own"
+    names = (*SWITCH_NAMES, "block_manager", "batched_scheduling", "step_graph", "joined_outputs")
+    off = [name for name in names if not getattr(switches, name)]
     parts = (
-        f"attention ROSE ({'stores K/V itself' if fused else 'separate K/V write'}{_describe_flash(vllm_config)}"
-        f"{_describe_graphs(vllm_config)})",
-        f"block manager {manager} ({_describe_hits(vllm_config, options)})",
-        f"decodes scheduled {'at once' if batches_decode_steps(vllm_config) else 'one by one'}",
-        f"model {_describe_model(vllm_config, options, choice)}",
+        f"attention ROSE ({attention}{_describe_graphs(vllm_config)})",
+        f"block manager {manager} ({_describe_hits(vllm_config, switches)})",
+        f"decodes scheduled {'at once' if options.batches_decode_steps(vllm_config) else 'one by one'}",
+        f"model {_describe_model(vllm_config, switches, choice)}",
         f"sampler {_describe_sampler(vllm_config)}",
         f"disabled: {', '.join(off) or 'none'}",
-        f"unavailable: {_describe_idle_parts(vllm_config, options, choice) or 'none'}",
+        f"unavailable: {_describe_idle_parts(vllm_config, switches, choice) or 'none'}",
     )
     return f"Rose is active: {'; '.join(parts)}"
-
-
-def _describe_flash(vllm_config: VllmConfig) -> str:
-    if not uses_flash_attention(vllm_config):
-        return ""
-    return f", FlashAttention 3 for {describe_thresholds()}, outside full CUDA graphs"
 
 
 def _describe_graphs(vllm_config: VllmConfig) -> str:
@@ -198,25 +178,25 @@ def _describe_graphs(vllm_config: VllmConfig) -> str:
     return f", full CUDA graphs of decodes only ({reason})"
 
 
-def _describe_idle_parts(vllm_config: VllmConfig, options: PluginConfig, choice: ModelChoice) -> str:
+def _describe_idle_parts(vllm_config: VllmConfig, switches: PluginConfig, choice: ModelChoice) -> str:
     """Return the switches that are on without effect, with the reason: ``a and b (reason), c (another)``."""
     why_idle = {
-        "fused_kv_append": why_kv_is_written_first(vllm_config),
-        "batched_scheduling": why_decodes_go_one_by_one(vllm_config),
-        "token_granular_hits": None if uses_rose_manager(vllm_config) else NEEDS_MANAGER,
+        "fused_kv_append": options.why_kv_is_written_first(vllm_config),
+        "batched_scheduling": options.why_decodes_go_one_by_one(vllm_config),
+        "token_granular_hits": None if options.uses_rose_manager(vllm_config) else options.NEEDS_MANAGER,
         "fused_mlp": choice.reason,
         "fused_add_layernorm": choice.reason,
         "fused_sampler": _why_no_draws(vllm_config),
-        "cuda_graph": why_no_graphs(vllm_config),
-        "step_graph": why_steps_are_not_replayed(vllm_config),
+        "cuda_graph": options.why_no_graphs(vllm_config),
+        "step_graph": options.why_steps_are_not_replayed(vllm_config),
         "chunked_prefill": None if vllm_config.scheduler_config.enable_chunked_prefill else "off in vLLM",
         "prefix_cache": None if vllm_config.cache_config.enable_prefix_caching else "off in vLLM",
-        "exact_cached_tokens": None if uses_rose_manager(vllm_config) else NEEDS_MANAGER,
-        "joined_outputs": "vLLM's Rust front end" if has_rust_front_end(vllm_config) else None,
+        "exact_cached_tokens": None if options.uses_rose_manager(vllm_config) else options.NEEDS_MANAGER,
+        "joined_outputs": "vLLM's Rust front end" if options.has_rust_front_end(vllm_config) else None,
     }
     names_of: dict[str, list[str]] = {}
     for name, reason in why_idle.items():
-        if reason is not None and getattr(options, name):
+        if reason is not None and getattr(switches, name):
             names_of.setdefault(reason, []).append(name)
     return ", ".join(f"{' and '.join(names)} ({reason})" for reason, names in names_of.items())
 
@@ -228,22 +208,22 @@ def _why_no_draws(vllm_config: VllmConfig) -> str | None:
     return why_vllm_draws(vllm_config)
 
 
-def _describe_hits(vllm_config: VllmConfig, options: PluginConfig) -> str:
+def _describe_hits(vllm_config: VllmConfig, switches: PluginConfig) -> str:
     if not vllm_config.cache_config.enable_prefix_caching:
         return "no prefix cache"
-    if not uses_rose_manager(vllm_config):
+    if not options.uses_rose_manager(vllm_config):
         return "prefix hits at block borders"
-    hits = f"prefix hits {'to the token' if options.token_granular_hits else 'at block borders'}"
-    return f"{hits}, reported exactly" if options.exact_cached_tokens else hits
+    hits = f"prefix hits {'to the token' if switches.token_granular_hits else 'at block borders'}"
+    return f"{hits}, reported exactly" if switches.exact_cached_tokens else hits
 
 
-def _describe_model(vllm_config: VllmConfig, options: PluginConfig, choice: ModelChoice) -> str:
+def _describe_model(vllm_config: VllmConfig, switches: PluginConfig, choice: ModelChoice) -> str:
     chosen = choice.architecture
     if chosen is None:
         model_config = vllm_config.model_config
         return f"vLLM's own {model_config.architecture if model_config is not None else ''}".rstrip()
     norm = "LayerNorm" if chosen == GPT2 else "RMSNorm"
-    fused = {"fused MLP": options.fused_mlp, f"fused add + {norm}": options.fused_add_layernorm}
+    fused = {"fused MLP": switches.fused_mlp, f"fused add + {norm}": switches.fused_add_layernorm}
     return f"{chosen} ({', '.join(name for name, is_on in fused.items() if is_on)})"
 
 

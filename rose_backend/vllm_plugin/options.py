@@ -113,9 +113,9 @@ def why_windows_are_kept(vllm_config: VllmConfig) -> str | None:
     return first_reason(reasons)
 
 
-def appends_in_attention(vllm_config: VllmConfig, options: PluginConfig) -> bool:
+def appends_in_attention(vllm_config: VllmConfig) -> bool:
     """Whether attention stores the new K/V itself instead of a separate write before it."""
-    return options.fused_kv_append and why_kv_is_written_first(vllm_config) is None
+    return rose_options(vllm_config).fused_kv_append and why_kv_is_written_first(vllm_config) is None
 
 
 def why_kv_is_written_first(vllm_config: VllmConfig) -> str | None:

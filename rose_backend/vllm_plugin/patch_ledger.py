@@ -1,11 +1,12 @@
 """Every vLLM attribute that this plugin replaces, as data, and the only code that replaces them.
 
 A replacement is a function ``build(original) -> new``. It gets the plain function of a classmethod, and the result
-is wrapped the same way again. Applying an entry twice is harmless.
+is wrapped the same way again; it gets the original's name and signature. Applying an entry twice is harmless.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -13,8 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
-
-from rose_backend.vllm_plugin.registration import SUPPORTED_VERSIONS
 
 _MARK = "__rose_patch__"
 
@@ -33,8 +32,6 @@ class Patch:
     """``module:function`` that makes the replacement from the original; empty for a temporary one (see ``swapped``)."""
     only_while: str = "always"
     """When the replacement is in place."""
-    versions: str = SUPPORTED_VERSIONS
-    """vLLM releases this entry was checked against."""
 
 
 _PLUGIN = "rose_backend.vllm_plugin"
@@ -184,7 +181,7 @@ def apply_patch(name: str) -> None:
     current = inspect.getattr_static(owner, attribute)
     original = current.__func__ if isinstance(current, classmethod) else current
     module, _, function = patch.build.partition(":")
-    replacement = getattr(import_module(module), function)(original)
+    replacement = functools.update_wrapper(getattr(import_module(module), function)(original), original)
     setattr(replacement, _MARK, name)
     setattr(owner, attribute, classmethod(replacement) if isinstance(current, classmethod) else replacement)
 

@@ -12,9 +12,9 @@ _LOG_INTERVAL_S = 10.0
 
 
 @functools.lru_cache(maxsize=8)
-def log_once(line: str) -> None:
+def log_once(line: str, level: int = logging.INFO) -> None:
     """Log a line that is made several times, as vLLM copies its configuration and asks for it more than once."""
-    logger.info(line, stacklevel=2)
+    logger.log(level, line, stacklevel=2)
 
 
 class LogInterval:

@@ -6,19 +6,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 
 from rose_backend.config import PluginConfig
 from rose_backend.errors import ConfigError
-from rose_backend.vllm_plugin.options import (
-    ASYNC_SCHEDULER_CLASS,
-    BLOCK_SIZE_UNIT,
-    CACHE_DTYPES,
-    HAND_BACK_OPTION,
-    SCHEDULER_CLASS,
-    check_retention_interval,
-    has_kv_connector,
-    has_kv_events,
-    has_sliding_windows,
-    has_states,
-    why_windows_are_kept,
-)
+from rose_backend.vllm_plugin import options
 
 # Drafters without a KV cache, and drafters whose cache has the same positions as the target's.
 SPECULATIVE_METHODS = (
@@ -34,33 +22,33 @@ KV_CONNECTORS = (
 """Those that neither touch the block pool nor need what was not tried."""
 
 
-def check_supported(vllm_config: VllmConfig, options: PluginConfig) -> None:
+def check_supported(vllm_config: VllmConfig, switches: PluginConfig) -> None:
     """Refuse a configuration that ROSE cannot run.
 
     Raises:
         ConfigError: names every unsupported feature found, and the option that helps where one does.
     """
     cache_config = vllm_config.cache_config
-    if cache_config.user_specified_block_size and cache_config.block_size % BLOCK_SIZE_UNIT:
+    if cache_config.user_specified_block_size and cache_config.block_size % options.BLOCK_SIZE_UNIT:
         raise ConfigError(
-            f"--block-size: got {cache_config.block_size}, ROSE needs a multiple of {BLOCK_SIZE_UNIT}"
+            f"--block-size: got {cache_config.block_size}, ROSE needs a multiple of {options.BLOCK_SIZE_UNIT}"
         )
     found = [name for name, is_used in _unsupported_by_attention(vllm_config).items() if is_used]
     if found:
         raise ConfigError(
             f"ROSE does not support {' and '.join(found)}; choose another --attention-backend for this configuration"
         )
-    if not options.block_manager:
+    if not switches.block_manager:
         return
-    features = _unsupported_beside_states(vllm_config) if has_states(vllm_config) else {}
+    features = _unsupported_beside_states(vllm_config) if options.has_states(vllm_config) else {}
     features |= _unsupported_by_manager(vllm_config)
     found = [name for name, is_used in features.items() if is_used]
     if found:
         raise ConfigError(
             f"Rose's block manager does not support {' and '.join(found)}; "
-            f"{HAND_BACK_OPTION} gives block management back to vLLM"
+            f"{options.HAND_BACK_OPTION} gives block management back to vLLM"
         )
-    check_retention_interval(cache_config.prefix_cache_retention_interval)
+    options.check_retention_interval(cache_config.prefix_cache_retention_interval)
 
 
 def _model_has(vllm_config: VllmConfig, attribute: str) -> bool:
@@ -81,42 +69,45 @@ def _unsupported_by_attention(c: VllmConfig) -> dict[str, bool]:
         "KV sharing's fast prefill (--kv-sharing-fast-prefill)": c.cache_config.kv_sharing_fast_prefill,
         "chunked local attention": _model_has(c, "attention_chunk_size"),
         # vLLM's selector asks again for each layer, but says no more than "kv_cache_dtype not supported".
-        f"this K/V cache type (--kv-cache-dtype other than {', '.join(CACHE_DTYPES)})": (
-            c.cache_config.cache_dtype not in CACHE_DTYPES
+        f"this K/V cache type (--kv-cache-dtype other than {', '.join(options.CACHE_DTYPES)})": (
+            c.cache_config.cache_dtype not in options.CACHE_DTYPES
         ),
     }
 
 
 def _unsupported_beside_states(c: VllmConfig) -> dict[str, bool]:
     """Return features that Rose's block manager does not serve for models with states."""
+    has_one_group = bool(c.scheduler_config.disable_hybrid_kv_cache_manager)
     return {
         # It leaves no groups for states.
-        "hybrid models beside --disable-hybrid-kv-cache-manager": (
-            bool(c.scheduler_config.disable_hybrid_kv_cache_manager)
-        ),
+        "hybrid models beside --disable-hybrid-kv-cache-manager": has_one_group,
         "hybrid models without prefix caching (--enable-prefix-caching, --mamba-cache-mode align)": (
             c.cache_config.mamba_cache_mode != "align"
         ),
         "hybrid models beside speculative decoding": c.speculative_config is not None,
-        "hybrid models beside a KV connector": has_kv_connector(c),
-        "hybrid models beside KV cache events": has_kv_events(c),
+        "hybrid models beside a KV connector": options.has_kv_connector(c),
+        "hybrid models beside KV cache events": options.has_kv_events(c),
         "hybrid models beside pipeline parallelism": c.parallel_config.pipeline_parallel_size > 1,
-        "hybrid models beside sliding windows": has_sliding_windows(c),
+        "hybrid models beside sliding windows": options.has_sliding_windows(c),
     }
 
 
 def _unsupported_by_manager(c: VllmConfig) -> dict[str, bool]:
     """Return features that Rose's block manager does not serve, and whether this engine uses them."""
-    drafts, has_windows, has_events = c.speculative_config, has_sliding_windows(c), has_kv_events(c)
-    connector = c.kv_transfer_config if has_kv_connector(c) else None
+    drafts, has_windows, has_events = (
+        c.speculative_config,
+        options.has_sliding_windows(c),
+        options.has_kv_events(c),
+    )
+    connector = c.kv_transfer_config if options.has_kv_connector(c) else None
+    wants_groups = c.scheduler_config.disable_hybrid_kv_cache_manager is False
+    is_bidirectional = _has_option(connector, "bidirectional_kv_xfer")
     return {
-        "Mamba models": _model_has(c, "has_inner_state") and not has_states(c),
+        "Mamba models": _model_has(c, "has_inner_state") and not options.has_states(c),
         "models without attention": _model_has(c, "is_attention_free"),
         # Rose's hook has set it to True where the user left it open.
         "separate KV cache groups for these sliding windows (--no-disable-hybrid-kv-cache-manager)": (
-            has_windows
-            and c.scheduler_config.disable_hybrid_kv_cache_manager is False
-            and why_windows_are_kept(c) is not None
+            has_windows and wants_groups and options.why_windows_are_kept(c) is not None
         ),
         "layers that share K/V beside layers of other shapes (num_kv_shared_layers)": (
             _shares_kv_between_layers_of_several_shapes(c)
@@ -133,9 +124,7 @@ def _unsupported_by_manager(c: VllmConfig) -> dict[str, bool]:
         ),
         # It looks into the block pool for what is about to be evicted.
         "LMCache's lazy offload (lmcache.mp.lazy_offload)": _has_option(connector, "lmcache.mp.lazy_offload"),
-        "NIXL's transfers back to the prefill engine (bidirectional_kv_xfer)": (
-            _has_option(connector, "bidirectional_kv_xfer")
-        ),
+        "NIXL's transfers back to the prefill engine (bidirectional_kv_xfer)": is_bidirectional,
         "a KV connector beside speculative decoding": connector is not None and drafts is not None,
         # vLLM stores the experts of full blocks, under its own hashes; a hit that ends inside a block has none.
         "routed experts (--enable-return-routed-experts)": c.aux_output_config.enabled,
@@ -152,7 +141,8 @@ def _unsupported_by_manager(c: VllmConfig) -> dict[str, bool]:
         ),
         # vLLM brings one for diffusion models, which are refused as such.
         "a scheduler of your own (--scheduler-cls)": c.diffusion_config is None
-        and c.scheduler_config.scheduler_cls not in (None, SCHEDULER_CLASS, ASYNC_SCHEDULER_CLASS),
+        and c.scheduler_config.scheduler_cls
+        not in (None, options.SCHEDULER_CLASS, options.ASYNC_SCHEDULER_CLASS),
     }
 
 

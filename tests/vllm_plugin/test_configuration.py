@@ -19,7 +19,7 @@ from rose_backend.block_manager import GroupType
 from rose_backend.errors import ConfigError
 from rose_backend.vllm_plugin import options
 from rose_backend.vllm_plugin.config_hook import describe_parts, keep_compiled_kernels
-from rose_backend.vllm_plugin.kv_cache.groups import RoseGroups, check_pool_size
+from rose_backend.vllm_plugin.kv_cache.groups import RoseGroups
 from rose_backend.vllm_plugin.models.model_choice import ModelChoice
 from rose_backend.vllm_plugin.options import (
     ASYNC_SCHEDULER_CLASS,
@@ -43,7 +43,7 @@ def rose(**options: Any) -> dict[str, Any]:
 
 def test_everything_on(make_config: MakeConfig, rose_log: list[str]) -> None:
     config = make_config()
-    assert is_rose_selected(config) and appends_in_attention(config, rose_options(config))
+    assert is_rose_selected(config) and appends_in_attention(config)
     # The CPU platform switches asynchronous scheduling off.
     assert config.scheduler_config.scheduler_cls == SCHEDULER_CLASS
     assert config.model_config.hf_config.architectures == ["RoseGPT2LMHeadModel"]
@@ -106,7 +106,7 @@ def test_fused_parts_can_be_switched_off_alone(make_config: MakeConfig, rose_log
         **rose(fused_mlp=False, fused_add_layernorm=False, fused_sampler=False, fused_kv_append=False)
     )
     assert config.model_config.hf_config.architectures == ["GPT2LMHeadModel"]
-    assert not appends_in_attention(config, rose_options(config))
+    assert not appends_in_attention(config)
     (line,) = rose_log
     for part in ("separate K/V write", "model vLLM's own GPT2LMHeadModel", "sampler vLLM's own"):
         assert part in line, line
@@ -116,7 +116,7 @@ def test_block_management_can_be_handed_back(make_config: MakeConfig, rose_log: 
     config = make_config(**rose(block_manager=False))
     assert config.scheduler_config.scheduler_cls is None
     # vLLM's manager shares blocks in the step that writes them, so the write must come first.
-    assert not appends_in_attention(config, rose_options(config))
+    assert not appends_in_attention(config)
     (line,) = rose_log
     for part in (
         "separate K/V write",
@@ -155,7 +155,7 @@ def test_what_is_not_in_force_is_named_with_its_reason(
     assert idle[name] == reason
     # What the line says is what holds.
     assert ("batched_scheduling" in idle) is not batches_decode_steps(config)
-    assert ("fused_kv_append" in idle) is not appends_in_attention(config, rose_options(config))
+    assert ("fused_kv_append" in idle) is not appends_in_attention(config)
     assert ("prefix_cache" in idle) is not config.cache_config.enable_prefix_caching
 
 
@@ -499,17 +499,17 @@ def test_context_parallelism_is_refused_by_name(
 
 def test_a_pool_that_can_never_hold_one_sequence_is_refused() -> None:
     one = RoseGroups((None,), (GroupType(),), ((0, 0),), 16, 0)
-    check_pool_size(65, one, 1024, 32)
+    one.check_pool_size(65, 1024, 32)
     with pytest.raises(
         ConfigError, match=r"63 usable blocks of 16 tokens .* max_model_len 1024 \(64 blocks\)"
     ):
-        check_pool_size(64, one, 1024, 32)
+        one.check_pool_size(64, 1024, 32)
     # Three groups of 39 tokens before 32 new ones: they may begin inside a block.
     more = RoseGroups((None,) * 4, (GroupType(), GroupType(40, 3)), ((0, 0), (1, 0), (1, 1), (1, 2)), 16, 0)
-    check_pool_size(1 + 64 + 3 * 6, more, 1024, 32)
-    check_pool_size(1 + 4 * 2, more, 32, 32)
+    more.check_pool_size(1 + 64 + 3 * 6, 1024, 32)
+    more.check_pool_size(1 + 4 * 2, 32, 32)
     with pytest.raises(ConfigError, match=r"\(82 blocks\)"):
-        check_pool_size(64 + 3 * 6, more, 1024, 32)
+        more.check_pool_size(64 + 3 * 6, 1024, 32)
 
 
 def test_compiled_kernels_are_kept_in_one_place(

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
 from rose_backend.block_manager import GroupType
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend
-from rose_backend.vllm_plugin.kv_cache.groups import block_bytes, the_rose_groups
+from rose_backend.vllm_plugin.kv_cache.groups import RoseGroups, block_bytes
 from rose_backend.vllm_plugin.kv_cache.spec import RoseAttentionSpec, is_rose_group
 from rose_backend.vllm_plugin.plugin_logger import log_once
 from tests.vllm_plugin.conftest import MakeConfig
@@ -132,7 +132,7 @@ def test_windows_beside_other_layers_have_groups_of_their_own(
     specs = get_kv_cache_spec(config)
     assert [type(spec) for spec in specs.values()].count(SlidingWindowSpec) == 3
     kv_cache_config = KVCacheConfig(9, [], get_kv_cache_groups(config, specs))
-    groups = the_rose_groups(kv_cache_config)
+    groups = RoseGroups.of(kv_cache_config)
     assert groups.group_types == (GroupType(), GroupType(WINDOW, 3))
     assert sorted(groups.places) == [(0, 0), (1, 0), (1, 1), (1, 2)]
     assert (groups.block_size, groups.block_bytes) == (BLOCK_SIZE, BLOCK_SIZE * TOKEN_BYTES)
@@ -148,7 +148,7 @@ def test_windows_beside_other_layers_have_groups_of_their_own(
 
 def test_windows_of_two_sizes_are_two_kinds(make_layers: MakeLayers) -> None:
     config = make_layers(2 * WINDOW, None, WINDOW, None, **MIXED)
-    groups = the_rose_groups(KVCacheConfig(9, [], get_kv_cache_groups(config, get_kv_cache_spec(config))))
+    groups = RoseGroups.of(KVCacheConfig(9, [], get_kv_cache_groups(config, get_kv_cache_spec(config))))
     assert [kind.window for kind in groups.group_types] == [None, WINDOW, 2 * WINDOW]
 
 
@@ -190,7 +190,7 @@ def test_what_has_no_groups_of_its_own_is_kept_and_the_log_says_why(
     specs = get_kv_cache_spec(config)
     assert all(isinstance(spec, FullAttentionSpec) for spec in specs.values())
     (group,) = get_kv_cache_groups(config, specs)
-    assert the_rose_groups(KVCacheConfig(9, [], [group])).group_types == (GroupType(),)
+    assert RoseGroups.of(KVCacheConfig(9, [], [group])).group_types == (GroupType(),)
     (line,) = rose_log
     assert "keeps the K/V of sliding windows whole" in line and f"; reason: {reason}):" in line
 

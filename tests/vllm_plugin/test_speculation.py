@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.config import VllmConfig
 
-from rose_backend.vllm_plugin.options import appends_in_attention, rose_options
+from rose_backend.vllm_plugin.options import appends_in_attention
 from tests.vllm_plugin.conftest import MakeConfig
 from tests.vllm_plugin.simulation import MAX_MODEL_LEN, make_request, make_simulation, run_random_traffic
 
@@ -108,10 +108,10 @@ def test_who_samples_and_who_stores(
     make_config: MakeConfig, rose_log: list[str], tiny_model_path: Path
 ) -> None:
     config = make_config(speculative_config=NGRAM)
-    assert appends_in_attention(config, rose_options(config))
+    assert appends_in_attention(config)
     # A drafter's batch holds tokens that must not be stored; only the separate write is told which.
     draft_model = {"method": "draft_model", "model": str(tiny_model_path), "num_speculative_tokens": 2}
     config = make_config(speculative_config=draft_model)
-    assert not appends_in_attention(config, rose_options(config))
+    assert not appends_in_attention(config)
     assert ["separate K/V write" in line for line in rose_log] == [False, True]
     assert all("sampler vLLM's own" in line for line in rose_log)

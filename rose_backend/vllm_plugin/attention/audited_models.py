@@ -14,7 +14,6 @@ Prefix hits that end at any token make such steps common, so they are launched f
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -127,7 +126,6 @@ def _keeps_features(runner: Any) -> bool:
 def wrap_gather_batch_req_state(original: Callable[..., Any]) -> Callable[..., Any]:
     """Build the replacement of ``GPUModelRunner.gather_batch_req_state`` (V2); see the patch ledger."""
 
-    @functools.wraps(original)
     def gather_batch_req_state(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, int | None]:
         state, uniform_token_count = original(self, *args, **kwargs)
         if (
@@ -145,7 +143,6 @@ def wrap_gather_batch_req_state(original: Callable[..., Any]) -> Callable[..., A
 def wrap_determine_batch_execution(original: Callable[..., Any]) -> Callable[..., Any]:
     """Build the replacement of ``GPUModelRunner._determine_batch_execution_and_padding`` (V1); see the patch ledger."""
 
-    @functools.wraps(original)
     def _determine_batch_execution_and_padding(
         self: Any, *, num_reqs: int, force_uniform_decode: bool | None = None, **kwargs: Any
     ) -> Any:

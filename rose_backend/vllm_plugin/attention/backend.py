@@ -15,23 +15,10 @@ from rose_backend.errors import ConfigError
 from rose_backend.kernels import AttentionOptions, HeadRotation, NewTokens, write_kv
 from rose_backend.kernels.captured_graphs import Workspace
 from rose_backend.layers.attention import AttentionStep, attend, plan_decode
+from rose_backend.vllm_plugin import options
 from rose_backend.vllm_plugin.attention import flash_attention
-from rose_backend.vllm_plugin.attention.metadata import (
-    RoseAttentionMetadata,
-    RoseAttentionMetadataBuilder,
-    is_first_run,
-    prefill_lens_to_tune_for,
-)
+from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata, RoseAttentionMetadataBuilder
 from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
-from rose_backend.vllm_plugin.options import (
-    BLOCK_SIZE_UNIT,
-    CACHE_DTYPES,
-    FLOAT8_DTYPES,
-    appends_in_attention,
-    has_states,
-    rose_options,
-    uses_rose_manager,
-)
 from rose_backend.vllm_plugin.patch_ledger import apply_patch
 from rose_backend.vllm_plugin.pending_kernels import begin as begin_to_compile
 from rose_backend.vllm_plugin.registration import BACKEND_NAME
@@ -46,7 +33,7 @@ class RoseAttentionBackend(AttentionBackend):
     """What vLLM asks before it builds layers. Any layout of the KV cache will do: the kernels use its strides."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(CACHE_DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(options.CACHE_DTYPES)
     forward_includes_kv_cache_update: bool = True
 
     @staticmethod
@@ -67,7 +54,7 @@ class RoseAttentionBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
         """Blocks are never split: any multiple of 16 tokens."""
-        return [MultipleOf(BLOCK_SIZE_UNIT)]
+        return [MultipleOf(options.BLOCK_SIZE_UNIT)]
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -105,7 +92,11 @@ class RoseAttentionBackend(AttentionBackend):
         """Refuse a cache of another 16-bit type than the model's, and float8 where the GPU cannot convert it."""
         if kv_cache_dtype in ("float16", "bfloat16") and getattr(torch, kv_cache_dtype) != dtype:
             return f"kv_cache_dtype {kv_cache_dtype} with a model in {str(dtype).removeprefix('torch.')} not supported"
-        if kv_cache_dtype in FLOAT8_DTYPES and device_capability is not None and device_capability < (8, 9):
+        if (
+            kv_cache_dtype in options.FLOAT8_DTYPES
+            and device_capability is not None
+            and device_capability < (8, 9)
+        ):
             return f"kv_cache_dtype {kv_cache_dtype} needs compute capability 8.9, this GPU has " + (
                 device_capability.as_version_str()
             )
@@ -154,7 +145,7 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         self.sliding_window = sliding_window
         self.sinks = sinks
         self.kv_cache_dtype = kv_cache_dtype
-        self.has_float8_cache = kv_cache_dtype in FLOAT8_DTYPES
+        self.has_float8_cache = kv_cache_dtype in options.FLOAT8_DTYPES
         self.logits_soft_cap = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self._sinks: torch.Tensor | None = None
@@ -163,11 +154,11 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         vllm_config = get_current_vllm_config()
         self.workspace = _workspaces.setdefault(id(vllm_config), Workspace())
         """Of the engine: all its layers launch on one stream, in turn."""
-        self.appends_in_attention = appends_in_attention(vllm_config, rose_options(vllm_config))
-        if uses_rose_manager(vllm_config):
+        self.appends_in_attention = options.appends_in_attention(vllm_config)
+        if options.uses_rose_manager(vllm_config):
             # Here because layers are built before anybody asks them, or a drafter's, what they keep.
             apply_patch("windowed_layer_spec")
-            if has_states(vllm_config):
+            if options.has_states(vllm_config):
                 apply_patch("mamba2_state_spec")
                 apply_patch(f"block_copies_v{1 + vllm_config.use_v2_model_runner}")
         special = (alibi_slopes, sliding_window, self.logits_soft_cap, sinks)
@@ -230,14 +221,14 @@ class RoseAttentionImpl(AttentionImpl[RoseAttentionMetadata]):
         rows = None
         if self.may_use_flash and flash_attention.takes_blocks_of(caches[0].shape[1]):
             rows = attn_metadata.flash_rows
-            if key is not None and value is not None and is_first_run(attn_metadata):
+            if key is not None and value is not None and attn_metadata.is_first_run:
                 # Compiles the write that precedes FlashAttention. Attention stores the same again.
                 slots = attn_metadata.slot_mapping[: attn_metadata.num_actual_tokens]
                 write_kv(key[: len(slots)], value[: len(slots)], *caches, slots)
         if rows is not None:
             step = AttentionStep(step.decode, None, step.slot_mapping)
         elif step.prefill is not None:
-            step.prefill.mean_query_lens = prefill_lens_to_tune_for(attn_metadata)
+            step.prefill.mean_query_lens = attn_metadata.prefill_lens_to_tune_for()
         with self.workspace:
             attend(
                 query,

@@ -66,6 +66,25 @@ class RoseAttentionMetadata:
         """Whether all rows decode, a token each."""
         return self.num_prefill_tokens == 0 and self.max_decode_query_len == 1
 
+    @property
+    def is_first_run(self) -> bool:
+        """Whether this is the run before a capture of mixed steps, in which every kernel variant is compiled."""
+        return self.mean_prefill_len is not None and (
+            is_recording() or not torch.cuda.is_current_stream_capturing()
+        )
+
+    def prefill_lens_to_tune_for(self) -> tuple[float | None, ...]:
+        """Return the mean prefill lengths that prefill attention runs with, None for that of the step itself.
+
+        vLLM runs a step once before it captures its graph. That run uses all tuned lengths, so that every kernel
+        variant is compiled before serving.
+        """
+        if not self.is_first_run:
+            return (self.mean_prefill_len,)
+        from rose_backend.kernels.tuning.attention import TUNED_QUERY_LENS
+
+        return (*TUNED_QUERY_LENS, self.mean_prefill_len)
+
     def for_layers(self, *, appends: bool) -> AttentionStep:
         """Return ``step``, made by the first layer that asks.
 
@@ -95,26 +114,6 @@ class RoseAttentionMetadata:
         slots = None if appends else self.slot_mapping[: self.num_actual_tokens]
         self.step = AttentionStep(decode, prefill, slots)
         return self.step
-
-
-def is_first_run(metadata: RoseAttentionMetadata) -> bool:
-    """Whether this is the run before a capture of mixed steps, in which every kernel variant is compiled."""
-    return metadata.mean_prefill_len is not None and (
-        is_recording() or not torch.cuda.is_current_stream_capturing()
-    )
-
-
-def prefill_lens_to_tune_for(metadata: RoseAttentionMetadata) -> tuple[float | None, ...]:
-    """Return the mean prefill lengths that prefill attention runs with, None for that of the step itself.
-
-    vLLM runs a step once before it captures its graph. That run uses all tuned lengths, so that every kernel variant is
-    compiled before serving.
-    """
-    if not is_first_run(metadata):
-        return (metadata.mean_prefill_len,)
-    from rose_backend.kernels.tuning.attention import TUNED_QUERY_LENS
-
-    return (*TUNED_QUERY_LENS, metadata.mean_prefill_len)
 
 
 class RoseAttentionMetadataBuilder(AttentionMetadataBuilder[RoseAttentionMetadata]):

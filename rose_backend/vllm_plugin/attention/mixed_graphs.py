@@ -7,7 +7,6 @@ models. Rose's attention decides on the device which rows decode, so one graph s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -104,7 +103,6 @@ def graph_sizes(vllm_sizes: Sequence[int], max_num_batched_tokens: int, hidden_s
 def wrap_init_candidates(original: Callable[..., None]) -> Callable[..., None]:
     """Build the replacement of ``CudaGraphManager._init_candidates``; see the patch ledger."""
 
-    @functools.wraps(original)
     def _init_candidates(self: Any) -> None:
         original(self)
         if self.cudagraph_mode == CUDAGraphMode.FULL and captures_mixed_steps(self.vllm_config):

@@ -109,35 +109,6 @@ class BlockPoolShim:
             held.release()
 
 
-def coordinator_shim(
-    groups: RoseGroups, block_pool: BlockPoolShim, num_blocks_to_grow: Callable[..., int]
-) -> SimpleNamespace:
-    """Return what the scheduler and the engine core read of ``manager.coordinator``.
-
-    Args:
-        groups: of the model.
-        block_pool: of all groups.
-        num_blocks_to_grow: returns how many more blocks a request takes to hold a number of tokens.
-    """
-    return SimpleNamespace(
-        block_pool=block_pool,
-        single_type_managers=tuple(
-            SimpleNamespace(
-                block_size=groups.block_size,
-                kv_cache_spec=spec,
-                block_pool=block_pool,
-                kv_cache_group_id=index,
-            )
-            for index, spec in enumerate(groups.specs)
-        ),
-        full_attention_group_id=groups.first_full,
-        get_num_blocks_to_allocate=num_blocks_to_grow,
-        # vLLM's name for hits below its hash granularity in hybrid models; Rose's hits need no finer hashes.
-        enable_partial_hash_hits=False,
-        eagle_group_ids=frozenset(),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class RoseGroups:
     """The KV cache groups of a model that Rose's block manager serves."""
@@ -151,13 +122,67 @@ class RoseGroups:
     block_bytes: int
     """Of one block over all layers of its group, keys and values, on one worker; the same for all groups."""
 
+    @classmethod
+    def of(cls, kv_cache_config: KVCacheConfig) -> RoseGroups:
+        """Return the KV cache groups of a model that Rose's block manager supports.
+
+        Raises:
+            ConfigError: names what the model has instead.
+        """
+        groups = kv_cache_config.kv_cache_groups
+        specs = tuple(group.kv_cache_spec for group in groups)
+        types = [each for each in map(_group_type_of, specs) if each is not None]
+        block_sizes = {spec.block_size for spec in specs}
+        if GroupType() not in types or len(types) < len(specs) or len(block_sizes) > 1:
+            described = ", ".join(map(_describe, specs)) or "none"
+            raise ConfigError(
+                "Rose's block manager serves KV cache groups of full ROSE attention, and beside them, with the same "
+                "block size, groups of sliding windows and of states that workers neither speculate on nor keep "
+                f"themselves (mamba_cache_mode align); this model has {described} with block sizes "
+                f"{sorted(block_sizes)}; {HAND_BACK_OPTION} gives block management back to vLLM"
+            )
+        # The type that keeps everything comes first, states last.
+        distinct = sorted(set(types), key=lambda each: (each.is_state, each.window or 0))
+        return cls(
+            specs=specs,
+            group_types=tuple(replace(each, num_groups=types.count(each)) for each in distinct),
+            places=tuple(
+                (distinct.index(each), types[:index].count(each)) for index, each in enumerate(types)
+            ),
+            block_size=specs[0].block_size,
+            block_bytes=block_bytes(groups[0]),
+        )
+
     def __len__(self) -> int:
         return len(self.places)
 
-    @property
-    def first_full(self) -> int:
-        """The first group, in vLLM's order, of layers that keep everything."""
-        return next(index for index, (group_type, _) in enumerate(self.places) if group_type == 0)
+    def coordinator(
+        self, block_pool: BlockPoolShim, num_blocks_to_grow: Callable[..., int]
+    ) -> SimpleNamespace:
+        """Return what the scheduler and the engine core read of ``manager.coordinator``.
+
+        Args:
+            block_pool: of all groups.
+            num_blocks_to_grow: returns how many more blocks a request takes to hold a number of tokens.
+        """
+        return SimpleNamespace(
+            block_pool=block_pool,
+            single_type_managers=tuple(
+                SimpleNamespace(
+                    block_size=self.block_size,
+                    kv_cache_spec=spec,
+                    block_pool=block_pool,
+                    kv_cache_group_id=index,
+                )
+                for index, spec in enumerate(self.specs)
+            ),
+            # The first one, in vLLM's order, of layers that keep everything.
+            full_attention_group_id=[group_type for group_type, _ in self.places].index(0),
+            get_num_blocks_to_allocate=num_blocks_to_grow,
+            # vLLM's name for hits below its hash granularity in hybrid models; Rose's hits need no finer hashes.
+            enable_partial_hash_hits=False,
+            eagle_group_ids=frozenset(),
+        )
 
     @property
     def has_windows(self) -> bool:
@@ -168,6 +193,30 @@ class RoseGroups:
     def has_states(self) -> bool:
         """Whether there are groups of layers that keep a state, the last group type."""
         return self.group_types[-1].is_state
+
+    def check_pool_size(self, num_blocks: int, max_model_len: int, num_at_once: int) -> None:
+        """Refuse a pool that can never hold one sequence of the longest length.
+
+        Args:
+            num_at_once: tokens of a request in flight at most; windows hold them beside those that they reach.
+
+        Raises:
+            ConfigError: names both numbers.
+        """
+        # Block 0 is the null block.
+        usable, num_columns = num_blocks - 1, -(-max_model_len // self.block_size)
+        needed = sum(
+            # Of states a running one, and the checkpoint that it is copied from.
+            each.num_groups
+            * (2 if each.is_state else min(each.most_columns(num_at_once, self.block_size), num_columns))
+            for each in self.group_types
+        )
+        if usable < needed:
+            raise ConfigError(
+                f"KV cache pool: {usable} usable blocks of {self.block_size} tokens cannot hold one sequence of "
+                f"max_model_len {max_model_len} ({needed} blocks); give it more memory or blocks, or lower "
+                "--max-model-len"
+            )
 
     def in_order(self, by_type: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
         """Return one array per group, in vLLM's order, of ``[groups of the type, N]`` per group type."""
@@ -211,41 +260,6 @@ class RoseGroups:
         return self.in_order(by_type)
 
 
-def the_rose_groups(kv_cache_config: KVCacheConfig) -> RoseGroups:
-    """Return the KV cache groups of a model that Rose's block manager supports.
-
-    Raises:
-        ConfigError: names what the model has instead.
-    """
-    groups = kv_cache_config.kv_cache_groups
-    specs = tuple(group.kv_cache_spec for group in groups)
-    types_of_specs = [_group_type_of(spec) for spec in specs]
-    block_sizes = {spec.block_size for spec in specs}
-    if GroupType() not in types_of_specs or None in types_of_specs or len(block_sizes) > 1:
-        described = ", ".join(map(_describe, specs)) or "none"
-        raise ConfigError(
-            "Rose's block manager serves KV cache groups of full ROSE attention, and beside them, with the same block "
-            "size, groups of sliding windows and of states that workers neither speculate on nor keep themselves "
-            f"(mamba_cache_mode align); this model has {described} with block sizes {sorted(block_sizes)}; "
-            f"{HAND_BACK_OPTION} gives block management back to vLLM"
-        )
-    # The group type that keeps everything comes first, states last.
-    distinct = sorted(
-        {each for each in types_of_specs if each is not None},
-        key=lambda each: (each.is_state, each.window or 0),
-    )
-    types_of_groups = [distinct.index(each) for each in types_of_specs if each is not None]
-    return RoseGroups(
-        specs=specs,
-        group_types=tuple(replace(each, num_groups=types_of_specs.count(each)) for each in distinct),
-        places=tuple(
-            (each, types_of_groups[:index].count(each)) for index, each in enumerate(types_of_groups)
-        ),
-        block_size=specs[0].block_size,
-        block_bytes=block_bytes(groups[0]),
-    )
-
-
 def _group_type_of(spec: Any) -> GroupType | None:
     """Return the group type of one group, or None if Rose's block manager does not serve it."""
     if type(spec) is SlidingWindowSpec and not spec.extra_retained_tokens:
@@ -272,29 +286,3 @@ def block_bytes(group: KVCacheGroupSpec) -> int:
     spec = group.kv_cache_spec
     num_layers = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(group.layer_names)
     return num_layers * int(spec.page_size_bytes)
-
-
-def check_pool_size(num_blocks: int, groups: RoseGroups, max_model_len: int, num_at_once: int) -> None:
-    """Refuse a pool that can never hold one sequence of the longest length.
-
-    Args:
-        num_at_once: tokens of a request in flight at most; windows hold them beside those that they reach.
-
-    Raises:
-        ConfigError: names both numbers.
-    """
-    # Block 0 is the null block.
-    usable, num_columns = num_blocks - 1, -(-max_model_len // groups.block_size)
-    needed = sum(
-        each.num_groups * min(each.most_columns(num_at_once, groups.block_size), num_columns)
-        for each in groups.group_types
-        if not each.is_state
-    )
-    if groups.has_states:
-        # A running state, and the checkpoint that it is copied from.
-        needed += 2 * groups.group_types[-1].num_groups
-    if usable < needed:
-        raise ConfigError(
-            f"KV cache pool: {usable} usable blocks of {groups.block_size} tokens cannot hold one sequence of "
-            f"max_model_len {max_model_len} ({needed} blocks); give it more memory or blocks, or lower --max-model-len"
-        )

@@ -33,14 +33,7 @@ from rose_backend.errors import IntegrityError
 from rose_backend.scheduling import InFlightPrefixes
 from rose_backend.vllm_plugin.kv_cache.checkpoints import DueCheckpoints, junction_of
 from rose_backend.vllm_plugin.kv_cache.events import KVEventLog
-from rose_backend.vllm_plugin.kv_cache.groups import (
-    BlockPoolShim,
-    HeldBlocks,
-    RoseBlocks,
-    check_pool_size,
-    coordinator_shim,
-    the_rose_groups,
-)
+from rose_backend.vllm_plugin.kv_cache.groups import BlockPoolShim, HeldBlocks, RoseBlocks, RoseGroups
 from rose_backend.vllm_plugin.kv_cache.prompt_hashes import HashedPrompt, PromptHashes
 from rose_backend.vllm_plugin.kv_cache.running_requests import (
     DeferredRequests,
@@ -97,10 +90,10 @@ class RoseKVCacheManager:
         exact_cached_tokens: bool = False,
         **unused: Any,
     ) -> None:
-        groups = the_rose_groups(kv_cache_config)
+        groups = RoseGroups.of(kv_cache_config)
         check_retention_interval(kv_cache_config.prefix_cache_retention_interval)
         num_at_once = max_model_len if max_in_flight_tokens is None else max_in_flight_tokens
-        check_pool_size(kv_cache_config.num_blocks, groups, max_model_len, num_at_once)
+        groups.check_pool_size(kv_cache_config.num_blocks, max_model_len, num_at_once)
         manager = BlockManager(
             num_blocks=kv_cache_config.num_blocks,
             block_size=groups.block_size,
@@ -126,7 +119,7 @@ class RoseKVCacheManager:
         """Whether layers of the model keep states."""
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.block_pool = BlockPoolShim()
-        self.coordinator = coordinator_shim(groups, self.block_pool, self._num_blocks_to_grow)
+        self.coordinator = groups.coordinator(self.block_pool, self._num_blocks_to_grow)
         self._loads = ExternalLoads()
         self._deferred = DeferredRequests(manager)
         self._prompts = PromptHashes(manager)
@@ -438,8 +431,7 @@ class RoseKVCacheManager:
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Return the ids of all blocks of a request, of each group."""
-        ids: tuple[list[int], ...] = self.get_blocks(request_id).get_block_ids()
-        return ids
+        return tuple(self.get_blocks(request_id).get_block_ids())
 
     def get_block_ids_for_computed_tokens(
         self, request_id: str, num_computed_tokens: int

@@ -244,7 +244,6 @@ def namespace_of(request: Request) -> bytes:
 def wrap_preprocess_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     """Build the replacement of ``EngineCore.preprocess_add_request``; see the patch ledger."""
 
-    @functools.wraps(original)
     def preprocess_add_request(self: Any, request: Any) -> Any:
         manager = getattr(self.scheduler, "kv_cache_manager", None)
         # Only here, after the engine's start: its manager says whether it reads ``Request.block_hashes``. To make them

@@ -6,7 +6,6 @@ registry finds managers by base class, so the subclass needs no entry there.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -51,7 +50,6 @@ def wrap_get_kv_cache_spec(original: OwnSpec) -> OwnSpec:
     group, including a drafter's layers, whatever their backend is.
     """
 
-    @functools.wraps(original)
     def get_kv_cache_spec(self: Any, vllm_config: VllmConfig) -> KVCacheSpec | None:
         spec = original(self, vllm_config)
         if type(spec) is not SlidingWindowSpec or not uses_rose_manager(vllm_config):
@@ -67,7 +65,6 @@ def wrap_get_kv_cache_spec(original: OwnSpec) -> OwnSpec:
 def wrap_get_state_spec(original: OwnSpec) -> OwnSpec:
     """Build the replacement of ``MambaMixer2.get_kv_cache_spec``; see the patch ledger."""
 
-    @functools.wraps(original)
     def get_kv_cache_spec(self: Any, vllm_config: VllmConfig) -> KVCacheSpec | None:
         spec = original(self, vllm_config)
         if not isinstance(spec, MambaSpec) or not uses_rose_manager(vllm_config):
@@ -189,7 +186,6 @@ def wrap_copy_kv_cache_blocks(original: Callable[..., None]) -> Callable[..., No
     Groups share blocks, so layers of several groups begin at one address, and vLLM copies each address once.
     """
 
-    @functools.wraps(original)
     def copy_kv_cache_blocks_inplace(
         kv_caches: Iterable[torch.Tensor], num_blocks: int, kv_cache_block_copies: Sequence[Any]
     ) -> None:

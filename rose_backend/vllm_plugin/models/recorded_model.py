@@ -16,15 +16,9 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.block_table import get_block_table_width
 
-from rose_backend.kernels import (
-    HeadRotation,
-    add_layer_norm,
-    bias_gelu,
-    bias_residual,
-    embed_tokens,
-    layer_norm,
-)
+from rose_backend.kernels import HeadRotation, embed_tokens
 from rose_backend.kernels.gpu_properties import gpu_properties
+from rose_backend.kernels.pointwise import ops
 from rose_backend.kernels.tuning.attention import decode_kind, row_counts
 from rose_backend.layers.decoder import Decoder, run_layers
 from rose_backend.layers.linear import (
@@ -67,10 +61,10 @@ def _launch_gpt2(vllm_config: VllmConfig) -> None:
     width = model.get_hidden_size()
     inner = (model.hf_config.n_inner or 4 * width) // vllm_config.parallel_config.tensor_parallel_size
     narrow, wide = (torch.empty((2, size), dtype=model.dtype, device=_META) for size in (width, inner))
-    layer_norm(narrow, narrow[0], narrow[0], 1e-5)
-    add_layer_norm(narrow, narrow, narrow[0], narrow[0], 1e-5)
-    bias_gelu(wide, wide[0])
-    bias_residual(narrow, narrow[0], narrow)
+    ops.layer_norm(narrow, narrow[0], narrow[0], 1e-5)
+    ops.add_layer_norm(narrow, narrow, narrow[0], narrow[0], 1e-5)
+    ops.bias_gelu(wide, wide[0])
+    ops.bias_residual(narrow, narrow[0], narrow)
 
 
 def projections(vllm_config: VllmConfig, layer: Any, num_tokens: int) -> Iterator[list[torch.Tensor]]:
