@@ -1,4 +1,4 @@
-"""rose_backend: faster LLM serving from inside vLLM, and an engine of its own.
+"""rose_backend: faster LLM serving inside vLLM, and a standalone engine.
 
 Public names are resolved on first use, so that ``import rose_backend`` loads neither torch nor a model library.
 """

@@ -132,8 +132,7 @@ def wrap_get_attn_backend_cls(original: Callable[..., str]) -> Callable[..., str
                 f"--attention-backend {selected_backend.name} does not support this model or setting: "
                 f"{', '.join(reasons)}; choose another attention backend"
             )
-        path: str = selected_backend.get_path()
-        return path
+        return str(selected_backend.get_path())
 
     return get_attn_backend_cls
 

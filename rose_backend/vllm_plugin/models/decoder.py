@@ -63,7 +63,7 @@ class LoadedLayer:
             ModelError: a norm was reloaded without the matrix that it is folded into. The matrix stays as it was.
         """
         attention = self._layer.self_attn
-        qkv, attn_out, widen, narrow = [product.update() for product in self._products]
+        qkv, attn_out, gate_up, down = [product.update() for product in self._products]
         # All that is new is packed by now, whatever else is missing.
         for product in self._products:
             product.check_norm()
@@ -73,7 +73,7 @@ class LoadedLayer:
             qkv,
             attn_out,
             self._norm(self._layer.post_attention_layernorm),
-            Mlp(widen, narrow),
+            Mlp(gate_up, down),
             None if query_norm is None else query_norm.weight.data,
             None if key_norm is None else key_norm.weight.data,
         )
@@ -212,11 +212,11 @@ class ModuleAttention:
         if self.decodes_only and self.appends:
             # Layers of one group and window share a plan.
             contexts = map(get_attention_context, self._names)
-            kinds = {
+            planned = {
                 (id(metadata), module.impl.sliding_window): (module, kv_cache, metadata)
                 for metadata, module, kv_cache, _ in contexts
             }
-            for module, kv_cache, metadata in kinds.values():
+            for module, kv_cache, metadata in planned.values():
                 module.impl.plan_decode(module, kv_cache, metadata)
 
     def __call__(
@@ -230,24 +230,15 @@ class ModuleAttention:
         rotation: HeadRotation | None = None,
     ) -> torch.Tensor:
         """Attend; see ``StepAttention``."""
-        _attend(query, key, value, self._out, self._names[layer], overlap, rotation)
+        _attend(self._names[layer], query, key, value, self._out, overlap=overlap, rotation=rotation)
         return self._out.flatten(1)
 
 
 @maybe_transfer_kv_layer  # type: ignore[untyped-decorator]
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    layer_name: str,
-    overlap: bool,
-    rotation: HeadRotation | None,
-) -> None:
+def _attend(layer_name: str, *tensors: torch.Tensor, **options: Any) -> None:
     metadata, module, kv_cache, _ = get_attention_context(layer_name)
-    module.impl.forward(
-        module, query, key, value, kv_cache, metadata, out, overlap=overlap, rotation=rotation
-    )
+    query, key, value, out = tensors
+    module.impl.forward(module, query, key, value, kv_cache, metadata, out, **options)
 
 
 def _refuse_to_save(model: torch.nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -105,11 +105,11 @@ class RoseGPT2Model(GPT2Model):  # type: ignore[misc]
         """Return what is still to be added to the residual, or None, and the residual, both [T, E]."""
         if not self.fused_mlp:
             return mlp(normed), residual
-        widened, bias = mlp.c_fc(normed)
-        bias_gelu(widened, bias)
-        narrowed, bias = mlp.c_proj(widened)
-        bias_residual(narrowed, bias, residual)
-        return None, narrowed
+        inner, bias = mlp.c_fc(normed)
+        bias_gelu(inner, bias)
+        outer, bias = mlp.c_proj(inner)
+        bias_residual(outer, bias, residual)
+        return None, outer
 
     def _add_norm(
         self, delta: torch.Tensor | None, residual: torch.Tensor, norm: Any

@@ -59,12 +59,12 @@ def _launch_gpt2(vllm_config: VllmConfig) -> None:
     """Launch the operations of ``gpt2.py``, whose kernels do not depend on the number of tokens."""
     model = vllm_config.model_config
     width = model.get_hidden_size()
-    inner = (model.hf_config.n_inner or 4 * width) // vllm_config.parallel_config.tensor_parallel_size
-    narrow, wide = (torch.empty((2, size), dtype=model.dtype, device=_META) for size in (width, inner))
-    ops.layer_norm(narrow, narrow[0], narrow[0], 1e-5)
-    ops.add_layer_norm(narrow, narrow, narrow[0], narrow[0], 1e-5)
-    ops.bias_gelu(wide, wide[0])
-    ops.bias_residual(narrow, narrow[0], narrow)
+    inner_size = (model.hf_config.n_inner or 4 * width) // vllm_config.parallel_config.tensor_parallel_size
+    hidden, inner = (torch.empty((2, size), dtype=model.dtype, device=_META) for size in (width, inner_size))
+    ops.layer_norm(hidden, hidden[0], hidden[0], 1e-5)
+    ops.add_layer_norm(hidden, hidden, hidden[0], hidden[0], 1e-5)
+    ops.bias_gelu(inner, inner[0])
+    ops.bias_residual(hidden, hidden[0], hidden)
 
 
 def projections(vllm_config: VllmConfig, layer: Any, num_tokens: int) -> Iterator[list[torch.Tensor]]:
