@@ -11,55 +11,55 @@ from rose_backend.block_manager.block_pool import IntArray
 from rose_backend.engine.sequence_state import Int32Array, SequenceState
 
 CommitHandler = Callable[[IntArray, IntArray, Int32Array, Int32Array], None]
-"""Gets rows, the position of the first committed token of each, their numbers, all ``[N]``, and the tokens."""
+"""Gets request slots, the position of the first committed token of each, their numbers, all ``[N]``, and the tokens."""
 
 _TOKENS_PER_COMMIT = 32
-"""A row's decoded tokens are committed when there are this many."""
+"""A request slot's decoded tokens are committed when there are this many."""
 
-_MAX_PIECES, _MIN_ROWS_PER_PIECE, _MAX_TOKENS_PER_PIECE = 3, 16, 3072
-"""Committing 32 tokens of a row takes the host about 6 microseconds, and a call as long as some 20 rows. A piece fits
-beside one step; all of 256 rows at once would take longer than the device has work for."""
+_MAX_PIECES, _MIN_SLOTS_PER_PIECE, _MAX_TOKENS_PER_PIECE = 3, 16, 3072
+"""Committing 32 tokens of a slot takes the host about 6 microseconds, and a call as long as some 20 slots. A piece fits
+beside one step; all of 256 slots at once would take longer than the device has work for."""
 
 
 class DeferredCommits:
-    """Commits many tokens of a row at once, and the rows in several pieces.
+    """Commits many tokens of a request slot at once, and the slots in several pieces.
 
     Committing would be a third of the host's work while many prompts are admitted and the host limits the speed, so it
     is deferred to steps in which the host only waits. This never delays a prefix hit: ``flush_for`` is called before
-    each lookup, ``flush`` before rows are freed. Until they are committed, tokens count as those of steps in flight.
+    each lookup, ``flush`` before slots are freed. Until they are committed, tokens count as those of steps in flight.
 
     Args:
-        on_commit: receives tokens of rows that go on, as ``IncrementalDetokenization.put``.
+        on_commit: receives tokens of slots that go on, as ``IncrementalDetokenization.put``.
     """
 
     def __init__(self, manager: BlockManager, state: SequenceState, on_commit: CommitHandler) -> None:
         self._manager = manager
         self._state = state
         self._on_commit = on_commit
-        # Pending tokens of each row, at most _max_pending, except _num_repeats more of each of _last_rows.
+        # Pending tokens of each slot, at most _max_pending, except _num_repeats more of each of _last_slots.
         self._pending_counts: Int32Array = np.zeros(len(state.num_held_tokens), np.int32)
-        self._last_rows: IntArray = np.empty(0, np.int64)
+        self._last_slots: IntArray = np.empty(0, np.int64)
         self._num_repeats = 0
         self._max_pending = 0
         self._num_steps = 0
         self._confirmed: dict[int, int] = {}
         self._frontier: tuple[IntArray, IntArray, IntArray] | None = None
 
-    def add(self, rows: IntArray, num_tokens: IntArray | None = None) -> None:
-        """Note that each of ``rows`` has computed ``num_tokens`` more, and that these are known.
+    def add(self, slots: IntArray, num_tokens: IntArray | None = None) -> None:
+        """Note that each of ``slots`` has computed ``num_tokens`` more, and that these are known.
 
         Args:
-            rows: ``[N]``, not changed afterwards.
+            slots: ``[N]``, not changed afterwards.
             num_tokens: ``[N]``; None: one each.
         """
         self._frontier = None
         num_pending = self._pending()
-        num_pending[rows] += 1 if num_tokens is None else num_tokens
+        num_pending[slots] += 1 if num_tokens is None else num_tokens
         self._max_pending = int(num_pending.max())
-        self._last_rows = rows
+        self._last_slots = slots
 
     def add_again(self) -> None:
-        """Note that each row of the last call of ``add`` has computed one more token: in steady-state decode."""
+        """Note that each slot of the last call of ``add`` has computed one more token: in steady-state decode."""
         self._frontier = None
         self._num_repeats += 1
 
@@ -67,7 +67,7 @@ class DeferredCommits:
         """Commit the next piece, if there is enough for one. Call it in every step, right before the host waits.
 
         Returns:
-            Whether the host has time for something else: it has committed nothing, or a few rows.
+            Whether the host has time for something else: it has committed nothing, or a few slots.
         """
         self._num_steps += 1
         num_committed = 0
@@ -75,23 +75,23 @@ class DeferredCommits:
             num_committed = self._commit_piece()
         if self._confirmed and self._num_steps % _TOKENS_PER_COMMIT == 0:
             self._flush_confirmed()
-        return num_committed <= _MIN_ROWS_PER_PIECE
+        return num_committed <= _MIN_SLOTS_PER_PIECE
 
     def count(self, num_tokens: Int32Array) -> None:
-        """Add to ``num_tokens``, of all rows, what was noted and not committed."""
+        """Add to ``num_tokens``, of all slots, what was noted and not committed."""
         num_tokens += self._pending()
 
-    def confirm(self, row: int, end: int) -> None:
-        """Note that all tokens before position ``end`` belong to the text of a row with stop strings."""
-        self._confirmed[row] = end
+    def confirm(self, slot: int, end: int) -> None:
+        """Note that all tokens before position ``end`` belong to the text of a slot with stop strings."""
+        self._confirmed[slot] = end
 
-    def flush(self, rows: IntArray | None = None) -> None:
-        """Commit what was noted of ``rows`` (None: all); of rows with stop strings, what is confirmed.
+    def flush(self, slots: IntArray | None = None) -> None:
+        """Commit what was noted of ``slots`` (None: all); of slots with stop strings, what is confirmed.
 
-        ``on_commit`` gets none of it: these rows leave, or scheduling waits for the commit.
+        ``on_commit`` gets none of it: these slots leave, or scheduling waits for the commit.
         """
         num_pending = self._pending()
-        pending = np.flatnonzero(num_pending) if rows is None else rows[num_pending[rows] > 0]
+        pending = np.flatnonzero(num_pending) if slots is None else slots[num_pending[slots] > 0]
         if len(pending):
             self._commit(pending)
         if self._confirmed:
@@ -100,7 +100,7 @@ class DeferredCommits:
     def flush_for(self, prompt: Int32Array, namespace: bytes) -> None:
         """Commit all that a lookup of ``prompt`` in ``namespace`` could find if nothing were deferred.
 
-        A pending token can be found only if the prompt equals the row from the start to that token.
+        A pending token can be found only if the prompt equals the slot's tokens from the start to that token.
         """
         if self._confirmed:
             self._flush_confirmed()
@@ -116,74 +116,74 @@ class DeferredCommits:
         if not len(matches):
             return
         token_ids, namespaces = self._state.token_ids, self._manager.table.namespaces
-        matching_rows = [
-            row
-            for row, end in zip(pending[matches].tolist(), first_pending[matches].tolist(), strict=True)
-            if namespaces[row] == namespace and np.array_equal(token_ids[row, :end], prompt[:end])
+        matching_slots = [
+            slot
+            for slot, end in zip(pending[matches].tolist(), first_pending[matches].tolist(), strict=True)
+            if namespaces[slot] == namespace and np.array_equal(token_ids[slot, :end], prompt[:end])
         ]
-        if matching_rows:
-            self._on_commit(*self._commit(np.array(matching_rows, np.int64)))
+        if matching_slots:
+            self._on_commit(*self._commit(np.array(matching_slots, np.int64)))
 
     def _pending(self) -> Int32Array:
-        """Return how many tokens of each row were added and not committed."""
+        """Return how many tokens of each slot were added and not committed."""
         if self._num_repeats:
-            self._pending_counts[self._last_rows] += self._num_repeats
+            self._pending_counts[self._last_slots] += self._num_repeats
             self._max_pending += self._num_repeats
             self._num_repeats = 0
         return self._pending_counts
 
     def _commit_piece(self) -> int:
-        """Commit the tokens of some rows that have enough of them; return how many rows."""
+        """Commit the tokens of some slots that have enough of them; return how many slots."""
         num_pending = self._pending()
-        due_rows = np.flatnonzero(num_pending >= _TOKENS_PER_COMMIT)
-        if len(due_rows):
-            num_rows = max(_MIN_ROWS_PER_PIECE, -(-np.count_nonzero(num_pending) // _MAX_PIECES))
-            fits = np.cumsum(num_pending[due_rows]) <= _MAX_TOKENS_PER_PIECE
-            due_rows = due_rows[: min(num_rows, max(1, np.count_nonzero(fits)))]
-            self._on_commit(*self._commit(due_rows))
+        due_slots = np.flatnonzero(num_pending >= _TOKENS_PER_COMMIT)
+        if len(due_slots):
+            num_slots = max(_MIN_SLOTS_PER_PIECE, -(-np.count_nonzero(num_pending) // _MAX_PIECES))
+            fits = np.cumsum(num_pending[due_slots]) <= _MAX_TOKENS_PER_PIECE
+            due_slots = due_slots[: min(num_slots, max(1, np.count_nonzero(fits)))]
+            self._on_commit(*self._commit(due_slots))
         self._max_pending = int(num_pending.max())
-        return len(due_rows)
+        return len(due_slots)
 
     def _find_frontier(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Return rows with pending tokens, the position of the first one in each, and that token."""
+        """Return slots with pending tokens, the position of the first one in each, and that token."""
         pending = np.flatnonzero(self._pending())
         first_pending = self._manager.num_computed_tokens[pending]
         return pending, first_pending, self._state.token_ids[pending, first_pending]
 
-    def _commit(self, rows: IntArray) -> tuple[IntArray, IntArray, Int32Array, Int32Array]:
-        """Commit what was noted of ``rows``.
+    def _commit(self, slots: IntArray) -> tuple[IntArray, IntArray, Int32Array, Int32Array]:
+        """Commit what was noted of ``slots``.
 
         Returns:
-            Of ``N`` rows that were not held back: the rows, where the tokens of each start, how many they are, all
+            Of ``N`` slots that were not held back: the slots, where the tokens of each start, how many they are, all
             ``[N]``, and the tokens themselves.
         """
         state = self._state
         self._frontier = None
         num_pending = self._pending()
-        counts = num_pending[rows]
-        num_pending[rows] = 0
-        is_held = state.has_stop_strings[rows]
+        counts = num_pending[slots]
+        num_pending[slots] = 0
+        is_held = state.has_stop_strings[slots]
         if np.count_nonzero(is_held):
-            state.num_held_tokens[rows[is_held]] += counts[is_held]
-            rows, counts = rows[~is_held], counts[~is_held]
+            state.num_held_tokens[slots[is_held]] += counts[is_held]
+            slots, counts = slots[~is_held], counts[~is_held]
         # A step that is being planned has counted them among these.
-        state.num_uncommitted_tokens[rows] -= counts
-        starts = self._manager.num_computed_tokens[rows]
-        token_ids = state.tokens_at(rows, starts, counts)
-        self._manager.commit(rows, counts, token_ids)
-        return rows, starts, counts, token_ids
+        state.num_uncommitted_tokens[slots] -= counts
+        starts = self._manager.num_computed_tokens[slots]
+        token_ids = state.tokens_at(slots, starts, counts)
+        self._manager.commit(slots, counts, token_ids)
+        return slots, starts, counts, token_ids
 
     def _flush_confirmed(self) -> None:
         state, computed = self._state, self._manager.num_computed_tokens
-        rows, ends = (np.fromiter(each, np.int64) for each in (self._confirmed, self._confirmed.values()))
+        slots, ends = (np.fromiter(each, np.int64) for each in (self._confirmed, self._confirmed.values()))
         self._confirmed.clear()
-        if len(pending := rows[self._pending()[rows] > 0]):
+        if len(pending := slots[self._pending()[slots] > 0]):
             self._commit(pending)
-        is_due = ends > computed[rows]
+        is_due = ends > computed[slots]
         if np.count_nonzero(is_due):
-            rows, starts = rows[is_due], computed[rows[is_due]]
+            slots, starts = slots[is_due], computed[slots[is_due]]
             counts = ends[is_due] - starts
-            self._manager.commit(rows, counts, state.tokens_at(rows, starts, counts))
+            self._manager.commit(slots, counts, state.tokens_at(slots, starts, counts))
             self._frontier = None
-            state.num_held_tokens[rows] -= counts
-            state.num_uncommitted_tokens[rows] -= counts
+            state.num_held_tokens[slots] -= counts
+            state.num_uncommitted_tokens[slots] -= counts

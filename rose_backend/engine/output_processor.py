@@ -62,7 +62,7 @@ class NewTokens:
     indices: NDArray[np.intp]  # [F], of each in logprobs
     logprobs: LogprobWords | None
     endings: dict[Completion, Ending]
-    """Of any completion. One without ``needs_each_token`` has left its row: its ``token_ids`` are complete."""
+    """Of any completion. One without ``needs_each_token`` has left its slot: its ``token_ids`` are complete."""
     has_first_tokens: bool
     """Some of the tokens are the first ones of their completion."""
 
@@ -279,7 +279,7 @@ def _catch_up(text: CompletionText, num_tokens: int) -> str | None:
 
 
 def _take_remaining(completions: list[Completion], decoder: Decoder | None) -> None:
-    """Add the tokens that were not sent in portions, of completions that have left their rows."""
+    """Add the tokens that were not sent in portions, of completions that have left their slots."""
     rests, spans, hidden, end = [], [], [], 0
     for completion in completions:
         text = completion.text

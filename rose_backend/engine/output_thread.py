@@ -250,9 +250,9 @@ class OutputQueue:
         return own[-1]
 
 
-_MIN_ROWS_PER_PORTION, _MAX_PORTIONS = 32, 6
-"""Detokenizing 32 rows of 32 tokens takes 0.1 to 0.5 ms, about as long as the host waits for a step of many rows.
-Portions of 64 rows cost the step loop more, of 16 no less."""
+_MIN_SLOTS_PER_PORTION, _MAX_PORTIONS = 32, 6
+"""Detokenizing 32 requests of 32 tokens takes 0.1 to 0.5 ms, about as long as the host waits for a step of many.
+Portions of 64 requests cost the step loop more, of 16 no less."""
 _MAX_KEPT_PORTIONS = 24
 
 
@@ -269,29 +269,29 @@ class IncrementalDetokenization:
         self._state = state
         self._portions: deque[IncrementalTokens] = deque()
 
-    def put(self, rows: IntArray, starts: IntArray, counts: Int32Array, token_ids: Int32Array) -> None:
+    def put(self, slots: IntArray, starts: IntArray, counts: Int32Array, token_ids: Int32Array) -> None:
         """Keep what was committed, without prompts and completions with ``needs_each_token``.
 
         When there is too much of it, the oldest is sent at once.
 
         Args:
-            rows: ``[N]``
-            starts: ``[N]``, position of the first token of each row, in prompt and output.
+            slots: ``[N]``, request slots.
+            starts: ``[N]``, position of the first token of each slot, in prompt and output.
             counts: ``[N]``
-            token_ids: ``[sum(counts)]``, row after row.
+            token_ids: ``[sum(counts)]``, slot after slot.
         """
         state = self._state
-        is_due = ~state.needs_each_token[rows] & (starts + counts > state.num_prompt_tokens[rows])
+        is_due = ~state.needs_each_token[slots] & (starts + counts > state.num_prompt_tokens[slots])
         num_due = int(np.count_nonzero(is_due))
-        if num_due < len(rows):
+        if num_due < len(slots):
             token_ids = token_ids[np.repeat(is_due, counts)]
-            rows, starts, counts = rows[is_due], starts[is_due], counts[is_due]
-        size = max(_MIN_ROWS_PER_PORTION, -(-num_due // _MAX_PORTIONS))
+            slots, starts, counts = slots[is_due], starts[is_due], counts[is_due]
+        size = max(_MIN_SLOTS_PER_PORTION, -(-num_due // _MAX_PORTIONS))
         ends = np.cumsum(counts)
         for first in range(0, num_due, size):
             some = slice(first, first + size)
             tokens = token_ids[ends[first] - counts[first] : ends[some][-1]]
-            completions = [state.completion(row) for row in rows[some].tolist()]
+            completions = [state.completion(slot) for slot in slots[some].tolist()]
             self._portions.append(
                 IncrementalTokens(completions, starts[some].tolist(), counts[some].tolist(), tokens)
             )
@@ -300,9 +300,11 @@ class IncrementalDetokenization:
 
     def send_next(self) -> None:
         """Send the output thread a portion, or some if they are small. Call it right before the host waits."""
-        portions, num_rows = self._portions, 0
-        while portions and (not num_rows or num_rows + len(portions[0].completions) <= _MIN_ROWS_PER_PORTION):
-            num_rows += len(portions[0].completions)
+        portions, num_slots = self._portions, 0
+        while portions and (
+            not num_slots or num_slots + len(portions[0].completions) <= _MIN_SLOTS_PER_PORTION
+        ):
+            num_slots += len(portions[0].completions)
             self.send(portions.popleft())
 
     def drop(self) -> None:

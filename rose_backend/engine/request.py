@@ -70,9 +70,9 @@ class CompletionText:
 
 @dataclass(slots=True, eq=False)
 class Completion:
-    """One of a request's ``n`` completions: a sequence of tokens that holds one row while it runs.
+    """One of a request's ``n`` completions: a sequence of tokens that holds one request slot while it runs.
 
-    While it runs its tokens are in the row's buffers; ``token_ids`` is written when it leaves the row.
+    While it runs its tokens are in the slot's buffers; ``token_ids`` is written when it leaves the slot.
     Only the step loop touches it, but for ``text``.
     """
 
@@ -80,13 +80,13 @@ class Completion:
     index: int
     seed: int
     token_ids: NDArray[np.int32]
-    """Prompt and output, as of the last time it had no row."""
+    """Prompt and output, as of the last time it had no slot."""
     text: CompletionText
-    row: int = -1
+    slot: int = -1
     num_siblings_to_fork: int = 0
     """Completions that are split off when this one has computed the prompt."""
     num_computed_before: int = 0
-    """Tokens that were computed before a preemption took the row away."""
+    """Tokens that were computed before a preemption took the slot away."""
     has_ended: bool = False
     """No further step computes anything for it."""
     num_sent_tokens: int = 0
@@ -115,9 +115,9 @@ class Request:
     """Tokens of the prompt on which the text of its answers depends."""
     completions: list[Completion] = field(default_factory=list)
     num_cached_tokens: int | None = None
-    """None until it first got a row."""
+    """None until it first got a slot."""
     scheduled_s: float | None = None
-    """``time.monotonic`` when it first got a row."""
+    """``time.monotonic`` when it first got a slot."""
     is_aborted: bool = False
     has_output: bool = False
     """Its caller has been given an output. For the output thread."""

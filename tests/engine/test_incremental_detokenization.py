@@ -195,7 +195,7 @@ def test_portions_are_small_and_few(tokenizer: Tokenizer, num_rows: int) -> None
         for each, start, end, count in zip(
             portion.completions, portion.starts, ends, portion.counts, strict=True
         ):
-            seen[each.row] = start, portion.token_ids[end - count : end].tolist()
+            seen[each.slot] = start, portion.token_ids[end - count : end].tolist()
         assert ends[-1] == len(portion.token_ids)
     expected = zip(rows[:-2].tolist(), counts.tolist(), strict=False)
     assert seen == {row: (len(PROMPT), [1000 * row + at for at in range(count)]) for row, count in expected}

@@ -93,7 +93,7 @@ def test_rows_that_are_cleared_leave_others_alone(llm: LLM) -> None:
     before = state.generation.copy()
     cleared = state.clear(np.array([2, 0], np.int32))
     assert [each.token_ids.tolist() for each in cleared] == [[42, 42, 42, 12], [40, 10]]
-    assert [each.row for each in cleared] == [-1, -1]
+    assert [each.slot for each in cleared] == [-1, -1]
     assert [each is None for each in state.completions] == [True, False, True]
     assert [counts.tolist() for counts in per_row] == [[0, 4, 0]] * 3
     assert state.is_on_device.tolist() == [False, True, False]
@@ -128,10 +128,10 @@ def test_a_batch_keeps_the_rows_whose_completions_are_left(llm: LLM) -> None:
     for row in range(4):
         state.fill(row, completion(llm, [40 + row], 20))
     batch = Batch.of(state, np.array([3, 0, 2]), 2)
-    assert batch.decode_rows.tolist() == [0, 2] and batch.live() is None
+    assert batch.decode_slots.tolist() == [0, 2] and batch.live() is None
     state.clear(np.array([0], np.int32))
     state.fill(0, completion(llm, [7], 20))
     is_live = batch.live()
     assert is_live is not None and is_live.tolist() == [True, False, True]
     left = batch.only(is_live)
-    assert left.rows.tolist() == [3, 2] and left.decode_rows.tolist() == [2] and left.live() is None
+    assert left.slots.tolist() == [3, 2] and left.decode_slots.tolist() == [2] and left.live() is None
