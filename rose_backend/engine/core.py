@@ -13,20 +13,19 @@ import numpy as np
 
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
-from rose_backend.engine.deferred_commit import DeferredCommits
-from rose_backend.engine.input_processor import InputProcessor
 from rose_backend.engine.model_runner import ModelRunner
-from rose_backend.engine.output_processor import Abort, OutputProcessor
 from rose_backend.engine.output_thread import (
+    Abort,
     IncrementalDetokenization,
     OutputHandler,
+    OutputProcessor,
     OutputQueue,
     OutputThread,
 )
 from rose_backend.engine.outputs import Counters, EngineLoad, EngineStats, RequestOutput
-from rose_backend.engine.request import Request, check_request_id
+from rose_backend.engine.request import InputProcessor, Request, check_request_id
 from rose_backend.engine.scheduler import Scheduler
-from rose_backend.engine.sequence_state import Int64Array, SequenceState
+from rose_backend.engine.sequence_state import DeferredCommits, Int64Array, SequenceState
 from rose_backend.engine.startup import LoadedModel, feature_status, load, warm_up
 from rose_backend.engine.step_pipeline import SampledTokens, StepPipeline, TokenReader
 from rose_backend.engine.tokenizer_loading import PendingTokenizer
@@ -69,6 +68,8 @@ class EngineCore:
         self._returns_outputs = output_handler is None
         loaded = load(config, is_online=not self._returns_outputs, tokenizer=tokenizer)
         self.config = config = loaded.config
+        self.token_budget = config.token_budget
+        """Tokens that a step computes at most."""
         self.num_blocks = loaded.num_blocks
         self.feature_status = feature_status(config, loaded.kv_cache.device.type)
         """Every switch, and whether its part is in effect."""

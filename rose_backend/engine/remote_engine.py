@@ -26,9 +26,9 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias
 import rose_backend
 from rose_backend.config import EngineConfig
 from rose_backend.engine.client import EngineClient, OutputStream
-from rose_backend.engine.input_processor import InputProcessor, ProcessedInput
 from rose_backend.engine.outputs import CompletionOutput, Counters, RequestOutput
 from rose_backend.engine.process_settings import begin_serving, end_serving
+from rose_backend.engine.request import InputProcessor, ProcessedInput
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import load_tokenizer

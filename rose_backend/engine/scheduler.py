@@ -12,11 +12,9 @@ from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager, ClonePlan
 from rose_backend.config import EngineConfig
-from rose_backend.engine.deferred_commit import DeferredCommits
-from rose_backend.engine.input_processor import InputProcessor
 from rose_backend.engine.outputs import EngineStats
-from rose_backend.engine.request import Completion
-from rose_backend.engine.sequence_state import Int32Array, SequenceState
+from rose_backend.engine.request import Completion, InputProcessor
+from rose_backend.engine.sequence_state import DeferredCommits, Int32Array, SequenceState
 from rose_backend.errors import IntegrityError
 from rose_backend.scheduling import TOP_UP_STEPS, InFlightPrefixes, reserve_ahead, top_up
 

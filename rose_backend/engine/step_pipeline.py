@@ -14,13 +14,17 @@ import torch
 from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager
-from rose_backend.engine.deferred_commit import DeferredCommits
 from rose_backend.engine.model_runner import Drawn, Forwarded, ModelRunner
-from rose_backend.engine.output_processor import Ending, LogprobWords, NewTokens, StopCheck
-from rose_backend.engine.output_thread import IncrementalDetokenization
+from rose_backend.engine.output_thread import (
+    Ending,
+    IncrementalDetokenization,
+    LogprobWords,
+    NewTokens,
+    StopCheck,
+)
 from rose_backend.engine.request import Completion
 from rose_backend.engine.scheduler import Scheduler, Step
-from rose_backend.engine.sequence_state import Batch, Int32Array, Int64Array, SequenceState
+from rose_backend.engine.sequence_state import Batch, DeferredCommits, Int32Array, Int64Array, SequenceState
 
 _NO_SLOTS: Int32Array = np.zeros(0, np.int32)
 _AT_LENGTH, _AT_EOS, _AT_ERROR = Ending("length", None), Ending("stop", None), Ending("error", None)

@@ -11,10 +11,9 @@ from rose_backend import SamplingParams
 from rose_backend import scheduling as in_flight_prefixes
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
-from rose_backend.engine.deferred_commit import DeferredCommits
-from rose_backend.engine.input_processor import InputProcessor
+from rose_backend.engine.request import InputProcessor
 from rose_backend.engine.scheduler import Admission
-from rose_backend.engine.sequence_state import SequenceState
+from rose_backend.engine.sequence_state import DeferredCommits, SequenceState
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import TokenizerParts
 from tests.support.random_tokenizers import KINDS

@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 
 from rose_backend import LLM, CompletionOutput
-from rose_backend.engine.input_processor import InputProcessor
-from rose_backend.engine.output_processor import (
+from rose_backend.engine.output_thread import (
     Abort,
     Ending,
+    IncrementalDetokenization,
     IncrementalTokens,
     NewTokens,
     OutputProcessor,
 )
-from rose_backend.engine.output_thread import IncrementalDetokenization
-from rose_backend.engine.request import Completion
+from rose_backend.engine.request import Completion, InputProcessor
 from rose_backend.engine.sequence_state import SequenceState
 from rose_backend.engine.tokenizer import Tokenizer
 from tests.engine.conftest import GREEDY

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rose_backend import LLM
-from rose_backend.engine.output_processor import OutputProcessor
+from rose_backend.engine.output_thread import OutputProcessor
 from rose_backend.engine.request import Request
 from rose_backend.engine.scheduler import Step
 from tests.engine.conftest import GREEDY
