@@ -443,7 +443,7 @@ class DecodeRunner:
         self.buffers = DecodeBuffers(self.num_rows, table_width, device)
         self.widths = widths
         self._compute = compute
-        self._extras = extras
+        self.extras = extras
         self._manager = manager
         self._state = state
         self._rows = DecodeRows(state)
@@ -481,7 +481,7 @@ class DecodeRunner:
         """
         self._width = size_for(self.widths, len(slots)) or len(slots)
         needs_sampling_extras = self._state.needs_sampling_extras[slots]
-        self.needs_sampling_extras = bool(np.count_nonzero(needs_sampling_extras)) and self._extras.is_needed(
+        self.needs_sampling_extras = bool(np.count_nonzero(needs_sampling_extras)) and self.extras.is_needed(
             slots
         )
         rows = self._place(slots)
@@ -498,17 +498,13 @@ class DecodeRunner:
         self._graphs.run(self._width, 2 if self.needs_sampling_extras else 1)
         step, self._num_steps = self._num_steps, self._num_steps + 1
         if self.needs_sampling_extras:
-            self._extras.collect(self.buffers, step, self._width)
+            self.extras.collect(self.buffers, step, self._width)
         return step
 
     def tokens(self, step: int, rows: Int64Array) -> Int64Array:
         """Return what a step drew, ``[len(rows)]``. It is over, and at most ``HISTORY_STEPS`` steps old."""
         drawn: Int64Array = self._history[step % HISTORY_STEPS][rows]
         return drawn
-
-    def report(self, step: int, rows: Int64Array) -> NDArray[np.float32]:
-        """Return the log-probabilities of a step with sampling extras; see ``SamplingExtras.report``."""
-        return self._extras.report(step, rows)
 
     def take_first_tokens(self, slots: Int32Array) -> torch.Tensor:
         """Expect the tokens that a step over prompts draws for ``slots``, so that the next step can take them as input.
@@ -544,8 +540,8 @@ class DecodeRunner:
             )
             written = np.concatenate([change.rows, change.emptied])
             self.buffers.write_rows(written, self._state, change.slots, sources)
-            if self._extras.is_in_use or np.count_nonzero(self._state.needs_sampling_extras[change.slots]):
-                self._extras.write_rows(written, change.slots)
+            if self.extras.is_in_use or np.count_nonzero(self._state.needs_sampling_extras[change.slots]):
+                self.extras.write_rows(written, change.slots)
             is_written = np.zeros(self.num_rows, np.bool_)
             is_written[tables] = is_written[change.rows] = True
             tables = np.flatnonzero(is_written)
@@ -561,4 +557,4 @@ class DecodeRunner:
         return logits
 
     def _redraw(self, width: int, logits: torch.Tensor) -> None:
-        self._extras.redraw(self.buffers, logits)
+        self.extras.redraw(self.buffers, logits)

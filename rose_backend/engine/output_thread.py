@@ -421,8 +421,6 @@ class OutputThread:
         Raises:
             BaseException: the one that ended the thread.
         """
-        if not self.has_report:
-            return OutputReport()
         with self._handler.changed:
             if self.failure is not None:
                 raise self.failure

@@ -204,11 +204,6 @@ class SequenceState:
         planned: Int32Array = self.num_tokens[slots] + self.num_unread_tokens[slots]
         return planned
 
-    def output_token_ids(self, slot: int) -> list[int]:
-        """Return the tokens generated so far."""
-        ids: list[int] = self.token_ids[slot, self.num_prompt_tokens[slot] : self.num_tokens[slot]].tolist()
-        return ids
-
 
 @dataclass(slots=True, eq=False)
 class Batch:

@@ -376,7 +376,7 @@ class StepPipeline:
         drawn = None if step.drawn is None else step.drawn.report
         if drawn is None and not step.needs_sampling_extras:
             return None
-        decoded = self._runner.decoder.report(step.decode_step, step.decode_rows)
+        decoded = self._runner.decoder.extras.report(step.decode_step, step.decode_rows)
         if drawn is None:
             num_drawn = len(step.batch.slots) - len(step.batch.decode_slots)
             drawn = torch.zeros((num_drawn, decoded.shape[1]))

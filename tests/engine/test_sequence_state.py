@@ -35,8 +35,14 @@ def test_the_same_rows_with_other_completions_have_other_lengths(llm: LLM) -> No
     assert state.append(batch, np.array([12, 30])).tolist() == [False, False]
     assert state.append(Batch.of(state, np.array([2, 0]), 2), np.array([31, 13])).tolist() == [False, False]
     assert state.append(batch, np.array([14, 32])).tolist() == [False, True]
-    assert state.output_token_ids(0) == [10, 11, 12, 13, 14]
-    assert state.output_token_ids(2) == [30, 31, 32]
+    assert state.token_ids[0, state.num_prompt_tokens[0] : state.num_tokens[0]].tolist() == [
+        10,
+        11,
+        12,
+        13,
+        14,
+    ]
+    assert state.token_ids[2, state.num_prompt_tokens[2] : state.num_tokens[2]].tolist() == [30, 31, 32]
 
 
 def test_tokens_of_some_rows_from_some_position(llm: LLM) -> None:
@@ -120,7 +126,14 @@ def test_a_batch_is_steady_until_other_rows_or_tokens_come(llm: LLM) -> None:
     assert batch.is_steady, "row 2 is none of its own"
     state.fill(2, completion(llm, [7], 20))
     assert not batch.is_steady
-    assert state.output_token_ids(0) == [10] * 4 and state.output_token_ids(1) == [11, 11, 10, 11]
+    assert state.token_ids[0, state.num_prompt_tokens[0] : state.num_tokens[0]].tolist() == [
+        10
+    ] * 4 and state.token_ids[1, state.num_prompt_tokens[1] : state.num_tokens[1]].tolist() == [
+        11,
+        11,
+        10,
+        11,
+    ]
 
 
 def test_a_batch_keeps_the_rows_whose_completions_are_left(llm: LLM) -> None:
