@@ -164,23 +164,6 @@ def test_all_processes_end_with_a_parent_that_is_killed(source: KernelSource) ->
         parent.stdout.close()
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [("max 100000", 6), ("250000 100000", 2), ("50000 100000", 1), (None, 6)]
-)
-def test_cores_are_those_of_the_control_group(
-    text: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read_text(path: Path) -> str:
-        assert str(path) == "/sys/fs/cgroup/cpu.max"
-        if text is None:
-            raise FileNotFoundError
-        return text
-
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
-    monkeypatch.setattr(Path, "read_text", read_text)
-    assert compilation_pool.usable_cores() == expected
-
-
 def test_processes_are_never_more_than_the_limit_and_end_with_the_pool(source: KernelSource) -> None:
     pool = CompilationPool(num_processes=192)
     assert pool._num_processes == compilation_pool.MAX_PROCESSES
