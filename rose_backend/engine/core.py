@@ -307,7 +307,10 @@ class EngineCore:
             action()
         except Exception as error:
             self._failure = error
-            where = "its output thread" if error is self._output_thread.failure else self._where()
+            num_slots = len(self._scheduler.running_slots)
+            where = f"step {self._pipeline.counters.steps} with {num_slots} request slots"
+            if error is self._output_thread.failure:
+                where = "its output thread"
             # Not in the error's text, which every caller gets.
             logger.error("the newest requests in %s: %s", where, ", ".join(list(self._requests)[-3:]))
             raise EngineDeadError(f"the engine stopped in {where}: {kind_and_text(error)}") from error
@@ -373,10 +376,6 @@ class EngineCore:
         if request_ids and not self._requests:
             self._pipeline.drop()
             self._without_prompt_list.clear()
-
-    def _where(self) -> str:
-        """Describe the step, for the error message of a failure."""
-        return f"step {self._pipeline.counters.steps} with {len(self._scheduler.running_slots)} request slots"
 
     def _check_alive(self) -> None:
         if (error := self._failure) is not None:

@@ -139,7 +139,6 @@ class DecodeBuffers:
     """
 
     def __init__(self, num_rows: int, table_width: int, device: torch.device) -> None:
-        self.device = device
         self.tokens = torch.zeros((2, num_rows), dtype=torch.int64, device=device)
         self.input_ids, self.first_tokens = self.tokens.unbind(0)
         """The next step's input; and the tokens drawn last by a step over prompts, in that step's order."""

@@ -248,9 +248,7 @@ class Batch:
     def only(self, is_live: NDArray[np.bool_]) -> Batch:
         """Return a batch of those of ``slots`` that are live."""
         num_decodes = int(np.count_nonzero(is_live[len(self.slots) - len(self.decode_slots) :]))
-        slots = self.slots[is_live]
-        decode_slots = slots[len(slots) - num_decodes :]
-        return Batch(self.state, slots, decode_slots, self.generations[is_live], self.state.num_cleared)
+        return Batch.of(self.state, self.slots[is_live], num_decodes)
 
 
 CommitHandler = Callable[[IntArray, IntArray, Int32Array, Int32Array], None]
