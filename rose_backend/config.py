@@ -1,4 +1,4 @@
-"""Every switch and limit of rose_backend, with its default and its check.
+"""Every switch and limit of rose_backend, with its default and its check; and the cores that a process may use.
 
 ``Switches`` is what both engines share. ``EngineConfig`` is the standalone engine's, ``PluginConfig`` is what a vLLM
 server passes through ``--additional-config '{"rose": {...}}'``.
@@ -6,8 +6,10 @@ server passes through ``--additional-config '{"rose": {...}}'``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar, Self, TypeGuard
 
 from rose_backend.errors import ConfigError, nearest_name_hint
@@ -18,6 +20,7 @@ GENERATION_CONFIGS = ("auto", "none")
 
 MAX_RUN_AHEAD = 4
 MAX_NUM_THREADS = 1024
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _RANGES = {
     "block_size": (1, 1024),
     "max_num_seqs": (1, 65_536),
@@ -208,3 +211,21 @@ def check_int(name: str, value: object, low: int, high: int) -> None:
     """Raise ConfigError unless ``value`` is an integer from ``low`` to ``high``."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"{name}: got {value!r}, allowed is an integer from {low} to {high}")
+
+
+def num_usable_cores() -> int:
+    """Return the cores that this process may use: its affinity, and the CPU quota of its container, rounded down."""
+    if hasattr(os, "sched_getaffinity"):
+        num_cores = len(os.sched_getaffinity(0))
+    else:
+        num_cores = os.cpu_count() or 1
+    return max(min(num_cores, _cpu_quota() or num_cores), 1)
+
+
+def _cpu_quota() -> int | None:
+    """Return the whole cores of the control group's quota (version 2); None without one."""
+    try:
+        quota, period = _CPU_MAX.read_text().split()
+        return max(int(quota) // int(period), 1)
+    except (OSError, ValueError, ZeroDivisionError):  # "max 100000" is no limit
+        return None

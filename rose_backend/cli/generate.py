@@ -73,8 +73,8 @@ def _generate(args: argparse.Namespace) -> None:
         is_file = args.prompts is not None
         requests = read_prompts(Path(args.prompts), given) if is_file else {0: (args.prompt, given)}
         # Imported here: it loads torch, which takes seconds; mistakes in options and file are reported before.
-        from rose_backend.engine.input_processor import sampling_defaults
         from rose_backend.engine.llm import LLM
+        from rose_backend.engine.request import sampling_defaults
         from rose_backend.engine.startup import show_start_up
 
         note_imports()

@@ -39,7 +39,7 @@ _ENGINE_HELP = {
     "num_threads": "threads that a step's operations are split over on a CPU (default: OMP_NUM_THREADS if set, "
     "otherwise one below 64 Mi weights, then one per 16 Mi, at most one per core)",
     "run_ahead": "decode steps to start before the tokens of the one before are read; 0: none (default: 1 on a GPU)",
-    "seed": "seeds requests that bring no seed of their own",
+    "seed": "seeds requests that have no seed",
     "generation_config": "sampling parameters that are not given; auto: those of the model's generation_config.json, "
     "none: rose's own; its end tokens count either way",
     "max_queue_size": "requests that may wait; one more is refused",
@@ -142,7 +142,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add one option per field of ``SamplingParams``."""
     group = parser.add_argument_group(
-        "sampling", "The model's generation_config.json has defaults of its own, see --generation-config."
+        "sampling", "The model's generation_config.json may set other defaults, see --generation-config."
     )
     for field in dataclasses.fields(SamplingParams):
         group.add_argument(

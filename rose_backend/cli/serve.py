@@ -48,7 +48,7 @@ _SERVER_HELP = {
     "exact_cached_tokens": "tell clients and metrics every cached token (default: off, whole blocks of at least 16 "
     "tokens)",
     "log_requests": "log one line per request (default: on)",
-    "frontend_multiprocessing": "run the engine in a process of its own, beside the one that serves HTTP (default: on)",
+    "frontend_multiprocessing": "run the engine in a separate process, beside the one that serves HTTP (default: on)",
 }
 # How argparse reads options that are neither numbers nor switches.
 _SERVER_ARGUMENTS: dict[str, dict[str, Any]] = {

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from rose_backend.compile_ahead.recorded_launches import KernelSource, settle_cache_keys
+from rose_backend.config import num_usable_cores
 from rose_backend.errors import ConfigError
 
 MAX_PROCESSES = 32
@@ -64,11 +65,11 @@ class CompilationPool:
     """Processes that compile; started at once, because they import what they need meanwhile.
 
     Args:
-        num_processes: None takes ``usable_cores``; never more than ``MAX_PROCESSES``.
+        num_processes: None takes ``num_usable_cores``; never more than ``MAX_PROCESSES``.
     """
 
     def __init__(self, num_processes: int | None = None) -> None:
-        self._num_processes = min(num_processes or usable_cores(), MAX_PROCESSES)
+        self._num_processes = min(num_processes or num_usable_cores(), MAX_PROCESSES)
         self._sources: Sequence[KernelSource] = ()
         environment = {
             **os.environ,
@@ -128,15 +129,6 @@ class CompilationPool:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")
         return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
-
-
-def usable_cores() -> int:
-    """Return the cores of this process: those that it may run on, or fewer if its control group has less time."""
-    cores = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):  # no control groups, no limit
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, max(int(quota) // int(period), 1))
-    return cores
 
 
 def _receive(server: subprocess.Popen[bytes], lines: queue.SimpleQueue[bytes]) -> None:

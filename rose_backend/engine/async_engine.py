@@ -13,11 +13,10 @@ from typing import Any
 from rose_backend.config import EngineConfig
 from rose_backend.engine.client import Delivery, EngineClient, OutputStream
 from rose_backend.engine.core import Command, EngineCore
-from rose_backend.engine.input_processor import ProcessedInput, sampling_defaults
 from rose_backend.engine.output_thread import OutputHandler
 from rose_backend.engine.outputs import Counters, EngineLoad, EngineStats, GrowingCompletions, RequestOutput
 from rose_backend.engine.process_settings import begin_serving, end_serving
-from rose_backend.engine.request import Prompt, Request
+from rose_backend.engine.request import ProcessedInput, Prompt, Request, sampling_defaults
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer_loading import PendingTokenizer
 from rose_backend.errors import EngineDeadError, RequestError

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from rose_backend.config import EngineConfig
-from rose_backend.engine.input_processor import InputProcessor, ProcessedInput
 from rose_backend.engine.outputs import Counters, GrowingCompletions, RequestOutput
-from rose_backend.engine.request import check_request_id
+from rose_backend.engine.request import InputProcessor, ProcessedInput, check_request_id
 from rose_backend.errors import EngineDeadError, EngineStalledError, RequestError
 
 Delivery: TypeAlias = RequestOutput | RequestError | EngineDeadError

@@ -13,20 +13,19 @@ import numpy as np
 
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
-from rose_backend.engine.deferred_commit import DeferredCommits
-from rose_backend.engine.input_processor import InputProcessor
 from rose_backend.engine.model_runner import ModelRunner
-from rose_backend.engine.output_processor import Abort, OutputProcessor
 from rose_backend.engine.output_thread import (
+    Abort,
     IncrementalDetokenization,
     OutputHandler,
+    OutputProcessor,
     OutputQueue,
     OutputThread,
 )
 from rose_backend.engine.outputs import Counters, EngineLoad, EngineStats, RequestOutput
-from rose_backend.engine.request import Request, check_request_id
+from rose_backend.engine.request import InputProcessor, Request, check_request_id
 from rose_backend.engine.scheduler import Scheduler
-from rose_backend.engine.sequence_state import Int64Array, SequenceState
+from rose_backend.engine.sequence_state import DeferredCommits, Int64Array, SequenceState
 from rose_backend.engine.startup import LoadedModel, feature_status, load, warm_up
 from rose_backend.engine.step_pipeline import SampledTokens, StepPipeline, TokenReader
 from rose_backend.engine.tokenizer_loading import PendingTokenizer
@@ -69,6 +68,8 @@ class EngineCore:
         self._returns_outputs = output_handler is None
         loaded = load(config, is_online=not self._returns_outputs, tokenizer=tokenizer)
         self.config = config = loaded.config
+        self.token_budget = config.token_budget
+        """Tokens that a step computes at most."""
         self.num_blocks = loaded.num_blocks
         self.feature_status = feature_status(config, loaded.kv_cache.device.type)
         """Every switch, and whether its part is in effect."""
@@ -97,7 +98,7 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have no row yet, preempted ones included."""
+        """Requests that have no request slot yet, preempted ones included."""
         return len(self._scheduler.waiting)
 
     @property
@@ -131,7 +132,7 @@ class EngineCore:
     @property
     def load(self) -> EngineLoad:
         """What is in use now."""
-        return EngineLoad(len(self._scheduler.running_rows), self.num_waiting, self.manager.usage)
+        return EngineLoad(len(self._scheduler.running_slots), self.num_waiting, self.manager.usage)
 
     @property
     def counters(self) -> Counters:
@@ -182,9 +183,9 @@ class EngineCore:
                 self._scheduler.waiting.remove(completion)
             completion.has_ended = True
         self._reader.forget(completions)
-        rows = [completion.row for completion in completions if completion.row >= 0]
-        if rows:
-            self._scheduler.release(np.array(rows, np.int32))
+        slots = [completion.slot for completion in completions if completion.slot >= 0]
+        if slots:
+            self._scheduler.release(np.array(slots, np.int32))
         self._output_thread.post(Abort(request))
         return True
 
@@ -239,7 +240,7 @@ class EngineCore:
         with self._threads(), self._workspace:
             self._guarded(self._advance)
         outputs = self._outputs.take()
-        # In this order: the stop check of a text precedes its last output, so a caller that has it finds its rows free.
+        # In this order: the stop check of a text precedes its last output, so a caller that has it finds its slot free.
         self._guarded(self._take_report)
         self._forget([output.request_id for output in outputs if output.finished])
         return outputs
@@ -272,18 +273,18 @@ class EngineCore:
             full_blocks_only=not config.token_granular_hits,
             bytes_per_block=loaded.kv_cache.nbytes // loaded.num_blocks,
         )
-        self._rows = SequenceState(config.max_num_seqs, loaded.max_model_len, loaded.eos_token_ids)
-        self._runner = ModelRunner(loaded.model, config, self.manager, self._rows, loaded.kv_cache)
+        self._state = SequenceState(config.max_num_seqs, loaded.max_model_len, loaded.eos_token_ids)
+        self._runner = ModelRunner(loaded.model, config, self.manager, self._state, loaded.kv_cache)
         with self._workspace:
             self.start_up = warm_up(self._runner, loaded)
         self._output_thread = OutputThread(OutputProcessor(loaded.tokenizer), output_handler)
-        incremental_detokenization = IncrementalDetokenization(self._rows, self._output_thread.post)
-        commits = DeferredCommits(self.manager, self._rows, incremental_detokenization.put)
+        incremental_detokenization = IncrementalDetokenization(self._state, self._output_thread.post)
+        commits = DeferredCommits(self.manager, self._state, incremental_detokenization.put)
         self._commits = commits
         self._scheduler = Scheduler(
             config,
             self.manager,
-            self._rows,
+            self._state,
             commits,
             self.input_processor,
             prompts_first=self._returns_outputs,
@@ -291,7 +292,7 @@ class EngineCore:
         )
         self._pipeline = StepPipeline(
             self.manager,
-            self._rows,
+            self._state,
             self._scheduler,
             self._runner,
             commits,
@@ -299,19 +300,22 @@ class EngineCore:
             loaded.kv_cache.device,
             loaded.run_ahead,
         )
-        self._reader = TokenReader(self._rows, self._scheduler, commits)
+        self._reader = TokenReader(self._state, self._scheduler, commits)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:
             self._failure = error
-            where = "its output thread" if error is self._output_thread.failure else self._where()
+            num_slots = len(self._scheduler.running_slots)
+            where = f"step {self._pipeline.counters.steps} with {num_slots} request slots"
+            if error is self._output_thread.failure:
+                where = "its output thread"
             # Not in the error's text, which every caller gets.
             logger.error("the newest requests in %s: %s", where, ", ".join(list(self._requests)[-3:]))
             raise EngineDeadError(f"the engine stopped in {where}: {kind_and_text(error)}") from error
         except BaseException as error:
-            # Ctrl-C, too, can leave rows and reservations inconsistent: further steps could give wrong text.
+            # Ctrl-C, too, can leave slots and reservations inconsistent: further steps could give wrong text.
             self._failure = error
             raise
 
@@ -327,33 +331,33 @@ class EngineCore:
             self._output_thread.wait()
 
     def _process_tokens(self, sampled: SampledTokens) -> None:
-        rows = sampled.batch.rows
+        slots = sampled.batch.slots
         has_token = sampled.token_ids >= 0
         num_tokens = int(np.count_nonzero(has_token))
         self._generated_tokens += num_tokens
-        ended_rows, message = self._reader.apply(sampled)
+        ended_slots, message = self._reader.apply(sampled)
         if message is None:
             return
-        if num_tokens < len(rows):
-            self._note_failed_rows(rows[~has_token])
-            rows = rows[has_token]
-        self._reader.note_sent(rows)
-        self._reader.leave(ended_rows)
-        # After the release, which has put the tokens of completed rows into their completions.
+        if num_tokens < len(slots):
+            self._note_failed_slots(slots[~has_token])
+            slots = slots[has_token]
+        self._reader.note_sent(slots)
+        self._reader.leave(ended_slots)
+        # After the release, which has put the tokens of completed requests into their completions.
         self._output_thread.post(message, is_urgent=message.has_first_tokens)
 
-    def _note_failed_rows(self, rows: Int64Array) -> None:
-        """Handle rows whose logits allowed no token: requests with the same prompt compute it again."""
-        self._commits.flush(rows)
-        for row in rows.tolist():
-            num_blocks = -(-int(self.manager.num_computed_tokens[row]) // self.config.block_size)
-            self.manager.uncache(self.manager.block_table[row, :num_blocks])
+    def _note_failed_slots(self, slots: Int64Array) -> None:
+        """Handle request slots whose logits allowed no token: requests with the same prompt compute it again."""
+        self._commits.flush(slots)
+        for slot in slots.tolist():
+            num_blocks = -(-int(self.manager.num_computed_tokens[slot]) // self.config.block_size)
+            self.manager.uncache(self.manager.block_table[slot, :num_blocks])
             self._num_failed_completions += 1
             # Fewer lines the more there are: broken weights fail every request.
             if self._num_failed_completions & (self._num_failed_completions - 1) == 0:
                 logger.error(
                     "request %s ends with an error: its logits are all NaN or minus infinity (%d since start-up)",
-                    self._rows.completion(row).request.request_id,
+                    self._state.completion(slot).request.request_id,
                     self._num_failed_completions,
                 )
 
@@ -372,10 +376,6 @@ class EngineCore:
         if request_ids and not self._requests:
             self._pipeline.drop()
             self._without_prompt_list.clear()
-
-    def _where(self) -> str:
-        """Describe the step, for the error message of a failure."""
-        return f"step {self._pipeline.counters.steps} with {len(self._scheduler.running_rows)} rows"
 
     def _check_alive(self) -> None:
         if (error := self._failure) is not None:

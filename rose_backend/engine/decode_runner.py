@@ -1,10 +1,10 @@
 """Decode steps over fixed buffers: one function, replayed from a CUDA graph where there is one.
 
-``DecodeSlots`` says which row is in which slot, ``DecodeBuffers`` holds what all slots need on the device, and
-``DecodeRunner`` starts steps over them. ``SamplingExtras`` is for draws that need more than logits and a few numbers of
-their row: penalties, ``min_tokens``, log-probabilities. A decode step draws for every slot without any of these. Where
-a row needs one, a second part draws again from the same logits and replaces the tokens of such rows. Other steps pay
-nothing, and run-ahead is the same for all.
+``DecodeRows`` says which request slot is in which row of the decode batch, ``DecodeBuffers`` holds what all rows need
+on the device, and ``DecodeRunner`` starts steps over them. ``SamplingExtras`` is for draws that need more than logits
+and a few numbers of their request: penalties, ``min_tokens``, log-probabilities. A decode step draws for every row
+without any of these. Where a request needs one, a second part draws again from the same logits and replaces the tokens
+of such requests. Other steps pay nothing, and run-ahead is the same for all.
 """
 
 from __future__ import annotations
@@ -25,75 +25,75 @@ from rose_backend.kernels import SampleOutput, SamplingTensors, advance_rows
 from rose_backend.kernels.captured_graphs import CapturedGraphs, Fields, Inputs, SizedGraphs, size_for, upload
 
 Int64Array = NDArray[np.int64]
-NO_SLOT = -1
+NO_ROW = -1
 
 
 @dataclass(frozen=True, slots=True)
-class SlotChange:
+class RowChange:
     """What has to be written to the device before the next step."""
 
-    slots: Int64Array  # [N]
-    rows: Int32Array  # [N], the new row of each slot
-    old_slots: Int64Array  # [N], the row's slot until now, or NO_SLOT
-    emptied: Int64Array  # [P], slots without a row that the device still computes
+    rows: Int64Array  # [N]
+    slots: Int32Array  # [N], the new slot of each row
+    old_rows: Int64Array  # [N], the slot's row until now, or NO_ROW
+    emptied: Int64Array  # [P], rows without a slot that the device still computes
 
 
-class DecodeSlots:
-    """Keeps the rows of a decode step in the first few slots.
+class DecodeRows:
+    """Keeps the request slots of a decode step in the first few rows of its batch.
 
-    A step runs over as many slots as a captured graph has: a row moves only when its slot is beyond a smaller graph's.
+    A step runs over as many rows as a captured graph has: a slot moves only when its row is beyond a smaller graph's.
 
     Args:
-        state: completion of each row.
+        state: completion of each slot.
     """
 
     def __init__(self, state: SequenceState) -> None:
-        num_rows = len(state.num_tokens)
+        num_slots = len(state.num_tokens)
         self._state = state
-        self.row_of_slot: Int64Array = np.full(num_rows, NO_SLOT, np.int64)
-        self._slot_of_row: Int64Array = np.full(num_rows, NO_SLOT, np.int64)
-        self._generation_of_slot: Int64Array = np.zeros(num_rows, np.int64)
-        self._is_active: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # as the device sees it
+        self.slot_of_row: Int64Array = np.full(num_slots, NO_ROW, np.int64)
+        self._row_of_slot: Int64Array = np.full(num_slots, NO_ROW, np.int64)
+        self._generation_of_row: Int64Array = np.zeros(num_slots, np.int64)
+        self._is_active: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)  # as the device sees it
         self._num_held = 0
 
-    def rows(self) -> Int64Array:
-        """Return the rows that are in a slot and have not left since."""
-        slots = np.flatnonzero(self.row_of_slot >= 0)
-        rows: Int64Array = self.row_of_slot[slots]
-        return rows[self._generation_of_slot[slots] == self._state.generation[rows]]
+    def slots(self) -> Int64Array:
+        """Return the slots that are in a row and have not left since."""
+        rows = np.flatnonzero(self.slot_of_row >= 0)
+        slots: Int64Array = self.slot_of_row[rows]
+        return slots[self._generation_of_row[rows] == self._state.generation[slots]]
 
-    def slots_of(self, rows: NDArray[np.signedinteger]) -> Int64Array:
-        """Return each row's slot, ``NO_SLOT`` for a row that has none."""
-        slots = self._slot_of_row[rows]
-        is_stale = self._generation_of_slot[slots] != self._state.generation[rows]
-        slots[is_stale] = NO_SLOT
-        return slots
+    def rows_of(self, slots: NDArray[np.signedinteger]) -> Int64Array:
+        """Return each slot's row, ``NO_ROW`` for a slot that has none."""
+        rows = self._row_of_slot[slots]
+        is_stale = self._generation_of_row[rows] != self._state.generation[slots]
+        rows[is_stale] = NO_ROW
+        return rows
 
-    def assign(self, rows: Int32Array, width: int) -> tuple[Int64Array, SlotChange | None]:
-        """Put exactly ``rows`` into slots below ``width``.
+    def assign(self, slots: Int32Array, width: int) -> tuple[Int64Array, RowChange | None]:
+        """Put exactly ``slots`` into rows below ``width``.
 
         Returns:
-            ``[N]`` the slot of each row, and what has changed; None where nothing has.
+            ``[N]`` the row of each slot, and what has changed; None where nothing has.
         """
-        old_slots = self.slots_of(rows)
-        stays = (old_slots >= 0) & (old_slots < width)
-        if len(rows) == self._num_held and stays.all():
-            return old_slots, None
-        row_of_slot = np.full_like(self.row_of_slot, NO_SLOT)
-        row_of_slot[old_slots[stays]] = rows[stays]
+        old_rows = self.rows_of(slots)
+        stays = (old_rows >= 0) & (old_rows < width)
+        if len(slots) == self._num_held and stays.all():
+            return old_rows, None
+        slot_of_row = np.full_like(self.slot_of_row, NO_ROW)
+        slot_of_row[old_rows[stays]] = slots[stays]
         comes = np.flatnonzero(~stays)
-        slots = old_slots.copy()
-        slots[comes] = np.flatnonzero(row_of_slot[:width] < 0)[: len(comes)]
-        row_of_slot[slots[comes]] = rows[comes]
-        self.row_of_slot = row_of_slot
-        self._slot_of_row[:] = NO_SLOT
-        self._slot_of_row[rows] = slots
-        self._generation_of_slot[slots] = self._state.generation[rows]
-        self._num_held = len(rows)
-        emptied = np.flatnonzero(self._is_active & (row_of_slot < 0))
+        rows = old_rows.copy()
+        rows[comes] = np.flatnonzero(slot_of_row[:width] < 0)[: len(comes)]
+        slot_of_row[rows[comes]] = slots[comes]
+        self.slot_of_row = slot_of_row
+        self._row_of_slot[:] = NO_ROW
+        self._row_of_slot[slots] = rows
+        self._generation_of_row[rows] = self._state.generation[slots]
+        self._num_held = len(slots)
+        emptied = np.flatnonzero(self._is_active & (slot_of_row < 0))
         self._is_active[emptied] = False
-        self._is_active[slots] = True
-        return slots, SlotChange(slots[comes], rows[comes], old_slots[comes], emptied)
+        self._is_active[rows] = True
+        return rows, RowChange(rows[comes], slots[comes], old_rows[comes], emptied)
 
 
 HISTORY_STEPS = 8
@@ -129,40 +129,39 @@ def sampling_tensors(
 
 
 class DecodeBuffers:
-    """What a decode step reads and writes, one entry per slot.
+    """What a decode step reads and writes, one entry per row.
 
-    A slot without a row has ``num_computed_tokens`` -1: nothing is read or written for it, and its draw is ignored.
+    A row without a slot has ``num_computed_tokens`` -1: nothing is read or written for it, and its draw is ignored.
 
     Args:
-        num_slots: S.
+        num_rows: S.
         table_width: blocks per sequence (MB).
     """
 
-    def __init__(self, num_slots: int, table_width: int, device: torch.device) -> None:
-        self.device = device
-        self.tokens = torch.zeros((2, num_slots), dtype=torch.int64, device=device)
+    def __init__(self, num_rows: int, table_width: int, device: torch.device) -> None:
+        self.tokens = torch.zeros((2, num_rows), dtype=torch.int64, device=device)
         self.input_ids, self.first_tokens = self.tokens.unbind(0)
         """The next step's input; and the tokens drawn last by a step over prompts, in that step's order."""
-        self._longs = torch.zeros((3, num_slots), dtype=torch.int64, device=device)
+        self._longs = torch.zeros((3, num_rows), dtype=torch.int64, device=device)
         self.positions, self.draw_positions, self.seeds = self._longs.unbind(0)
-        self._words = torch.zeros((1 + len(SAMPLING_FIELDS), num_slots), dtype=torch.int32, device=device)
+        self._words = torch.zeros((1 + len(SAMPLING_FIELDS), num_rows), dtype=torch.int32, device=device)
         self.num_computed_tokens = self._words[0]
         self._sampling = sampling_by_name(self._words[1:])
-        self.block_table = torch.zeros((num_slots, table_width), dtype=torch.int32, device=device)
+        self.block_table = torch.zeros((num_rows, table_width), dtype=torch.int32, device=device)
         self.history = torch.zeros(
-            (HISTORY_STEPS, num_slots), dtype=torch.int64, pin_memory=device.type != "cpu"
+            (HISTORY_STEPS, num_rows), dtype=torch.int64, pin_memory=device.type != "cpu"
         )
         """``[HISTORY_STEPS, S]`` in host memory: the tokens of step ``n`` are in row ``n % HISTORY_STEPS``."""
         self.step_index = torch.zeros(1, dtype=torch.int64, device=device)
         self.reset()
-        sizes = (*(size for size in _CHANGE_SIZES if size < num_slots), num_slots)
+        sizes = (*(size for size in _CHANGE_SIZES if size < num_rows), num_rows)
         row_fields: Fields = {
-            "slots": (np.int64, ()),
+            "rows": (np.int64, ()),
             "sources": (np.int64, ()),
             "longs": (np.int64, (4,)),
             "words": (np.int32, (len(self._words),)),
         }
-        table_fields: Fields = {"slots": (np.int64, ()), "tables": (np.int32, (table_width,))}
+        table_fields: Fields = {"rows": (np.int64, ()), "tables": (np.int32, (table_width,))}
         self._row_changes = SizedGraphs(self._change_rows, row_fields, sizes, device)
         self._table_changes = SizedGraphs(self._change_tables, table_fields, sizes, device)
 
@@ -172,7 +171,7 @@ class DecodeBuffers:
         self._table_changes.capture()
 
     def reset(self) -> None:
-        """Empty all slots and count steps from 0."""
+        """Empty all rows and count steps from 0."""
         self.tokens.zero_()
         self._longs.zero_()
         self._words.zero_()
@@ -180,7 +179,7 @@ class DecodeBuffers:
         self.step_index.zero_()
 
     def sampling(self, width: int) -> SamplingTensors:
-        """Return the parameters of the first ``width`` slots' draws."""
+        """Return the parameters of the first ``width`` rows' draws."""
         by_name = {name: values[:width] for name, values in self._sampling.items()}
         return sampling_tensors(self.seeds[:width], self.draw_positions[:width], by_name)
 
@@ -199,53 +198,53 @@ class DecodeBuffers:
 
     def write_rows(
         self,
-        slots: NDArray[np.int64],
+        rows: NDArray[np.int64],
         state: SequenceState,
-        rows: NDArray[np.signedinteger[Any]],
+        slots: NDArray[np.signedinteger[Any]],
         sources: NDArray[np.int64],
     ) -> None:
-        """Put ``rows`` into ``slots``; entries past ``len(rows)`` of ``slots`` become empty.
+        """Put ``slots`` into ``rows``; entries past ``len(slots)`` of ``rows`` become empty.
 
         Args:
-            slots: ``[N]``.
-            rows: ``[n]``, at most N.
-            sources: ``[N]``: where in ``tokens``, read as one list, the row's newest token is; negative where the
+            rows: ``[N]``.
+            slots: ``[n]``, at most N.
+            sources: ``[N]``: where in ``tokens``, read as one list, the slot's newest token is; negative where the
                 host knows it.
         """
-        num_rows, num_slots = len(rows), len(slots)
-        words = np.zeros((num_slots, 1 + len(SAMPLING_FIELDS)), np.int32)
+        num_slots, num_rows = len(slots), len(rows)
+        words = np.zeros((num_rows, 1 + len(SAMPLING_FIELDS)), np.int32)
         words[:, 0] = -1
-        longs = np.zeros((num_slots, 4), np.int64)
-        position = state.num_planned_tokens(rows) - 1
-        words[:num_rows, 0] = position
-        words[:num_rows, 1:] = state.sampling_words[rows]
-        longs[:num_rows, 0] = state.token_ids[rows, state.num_tokens[rows] - 1]
-        longs[:num_rows, 1] = position
-        longs[:num_rows, 2] = position + 1
-        longs[:num_rows, 3] = state.seed[rows]
-        self._row_changes.run(slots=slots, sources=sources, longs=longs, words=words)
+        longs = np.zeros((num_rows, 4), np.int64)
+        position = state.num_planned_tokens(slots) - 1
+        words[:num_slots, 0] = position
+        words[:num_slots, 1:] = state.sampling_words[slots]
+        longs[:num_slots, 0] = state.token_ids[slots, state.num_tokens[slots] - 1]
+        longs[:num_slots, 1] = position
+        longs[:num_slots, 2] = position + 1
+        longs[:num_slots, 3] = state.seed[slots]
+        self._row_changes.run(rows=rows, sources=sources, longs=longs, words=words)
 
-    def write_block_tables(self, slots: NDArray[np.int64], block_tables: NDArray[np.int32]) -> None:
-        """Write the block tables ``[N, MB]`` of ``slots``, ``[N]``."""
-        self._table_changes.run(slots=slots, tables=block_tables)
+    def write_block_tables(self, rows: NDArray[np.int64], block_tables: NDArray[np.int32]) -> None:
+        """Write the block tables ``[N, MB]`` of ``rows``, ``[N]``."""
+        self._table_changes.run(rows=rows, tables=block_tables)
 
     def _change_rows(self, inputs: Inputs) -> None:
-        slots, sources, longs = inputs["slots"], inputs["sources"], inputs["longs"].t()
+        rows, sources, longs = inputs["rows"], inputs["sources"], inputs["longs"].t()
         known = self.tokens.view(-1)[sources.clamp(min=0)]
-        self.input_ids.index_copy_(0, slots, torch.where(sources >= 0, known, longs[0]))
-        self._longs.index_copy_(1, slots, longs[1:])
-        self._words.index_copy_(1, slots, inputs["words"].t())
+        self.input_ids.index_copy_(0, rows, torch.where(sources >= 0, known, longs[0]))
+        self._longs.index_copy_(1, rows, longs[1:])
+        self._words.index_copy_(1, rows, inputs["words"].t())
 
     def _change_tables(self, inputs: Inputs) -> None:
-        self.block_table.index_copy_(0, inputs["slots"], inputs["tables"])
+        self.block_table.index_copy_(0, inputs["rows"], inputs["tables"])
 
 
 Sample = Callable[[torch.Tensor, SamplingTensors], SampleOutput]
-Rows = NDArray[np.signedinteger[Any]]
+Slots = NDArray[np.signedinteger[Any]]
 
 
 class SamplingExtras:
-    """What rows with sampling extras need on the device, in fixed tensors: captured graphs hold their addresses.
+    """What slots with sampling extras need on the device, in fixed tensors: captured graphs hold their addresses.
 
     Args:
         sample: chooses tokens, as ``rose_backend.kernels.sample``.
@@ -257,14 +256,14 @@ class SamplingExtras:
         self._state = state
         self._sample = sample
         self._device = device
-        # Of rows with penalties: 5 bytes per row and token of the vocabulary. The host writes a row's entry before its
-        # first draw; then the device counts what it draws, without the host.
+        # With penalties: 5 bytes per request slot and token of the vocabulary. The host writes a slot's entry before
+        # its first draw; then the device counts what it draws, without the host.
         self._counted_generation: NDArray[np.int64] = np.full(num_slots, -1, np.int64)
         self._prompt_mask = torch.zeros((num_slots, vocab_size), dtype=torch.bool, device=device)
         self._output_counts = torch.zeros((num_slots, vocab_size), dtype=torch.int32, device=device)
         self._num_logprobs = min(MAX_LOGPROBS, vocab_size)
         self._words = torch.zeros((4, num_slots), dtype=torch.int32, device=device)
-        self._rows, self._min_num_tokens, self._needs_extras, self._uses_penalties = self._words.unbind(0)
+        self._slots, self._min_num_tokens, self._needs_extras, self._uses_penalties = self._words.unbind(0)
         self._banned_token_ids = torch.full((num_slots, num_banned), -1, dtype=torch.int32, device=device)
         self._minus_infinity = torch.full((num_slots, num_banned), float("-inf"), device=device)
         width = 2 + 2 * self._num_logprobs  # see LogprobWords
@@ -272,49 +271,49 @@ class SamplingExtras:
         self._reports = torch.zeros((HISTORY_STEPS, num_slots, width), pin_memory=device.type != "cpu")
         self._reports_read = self._reports.numpy()
         self.is_in_use = False
-        """Whether some slot has a row with sampling extras; if not, ``write_rows`` is needed for such rows only."""
-        self._slot_needs_extras: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        """Whether some row has a slot with sampling extras; if not, ``write_rows`` is needed for such slots only."""
+        self._row_needs_extras: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
 
-    def is_needed(self, rows: Rows) -> bool:
-        """Whether a step over ``rows``, some of which may need it (``needs_sampling_extras``), has to draw again."""
+    def is_needed(self, slots: Slots) -> bool:
+        """Whether a step over ``slots``, some of which may need it (``needs_sampling_extras``), has to draw again."""
         state = self._state
-        is_short = state.num_planned_tokens(rows) < state.min_num_tokens[rows]
-        needs = is_short | state.uses_penalties[rows] | (state.num_logprobs[rows] >= 0)
-        return bool(np.count_nonzero(needs & state.needs_sampling_extras[rows]))
+        is_short = state.num_planned_tokens(slots) < state.min_num_tokens[slots]
+        needs = is_short | state.uses_penalties[slots] | (state.num_logprobs[slots] >= 0)
+        return bool(np.count_nonzero(needs & state.needs_sampling_extras[slots]))
 
-    def write_rows(self, slots: NDArray[np.int64], rows: Rows) -> None:
-        """Write what ``rows`` need into ``slots``, int64 ``[N]``; slots past ``len(rows)`` become empty."""
-        state, num_rows = self._state, len(rows)
-        needs_sampling_extras = state.needs_sampling_extras[rows]
-        self._admit(rows)
-        self._slot_needs_extras[slots] = False
-        self._slot_needs_extras[slots[:num_rows]] = needs_sampling_extras
-        self.is_in_use = bool(np.count_nonzero(self._slot_needs_extras))
-        words = np.zeros((4, len(slots)), np.int32)
-        words[:, :num_rows] = (
-            rows,
-            state.min_num_tokens[rows],
+    def write_rows(self, rows: NDArray[np.int64], slots: Slots) -> None:
+        """Write what ``slots`` need into ``rows``, int64 ``[N]``; rows past ``len(slots)`` become empty."""
+        state, num_slots = self._state, len(slots)
+        needs_sampling_extras = state.needs_sampling_extras[slots]
+        self._admit(slots)
+        self._row_needs_extras[rows] = False
+        self._row_needs_extras[rows[:num_slots]] = needs_sampling_extras
+        self.is_in_use = bool(np.count_nonzero(self._row_needs_extras))
+        words = np.zeros((4, len(rows)), np.int32)
+        words[:, :num_slots] = (
+            slots,
+            state.min_num_tokens[slots],
             needs_sampling_extras,
-            state.uses_penalties[rows],
+            state.uses_penalties[slots],
         )
-        banned = np.full((len(slots), state.banned_token_ids.shape[1]), -1, np.int32)
-        banned[:num_rows] = state.banned_token_ids[rows]
-        to, new_words, new_banned = upload(self._device, slots, words, banned)
+        banned = np.full((len(rows), state.banned_token_ids.shape[1]), -1, np.int32)
+        banned[:num_slots] = state.banned_token_ids[slots]
+        to, new_words, new_banned = upload(self._device, rows, words, banned)
         self._words.index_copy_(1, to, new_words)
         self._banned_token_ids.index_copy_(0, to, new_banned)
 
     def redraw(self, buffers: DecodeBuffers, logits: torch.Tensor) -> None:
         """Draw again from ``logits``, float32 ``[width, V]``, after a step that has drawn from them and advanced."""
         width = len(logits)
-        rows = self._rows[:width].to(torch.int64)
+        slots = self._slots[:width].to(torch.int64)
         position = buffers.draw_positions[:width] - 1
         is_short = position < self._min_num_tokens[:width]
         banned = self._banned_token_ids[:width].where(is_short[:, None], -1)
         params = buffers.sampling(width)
-        drawn = self._draw(logits, params, position, rows, banned)
+        drawn = self._draw(logits, params, position, slots, banned)
         token_ids = drawn.token_ids.where(self._needs_extras[:width] != 0, buffers.input_ids[:width])
         buffers.input_ids[:width].copy_(token_ids)
-        self._count(rows, token_ids, self._uses_penalties[:width])
+        self._count(slots, token_ids, self._uses_penalties[:width])
         self._report[:width].copy_(pack_logprobs(logits, drawn))
 
     def collect(self, buffers: DecodeBuffers, step: int, width: int) -> None:
@@ -323,19 +322,19 @@ class SamplingExtras:
         buffers.history[where, :width].copy_(buffers.input_ids[:width], non_blocking=True)
         self._reports[where, :width].copy_(self._report[:width], non_blocking=True)
 
-    def report(self, step: int, slots: NDArray[np.int64]) -> NDArray[np.float32]:
+    def report(self, step: int, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return what a step reported, see ``LogprobWords``. The caller has waited."""
-        report: NDArray[np.float32] = self._reports_read[step % HISTORY_STEPS][slots]
+        report: NDArray[np.float32] = self._reports_read[step % HISTORY_STEPS][rows]
         return report
 
-    def draw(self, logits: torch.Tensor, params: SamplingTensors, rows: Int32Array) -> SampleOutput:
-        """Draw the next token of each of ``rows`` from ``logits``, float32 ``[S, V]``, outside a decode step."""
+    def draw(self, logits: torch.Tensor, params: SamplingTensors, slots: Int32Array) -> SampleOutput:
+        """Draw the next token of each of ``slots`` from ``logits``, float32 ``[S, V]``, outside a decode step."""
         state = self._state
-        self._admit(rows)
-        is_short = state.num_tokens[rows] < state.min_num_tokens[rows]
-        banned = np.where(is_short[:, None], state.banned_token_ids[rows], np.int32(-1))
-        weights = state.uses_penalties[rows].astype(np.int32)
-        to, ids, counted = upload(self._device, rows.astype(np.int64), banned, weights)
+        self._admit(slots)
+        is_short = state.num_tokens[slots] < state.min_num_tokens[slots]
+        banned = np.where(is_short[:, None], state.banned_token_ids[slots], np.int32(-1))
+        weights = state.uses_penalties[slots].astype(np.int32)
+        to, ids, counted = upload(self._device, slots.astype(np.int64), banned, weights)
         drawn = self._draw(logits, params, params.position, to, ids)
         self._count(to, drawn.token_ids, counted)
         return drawn
@@ -345,12 +344,12 @@ class SamplingExtras:
         logits: torch.Tensor,
         params: SamplingTensors,
         position: torch.Tensor,
-        rows: torch.Tensor,
+        slots: torch.Tensor,
         banned: torch.Tensor,
     ) -> SampleOutput:
         extras: dict[str, Any] = {
-            "prompt_mask": self._prompt_mask.index_select(0, rows),  # [S, V]
-            "output_counts": self._output_counts.index_select(0, rows),  # [S, V]
+            "prompt_mask": self._prompt_mask.index_select(0, slots),  # [S, V]
+            "output_counts": self._output_counts.index_select(0, slots),  # [S, V]
             "bias_token_ids": banned,
         }
         bias = self._minus_infinity[: len(logits)]
@@ -359,25 +358,27 @@ class SamplingExtras:
             replace(params, position=position, bias=bias, num_logprobs=self._num_logprobs, **extras),
         )
 
-    def _admit(self, rows: NDArray[np.signedinteger]) -> None:
-        """Write the entries of those of ``rows`` that use penalties and have drawn nothing since they were filled."""
+    def _admit(self, slots: NDArray[np.signedinteger]) -> None:
+        """Write the entries of those of ``slots`` that use penalties and have drawn nothing since they were filled."""
         state = self._state
-        is_new = state.uses_penalties[rows] & (self._counted_generation[rows] != state.generation[rows])
-        for row in rows[is_new].tolist():
-            known = state.token_ids[row, : state.num_tokens[row]].astype(np.int64)
+        is_new = state.uses_penalties[slots] & (self._counted_generation[slots] != state.generation[slots])
+        for slot in slots[is_new].tolist():
+            known = state.token_ids[slot, : state.num_tokens[slot]].astype(np.int64)
             (tokens,) = upload(self._device, known)
-            prompt, output = tokens.tensor_split([int(state.num_prompt_tokens[row])])
-            self._prompt_mask[row].zero_().index_fill_(0, prompt, True)
-            self._output_counts[row].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
-            self._counted_generation[row] = state.generation[row]
+            prompt, output = tokens.tensor_split([int(state.num_prompt_tokens[slot])])
+            self._prompt_mask[slot].zero_().index_fill_(0, prompt, True)
+            self._output_counts[slot].zero_().index_add_(
+                0, output, torch.ones_like(output, dtype=torch.int32)
+            )
+            self._counted_generation[slot] = state.generation[slot]
 
-    def _count(self, rows: torch.Tensor, token_ids: torch.Tensor, weights: torch.Tensor) -> None:
+    def _count(self, slots: torch.Tensor, token_ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Add ``weights`` (int32 ``[S]``, 0 or 1) to the output counts of ``token_ids`` (int64 ``[S]``).
 
-        ``INVALID_TOKEN_ID`` counts as token 0: such a row ends.
+        ``INVALID_TOKEN_ID`` counts as token 0: such a request ends.
         """
         counts = self._output_counts
-        counts.view(-1).scatter_add_(0, rows * counts.shape[1] + token_ids.clamp(min=0), weights)
+        counts.view(-1).scatter_add_(0, slots * counts.shape[1] + token_ids.clamp(min=0), weights)
 
 
 def pack_logprobs(logits: torch.Tensor, drawn: SampleOutput) -> torch.Tensor:
@@ -402,7 +403,7 @@ MAX_CAPTURED_ROWS = 512
 
 
 def graph_widths(max_rows: int) -> tuple[int, ...]:
-    """Return the numbers of slots that graphs are captured for, rising; the last one is ``max_rows`` if that is small.
+    """Return the numbers of rows that graphs are captured for, rising; the last one is ``max_rows`` if that is small.
 
     They are about an eighth apart, which wastes little work; each costs a fraction of a second at start-up.
     """
@@ -412,7 +413,7 @@ def graph_widths(max_rows: int) -> tuple[int, ...]:
 
 
 def launched_widths(max_rows: int) -> tuple[int, ...]:
-    """Return numbers of slots above those of graphs, rising: the least for each power of two kernels round up to."""
+    """Return numbers of rows above those of graphs, rising: the least for each power of two kernels round up to."""
     powers = (MAX_CAPTURED_ROWS << doubling for doubling in range(max_rows.bit_length()))
     return tuple(power + 1 for power in powers if power < max_rows)
 
@@ -421,10 +422,10 @@ class DecodeRunner:
     """Runs decode steps without waiting for them, and without waiting for their tokens to start the next one.
 
     Args:
-        compute: given the buffers and a number of slots, computes one step over that many first slots and returns the
+        compute: given the buffers and a number of rows, computes one step over that many first rows and returns the
             token that each draws, int64 ``[width]``, and the logits. It must not wait for the device.
-        extras: draws again for rows with sampling extras.
-        widths: numbers of slots that a step may be rounded up to, rising; a larger step is as wide as it must be.
+        extras: draws again for slots with sampling extras.
+        widths: numbers of rows that a step may be rounded up to, rising; a larger step is as wide as it must be.
     """
 
     def __init__(
@@ -436,27 +437,27 @@ class DecodeRunner:
         device: torch.device,
         widths: tuple[int, ...] = (),
     ) -> None:
-        self.num_slots, table_width = manager.block_table.shape
-        """Rows that can be in a step."""
-        self.buffers = DecodeBuffers(self.num_slots, table_width, device)
+        self.num_rows, table_width = manager.block_table.shape
+        """Of the widest step: as many as there are request slots."""
+        self.buffers = DecodeBuffers(self.num_rows, table_width, device)
         self.widths = widths
         self._compute = compute
-        self._extras = extras
+        self.extras = extras
         self._manager = manager
         self._state = state
-        self._slots = DecodeSlots(state)
-        self._first_token_of_row: Int64Array = np.full(self.num_slots, NO_SLOT, np.int64)
+        self._rows = DecodeRows(state)
+        self._first_token_of_slot: Int64Array = np.full(self.num_rows, NO_ROW, np.int64)
         # The second part, for sampling extras, is a separate graph and reads the logits of the first.
         self._graphs = CapturedGraphs[int](self._step, self._redraw)
         self.needs_sampling_extras = False
-        """Whether the last step drew again for some rows."""
+        """Whether the last step drew again for some slots."""
         self._num_steps = 0
         self._width = 0
         self._history = self.buffers.history.numpy()
 
     @torch.inference_mode()
     def warm_up(self, widths: tuple[int, ...]) -> None:
-        """Compute a step of each of ``widths``, rising, without rows: kernels of steps without a graph are compiled."""
+        """Compute an empty step of each of ``widths``, rising: kernels of steps without a graph are compiled."""
         for width in show_progress("preparing decode steps", widths[::-1]):
             self._graphs.run(width, num_parts=2)
         self.buffers.reset()
@@ -469,26 +470,26 @@ class DecodeRunner:
         self.buffers.reset()
 
     @torch.inference_mode()
-    def enqueue(self, rows: Int32Array) -> tuple[int, Int64Array]:
-        """Start a step in which every one of ``rows`` computes its newest token and draws the next.
+    def enqueue(self, slots: Int32Array) -> tuple[int, Int64Array]:
+        """Start a step in which every one of ``slots`` computes its newest token and draws the next.
 
-        Each row's blocks are reserved, and its newest token is known or on the device (``is_on_device``).
+        Each slot's blocks are reserved, and its newest token is known or on the device (``is_on_device``).
 
         Returns:
-            What ``tokens`` asks for: the step's number, and the slot of each row.
+            What ``tokens`` asks for: the step's number, and the row of each slot.
         """
-        self._width = size_for(self.widths, len(rows)) or len(rows)
-        needs_sampling_extras = self._state.needs_sampling_extras[rows]
-        self.needs_sampling_extras = bool(np.count_nonzero(needs_sampling_extras)) and self._extras.is_needed(
-            rows
+        self._width = size_for(self.widths, len(slots)) or len(slots)
+        needs_sampling_extras = self._state.needs_sampling_extras[slots]
+        self.needs_sampling_extras = bool(np.count_nonzero(needs_sampling_extras)) and self.extras.is_needed(
+            slots
         )
-        slots = self._place(rows)
+        rows = self._place(slots)
         step = self.enqueue_again()
         self.forget_first_tokens()
-        return step, slots
+        return step, rows
 
     def enqueue_again(self) -> int:
-        """Start a step that repeats the one before: no row joined or left, and no block table has changed.
+        """Start a step that repeats the one before: no request joined or left, and no block table has changed.
 
         Returns:
             The step's number.
@@ -496,61 +497,57 @@ class DecodeRunner:
         self._graphs.run(self._width, 2 if self.needs_sampling_extras else 1)
         step, self._num_steps = self._num_steps, self._num_steps + 1
         if self.needs_sampling_extras:
-            self._extras.collect(self.buffers, step, self._width)
+            self.extras.collect(self.buffers, step, self._width)
         return step
 
-    def tokens(self, step: int, slots: Int64Array) -> Int64Array:
-        """Return what a step drew, ``[len(slots)]``. It is over, and at most ``HISTORY_STEPS`` steps old."""
-        drawn: Int64Array = self._history[step % HISTORY_STEPS][slots]
+    def tokens(self, step: int, rows: Int64Array) -> Int64Array:
+        """Return what a step drew, ``[len(rows)]``. It is over, and at most ``HISTORY_STEPS`` steps old."""
+        drawn: Int64Array = self._history[step % HISTORY_STEPS][rows]
         return drawn
 
-    def report(self, step: int, slots: Int64Array) -> NDArray[np.float32]:
-        """Return the log-probabilities of a step with sampling extras; see ``SamplingExtras.report``."""
-        return self._extras.report(step, slots)
-
-    def take_first_tokens(self, rows: Int32Array) -> torch.Tensor:
-        """Expect the tokens that a step over prompts draws for ``rows``, so that the next step can take them as input.
+    def take_first_tokens(self, slots: Int32Array) -> torch.Tensor:
+        """Expect the tokens that a step over prompts draws for ``slots``, so that the next step can take them as input.
 
         Returns:
-            int64 ``[len(rows)]`` on the device, where they are to be put.
+            int64 ``[len(slots)]`` on the device, where they are to be put.
         """
         # Those of an earlier step over prompts are overwritten, if no decodes have taken them in between.
         self.forget_first_tokens()
-        self._first_token_of_row[rows] = np.arange(len(rows))
-        self._state.is_on_device[rows] = True
-        return self.buffers.first_tokens[: len(rows)]
+        self._first_token_of_slot[slots] = np.arange(len(slots))
+        self._state.is_on_device[slots] = True
+        return self.buffers.first_tokens[: len(slots)]
 
     def forget_first_tokens(self) -> None:
-        """Drop what ``take_first_tokens`` noted: rows that are in no slot by now wait until the host has read it."""
-        self._first_token_of_row[:] = NO_SLOT
+        """Drop what ``take_first_tokens`` noted: slots that are in no row by now wait until the host has read it."""
+        self._first_token_of_slot[:] = NO_ROW
         self._state.is_on_device[:] = False
-        self._state.is_on_device[self._slots.rows()] = True
+        self._state.is_on_device[self._rows.slots()] = True
 
-    def _place(self, rows: Int32Array) -> Int64Array:
-        """Give every row a slot and send the changes to the device; return the slots."""
-        slots, change = self._slots.assign(rows, self._width)
-        tables = self._slots.slots_of(self._manager.take_changed_rows())
+    def _place(self, slots: Int32Array) -> Int64Array:
+        """Give every slot a row and send the changes to the device; return the rows."""
+        rows, change = self._rows.assign(slots, self._width)
+        tables = self._rows.rows_of(self._manager.take_changed_rows())
         tables = tables[tables >= 0]
         if change is not None:
-            sources = np.full(len(change.slots) + len(change.emptied), NO_SLOT, np.int64)
-            # A token that the host has not read is taken from where the row stood, or from the step over its prompt.
-            first = self._first_token_of_row[change.rows]
-            sources[: len(change.rows)] = np.where(
-                self._state.num_unread_tokens[change.rows] == 0,
-                NO_SLOT,
-                np.where(change.old_slots >= 0, change.old_slots, self.num_slots + first),
+            sources = np.full(len(change.rows) + len(change.emptied), NO_ROW, np.int64)
+            # A token that the host has not read is taken from where the slot stood, or from the step over its prompt.
+            first = self._first_token_of_slot[change.slots]
+            sources[: len(change.slots)] = np.where(
+                self._state.num_unread_tokens[change.slots] == 0,
+                NO_ROW,
+                np.where(change.old_rows >= 0, change.old_rows, self.num_rows + first),
             )
-            written = np.concatenate([change.slots, change.emptied])
-            self.buffers.write_rows(written, self._state, change.rows, sources)
-            if self._extras.is_in_use or np.count_nonzero(self._state.needs_sampling_extras[change.rows]):
-                self._extras.write_rows(written, change.rows)
-            is_written = np.zeros(self.num_slots, np.bool_)
-            is_written[tables] = is_written[change.slots] = True
+            written = np.concatenate([change.rows, change.emptied])
+            self.buffers.write_rows(written, self._state, change.slots, sources)
+            if self.extras.is_in_use or np.count_nonzero(self._state.needs_sampling_extras[change.slots]):
+                self.extras.write_rows(written, change.slots)
+            is_written = np.zeros(self.num_rows, np.bool_)
+            is_written[tables] = is_written[change.rows] = True
             tables = np.flatnonzero(is_written)
         if len(tables):
-            table_rows = self._slots.row_of_slot[tables]
-            self.buffers.write_block_tables(tables, self._manager.block_table[table_rows])
-        return slots
+            table_slots = self._rows.slot_of_row[tables]
+            self.buffers.write_block_tables(tables, self._manager.block_table[table_slots])
+        return rows
 
     def _step(self, width: int, _: None = None) -> torch.Tensor:
         """Compute a step; return its logits."""
@@ -559,4 +556,4 @@ class DecodeRunner:
         return logits
 
     def _redraw(self, width: int, logits: torch.Tensor) -> None:
-        self._extras.redraw(self.buffers, logits)
+        self.extras.redraw(self.buffers, logits)

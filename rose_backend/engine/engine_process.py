@@ -18,7 +18,6 @@ import numpy as np
 
 from rose_backend.config import EngineConfig
 from rose_backend.engine.async_engine import StepLoop
-from rose_backend.engine.input_processor import ProcessedInput
 from rose_backend.engine.output_thread import OutputHandler
 from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.process_settings import LOG_FORMAT, begin_serving, note_imports
@@ -36,6 +35,7 @@ from rose_backend.engine.remote_engine import (
     pack,
     read_message,
 )
+from rose_backend.engine.request import ProcessedInput
 from rose_backend.engine.tokenizer_loading import TokenizerParts
 from rose_backend.errors import EngineDeadError, RequestError, RoseError
 

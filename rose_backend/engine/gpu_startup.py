@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -197,11 +197,12 @@ def compile_starts(
         return sources
 
     starts = [CompleteStarts(gpu, *_key(directory, config)) for config in configs]
-    return AheadCompilation(starts, record, again=again, progress=_show_progress)
-
-
-def _show_progress(kernels: Iterable[CompiledKernel], total: int) -> Iterator[CompiledKernel]:
-    return show_progress("compiling kernels", kernels, total=total)
+    return AheadCompilation(
+        starts,
+        record,
+        again=again,
+        progress=lambda kernels, total: show_progress("compiling kernels", kernels, total=total),
+    )
 
 
 def record_start(directory: Path, config: EngineConfig, gpu: GpuProperties) -> list[KernelSource]:

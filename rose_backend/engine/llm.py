@@ -11,11 +11,10 @@ from typing import Any
 
 from rose_backend.config import EngineConfig
 from rose_backend.engine.core import EngineCore, EngineStats
-from rose_backend.engine.input_processor import ProcessedInput, sampling_defaults
 from rose_backend.engine.outputs import GrowingCompletions, RequestOutput
 from rose_backend.engine.process_settings import short_switch_interval
 from rose_backend.engine.progress import GenerationProgress
-from rose_backend.engine.request import Prompt
+from rose_backend.engine.request import ProcessedInput, Prompt, sampling_defaults
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import EngineDeadError, RequestError
@@ -166,7 +165,7 @@ class LLM(AbstractContextManager["LLM"]):
         queue = deque(enumerate(checked))
         unfinished: dict[str, int] = {}
         # The first step starts as soon as it is full; the other requests are built while it runs.
-        tokens_to_feed: float = core.config.token_budget
+        tokens_to_feed: float = core.token_budget
         try:
             while queue or unfinished:
                 # A long list does not count against the queue's limit: it is fed in as the queue drains.

@@ -1,4 +1,4 @@
-"""One step on the device: inputs from the row buffers, forward passes, next tokens.
+"""One step on the device: inputs from the buffers of request slots, forward passes, next tokens.
 
 Passes over prompts are CUDA graphs, padded up to the next shape that was captured: launching a pass over a few thousand
 tokens one kernel at a time takes the host longer than the GPU needs to compute it.
@@ -188,15 +188,15 @@ _DRAW_SIZES = (4, 16, 64)
 class Forwarded:
     """Outcome of a step's forward passes. ``T`` and ``R`` count what is not in the decode part."""
 
-    decode_rows: Int32Array  # [D], have drawn already
+    decode_slots: Int32Array  # [D], have drawn already
     decode_step: int
-    decode_slots: NDArray[np.int64]  # [D]
-    rows: Int32Array  # [R]
+    decode_rows: NDArray[np.int64]  # [D]
+    slots: Int32Array  # [R]
     num_new_tokens: Int32Array  # [R]
-    hidden: torch.Tensor | None  # [R, E], of each row's last token
+    hidden: torch.Tensor | None  # [R, E], of each request's last token
     is_captured: bool
     """The hidden states are in ``PromptGraphs.hidden``."""
-    token_ids: Int32Array  # [T], what was computed, row after row
+    token_ids: Int32Array  # [T], what was computed, slot after slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class Drawn:
 
     token_ids: torch.Tensor  # [S] int64, in host memory
     report: torch.Tensor | None
-    """See ``LogprobWords``, in host memory; None when no row asked for more than a token."""
+    """See ``LogprobWords``, in host memory; None when no request asked for more than a token."""
 
 
 class ModelRunner:
@@ -241,12 +241,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up_draws(self) -> None:
-        """Draw in each way that ``sample`` can, for a row without a completion: kernels are compiled there."""
-        rows = np.zeros(1, np.int32)
-        params = self._sampling_tensors(rows)
+        """Draw in each way that ``sample`` can, for a request slot without a completion: kernels are compiled there."""
+        slots = np.zeros(1, np.int32)
+        params = self._sampling_tensors(slots)
         logits = self._model.compute_logits(self._kv_cache.new_zeros((1, self._model.config.hidden_size)))
         self._sample_tokens(logits, params)
-        self._extras.draw(logits, params, rows)
+        self._extras.draw(logits, params, slots)
 
     def capture_prompts(self) -> None:
         """Capture forward passes over prompts in CUDA graphs."""
@@ -270,7 +270,7 @@ class ModelRunner:
             "position": (np.int64, ()),
             "words": (np.int32, (len(SAMPLING_FIELDS),)),
         }
-        sizes = tuple(size for size in _DRAW_SIZES if size <= self.decoder.num_slots)
+        sizes = tuple(size for size in _DRAW_SIZES if size <= self.decoder.num_rows)
         return SizedGraphs(self._draw_first, fields, sizes, self._device)
 
     @torch.inference_mode()
@@ -284,40 +284,42 @@ class ModelRunner:
             src, dst = upload(self._device, plan.src_block_ids, plan.dst_block_ids)
             block_clone(self._kv_cache, src, dst, block_dim=2)
             self._manager.finish_clone_plan(plan)
-        split, decode_step, decode_slots = 0, 0, np.empty(0, np.int64)
+        split, decode_step, decode_rows = 0, 0, np.empty(0, np.int64)
         if step.num_decodes:
             split = step.num_decodes
-            decode_step, decode_slots = self.decoder.enqueue(step.rows[:split])
-        rows, counts = step.rows[split:], step.num_new_tokens[split:]
+            decode_step, decode_rows = self.decoder.enqueue(step.slots[:split])
+        slots, counts = step.slots[split:], step.num_new_tokens[split:]
         hidden, token_ids, is_captured = None, np.empty(0, np.int32), False
-        if len(rows):
-            hidden, token_ids, is_captured = self._forward_chunks(rows, counts)
-        decode_rows = step.rows[:split]
-        return Forwarded(decode_rows, decode_step, decode_slots, rows, counts, hidden, is_captured, token_ids)
+        if len(slots):
+            hidden, token_ids, is_captured = self._forward_chunks(slots, counts)
+        decode_slots = step.slots[:split]
+        return Forwarded(
+            decode_slots, decode_step, decode_rows, slots, counts, hidden, is_captured, token_ids
+        )
 
     @torch.inference_mode()
     def sample(
-        self, forwarded: Forwarded, due: NDArray[np.intp], rows: Int32Array, sources: NDArray[np.intp]
+        self, forwarded: Forwarded, due: NDArray[np.intp], slots: Int32Array, sources: NDArray[np.intp]
     ) -> Drawn:
-        """Draw the next token of ``rows``.
+        """Draw the next token of ``slots``.
 
         Args:
-            due: ``[D]`` indices of the rows of ``forwarded`` that have computed all their tokens.
-            rows: ``[S]`` rows to draw for; several may share one distribution.
+            due: ``[D]`` indices of the slots of ``forwarded`` that have computed all their tokens.
+            slots: ``[S]`` slots to draw for; several may share one distribution.
             sources: ``[S]`` for each the index in ``due`` whose distribution it draws from.
         """
-        assert forwarded.hidden is not None, "no row is due"
-        state, first_tokens = self._state, self.decoder.take_first_tokens(rows)
-        needs_sampling_extras = bool(np.count_nonzero(state.needs_sampling_extras[rows]))
+        assert forwarded.hidden is not None, "no request is due"
+        state, first_tokens = self._state, self.decoder.take_first_tokens(slots)
+        needs_sampling_extras = bool(np.count_nonzero(state.needs_sampling_extras[slots]))
         draws = self.first_draws if forwarded.is_captured and not needs_sampling_extras else None
-        if draws is not None and draws.run(indices=due[sources], **self._sampling_inputs(rows)):
+        if draws is not None and draws.run(indices=due[sources], **self._sampling_inputs(slots)):
             return Drawn(download(first_tokens), None)
         logits = self._model.compute_logits(forwarded.hidden[upload(self._device, due)[0]])
-        if len(rows) != len(due):
+        if len(slots) != len(due):
             logits = logits[upload(self._device, sources)[0]]
-        params = self._sampling_tensors(rows)
+        params = self._sampling_tensors(slots)
         drawn = (
-            self._extras.draw(logits, params, rows)
+            self._extras.draw(logits, params, slots)
             if needs_sampling_extras
             else self._sample_tokens(logits, params)
         )
@@ -353,28 +355,28 @@ class ModelRunner:
         drawn = self._sample_tokens(logits, _sampling_tensors(inputs))
         self.decoder.buffers.first_tokens[: len(logits)].copy_(drawn.token_ids)
 
-    def _forward_chunks(self, rows: Int32Array, counts: Int32Array) -> tuple[torch.Tensor, Int32Array, bool]:
-        """Compute ``counts[i]`` tokens of ``rows[i]``. Single ones are chunks, too: captured or not, one kernel.
+    def _forward_chunks(self, slots: Int32Array, counts: Int32Array) -> tuple[torch.Tensor, Int32Array, bool]:
+        """Compute ``counts[i]`` tokens of ``slots[i]``. Single ones are chunks, too: captured or not, one kernel.
 
         Returns:
-            Hidden states of each row's last token, ``[R, E]``; the tokens, ``[T]``; whether the pass was captured.
+            Hidden states of each request's last token, ``[R, E]``; the tokens, ``[T]``; whether the pass was captured.
         """
-        start = self._manager.num_computed_tokens[rows]
+        start = self._manager.num_computed_tokens[slots]
         ends = np.cumsum(counts, dtype=np.int64)
-        row_of_token = np.repeat(rows, counts)
+        slot_of_token = np.repeat(slots, counts)
         positions = np.arange(ends[-1]) + np.repeat(start - (ends - counts), counts)
-        token_ids = self._state.token_ids[row_of_token, positions]
+        token_ids = self._state.token_ids[slot_of_token, positions]
         width = -(-int((start + counts).max()) // self._block_size)
         inputs = PassInputs(
             token_ids.astype(np.int64),
             positions,
             np.concatenate([[0], ends]).astype(np.int32),
             start,
-            self._manager.block_table[rows, :width],
+            self._manager.block_table[slots, :width],
         )
         if self.prompts is not None and (hidden := self.prompts.run(inputs)) is not None:
             return hidden, token_ids, True
-        blocks = self._manager.block_table[row_of_token, positions // self._block_size].astype(np.int64)
+        blocks = self._manager.block_table[slot_of_token, positions // self._block_size].astype(np.int64)
         ids, where, query_start_loc, num_computed, block_table, slot_mapping = upload(
             self._device, *inputs, blocks * self._block_size + positions % self._block_size
         )
@@ -383,14 +385,14 @@ class ModelRunner:
         )
         return self._model.forward(ids, where, self._kv_cache, metadata), token_ids, False
 
-    def _sampling_tensors(self, rows: Int32Array) -> SamplingTensors:
-        inputs = self._sampling_inputs(rows)
+    def _sampling_tensors(self, slots: Int32Array) -> SamplingTensors:
+        inputs = self._sampling_inputs(slots)
         return _sampling_tensors(dict(zip(inputs, upload(self._device, *inputs.values()), strict=True)))
 
-    def _sampling_inputs(self, rows: Int32Array) -> dict[str, NDArray[Any]]:
+    def _sampling_inputs(self, slots: Int32Array) -> dict[str, NDArray[Any]]:
         state = self._state
-        position = state.num_tokens[rows].astype(np.int64)
-        return {"seed": state.seed[rows], "position": position, "words": state.sampling_words[rows]}
+        position = state.num_tokens[slots].astype(np.int64)
+        return {"seed": state.seed[slots], "position": position, "words": state.sampling_words[slots]}
 
 
 def _sampling_tensors(inputs: Inputs) -> SamplingTensors:

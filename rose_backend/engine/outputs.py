@@ -37,9 +37,9 @@ class EngineLoad:
     """What is in use at one moment."""
 
     num_running: int
-    """Sequences that hold a row; each of a request's ``n`` completions counts."""
+    """Sequences that hold a request slot; each of a request's ``n`` completions counts."""
     num_waiting: int
-    """Requests that have no row yet, preempted ones included."""
+    """Requests that have no request slot yet, preempted ones included."""
     kv_cache_usage: float
     """Share of the KV blocks that sequences hold, 0 to 1."""
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rose_backend.config import EngineConfig
+from rose_backend.config import EngineConfig, num_usable_cores
 from rose_backend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -127,7 +127,6 @@ with two threads, of 14 M twice, of 124 M no longer. A rule, because a measureme
 """
 WEIGHTS_PER_THREAD = 16 << 20
 """Weights of larger models per thread: 7 threads for 124 M on 16 cores; 8 take a third of one thread's time."""
-_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,21 +194,3 @@ def check_num_threads(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError(
             f"num_threads: got {config.num_threads} while device is {device.type}, allowed is a number with device cpu"
         )
-
-
-def num_usable_cores() -> int:
-    """Return the cores that this process may use: its affinity, and the CPU quota of its container, rounded down."""
-    if hasattr(os, "sched_getaffinity"):
-        num_cores = len(os.sched_getaffinity(0))
-    else:
-        num_cores = os.cpu_count() or 1
-    return max(min(num_cores, _cpu_quota() or num_cores), 1)
-
-
-def _cpu_quota() -> int | None:
-    """Return the whole cores of the control group's quota (version 2); None without one."""
-    try:
-        quota, period = _CPU_MAX.read_text().split()
-        return max(int(quota) // int(period), 1)
-    except (OSError, ValueError, ZeroDivisionError):  # "max 100000" is no limit
-        return None

@@ -20,15 +20,17 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import rose_backend
 from rose_backend.config import EngineConfig
 from rose_backend.engine.client import EngineClient, OutputStream
-from rose_backend.engine.input_processor import InputProcessor, ProcessedInput
 from rose_backend.engine.outputs import CompletionOutput, Counters, RequestOutput
 from rose_backend.engine.process_settings import begin_serving, end_serving
+from rose_backend.engine.request import InputProcessor, ProcessedInput
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import load_tokenizer
@@ -113,25 +115,15 @@ class Ready(NamedTuple):
     counters: Counters
 
 
+_FIELDS_OF_COMPLETION = attrgetter(*(field.name for field in fields(CompletionOutput)))
+
 Update: TypeAlias = tuple[str, int, bool, list[tuple[Any, ...]], float | None]
 """A ``RequestOutput`` on the wire: without the prompt, and as plain tuples, which are cheaper than objects."""
 
 
 def pack(output: RequestOutput) -> Update:
     """Return the update for an output."""
-    completions: list[tuple[Any, ...]] = [
-        (
-            each.index,
-            each.text,
-            each.token_ids,
-            each.logprobs,
-            each.cumulative_logprob,
-            each.finish_reason,
-            each.stop_reason,
-            each.delta_text,
-        )
-        for each in output.outputs
-    ]
+    completions = [_FIELDS_OF_COMPLETION(each) for each in output.outputs]
     return output.request_id, output.num_cached_tokens, output.finished, completions, output.scheduled_s
 
 

@@ -1,18 +1,31 @@
-"""One request and its completions: state outside the step path."""
+"""A request: what a caller asks for, checked, and the completions that answer it.
+
+``InputProcessor`` makes it of a prompt and its sampling parameters in two stages: ``process`` tokenizes and checks,
+``build`` follows. With the engine in a separate process, ``process`` runs in the API process and ``build`` in the
+engine's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
-from typing import NotRequired, TypedDict
+import itertools
+import json
+import reprlib
+import struct
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rose_backend.config import MAX_CACHE_SALT_LENGTH, EngineConfig
 from rose_backend.engine.outputs import CompletionOutput, FinishReason, Logprobs
+from rose_backend.engine.process_settings import return_free_memory
 from rose_backend.engine.sampling_params import SamplingParams
-from rose_backend.engine.tokenizer import Detokenizer
-from rose_backend.errors import RequestError
+from rose_backend.engine.tokenizer import Decoder, Detokenizer, LibraryDecoder, Tokenizer
+from rose_backend.errors import ModelError, RequestError
+from rose_backend.models.weights import read_eos_token_ids, read_json, resolve_model_path
 
 
 class TextPrompt(TypedDict):
@@ -70,9 +83,9 @@ class CompletionText:
 
 @dataclass(slots=True, eq=False)
 class Completion:
-    """One of a request's ``n`` completions: a sequence of tokens that holds one row while it runs.
+    """One of a request's ``n`` completions: a sequence of tokens that holds one request slot while it runs.
 
-    While it runs its tokens are in the row's buffers; ``token_ids`` is written when it leaves the row.
+    While it runs its tokens are in the slot's buffers; ``token_ids`` is written when it leaves the slot.
     Only the step loop touches it, but for ``text``.
     """
 
@@ -80,13 +93,13 @@ class Completion:
     index: int
     seed: int
     token_ids: NDArray[np.int32]
-    """Prompt and output, as of the last time it had no row."""
+    """Prompt and output, as of the last time it had no slot."""
     text: CompletionText
-    row: int = -1
+    slot: int = -1
     num_siblings_to_fork: int = 0
     """Completions that are split off when this one has computed the prompt."""
     num_computed_before: int = 0
-    """Tokens that were computed before a preemption took the row away."""
+    """Tokens that were computed before a preemption took the slot away."""
     has_ended: bool = False
     """No further step computes anything for it."""
     num_sent_tokens: int = 0
@@ -115,9 +128,9 @@ class Request:
     """Tokens of the prompt on which the text of its answers depends."""
     completions: list[Completion] = field(default_factory=list)
     num_cached_tokens: int | None = None
-    """None until it first got a row."""
+    """None until it first got a slot."""
     scheduled_s: float | None = None
-    """``time.monotonic`` when it first got a row."""
+    """``time.monotonic`` when it first got a slot."""
     is_aborted: bool = False
     has_output: bool = False
     """Its caller has been given an output. For the output thread."""
@@ -148,3 +161,386 @@ def check_request_id(request_id: str, unfinished: Container[str]) -> None:
     if request_id in unfinished:
         message = f"request_id: got {request_id!r}, which an unfinished request has"
         raise RequestError(message, parameter="request_id")
+
+
+GENERATION_CONFIG_FILE = "generation_config.json"
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_SEED_MASK = (1 << 63) - 1
+_PROMPTS_PER_PASS = 64
+"""Checked together: looking at each alone would cost more than its tokens, and more would not fit the caches."""
+_IDS_AT_ONCE = 1 << 16
+"""Token ids that are converted in one call; it takes about 2 ms."""
+_MAX_UNCOUNTED_TOKENS = 1 << 20
+"""A text that cannot have more tokens is tokenized at once, a longer one is counted first."""
+_TRIMMED_LENGTH = 1 << 18
+"""Characters of a text after which memory is given back: the tokenizer library takes some dozens of bytes for each."""
+_FORBIDDEN_IN_SALTS = frozenset("@/\\\0")
+"""As in vLLM, so that the same salts are valid in both."""
+
+
+class ProcessedInput(NamedTuple):
+    """A tokenized prompt and its parameters, both checked."""
+
+    number: int
+    """Consecutive per processor; the seed of a request without one is derived from it."""
+    prompt: str | None
+    """The text, unless the prompt came as token ids."""
+    token_ids: NDArray[np.int32]
+    params: SamplingParams
+    namespace: bytes
+    """Of the prefix cache."""
+
+
+class InputProcessor:
+    """Turns prompts into requests, or refuses them before anything is allocated. Any thread may call it.
+
+    Args:
+        max_model_len: prompt plus output, in tokens.
+        max_num_seqs: completions that may run at once.
+        seed: of the engine; requests without a seed derive theirs from it and their number.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int, max_num_seqs: int, seed: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self._max_num_seqs = max_num_seqs
+        self._seed = seed
+        self._numbers = itertools.count()
+
+    def make(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        is_streaming: bool = False,
+    ) -> Request:
+        """Do both stages for one request; errors are those of ``process``."""
+        return self.build(self.process(prompt, params), request_id=request_id, is_streaming=is_streaming)
+
+    def process(self, prompt: Prompt, params: SamplingParams) -> ProcessedInput:
+        """Tokenize and check one prompt with its parameters.
+
+        Raises:
+            RequestError: see ``SamplingParams.check_against_model`` and ``check_cache_salt``; or the prompt is empty,
+                too long, or holds an id outside the vocabulary.
+        """
+        return self.process_all([prompt], [params])[0]
+
+    def process_all(
+        self,
+        prompts: Sequence[Prompt],
+        params_list: Sequence[SamplingParams],
+        namespace: bytes | None = None,
+        max_new_tokens: int | None = None,
+    ) -> list[ProcessedInput]:
+        """Tokenize and check prompts, each with its own parameters; errors are those of ``process``.
+
+        Args:
+            namespace: prefix cache of all of them; None takes each prompt's ``cache_salt``.
+            max_new_tokens: limit for parameters that leave it open, where the window does not end before.
+        """
+        processed: list[ProcessedInput] = []
+        for first in range(0, len(prompts), _PROMPTS_PER_PASS):
+            part = slice(first, first + _PROMPTS_PER_PASS)
+            some, salts = _without_salts(prompts[part])
+            ids_list = self._packed_ids(some) or map(self._checked_prompt, some)
+            for prompt, ids, params, salt in zip(some, ids_list, params_list[part], salts, strict=True):
+                self._check_params(params, len(ids))
+                if max_new_tokens is not None and params.max_tokens is None:
+                    limit = min(max_new_tokens, self.max_model_len - len(ids))
+                    params = replace(params, max_tokens=limit)
+                text = prompt if isinstance(prompt, str) else None
+                own = salt if namespace is None else namespace
+                processed.append(ProcessedInput(next(self._numbers), text, ids, params, own))
+        return processed
+
+    def build(
+        self, processed: ProcessedInput, *, request_id: str | None = None, is_streaming: bool = False
+    ) -> Request:
+        """Build a request of what ``process`` has returned."""
+        number, prompt, ids, params, namespace = processed
+        room = self.max_model_len - len(ids)
+        request = Request(
+            request_id=request_id if request_id is not None else f"request-{number}",
+            prompt=prompt,
+            prompt_token_ids=ids,
+            params=params,
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            is_streaming=is_streaming,
+            namespace=namespace,
+            text_context=self._decoder(params).context(ids),
+        )
+        seed = derive_seed(self._seed, number) if params.seed is None else params.seed
+        first = self.make_completion(request, 0, seed)
+        first.num_siblings_to_fork = params.n - 1
+        request.completions.append(first)
+        return request
+
+    def make_completion(self, request: Request, index: int, base_seed: int) -> Completion:
+        """Make completion ``index``, which draws with ``base_seed + index``."""
+        params = request.params
+        decoder, context = self._decoder(params), request.text_context
+        stream, unfinished = None, b""
+        if request.is_streaming or params.stop_strings or isinstance(decoder, LibraryDecoder):
+            stream = Detokenizer(
+                decoder.stream(context),
+                stop_strings=params.stop_strings,
+                keep_stop_string=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+        else:
+            unfinished = decoder.unfinished(context)
+        logprobs: Logprobs | None = None if params.logprobs is None else []
+        return Completion(
+            request=request,
+            index=index,
+            seed=(base_seed + index) & _SEED_MASK,
+            token_ids=request.prompt_token_ids,
+            text=CompletionText(stream, logprobs, bytearray(unfinished)),
+        )
+
+    def _decoder(self, params: SamplingParams) -> Decoder:
+        return self.tokenizer.decoder(skip_special_tokens=params.skip_special_tokens)
+
+    def _check_params(self, params: SamplingParams, prompt_length: int) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params: got {type(params).__name__}, allowed is SamplingParams")
+        params.check_against_model(
+            prompt_length=prompt_length,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self._max_num_seqs,
+        )
+
+    def _packed_ids(self, prompts: Sequence[str | Sequence[int]]) -> list[NDArray[np.int32]] | None:
+        """Return the tokens of each prompt if all of them are lists of allowed token ids, else None.
+
+        Takes no Python step per token.
+        """
+        most = self.max_model_len - 1
+        if not all(type(prompt) is list and 1 <= len(prompt) <= most for prompt in prompts):
+            return None
+        try:
+            parts = [struct.pack(f"{len(part)}i", *part) for prompt in prompts for part in _parts(prompt)]
+        except struct.error:
+            return None
+        ids = np.frombuffer(bytearray().join(parts), np.int32)
+        # Seen as unsigned numbers, negative ones are the largest.
+        if ids.view(np.uint32).max() >= self.vocab_size:
+            return None
+        ends = list(itertools.accumulate(map(len, prompts)))
+        starts = [0, *ends[:-1]]
+        # Only integers can be packed, and truth values, which become 0 and 1.
+        suspects = np.flatnonzero(np.logical_or.reduceat(ids <= 1, starts)).tolist()
+        if any(bool in set(map(type, part)) for index in suspects for part in _parts(prompts[index])):
+            return None
+        return [ids[start:end] for start, end in zip(starts, ends, strict=True)]
+
+    def _checked_prompt(self, prompt: str | Sequence[int]) -> NDArray[np.int32]:
+        if not isinstance(prompt, str):
+            return self._checked_ids(prompt)
+        ids = self.encode(prompt, max_tokens=self.max_model_len - 1)
+        self._check_length(len(ids))
+        array = _as_array(ids)
+        # Files beside the tokenizer's may add tokens that the model has no embeddings for.
+        if (largest := int(array.max())) >= self.vocab_size:
+            text = self.tokenizer.token_texts.text(largest)
+            raise RequestError(
+                f"prompt: its text holds {text!r}, token {largest}, allowed are the model's, up to "
+                f"{self.vocab_size - 1}",
+                parameter="prompt",
+            )
+        return array
+
+    def encode(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text.
+
+        Args:
+            max_tokens: a long text that has more is refused before all of it is tokenized; a shorter one is not.
+
+        Raises:
+            RequestError: the text is long and has more tokens, or see ``Tokenizer.encode``.
+        """
+        # A character is at most four tokens, of one byte each.
+        if len(text) * (1 if text.isascii() else 4) > _MAX_UNCOUNTED_TOKENS:
+            num_tokens, length = self.tokenizer.count_tokens(text, max_tokens)
+            if num_tokens > max_tokens:
+                raise RequestError(
+                    f"prompt: got more than {max_tokens} tokens in the first {length} of {len(text)} characters, "
+                    f"allowed are at most {max_tokens}",
+                    parameter="prompt",
+                )
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        finally:
+            if len(text) > _TRIMMED_LENGTH:
+                return_free_memory()
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens == 0:
+            raise RequestError("prompt: got no tokens, allowed is at least one", parameter="prompt")
+        if num_tokens > self.max_model_len - 1:
+            raise RequestError(
+                f"prompt: got {num_tokens} tokens, allowed are at most {self.max_model_len - 1} "
+                f"(a window of {self.max_model_len} less one token to generate)",
+                parameter="prompt",
+            )
+
+    def _checked_ids(self, prompt: Sequence[int]) -> NDArray[np.int32]:
+        is_array = isinstance(prompt, np.ndarray) and prompt.ndim == 1
+        if is_array or isinstance(prompt, (list, tuple)):
+            # Before its elements: a list of millions is refused at once.
+            self._check_length(len(prompt))
+        if isinstance(prompt, np.ndarray) and is_array:
+            prompt = prompt.tolist()
+        if not isinstance(prompt, (list, tuple)):
+            raise RequestError(
+                f"prompt: got {type(prompt).__name__}, allowed are a string and a list of token ids, alone or in a "
+                "dictionary",
+                parameter="prompt",
+            )
+        for token_id in prompt:
+            is_id = isinstance(token_id, (int, np.integer)) and not isinstance(token_id, bool)
+            if not is_id or not 0 <= token_id < self.vocab_size:
+                shown = str(token_id) if is_id and abs(int(token_id)) < 2**63 else type(token_id).__name__
+                raise RequestError(
+                    f"prompt: got token id {shown}, allowed are integers from 0 to {self.vocab_size - 1}",
+                    parameter="prompt",
+                )
+        return _as_array(prompt)
+
+
+def _parts(sequence: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """Yield a sequence in parts: a call for all of a long one would hold the interpreter lock."""
+    if len(sequence) <= _IDS_AT_ONCE:
+        yield sequence
+        return
+    for first in range(0, len(sequence), _IDS_AT_ONCE):
+        yield sequence[first : first + _IDS_AT_ONCE]
+
+
+def _as_array(token_ids: Sequence[int]) -> NDArray[np.int32]:
+    return np.concatenate([np.array(part, np.int32) for part in _parts(token_ids)])
+
+
+def check_cache_salt(salt: object) -> None:
+    """Check the salt of a prompt; None means no salt.
+
+    Raises:
+        RequestError: it is empty, too long, no string, or has characters that vLLM does not take.
+    """
+    if salt is None:
+        return
+    is_text = isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT_LENGTH
+    if not is_text or not _FORBIDDEN_IN_SALTS.isdisjoint(str(salt)):
+        raise RequestError(
+            f"cache_salt: got {reprlib.repr(salt)}, allowed is a string of 1 to {MAX_CACHE_SALT_LENGTH} characters, "
+            "none of them @, /, \\ or NUL",
+            parameter="cache_salt",
+        )
+
+
+def _without_salts(prompts: Sequence[Prompt]) -> tuple[Sequence[Any], list[bytes]]:
+    """Return the texts or token ids of prompts, and the namespace of each."""
+    if not any(issubclass(kind, dict) for kind in set(map(type, prompts))):
+        return prompts, [b""] * len(prompts)
+    pairs = [_without_salt(prompt) if isinstance(prompt, dict) else (prompt, b"") for prompt in prompts]
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+def _without_salt(prompt: Mapping[str, Any]) -> tuple[Any, bytes]:
+    salt = prompt.get("cache_salt")
+    check_cache_salt(salt)
+    contents = [name for name in prompt if name != "cache_salt"]
+    if contents not in (["prompt"], ["prompt_token_ids"]):
+        raise RequestError(
+            f"prompt: got dict with {reprlib.repr(list(prompt))}, allowed are prompt or prompt_token_ids, and "
+            "cache_salt",
+            parameter="prompt",
+        )
+    return prompt[contents[0]], b"" if salt is None else salt.encode("utf-8", "surrogatepass")
+
+
+def derive_seed(engine_seed: int, request_number: int) -> int:
+    """Return a 63-bit seed; different for neighbouring requests and engine seeds (SplitMix64's finaliser)."""
+    mask = (1 << 64) - 1
+    value = (engine_seed * 0xD1342543DE82EF95 + (request_number + 1) * 0x9E3779B97F4A7C15) & mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return (value ^ (value >> 31)) & _SEED_MASK
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What parameters are where a caller leaves them open."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Of ``SamplingParams``, ``max_tokens`` left out."""
+    max_new_tokens: int | None = None
+    """Limit of answers without one, capped by the window; None: that of ``SamplingParams``."""
+
+    def sampling_params(self) -> SamplingParams:
+        """Return the parameters of a caller who says nothing."""
+        fields = dict(self.fields)
+        if self.max_new_tokens is not None:
+            fields["max_tokens"] = self.max_new_tokens
+        return SamplingParams(**fields)
+
+    def process_all(self, processor: InputProcessor, prompts: Sequence[Prompt]) -> list[ProcessedInput]:
+        """Process prompts of a caller who says nothing; errors are those of ``InputProcessor.process``."""
+        params = self.sampling_params()
+        if self.max_new_tokens is not None:
+            params = replace(params, max_tokens=None)
+        return processor.process_all(prompts, [params] * len(prompts), max_new_tokens=self.max_new_tokens)
+
+    def __str__(self) -> str:
+        limit = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
+        return json.dumps({**self.fields, **limit})
+
+
+def sampling_defaults(config: EngineConfig) -> SamplingDefaults:
+    """Return a model's sampling parameters; with ``generation_config`` off those of ``SamplingParams``.
+
+    As in vLLM ``do_sample`` is not looked at: ``temperature`` alone says whether to draw.
+
+    Raises:
+        ModelError: there is no such model, or its file has a value that is not allowed.
+    """
+    if config.generation_config == "none":
+        return SamplingDefaults()
+    fields = _read(resolve_model_path(config.model))
+    given = {name: fields[name] for name in _SAMPLING_FIELDS if fields.get(name) is not None}
+    defaults = SamplingDefaults(given, fields.get("max_new_tokens"))
+    try:
+        defaults.sampling_params()
+    except RequestError as error:
+        raise ModelError(
+            f"{GENERATION_CONFIG_FILE}: {error}; --generation-config none ignores its sampling parameters"
+        ) from error
+    return defaults
+
+
+def generation_eos_token_ids(directory: Path) -> tuple[int, ...]:
+    """Return the end tokens that the file names beside those of config.json, whatever ``generation_config`` says.
+
+    Raises:
+        ModelError: they are no token ids.
+    """
+    return read_eos_token_ids(_read(directory), GENERATION_CONFIG_FILE)
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    path = directory / GENERATION_CONFIG_FILE
+    return read_json(path) if path.is_file() else {}

@@ -1,4 +1,4 @@
-"""Decides what the next step computes: which rows, how many tokens of each, and which requests are admitted."""
+"""Decides what the next step computes: which request slots, how many tokens of each, which requests are admitted."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager, ClonePlan
 from rose_backend.config import EngineConfig
-from rose_backend.engine.deferred_commit import DeferredCommits
-from rose_backend.engine.input_processor import InputProcessor
 from rose_backend.engine.outputs import EngineStats
-from rose_backend.engine.request import Completion
-from rose_backend.engine.sequence_state import Int32Array, SequenceState
+from rose_backend.engine.request import Completion, InputProcessor
+from rose_backend.engine.sequence_state import DeferredCommits, Int32Array, SequenceState
 from rose_backend.errors import IntegrityError
 from rose_backend.scheduling import TOP_UP_STEPS, InFlightPrefixes, reserve_ahead, top_up
 
-_ARRIVALS_PER_ROW = 1 / 32
-"""Share of all rows that must be free before requests of a long queue are admitted; see ``Admission.may_admit``."""
+_ARRIVALS_PER_SLOT = 1 / 32
+"""Share of all request slots that must be free before a long queue is admitted; see ``Admission.may_admit``."""
 
 
 class _Candidate(NamedTuple):
-    """Has a row and the blocks that the prefix cache supplies, but no new ones yet."""
+    """Has a request slot and the blocks that the prefix cache supplies, but no new ones yet."""
 
     completion: Completion
-    row: int
+    slot: int
     num_tokens: int
     """That its first step computes."""
     num_cached_tokens: int
@@ -37,16 +35,16 @@ class _Candidate(NamedTuple):
 
 
 class _Deferred(NamedTuple):
-    """Waits for a prefix that another prompt of this step computes. Its rows and blocks are kept for it."""
+    """Waits for a prefix that another prompt of this step computes. Its slots and blocks are kept for it."""
 
-    num_rows: int
+    num_slots: int
     num_blocks: int
 
 
 class Admission:
-    """First come, first served: no request overtakes one that waits for rows or blocks.
+    """First come, first served: no request overtakes one that waits for slots or blocks.
 
-    A request is deferred to the next step when another one in this step computes a prefix that both share. Its row and
+    A request is deferred to the next step when another one in this step computes a prefix that both share. Its slot and
     blocks stay reserved while later requests are admitted.
     """
 
@@ -54,30 +52,30 @@ class Admission:
         self,
         config: EngineConfig,
         manager: BlockManager,
-        rows: SequenceState,
+        state: SequenceState,
         commits: DeferredCommits,
         min_tokens_worth_waiting: int | None = None,
     ) -> None:
         self.waiting: deque[Completion] = deque()
-        self.num_reserved_rows = 0
-        """Free rows that are reserved for siblings of running completions."""
+        self.num_reserved_slots = 0
+        """Free slots that are reserved for siblings of running completions."""
         self._manager = manager
-        self._rows = rows
+        self._state = state
         self._commits = commits
         self._chunked_prefill = config.chunked_prefill
-        self._min_arrivals = int(config.max_num_seqs * _ARRIVALS_PER_ROW)
+        self._min_arrivals = int(config.max_num_seqs * _ARRIVALS_PER_SLOT)
         # Admission costs a prefix lookup: after a failure it is not tried again before something has been freed.
         self._blocked: tuple[Completion, int] | None = None
         self._in_flight_prefixes = InFlightPrefixes(manager, min_tokens_worth_waiting)
 
     def may_admit(self, num_running: int) -> bool:
-        """Whether to look for rows and blocks for the first in the queue.
+        """Whether to look for slots and blocks for the first in the queue.
 
-        Where more requests wait than there are rows, several are admitted together: a pass over one short prompt takes
+        Where more requests wait than there are slots, several are admitted together: a pass over one short prompt takes
         the device half as long as one over eight.
         """
-        min_free_rows = min(self._min_arrivals, len(self.waiting))
-        if self._manager.num_free_rows < min_free_rows and num_running:
+        min_free_slots = min(self._min_arrivals, len(self.waiting))
+        if self._manager.num_free_rows < min_free_slots and num_running:
             return False
         return self._may_admit_one(num_running)
 
@@ -97,22 +95,22 @@ class Admission:
 
         Args:
             budget: tokens that they may compute in the next step.
-            num_running: rows in use.
+            num_running: slots in use.
 
         Returns:
-            ``[N]`` the new rows, ``[N]`` how many tokens of each the next step computes, and how many tokens the prefix
-            cache has supplied to requests that got their first row.
+            ``[N]`` the new slots, ``[N]`` how many tokens of each the next step computes, and how many tokens the
+            prefix cache has supplied to requests that got their first slot.
         """
         candidates: list[_Candidate] = []
         deferred: list[Completion] = []
         self._in_flight_prefixes.new_step_starts()
-        num_reserved_blocks = num_reserved_rows = 0
+        num_reserved_blocks = num_reserved_slots = 0
         if not self.may_admit(num_running):
             budget = 0
         while budget > 0 and self._may_admit_one(num_running + len(candidates)):
             is_first = not num_running and not candidates
             picked = self._pick(
-                self.waiting[0], budget, num_reserved_blocks, num_reserved_rows, is_first=is_first
+                self.waiting[0], budget, num_reserved_blocks, num_reserved_slots, is_first=is_first
             )
             if picked is None:
                 break
@@ -120,44 +118,44 @@ class Admission:
             if isinstance(picked, _Deferred):
                 deferred.append(completion)
                 num_reserved_blocks += picked.num_blocks
-                num_reserved_rows += picked.num_rows
+                num_reserved_slots += picked.num_slots
                 continue
             candidates.append(picked)
             budget -= picked.num_tokens
             num_reserved_blocks += picked.num_new_blocks
         served = self._reserve_first_chunks(candidates)
         self.waiting.extendleft(reversed(deferred))
-        return self._assign_rows(served)
+        return self._assign_slots(served)
 
     def _pick(
         self,
         completion: Completion,
         budget: int,
         num_reserved_blocks: int,
-        num_reserved_rows: int,
+        num_reserved_slots: int,
         *,
         is_first: bool,
     ) -> _Candidate | _Deferred | None:
-        """Give ``completion`` a row for a first chunk of at most ``budget`` tokens, or change nothing.
+        """Give ``completion`` a slot for a first chunk of at most ``budget`` tokens, or change nothing.
 
         Args:
             num_reserved_blocks: free blocks that others are going to take.
-            num_reserved_rows: free rows that are kept for those that were passed over.
-            is_first: no row runs, so waiting would free nothing.
+            num_reserved_slots: free slots that are kept for those that were passed over.
+            is_first: no request runs, so waiting would free nothing.
 
         Returns:
             None: neither it nor any later request can be admitted.
         """
         manager, token_ids = self._manager, completion.token_ids
-        num_rows = 1 + completion.num_siblings_to_fork
-        if manager.num_free_rows - self.num_reserved_rows - num_reserved_rows < num_rows:
+        num_slots = 1 + completion.num_siblings_to_fork
+        if manager.num_free_rows - self.num_reserved_slots - num_reserved_slots < num_slots:
             return None
         namespace = completion.request.namespace
         self._commits.flush_for(token_ids, namespace)
         match = manager.match(token_ids, namespace=namespace)
         num_remaining = len(token_ids) - match.num_tokens
         # No half prompt overtakes a deferred request: the rest of it would delay that one in later steps.
-        if num_remaining > budget and (num_reserved_rows or not self._chunked_prefill):
+        if num_remaining > budget and (num_reserved_slots or not self._chunked_prefill):
             return None
         # The whole sequence has to fit, not only its first chunk, or it would be preempted before it is of use.
         spare = 0 if is_first else manager.num_usable_blocks // 100
@@ -166,15 +164,15 @@ class Admission:
         fits = is_first or num_needed + spare <= num_free_blocks - num_reserved_blocks
         if self._in_flight_prefixes.cover(token_ids, match):
             # In the next step the cache may supply the blocks it lacks now.
-            return _Deferred(num_rows, num_needed) if fits else None
+            return _Deferred(num_slots, num_needed) if fits else None
         if not fits:
             self._blocked = (completion, num_free_blocks - num_reserved_blocks)
             return None
         self._in_flight_prefixes.add(token_ids, match, min(num_remaining, budget))
         admission = manager.add(token_ids, namespace=namespace, match=match)
         if admission is None:
-            raise IntegrityError("the block manager has a free row but did not hand it out")
-        self.num_reserved_rows += completion.num_siblings_to_fork
+            raise IntegrityError("the block manager has a free request slot but did not hand it out")
+        self.num_reserved_slots += completion.num_siblings_to_fork
         return _Candidate(
             completion,
             admission.row,
@@ -191,58 +189,62 @@ class Admission:
         while num_served < len(candidates) and self._reserve(candidates[num_served : num_served + 1]):
             num_served += 1
         for candidate in reversed(candidates[num_served:]):
-            self._manager.free(np.array([candidate.row]))
-            self.num_reserved_rows -= candidate.completion.num_siblings_to_fork
+            self._manager.free(np.array([candidate.slot]))
+            self.num_reserved_slots -= candidate.completion.num_siblings_to_fork
             self.waiting.appendleft(candidate.completion)
         self._blocked = (self.waiting[0], self._manager.num_free_blocks)
         return candidates[:num_served]
 
     def _reserve(self, candidates: list[_Candidate]) -> bool:
-        rows = np.array([candidate.row for candidate in candidates])
-        return self._manager.reserve(rows, np.array([each.num_tokens for each in candidates])).ok
+        slots = np.array([candidate.slot for candidate in candidates])
+        return self._manager.reserve(slots, np.array([each.num_tokens for each in candidates])).ok
 
-    def _assign_rows(self, candidates: list[_Candidate]) -> tuple[Int32Array, Int32Array, int]:
+    def _assign_slots(self, candidates: list[_Candidate]) -> tuple[Int32Array, Int32Array, int]:
         num_cached_tokens, now = 0, time.monotonic()
         for candidate in candidates:
-            self._rows.fill(candidate.row, candidate.completion)
+            self._state.fill(candidate.slot, candidate.completion)
             request = candidate.completion.request
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = candidate.num_cached_tokens
                 request.scheduled_s = now
                 num_cached_tokens += candidate.num_cached_tokens
-        rows = np.array([candidate.row for candidate in candidates], np.int32)
-        return rows, np.array([candidate.num_tokens for candidate in candidates], np.int32), num_cached_tokens
+        slots = np.array([candidate.slot for candidate in candidates], np.int32)
+        return (
+            slots,
+            np.array([candidate.num_tokens for candidate in candidates], np.int32),
+            num_cached_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The work of one step. Decode rows come first."""
+    """The work of one step. Decodes come first."""
 
-    rows: Int32Array  # [R]
+    slots: Int32Array  # [R]
     num_new_tokens: Int32Array  # [R]
     num_decodes: int
-    """This many first rows compute their newest token and draw the next."""
+    """This many first slots compute their newest token and draw the next."""
     clone_plan: ClonePlan | None
 
 
 class Scheduler:
     """Continuous batching: decodes first, then prompts in order of arrival, under one token budget.
 
-    Running rows are kept in the order of their admission. When the pool runs short, the newest row is preempted: it
+    Running requests are kept in the order of their admission. When the pool runs short, the newest one is preempted: it
     goes back to the front of the queue and is computed again later. The oldest therefore always finishes: no deadlock.
 
-    With ``prompts_first``, for offline use, decodes are left out of steps that are full of prompts: rows that begin
+    With ``prompts_first``, for offline use, decodes are left out of steps that are full of prompts: requests that begin
     together also end together, so fewer steps are part-filled.
 
-    A request with ``n`` completions is admitted when ``n`` rows are free for it: the first computes the prompt, the
-    others get their rows then (``fork_siblings``).
+    A request with ``n`` completions is admitted when ``n`` slots are free for it: the first computes the prompt, the
+    others get their slots then (``fork_siblings``).
     """
 
     def __init__(
         self,
         config: EngineConfig,
         manager: BlockManager,
-        rows: SequenceState,
+        state: SequenceState,
         commits: DeferredCommits,
         input_processor: InputProcessor,
         *,
@@ -251,34 +253,34 @@ class Scheduler:
     ) -> None:
         self.counters = EngineStats()
         """What the scheduler and the step pipeline count."""
-        self._admission = Admission(config, manager, rows, commits, min_tokens_worth_waiting)
+        self._admission = Admission(config, manager, state, commits, min_tokens_worth_waiting)
         self.waiting = self._admission.waiting
         self._manager = manager
-        self._rows = rows
+        self._state = state
         self._commits = commits
         self._input_processor = input_processor
         self._prompts_first = prompts_first
         self._token_budget = config.token_budget
-        self.running_rows: Int32Array = np.empty(0, np.int32)
-        """Rows in use, oldest first."""
-        # How many more steps can repeat the last one: no row joins or leaves, and all have room in their blocks.
+        self.running_slots: Int32Array = np.empty(0, np.int32)
+        """Request slots in use, oldest first."""
+        # How many more steps can repeat the last one: no request joins or leaves, and all have room in their blocks.
         self._num_repeats = 0
-        self._may_be_short = True  # some row may lack blocks after the last repeat
+        self._may_be_short = True  # some slot may lack blocks after the last repeat
 
     def repeat(self) -> bool:
-        """Whether the next step repeats the last one (steady-state decode): the same rows, all of them decodes."""
-        if self._num_repeats <= 0 or self._admission.may_admit(len(self.running_rows)):
+        """Whether the next step repeats the last one (steady-state decode): the same slots, all of them decodes."""
+        if self._num_repeats <= 0 or self._admission.may_admit(len(self.running_slots)):
             self._num_repeats = 0
             return False
         self._num_repeats -= 1
         return True
 
     def top_up(self) -> None:
-        """Take some blocks that running rows will soon need. Call it in every step, right before the host waits."""
+        """Take some blocks that running requests will soon need. Call it in every step, right before the host waits."""
         if self._may_be_short and 0 < self._num_repeats <= TOP_UP_STEPS:
-            rows, state = self.running_rows, self._rows
-            num_tokens = state.num_planned_tokens(rows) + (self._num_repeats + 1)
-            self._may_be_short = top_up(self._manager, rows, num_tokens, state.max_num_tokens)
+            slots, state = self.running_slots, self._state
+            num_tokens = state.num_planned_tokens(slots) + (self._num_repeats + 1)
+            self._may_be_short = top_up(self._manager, slots, num_tokens, state.max_num_tokens)
 
     def schedule(self, num_in_flight: int = 0) -> Step | None:
         """Reserve the next step's blocks and return its work. What was read is committed.
@@ -293,114 +295,116 @@ class Scheduler:
         picked = self._reserve_running(may_preempt=not num_in_flight)
         if picked is None:
             return None
-        rows, counts, was_short = picked
+        slots, counts, was_short = picked
         if not was_short and self.waiting:
-            rows, counts = self._admit(rows, counts)
-        if not len(rows):
-            if (len(self.running_rows) or self.waiting) and not num_in_flight:
+            slots, counts = self._admit(slots, counts)
+        if not len(slots):
+            if (len(self.running_slots) or self.waiting) and not num_in_flight:
                 raise IntegrityError("the scheduler has requests but can neither run nor admit one")
             return None
         if self._prompts_first:
-            rows, counts = self._defer_decodes(rows, counts)
-        step = self._make_step(rows, counts)
+            slots, counts = self._defer_decodes(slots, counts)
+        step = self._make_step(slots, counts)
         self._num_repeats = self._count_repeats(step)
         self._may_be_short = True
         return step
 
-    def fork_siblings(self, rows: Int32Array) -> tuple[Int32Array, NDArray[np.intp]]:
-        """Split off the siblings of those rows that have just computed their prompt.
+    def fork_siblings(self, slots: Int32Array) -> tuple[Int32Array, NDArray[np.intp]]:
+        """Split off the siblings of those slots that have just computed their prompt.
 
         Args:
-            rows: ``[S]`` rows whose next token is due.
+            slots: ``[S]`` slots whose next token is due.
 
         Returns:
-            ``[S']`` the rows, followed by the new ones, and ``[S']`` for each the index in ``rows`` it descends from.
+            ``[S']`` the slots, followed by the new ones, and ``[S']`` for each the index in ``slots`` it descends from.
         """
-        sources = np.arange(len(rows))
-        parents = np.flatnonzero(self._rows.num_siblings_to_fork[rows])
+        sources = np.arange(len(slots))
+        parents = np.flatnonzero(self._state.num_siblings_to_fork[slots])
         for parent in parents.tolist():
-            children = self._fork(int(rows[parent]))
-            rows = np.concatenate([rows, children])
+            children = self._fork(int(slots[parent]))
+            slots = np.concatenate([slots, children])
             sources = np.concatenate([sources, np.full(len(children), parent)])
-        return rows, sources
+        return slots, sources
 
-    def suspend(self, rows: Int32Array) -> None:
-        """Take rows out of further steps. They keep their blocks until ``release``; tokens in flight are dropped."""
+    def suspend(self, slots: Int32Array) -> None:
+        """Take slots out of further steps. They keep their blocks until ``release``; tokens in flight are dropped."""
         self._num_repeats = 0
-        self.running_rows = self.running_rows[~np.isin(self.running_rows, rows)]
-        self._rows.generation[rows] += 1
-        self._rows.num_cleared += len(rows)
+        self.running_slots = self.running_slots[~np.isin(self.running_slots, slots)]
+        self._state.generation[slots] += 1
+        self._state.num_cleared += len(slots)
 
-    def release(self, rows: Int32Array) -> list[Completion]:
-        """Free rows; returns their completions, each with the tokens it has so far."""
+    def release(self, slots: Int32Array) -> list[Completion]:
+        """Free slots; returns their completions, each with the tokens it has so far."""
         self._num_repeats = 0
-        self._commits.flush(rows)
-        self._manager.free(rows)
-        self.running_rows = self.running_rows[~np.isin(self.running_rows, rows)]
-        self._admission.num_reserved_rows -= int(self._rows.num_siblings_to_fork[rows].sum())
-        self._rows.num_siblings_to_fork[rows] = 0
-        return self._rows.clear(rows)
+        self._commits.flush(slots)
+        self._manager.free(slots)
+        self.running_slots = self.running_slots[~np.isin(self.running_slots, slots)]
+        self._admission.num_reserved_slots -= int(self._state.num_siblings_to_fork[slots].sum())
+        self._state.num_siblings_to_fork[slots] = 0
+        return self._state.clear(slots)
 
-    def _defer_decodes(self, rows: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
+    def _defer_decodes(self, slots: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
         """Leave decodes out of a step if at least half of its tokens are prompt tokens."""
-        is_decode = self._is_decode(rows, counts)
+        is_decode = self._is_decode(slots, counts)
         if 2 * int(counts[~is_decode].sum()) < self._token_budget:
-            return rows, counts
-        return rows[~is_decode], counts[~is_decode]
+            return slots, counts
+        return slots[~is_decode], counts[~is_decode]
 
-    def _is_decode(self, rows: Int32Array, counts: Int32Array) -> NDArray[np.bool_]:
-        """Return which of ``rows`` decode: they have generated a token before."""
-        has_begun = self._rows.num_planned_tokens(rows) > self._rows.num_prompt_tokens[rows]
+    def _is_decode(self, slots: Int32Array, counts: Int32Array) -> NDArray[np.bool_]:
+        """Return which of ``slots`` decode: they have generated a token before."""
+        has_begun = self._state.num_planned_tokens(slots) > self._state.num_prompt_tokens[slots]
         return (counts == 1) & has_begun
 
-    def _budget_left(self, rows: Int32Array, counts: Int32Array) -> int:
+    def _budget_left(self, slots: Int32Array, counts: Int32Array) -> int:
         """Return how many more prompt tokens fit into a step of these.
 
         Decodes that may be left out take no room: prompts fill half of the step, or there is room for both.
         """
         budget = self._token_budget - int(counts.sum())
         if self._prompts_first:
-            num_decodes = int(np.count_nonzero(self._is_decode(rows, counts)))
+            num_decodes = int(np.count_nonzero(self._is_decode(slots, counts)))
             budget += num_decodes if 2 * num_decodes <= self._token_budget else 0
         return budget
 
-    def _make_step(self, rows: Int32Array, counts: Int32Array) -> Step:
-        is_decode = (counts == 1) & (self._num_remaining(rows) == 1)
+    def _make_step(self, slots: Int32Array, counts: Int32Array) -> Step:
+        is_decode = (counts == 1) & (self._num_remaining(slots) == 1)
         # Siblings draw from the same distribution, which a decode step does not keep.
-        is_decode &= self._rows.num_siblings_to_fork[rows] == 0
+        is_decode &= self._state.num_siblings_to_fork[slots] == 0
         num_decodes = int(np.count_nonzero(is_decode))
-        if num_decodes < len(rows):
+        if num_decodes < len(slots):
             order = np.argsort((counts > 1) * 2 + ~is_decode, kind="stable")
-            rows, counts = rows[order], counts[order]
-        return Step(rows, counts, num_decodes, self._manager.take_clone_plan())
+            slots, counts = slots[order], counts[order]
+        return Step(slots, counts, num_decodes, self._manager.take_clone_plan())
 
     def _count_repeats(self, step: Step) -> int:
-        """Return how many more steps repeat this one if no row joins or leaves."""
-        rows = step.rows
-        if step.num_decodes < len(self.running_rows):
+        """Return how many more steps repeat this one if no request joins or leaves."""
+        slots = step.slots
+        if step.num_decodes < len(self.running_slots):
             return 0
-        planned = self._rows.num_planned_tokens(rows)
-        room = np.minimum(self._rows.max_num_tokens[rows], self._manager.table.capacity[rows] + 1) - planned
+        planned = self._state.num_planned_tokens(slots)
+        room = (
+            np.minimum(self._state.max_num_tokens[slots], self._manager.table.capacity[slots] + 1) - planned
+        )
         return int(room.min()) - 1
 
-    def _num_remaining(self, rows: Int32Array) -> Int32Array:
-        """Return how many tokens of each row are still to be computed when every step in flight is over."""
-        state = self._rows
-        num_computed = self._manager.num_computed_tokens[rows] + state.num_uncommitted_tokens[rows]
-        remaining: Int32Array = state.num_planned_tokens(rows) - num_computed
+    def _num_remaining(self, slots: Int32Array) -> Int32Array:
+        """Return how many tokens of each slot are still to be computed when every step in flight is over."""
+        state = self._state
+        num_computed = self._manager.num_computed_tokens[slots] + state.num_uncommitted_tokens[slots]
+        remaining: Int32Array = state.num_planned_tokens(slots) - num_computed
         return remaining
 
     def _reserve_running(self, *, may_preempt: bool) -> tuple[Int32Array, Int32Array, bool] | None:
         was_short = False
         while True:
-            rows, counts = self._pick_running()
-            ahead = counts + self._rows.num_uncommitted_tokens[rows]
-            if not len(rows) or reserve_ahead(self._manager, rows, ahead, self._rows.max_num_tokens):
-                return rows, counts, was_short
+            slots, counts = self._pick_running()
+            ahead = counts + self._state.num_uncommitted_tokens[slots]
+            if not len(slots) or reserve_ahead(self._manager, slots, ahead, self._state.max_num_tokens):
+                return slots, counts, was_short
             if not may_preempt:
-                # A step in flight may end a sequence, and a preempted row would lose the tokens it draws.
+                # A step in flight may end a sequence, and a preempted request would lose the tokens it draws.
                 return None
-            if len(self.running_rows) == 1:
+            if len(self.running_slots) == 1:
                 raise IntegrityError("the block pool cannot serve its only sequence")
             self._preempt_newest()
             was_short = True
@@ -421,13 +425,13 @@ class Scheduler:
         return np.concatenate([singles, chunked[fits]]), counts
 
     def _runnable(self) -> tuple[Int32Array, Int32Array]:
-        """Return the running rows that need not wait until a step in flight is read, and what remains of each."""
-        state, running = self._rows, self.running_rows
+        """Return the running slots that need not wait until a step in flight is read, and what remains of each."""
+        state, running = self._state, self.running_slots
         is_unread = state.num_unread_tokens[running] > 0
         remaining = self._num_remaining(running)
         if not np.count_nonzero(is_unread):
             return running, remaining
-        # Either the row's last token is in flight, or its newest one is not where a decode step finds it.
+        # Either the slot's last token is in flight, or its newest one is not where a decode step finds it.
         waits = is_unread & ~state.is_on_device[running]
         waits |= state.num_planned_tokens(running) >= state.max_num_tokens[running]
         if not np.count_nonzero(waits):
@@ -435,33 +439,35 @@ class Scheduler:
         return running[~waits], remaining[~waits]
 
     def _preempt_newest(self) -> None:
-        row = self.running_rows[-1:]
-        num_computed = int(self._manager.num_computed_tokens[row[0]])
-        completion = self.release(row)[0]
+        slot = self.running_slots[-1:]
+        num_computed = int(self._manager.num_computed_tokens[slot[0]])
+        completion = self.release(slot)[0]
         completion.num_computed_before = max(completion.num_computed_before, num_computed)
         self.waiting.appendleft(completion)
         self.counters.preemptions += 1
 
-    def _admit(self, rows: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
-        budget = self._budget_left(rows, counts)
-        new_rows, new_counts, num_cached = self._admission.admit(budget, len(self.running_rows))
+    def _admit(self, slots: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
+        budget = self._budget_left(slots, counts)
+        new_slots, new_counts, num_cached = self._admission.admit(budget, len(self.running_slots))
         self.counters.cached_tokens += num_cached
-        self.running_rows = np.concatenate([self.running_rows, new_rows])
-        return np.concatenate([rows, new_rows]), np.concatenate([counts, new_counts])
+        self.running_slots = np.concatenate([self.running_slots, new_slots])
+        return np.concatenate([slots, new_slots]), np.concatenate([counts, new_counts])
 
-    def _fork(self, parent_row: int) -> Int32Array:
+    def _fork(self, parent_slot: int) -> Int32Array:
         self._num_repeats = 0
-        parent = self._rows.completion(parent_row)
-        num_children = int(self._rows.num_siblings_to_fork[parent_row])
-        children = self._manager.fork(parent_row, num_children)
+        parent = self._state.completion(parent_slot)
+        num_children = int(self._state.num_siblings_to_fork[parent_slot])
+        children = self._manager.fork(parent_slot, num_children)
         if children is None:
-            raise IntegrityError(f"{num_children} rows were set aside for a request but are not free")
-        self._rows.num_siblings_to_fork[parent_row] = 0
+            raise IntegrityError(
+                f"{num_children} request slots were set aside for a request but are not free"
+            )
+        self._state.num_siblings_to_fork[parent_slot] = 0
         parent.num_siblings_to_fork = 0
-        self._admission.num_reserved_rows -= num_children
-        for index, row in enumerate(children.tolist(), start=1):
+        self._admission.num_reserved_slots -= num_children
+        for index, slot in enumerate(children.tolist(), start=1):
             sibling = self._input_processor.make_completion(parent.request, index, parent.seed)
             parent.request.completions.append(sibling)
-            self._rows.fill(row, sibling)
-        self.running_rows = np.concatenate([self.running_rows, children])
+            self._state.fill(slot, sibling)
+        self.running_slots = np.concatenate([self.running_slots, children])
         return children

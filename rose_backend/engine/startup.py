@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.table import Table
 
 from rose_backend.config import SWITCH_NAMES, EngineConfig, Switches
-from rose_backend.engine.input_processor import generation_eos_token_ids
 from rose_backend.engine.kv_pool import (
     allocate_kv_cache,
     choose_max_model_len,
@@ -35,6 +34,7 @@ from rose_backend.engine.process_settings import (
     take_imports,
 )
 from rose_backend.engine.progress import LoadingProgress
+from rose_backend.engine.request import generation_eos_token_ids
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import PendingTokenizer, TokenizerLoading
 from rose_backend.errors import ConfigError, RoseError, kind_and_text

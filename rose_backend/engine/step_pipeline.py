@@ -14,26 +14,30 @@ import torch
 from numpy.typing import NDArray
 
 from rose_backend.block_manager import BlockManager
-from rose_backend.engine.deferred_commit import DeferredCommits
 from rose_backend.engine.model_runner import Drawn, Forwarded, ModelRunner
-from rose_backend.engine.output_processor import Ending, LogprobWords, NewTokens, StopCheck
-from rose_backend.engine.output_thread import IncrementalDetokenization
+from rose_backend.engine.output_thread import (
+    Ending,
+    IncrementalDetokenization,
+    LogprobWords,
+    NewTokens,
+    StopCheck,
+)
 from rose_backend.engine.request import Completion
 from rose_backend.engine.scheduler import Scheduler, Step
-from rose_backend.engine.sequence_state import Batch, Int32Array, Int64Array, SequenceState
+from rose_backend.engine.sequence_state import Batch, DeferredCommits, Int32Array, Int64Array, SequenceState
 
-_NO_ROWS: Int32Array = np.zeros(0, np.int32)
+_NO_SLOTS: Int32Array = np.zeros(0, np.int32)
 _AT_LENGTH, _AT_EOS, _AT_ERROR = Ending("length", None), Ending("stop", None), Ending("error", None)
 
 
 class TokenReader:
-    """Appends one step's tokens to all rows at once; handles single completions only where one may have ended.
+    """Appends one step's tokens to all request slots at once; handles single completions only where one may have ended.
 
-    Without ``needs_each_token``, tokens stay in the row buffers until the completion ends or they are committed.
+    Without ``needs_each_token``, tokens stay in the slot's buffers until the completion ends or they are committed.
 
-    It knows tokens and lengths only: the output thread finds stop strings one or more steps later. Meanwhile such a row
-    continues to decode. Unchecked tokens count as those of a step in flight, which no prefix lookup finds. A row that
-    has ended in another way waits, without further steps, for the check of its last token.
+    It knows tokens and lengths only: the output thread finds stop strings one or more steps later. Meanwhile such a
+    request continues to decode. Unchecked tokens count as those of a step in flight, which no prefix lookup finds. A
+    request that has ended in another way waits, without further steps, for the check of its last token.
     """
 
     def __init__(self, state: SequenceState, scheduler: Scheduler, commits: DeferredCommits) -> None:
@@ -45,35 +49,35 @@ class TokenReader:
         self._unchecked: set[Completion] = set()
 
     def apply(self, sampled: SampledTokens) -> tuple[Int32Array, NewTokens | None]:
-        """Append one token to each row of a batch; a row that has none (``INVALID_TOKEN_ID``) ends.
+        """Append one token to each slot of a batch; a slot that has none (``INVALID_TOKEN_ID``) ends.
 
         Returns:
-            The rows whose completion has ended, and what the output thread needs of this step; None for nothing.
+            The slots whose completion has ended, and what the output thread needs of this step; None for nothing.
         """
         state, batch, token_ids = self._state, sampled.batch, sampled.token_ids
-        rows, is_full = batch.rows, state.append(batch, token_ids)
+        slots, is_full = batch.slots, state.append(batch, token_ids)
         is_invalid = token_ids < 0
         if np.count_nonzero(is_invalid):
-            state.take_back(rows[is_invalid])
+            state.take_back(slots[is_invalid])
         elif self._only_lengths_matter(batch) and not np.count_nonzero(is_full):
-            return _NO_ROWS, None
+            return _NO_SLOTS, None
         # np.isin sorts; there are one or two of them.
-        is_eos = np.zeros(len(rows), np.bool_)
+        is_eos = np.zeros(len(slots), np.bool_)
         for eos_token_id in state.eos_token_ids:
             is_eos |= token_ids == eos_token_id
-        # In most steps no row has ended.
-        if not np.count_nonzero(is_eos | is_full | is_invalid | state.needs_token_check[rows]):
-            return _NO_ROWS, None
-        is_eos &= state.stops_at_eos[rows]
-        is_stop = self._stop_tokens(rows, token_ids)
+        # In most steps no request has ended.
+        if not np.count_nonzero(is_eos | is_full | is_invalid | state.needs_token_check[slots]):
+            return _NO_SLOTS, None
+        is_eos &= state.stops_at_eos[slots]
+        is_stop = self._stop_tokens(slots, token_ids)
         ended = np.flatnonzero(is_eos | is_stop | is_full | is_invalid)
-        followed = np.flatnonzero(state.needs_each_token[rows])
-        ended_rows = rows[ended].astype(np.int32)
+        followed = np.flatnonzero(state.needs_each_token[slots])
+        ended_slots = slots[ended].astype(np.int32)
         if not len(ended) and not len(followed):
-            return ended_rows, None
+            return ended_slots, None
         endings: dict[Completion, Ending] = {}
-        for index, row in zip(ended.tolist(), ended_rows.tolist(), strict=True):
-            completion, ending = self._state.completion(row), _AT_LENGTH
+        for index, slot in zip(ended.tolist(), ended_slots.tolist(), strict=True):
+            completion, ending = self._state.completion(slot), _AT_LENGTH
             completion.has_ended = True
             if is_invalid[index]:
                 ending = _AT_ERROR
@@ -89,29 +93,29 @@ class TokenReader:
             logprobs=sampled.logprobs,
             endings=endings,
             has_first_tokens=bool(
-                np.count_nonzero(state.num_tokens[rows] == state.num_prompt_tokens[rows] + 1)
+                np.count_nonzero(state.num_tokens[slots] == state.num_prompt_tokens[slots] + 1)
             ),
         )
-        return ended_rows, message
+        return ended_slots, message
 
     def _only_lengths_matter(self, batch: Batch) -> bool:
-        """Whether no token can end any row of ``batch``, and none is sent to the output thread in its own step."""
+        """Whether no token can end any slot of ``batch``, and none is sent to the output thread in its own step."""
         if not batch.only_lengths_matter:
-            state, rows = self._state, batch.rows
+            state, slots = self._state, batch.slots
             batch.only_lengths_matter = not np.count_nonzero(
-                state.needs_token_check[rows] | state.stops_at_eos[rows]
+                state.needs_token_check[slots] | state.stops_at_eos[slots]
             )
         return batch.only_lengths_matter
 
     def _completions_of(self, batch: Batch, followed: NDArray[np.intp]) -> list[Completion]:
         if batch.completions is None:
-            batch.completions = [self._state.completion(row) for row in batch.rows[followed].tolist()]
+            batch.completions = [self._state.completion(slot) for slot in batch.slots[followed].tolist()]
         return batch.completions
 
-    def _stop_tokens(self, rows: Int64Array, token_ids: Int64Array) -> NDArray[np.bool_]:
-        is_stop = np.zeros(len(rows), np.bool_)
-        for index in np.flatnonzero(self._state.has_stop_tokens[rows]).tolist():
-            params = self._state.completion(int(rows[index])).request.params
+    def _stop_tokens(self, slots: Int64Array, token_ids: Int64Array) -> NDArray[np.bool_]:
+        is_stop = np.zeros(len(slots), np.bool_)
+        for index in np.flatnonzero(self._state.has_stop_tokens[slots]).tolist():
+            params = self._state.completion(int(slots[index])).request.params
             is_stop[index] = int(token_ids[index]) in (params.stop_token_ids or ())
         return is_stop
 
@@ -120,21 +124,21 @@ class TokenReader:
         """Completions with tokens that the output thread has not checked."""
         return len(self._unchecked)
 
-    def note_sent(self, rows: Int64Array) -> None:
-        """Note that the output thread gets one more token of each of these; only rows with stop strings count."""
-        for row in rows[self._state.has_stop_strings[rows]].tolist():
-            completion = self._state.completion(row)
+    def note_sent(self, slots: Int64Array) -> None:
+        """Note that the output thread gets one more token of each of these; only slots with stop strings count."""
+        for slot in slots[self._state.has_stop_strings[slots]].tolist():
+            completion = self._state.completion(slot)
             completion.num_sent_tokens += 1
             self._unchecked.add(completion)
 
-    def leave(self, rows: Int32Array) -> None:
-        """Release rows that take no further token; with stop strings, after the check of their last token."""
-        waits = self._state.has_stop_strings[rows]
+    def leave(self, slots: Int32Array) -> None:
+        """Release slots that take no further token; with stop strings, after the check of their last token."""
+        waits = self._state.has_stop_strings[slots]
         if waits.any():
-            self._scheduler.suspend(rows[waits])
-            rows = rows[~waits]
-        if len(rows):
-            self._scheduler.release(rows)
+            self._scheduler.suspend(slots[waits])
+            slots = slots[~waits]
+        if len(slots):
+            self._scheduler.release(slots)
 
     def forget(self, completions: Iterable[Completion]) -> None:
         """Expect no more stop checks of these completions."""
@@ -150,14 +154,14 @@ class TokenReader:
             if is_stopped:
                 completion.has_ended = True
                 self.num_dropped_tokens += completion.num_sent_tokens - num_tokens
-            row = completion.row
-            if row < 0:  # aborted meanwhile
+            slot = completion.slot
+            if slot < 0:  # aborted meanwhile
                 continue
-            num_tokens += int(self._state.num_prompt_tokens[row])
+            num_tokens += int(self._state.num_prompt_tokens[slot])
             # The last of them has been drawn, but the step that computes it may not be over.
-            self._commits.confirm(row, num_tokens - 1)
+            self._commits.confirm(slot, num_tokens - 1)
             if is_decided and completion.has_ended:
-                leaving.append(row)
+                leaving.append(slot)
         if leaving:
             self._scheduler.release(np.array(leaving, np.int32))
 
@@ -167,22 +171,22 @@ class _StepInFlight:
     """A step that was started and not read."""
 
     batch: Batch
-    decode_slots: Int64Array  # [D]
+    decode_rows: Int64Array  # [D]
     decode_step: int
     needs_sampling_extras: bool
-    """The decode part drew again for some rows, and has a report of it."""
+    """The decode part drew again for some slots, and has a report of it."""
     drawn: Drawn | None
     is_over: torch.cuda.Event | None
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One new token for each row of a batch."""
+    """One new token for each slot of a batch."""
 
     batch: Batch
     token_ids: Int64Array  # [S + D]
     logprobs: LogprobWords | None
-    """None when no row asked for any."""
+    """None when no request asked for any."""
 
 
 class StepPipeline:
@@ -192,8 +196,8 @@ class StepPipeline:
     over (blocks, commits, detokenization in portions), read the oldest.
 
     A token drawn on the device is the input of the next step there; the host reads it later, so the device never waits
-    for the host in steady-state decode. A row that has ended takes part in up to ``depth`` more steps, and what those
-    draw for it is dropped. The blocks that such a step writes may have a new owner, whose own writes are enqueued
+    for the host in steady-state decode. A request that has ended takes part in up to ``depth`` more steps, and what
+    those draw for it is dropped. The blocks that such a step writes may have a new owner, whose own writes are enqueued
     after it.
 
     Blocks become findable when their tokens are known and every reader is ordered after their writer: prompts when the
@@ -268,7 +272,7 @@ class StepPipeline:
             self._newest = self._start(step)
             return self._newest
         if self._in_flight:
-            # All rows wait for a step in flight: committing now saves time then.
+            # All requests wait for a step in flight: committing now saves time then.
             self._commits.flush()
         return None
 
@@ -278,12 +282,12 @@ class StepPipeline:
         self._incremental_detokenization.drop()
 
     def _update_state(self, num_ahead: int) -> None:
-        """Update what scheduling needs: the progress of each row, including that of steps in flight.
+        """Update what scheduling needs: the progress of each request, including that of steps in flight.
 
         Steady-state decode needs none of it, so it is counted here and not in every step.
         """
         state = self._state
-        # With nothing ahead, rows may have to leave for lack of blocks, and would lose what is not committed.
+        # With nothing ahead, requests may have to leave for lack of blocks, and would lose what is not committed.
         if not num_ahead:
             self._commits.flush()
         state.num_unread_tokens.fill(0)
@@ -292,54 +296,54 @@ class StepPipeline:
         for step in self._in_flight:
             is_live = step.batch.live()
             batch = step.batch if is_live is None else step.batch.only(is_live)
-            state.num_unread_tokens[batch.rows] += 1
-            state.num_uncommitted_tokens[batch.decode_rows] += 1
+            state.num_unread_tokens[batch.slots] += 1
+            state.num_uncommitted_tokens[batch.decode_slots] += 1
 
     def _start(self, step: Step) -> _StepInFlight:
         self._count(step)
         forwarded = self._runner.forward(step)
-        rows = forwarded.rows
-        all_rows = decode_rows = forwarded.decode_rows.astype(np.int64)
+        slots = forwarded.slots
+        all_slots = decode_slots = forwarded.decode_slots.astype(np.int64)
         drawn = None
-        if len(rows):
+        if len(slots):
             due = self._note_computed(forwarded)
             if len(due):
-                drawn_rows, sources = self._scheduler.fork_siblings(rows[due])
-                drawn = self._runner.sample(forwarded, due, drawn_rows, sources)
-                all_rows = np.concatenate([drawn_rows, decode_rows])
+                drawn_slots, sources = self._scheduler.fork_siblings(slots[due])
+                drawn = self._runner.sample(forwarded, due, drawn_slots, sources)
+                all_slots = np.concatenate([drawn_slots, decode_slots])
         return _StepInFlight(
-            Batch.of(self._state, all_rows, len(decode_rows)),
-            forwarded.decode_slots,
+            Batch.of(self._state, all_slots, len(decode_slots)),
+            forwarded.decode_rows,
             forwarded.decode_step,
-            len(decode_rows) > 0 and self._runner.decoder.needs_sampling_extras,
+            len(decode_slots) > 0 and self._runner.decoder.needs_sampling_extras,
             drawn,
             self._record(),
         )
 
     def _note_computed(self, forwarded: Forwarded) -> NDArray[np.intp]:
-        """Note what a step computes of prompts; returns the indices of rows that have their whole prompt then.
+        """Note what a step computes of prompts; returns the indices of slots that have their whole prompt then.
 
-        Their commits are deferred, but for rows whose count must be exact at once: the next chunk of a prompt and
-        siblings start at the manager's count, and rows with stop strings hold back generated tokens only.
+        Their commits are deferred, but for slots whose count must be exact at once: the next chunk of a prompt and
+        siblings start at the manager's count, and slots with stop strings hold back generated tokens only.
         """
-        rows, counts, state = forwarded.rows, forwarded.num_new_tokens, self._state
-        is_due = self._manager.num_computed_tokens[rows] + counts == state.num_tokens[rows]
-        can_defer = is_due & (state.num_siblings_to_fork[rows] == 0) & ~state.has_stop_strings[rows]
-        self._commits.add(rows[can_defer], counts[can_defer])
+        slots, counts, state = forwarded.slots, forwarded.num_new_tokens, self._state
+        is_due = self._manager.num_computed_tokens[slots] + counts == state.num_tokens[slots]
+        can_defer = is_due & (state.num_siblings_to_fork[slots] == 0) & ~state.has_stop_strings[slots]
+        self._commits.add(slots[can_defer], counts[can_defer])
         state.version += 1  # A batch may add to its own commits only.
-        if np.count_nonzero(can_defer) < len(rows):
+        if np.count_nonzero(can_defer) < len(slots):
             is_now = ~can_defer
             token_ids = forwarded.token_ids[np.repeat(is_now, counts)]
-            self._manager.commit(rows[is_now], counts[is_now], token_ids)
+            self._manager.commit(slots[is_now], counts[is_now], token_ids)
         return np.flatnonzero(is_due)
 
     def _start_again(self, last: _StepInFlight) -> _StepInFlight:
-        """Start a step that repeats ``last``, in which all rows decode."""
+        """Start a step that repeats ``last``, in which all requests decode."""
         self.counters.steps += 1
-        self.counters.computed_tokens += len(last.batch.rows)
+        self.counters.computed_tokens += len(last.batch.slots)
         decode_step = self._runner.decoder.enqueue_again()
         return _StepInFlight(
-            last.batch, last.decode_slots, decode_step, last.needs_sampling_extras, None, self._record()
+            last.batch, last.decode_rows, decode_step, last.needs_sampling_extras, None, self._record()
         )
 
     def _record(self) -> torch.cuda.Event | None:
@@ -353,7 +357,7 @@ class StepPipeline:
     def _read(self, step: _StepInFlight) -> SampledTokens:
         self._wait(step)
         batch, drawn = step.batch, step.drawn
-        token_ids = self._runner.decoder.tokens(step.decode_step, step.decode_slots)
+        token_ids = self._runner.decoder.tokens(step.decode_step, step.decode_rows)
         if drawn is not None:
             token_ids = np.concatenate([drawn.token_ids.numpy(), token_ids])
         logprobs = self._logprobs(step)
@@ -364,17 +368,17 @@ class StepPipeline:
                 logprobs = logprobs[is_live]
         if batch.is_steady:
             self._commits.add_again()
-        elif len(batch.decode_rows):
-            self._commits.add(batch.decode_rows)
+        elif len(batch.decode_slots):
+            self._commits.add(batch.decode_slots)
         return SampledTokens(batch, token_ids, logprobs)
 
     def _logprobs(self, step: _StepInFlight) -> LogprobWords | None:
         drawn = None if step.drawn is None else step.drawn.report
         if drawn is None and not step.needs_sampling_extras:
             return None
-        decoded = self._runner.decoder.report(step.decode_step, step.decode_slots)
+        decoded = self._runner.decoder.extras.report(step.decode_step, step.decode_rows)
         if drawn is None:
-            num_drawn = len(step.batch.rows) - len(step.batch.decode_rows)
+            num_drawn = len(step.batch.slots) - len(step.batch.decode_slots)
             drawn = torch.zeros((num_drawn, decoded.shape[1]))
         return np.concatenate([drawn.numpy(), decoded])
 
@@ -383,17 +387,17 @@ class StepPipeline:
             step.is_over.synchronize()
 
     def _count(self, step: Step) -> None:
-        rows, counts, counters, state = step.rows, step.num_new_tokens, self.counters, self._state
+        slots, counts, counters, state = step.slots, step.num_new_tokens, self.counters, self._state
         counters.steps += 1
         counters.computed_tokens += int(counts.sum())
-        start = self._manager.num_computed_tokens[rows] + state.num_uncommitted_tokens[rows]
-        # Nearly all rows of nearly all steps compute a token that is neither the prompt's nor lost by a preemption.
-        matters = np.flatnonzero(start < state.num_known_before[rows])
+        start = self._manager.num_computed_tokens[slots] + state.num_uncommitted_tokens[slots]
+        # Nearly all requests of nearly all steps compute a token that is neither the prompt's nor lost by a preemption.
+        matters = np.flatnonzero(start < state.num_known_before[slots])
         if not len(matters):
             return
-        rows, start = rows[matters], start[matters]
+        slots, start = slots[matters], start[matters]
         end = start + counts[matters]
-        again = np.minimum(end, np.maximum(start, state.num_computed_before[rows]))
-        first_time = np.maximum(np.minimum(end, state.num_prompt_tokens[rows]) - again, 0)
+        again = np.minimum(end, np.maximum(start, state.num_computed_before[slots]))
+        first_time = np.maximum(np.minimum(end, state.num_prompt_tokens[slots]) - again, 0)
         counters.recomputed_tokens += int((again - start).sum())
         counters.prompt_tokens_computed += int(first_time.sum())

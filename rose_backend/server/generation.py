@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from rose_backend.engine.input_processor import ProcessedInput
 from rose_backend.engine.outputs import RequestOutput
+from rose_backend.engine.request import ProcessedInput
 from rose_backend.errors import EngineDeadError, GenerationError, RequestError
 from rose_backend.server.answers import DONE_EVENT, Answer
 from rose_backend.server.error_answers import CLIENT_LEFT, as_api_error

@@ -14,7 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import Response
 
 from rose_backend import __version__
-from rose_backend.engine.input_processor import InputProcessor, ProcessedInput
+from rose_backend.engine.request import InputProcessor, ProcessedInput
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.errors import EngineStalledError, RequestError
 from rose_backend.server.answers import AnswerOptions, ChatAnswer, CompletionAnswer

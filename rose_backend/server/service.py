@@ -19,8 +19,8 @@ from starlette.datastructures import Headers
 
 from rose_backend.block_manager import reporting_unit
 from rose_backend.engine.client import EngineClient
-from rose_backend.engine.input_processor import check_cache_salt, sampling_defaults
 from rose_backend.engine.outputs import Counters
+from rose_backend.engine.request import check_cache_salt, sampling_defaults
 from rose_backend.server.chat_template import ChatTemplate
 from rose_backend.server.settings import ServerSettings
 

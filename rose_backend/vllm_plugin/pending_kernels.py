@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rose_backend.config import num_usable_cores
 from rose_backend.vllm_plugin.plugin_logger import logger
 from rose_backend.vllm_plugin.registration import installed_vllm_version
 
@@ -70,7 +71,7 @@ def begin(vllm_config: VllmConfig, layer: Any, kind: Hashable) -> None:
 
 def compile_ahead(vllm_config: VllmConfig, layer: Any, kind: Hashable, gpu: GpuProperties) -> PendingKernels:
     """Compile for an engine on ``gpu``; see ``begin``."""
-    from rose_backend.compile_ahead.pool import AheadCompilation, CompleteStarts, usable_cores
+    from rose_backend.compile_ahead.pool import AheadCompilation, CompleteStarts
 
     start = CompleteStarts(gpu, installed_vllm_version(), kind, *_key(vllm_config))
     # Each worker on this machine has its own processes.
@@ -80,7 +81,7 @@ def compile_ahead(vllm_config: VllmConfig, layer: Any, kind: Hashable, gpu: GpuP
     compilation = AheadCompilation(
         [start],
         lambda: launches().sources,
-        num_processes=max(usable_cores() // num_workers, 1),
+        num_processes=max(num_usable_cores() // num_workers, 1),
     )
     return PendingKernels(compilation, launches())
 

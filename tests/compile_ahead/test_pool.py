@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -36,14 +37,14 @@ from rose_backend.errors import ConfigError
 from rose_backend.kernels.gpu_properties import GpuProperties
 
 
-class Deadly(KernelSource):
-    """Ends the process that compiles it, as the system does when memory runs out."""
+class Bad(KernelSource):
+    """Comes last, and ends the process that compiles it, as where memory runs out; or is never finished."""
 
     def length(self) -> int:
         return 0
 
     def function(self) -> None:  # type: ignore[override]
-        os._exit(9)
+        os._exit(9) if self.name == "deadly" else threading.Event().wait()
 
 
 @pytest.fixture
@@ -53,6 +54,11 @@ def source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> KernelSource:
         ids = torch.empty(3, dtype=torch.int64, device="meta")
         kernels.embed_tokens(ids, ids, torch.empty((9, 64), dtype=torch.float16, device="meta"))
     return recorded.sources[0]
+
+
+def bad(source: KernelSource, name: str) -> Bad:
+    fields = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
+    return Bad(**fields | {"name": name})
 
 
 def compile_all(*sources: KernelSource) -> tuple[list[CompiledKernel], str | None]:
@@ -79,38 +85,32 @@ def test_what_cannot_be_compiled_is_reported_and_the_others_go_on(source: Kernel
 
 
 def test_a_process_that_ends_is_reported(source: KernelSource) -> None:
-    fields = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
-    finished, failure = compile_all(source, Deadly(**fields))
+    finished, failure = compile_all(source, bad(source, "deadly"))
     assert [kernel.error for kernel in finished] == [None]
     assert failure == "a process ended, possibly because memory ran out"
 
 
-def test_a_server_that_ends_is_reported(source: KernelSource) -> None:
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [("import os; os.kill(os.getpid(), 9)", "-9"), ("raise SystemExit('no such thing')", "1: no such thing")],
+)
+def test_a_server_that_ends_is_reported_with_its_last_words(
+    source: KernelSource, monkeypatch: pytest.MonkeyPatch, program: str, expected: str
+) -> None:
+    monkeypatch.setattr(compilation_pool, "_START_SERVER", program)
     pool = CompilationPool(num_processes=1)
-    pool._server.kill()
     pool._server.wait()
     pool.submit([source])
     assert list(pool.finished()) == []
-    assert pool.failure is not None and "ended with exit code -9" in pool.failure
+    assert pool.failure == f"the compiling process ended with exit code {expected}"
     pool.close()
-
-
-class Endless(KernelSource):
-    """Never finished."""
-
-    def length(self) -> int:
-        return 0
-
-    def function(self) -> None:  # type: ignore[override]
-        threading.Event().wait()
 
 
 def test_a_kernel_that_hangs_does_not_hold_up_the_start(
     source: KernelSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fields = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
     pool = CompilationPool(num_processes=1)
-    pool.submit([source, Endless(**fields)])
+    pool.submit([source, bad(source, "endless")])
     finished = pool.finished()
     assert next(finished).error is None
     monkeypatch.setattr(compilation_pool, "MAX_SILENCE_S", 0.2)
@@ -164,42 +164,9 @@ def test_all_processes_end_with_a_parent_that_is_killed(source: KernelSource) ->
         parent.stdout.close()
 
 
-def test_there_are_never_more_processes_than_the_limit(source: KernelSource) -> None:
+def test_processes_are_never_more_than_the_limit_and_end_with_the_pool(source: KernelSource) -> None:
     pool = CompilationPool(num_processes=192)
     assert pool._num_processes == compilation_pool.MAX_PROCESSES
-    pool.close()
-
-
-def test_the_last_words_of_a_server_are_passed_on(
-    source: KernelSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compilation_pool, "_START_SERVER", "raise SystemExit('no such thing')")
-    pool = CompilationPool(num_processes=1)
-    pool.submit([source])
-    assert list(pool.finished()) == []
-    assert pool.failure == "the compiling process ended with exit code 1: no such thing"
-    pool.close()
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("max 100000", 6), ("250000 100000", 2), ("50000 100000", 1), (None, 6)]
-)
-def test_cores_are_those_of_the_control_group(
-    text: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read_text(path: Path) -> str:
-        assert str(path) == "/sys/fs/cgroup/cpu.max"
-        if text is None:
-            raise FileNotFoundError
-        return text
-
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
-    monkeypatch.setattr(Path, "read_text", read_text)
-    assert compilation_pool.usable_cores() == expected
-
-
-def test_processes_end_with_the_pool(source: KernelSource) -> None:
-    pool = CompilationPool(num_processes=1)
     server = pool._server
     pool.submit([source])
     del pool
@@ -251,23 +218,14 @@ def test_compilations_are_seen_inside_the_block_only(
 
 def test_a_start_that_fails_leaves_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pool:
-        def __init__(self, num_processes: int | None) -> None:
-            pass
+        finished: Callable[..., Any] = lambda self: iter(())
+        submit: Callable[..., Any] = lambda self, sources: None
 
-        def submit(self, sources: object) -> None:
-            pass
-
-        def finished(self) -> Iterator[CompiledKernel]:
-            yield from ()
-
-    class Start:
-        def is_complete(self) -> bool:
-            return False
-
-    monkeypatch.setattr(compilation_pool, "CompilationPool", Pool)
+    monkeypatch.setattr(compilation_pool, "CompilationPool", lambda num_processes: Pool())
     gc.disable()
     try:
-        compilation = AheadCompilation([cast(CompleteStarts, Start())], list)
+        start: Any = SimpleNamespace(is_complete=lambda: False)
+        compilation = AheadCompilation([start], list)
         pool = weakref.ref(compilation._pool)
         del compilation
         assert pool() is None, "its processes go on until garbage is collected"

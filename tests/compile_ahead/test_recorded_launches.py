@@ -195,15 +195,12 @@ def test_shapes_are_those_that_torch_computes(index: int) -> None:
     assert (got.shape, got.dtype, got.stride()) == (expected.shape, expected.dtype, expected.stride())
 
 
-def test_products_may_be_wider_than_their_factors() -> None:
-    # Of torch's own, too, but on a GPU only.
+def test_what_shapes_do_not_show() -> None:
     with meta_stands_for(H100), recorded_launches._MetaAsGpu():
+        # A product may be wider than its factors: of torch's own, too, but on a GPU only.
         half = torch.empty(4, 6, dtype=torch.float16, device="meta")
         assert torch.mm(half, half.t(), out_dtype=torch.float32).dtype == torch.float32
-
-
-def test_host_memory_stays_as_it_is() -> None:
-    with meta_stands_for(H100), recorded_launches._MetaAsGpu():
+        # CPU memory stays as it is.
         host = torch.zeros(3, pin_memory=True)
         host.copy_(torch.empty(3, device="meta"))
         assert host.tolist() == [0.0, 0.0, 0.0]

@@ -11,10 +11,9 @@ from rose_backend import SamplingParams
 from rose_backend import scheduling as in_flight_prefixes
 from rose_backend.block_manager import BlockManager
 from rose_backend.config import EngineConfig
-from rose_backend.engine.deferred_commit import DeferredCommits
-from rose_backend.engine.input_processor import InputProcessor
+from rose_backend.engine.request import InputProcessor
 from rose_backend.engine.scheduler import Admission
-from rose_backend.engine.sequence_state import SequenceState
+from rose_backend.engine.sequence_state import DeferredCommits, SequenceState
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import TokenizerParts
 from tests.support.random_tokenizers import KINDS
@@ -72,14 +71,14 @@ def test_two_that_want_the_same_half_filled_block(num_blocks: int, num_admitted:
         [14, 16][:num_admitted],
         6 * num_admitted,
     )
-    assert len(admission.waiting) == 2 - num_admitted and admission.num_reserved_rows == num_admitted
+    assert len(admission.waiting) == 2 - num_admitted and admission.num_reserved_slots == num_admitted
     assert manager.num_free_rows == 8 - num_admitted
     manager.check_integrity()
     # Nothing has been freed: it is not looked up again.
     assert not admission.may_admit(num_admitted)
     if num_admitted == 1:
         manager.free(rows)
-        admission.num_reserved_rows -= 1
+        admission.num_reserved_slots -= 1
         rows, counts, num_cached = admission.admit(64, 0)
         assert (counts.tolist(), num_cached) == ([16], 6)
         manager.check_integrity()

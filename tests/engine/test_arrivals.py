@@ -26,7 +26,7 @@ LONG = replace(GREEDY, max_tokens=120)
 
 def tokens_read(core: EngineCore, texts: list[Completion]) -> list[int]:
     """Return how many tokens of each text the host knows."""
-    return [int(core._rows.num_tokens[text.row]) for text in texts]
+    return [int(core._state.num_tokens[text.slot]) for text in texts]
 
 
 @pytest.mark.parametrize("budget", [512, 24])
@@ -70,7 +70,7 @@ def test_a_prompt_starts_behind_one_step_at_most_and_no_text_waits(
         assert (step.num_decodes, step.num_new_tokens.tolist()) == (NUM_TEXTS, [1] * NUM_TEXTS + [chunk])
         assert num_ahead <= 1
         # And no step after it leaves the rest of the prompt waiting.
-        with_prompt = [each for each, _ in started if len(each.rows) > each.num_decodes]
+        with_prompt = [each for each, _ in started if len(each.slots) > each.num_decodes]
         assert len(with_prompt) == -(-60 // chunk) and with_prompt == [
             each for each, _ in started[: len(with_prompt)]
         ]
@@ -100,8 +100,8 @@ def test_callers_wait_for_one_step_at_most(tiny_model_path: Path, monkeypatch: p
     forward = core._runner.forward
 
     def spy(step: Step) -> object:
-        for row in step.rows[step.num_decodes :].tolist():
-            completion = core._rows.completions[row]
+        for row in step.slots[step.num_decodes :].tolist():
+            completion = core._state.completions[row]
             assert completion is not None
             name = completion.request.request_id
             waited.setdefault(name, core.stats.steps - inbox.num_steps[name])

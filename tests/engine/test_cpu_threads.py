@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from rose_backend import LLM
+from rose_backend import config as engine_config
 from rose_backend.cli import main
-from rose_backend.config import EngineConfig
-from rose_backend.engine import process_settings as cpu_threads
+from rose_backend.config import EngineConfig, num_usable_cores
 from rose_backend.engine.process_settings import (
     SMALL_MODEL,
     CpuThreads,
     check_num_threads,
     choose_cpu_threads,
-    num_usable_cores,
 )
 from rose_backend.errors import ConfigError
 from tests.engine.conftest import GREEDY
@@ -32,7 +31,7 @@ def eight_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let torch say that it uses eight threads, as on a machine of eight cores; nobody has chosen another number."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    monkeypatch.setattr(cpu_threads, "_CPU_MAX", Path("/nowhere"))
+    monkeypatch.setattr(engine_config, "_CPU_MAX", Path("/nowhere"))
     torch.set_num_threads(8)
     yield
 
@@ -60,7 +59,7 @@ def test_no_more_threads_than_cores_and_than_torch_uses(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 9, 11}, raising=False)
     assert (choose(1 << 40), num_usable_cores()) == (2, 4)
     quota = tmp_path / "cpu.max"
-    monkeypatch.setattr(cpu_threads, "_CPU_MAX", quota)
+    monkeypatch.setattr(engine_config, "_CPU_MAX", quota)
     for text, count in (("250000 100000", 2), ("20000 100000", 1), ("900000 100000", 4), ("max 100000", 4)):
         quota.write_text(text + "\n")
         assert (choose(1 << 40), num_usable_cores()) == (max(count // 2, 1), count), text

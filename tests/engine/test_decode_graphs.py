@@ -71,7 +71,7 @@ def test_greedy_tokens_while_requests_come_and_go_in_every_step(tiny_model_path:
                 core.add(request)
             outputs = core.step()
             tokens |= {each.request_id: each.outputs[0].token_ids for each in outputs if each.finished}
-            running.append({each for each in core._rows.completions if each is not None})
+            running.append({each for each in core._state.completions if each is not None})
         while core.num_unfinished:
             outputs = core.step()
             tokens |= {each.request_id: each.outputs[0].token_ids for each in outputs if each.finished}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rose_backend import LLM, SamplingParams
-from rose_backend.engine.deferred_commit import DeferredCommits
+from rose_backend.engine.sequence_state import DeferredCommits
 
 NUM_ROWS, WINDOW = 300, 4096
 

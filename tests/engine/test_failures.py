@@ -54,10 +54,13 @@ def test_a_failed_device_call_is_reported_once_with_step_and_requests(
         core.step()
     num_rows, newest = (5, "c, d, e") if where in ("forward", "sample") else (4, "b, c, d")
     assert str(caught.value) == (
-        f"the engine stopped in step {core.stats.steps} with {num_rows} rows: RuntimeError: {CUDA_ERROR}"
+        f"the engine stopped in step {core.stats.steps} with {num_rows} request slots: RuntimeError: {CUDA_ERROR}"
     )
     # In the log only: every caller gets the error, whoever the requests belong to.
-    assert f"the newest requests in step {core.stats.steps} with {num_rows} rows: {newest}" in caplog.messages
+    assert (
+        f"the newest requests in step {core.stats.steps} with {num_rows} request slots: {newest}"
+        in caplog.messages
+    )
     assert core.stats.steps == 6
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert not core.is_alive
@@ -97,7 +100,7 @@ def test_a_failed_device_call_ends_streams_that_run_and_that_wait(tiny_model_pat
         results = await asyncio.gather(*tasks, return_exceptions=True)
         (message,) = {str(result) for result in results}
         assert re.fullmatch(
-            r"the engine stopped in step \d+ with 2 rows: RuntimeError: " + re.escape(CUDA_ERROR),
+            r"the engine stopped in step \d+ with 2 request slots: RuntimeError: " + re.escape(CUDA_ERROR),
             message,
         )
         assert all(isinstance(result, EngineDeadError) for result in results)
@@ -107,7 +110,7 @@ def test_a_failed_device_call_ends_streams_that_run_and_that_wait(tiny_model_pat
 
 
 async def rows_in_use(engine: AsyncEngine, number: int) -> None:
-    while len(engine._core._scheduler.running_rows) < number:
+    while len(engine._core._scheduler.running_slots) < number:
         await asyncio.sleep(0.001)
 
 

@@ -12,7 +12,7 @@ import pytest
 from rose_backend import LLM, EngineConfig, SamplingParams
 from rose_backend.cli import main
 from rose_backend.engine.async_engine import AsyncEngine
-from rose_backend.engine.input_processor import sampling_defaults
+from rose_backend.engine.request import sampling_defaults
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError, ModelError, RequestError
 from tests.support.llama_checkpoints import WINDOW, change_json, write_checkpoint

@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 
 from rose_backend import LLM, CompletionOutput
-from rose_backend.engine.input_processor import InputProcessor
-from rose_backend.engine.output_processor import (
+from rose_backend.engine.output_thread import (
     Abort,
     Ending,
+    IncrementalDetokenization,
     IncrementalTokens,
     NewTokens,
     OutputProcessor,
 )
-from rose_backend.engine.output_thread import IncrementalDetokenization
-from rose_backend.engine.request import Completion
+from rose_backend.engine.request import Completion, InputProcessor
 from rose_backend.engine.sequence_state import SequenceState
 from rose_backend.engine.tokenizer import Tokenizer
 from tests.engine.conftest import GREEDY
@@ -195,7 +194,7 @@ def test_portions_are_small_and_few(tokenizer: Tokenizer, num_rows: int) -> None
         for each, start, end, count in zip(
             portion.completions, portion.starts, ends, portion.counts, strict=True
         ):
-            seen[each.row] = start, portion.token_ids[end - count : end].tolist()
+            seen[each.slot] = start, portion.token_ids[end - count : end].tolist()
         assert ends[-1] == len(portion.token_ids)
     expected = zip(rows[:-2].tolist(), counts.tolist(), strict=False)
     assert seen == {row: (len(PROMPT), [1000 * row + at for at in range(count)]) for row, count in expected}

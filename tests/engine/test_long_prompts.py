@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from rose_backend.engine import tokenizer as tokenizer_module
-from rose_backend.engine.input_processor import InputProcessor
+from rose_backend.engine.request import InputProcessor
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.engine.tokenizer import ByteLevelDecoder, Tokenizer
 from rose_backend.errors import RequestError

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from rose_backend import LLM, AsyncEngine, CompletionOutput, SamplingParams
-from rose_backend.engine.input_processor import InputProcessor
-from rose_backend.engine.output_processor import Ending, IncrementalTokens, NewTokens, OutputProcessor
+from rose_backend.engine.output_thread import Ending, IncrementalTokens, NewTokens, OutputProcessor
 from rose_backend.engine.outputs import GrowingCompletions
-from rose_backend.engine.request import Completion, Request
+from rose_backend.engine.request import Completion, InputProcessor, Request
 from rose_backend.engine.tokenizer import Tokenizer
 from tests.engine.test_text_streams import kind_named, library_text, text_behind
 from tests.support.random_tokenizers import KINDS, save

@@ -17,8 +17,7 @@ import pytest
 from rose_backend.engine import async_engine, output_thread
 from rose_backend.engine.async_engine import OutputDispatcher
 from rose_backend.engine.client import OutputStream
-from rose_backend.engine.output_processor import Abort, OutputProcessor
-from rose_backend.engine.output_thread import OutputHandler, OutputThread
+from rose_backend.engine.output_thread import Abort, OutputHandler, OutputProcessor, OutputThread
 from rose_backend.engine.outputs import CompletionOutput, RequestOutput
 from rose_backend.errors import RequestError
 from tests.support.patience import HANG_S

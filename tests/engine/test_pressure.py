@@ -146,7 +146,7 @@ def test_a_part_filled_block_of_a_cache_entry_and_two_sessions(
     for name, prompt in prompts.items():
         add(core, name, prompt)
     core.step()
-    rows = [request.completions[0].row for request in core._requests.values()]
+    rows = [request.completions[0].slot for request in core._requests.values()]
     tables = core.manager.block_table[rows]
     # Two full blocks are shared; each session writes into a third block of its own.
     assert (tables[0, :2] == tables[1, :2]).all() and tables[0, 2] != tables[1, 2]
@@ -174,7 +174,7 @@ def test_two_sessions_behind_a_full_block_copy_nothing(make_llm: Callable[..., L
     for name, prompt in prompts.items():
         add(core, name, prompt)
     core.step()
-    rows = [request.completions[0].row for request in core._requests.values()]
+    rows = [request.completions[0].slot for request in core._requests.values()]
     tables = core.manager.block_table[rows]
     assert (tables[0, :2] == tables[1, :2]).all() and tables[0, 2] != tables[1, 2]
     finished = run(core)
@@ -213,7 +213,7 @@ def test_rows_freed_while_their_clone_is_pending(make_llm: Callable[..., LLM]) -
     add(core, "owner", owner)
     core.step()
     core._pipeline._commits.flush()  # as a prompt in the queue would have done
-    source = int(manager.block_table[core._requests["owner"].completions[0].row, 2])
+    source = int(manager.block_table[core._requests["owner"].completions[0].slot, 2])
 
     # The copy's only holder leaves: the copy is called off.
     admission = manager.add(fork)

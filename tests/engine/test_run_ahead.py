@@ -43,12 +43,12 @@ def test_same_text(make_ahead: Callable[..., LLM], llm: LLM, run_ahead: int, wid
 
 def test_long_steady_state_decode_is_committed_on_the_way(make_ahead: Callable[..., LLM]) -> None:
     core = make_ahead(1, (), block_size=128, max_model_len=256).core
-    state, computed = core._rows, core.manager.num_computed_tokens
+    state, computed = core._state, core.manager.num_computed_tokens
     core.add(core.input_processor.make([5, 6, 7], SamplingParams(max_tokens=100, ignore_eos=True)))
     lags = []
     while core.num_unfinished:
         core.step()
-        for row in core._scheduler.running_rows.tolist():
+        for row in core._scheduler.running_slots.tolist():
             lags.append(int(state.num_tokens[row] - computed[row]))
     assert len(lags) > 90
     assert 20 < max(lags) < 40
@@ -244,7 +244,7 @@ def test_blocks_are_taken_a_few_rows_at_a_time_and_before_they_are_needed(
 
     monkeypatch.setattr(core.manager, "reserve", counting)
     monkeypatch.setattr(core._scheduler, "_make_step", planning)
-    while int(core._rows.num_tokens[0]) < 110:
+    while int(core._state.num_tokens[0]) < 110:
         core.step()
         taken.append(0)
         planned.append(0)
@@ -292,12 +292,12 @@ def test_arrivals_and_aborts_at_any_time(make_ahead: Callable[..., LLM], llm: LL
 
 def test_nothing_is_findable_before_its_token_is_known(make_ahead: Callable[..., LLM]) -> None:
     core = decoding(make_ahead(3), 1)
-    (row,) = core._scheduler.running_rows.tolist()
+    (row,) = core._scheduler.running_slots.tolist()
     for _ in range(20):
         core.step()
-        num_known = int(core._rows.num_tokens[row])
+        num_known = int(core._state.num_tokens[row])
         assert core.manager.num_computed_tokens[row] <= num_known - 1
-        known = core._rows.token_ids[row, :num_known]
+        known = core._state.token_ids[row, :num_known]
         match = core.manager.match(np.concatenate([known, known]).astype(np.int32))
         assert match.num_tokens <= num_known - 1
     while core.num_unfinished:
@@ -314,7 +314,7 @@ def test_rows_hold_block_lookahead_only_where_blocks_are_plenty(make_ahead: Call
                     [index + 1] * (10 if index < 3 else 4), replace(GREEDY, max_tokens=60)
                 )
             )
-        while int(core._rows.num_tokens.max()) < 19:
+        while int(core._state.num_tokens.max()) < 19:
             core.step()
         assert core.manager.num_usable_blocks - core.manager.num_free_blocks == num_held
         while core.num_unfinished:
@@ -326,8 +326,8 @@ def test_a_new_request_finds_all_known_tokens(make_ahead: Callable[..., LLM], nu
     core = decoding(make_ahead(2), 3)
     for _ in range(num_steps):
         core.step()
-    row = int(core._scheduler.running_rows[1])
-    known = core._rows.token_ids[row, : core._rows.num_tokens[row]].tolist()
+    row = int(core._scheduler.running_slots[1])
+    known = core._state.token_ids[row, : core._state.num_tokens[row]].tolist()
     core.add(core.input_processor.make([*known, 5, 5], replace(GREEDY, max_tokens=1), request_id="newcomer"))
     finished = {}
     while core.num_unfinished:

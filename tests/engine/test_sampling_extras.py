@@ -155,7 +155,7 @@ def test_min_tokens_holds_at_the_ends_of_every_range(
 ) -> None:
     # Some 190 draws at the highest temperature would bring up a twentieth of the vocabulary.
     llm = make_llm(fused_sampler=fused_sampler, max_num_seqs=32)
-    eos, *others = stops = [llm.core._rows.eos_token_ids[0], *range(128)]
+    eos, *others = stops = [llm.core._state.eos_token_ids[0], *range(128)]
     penalties = {"presence_penalty": 2.0, "frequency_penalty": -2.0, "repetition_penalty": repetition_penalty}
     params = [
         SamplingParams(
@@ -178,13 +178,13 @@ def test_a_slot_forgets_the_row_that_left_it(make_ahead: Callable[..., LLM]) -> 
     core = llm.core
     plain = replace(GREEDY, max_tokens=60)
     start(core, replace(plain, min_tokens=60, stop_token_ids=expected), replace(plain, logprobs=0))
-    slot_of_row = core._runner.decoder._slots._slot_of_row
-    (slot,) = slot_of_row[core._scheduler.running_rows[:1]].tolist()
+    row_of_slot = core._runner.decoder._rows._row_of_slot
+    (row,) = row_of_slot[core._scheduler.running_slots[:1]].tolist()
     core.abort(next(iter(core._requests)))
     core.add(core.input_processor.make(prompt, replace(GREEDY, max_tokens=12), request_id="plain"))
     core.step()
     core.step()
-    assert slot_of_row[core._scheduler.running_rows[-1]] == slot
+    assert row_of_slot[core._scheduler.running_slots[-1]] == row
     finished = {}
     while core.num_unfinished:
         finished |= {output.request_id: output for output in core.step()}

@@ -35,8 +35,14 @@ def test_the_same_rows_with_other_completions_have_other_lengths(llm: LLM) -> No
     assert state.append(batch, np.array([12, 30])).tolist() == [False, False]
     assert state.append(Batch.of(state, np.array([2, 0]), 2), np.array([31, 13])).tolist() == [False, False]
     assert state.append(batch, np.array([14, 32])).tolist() == [False, True]
-    assert state.output_token_ids(0) == [10, 11, 12, 13, 14]
-    assert state.output_token_ids(2) == [30, 31, 32]
+    assert state.token_ids[0, state.num_prompt_tokens[0] : state.num_tokens[0]].tolist() == [
+        10,
+        11,
+        12,
+        13,
+        14,
+    ]
+    assert state.token_ids[2, state.num_prompt_tokens[2] : state.num_tokens[2]].tolist() == [30, 31, 32]
 
 
 def test_tokens_of_some_rows_from_some_position(llm: LLM) -> None:
@@ -93,7 +99,7 @@ def test_rows_that_are_cleared_leave_others_alone(llm: LLM) -> None:
     before = state.generation.copy()
     cleared = state.clear(np.array([2, 0], np.int32))
     assert [each.token_ids.tolist() for each in cleared] == [[42, 42, 42, 12], [40, 10]]
-    assert [each.row for each in cleared] == [-1, -1]
+    assert [each.slot for each in cleared] == [-1, -1]
     assert [each is None for each in state.completions] == [True, False, True]
     assert [counts.tolist() for counts in per_row] == [[0, 4, 0]] * 3
     assert state.is_on_device.tolist() == [False, True, False]
@@ -120,7 +126,14 @@ def test_a_batch_is_steady_until_other_rows_or_tokens_come(llm: LLM) -> None:
     assert batch.is_steady, "row 2 is none of its own"
     state.fill(2, completion(llm, [7], 20))
     assert not batch.is_steady
-    assert state.output_token_ids(0) == [10] * 4 and state.output_token_ids(1) == [11, 11, 10, 11]
+    assert state.token_ids[0, state.num_prompt_tokens[0] : state.num_tokens[0]].tolist() == [
+        10
+    ] * 4 and state.token_ids[1, state.num_prompt_tokens[1] : state.num_tokens[1]].tolist() == [
+        11,
+        11,
+        10,
+        11,
+    ]
 
 
 def test_a_batch_keeps_the_rows_whose_completions_are_left(llm: LLM) -> None:
@@ -128,10 +141,10 @@ def test_a_batch_keeps_the_rows_whose_completions_are_left(llm: LLM) -> None:
     for row in range(4):
         state.fill(row, completion(llm, [40 + row], 20))
     batch = Batch.of(state, np.array([3, 0, 2]), 2)
-    assert batch.decode_rows.tolist() == [0, 2] and batch.live() is None
+    assert batch.decode_slots.tolist() == [0, 2] and batch.live() is None
     state.clear(np.array([0], np.int32))
     state.fill(0, completion(llm, [7], 20))
     is_live = batch.live()
     assert is_live is not None and is_live.tolist() == [True, False, True]
     left = batch.only(is_live)
-    assert left.rows.tolist() == [3, 2] and left.decode_rows.tolist() == [2] and left.live() is None
+    assert left.slots.tolist() == [3, 2] and left.decode_slots.tolist() == [2] and left.live() is None

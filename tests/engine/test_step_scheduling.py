@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rose_backend import LLM
-from rose_backend.engine.output_processor import OutputProcessor
+from rose_backend.engine.output_thread import OutputProcessor
 from rose_backend.engine.request import Request
 from rose_backend.engine.scheduler import Step
 from tests.engine.conftest import GREEDY
@@ -68,7 +68,7 @@ def test_decodes_lead_and_prompts_fill_the_budget(
         assert sum(counts) <= 40
         assert all(count == 1 for count in counts[: step.num_decodes])
         assert all(count > 1 for count in counts[step.num_decodes :])
-        assert len(set(step.rows.tolist())) == len(counts)
+        assert len(set(step.slots.tolist())) == len(counts)
     # 3 + 37 of the second; its decode beside 39 more; the last 24 beside the decode and 15 of the third; ...
     shapes = [sorted(step.num_new_tokens.tolist()) for step in recorded[:4]]
     assert shapes == [[3, 37], [1, 39], [1, 15, 24], [1, 1, 35]]
@@ -116,7 +116,7 @@ def test_a_step_of_decodes_and_prompts_never_exceeds_the_budget(
     while core.num_unfinished:
         core.step()
     assert all(step.num_new_tokens.sum() <= 20 for step in recorded)
-    beside = [step for step in recorded if step.num_decodes and len(step.rows) > step.num_decodes]
+    beside = [step for step in recorded if step.num_decodes and len(step.slots) > step.num_decodes]
     assert any(step.num_decodes == 14 and step.num_new_tokens.sum() == 20 for step in beside)
 
 
@@ -146,7 +146,7 @@ def test_pure_decode_step_looks_at_no_completion(make_llm: Callable[..., LLM]) -
         core.add(core.input_processor.make([index + 1] * 10, replace(GREEDY, temperature=0.7, max_tokens=30)))
     for _ in range(3):
         core.step()
-    rows = core._rows
+    rows = core._state
     real = rows.completions
 
     class Untouchable(list[Any]):

@@ -68,7 +68,7 @@ def test_end_of_text(make_llm: Callable[..., LLM]) -> None:
     # No draw of this model ends soon: make a token that it does produce the end-of-text token.
     whole = complete(llm, LONG)
     eos = whole.token_ids[9]
-    llm.core._rows.eos_token_ids = (eos,)
+    llm.core._state.eos_token_ids = (eos,)
     ended = complete(llm, replace(LONG, ignore_eos=False))
     assert (ended.finish_reason, ended.stop_reason) == ("stop", None)
     assert ended.token_ids == whole.token_ids[: whole.token_ids.index(eos) + 1]

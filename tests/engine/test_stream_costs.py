@@ -13,10 +13,10 @@ import pytest
 
 from rose_backend import SamplingParams
 from rose_backend.engine.client import OutputStream
-from rose_backend.engine.input_processor import InputProcessor, ProcessedInput
-from rose_backend.engine.output_processor import Ending, NewTokens, OutputProcessor
+from rose_backend.engine.output_thread import Ending, NewTokens, OutputProcessor
 from rose_backend.engine.outputs import RequestOutput
 from rose_backend.engine.remote_engine import pack, unpack
+from rose_backend.engine.request import InputProcessor, ProcessedInput
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.server.answers import Answer, AnswerOptions, ChatAnswer, CompletionAnswer
 from rose_backend.server.generation import Generation

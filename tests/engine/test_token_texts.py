@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
-from rose_backend.engine.input_processor import InputProcessor
 from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from rose_backend.engine.request import InputProcessor
 from rose_backend.engine.tokenizer import MAX_TOKENS_BEFORE, Tokenizer, TokenTexts, make_decoder
 from rose_backend.server.answers import Answer, AnswerOptions, ChatAnswer, CompletionAnswer
 from tests.engine.test_one_text import Play

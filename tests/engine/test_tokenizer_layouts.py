@@ -17,7 +17,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rose_backend import LLM, SamplingParams
-from rose_backend.engine.input_processor import InputProcessor
+from rose_backend.engine.request import InputProcessor
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.engine.tokenizer_loading import TokenizerLoading, TokenizerParts, load_tokenizer
 from rose_backend.errors import ModelError, RequestError

@@ -12,31 +12,26 @@ import set_up
 import set_up_python
 from set_up_python import Python, SetUpError
 
+OLD = Python("/opt/old", (3, 10, 4), True)
+NO_VENV = Python("/opt/bare", (3, 12, 1), False)
+
 
 def test_the_first_suitable_python_is_taken() -> None:
-    old = Python("/opt/old", (3, 10, 4), True)
-    no_venv = Python("/opt/bare", (3, 12, 1), False)
     good = Python("/opt/good", (3, 11, 9), True)
-    assert set_up_python.choose_python([old, no_venv, good]) == good
+    assert set_up_python.choose_python([OLD, NO_VENV, good]) == good
 
 
-def test_a_python_that_is_too_old_is_named() -> None:
-    with pytest.raises(SetUpError, match=r"Python 3\.11 to 3\.\d+ is needed; found /opt/old \(3\.10\.4\)"):
-        set_up_python.choose_python([Python("/opt/old", (3, 10, 4), True)])
-
-
-def test_a_missing_venv_module_is_named_with_its_cure() -> None:
-    with pytest.raises(
-        SetUpError, match=r"/opt/bare .* has no venv module[\s\S]*apt install python3\.12-venv"
-    ):
-        set_up_python.choose_python(
-            [Python("/opt/old", (3, 9, 1), True), Python("/opt/bare", (3, 12, 1), False)]
-        )
-
-
-def test_no_python_at_all() -> None:
-    with pytest.raises(SetUpError, match="found none at all"):
-        set_up_python.choose_python([])
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([OLD], r"Python 3\.11 to 3\.\d+ is needed; found /opt/old \(3\.10\.4\)"),
+        ([OLD, NO_VENV], r"/opt/bare .* has no venv module[\s\S]*apt install python3\.12-venv"),
+        ([], "found none at all"),
+    ],
+)
+def test_without_a_suitable_python_what_was_found_is_named(found: list[Python], message: str) -> None:
+    with pytest.raises(SetUpError, match=message):
+        set_up_python.choose_python(found)
 
 
 def test_this_python_is_found() -> None:
@@ -58,9 +53,6 @@ def test_nvidia_smi_decides(
     assert set_up_python.detect_device() == device
     monkeypatch.setenv("ROSE_DEVICE", "cpu")
     assert set_up_python.detect_device() == "cpu"
-
-
-def test_an_unknown_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROSE_DEVICE", "gpu")
     with pytest.raises(SetUpError, match="ROSE_DEVICE: got 'gpu', allowed are cpu and cuda"):
         set_up_python.detect_device()
@@ -77,7 +69,11 @@ def test_a_venv_is_usable_only_with_its_interpreter(tmp_path: Path) -> None:
     assert set_up_python.venv_python_version(tmp_path) is None
 
 
-def test_a_failed_command_says_what_to_do(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_command_is_named_before_it_runs_and_says_what_to_do_if_it_fails(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    set_up.run([sys.executable, "-c", "print('ran')"])
+    assert capfd.readouterr().out.splitlines() == [f"$ {sys.executable} -c print('ran')", "ran"]
     code = "import sys; sys.stderr.write('ERROR: No matching distribution found for x'); sys.exit(1)"
     with pytest.raises(SetUpError, match=r"Failed: [\s\S]*Check the network, HTTPS_PROXY") as caught:
         set_up.run([sys.executable, "-c", code])
@@ -137,18 +133,11 @@ class FakeSetUp:
         self.done: list[str] = []
         self.failing = ""
         venv = root / ".venv"
-        for name in (
-            "requirements/cpu.txt",
-            "requirements/cuda.txt",
-            "requirements/dev.txt",
-            "pyproject.toml",
-        ):
+        requirements = {f"requirements/{name}.txt": name for name in ("cpu", "cuda", "dev")}
+        files = {"rose_backend/__init__.py": '__version__ = "1"\n', "scripts/set_up_check.py": ""}
+        for name, text in {**requirements, "pyproject.toml": "", **files}.items():
             (root / name).parent.mkdir(exist_ok=True)
-            (root / name).write_text(name)
-        (root / "rose_backend").mkdir()
-        (root / "rose_backend" / "__init__.py").write_text('__version__ = "1"\n')
-        (root / "scripts").mkdir()
-        (root / "scripts" / "set_up_check.py").write_text("")
+            (root / name).write_text(text)
         monkeypatch.setattr(set_up, "ROOT", root)
         monkeypatch.setattr(set_up, "VENV", venv)
         monkeypatch.setattr(set_up, "STAMP", venv / "set_up.json")
@@ -227,8 +216,3 @@ def test_main_reports_a_failure(fake: FakeSetUp, capsys: pytest.CaptureFixture[s
     fake.failing = "project"
     assert set_up.main() == 1
     assert "SET-UP FAILED\nproject failed" in capsys.readouterr().err
-
-
-def test_a_command_is_named_before_it_runs(capfd: pytest.CaptureFixture[str]) -> None:
-    set_up.run([sys.executable, "-c", "print('ran')"])
-    assert capfd.readouterr().out.splitlines() == [f"$ {sys.executable} -c print('ran')", "ran"]

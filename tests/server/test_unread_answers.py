@@ -17,8 +17,8 @@ import pytest
 from uvicorn.server import ServerState
 
 from rose_backend.engine.client import OutputStream
-from rose_backend.engine.input_processor import ProcessedInput
 from rose_backend.engine.outputs import CompletionOutput, RequestOutput
+from rose_backend.engine.request import ProcessedInput
 from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.server.connection import ConnectionConfig, SendTimeoutProtocol
 from rose_backend.server.generation import Generation

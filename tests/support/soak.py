@@ -59,8 +59,8 @@ def assert_idle(core: EngineCore, *, num_others: int) -> None:
     manager = core.manager
     assert manager.num_free_blocks == manager.num_usable_blocks
     assert manager.num_free_rows == core.config.max_num_seqs
-    assert core.num_waiting == 0 and len(core._scheduler.running_rows) == 0
-    assert not any(core._rows.completions)
+    assert core.num_waiting == 0 and len(core._scheduler.running_slots) == 0
+    assert not any(core._state.completions)
     num_held = count_completions() - num_others
     # The output thread may hold its last message, which names no completion that had no row.
     assert num_held <= core.config.max_num_seqs, f"{num_held} completions are still referred to"
