@@ -119,7 +119,7 @@ class Step:
         config, rows = self.model.config, len(self.ids)
         layer = self.model.weights.layers[0]
         products = {}
-        for linear in (layer.qkv, layer.attn_out, layer.mlp.widen, layer.mlp.narrow):
+        for linear in (layer.qkv, layer.attn_out, layer.mlp.gate_up, layer.mlp.down):
             columns, depth = linear.packed.weight.shape
             products[columns, depth] = choose_config(
                 rows,

@@ -238,9 +238,9 @@ MAX_EXPERTS = 1024
 class Experts:
     """Gated MLPs without biases, and how many of them a token takes."""
 
-    widen: torch.Tensor
+    gate_up: torch.Tensor
     """[X, 2 * I, E], contiguous: of each expert the rows of the gate, then those of the other factor."""
-    narrow: torch.Tensor  # [X, E, I] contiguous
+    down: torch.Tensor  # [X, E, I] contiguous
     top_k: int
     renormalize: bool
     """A token's weights sum up to 1."""

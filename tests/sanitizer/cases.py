@@ -224,7 +224,7 @@ def experts(num_tokens: int) -> Case:
     def run(device: str) -> list[torch.Tensor]:
         case = make_experts(num_tokens, 9, 3, 136, 72, HALF, norm=True)
         weights = replace(
-            case.experts, widen=case.experts.widen.to(device), narrow=case.experts.narrow.to(device)
+            case.experts, gate_up=case.experts.gate_up.to(device), down=case.experts.down.to(device)
         )
         result, moments = kernels.expert_mlp(
             case.x.to(device), case.router_logits.to(device), weights, rms_eps=EPS

@@ -1,7 +1,7 @@
 """Embeddings, norms, activations and residual adds: one launch each, float32 inside, rounded once.
 
 With a residual add before a norm, the sum is normalized as it is stored, so that both forms of a layer give the same
-numbers. What is added may come in parts, of a product that was cut along its inner dimension: this saves the launch
+numbers. What is added may come in parts, of a product that was split along its inner dimension: this saves the launch
 that would sum them. The activations of GPT-2's MLP work in place.
 """
 

@@ -1,6 +1,6 @@
 """Choosing the next token of every row in two launches that never sort.
 
-The vocabulary is cut into slices, and slices into groups of ``GROUP`` tokens (see ``choose_token.py``).
+The vocabulary is divided into slices, and slices into groups of ``GROUP`` tokens (see ``choose_token.py``).
 
 1. One program per row and slice reads the logits once. It writes the largest score of each group; for rows without
    top-k and min-p the slice's winner, a Gumbel-max draw (see ``choose_token.py``), and if they have top-p its weight.

@@ -17,7 +17,7 @@ MAX_QUERY_ELEMENTS = 8192
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """How decode attention's work is cut up and scheduled."""
+    """How decode attention's work is divided and scheduled."""
 
     tile: int
     """Cached tokens per iteration, a power of two."""

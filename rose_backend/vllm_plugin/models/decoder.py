@@ -63,7 +63,7 @@ class LoadedLayer:
             ModelError: a norm was reloaded without the matrix that it is folded into. The matrix stays as it was.
         """
         attention = self._layer.self_attn
-        qkv, attn_out, widen, narrow = [product.update() for product in self._products]
+        qkv, attn_out, gate_up, down = [product.update() for product in self._products]
         # All that is new is packed by now, whatever else is missing.
         for product in self._products:
             product.check_norm()
@@ -73,7 +73,7 @@ class LoadedLayer:
             qkv,
             attn_out,
             self._norm(self._layer.post_attention_layernorm),
-            Mlp(widen, narrow),
+            Mlp(gate_up, down),
             None if query_norm is None else query_norm.weight.data,
             None if key_norm is None else key_norm.weight.data,
         )

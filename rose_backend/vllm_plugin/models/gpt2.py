@@ -105,11 +105,11 @@ class RoseGPT2Model(GPT2Model):  # type: ignore[misc]
         """Return what is still to be added to the residual, or None, and the residual, both [T, E]."""
         if not self.fused_mlp:
             return mlp(normed), residual
-        widened, bias = mlp.c_fc(normed)
-        bias_gelu(widened, bias)
-        narrowed, bias = mlp.c_proj(widened)
-        bias_residual(narrowed, bias, residual)
-        return None, narrowed
+        wide, bias = mlp.c_fc(normed)
+        bias_gelu(wide, bias)
+        output, bias = mlp.c_proj(wide)
+        bias_residual(output, bias, residual)
+        return None, output
 
     def _add_norm(
         self, delta: torch.Tensor | None, residual: torch.Tensor, norm: Any
