@@ -26,8 +26,13 @@ from rose_backend.engine.startup import StartUpReport, show_start_up, storage_by
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError
 from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
-from rose_backend.kernels.tuning.attention import TUNED_QUERY_LENS, decode_tuning, prefill_tuning, rows_tile
-from rose_backend.kernels.tuning.experts import choose_config as choose_expert_config
+from rose_backend.kernels.tuning.choices import (
+    TUNED_QUERY_LENS,
+    choose_expert_config,
+    decode_tuning,
+    prefill_tuning,
+    rows_tile,
+)
 from rose_backend.layers.linear import Linear, adds_halves
 from rose_backend.models.config import ModelConfig
 from rose_backend.scheduling import default_token_budget

@@ -12,9 +12,9 @@ import torch
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import Experts, expert_mlp
-from rose_backend.kernels.captured_graphs import Workspace, current_workspace
+from rose_backend.kernels.arguments import row_moments
 from rose_backend.kernels.experts import expert_mlp as gpu
-from rose_backend.kernels.linear.ops import row_moments
+from rose_backend.kernels.gpu_properties import Workspace, current_workspace
 from tests.support.expert_cases import Case, make_case
 from tests.support.implementations import DTYPES, INTERPRETER, Implementation, each_dtype, kernels_only
 

@@ -11,9 +11,8 @@ import torch
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import empty_rows, pack_linear, small_batch_linear, small_batch_linear_and_moments
-from rose_backend.kernels.arguments import PackedLinear
+from rose_backend.kernels.arguments import MAX_ROWS, PackedLinear
 from rose_backend.kernels.linear import small_batch_linear as gpu
-from rose_backend.kernels.linear.ops import MAX_ROWS
 from tests.support.error_budget import assert_within_budget
 from tests.support.implementations import GPU, INTERPRETER, Implementation, each_dtype
 from tests.support.linear_cases import (
@@ -227,7 +226,7 @@ def test_a_split_depth_leaves_its_counters_as_they_were() -> None:
 def test_parts_never_outgrow_their_scratch(depth: int, columns: int) -> None:
     partial, arrivals = gpu.scratch_on(torch.device("cpu"))
     for rows, can_use_tma in itertools.product((4, 16, 32, 64, 128, 256), (False, True)):
-        tiles = gpu.choose_config(rows, columns, depth, exact=False, can_use_tma=can_use_tma)
+        tiles = gpu.choose_linear_config(rows, columns, depth, exact=False, can_use_tma=can_use_tma)
         num_tiles = -(-columns // tiles.block_n) * -(-rows // tiles.block_m)
         if tiles.split_k > 1:
             assert num_tiles * tiles.split_k * tiles.block_m * tiles.block_n <= partial.numel()

@@ -91,7 +91,7 @@ def compile_chosen_config(
             out=out,
             x_moments=torch.empty(rows, 2, num_x_parts) if case.norm else None,
             with_moments=case.residual is not None,
-            config=gpu.choose_config(
+            config=gpu.choose_linear_config(
                 rows,
                 columns,
                 depth,

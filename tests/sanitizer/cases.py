@@ -10,9 +10,8 @@ import torch
 
 from rose_backend import kernels
 from rose_backend.kernels import advance_rows, embed_tokens
-from rose_backend.kernels.arguments import SamplingTensors
+from rose_backend.kernels.arguments import SamplingTensors, row_moments
 from rose_backend.kernels.decode_step.ops import end_steady_decode, write_block_ids
-from rose_backend.kernels.linear.ops import row_moments
 from tests.support import attention_calls
 from tests.support.decode_steps import make_case, random_writes
 from tests.support.expert_cases import make_case as make_experts

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend.kernels import Experts
-from rose_backend.kernels.linear.ops import row_moments
+from rose_backend.kernels.arguments import row_moments
 from tests.support.error_budget import assert_within_budget
 
 EPS = 1e-5

@@ -21,11 +21,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rose_backend.kernels.arguments import MAX_EXPERTS, Experts
-from rose_backend.kernels.captured_graphs import current_workspace
-from rose_backend.kernels.gpu_properties import can_use_tma, has_dependent_launch
+from rose_backend.kernels.gpu_properties import can_use_tma, current_workspace, has_dependent_launch
 from rose_backend.kernels.linear.small_batch_linear import add_tile, load_moments, load_tile
-from rose_backend.kernels.sampling.choose_token import ordered_key, value_of_key
-from rose_backend.kernels.tuning.experts import ExpertConfig, choose_config
+from rose_backend.kernels.sampling.sampler import ordered_key, value_of_key
+from rose_backend.kernels.tuning.choices import ExpertConfig, choose_expert_config
 
 _EXPERT_MASK = tl.constexpr(MAX_EXPERTS - 1)
 
@@ -445,7 +444,7 @@ def expert_mlp(
 
 def _choose_configs(x: torch.Tensor, experts: Experts) -> tuple[ExpertConfig, ExpertConfig]:
     first, second = (
-        choose_config(
+        choose_expert_config(
             len(x) * experts.top_k,
             len(weight),
             gated=weight is experts.gate_up,

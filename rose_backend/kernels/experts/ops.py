@@ -6,9 +6,15 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.arguments import MAX_EXPERTS, Experts
-from rose_backend.kernels.linear.ops import check_moments, empty_rows, row_moments
-from rose_backend.kernels.tensor_checks import check_same_dtype, check_tensors
+from rose_backend.kernels.arguments import (
+    MAX_EXPERTS,
+    Experts,
+    check_moments,
+    check_same_dtype,
+    check_tensors,
+    empty_rows,
+    row_moments,
+)
 
 
 def expert_mlp(

@@ -112,7 +112,7 @@ def prefill_lens_to_tune_for(metadata: RoseAttentionMetadata) -> tuple[float | N
     """
     if not is_first_run(metadata):
         return (metadata.mean_prefill_len,)
-    from rose_backend.kernels.tuning.attention import TUNED_QUERY_LENS
+    from rose_backend.kernels.tuning.choices import TUNED_QUERY_LENS
 
     return (*TUNED_QUERY_LENS, metadata.mean_prefill_len)
 

@@ -25,7 +25,7 @@ from rose_backend.kernels import (
     layer_norm,
 )
 from rose_backend.kernels.gpu_properties import gpu_properties
-from rose_backend.kernels.tuning.attention import decode_kind, row_counts
+from rose_backend.kernels.tuning.choices import decode_kind, row_counts
 from rose_backend.layers.decoder import Decoder, run_layers
 from rose_backend.layers.linear import (
     DecoderLayer,
