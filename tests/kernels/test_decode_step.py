@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import advance_rows
 from rose_backend.kernels.arguments import DecodeGroups
-from rose_backend.kernels.decode_step.ops import begin_steady_decode, end_steady_decode, write_block_ids
+from rose_backend.kernels.decode_step.ops import (
+    advance_rows,
+    begin_steady_decode,
+    end_steady_decode,
+    write_block_ids,
+)
 from tests.support.decode_steps import (
     BLOCK_SIZES,
     NUM_SLOTS,
