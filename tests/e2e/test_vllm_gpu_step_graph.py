@@ -17,7 +17,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from rose_backend.kernels.attention import softmax as longest_first
+from rose_backend.kernels.attention import shared as longest_first
 from rose_backend.kernels.tuning import choices as attention
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph import SteadySteps

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from rose_backend import kernels
-from rose_backend.kernels import advance_rows, embed_tokens
+from rose_backend.kernels import embed_tokens
 from rose_backend.kernels.arguments import SamplingTensors, row_moments
-from rose_backend.kernels.decode_step.ops import end_steady_decode, write_block_ids
+from rose_backend.kernels.decode_step.ops import advance_rows, end_steady_decode, write_block_ids
 from tests.support import attention_calls
 from tests.support.decode_steps import make_case, random_writes
 from tests.support.expert_cases import make_case as make_experts
