@@ -36,12 +36,17 @@ import triton
 from benchmarks.kernel_cases.case import LaunchGraph
 from benchmarks.support.checkpoint import SHAPES, checkpoint
 from benchmarks.support.run_facts import run_facts, write_json
+from rose_backend.kernels.arguments import MAX_ROWS
 from rose_backend.kernels.attention import paged_decode as decode_gpu
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.linear import small_batch_linear as linear_gpu
-from rose_backend.kernels.linear.ops import MAX_ROWS
-from rose_backend.kernels.tuning.attention import DecodeTuning, decode_tuning
-from rose_backend.kernels.tuning.linear import MAX_SPLIT_FLOATS, LinearConfig, choose_config
+from rose_backend.kernels.tuning.choices import (
+    MAX_SPLIT_FLOATS,
+    DecodeTuning,
+    LinearConfig,
+    choose_linear_config,
+    decode_tuning,
+)
 from rose_backend.layers import decoder
 from rose_backend.layers.attention import AttentionMetadata
 from rose_backend.models.base import load_model
@@ -77,7 +82,9 @@ class Cuts:
         """Let the kernels be cut so."""
         with (
             mock.patch.object(
-                linear_gpu, "choose_config", lambda rows, columns, depth, **_: self.products[columns, depth]
+                linear_gpu,
+                "choose_linear_config",
+                lambda rows, columns, depth, **_: self.products[columns, depth],
             ),
             mock.patch.object(decode_gpu, "decode_tuning", lambda *_, **__: self.attention),
             mock.patch.object(decoder, "max_packed_rows", lambda hidden_size: MAX_ROWS),
@@ -119,9 +126,9 @@ class Step:
         config, rows = self.model.config, len(self.ids)
         layer = self.model.weights.layers[0]
         products = {}
-        for linear in (layer.qkv, layer.attn_out, layer.mlp.widen, layer.mlp.narrow):
+        for linear in (layer.qkv, layer.attn_out, layer.mlp.gate_up, layer.mlp.down):
             columns, depth = linear.packed.weight.shape
-            products[columns, depth] = choose_config(
+            products[columns, depth] = choose_linear_config(
                 rows,
                 columns,
                 depth,

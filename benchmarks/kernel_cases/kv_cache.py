@@ -17,7 +17,7 @@ import torch
 from benchmarks.kernel_cases import case
 from benchmarks.kernel_cases.case import ROSE, Contest, KernelCase, Launches
 from rose_backend.kernels import AttentionOptions, NewTokens, PagedKV, paged_decode, paged_prefill
-from rose_backend.kernels.kv.block_clone import block_clone
+from rose_backend.kernels.kv.cache_writes import block_clone
 
 BLOCK_SIZE = 16
 

@@ -53,7 +53,7 @@ class Layer:
     def rose(self) -> Callable[[], tuple[torch.Tensor, ...]]:
         """Four launches; all four results."""
         norms = (self.norms[0], (None, None), self.norms[1], (None, None))
-        qkv, projection, widen, narrow = (
+        qkv, projection, up, down = (
             pack_linear(weight, bias, norm_weight=norm[0], norm_bias=norm[1], eps=EPS)
             for weight, bias, norm in zip(self.weights, self.biases, norms, strict=True)
         )
@@ -66,8 +66,8 @@ class Layer:
             states = small_batch_linear(self.x, qkv, x_moments=moments)
             query = states[:, :WIDTH]
             hidden, hidden_moments = small_batch_linear_and_moments(query, projection, residual=self.x)
-            wide = small_batch_linear(hidden, widen, gelu=True, x_moments=hidden_moments)
-            return states, hidden, wide, small_batch_linear_and_moments(wide, narrow, residual=hidden)[0]
+            wide = small_batch_linear(hidden, up, gelu=True, x_moments=hidden_moments)
+            return states, hidden, wide, small_batch_linear_and_moments(wide, down, residual=hidden)[0]
 
         return run
 
@@ -101,7 +101,7 @@ class GatedLayer:
 
     def rose(self) -> Callable[[], tuple[torch.Tensor, ...]]:
         """Four launches; all four results."""
-        qkv, projection, widen, narrow = (
+        qkv, projection, up, down = (
             pack_linear(weight, norm_weight=norm, eps=EPS, gated=index == 2)
             for index, (weight, norm) in enumerate(
                 zip(self.weights, (self.norms[0], None, self.norms[1], None), strict=True)
@@ -114,8 +114,8 @@ class GatedLayer:
             states = small_batch_linear(self.x, qkv, x_moments=moments)
             query = states[:, : self.query_width]
             hidden, hidden_moments = small_batch_linear_and_moments(query, projection, residual=self.x)
-            wide = small_batch_linear(hidden, widen, x_moments=hidden_moments)
-            return states, hidden, wide, small_batch_linear_and_moments(wide, narrow, residual=hidden)[0]
+            wide = small_batch_linear(hidden, up, x_moments=hidden_moments)
+            return states, hidden, wide, small_batch_linear_and_moments(wide, down, residual=hidden)[0]
 
         return run
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from benchmarks.kernel_cases import case, kv_cache, layer, sampler
 from benchmarks.kernel_cases.case import KernelCase, Launches
 from benchmarks.kernel_cases.kv_cache import Heads
-from rose_backend.kernels.kv import reference
+from rose_backend.kernels.kv import ops
 
 HEADS = Heads("small", 4, 2, 16, torch.float16)
 
@@ -42,7 +42,7 @@ class _OnCpu(TorchFunctionMode):
 
 
 def _clone(cache: torch.Tensor, *pairs: torch.Tensor, block_dim: int, independent: bool) -> None:
-    reference.block_clone(cache, *pairs, block_dim=block_dim)
+    ops._block_clone(cache, *pairs, block_dim=block_dim)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from rose_backend.engine.startup import LoadedModel, feature_status, load, warm_
 from rose_backend.engine.step_pipeline import SampledTokens, StepPipeline, TokenReader
 from rose_backend.engine.tokenizer_loading import PendingTokenizer
 from rose_backend.errors import EngineDeadError, IntegrityError, QueueFullError, RequestError, kind_and_text
-from rose_backend.kernels.captured_graphs import Workspace
+from rose_backend.kernels.gpu_properties import Workspace
 from rose_backend.scheduling import min_tokens_worth_waiting
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,9 @@ from rose_backend.block_manager import BlockManager
 from rose_backend.config import MAX_LOGPROBS
 from rose_backend.engine.progress import show_progress
 from rose_backend.engine.sequence_state import INVALID_TOKEN_ID, SAMPLING_FIELDS, Int32Array, SequenceState
-from rose_backend.kernels import SampleOutput, SamplingTensors, advance_rows
+from rose_backend.kernels import SampleOutput, SamplingTensors
 from rose_backend.kernels.captured_graphs import CapturedGraphs, Fields, Inputs, SizedGraphs, size_for, upload
+from rose_backend.kernels.decode_step.ops import advance_rows
 
 Int64Array = NDArray[np.int64]
 NO_ROW = -1

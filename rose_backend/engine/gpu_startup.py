@@ -28,14 +28,14 @@ from rose_backend.engine.sequence_state import SequenceState
 from rose_backend.errors import ConfigError
 from rose_backend.kernels import block_clone
 from rose_backend.kernels.gpu_properties import GpuProperties, gpu_properties
-from rose_backend.kernels.tuning.attention import (
+from rose_backend.kernels.tuning.choices import (
+    TUNED_PAIRS_PER_EXPERT,
     TUNED_QUERY_LENS,
     decode_kind,
     num_processors,
     row_counts,
     rows_tile,
 )
-from rose_backend.kernels.tuning.experts import TUNED_PAIRS_PER_EXPERT
 from rose_backend.layers.attention import AttentionMetadata
 from rose_backend.layers.linear import fewest_halved_rows
 from rose_backend.models.base import CausalLM, load_model
@@ -132,7 +132,7 @@ def decode_kinds(model: ModelConfig, num_processors: int) -> Callable[[int], Has
 
 
 def token_counts(model: ModelConfig, num_processors: int) -> list[int]:
-    """Return numbers of tokens: products of chunks of any number are cut as those of one of these, or of one token."""
+    """Return numbers of tokens: any other number has the tile configuration of one of these, or of one token."""
     counts = [fewest_halved_rows(model.hidden_size, num_processors)]
     if (experts := model.experts) is not None:
         counts += [pairs * experts.num_experts // experts.top_k + 1 for pairs in TUNED_PAIRS_PER_EXPERT]

@@ -44,6 +44,9 @@ from rose_backend.kernels.arguments import (
     NewTokens,
     PackedLinear,
     PagedKV,
+    SampleOutput,
+    SamplingTensors,
+    empty_rows,
 )
 from rose_backend.kernels.attention.ops import (
     DecodePlan,
@@ -53,11 +56,9 @@ from rose_backend.kernels.attention.ops import (
     plan_paged_decode,
     plan_paged_prefill,
 )
-from rose_backend.kernels.decode_step.ops import advance_rows
 from rose_backend.kernels.experts.ops import expert_mlp
 from rose_backend.kernels.kv.ops import block_clone, write_kv
 from rose_backend.kernels.linear.ops import (
-    empty_rows,
     fold_norm,
     pack_linear,
     small_batch_linear,
@@ -74,9 +75,4 @@ from rose_backend.kernels.pointwise.ops import (
     rotate_query_key,
     silu_mul,
 )
-from rose_backend.kernels.sampling.ops import (
-    SampleOutput,
-    SamplingTensors,
-    sample,
-    sample_unfused,
-)
+from rose_backend.kernels.sampling.ops import sample, sample_unfused

@@ -9,7 +9,7 @@ import torch
 
 from rose_backend.config import Switches
 from rose_backend.kernels import HeadRotation, rotate_query_key
-from rose_backend.kernels.linear.ops import MAX_ROWS
+from rose_backend.kernels.arguments import MAX_ROWS
 from rose_backend.kernels.tuning.measured import constants
 from rose_backend.layers.attention import StepAttention
 from rose_backend.layers.linear import DecoderLayer, Mlp, Norm, ResidualStream, SparseMlp

@@ -60,8 +60,8 @@ class Linear:
 class Mlp:
     """Two linear layers with an activation between them."""
 
-    widen: Linear  # [E, I], of a gated MLP [E, 2 * I]
-    narrow: Linear  # [I, E]
+    gate_up: Linear  # [E, I], without a gate; [E, 2 * I] of a gated MLP
+    down: Linear  # [I, E]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +109,11 @@ def pack_layer(layer: DecoderLayer) -> DecoderLayer:
 def _pack_mlp(mlp: Mlp | SparseMlp, norm: Norm) -> Mlp | SparseMlp:
     if isinstance(mlp, SparseMlp):
         assert norm.bias is None, "experts follow an RMSNorm"
-        rows = mlp.experts.widen.flatten(0, 1)
+        rows = mlp.experts.gate_up.flatten(0, 1)
         fold_norm(rows, norm.weight, out=rows)
         return SparseMlp(pack(mlp.router, norm), mlp.experts)
-    gated = mlp.widen.weight.shape[1] != mlp.narrow.weight.shape[0]
-    return Mlp(pack(mlp.widen, norm, gated=gated), pack(mlp.narrow))
+    gated = mlp.gate_up.weight.shape[1] != mlp.down.weight.shape[0]
+    return Mlp(pack(mlp.gate_up, norm, gated=gated), pack(mlp.down))
 
 
 def pack(linear: Linear, norm: Norm | None = None, *, gated: bool = False, in_place: bool = False) -> Linear:
@@ -234,27 +234,27 @@ class ResidualStream:
         self.hidden = self.hidden[tokens]
 
     def gelu_mlp(self, norm: Norm, mlp: Mlp) -> None:
-        """Add ``narrow(gelu(widen(norm(hidden states))))``, GELU in its tanh form; both layers have a bias."""
-        widen, narrow = mlp.widen, mlp.narrow
+        """Add ``down(gelu(up(norm(hidden states))))``, GELU in its tanh form; both layers have a bias."""
+        up, down = mlp.gate_up, mlp.down
         if self.is_small_batch or self.hidden.is_cuda or not self.switches.fused_mlp:
-            return self.add(self.project(norm, widen, gelu=True), narrow)
-        assert widen.bias is not None and narrow.bias is not None, "a GELU MLP has biases"
+            return self.add(self.project(norm, up, gelu=True), down)
+        assert up.bias is not None and down.bias is not None, "a GELU MLP has biases"
         assert self._all_reduce is None, "the residual would be added on every rank"
-        widened = bias_gelu(self.normed(norm) @ widen.weight, widen.bias)
-        self.hidden = bias_residual(widened @ narrow.weight, narrow.bias, self.hidden)
+        wide = bias_gelu(self.normed(norm) @ up.weight, up.bias)
+        self.hidden = bias_residual(wide @ down.weight, down.bias, self.hidden)
         return None
 
     def silu_mlp(self, norm: Norm, mlp: Mlp) -> None:
-        """Add ``narrow(silu(gate) * up)``, where ``widen(norm(hidden states))`` is gate and up side by side."""
-        widen, narrow = mlp.widen, mlp.narrow
-        projected = self.project(norm, widen)
+        """Add ``down(silu(gate) * up)``, where ``gate_up(norm(hidden states))`` is gate and up side by side."""
+        gate_up, down = mlp.gate_up, mlp.down
+        projected = self.project(norm, gate_up)
         if self.is_small_batch:
-            return self.add(projected, narrow)
-        alternating = widen.packed is not None
+            return self.add(projected, down)
+        alternating = gate_up.packed is not None
         if self.switches.fused_mlp:
-            return self.add(silu_mul(projected, alternating=alternating), narrow)
+            return self.add(silu_mul(projected, alternating=alternating), down)
         gate, up = projected.unflatten(1, (-1, 2)).unbind(2) if alternating else projected.chunk(2, dim=-1)
-        return self.add(F.silu(gate) * up, narrow)
+        return self.add(F.silu(gate) * up, down)
 
     def sparse_mlp(self, norm: Norm, mlp: SparseMlp) -> None:
         """Add what the experts that the router chooses make of ``norm(hidden states)``."""
@@ -290,7 +290,7 @@ def compute_logits(
 def adds_halves(x: torch.Tensor, linear: Linear) -> bool:
     """Return whether to multiply the two halves of the inner dimension apart and to let the next norm sum them.
 
-    A product of few rows has fewer tiles than the GPU has processors. The library cuts its inner dimension then and
+    A product of few rows has fewer tiles than the GPU has processors. The library splits its inner dimension then and
     sums the parts in a separate launch, which the norm saves. So two halves must fit at once, and nearly fill the GPU.
     In bfloat16 only: a half of float16 might be too large where the sum is not. Both halves rounded are as exact as a
     whole product rounded.

@@ -156,8 +156,8 @@ def _read_mlp(reader: WeightReader, fields: Mapping[str, Any], index: int) -> Ml
         return SparseMlp(
             router=reader.joined(width, {f"{name}.gate": count}),
             experts=Experts(
-                widen=reader.stacked(name, ("gate_proj", "up_proj"), inner, width, num_experts=count),
-                narrow=reader.stacked(name, ("down_proj",), width, inner, num_experts=count),
+                gate_up=reader.stacked(name, ("gate_proj", "up_proj"), inner, width, num_experts=count),
+                down=reader.stacked(name, ("down_proj",), width, inner, num_experts=count),
                 top_k=experts.top_k,
                 renormalize=experts.renormalize,
             ),

@@ -118,7 +118,7 @@ def _neutral_values(num_rows: int, device: torch.device) -> tuple[torch.Tensor, 
     Raises:
         RuntimeError: asked for first while a graph is being captured.
     """
-    from rose_backend.kernels.captured_graphs import refuse_first_use_in_capture
+    from rose_backend.kernels.gpu_properties import refuse_first_use_in_capture
 
     refuse_first_use_in_capture("draw", device)
     zeros = torch.zeros(num_rows, device=device)

@@ -17,8 +17,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from rose_backend.kernels.attention import split_context as longest_first
-from rose_backend.kernels.tuning import attention
+from rose_backend.kernels.attention import paged_decode
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph import SteadySteps
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
@@ -214,18 +213,18 @@ def test_rows_that_begin_in_turns_say_the_same_to_the_bit(
     options: dict[str, Any] = {"dtype": half_dtype(model), "max_num_seqs": 48, **graphs, **GPU_MEMORY}
     answers: list[Any] = []
     were_captured: list[bool] = []
-    order = longest_first.longest_first
+    order = paged_decode.longest_first
 
     def counted(lengths: torch.Tensor) -> torch.Tensor:
         were_captured.append(torch.cuda.is_current_stream_capturing())
         return order(lengths)
 
-    monkeypatch.setattr(longest_first, "longest_first", counted)
+    monkeypatch.setattr(paged_decode, "longest_first", counted)
     for in_turns in (False, True):
         with monkeypatch.context() as patches:
             if in_turns:
                 # As if the rows of the tiny model were too many to begin all at once.
-                patches.setattr(attention, "begins_in_turns", lambda *_: True)
+                patches.setattr(paged_decode, "begins_in_turns", lambda *_: True)
             with make_engine(model=str(path), enforce_eager=False, **options) as llm:
                 before = STEPS.rose
                 answers.append(said(llm.generate(inputs_of(prompts), params, use_tqdm=False)))

@@ -88,7 +88,7 @@ def assert_recorded_as_loaded(llm: Any) -> None:
     """What kernels are compiled ahead for has the shapes of what vLLM has loaded."""
     model = runner_of(llm).model
     ahead = dict(tensors_of(recorded_layer(llm.llm_engine.vllm_config, model._attention[0].impl)))
-    assert {"qkv.weight", "mlp.widen.weight", "mlp.narrow.weight", "mlp_norm.weight"} <= set(ahead)
+    assert {"qkv.weight", "mlp.gate_up.weight", "mlp.down.weight", "mlp_norm.weight"} <= set(ahead)
     assert ahead == dict(tensors_of(model._layers[0]))
 
 
@@ -126,7 +126,7 @@ def test_packed_then_from_the_cache_and_several_at_once(
     make_engine: MakeEngine, checkpoint: Path, prompts: Prompts, packed: list[Any]
 ) -> None:
     with make_engine(model=str(checkpoint)) as llm:
-        assert runner_of(llm).model._layers[0].mlp.widen.packed is not None
+        assert runner_of(llm).model._layers[0].mlp.gate_up.packed is not None
         for _ in range(2):
             assert_right(checkpoint, prompts, complete(llm, prompts))
         several = SamplingParams(temperature=0.8, max_tokens=16, ignore_eos=True, logprobs=0, n=3)
@@ -261,7 +261,7 @@ def memory_of(model: Any) -> dict[str, int]:
     """Return where the tensors are that captured graphs would read."""
     found = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     for index, layer in enumerate(model._layers):
-        for name in ("qkv", "attn_out", "mlp.widen", "mlp.narrow"):
+        for name in ("qkv", "attn_out", "mlp.gate_up", "mlp.down"):
             linear = attrgetter(name)(layer)
             found[f"{index} {name}"] = linear.weight.data_ptr()
             biases = (linear.bias, None if linear.packed is None else linear.packed.bias)
@@ -307,7 +307,7 @@ def test_nothing_but_buffers_outlasts_a_deep_sleep(
         for loaded in model._loaded:
             lost += [product._folded for product in loaded._products if product._folded is not None]
         for layer in model._layers:
-            for linear in (layer.qkv, layer.attn_out, layer.mlp.widen, layer.mlp.narrow):
+            for linear in (layer.qkv, layer.attn_out, layer.mlp.gate_up, layer.mlp.down):
                 lost += [linear.bias, linear.packed.bias]
         for tensor in [*lost, *model.buffers()]:
             tensor.fill_(float("nan"))
@@ -355,7 +355,7 @@ def test_some_weights_may_be_reloaded_but_no_norm_without_its_matrix(
         gate_up = torch.cat([weights[f"{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up")])
         norm = weights[f"{layer}.post_attention_layernorm.weight"]
         expected = pack_linear(gate_up, norm_weight=norm, gated=True).weight
-        assert torch.equal(runner_of(llm).model._layers[1].mlp.widen.packed.weight, expected)
+        assert torch.equal(runner_of(llm).model._layers[1].mlp.gate_up.packed.weight, expected)
         # The rest, in any order.
         reload(llm, "input_layernorm", "q_proj", "k_proj", "v_proj", "o_proj")
         assert tokens(llm) != first

@@ -26,7 +26,7 @@ from rose_backend.errors import ConfigError, ModelError
 from rose_backend.kernels.gpu_properties import GpuProperties
 from rose_backend.kernels.linear import small_batch_linear
 from rose_backend.kernels.sampling.ops import SAMPLER_KERNELS
-from rose_backend.kernels.tuning.linear import LinearConfig, choose_config
+from rose_backend.kernels.tuning.choices import LinearConfig, choose_linear_config
 
 H100 = GpuProperties((9, 0), 132)
 QWEN3 = {
@@ -122,9 +122,9 @@ def test_the_library_multiplies_for_more_decodes_of_a_wide_model(
 
     def choose(num_rows: int, *sizes: int, **options: bool) -> LinearConfig:
         rows.append(num_rows)
-        return choose_config(num_rows, *sizes, **options)
+        return choose_linear_config(num_rows, *sizes, **options)
 
-    monkeypatch.setattr(small_batch_linear, "choose_config", choose)
+    monkeypatch.setattr(small_batch_linear, "choose_linear_config", choose)
     record_start(qwen3_path, config, H100)
     assert max(rows) == largest
 

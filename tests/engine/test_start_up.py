@@ -26,8 +26,13 @@ from rose_backend.engine.startup import StartUpReport, show_start_up, storage_by
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError
 from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
-from rose_backend.kernels.tuning.attention import TUNED_QUERY_LENS, decode_tuning, prefill_tuning, rows_tile
-from rose_backend.kernels.tuning.experts import choose_config as choose_expert_config
+from rose_backend.kernels.tuning.choices import (
+    TUNED_QUERY_LENS,
+    choose_expert_config,
+    decode_tuning,
+    prefill_tuning,
+    rows_tile,
+)
 from rose_backend.layers.linear import Linear, adds_halves
 from rose_backend.models.config import ModelConfig
 from rose_backend.scheduling import default_token_budget
@@ -214,7 +219,7 @@ def test_padding_passes_reach_every_cut_of_experts(
     passes = padding_passes(config, token_counts=token_counts(model, 132))
     assert all(each.num_tokens <= token_budget for each in passes)
 
-    def cuts(num_tokens: int) -> Any:
+    def chosen_configs(num_tokens: int) -> Any:
         options = {"num_experts": num_experts, "exact": False}
         return [
             choose_expert_config(num_tokens * top_k, gated=gated, can_use_tma=can_use_tma, **options)
@@ -222,8 +227,8 @@ def test_padding_passes_reach_every_cut_of_experts(
             for can_use_tma in (False, True)
         ]
 
-    reached = [cuts(each.num_tokens) for each in passes]
-    assert all(cuts(num_tokens) in reached for num_tokens in range(1, token_budget + 1))
+    reached = [chosen_configs(each.num_tokens) for each in passes]
+    assert all(chosen_configs(num_tokens) in reached for num_tokens in range(1, token_budget + 1))
 
 
 @pytest.mark.parametrize("num_processors", [78, 108, 132, 148])

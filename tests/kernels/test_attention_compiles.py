@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rose_backend.kernels import AttentionOptions, NewTokens, PagedKV
-from rose_backend.kernels.attention import paged_decode, paged_prefill, split_context
+from rose_backend.kernels.arguments import CACHE_DTYPE
+from rose_backend.kernels.attention import paged_decode, paged_prefill, shared
 from rose_backend.kernels.gpu_properties import GpuProperties
-from rose_backend.kernels.tensor_checks import CACHE_DTYPE
 from tests.support.aot import SHARED_BYTES, Launch, Resources, compile_launch, compiles, record_launches
 from tests.support.paged_inputs import random_rotation
 
@@ -157,8 +157,8 @@ def compile_decode(
 
 @compiles("_longest_first_kernel")
 def test_order_of_rows(capability: int) -> None:
-    with record_launches(split_context, "_longest_first_kernel") as launches:
-        split_context.longest_first(torch.zeros(256, dtype=torch.int32))
+    with record_launches(shared, "_longest_first_kernel") as launches:
+        shared.longest_first(torch.zeros(256, dtype=torch.int32))
     compile_launch(launches[0], capability)
 
 

@@ -23,13 +23,13 @@ from rose_backend.kernels import (
     rotate_query_key,
     small_batch_linear,
 )
+from rose_backend.kernels.arguments import CACHE_DTYPE
 from rose_backend.kernels.attention import paged_decode as gpu
-from rose_backend.kernels.attention import reference, split_context
+from rose_backend.kernels.attention import reference, shared
 from rose_backend.kernels.attention.ops import check_gpu_tensors
 from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
-from rose_backend.kernels.kv.reference import from_cache, to_cache
-from rose_backend.kernels.tensor_checks import CACHE_DTYPE
-from rose_backend.kernels.tuning import attention as tuning_module
+from rose_backend.kernels.kv.ops import from_cache, to_cache
+from rose_backend.kernels.tuning import choices as tuning_module
 from rose_backend.layers.attention import AttentionRows, AttentionStep, attend, plan_decode
 from tests.support.attention_calls import decode, plan_paged_decode
 from tests.support.implementations import (
@@ -93,7 +93,7 @@ def decode_in_small_tiles(
     scratch: list[torch.Tensor] = []
 
     def poisoned_scratch(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        scratch.extend(split_context.split_scratch(*args))
+        scratch.extend(shared.split_scratch(*args))
         scratch[0].fill_(float("nan"))
         return scratch[0], scratch[1]
 
@@ -601,7 +601,7 @@ def test_order_is_that_of_a_stable_sort(num_rows: int) -> None:
     lengths = torch.randint(
         -1, 40, (num_rows,), dtype=torch.int32, generator=torch.Generator().manual_seed(1)
     )
-    order = INTERPRETER(split_context.longest_first, lengths)
+    order = INTERPRETER(shared.longest_first, lengths)
     assert order.dtype == torch.int32
     assert order.tolist() == sorted(range(num_rows), key=lambda row: -int(lengths[row]))
 

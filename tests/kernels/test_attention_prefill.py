@@ -12,9 +12,9 @@ import torch
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import plan_paged_prefill
+from rose_backend.kernels.arguments import CACHE_DTYPE
 from rose_backend.kernels.attention import paged_prefill as gpu
 from rose_backend.kernels.attention import reference
-from rose_backend.kernels.tensor_checks import CACHE_DTYPE
 from tests.support.attention_calls import decode, prefill
 from tests.support.implementations import DTYPES, GPU, INTERPRETER, REFERENCE, Implementation, kernels_only
 from tests.support.paged_inputs import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rose_backend.kernels.tuning import attention, experts, linear
+from rose_backend.kernels.tuning import choices as tuning
 from tests.support import chosen_configurations
 from tests.support.chosen_configurations import RECORD, choices, packed, unpacked
 
@@ -51,10 +51,10 @@ def test_the_record_covers_all_rows_and_gpus() -> None:
 @pytest.mark.parametrize(
     ("part", "module", "name", "is_planted"),
     [
-        ("linear", linear, "choose_config", lambda args: args["num_columns"] == 28_672),
-        ("experts", experts, "choose_config", lambda args: args["gated"]),
-        ("decode", attention, "decode_tuning", lambda args: args["num_rows"] == 77),
-        ("prefill", attention, "prefill_tuning", lambda args: args["capability"] == (10, 0)),
+        ("linear", tuning, "choose_linear_config", lambda args: args["num_columns"] == 28_672),
+        ("experts", tuning, "choose_expert_config", lambda args: args["gated"]),
+        ("decode", tuning, "decode_tuning", lambda args: args["num_rows"] == 77),
+        ("prefill", tuning, "prefill_tuning", lambda args: args["capability"] == (10, 0)),
     ],
 )
 def test_a_planted_change_is_found(

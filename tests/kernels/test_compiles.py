@@ -8,12 +8,13 @@ from unittest import mock
 import pytest
 import torch
 
+from rose_backend.kernels.arguments import CACHE_DTYPE
 from rose_backend.kernels.decode_step import steady_decode
 from rose_backend.kernels.experts import expert_mlp
-from rose_backend.kernels.kv import block_clone, write_kv
-from rose_backend.kernels.pointwise import elementwise, rotary
+from rose_backend.kernels.kv import cache_writes
+from rose_backend.kernels.pointwise import elementwise
+from rose_backend.kernels.pointwise import elementwise as rotary
 from rose_backend.kernels.sampling import sampler
-from rose_backend.kernels.tensor_checks import CACHE_DTYPE
 from tests.support import decode_steps, expert_cases, rotations, sampling_cases
 from tests.support.aot import CAPABILITIES, compile_launch, compiles, overlapped, record_launches
 from tests.support.rotations import MODEL_HEADS
@@ -104,8 +105,8 @@ def test_stores(capability: int) -> None:
     if capability >= 90:
         caches.append((torch.empty(4, 16, 12, 64, dtype=CACHE_DTYPE), torch.ones(1), "st.global.v2"))
     for cache, scale, wide_store in caches:
-        with record_launches(write_kv, "_write_kv_kernel") as launches:
-            write_kv.write_kv(new, new, cache, cache, slots, key_scale=scale, value_scale=scale)
+        with record_launches(cache_writes, "_write_kv_kernel") as launches:
+            cache_writes.write_kv(new, new, cache, cache, slots, key_scale=scale, value_scale=scale)
         resources = compile_launch(launches[0], capability)
         assert wide_store in resources.ptx, "the stores are not 8 elements wide"
 
@@ -113,10 +114,10 @@ def test_stores(capability: int) -> None:
 @compiles("_block_clone_kernel")
 def test_clones_by_words_of_16_bytes(capability: int) -> None:
     cache = torch.empty(4, 2, 600, 16, 4, 64, dtype=torch.float16)
-    with record_launches(block_clone, "_block_clone_kernel") as launches:
+    with record_launches(cache_writes, "_block_clone_kernel") as launches:
         for num_pairs, independent in ((256, True), (256, False), (8192, False)):
             ids = torch.zeros(num_pairs, dtype=torch.int32)
-            block_clone.block_clone(cache, ids, ids, block_dim=2, independent=independent)
+            cache_writes.block_clone(cache, ids, ids, block_dim=2, independent=independent)
     for recorded in launches:
         resources = compile_launch(recorded, capability)
         assert "ld.global.v2.b64" in resources.ptx and "st.global.v2.b64" in resources.ptx

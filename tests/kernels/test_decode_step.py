@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels import advance_rows
 from rose_backend.kernels.arguments import DecodeGroups
-from rose_backend.kernels.decode_step.ops import begin_steady_decode, end_steady_decode, write_block_ids
+from rose_backend.kernels.decode_step.ops import (
+    advance_rows,
+    begin_steady_decode,
+    end_steady_decode,
+    write_block_ids,
+)
 from tests.support.decode_steps import (
     BLOCK_SIZES,
     NUM_SLOTS,
@@ -193,18 +197,18 @@ def test_replays_follow_the_slots(block_sizes: tuple[int, ...]) -> None:
     with torch.cuda.graph(graph):
         case.begin()
         end_steady_decode(case.slots, case.tokens, case.state)
-    twin = make_case(0, 6, block_sizes=block_sizes)
-    twin.begin()
-    for each in (case, twin):
+    reference = make_case(0, 6, block_sizes=block_sizes)
+    reference.begin()
+    for each in (case, reference):
         each.state.num_computed_tokens.clamp_(max=100)
         each.state.total_lens.clamp_(max=101)
     for slots in ([3, 1, -1, -1, -1, -1], [3, 1, 7, 0, 8, 2], [1, -1, -1, -1, -1, -1]):
-        for each in (case, twin):
+        for each in (case, reference):
             each.slots.copy_(torch.tensor(slots))
         graph.replay()
-        twin.begin()
-        end_steady_decode(twin.slots, twin.tokens, twin.state)
+        reference.begin()
+        end_steady_decode(reference.slots, reference.tokens, reference.state)
         replayed = case.tensors()
-        for name, tensor in twin.tensors().items():
+        for name, tensor in reference.tensors().items():
             if isinstance(tensor, torch.Tensor):
                 assert torch.equal(replayed[name].cpu(), tensor), (slots, name)

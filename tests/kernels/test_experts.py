@@ -12,19 +12,21 @@ import torch
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import Experts, expert_mlp
-from rose_backend.kernels.captured_graphs import Workspace, current_workspace
+from rose_backend.kernels.arguments import row_moments
 from rose_backend.kernels.experts import expert_mlp as gpu
-from rose_backend.kernels.linear.ops import row_moments
+from rose_backend.kernels.gpu_properties import Workspace, current_workspace
 from tests.support.expert_cases import Case, make_case
 from tests.support.implementations import DTYPES, INTERPRETER, Implementation, each_dtype, kernels_only
 
 FLOAT32, HALF, _ = DTYPES
 
 
-def launch(case: Case, cuts: tuple[dict[str, Any], dict[str, Any]] | None = None) -> tuple[torch.Tensor, ...]:
+def launch(
+    case: Case, configs: tuple[dict[str, Any], dict[str, Any]] | None = None
+) -> tuple[torch.Tensor, ...]:
     """Return the result and its moments, memory that the launcher allocates being full of NaN.
 
-    ``cuts`` are of the kernels' two products; None calls the public function.
+    ``configs`` are of the kernels' two products; None calls the public function.
     """
     width, device = case.x.shape[1], case.x.device
     out = torch.full((len(case.x), width + 7), float("nan"), dtype=case.x.dtype, device=device)
@@ -37,11 +39,11 @@ def launch(case: Case, cuts: tuple[dict[str, Any], dict[str, Any]] | None = None
     }
     torch.use_deterministic_algorithms(True)
     try:
-        if cuts is None:
+        if configs is None:
             result, moments = expert_mlp(case.x, case.router_logits, case.experts, **options)
             assert result is options["out"]
         else:
-            configs = gpu.ExpertConfig(**cuts[0]), gpu.ExpertConfig(**cuts[1])
+            configs = gpu.ExpertConfig(**configs[0]), gpu.ExpertConfig(**configs[1])
             moments = gpu.expert_mlp(case.x, case.router_logits, case.experts, **options, configs=configs)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -50,7 +52,7 @@ def launch(case: Case, cuts: tuple[dict[str, Any], dict[str, Any]] | None = None
     return out[:, :width], moments
 
 
-def cut(block_m: int, block_n: int, block_k: int, **options: bool) -> dict[str, Any]:
+def tiles(block_m: int, block_n: int, block_k: int, **options: bool) -> dict[str, Any]:
     return dict(block_m=block_m, block_n=block_n, block_k=block_k, num_stages=2, **options)
 
 
@@ -116,10 +118,10 @@ def test_a_token_that_is_not_a_number_spoils_no_other(implementation: Implementa
     [
         ({"top_k": 7}, "top_k: expected 1 to 6, got 7"),
         ({"top_k": 0}, "top_k: expected 1 to 6, got 0"),
-        ({"narrow": torch.zeros(6, 72, 39)}, "widen: expected 78 rows of each expert, got 80"),
-        ({"narrow": torch.zeros(5, 72, 40)}, "narrow: expected X=6, got 5"),
-        ({"narrow": torch.zeros(6, 72, 40).half()}, "narrow: expected dtype torch.float32 as x"),
-        ({"narrow": torch.zeros(6, 40, 72).mT}, "narrow: expected a contiguous tensor"),
+        ({"down": torch.zeros(6, 72, 39)}, "gate_up: expected 78 rows of each expert, got 80"),
+        ({"down": torch.zeros(5, 72, 40)}, "down: expected X=6, got 5"),
+        ({"down": torch.zeros(6, 72, 40).half()}, "down: expected dtype torch.float32 as x"),
+        ({"down": torch.zeros(6, 40, 72).mT}, "down: expected a contiguous tensor"),
     ],
 )
 def test_wrong_experts_are_refused(change: dict[str, Any], message: str) -> None:
@@ -144,11 +146,11 @@ def test_other_wrong_arguments_are_refused() -> None:
 
 @pytest.mark.parametrize("num_tokens", [2, 50])
 @pytest.mark.parametrize(
-    "cuts", [(cut(16, 16, 32), cut(8, 32, 64, **LEFT)), (cut(8, 32, 16, **LEFT), cut(32, 64, 128))]
+    "configs", [(tiles(16, 16, 32), tiles(8, 32, 64, **LEFT)), (tiles(8, 32, 16, **LEFT), tiles(32, 64, 128))]
 )
-def test_tiles_of_other_sizes_agree(cuts: tuple[dict[str, Any], ...], num_tokens: int) -> None:
+def test_tiles_of_other_sizes_agree(configs: tuple[dict[str, Any], ...], num_tokens: int) -> None:
     case = make_case(num_tokens, num_experts=5, top_k=3, width=600, inner=24, dtype=HALF, norm=True)
-    case.check(*INTERPRETER(launch, case, cuts))
+    case.check(*INTERPRETER(launch, case, configs))
 
 
 @pytest.mark.parametrize("num_tokens", [2, 30])
@@ -156,7 +158,7 @@ def test_weights_copied_by_the_tensor_memory_accelerator(num_tokens: int) -> Non
     # Behind the last column of an expert are another expert's, behind the last expert nothing.
     case = make_case(num_tokens, num_experts=3, width=72, inner=40, dtype=HALF)
     tma = {"use_tma": True}
-    case.check(*INTERPRETER(launch, case, (cut(16, 32, 32, **tma), cut(16, 64, 32, **LEFT, **tma))))
+    case.check(*INTERPRETER(launch, case, (tiles(16, 32, 32, **tma), tiles(16, 64, 32, **LEFT, **tma))))
 
 
 def addresses_of_counts() -> list[int]:
@@ -211,7 +213,7 @@ def counts_behind_a_failure() -> torch.Tensor:
     return gpu._counts_on(torch.device("cpu"))
 
 
-def programs_that_counted(case: Case, cuts: tuple[dict[str, Any], dict[str, Any]]) -> list[int]:
+def programs_that_counted(case: Case, configs: tuple[dict[str, Any], dict[str, Any]]) -> list[int]:
     """Return how many programs of the first product have stored their results, by expert."""
     product, found = gpu._product, []
 
@@ -221,8 +223,8 @@ def programs_that_counted(case: Case, cuts: tuple[dict[str, Any], dict[str, Any]
             found.append(gpu._counts_on(torch.device("cpu"))[gpu.MAX_EXPERTS :].tolist())
 
     with mock.patch.object(gpu, "_product", first_only):
-        launch(case, cuts)
-    return found[0][: len(case.experts.widen)]
+        launch(case, configs)
+    return found[0][: len(case.experts.gate_up)]
 
 
 def test_programs_of_the_first_product_count_themselves() -> None:
@@ -230,7 +232,7 @@ def test_programs_of_the_first_product_count_themselves() -> None:
     case.router_logits.zero_()
     case.router_logits[:33, 2] = case.router_logits[33:, 3] = 1.0
     # 33 tokens are three tiles of 16 rows, 24 columns two of 16.
-    assert INTERPRETER(programs_that_counted, case, (cut(16, 16, 32), cut(8, 32, 64))) == [0, 0, 6, 2]
+    assert INTERPRETER(programs_that_counted, case, (tiles(16, 16, 32), tiles(8, 32, 64))) == [0, 0, 6, 2]
 
 
 def test_a_kernel_that_fails_leaves_no_counts_to_the_next_call() -> None:
@@ -267,8 +269,8 @@ def test_every_number_of_tokens(
 def test_every_kind_of_tile(sizes: tuple[int, int, int], num_tokens: int, use_tma: bool) -> None:
     case = make_case(num_tokens, dtype=torch.bfloat16, norm=True, device="cuda", **ODD)
     for options in ({}, LEFT):
-        cuts = (cut(*sizes, use_tma=use_tma, **options),) * 2
-        case.check(*launch(case, cuts))
+        configs = (tiles(*sizes, use_tma=use_tma, **options),) * 2
+        case.check(*launch(case, configs))
 
 
 def replayed(case: Case) -> tuple[torch.Tensor, ...]:
@@ -315,11 +317,11 @@ def test_weights_past_2_to_the_31_elements() -> None:
         2,
         True,
     )
-    assert experts.widen.numel() > 2**31
+    assert experts.gate_up.numel() > 2**31
     for num_tokens in (2, 40):
         logits = torch.zeros(num_tokens, num_experts, dtype=torch.float16, device="cuda")
         logits[:, -2:] = random(num_tokens, 2, scale=1.0) + 20
         case = Case(random(num_tokens, width, scale=1.0), logits, experts, None, None)
-        last = Experts(experts.widen[-2:].clone(), experts.narrow[-2:].clone(), 2, True)
+        last = Experts(experts.gate_up[-2:].clone(), experts.down[-2:].clone(), 2, True)
         alone = Case(case.x, logits[:, -2:].contiguous(), last, None, None)
         alone.check(*launch(case))

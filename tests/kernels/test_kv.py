@@ -11,11 +11,9 @@ import triton.language as tl
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import block_clone, write_kv
-from rose_backend.kernels.kv import block_clone as clone_kernels
-from rose_backend.kernels.kv import ops, reference
-from rose_backend.kernels.kv import write_kv as store_kernels
-from rose_backend.kernels.kv.reference import from_cache, to_cache
-from rose_backend.kernels.tensor_checks import CACHE_DTYPE
+from rose_backend.kernels.arguments import CACHE_DTYPE
+from rose_backend.kernels.kv import cache_writes, ops
+from rose_backend.kernels.kv.ops import from_cache, to_cache
 from tests.support.implementations import DTYPES, GPU, INTERPRETER, Implementation
 from tests.support.paged_inputs import (
     CACHE_LAYOUTS,
@@ -102,8 +100,8 @@ def test_mismatches_of_stores_are_named() -> None:
 @triton.jit
 def _to_cache_kernel(out_ptr, values_ptr, scale_ptr, SIZE: tl.constexpr):
     lanes = tl.arange(0, SIZE)
-    scale = store_kernels.load_scale(scale_ptr)
-    stored = store_kernels.to_cache(tl.load(values_ptr + lanes), scale, out_ptr.dtype.element_ty)
+    scale = cache_writes.load_scale(scale_ptr)
+    stored = cache_writes.to_cache(tl.load(values_ptr + lanes), scale, out_ptr.dtype.element_ty)
     tl.store(out_ptr + lanes, stored)
 
 
@@ -194,7 +192,7 @@ PAIRS = {
 
 def clone(cache: torch.Tensor, ids: torch.Tensor, block_dim: int, most: int = 8192) -> None:
     """Clone by ids on the cache's device, at most ``most`` of which may depend on each other in one program."""
-    with mock.patch.object(clone_kernels, "MAX_DEPENDENT_PAIRS", most):
+    with mock.patch.object(cache_writes, "MAX_DEPENDENT_PAIRS", most):
         block_clone(cache, *ids.unbind(1), block_dim=block_dim)
 
 
@@ -285,7 +283,7 @@ def test_mismatches_of_clones_are_named() -> None:
 
 def test_blocks_are_described_by_few_wide_dimensions() -> None:
     cache = torch.empty(12, 2, 100, 16, 12, 64, dtype=torch.float16, device="meta")
-    layout = clone_kernels.block_layout(tuple(cache.shape), cache.stride(), 2, 2, 16)
+    layout = cache_writes.block_layout(tuple(cache.shape), cache.stride(), 2, 2, 16)
     assert (layout.shape, layout.strides) == ((3072, 24), (1, 307200))
     assert (layout.element.primitive_bitwidth, layout.block_stride) == (64, 3072)
 
@@ -346,7 +344,7 @@ def test_a_thousand_clones_agree_and_graphs_replay(kind: str) -> None:
     src = order[:256].contiguous()
     dst = {"independent": order[256:512], "chain": order[1:257], "cycle": src.roll(1)}[kind].contiguous()
     expected = start.clone()
-    reference.block_clone(expected, src, dst, block_dim=2)
+    ops._block_clone(expected, src, dst, block_dim=2)
     cache = start.clone()
     graph = torch.cuda.CUDAGraph()
     block_clone(cache, src, dst, block_dim=2)

@@ -11,9 +11,8 @@ import torch
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels import empty_rows, pack_linear, small_batch_linear, small_batch_linear_and_moments
-from rose_backend.kernels.arguments import PackedLinear
+from rose_backend.kernels.arguments import MAX_ROWS, PackedLinear
 from rose_backend.kernels.linear import small_batch_linear as gpu
-from rose_backend.kernels.linear.ops import MAX_ROWS
 from tests.support.error_budget import assert_within_budget
 from tests.support.implementations import GPU, INTERPRETER, Implementation, each_dtype
 from tests.support.linear_cases import (
@@ -106,7 +105,7 @@ def test_values(implementation: Implementation, dtype: torch.dtype, parts: str) 
 
 # Depths and widths that no tile divides; one tile over the whole depth, several, and a split depth; one tile of rows
 # and several.
-CUTS = [
+CONFIGS = [
     (1, config(1, 4, 128, use_dot=False)),
     (2, config(2, 4, 32, use_dot=False)),
     (3, config(4, 2, 32, 2, use_dot=False)),
@@ -117,11 +116,11 @@ CUTS = [
     (17, config(32, 32, 32, 3)),
     (21, config(16, 32, 64, 2, weights_left=True)),
 ]
-# All parts on the lanes and on the matrix units; of the other cuts what comes behind a tile's last product. Each cut
+# All parts on the lanes and on the matrix units; of the others what comes behind a tile's last product. Each one
 # and each part has both dtypes.
 CASES = [
-    (rows, cut, parts, (torch.float32, HALF)[(index + number) % 2])
-    for index, (rows, cut) in enumerate(CUTS)
+    (rows, tiles, parts, (torch.float32, HALF)[(index + number) % 2])
+    for index, (rows, tiles) in enumerate(CONFIGS)
     for number, parts in enumerate(
         PARTS + GATED_PARTS
         if rows in (1, 16)
@@ -131,20 +130,20 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("rows", "cut", "parts", "dtype"), CASES, ids=lambda value: "" if isinstance(value, dict) else None
+    ("rows", "tiles", "parts", "dtype"), CASES, ids=lambda value: "" if isinstance(value, dict) else None
 )
 def test_the_interpreted_kernel_agrees(
-    rows: int, cut: dict[str, Any], parts: str, dtype: torch.dtype
+    rows: int, tiles: dict[str, Any], parts: str, dtype: torch.dtype
 ) -> None:
     case = make_case(rows, 100, 37, parts, dtype)
-    case.check(INTERPRETER(launch, case, cut))
+    case.check(INTERPRETER(launch, case, tiles))
 
 
 @pytest.mark.parametrize("parts", ["", "norm gelu", "norm residual", "rms gated residual"])
-@pytest.mark.parametrize("cut", [config(16, 16, 128), config(16, 32, 32, 3)])
-def test_moments_are_taken_from_one_product_to_the_next(cut: dict[str, Any], parts: str) -> None:
+@pytest.mark.parametrize("tiles", [config(16, 16, 128), config(16, 32, 32, 3)])
+def test_moments_are_taken_from_one_product_to_the_next(tiles: dict[str, Any], parts: str) -> None:
     case = make_case(21, 100, 37, parts, HALF)
-    result, moments = INTERPRETER(launch, case, cut, num_x_parts=4, with_moments=True)
+    result, moments = INTERPRETER(launch, case, tiles, num_x_parts=4, with_moments=True)
     case.check(result)
     torch.testing.assert_close(moments.sum(2), moments_of(result, 1)[:, :, 0])
 
@@ -206,8 +205,8 @@ def aligned(matrix: torch.Tensor) -> torch.Tensor:
     return torch.cat([matrix, matrix.new_full((len(matrix), 8), float("nan"))], 1)[:, : matrix.shape[1]]
 
 
-def launch_twice(case: Case, cut: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch(case, cut), launch(case, cut)
+def launch_twice(case: Case, tiles: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    return launch(case, tiles), launch(case, tiles)
 
 
 def test_a_split_depth_leaves_its_counters_as_they_were() -> None:
@@ -227,10 +226,10 @@ def test_a_split_depth_leaves_its_counters_as_they_were() -> None:
 def test_parts_never_outgrow_their_scratch(depth: int, columns: int) -> None:
     partial, arrivals = gpu.scratch_on(torch.device("cpu"))
     for rows, can_use_tma in itertools.product((4, 16, 32, 64, 128, 256), (False, True)):
-        cut = gpu.choose_config(rows, columns, depth, exact=False, can_use_tma=can_use_tma)
-        num_tiles = -(-columns // cut.block_n) * -(-rows // cut.block_m)
-        if cut.split_k > 1:
-            assert num_tiles * cut.split_k * cut.block_m * cut.block_n <= partial.numel()
+        tiles = gpu.choose_linear_config(rows, columns, depth, exact=False, can_use_tma=can_use_tma)
+        num_tiles = -(-columns // tiles.block_n) * -(-rows // tiles.block_m)
+        if tiles.split_k > 1:
+            assert num_tiles * tiles.split_k * tiles.block_m * tiles.block_n <= partial.numel()
             assert num_tiles <= arrivals.numel()
 
 
@@ -364,7 +363,7 @@ def test_the_shapes_of_models_at_any_number_of_rows(shape: tuple[int, int, str],
             torch.testing.assert_close(moments.sum(2), moments_of(actual, 1)[:, :, 0], rtol=1e-4, atol=1e-2)
 
 
-KINDS_OF_CUTS = [
+KINDS_OF_CONFIGS = [
     (8, config(8, 32, 1024, warp_split=4, weights_left=True)),
     (29, config(32, 32, 1024, warp_split=4, weights_left=True)),
     (29, config(32, 16, 1024, warp_split=4)),
@@ -378,12 +377,12 @@ KINDS_OF_CUTS = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES + GATED_SHAPES, ids=str)
-@pytest.mark.parametrize(("rows", "cut"), KINDS_OF_CUTS, ids=str)
-def test_every_kind_of_cut(rows: int, cut: dict[str, Any], shape: tuple[int, int, str]) -> None:
+@pytest.mark.parametrize(("rows", "tiles"), KINDS_OF_CONFIGS, ids=str)
+def test_every_kind_of_configuration(rows: int, tiles: dict[str, Any], shape: tuple[int, int, str]) -> None:
     case = make_case(rows, *shape, HALF, "cuda")
     case.x = torch.cat([case.x, case.x[:, :8]], 1)[:, : shape[0]]
     split_k = 3 if shape[0] > 1024 else 1
-    result, moments = launch(case, {**cut, "split_k": split_k}, num_x_parts=16, with_moments=True)
+    result, moments = launch(case, {**tiles, "split_k": split_k}, num_x_parts=16, with_moments=True)
     case.check(result)
     torch.testing.assert_close(moments.sum(2), moments_of(result, 1)[:, :, 0], rtol=1e-4, atol=1e-2)
 
@@ -410,29 +409,29 @@ def test_a_thousand_runs_of_the_chosen_cuts_are_bitwise_equal(shape: tuple[int, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("use_pdl", [False, True])
 @pytest.mark.parametrize(
-    "cut", [config(16, 16, 128, 8), config(4, 4, 512, 2, use_dot=False)], ids=["dot", "vector"]
+    "tiles", [config(16, 16, 128, 8), config(4, 4, 512, 2, use_dot=False)], ids=["dot", "vector"]
 )
-def test_a_thousand_runs_are_bitwise_equal(cut: dict[str, Any], use_pdl: bool) -> None:
+def test_a_thousand_runs_are_bitwise_equal(tiles: dict[str, Any], use_pdl: bool) -> None:
     case = make_case(4, 3072, 768, "residual", HALF, "cuda")
-    first = launch(case, cut, use_pdl).clone()
+    first = launch(case, tiles, use_pdl).clone()
     case.check(first)
     different = torch.zeros((), dtype=torch.bool, device="cuda")
     for _ in range(1000):
-        different |= (launch(case, cut, use_pdl) != first).any()
+        different |= (launch(case, tiles, use_pdl) != first).any()
     assert not different
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 4, 32, 128, 256])
 @pytest.mark.parametrize(
-    ("widened", "parts"), [(3072, ("norm gelu", "residual")), (6144, ("rms gated nobias", "nobias residual"))]
+    ("inner", "parts"), [(3072, ("norm gelu", "residual")), (6144, ("rms gated nobias", "nobias residual"))]
 )
-def test_a_chain_of_dependent_launches_in_a_graph(widened: int, parts: tuple[str, str], rows: int) -> None:
+def test_a_chain_of_dependent_launches_in_a_graph(inner: int, parts: tuple[str, str], rows: int) -> None:
     """Each launch reads what the one before wrote, in place over one residual, with early launches allowed."""
-    widen = make_case(rows, 768, widened, parts[0], HALF, "cuda")
-    narrow = make_case(rows, 3072, 768, parts[1], HALF, "cuda")
-    up, down = widen.layer, narrow.layer
-    start = widen.x.contiguous()
+    up_case = make_case(rows, 768, inner, parts[0], HALF, "cuda")
+    down_case = make_case(rows, 3072, 768, parts[1], HALF, "cuda")
+    up, down = up_case.layer, down_case.layer
+    start = up_case.x.contiguous()
     hidden, wide = start.clone(), torch.empty((rows, 3072), dtype=HALF, device="cuda")
 
     def chain(use_pdl: bool) -> None:
@@ -441,7 +440,7 @@ def test_a_chain_of_dependent_launches_in_a_graph(widened: int, parts: tuple[str
         with overlapping(use_pdl):
             for _ in range(24):
                 gpu.small_batch_linear(
-                    hidden, up, gelu=widen.gelu, residual=None, out=wide, x_moments=moments
+                    hidden, up, gelu=up_case.gelu, residual=None, out=wide, x_moments=moments
                 )
                 moments = gpu.small_batch_linear(
                     wide, down, gelu=False, residual=hidden, out=hidden, x_moments=None, with_moments=True

@@ -52,21 +52,21 @@ COMPILED += [
     ],
 )
 def test_compiles_without_spills(rows: int, shape: tuple[int, int, str], capability: int) -> None:
-    compile_chosen_cut(capability, rows, *shape, HALF)
+    compile_chosen_config(capability, rows, *shape, HALF)
 
 
 @pytest.mark.parametrize(("rows", "depth", "columns", "parts", "dtype"), COMPILED)
 def test_the_chosen_cuts_compile_without_spills(
     rows: int, depth: int, columns: int, parts: str, dtype: torch.dtype
 ) -> None:
-    compile_chosen_cut(90, rows, depth, columns, parts, dtype)
+    compile_chosen_config(90, rows, depth, columns, parts, dtype)
 
 
 def test_moments_in_many_parts_compile_without_spills() -> None:
-    compile_chosen_cut(90, 64, 2048, 4096, "rms gated nobias", FLOAT32, num_x_parts=1024)
+    compile_chosen_config(90, 64, 2048, 4096, "rms gated nobias", FLOAT32, num_x_parts=1024)
 
 
-def compile_chosen_cut(
+def compile_chosen_config(
     capability: int,
     rows: int,
     depth: int,
@@ -91,7 +91,7 @@ def compile_chosen_cut(
             out=out,
             x_moments=torch.empty(rows, 2, num_x_parts) if case.norm else None,
             with_moments=case.residual is not None,
-            config=gpu.choose_config(
+            config=gpu.choose_linear_config(
                 rows,
                 columns,
                 depth,
@@ -100,9 +100,11 @@ def compile_chosen_cut(
                 has_tensor_memory=capability >= 100,
             ),
         )
-    cut, lines = launches[0].arguments, launches[0].arguments["PREFETCH"]
+    chosen, lines = launches[0].arguments, launches[0].arguments["PREFETCH"]
     ahead = gpu.lines_ahead(
-        cut["DEPTH"] * x.element_size(), cut["BLOCK_N"], -(-columns // cut["BLOCK_N"]) * cut["SPLIT_K"]
+        chosen["DEPTH"] * x.element_size(),
+        chosen["BLOCK_N"],
+        -(-columns // chosen["BLOCK_N"]) * chosen["SPLIT_K"],
     )
     assert lines == (ahead if capability >= 90 else 0)
     resources = compile_launch(launches[0], capability)

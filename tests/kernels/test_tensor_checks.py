@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.tensor_checks import (
+from rose_backend.kernels.arguments import (
     CACHE_DTYPE,
     check_cache_dtype,
     check_float8_capability,

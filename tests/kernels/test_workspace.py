@@ -12,15 +12,15 @@ import torch
 
 from rose_backend import LLM, SamplingParams
 from rose_backend.engine.model_runner import ModelRunner
-from rose_backend.kernels.attention import split_context
-from rose_backend.kernels.captured_graphs import Workspace, current_workspace, refuse_first_use_in_capture
+from rose_backend.kernels.attention import shared
 from rose_backend.kernels.experts import expert_mlp
+from rose_backend.kernels.gpu_properties import Workspace, current_workspace, refuse_first_use_in_capture
 from rose_backend.kernels.linear import small_batch_linear
 
 CPU = torch.device("cpu")
 # What each kernel with scratch memory asks for.
 SCRATCH: dict[str, Callable[[torch.device], Any]] = {
-    "paged_decode": lambda device: split_context.split_scratch(device, 8, 4),
+    "paged_decode": lambda device: shared.split_scratch(device, 8, 4),
     "small_batch_linear": small_batch_linear.scratch_on,
     "expert_mlp": lambda device: [expert_mlp._counts_on(device)],
 }

@@ -210,7 +210,7 @@ def test_auto_dtype_on_a_cpu_is_float32(
     change_tensors(path, {name: tensor.to(stored) for name, tensor in tensors.items()})
     for chosen, expected in (("auto", torch.float32), (dtype, stored)):
         model = load_model(path, dtype=chosen)
-        assert model.config.dtype == model.weights.layers[0].mlp.widen.weight.dtype == expected
+        assert model.config.dtype == model.weights.layers[0].mlp.gate_up.weight.dtype == expected
     with LLM(str(path), device="cpu", dtype=dtype) as llm:
         output = llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))[0]
     assert len(output.outputs[0].token_ids) == 4

@@ -267,8 +267,8 @@ def test_layers_are_packed_once_their_weights_are_there(
     packed = load_model(checkpoint).weights.layers
     assert len(packed) == len(plain)
     for ours, theirs in zip(packed, plain, strict=True):
-        assert ours.mlp.narrow.packed is not None and ours.qkv.packed is not None
-        assert torch.equal(ours.mlp.narrow.weight, theirs.mlp.narrow.weight)
+        assert ours.mlp.down.packed is not None and ours.qkv.packed is not None
+        assert torch.equal(ours.mlp.down.weight, theirs.mlp.down.weight)
         folded = theirs.qkv.weight * theirs.attn_norm.weight[:, None]
         assert torch.allclose(ours.qkv.weight, folded) and bool((ours.attn_norm.weight == 1).all())
 
@@ -313,7 +313,7 @@ def test_a_whole_model_on_a_gpu_is_the_one_of_the_cpu(tmp_path: Path) -> None:
     left, right = (model.weights for model in models)
     assert torch.equal(left.padded_lm_head, right.padded_lm_head.cpu())
     for ours, theirs in zip(left.layers, right.layers, strict=True):
-        for name in ("qkv.weight", "attn_out.weight", "mlp.widen.weight", "mlp.narrow.weight"):
+        for name in ("qkv.weight", "attn_out.weight", "mlp.gate_up.weight", "mlp.down.weight"):
             assert torch.equal(attrgetter(name)(ours), attrgetter(name)(theirs).cpu()), name
 
 

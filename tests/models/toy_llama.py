@@ -59,8 +59,8 @@ class ToyLlama(CausalLM):
                 attended = attended[attention.last_tokens]
                 stream.keep(attention.last_tokens)
             stream.add(attended, layer.attn_out)
-            gate, up = stream.project(layer.mlp_norm, layer.mlp.widen).chunk(2, dim=-1)
-            stream.add(F.silu(gate) * up, layer.mlp.narrow)
+            gate, up = stream.project(layer.mlp_norm, layer.mlp.gate_up).chunk(2, dim=-1)
+            stream.add(F.silu(gate) * up, layer.mlp.down)
         return stream.normed(weights.final_norm)
 
 

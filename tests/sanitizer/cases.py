@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from rose_backend import kernels
-from rose_backend.kernels import advance_rows, embed_tokens
-from rose_backend.kernels.arguments import SamplingTensors
-from rose_backend.kernels.decode_step.ops import end_steady_decode, write_block_ids
-from rose_backend.kernels.linear.ops import row_moments
+from rose_backend.kernels import embed_tokens
+from rose_backend.kernels.arguments import SamplingTensors, row_moments
+from rose_backend.kernels.decode_step.ops import advance_rows, end_steady_decode, write_block_ids
 from tests.support import attention_calls
 from tests.support.decode_steps import make_case, random_writes
 from tests.support.expert_cases import make_case as make_experts
@@ -224,7 +223,7 @@ def experts(num_tokens: int) -> Case:
     def run(device: str) -> list[torch.Tensor]:
         case = make_experts(num_tokens, 9, 3, 136, 72, HALF, norm=True)
         weights = replace(
-            case.experts, widen=case.experts.widen.to(device), narrow=case.experts.narrow.to(device)
+            case.experts, gate_up=case.experts.gate_up.to(device), down=case.experts.down.to(device)
         )
         result, moments = kernels.expert_mlp(
             case.x.to(device), case.router_logits.to(device), weights, rms_eps=EPS

@@ -22,7 +22,7 @@ import triton
 from benchmarks.support import checkpoint
 from rose_backend.kernels.gpu_properties import GpuProperties, meta_stands_for
 from rose_backend.kernels.linear.small_batch_linear import lines_ahead
-from rose_backend.kernels.tuning import attention, experts, linear
+from rose_backend.kernels.tuning import choices as tuning
 from rose_backend.layers.decoder import max_packed_rows, rotates_inside
 from rose_backend.layers.linear import Linear, adds_halves, fewest_halved_rows
 from rose_backend.scheduling import default_token_budgets, min_tokens_worth_waiting
@@ -117,7 +117,7 @@ def _linear(gpu: GpuProperties, shape: Shape) -> Iterator[tuple[str, dict[str, s
         shape.products.items(), (False, True), (True, False)
     ):
         choose = functools.partial(
-            linear.choose_config,
+            tuning.choose_linear_config,
             num_columns=columns,
             depth=depth,
             exact=exact,
@@ -148,7 +148,7 @@ def _experts(gpu: GpuProperties, shape: Shape) -> Iterator[tuple[str, dict[str, 
     for gated, exact, is_aligned in itertools.product((True, False), repeat=3):
         options = {"gated": gated, "exact": exact, "can_use_tma": is_aligned and gpu.has_large_tma_tiles}
         chosen = by_ranges(
-            lambda rows, options=options: experts.choose_config(
+            lambda rows, options=options: tuning.choose_expert_config(
                 rows * shape.top_k, shape.num_experts, **options
             )
         )
@@ -163,9 +163,9 @@ def _decode(gpu: GpuProperties, shape: Shape) -> Iterator[tuple[str, dict[str, s
         (torch.float32, ("cache as query", None), 1, False),
     ]
     for dtype, (cache, cache_dtype), query_len, norms_heads in cases:
-        group = attention.heads_per_program(shape.num_heads // shape.num_kv_heads, query_len, head_tile)
+        group = tuning.heads_per_program(shape.num_heads // shape.num_kv_heads, query_len, head_tile)
         choose = functools.partial(
-            attention.decode_tuning,
+            tuning.decode_tuning,
             shape.head_size,
             dtype,
             gpu.num_processors,
@@ -178,11 +178,11 @@ def _decode(gpu: GpuProperties, shape: Shape) -> Iterator[tuple[str, dict[str, s
         yield case, by_ranges(lambda rows, choose=choose: choose(num_rows=rows))
     yield (
         "begins in turns",
-        by_ranges(lambda rows: attention.begins_in_turns(rows * shape.num_kv_heads, gpu.num_processors)),
+        by_ranges(lambda rows: tuning.begins_in_turns(rows * shape.num_kv_heads, gpu.num_processors)),
     )
     for query_len in (1, 5):
         kind = functools.partial(
-            attention.decode_kind,
+            tuning.decode_kind,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_size=shape.head_size,
@@ -190,14 +190,14 @@ def _decode(gpu: GpuProperties, shape: Shape) -> Iterator[tuple[str, dict[str, s
             num_processors=gpu.num_processors,
             max_query_len=query_len,
         )
-        counts = attention.row_counts(MAX_ROWS, kind)
+        counts = tuning.row_counts(MAX_ROWS, kind)
         yield f"row counts, {query_len} tokens", {"all": " ".join(map(str, counts))}
 
 
 def _prefill(gpu: GpuProperties, shape: Shape) -> Iterator[tuple[str, dict[str, str]]]:
     for dtype, is_describable in itertools.product((shape.dtype, torch.float32), (True, False)):
         choose = functools.partial(
-            attention.prefill_tuning,
+            tuning.prefill_tuning,
             head_size=shape.head_size,
             dtype=dtype,
             capability=gpu.capability,
@@ -226,7 +226,7 @@ def _unlike_any_model(gpu: GpuProperties) -> Iterator[tuple[str, dict[str, str]]
     sizes = (64, 768, 769, 1024, 1025, 2048, 2049, 2560, 4096, 4097, 5120, 8192, 8193, 12_288, 24_576)
     for columns, depth in itertools.product(sizes, (64, 768, 1024, 1025, 2048, 2049, 4096, 4097, 14_336)):
         choose = functools.partial(
-            linear.choose_config,
+            tuning.choose_linear_config,
             num_columns=columns,
             depth=depth,
             exact=False,
@@ -239,13 +239,13 @@ def _unlike_any_model(gpu: GpuProperties) -> Iterator[tuple[str, dict[str, str]]
     ):
         options = {"num_queries": num_queries, "num_kv_heads": num_kv_heads}
         decode = functools.partial(
-            attention.decode_tuning, head_size, torch.float16, gpu.num_processors, **options
+            tuning.decode_tuning, head_size, torch.float16, gpu.num_processors, **options
         )
         case = f"{num_kv_heads} heads of {head_size}, {num_queries} queries"
         yield f"decode, {case}", by_ranges(lambda rows, decode=decode: decode(num_rows=rows), SOME_ROWS)
     for head_size in (32, 96, 256, 512):
         prefill = functools.partial(
-            attention.prefill_tuning,
+            tuning.prefill_tuning,
             head_size=head_size,
             dtype=torch.float16,
             capability=gpu.capability,
@@ -257,12 +257,12 @@ def _unlike_any_model(gpu: GpuProperties) -> Iterator[tuple[str, dict[str, str]]
 def _for_all() -> dict[str, str]:
     """Return what no model and no GPU decides."""
     waiting = {name: min_tokens_worth_waiting(torch.device(name)) for name in ("cpu", "cuda")}
-    counts = [attention.rows_tile(rows) for rows in (1, 32, 33, 256, 257, 1024, 1025, 5000)]
+    counts = [tuning.rows_tile(rows) for rows in (1, 32, 33, 256, 257, 1024, 1025, 5000)]
     return {
         "rows tiles": str(counts),
-        "prefill's query lengths": str(attention.TUNED_QUERY_LENS),
-        "pairs per expert": str(experts.TUNED_PAIRS_PER_EXPERT),
-        "split": f"{linear.MAX_SPLIT_COLUMNS} {linear.MAX_SPLIT_FLOATS}",
+        "prefill's query lengths": str(tuning.TUNED_QUERY_LENS),
+        "pairs per expert": str(tuning.TUNED_PAIRS_PER_EXPERT),
+        "split": f"{tuning.MAX_SPLIT_COLUMNS} {tuning.MAX_SPLIT_FLOATS}",
         "token budgets": f"{default_token_budgets(None)} {default_token_budgets(torch.device('cpu'))}",
         "tokens worth waiting for": str(waiting),
     }

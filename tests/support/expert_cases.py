@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend.kernels import Experts
-from rose_backend.kernels.linear.ops import row_moments
+from rose_backend.kernels.arguments import row_moments
 from tests.support.error_budget import assert_within_budget
 
 EPS = 1e-5
@@ -39,9 +39,9 @@ class Case:
         result = torch.zeros_like(x)
         for expert, takes in enumerate(chosen.T):
             # One expert at a time in float64: all of Qwen3 30B-A3B's take 5 GB.
-            widen, narrow = self.experts.widen[expert].to(dtype), self.experts.narrow[expert].to(dtype)
-            gate, factor = (normed[takes] @ widen.T).chunk(2, 1)
-            output = (F.silu(gate) * factor) @ narrow.T
+            gate_up, down = self.experts.gate_up[expert].to(dtype), self.experts.down[expert].to(dtype)
+            gate, factor = (normed[takes] @ gate_up.T).chunk(2, 1)
+            output = (F.silu(gate) * factor) @ down.T
             result[takes] += output * weights[takes, expert].to(dtype)[:, None]
         return result if self.residual is None else result + self.residual.to(dtype)
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from rose_backend.kernels import AttentionOptions, HeadRotation, NewTokens, PagedKV
-from rose_backend.kernels.kv.reference import to_cache
-from rose_backend.kernels.tensor_checks import CACHE_DTYPE
+from rose_backend.kernels.arguments import CACHE_DTYPE
+from rose_backend.kernels.kv.ops import to_cache
 from tests.support.error_budget import assert_within_budget
 
 CACHE_LAYOUTS = ("contiguous", "vllm", "layer_of_stack", "heads_first")

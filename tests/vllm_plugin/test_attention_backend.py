@@ -15,7 +15,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from rose_backend.errors import ConfigError
-from rose_backend.kernels.captured_graphs import current_workspace
+from rose_backend.kernels.gpu_properties import current_workspace
 from rose_backend.vllm_plugin.attention import backend
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionBackend, RoseAttentionImpl
 from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadataBuilder

@@ -1,4 +1,4 @@
-"""Which prefill rows are FlashAttention 3's, and what it is handed. Its kernels are replaced by their torch twin."""
+"""Which prefill rows are FlashAttention 3's, and what it is handed. Its kernels are replaced by torch references."""
 
 from __future__ import annotations
 

@@ -49,10 +49,10 @@ def test_compiled_code_calls_them_in_order() -> None:
     x, bias, residual = inputs((5, 32), (32,), (5, 32))
 
     def run(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        widened = x * 2
-        gpt2.bias_gelu(widened, bias)
-        gpt2.bias_residual(widened, bias, residual)
-        return widened
+        wide = x * 2
+        gpt2.bias_gelu(wide, bias)
+        gpt2.bias_residual(wide, bias, residual)
+        return wide
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, bias, residual), run(x, bias, residual))

@@ -17,7 +17,7 @@ from rose_backend.compile_ahead.pool import CompiledKernel
 from rose_backend.compile_ahead.recorded_launches import KernelSource, RecordedLaunches
 from rose_backend.kernels.attention.paged_decode import DecodeLoops
 from rose_backend.kernels.gpu_properties import GpuProperties
-from rose_backend.kernels.pointwise.rotary import RotationSizes
+from rose_backend.kernels.pointwise.elementwise import RotationSizes
 from rose_backend.kernels.sampling.ops import SAMPLER_KERNELS
 from rose_backend.vllm_plugin import pending_kernels
 from rose_backend.vllm_plugin.attention.backend import RoseAttentionImpl

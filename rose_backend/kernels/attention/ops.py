@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import torch
 
+import rose_backend.kernels.attention.reference as reference
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.arguments import AttentionOptions, HeadRotation, NewTokens, PagedKV
-from rose_backend.kernels.attention import reference
-from rose_backend.kernels.attention.reference import PrefillPlan
-from rose_backend.kernels.pointwise.ops import check_rotation, rotate_query_key
-from rose_backend.kernels.tensor_checks import (
+from rose_backend.kernels.arguments import (
+    AttentionOptions,
+    HeadRotation,
+    NewTokens,
+    PagedKV,
     Spec,
     check_cache_dtype,
     check_head_groups,
     check_sinks,
     check_tensors,
 )
+from rose_backend.kernels.attention.reference import PrefillPlan
+from rose_backend.kernels.pointwise.ops import check_rotation, rotate_query_key
 
 MAX_GPU_HEAD_SIZE = 512
 """Larger heads do not fit a program's registers."""
@@ -54,14 +57,9 @@ def plan_paged_decode(
     _check_query_lens(kv)
     if not kv.key_cache.is_cuda:
         return reference.plan_paged_decode(kv, options=options, chunk_bytes=chunk_bytes)
-    from rose_backend.kernels.attention.split_context import longest_first
-    from rose_backend.kernels.tuning.attention import begins_in_turns, num_processors
+    from rose_backend.kernels.attention.paged_decode import order_of_rows
 
-    num_heads = len(kv.num_computed_tokens) * kv.key_cache.shape[2]
-    begin_at_once = not begins_in_turns(num_heads, num_processors(kv.key_cache.device))
-    if options.sliding_window is not None or begin_at_once:
-        return None
-    return longest_first(kv.num_computed_tokens)
+    return order_of_rows(kv, options.sliding_window)
 
 
 def paged_decode(

@@ -15,32 +15,42 @@ import torch
 import triton
 import triton.language as tl
 
-from rose_backend.kernels.arguments import AttentionOptions, HeadRotation, NewTokens, PagedKV
-from rose_backend.kernels.attention.softmax import (
+from rose_backend.kernels.arguments import (
+    AttentionOptions,
+    HeadRotation,
+    NewTokens,
+    PagedKV,
+    attention_strides,
+)
+from rose_backend.kernels.attention.shared import (
     HIDDEN,
     LOG2_E,
     NO_LOGIT,
-    attention_strides,
-    cached_offsets,
-    logit_factors,
-    padded_head_size,
-    to_logits,
-)
-from rose_backend.kernels.attention.split_context import (
     CombineSizes,
     SplitSizes,
+    cached_offsets,
     combine_splits,
     find_split,
+    logit_factors,
+    longest_first,
+    padded_head_size,
     query_offsets,
     record_size,
     split_scratch,
     store_output,
     store_record,
+    to_logits,
 )
-from rose_backend.kernels.kv.write_kv import load_scale, scale_to_half, to_cache, to_half
-from rose_backend.kernels.pointwise.rotary import inside_another_kernel, load_angles, load_head_norm, rotated
-from rose_backend.kernels.tuning.attention import (
+from rose_backend.kernels.kv.cache_writes import load_scale, scale_to_half, to_cache, to_half
+from rose_backend.kernels.pointwise.elementwise import (
+    inside_another_kernel,
+    load_angles,
+    load_head_norm,
+    rotated,
+)
+from rose_backend.kernels.tuning.choices import (
     DecodeTuning,
+    begins_in_turns,
     decode_tuning,
     heads_per_program,
     num_processors,
@@ -698,6 +708,14 @@ def _launch_shape(
         max(places - triton.next_power_of_2(num_rows), places // 2, 1),
         shares * 2 * places,
     )
+
+
+def order_of_rows(kv: PagedKV, sliding_window: int | None) -> torch.Tensor | None:
+    """Return in which order rows begin, ``[R]`` int32; None where all begin at once, or none reads past a window."""
+    num_heads = len(kv.num_computed_tokens) * kv.key_cache.shape[2]
+    if sliding_window is not None or not begins_in_turns(num_heads, num_processors(kv.key_cache.device)):
+        return None
+    return longest_first(kv.num_computed_tokens)
 
 
 def paged_decode(

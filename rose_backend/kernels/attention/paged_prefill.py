@@ -15,19 +15,18 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rose_backend.kernels.arguments import AttentionOptions, NewTokens, PagedKV
-from rose_backend.kernels.attention.softmax import (
+from rose_backend.kernels.arguments import AttentionOptions, NewTokens, PagedKV, attention_strides
+from rose_backend.kernels.attention.shared import (
     LOG2_E,
     NO_LOGIT,
-    attention_strides,
     cached_offsets,
     logit_factors,
     padded_head_size,
     to_logits,
 )
 from rose_backend.kernels.gpu_properties import gpu_properties
-from rose_backend.kernels.kv.write_kv import StoreStrides, load_scale, to_cache
-from rose_backend.kernels.tuning.attention import PrefillTuning, prefill_tuning, rows_tile
+from rose_backend.kernels.kv.cache_writes import StoreStrides, load_scale, to_cache
+from rose_backend.kernels.tuning.choices import PrefillTuning, prefill_tuning, rows_tile
 
 _UNSEEN = tl.constexpr(float("-inf"))
 

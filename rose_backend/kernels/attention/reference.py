@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.arguments import AttentionOptions, NewTokens, PagedKV
-from rose_backend.kernels.kv.reference import from_cache, to_cache, write_at
-from rose_backend.kernels.tensor_checks import CACHE_DTYPE
+from rose_backend.kernels.arguments import CACHE_DTYPE, AttentionOptions, NewTokens, PagedKV
+from rose_backend.kernels.kv.ops import from_cache, to_cache, write_at
 
 # Gathered keys of one chunk, at most, unless a single request is longer. A few MiB stay in cache between the gather and
 # the product that reads them.

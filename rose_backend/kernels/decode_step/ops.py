@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.arguments import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState
-from rose_backend.kernels.tensor_checks import check_tensors
+from rose_backend.kernels.arguments import DecodeGroup, DecodeGroups, DecodeInputs, DecodeState, check_tensors
 
 NO_SLOT = -1
 """Where a row without a request lives, and where its K/V is stored: nowhere."""

@@ -56,7 +56,7 @@ def advance_rows(
     history: torch.Tensor,  # [N, MR] int64  written
     step_index: torch.Tensor,  # [1] int64  written
 ) -> None:
-    """``rose_backend.kernels.advance_rows`` on a GPU."""
+    """``rose_backend.kernels.decode_step.ops.advance_rows`` on a GPU."""
     num_rows = len(token_ids)
     if num_rows == 0:
         return

@@ -2,7 +2,7 @@
 
 1. ``_choose_experts_kernel``: each token's experts and their weights, each expert's tokens.
 2. ``_expert_product_kernel`` with the gate and its factor: ``silu(gate) * factor`` of each pair of token and expert.
-3. The same kernel with ``narrow``: each pair's result, times its weight.
+3. The same kernel with ``down``: each pair's result, times its weight.
 4. ``_add_experts_kernel``: a token's experts, added in the order of their weights, and a residual.
 
 A program of a product has the rows of one expert, as many as fit a tile. How many tiles each expert has is known on the
@@ -21,11 +21,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rose_backend.kernels.arguments import MAX_EXPERTS, Experts
-from rose_backend.kernels.captured_graphs import current_workspace
-from rose_backend.kernels.gpu_properties import can_use_tma, has_dependent_launch
+from rose_backend.kernels.gpu_properties import can_use_tma, current_workspace, has_dependent_launch
 from rose_backend.kernels.linear.small_batch_linear import add_tile, load_moments, load_tile
-from rose_backend.kernels.sampling.choose_token import ordered_key, value_of_key
-from rose_backend.kernels.tuning.experts import ExpertConfig, choose_config
+from rose_backend.kernels.sampling.sampler import ordered_key, value_of_key
+from rose_backend.kernels.tuning.choices import ExpertConfig, choose_expert_config
 
 _EXPERT_MASK = tl.constexpr(MAX_EXPERTS - 1)
 
@@ -421,7 +420,7 @@ def expert_mlp(
     use_pdl = has_dependent_launch(x.device)
     scales = x.new_empty(num_pairs, dtype=torch.float32)
     lists = (_counts_on(x.device), x.new_empty((num_experts, num_tokens), dtype=torch.int32))
-    activated = x.new_empty((num_pairs, experts.narrow.shape[2]))
+    activated = x.new_empty((num_pairs, experts.down.shape[2]))
     outputs = x.new_empty((num_pairs, width))
     norm = None if rms_eps is None or x_moments is None else (rms_eps, x_moments)
     try:
@@ -433,8 +432,8 @@ def expert_mlp(
             renormalize=experts.renormalize,
             use_pdl=use_pdl,
         )
-        _product(x, experts.widen, configs, lists, norm, None, activated, use_pdl)
-        _product(activated, experts.narrow, configs, lists, None, scales, outputs, use_pdl)
+        _product(x, experts.gate_up, configs, lists, norm, None, activated, use_pdl)
+        _product(activated, experts.down, configs, lists, None, scales, outputs, use_pdl)
         add_experts(outputs, residual, out, moments, lists[0], top_k=experts.top_k, use_pdl=use_pdl)
     except BaseException:
         # A kernel that could not be loaded, say: the next call counts from zero all the same.
@@ -445,14 +444,14 @@ def expert_mlp(
 
 def _choose_configs(x: torch.Tensor, experts: Experts) -> tuple[ExpertConfig, ExpertConfig]:
     first, second = (
-        choose_config(
+        choose_expert_config(
             len(x) * experts.top_k,
             len(weight),
-            gated=weight is experts.widen,
+            gated=weight is experts.gate_up,
             exact=x.dtype == torch.float32,
             can_use_tma=can_use_tma(weight.flatten(0, 1)),
         )
-        for weight in (experts.widen, experts.narrow)
+        for weight in (experts.gate_up, experts.down)
     )
     return first, second
 

@@ -6,9 +6,15 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.arguments import MAX_EXPERTS, Experts
-from rose_backend.kernels.linear.ops import check_moments, empty_rows, row_moments
-from rose_backend.kernels.tensor_checks import check_same_dtype, check_tensors
+from rose_backend.kernels.arguments import (
+    MAX_EXPERTS,
+    Experts,
+    check_moments,
+    check_same_dtype,
+    check_tensors,
+    empty_rows,
+    row_moments,
+)
 
 
 def expert_mlp(
@@ -25,7 +31,7 @@ def expert_mlp(
 
     Of expert ``e``, with ``A = top_k`` experts for each token::
 
-        w[e] * (silu(x @ gate[e].T) * (x @ factor[e].T)) @ narrow[e].T
+        w[e] * (silu(x @ gate[e].T) * (x @ factor[e].T)) @ down[e].T
 
     ``w`` is the softmax over the logits of all experts, or of the chosen ones with ``renormalize``. What is between the
     two products, and each expert's weighted result, is rounded to the type of ``x``.
@@ -33,7 +39,7 @@ def expert_mlp(
     Args:
         x: innermost stride 1.
         out: may be ``residual`` or ``x`` itself; None allocates.
-        rms_eps: of an RMSNorm of ``x`` in front, whose weight is folded into ``experts.widen``; None: there is none.
+        rms_eps: of an RMSNorm of ``x`` in front, whose weight is folded into ``experts.gate_up``; None: there is none.
         x_moments: see ``small_batch_linear``; used with ``rms_eps`` only, where None has them summed up first.
 
     Returns:
@@ -72,17 +78,17 @@ def _check(
     sizes = check_tensors(
         x=(x, "T E"),
         router_logits=(router_logits, "T X"),
-        widen=(experts.widen, "X 2I E"),
-        narrow=(experts.narrow, "X E I"),
+        gate_up=(experts.gate_up, "X 2I E"),
+        down=(experts.down, "X E I"),
     )
     if sizes["2I"] != 2 * sizes["I"]:
-        raise ShapeError(f"widen: expected {2 * sizes['I']} rows of each expert, got {sizes['2I']}")
+        raise ShapeError(f"gate_up: expected {2 * sizes['I']} rows of each expert, got {sizes['2I']}")
     if sizes["X"] > MAX_EXPERTS:
         raise ShapeError(f"router_logits: expected at most {MAX_EXPERTS} experts, got {sizes['X']}")
     if not 1 <= experts.top_k <= sizes["X"]:
         raise ShapeError(f"top_k: expected 1 to {sizes['X']}, got {experts.top_k}")
-    check_same_dtype(x=x, router_logits=router_logits, widen=experts.widen, narrow=experts.narrow)
-    for name, weight in (("widen", experts.widen), ("narrow", experts.narrow)):
+    check_same_dtype(x=x, router_logits=router_logits, gate_up=experts.gate_up, down=experts.down)
+    for name, weight in (("gate_up", experts.gate_up), ("down", experts.down)):
         if not weight.is_contiguous():
             raise ShapeError(f"{name}: expected a contiguous tensor, got strides {weight.stride()}")
     if residual is not None:
@@ -125,9 +131,9 @@ def _add_up_experts(
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in expert_ids.unique().tolist():
         tokens, places = torch.where(expert_ids == expert)
-        gate, factor = F.linear(normed[tokens], experts.widen[expert].float()).chunk(2, dim=-1)
+        gate, factor = F.linear(normed[tokens], experts.gate_up[expert].float()).chunk(2, dim=-1)
         # Rounded where a GPU stores it.
         activated = (F.silu(gate) * factor).to(x.dtype)
-        output = F.linear(activated.float(), experts.narrow[expert].float()) * weights[tokens, places, None]
+        output = F.linear(activated.float(), experts.down[expert].float()) * weights[tokens, places, None]
         total.index_add_(0, tokens, output.to(x.dtype).float())
     return total

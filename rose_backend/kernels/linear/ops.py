@@ -6,11 +6,15 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.arguments import PackedLinear
-from rose_backend.kernels.tensor_checks import check_same_dtype, check_tensors
-
-MAX_ROWS = 256
-"""More rows are better served by a library's matrix product."""
+from rose_backend.kernels.arguments import (
+    MAX_ROWS,
+    PackedLinear,
+    check_moments,
+    check_same_dtype,
+    check_tensors,
+    empty_rows,
+    row_moments,
+)
 
 _FOLDED_ROWS = 1024
 """Of a weight, that a norm is folded into at once: they are in memory in float32 meanwhile."""
@@ -88,16 +92,6 @@ def _alternate(rows: torch.Tensor) -> torch.Tensor:
     return rows.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
 
 
-def empty_rows(like: torch.Tensor, num_rows: int, *sizes: int) -> torch.Tensor:
-    """Return an uninitialized tensor [num_rows, *sizes] whose products are as fast as those of the next power of two.
-
-    After it is memory for the rows that a product's last tile of rows has beyond it: the tensor memory accelerator
-    takes longer to leave out a row than to copy it.
-    """
-    padding = 0 if num_rows > MAX_ROWS else (1 << max(num_rows - 1, 0).bit_length()) - num_rows
-    return like.new_empty((num_rows + padding, *sizes))[:num_rows]
-
-
 def small_batch_linear(
     x: torch.Tensor,  # [T, E]
     layer: PackedLinear,
@@ -140,31 +134,6 @@ def small_batch_linear_and_moments(
     out, moments = _compute(x, layer, gelu, residual, out, x_moments, with_moments=True)
     assert moments is not None, "they were asked for"
     return out, moments
-
-
-def row_moments(
-    x: torch.Tensor,  # [T, E]
-) -> torch.Tensor:
-    """Return the sums of each row and of its squares, float32 [T, 2, 1]."""
-    wide = x.float()
-    return torch.stack([wide.sum(1), wide.square().sum(1)], 1).unsqueeze(2)
-
-
-def check_moments(
-    x: torch.Tensor,  # [T, E]
-    x_moments: torch.Tensor,  # [T, 2, P] float32
-) -> None:
-    """Require moments of ``x`` as ``small_batch_linear_and_moments`` returns them.
-
-    Raises:
-        ShapeError: another shape, dtype or layout.
-    """
-    check_tensors(x=(x, "T E"), x_moments=(x_moments, "T 2 P", torch.float32))
-    _, kinds, parts = x_moments.shape
-    if kinds != 2 or parts & (parts - 1) or not x_moments.is_contiguous():
-        raise ShapeError(
-            f"x_moments: expected contiguous [T, 2, P], P a power of two, got {list(x_moments.shape)}"
-        )
 
 
 def _compute(

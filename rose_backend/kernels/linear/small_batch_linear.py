@@ -27,10 +27,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rose_backend.errors import ShapeError
 from rose_backend.kernels.arguments import PackedLinear
-from rose_backend.kernels.captured_graphs import current_workspace
-from rose_backend.kernels.gpu_properties import can_use_tma, gpu_properties, has_dependent_launch
-from rose_backend.kernels.tuning.linear import MAX_SPLIT_FLOATS, LinearConfig, choose_config
-from rose_backend.kernels.tuning.measured import constants
+from rose_backend.kernels.gpu_properties import (
+    can_use_tma,
+    current_workspace,
+    gpu_properties,
+    has_dependent_launch,
+)
+from rose_backend.kernels.tuning.choices import (
+    LINEAR_PREFETCH,
+    MAX_SPLIT_FLOATS,
+    LinearConfig,
+    choose_linear_config,
+)
 
 
 @triton.jit
@@ -368,8 +376,8 @@ def rows_of_tiles(x: torch.Tensor, block_m: int) -> int:
     return max(min(triton.cdiv(x.shape[0], block_m) * block_m, rows_stored), x.shape[0])
 
 
-_BYTES_AHEAD = constants("linear prefetch")["bytes_ahead"]
-_PROGRAMS_AT_ONCE = constants("linear prefetch")["programs_at_once"]
+_BYTES_AHEAD = LINEAR_PREFETCH["bytes_ahead"]
+_PROGRAMS_AT_ONCE = LINEAR_PREFETCH["programs_at_once"]
 
 
 def lines_ahead(depth_bytes: int, block_n: int, programs: int) -> int:
@@ -507,7 +515,7 @@ def small_batch_linear(
 
 def _choose_config(x: torch.Tensor, weight: torch.Tensor) -> LinearConfig:
     """Return the measured choice."""
-    return choose_config(
+    return choose_linear_config(
         x.shape[0],
         weight.shape[0],
         x.shape[1],

@@ -9,9 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.arguments import HeadRotation
-from rose_backend.kernels.linear.ops import empty_rows, row_moments
-from rose_backend.kernels.tensor_checks import check_same_dtype, check_tensors
+from rose_backend.kernels.arguments import (
+    HeadRotation,
+    check_same_dtype,
+    check_tensors,
+    empty_rows,
+    row_moments,
+)
 
 
 def embed_tokens(
@@ -225,7 +229,7 @@ def rotate_query_key(
     if positions.device != query.device:
         raise ShapeError(f"positions: expected device {query.device} as query, got {positions.device}")
     if query.is_cuda:
-        from rose_backend.kernels.pointwise.rotary import rotate_query_key as launch
+        from rose_backend.kernels.pointwise.elementwise import rotate_query_key as launch
 
         return launch(query, key, positions, rotation)
     cos, sin = rotation.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)

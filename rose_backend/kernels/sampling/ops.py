@@ -6,12 +6,9 @@ from types import ModuleType
 
 import torch
 
+import rose_backend.kernels.sampling.reference as reference
 from rose_backend.errors import ShapeError
-from rose_backend.kernels.arguments import SampleOutput, SamplingTensors
-from rose_backend.kernels.sampling import reference
-from rose_backend.kernels.tensor_checks import check_tensors
-
-__all__ = ["SAMPLER_KERNELS", "SampleOutput", "SamplingTensors", "sample", "sample_unfused"]
+from rose_backend.kernels.arguments import SampleOutput, SamplingTensors, check_tensors
 
 SAMPLER_KERNELS = ("_choose_kernel", "_scan_kernel")
 """All that ``sample`` launches on a GPU."""
@@ -59,7 +56,7 @@ def sample_unfused(
 def _implementation(logits: torch.Tensor) -> ModuleType:
     if not logits.is_cuda:
         return reference
-    from rose_backend.kernels.sampling import sampler as gpu
+    import rose_backend.kernels.sampling.sampler as gpu
 
     return gpu
 

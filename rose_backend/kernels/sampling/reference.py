@@ -17,7 +17,6 @@ from collections.abc import Callable
 import torch
 
 from rose_backend.kernels.arguments import SampleOutput, SamplingTensors
-from rose_backend.kernels.gpu_properties import is_recording
 
 # Tensors without dimensions, which work with tensors on any device: a Python number would be wrapped into one at each
 # of some hundred operations.
@@ -412,7 +411,7 @@ def sample_unfused(
     params: SamplingTensors,
 ) -> SampleOutput:
     """Reference of ``rose_backend.kernels.sample_unfused``."""
-    if is_recording():
+    if logits.is_meta:
         # The rest reads values, and launches none of our kernels.
         return _report(logits, logits, logits.argmax(dim=-1), params)
     scores = apply_penalties(add_bias(logits, params), params)

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from rose_backend.errors import ConfigError
 from rose_backend.kernels import AttentionOptions, HeadRotation, NewTokens, write_kv
-from rose_backend.kernels.captured_graphs import Workspace
+from rose_backend.kernels.gpu_properties import Workspace
 from rose_backend.layers.attention import AttentionStep, attend, plan_decode
 from rose_backend.vllm_plugin import options
 from rose_backend.vllm_plugin.attention import flash_attention

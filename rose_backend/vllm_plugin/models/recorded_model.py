@@ -19,7 +19,7 @@ from vllm.v1.worker.block_table import get_block_table_width
 from rose_backend.kernels import HeadRotation, embed_tokens
 from rose_backend.kernels.gpu_properties import gpu_properties
 from rose_backend.kernels.pointwise import ops
-from rose_backend.kernels.tuning.attention import decode_kind, row_counts
+from rose_backend.kernels.tuning.choices import decode_kind, row_counts
 from rose_backend.layers.decoder import Decoder, run_layers
 from rose_backend.layers.linear import (
     DecoderLayer,

@@ -1,15 +1,165 @@
-"""What decides the speed of attention on a GPU, and nothing else."""
+"""What decides the speed of attention, products and experts on a GPU, and nothing else: see ``measured.txt``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from rose_backend.kernels.gpu_properties import gpu_properties
-from rose_backend.kernels.tuning.measured import Facts, Table, constants, next_power_of_2
+from rose_backend.kernels.tuning.measured import Facts, Table, Value, constants, next_power_of_2
+
+MAX_SPLIT_COLUMNS = 4096
+MAX_SPLIT_FLOATS = MAX_SPLIT_COLUMNS * 768
+"""Scratch memory for the parts of a product whose depth is split over programs."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """How one product is divided among programs."""
+
+    block_m: int
+    """Rows of a program."""
+    block_n: int
+    """Columns of a program."""
+    block_k: int
+    """Depth that is loaded at once. If it covers a program's whole depth, weights are loaded before ``x`` is there."""
+    split_k: int = 1
+    """Programs that share one tile's depth."""
+    warp_split: int = 1
+    """Warps that share a program's depth, with ``use_dot`` and ``block_k`` covering it: 1 or ``num_warps``."""
+    num_warps: int = 4
+    num_stages: int = 3
+    use_dot: bool = True
+    """Tensor cores; else float32 products of up to two rows."""
+    weights_left: bool = False
+    """Weights are the left factor, for which tensor cores have taller tiles: for fewer rows than columns."""
+    use_tma: bool = False
+    """Tiles are copied by the tensor memory accelerator, which fills up with zeros what lies beyond the depth."""
+    is_early: bool = True
+    """The next kernel may start at once, not when ``x`` is loaded: its weights come earlier, but its programs take
+    up processors for longer."""
+
+    def num_tiles(self, num_rows: float, num_columns: float) -> int:
+        """Return how many tiles of results there are."""
+        return int(-(-num_rows // self.block_m) * -(-num_columns // self.block_n))
+
+
+LINEAR_PREFETCH = constants("linear prefetch")
+_MIN_PROGRAMS = 96
+"""That parts of the depth are for, where each program takes a multiprocessor's shared memory: an H100 and an H200 have
+132."""
+_TENSOR_MEMORY_DEPTH = 512
+
+
+@lru_cache(maxsize=4096)
+def choose_linear_config(
+    num_rows: int,
+    num_columns: int,
+    depth: int,
+    *,
+    exact: bool,
+    can_use_tma: bool,
+    has_tensor_memory: bool = False,
+) -> LinearConfig:
+    """Return the measured configuration of a product.
+
+    Args:
+        exact: float32 inputs, which are multiplied without tensor cores.
+        can_use_tma: the GPU has a tensor memory accelerator, and ``x`` and the weight lie as it needs them.
+        has_tensor_memory: see ``GpuProperties``.
+    """
+    facts = {"rows": num_rows, "columns": num_columns, "depth": depth, "exact": exact, "tma": can_use_tma}
+    config = _LINEAR.choose(facts)
+    if has_tensor_memory and config.use_tma and config.block_k > _TENSOR_MEMORY_DEPTH:
+        # As much shared memory, a part at a time; in two parts a kernel spilled registers.
+        return replace(config, block_k=256, num_stages=config.block_k // 256)
+    return config
+
+
+def _depth(most: int, facts: Facts, values: Mapping[str, Value], least: int = 1) -> int:
+    """Return the depth, rounded up to a power of two: at least ``least``, at most ``most``."""
+    return min(max(next_power_of_2(int(facts["depth"])), least), most)
+
+
+def _whole(most: int, facts: Facts, values: Mapping[str, Value]) -> int:
+    return _depth(most, facts, values, least=128)
+
+
+def _parts(part: int, facts: Facts, values: Mapping[str, Value]) -> int:
+    return int(-(-facts["depth"] // part))
+
+
+def _fill(least: int, facts: Facts, values: Mapping[str, Value]) -> int:
+    """Return how many programs share a tile's depth to fill the GPU, of ``least`` each at least."""
+    sizes = (int(values["block_m"]), int(values["block_n"]), 0)  # type: ignore[arg-type]
+    tiles = LinearConfig(*sizes).num_tiles(facts["rows"], facts["columns"])
+    parts = 1
+    while tiles * parts < _MIN_PROGRAMS and facts["depth"] >= 2 * parts * least:
+        parts *= 2
+    return parts
+
+
+def _num_programs(facts: Facts, config: LinearConfig) -> int:
+    return config.num_tiles(facts["rows"], facts["columns"]) * config.split_k
+
+
+def _num_scratch_floats(facts: Facts, config: LinearConfig) -> int:
+    if config.split_k == 1:
+        return 0
+    return _num_programs(facts, config) * config.block_m * config.block_n
+
+
+_LINEAR = Table(
+    "linear",
+    LinearConfig,
+    ("rows", "columns", "depth", "exact", "tma"),
+    rules={"depth": _depth, "whole": _whole, "parts": _parts, "fill": _fill},
+    results={"programs": _num_programs, "scratch": _num_scratch_floats},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """How one product is divided among programs."""
+
+    block_m: int
+    """Pairs of token and expert of a program."""
+    block_n: int
+    """Columns of the result of a program; of a gated product as many of the gate and of its factor."""
+    block_k: int
+    """Depth that is loaded at once."""
+    num_warps: int = 4
+    num_stages: int = 4
+    weights_left: bool = False
+    """Weights are the left factor, for which tensor cores have taller tiles: for fewer rows than columns."""
+    use_tma: bool = False
+    """Tiles of the weights are copied by the tensor memory accelerator."""
+
+
+@lru_cache(maxsize=1024)
+def choose_expert_config(
+    num_pairs: int, num_experts: int, *, gated: bool, exact: bool, can_use_tma: bool
+) -> ExpertConfig:
+    """Return the measured configuration of a product of pairs of token and expert.
+
+    Args:
+        num_pairs: tokens of the step times the experts of each.
+        exact: float32 inputs, which are multiplied without tensor cores.
+        can_use_tma: the GPU has a tensor memory accelerator, and the weights lie as it needs them.
+    """
+    pairs_per_expert = num_pairs / num_experts
+    return _EXPERTS.choose(
+        {"exact": exact, "tma": can_use_tma, "gated": gated, "pairs_per_expert": pairs_per_expert}
+    )
+
+
+_EXPERTS = Table("experts", ExpertConfig, ("exact", "tma", "gated", "pairs_per_expert"))
+TUNED_PAIRS_PER_EXPERT = tuple(int(pairs) for pairs in _EXPERTS.borders("pairs_per_expert"))
+"""Pairs of token and expert, on average over the experts, above which the choice changes, on one GPU or another."""
+
 
 MAX_QUERY_ELEMENTS = 8192
 """Numbers that one program attends, unless one head's tokens are more: they stay in registers."""
@@ -17,7 +167,7 @@ MAX_QUERY_ELEMENTS = 8192
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """How decode attention's work is cut up and scheduled."""
+    """How decode attention's work is divided and scheduled."""
 
     tile: int
     """Cached tokens per iteration, a power of two."""

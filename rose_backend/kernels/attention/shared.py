@@ -1,21 +1,22 @@
-"""Split every row's context over programs, in proportion to its length, and combine the results.
+"""What decode and prefill attention share on a GPU: logits in base 2, places in a paged cache, and split contexts.
 
-The split follows from all rows' lengths, which only the device reads: one captured launch serves any lengths. A row of
-``n`` tokens out of ``N`` gets at most ``ceil(n / chunk)`` splits where ``chunk = N / extra``. So there are at most
-``R + extra`` pieces of work per head, and the pieces of rows that are really split are at most ``2 * extra``: that many
-slots of scratch memory are enough for any batch.
+Every row's context is split over programs in proportion to its length, and the results are combined. The split follows
+from all rows' lengths, which only the device reads: one captured launch serves any lengths. A row of ``n`` tokens out
+of ``N`` gets at most ``ceil(n / chunk)`` splits where ``chunk = N / extra``. So there are at most ``R + extra`` pieces
+of work per head, and the pieces of rows that are really split are at most ``2 * extra``: that many slots of scratch
+memory are enough for any batch.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from rose_backend.kernels.attention.softmax import NO_LOGIT
-from rose_backend.kernels.captured_graphs import current_workspace
+from rose_backend.kernels.gpu_properties import current_workspace
 
 _ROWS_TILE = 16
 _OTHERS_TILE = 256
@@ -377,3 +378,43 @@ def split_scratch(device: torch.device, num_slots: int, record: int) -> tuple[to
 
     records, counters = current_workspace().tensors("paged_decode", device, (num_slots, record), make)
     return records, counters
+
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+NO_LOGIT = tl.constexpr(-1e30)
+"""Initial maximum: finite, so that the difference of two of them is not NaN."""
+HIDDEN = tl.constexpr(-2e30)
+"""Logit of what may not be seen: has weight 0 even where all keys are masked."""
+
+
+@cache
+def padded_head_size(head_size: int) -> int:
+    """Return the width of tiles of keys: a power of two of at least 16."""
+    return max(triton.next_power_of_2(head_size), 16)
+
+
+def logit_factors(scale: float, logits_soft_cap: float | None) -> tuple[float, float]:
+    """Fold scale, cap and the change to base 2 into the two factors of ``to_logits``."""
+    if logits_soft_cap is None:
+        return scale * LOG2_E.value, 1.0
+    return scale / logits_soft_cap, logits_soft_cap * LOG2_E.value
+
+
+@triton.jit
+def to_logits(products, distance, slope, factors, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
+    """Return base-2 logits of query-key products. ``distance`` is key position minus query position."""
+    logits = products * factors[0]
+    if HAS_CAP:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1); right at both infinities.
+        logits = factors[1] * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2_E)) + 1.0))
+    if HAS_ALIBI:
+        logits += slope * LOG2_E * distance
+    return logits
+
+
+@triton.jit
+def cached_offsets(block_ids, positions, block_stride, token_stride, BLOCK_SIZE: tl.constexpr):
+    """Return where tokens at ``positions`` lie in a cache, for the blocks that they are in. 64 bits."""
+    # Neither is negative: as unsigned numbers they take half as many instructions.
+    places = positions.to(tl.uint32) % BLOCK_SIZE
+    return block_ids.to(tl.uint32).to(tl.int64) * block_stride + places.to(tl.int64) * token_stride
