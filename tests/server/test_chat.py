@@ -16,8 +16,14 @@ from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError, ModelError, RequestError
 from rose_backend.server.chat_template import ChatTemplate, plain_messages
 from rose_backend.server.protocol import ChatMessage
-from tests.server.live_server import MODEL, LiveServer, error_of, running_server
-from tests.server.test_completions import GREEDY, stream
+from tests.server.live_server import (
+    GREEDY,
+    MODEL,
+    LiveServer,
+    error_of,
+    running_server,
+    stream,
+)
 
 MESSAGES: list[Any] = [
     {"role": "system", "content": "Be kind."},

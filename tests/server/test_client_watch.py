@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from rose_backend.server.generation import ClientWatch
+from tests.server.live_server import in_event_loop
 
 
 class Client:
@@ -96,13 +97,11 @@ async def another_cancellation(client: Client, watch: ClientWatch) -> None:
         another_cancellation,
     ],
 )
-def test_a_client_leaves(scene: Scene) -> None:
-    async def play() -> None:
-        client = Client()
-        watch = ClientWatch(client.receive)
-        try:
-            await scene(client, watch)
-        finally:
-            watch.close()
-
-    asyncio.run(play())
+@in_event_loop
+async def test_a_client_leaves(scene: Scene) -> None:
+    client = Client()
+    watch = ClientWatch(client.receive)
+    try:
+        await scene(client, watch)
+    finally:
+        watch.close()

@@ -10,7 +10,7 @@ from starlette.types import Message
 from rose_backend.server import routes
 from rose_backend.server.middleware import MAX_PER_TURN, RequestThrottle
 from rose_backend.server.serve import build_app
-from tests.server.live_server import LiveServer
+from tests.server.live_server import LiveServer, in_event_loop
 from tests.support.patience import HANG_S
 
 NUM_REQUESTS = 5 * MAX_PER_TURN + 1
@@ -111,42 +111,38 @@ def test_other_methods_and_the_schema_are_fastapis(server: LiveServer) -> None:
         assert "requestBody" in server.http.get("/openapi.json").json()["paths"][path]["post"]
 
 
-def test_a_burst_is_spread_over_turns() -> None:
-    async def play() -> None:
-        request_throttle = RequestThrottle()
-        passed: list[tuple[int, int]] = []
-        turn = 0
+@in_event_loop
+async def test_a_burst_is_spread_over_turns() -> None:
+    request_throttle = RequestThrottle()
+    passed: list[tuple[int, int]] = []
+    turn = 0
 
-        async def request(number: int) -> None:
-            await request_throttle.pass_through()
-            passed.append((turn, number))
+    async def request(number: int) -> None:
+        await request_throttle.pass_through()
+        passed.append((turn, number))
 
-        # Twice: it becomes idle in between, and starts again.
-        for _ in range(2):
-            passed.clear()
-            tasks = [asyncio.create_task(request(number)) for number in range(NUM_REQUESTS)]
-            while not all(task.done() for task in tasks):
-                await asyncio.sleep(0)
-                turn += 1
-            turns = [at for at, _ in passed]
-            assert [number for _, number in passed] == list(range(NUM_REQUESTS))
-            assert max(map(turns.count, turns)) <= MAX_PER_TURN
-            for _ in range(3):
-                await asyncio.sleep(0)
-            assert not request_throttle._is_turning, "an idle server does nothing"
-
-    asyncio.run(play())
+    # Twice: it becomes idle in between, and starts again.
+    for _ in range(2):
+        passed.clear()
+        tasks = [asyncio.create_task(request(number)) for number in range(NUM_REQUESTS)]
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            turn += 1
+        turns = [at for at, _ in passed]
+        assert [number for _, number in passed] == list(range(NUM_REQUESTS))
+        assert max(map(turns.count, turns)) <= MAX_PER_TURN
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not request_throttle._is_turning, "an idle server does nothing"
 
 
-def test_a_cancelled_request_does_not_hold_up_others() -> None:
-    async def play() -> None:
-        request_throttle = RequestThrottle()
-        tasks = [asyncio.create_task(request_throttle.pass_through()) for _ in range(NUM_REQUESTS)]
-        await asyncio.sleep(0)
-        given_up = tasks[MAX_PER_TURN : 3 * MAX_PER_TURN]
-        for task in given_up:
-            task.cancel()
-        ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), HANG_S)
-        assert sum(isinstance(end, asyncio.CancelledError) for end in ends) == len(given_up)
-
-    asyncio.run(play())
+@in_event_loop
+async def test_a_cancelled_request_does_not_hold_up_others() -> None:
+    request_throttle = RequestThrottle()
+    tasks = [asyncio.create_task(request_throttle.pass_through()) for _ in range(NUM_REQUESTS)]
+    await asyncio.sleep(0)
+    given_up = tasks[MAX_PER_TURN : 3 * MAX_PER_TURN]
+    for task in given_up:
+        task.cancel()
+    ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), HANG_S)
+    assert sum(isinstance(end, asyncio.CancelledError) for end in ends) == len(given_up)

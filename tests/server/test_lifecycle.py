@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +16,19 @@ from rose_backend.server import serve
 from rose_backend.server.serve import bind
 from rose_backend.server.settings import ServerSettings
 from tests.server.live_server import (
+    ABORTED,
+    LEFT,
     LONG,
     MODEL,
     LiveServer,
     error_of,
+    long_stream,
     read_metric,
     running_server,
     sent,
     wait_until,
 )
 from tests.support.patience import HANG_S
-
-
-@contextmanager
-def long_stream(server: LiveServer, **fields: object) -> Iterator[Iterator[str]]:
-    """Start a streamed answer that takes seconds, wait for its first event, and hang up at the end."""
-    with server.http.stream("POST", "/v1/completions", json={**LONG, **fields, "stream": True}) as answer:
-        assert answer.status_code == 200
-        lines = answer.iter_lines()
-        assert next(lines).startswith("data: ")
-        yield lines
-
-
-ABORTED = 'request_success_total{finished_reason="abort",model_name="tiny"}'
-LEFT = 'http_responses_total{route="/v1/completions",status="499"}'
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,11 @@ from rose_backend.cli import main
 from rose_backend.errors import ConfigError
 from rose_backend.server.serve import _bound, bind
 from rose_backend.server.settings import ServerSettings
-from tests.server.live_server import LONG, wait_until
+from tests.server.live_server import (
+    LONG,
+    is_alive,
+    wait_until,
+)
 from tests.support.patience import HANG_S
 
 CHAT_MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-qwen3-chat"
@@ -50,14 +54,6 @@ def serving(log: Path, *argv: str, **environment: str) -> Iterator[subprocess.Po
     finally:
         process.kill()
         process.wait()
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs; one that no parent has waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_a_process_from_start_to_end(tiny_model_path: Path, tmp_path: Path) -> None:
