@@ -7,6 +7,7 @@ import json
 import reprlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -15,7 +16,6 @@ from starlette.responses import Response
 
 from rose_backend import __version__
 from rose_backend.engine.input_processor import InputProcessor, ProcessedInput
-from rose_backend.engine.sampling_params import SamplingParams
 from rose_backend.errors import EngineStalledError
 from rose_backend.server.answers import AnswerOptions, ChatAnswer, CompletionAnswer
 from rose_backend.server.chat_template import plain_messages
@@ -74,7 +74,12 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     processor = service.engine.input_processor
     prompts: list[str | list[int]] | None
     prompts = read_prompts(body.prompt, service.settings.max_prompts, processor.max_model_len)
-    inputs, length = await process_prompts(processor, prompts, params, namespace), length_of(prompts)
+    longest = max((len(each) for each in prompts if isinstance(each, str)), default=0)
+    check_text_length("prompt", longest, processor)
+    length = length_of(prompts)
+    inputs = await run_by_length(
+        length, partial(processor.process_all, prompts, [params] * len(prompts), namespace)
+    )
     # The request may wait for long, and a list of token ids takes ten times the memory of an array.
     body.prompt = prompts = None
     echo = None
@@ -269,23 +274,6 @@ def check_number(field: str, number: int, what: str, limit: int) -> None:
     """Raise RequestError if ``number`` of ``what`` is more than ``limit``."""
     if number > limit:
         raise refused(field, f"got {number} {what}, allowed are at most {limit}")
-
-
-async def process_prompts(
-    processor: InputProcessor, prompts: list[str | list[int]], params: SamplingParams, namespace: bytes
-) -> list[ProcessedInput]:
-    """Tokenize and check the prompts of one request.
-
-    Raises:
-        RequestError: a text is longer than any text that fits the model's window, or see ``InputProcessor.process``.
-    """
-    check_text_length(
-        "prompt", max((len(each) for each in prompts if isinstance(each, str)), default=0), processor
-    )
-    return await run_by_length(
-        length_of(prompts),
-        lambda: processor.process_all(prompts, [params] * len(prompts), namespace),
-    )
 
 
 def check_text_length(field: str, num_characters: int, processor: InputProcessor) -> None:
