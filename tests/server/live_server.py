@@ -73,6 +73,11 @@ class LiveServer:
         """Post a completion request."""
         return self.http.post("/v1/completions", json=body)
 
+    def post(self, path: str, content: object) -> httpx.Response:
+        """Post bytes as they are, anything else as JSON, in which NaN and lone surrogates may be, too."""
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        return self.http.post(path, content=data, headers={"Content-Type": "application/json"})
+
     def text(self, **body: object) -> str:
         """Return the text of the only completion of a request that must succeed."""
         answer = self.complete(**body)
@@ -234,3 +239,11 @@ def in_event_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..
         asyncio.run(test(*arguments, **fixtures))
 
     return run
+
+
+def check_refused(answer: httpx.Response, param: str, message: str) -> None:
+    """Check that a request was refused with status 400, and that its error names a field and has a text."""
+    assert answer.status_code == 400 and answer.headers["content-type"] == "application/json", answer.text
+    error = error_of(answer)
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert message in error["message"] and len(error["message"]) < 1000

@@ -175,23 +175,19 @@ def test_number_of_connections(limited: LiveServer, monkeypatch: pytest.MonkeyPa
         each.close()
 
 
-@pytest.mark.parametrize("content", [b"", b"GET /health HTT", GET])
-def test_a_header_that_never_comes(tiny_model_path: Path, content: bytes) -> None:
-    with running_server(tiny_model_path, {"header_timeout_s": 0.1}) as server:
-        status, answer = ask(server, content)
-        assert status == 408
-        assert answer["error"]["message"] == "header: not complete after 0.1 seconds"
-        assert answer["error"]["code"] == "header_timeout"
-
-
-def test_an_idle_connection_ends(tiny_model_path: Path) -> None:
-    with (
-        running_server(tiny_model_path, {"keep_alive_timeout_s": 0.1}) as server,
-        connect(server) as connection,
-    ):
-        connection.sendall(GET + b"\r\n")
-        answer = read_all(connection)
-        assert answer.startswith(b"HTTP/1.1 200 ") and b"connection: close" not in answer.lower()
+def test_a_header_that_never_comes(tiny_model_path: Path) -> None:
+    settings = {"header_timeout_s": 0.1, "keep_alive_timeout_s": 0.1}
+    with running_server(tiny_model_path, settings) as server:
+        for content in (b"", b"GET /health HTT", GET):
+            status, answer = ask(server, content)
+            assert status == 408
+            assert answer["error"]["message"] == "header: not complete after 0.1 seconds"
+            assert answer["error"]["code"] == "header_timeout"
+        # An idle connection ends, too.
+        with connect(server) as connection:
+            connection.sendall(GET + b"\r\n")
+            answered = read_all(connection)
+            assert answered.startswith(b"HTTP/1.1 200 ") and b"connection: close" not in answered.lower()
 
 
 class Timers:
@@ -413,18 +409,19 @@ def status_of(answer: bytes) -> int:
     return int(final.split()[1])
 
 
-@pytest.mark.parametrize("is_last", [True, False], ids=["close", "keep-alive"])
 @pytest.mark.parametrize(
-    ("headers", "status"),
+    ("headers", "status", "is_chunked", "is_last"),
     [
-        (KEY + JSON, 413),
-        (KEY, 415),
-        (KEY + JSON + "Content-Encoding: gzip\r\n", 415),
-        (JSON, 401),
-        (KEY + JSON + "X-Request-Id: a b\r\n", 400),
+        (KEY + JSON, 413, False, True),
+        (KEY + JSON, 413, True, False),
+        (KEY, 415, False, False),
+        (KEY, 415, True, True),
+        (KEY + JSON + "Content-Encoding: gzip\r\n", 415, True, False),
+        (JSON, 401, False, True),
+        (JSON, 401, True, False),
+        (KEY + JSON + "X-Request-Id: a b\r\n", 400, False, False),
     ],
 )
-@pytest.mark.parametrize("is_chunked", [False, True])
 def test_a_client_that_sends_everything_first(
     locked: LiveServer, headers: str, status: int, is_chunked: bool, is_last: bool
 ) -> None:

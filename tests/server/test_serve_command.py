@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -200,40 +201,41 @@ def test_defaults(started: list[tuple[EngineConfig, ServerSettings]]) -> None:
 
 
 def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, ServerSettings]]) -> None:
-    argv = (
-        "m --host ::1 --port 9 --uds u --served-model-name a b --api-key k1 --api-key k2 --chat-template t "
-        "--max-connections 10 --max-header-bytes 2000 --max-headers 20 --header-timeout-s 1.5 --body-timeout-s 2.5 "
-        "--keep-alive-timeout-s 3.5 --max-body-bytes 5 --max-prompts 6 --max-answer-tokens 7 "
-        "--drain-timeout-s 7.5 --send-timeout-s 8.5 --no-log-requests --no-frontend-multiprocessing "
-        "--share-prefix-cache --exact-cached-tokens --no-prefix-cache --no-token-granular-hits --seed 3"
-    )
-    assert run(*argv.split()) == 0
-    settings = ServerSettings(
-        host="::1",
-        port=9,
-        uds="u",
-        served_model_names=("a", "b"),
-        api_keys=("k1", "k2"),
-        chat_template="t",
-        max_connections=10,
-        max_header_bytes=2000,
-        max_headers=20,
-        header_timeout_s=1.5,
-        body_timeout_s=2.5,
-        keep_alive_timeout_s=3.5,
-        max_body_bytes=5,
-        max_prompts=6,
-        max_answer_tokens=7,
-        drain_timeout_s=7.5,
-        send_timeout_s=8.5,
-        share_prefix_cache=True,
-        exact_cached_tokens=True,
-        log_requests=False,
-        frontend_multiprocessing=False,
-    )
-    assert started == [
-        (EngineConfig(model="m", prefix_cache=False, token_granular_hits=False, seed=3), settings)
+    given: dict[str, Any] = {
+        "host": "::1",
+        "port": 9,
+        "uds": "u",
+        "chat_template": "t",
+        "max_connections": 10,
+    }
+    given |= {"max_header_bytes": 2000, "max_headers": 20, "header_timeout_s": 1.5, "body_timeout_s": 2.5}
+    given |= {"keep_alive_timeout_s": 3.5, "max_body_bytes": 5, "max_prompts": 6, "max_answer_tokens": 7}
+    given |= {"drain_timeout_s": 7.5, "send_timeout_s": 8.5}
+    argv = [
+        "m",
+        "--served-model-name",
+        "a",
+        "b",
+        "--api-key",
+        "k1",
+        "--api-key",
+        "k2",
+        "--no-log-requests",
+        "--no-frontend-multiprocessing",
+        "--share-prefix-cache",
+        "--exact-cached-tokens",
+        "--no-prefix-cache",
+        "--no-token-granular-hits",
+        "--seed",
+        "3",
     ]
+    argv += [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    given |= {"served_model_names": ("a", "b"), "api_keys": ("k1", "k2"), "log_requests": False}
+    given |= {"share_prefix_cache": True, "exact_cached_tokens": True, "frontend_multiprocessing": False}
+    assert {field.name for field in fields(ServerSettings)} == given.keys(), "every option"
+    assert run(*argv) == 0
+    config = EngineConfig(model="m", prefix_cache=False, token_granular_hits=False, seed=3)
+    assert started == [(config, ServerSettings(**given))]
 
 
 def test_an_option_goes_before_the_variable(
