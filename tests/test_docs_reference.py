@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rose_backend.block_manager.observability import CacheStats
+from rose_backend.block_manager.prefix_cache import CacheStats
 from rose_backend.config import PluginConfig
 from rose_backend.engine.outputs import Counters, EngineLoad, EngineStats
 from rose_backend.server.service import ServerMetrics

@@ -4,17 +4,16 @@ Start reading at ``README.md`` in this folder. Imports NumPy only, no torch, Tri
 """
 
 from rose_backend.block_manager.block_manager import AddedSequence, BlockManager
-from rose_backend.block_manager.block_pool import NULL_BLOCK
-from rose_backend.block_manager.clone_queue import ClonePlan
-from rose_backend.block_manager.observability import (
+from rose_backend.block_manager.block_pool import NULL_BLOCK, ClonePlan
+from rose_backend.block_manager.prefix_cache import (
     BlockRemoved,
     BlockStored,
     CacheCleared,
     CacheEvent,
     CacheStats,
+    PrefixMatch,
     reporting_unit,
 )
-from rose_backend.block_manager.prefix_cache import PrefixMatch
 from rose_backend.block_manager.reservation import Reservation
 from rose_backend.block_manager.sequence_table import GroupType
 

@@ -13,14 +13,13 @@ from rose_backend.block_manager.block_pool import (
     NO_WRITER,
     NULL_BLOCK,
     BoolArray,
+    ClonePlan,
     Int32Array,
     IntArray,
 )
 from rose_backend.block_manager.books import Books
-from rose_backend.block_manager.clone_queue import ClonePlan
 from rose_backend.block_manager.integrity import check_all
-from rose_backend.block_manager.observability import CacheEvent
-from rose_backend.block_manager.prefix_cache import PrefixMatch
+from rose_backend.block_manager.prefix_cache import CacheEvent, PrefixMatch
 from rose_backend.block_manager.reservation import (
     Reservation,
     append_block_to_each,

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rose_backend.block_manager.block_pool import BlockPool, BoolArray, Int64Array
-from rose_backend.block_manager.clone_queue import CloneQueue
-from rose_backend.block_manager.observability import CacheStats
-from rose_backend.block_manager.prefix_cache import PrefixCache
+from rose_backend.block_manager.block_pool import BlockPool, BoolArray, CloneQueue, Int64Array
+from rose_backend.block_manager.prefix_cache import CacheStats, PrefixCache
 from rose_backend.block_manager.sequence_table import (
     GroupType,
     GroupTypeTable,

@@ -15,11 +15,11 @@ from rose_backend.block_manager.block_pool import (
     NULL_BLOCK,
     BlockPool,
     BoolArray,
+    CloneQueue,
     Int32Array,
     Int64Array,
 )
 from rose_backend.block_manager.books import Books
-from rose_backend.block_manager.clone_queue import CloneQueue
 from rose_backend.block_manager.prefix_cache import PrefixCache
 from rose_backend.block_manager.sequence_table import GroupTypeTable, RowStates, SequenceTable
 from rose_backend.errors import IntegrityError

@@ -11,7 +11,7 @@ from jinja2 import TemplateSyntaxError
 
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError, RequestError, kind_and_text
-from rose_backend.server.protocol import ChatMessage
+from rose_backend.server.protocol import ChatMessage, refused
 
 _MAX_REASON_LENGTH = 500
 """Characters of an error that a template raises, which may quote the conversation."""
@@ -75,9 +75,9 @@ class ChatTemplate:
             RequestError: there is none.
         """
         if self._template is None:
-            raise RequestError(
-                f"messages: {self._missing}; use /v1/completions, or start the server with --chat-template FILE",
-                parameter="messages",
+            raise refused(
+                "messages",
+                f"{self._missing}; use /v1/completions, or start the server with --chat-template FILE",
             )
 
     def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, max_length: int) -> str:
@@ -94,21 +94,17 @@ class ChatTemplate:
             text = self._render(self._for_template(messages), add_generation_prompt, max_length)
         except Exception as error:  # a template is a program, and may fail in any way
             reason = kind_and_text(error)[:_MAX_REASON_LENGTH]
-            raise RequestError(
-                f"messages: the model's chat template refuses them ({reason})", parameter="messages"
-            ) from error
+            raise refused("messages", f"the model's chat template refuses them ({reason})") from error
         if len(text) > max_length:
-            raise RequestError(
-                f"messages: got more than {max_length} characters from the chat template, allowed are at most "
+            raise refused(
+                "messages",
+                f"got more than {max_length} characters from the chat template, allowed are at most "
                 f"{max_length} (a window full of the longest token)",
-                parameter="messages",
             )
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise RequestError(
-                f"messages: not valid Unicode text ({error.reason})", parameter="messages"
-            ) from error
+            raise refused("messages", f"not valid Unicode text ({error.reason})") from error
         return text
 
     def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, max_length: int) -> str:

@@ -102,91 +102,18 @@ class ConnectionConfig(uvicorn.Config):
         self.lingering: set[Connection] = set()
 
 
-class SendTimeoutProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with a limit on the time that a client may take to read.
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol with limits on headers, idle time, the number of connections, and the time a client may take
+    to read.
 
-    A connection is aborted when the client has read nothing for ``send_timeout_s`` while data is buffered in this
-    process; the application sees a disconnect and aborts the request. Only connections with buffered data have a timer.
+    Only the bytes of a request are counted and timed: answers pass without an extra step. At any time an answer is
+    being sent, or a timer runs that closes the connection. It is aborted when the client has read nothing for
+    ``send_timeout_s`` while data is buffered in this process; the application sees a disconnect and aborts the request.
+    Only connections with buffered data have a timer for that.
     """
 
     config: ConnectionConfig
     _progress_timer: asyncio.TimerHandle | None = None
-
-    def pause_writing(self) -> None:
-        """Called by the transport when much is buffered."""
-        super().pause_writing()
-        self._watch_progress()
-
-    def resume_writing(self) -> None:
-        """Called by the transport when little is buffered."""
-        super().resume_writing()
-        self._stop_watching()
-        # The application has finished, so nothing else would notice a client that does not read the rest.
-        if self.cycle is not None and self.cycle.response_complete and self.transport.get_write_buffer_size():
-            self._watch_progress()
-
-    def on_response_complete(self) -> None:
-        """Watch what is left of an answer that the application has finished."""
-        super().on_response_complete()
-        if self.transport.get_write_buffer_size():
-            self._watch_progress()
-
-    def on_message_begin(self) -> None:
-        """Stop watching an earlier answer: the next one adds to the buffer."""
-        if not self.flow.write_paused:
-            self._stop_watching()
-        super().on_message_begin()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Called by the transport at the end."""
-        self._stop_watching()
-        super().connection_lost(exc)
-
-    def _watch_progress(self) -> None:
-        self._stop_watching()
-        timeout_s = self.config.service.settings.send_timeout_s
-        if timeout_s:
-            self._progress_timer = self.loop.call_later(
-                timeout_s, self._check_progress, self._num_unread_bytes()
-            )
-
-    def _stop_watching(self) -> None:
-        if self._progress_timer is not None:
-            self._progress_timer.cancel()
-            self._progress_timer = None
-
-    def _num_unread_bytes(self) -> int:
-        """Return the bytes buffered here and in the kernel, which takes more once a third of its own are read."""
-        num_bytes = self.transport.get_write_buffer_size()
-        sock = self.transport.get_extra_info("socket")
-        if sock is not None and sock.fileno() >= 0:
-            unsent = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
-            num_bytes += int.from_bytes(unsent, sys.byteorder)
-        return num_bytes
-
-    def _check_progress(self, num_bytes_before: int) -> None:
-        """Abort the connection unless less is buffered than before; nothing has been added meanwhile."""
-        self._progress_timer = None
-        num_bytes = self.transport.get_write_buffer_size()
-        if num_bytes and self._num_unread_bytes() < num_bytes_before:
-            self._watch_progress()
-        elif num_bytes:
-            timeout_s = self.config.service.settings.send_timeout_s
-            logger.warning(
-                "a client has read nothing for %g s while %d bytes wait for it; cutting it off",
-                timeout_s,
-                num_bytes,
-            )
-            # close() would wait until the client has read the rest.
-            self.transport.abort()
-
-
-class Connection(SendTimeoutProtocol):
-    """uvicorn's protocol with limits on headers, idle time and the number of connections.
-
-    Only the bytes of a request are counted and timed: answers pass without an extra step. At any time an answer is
-    being sent, or a timer runs that closes the connection.
-    """
 
     def __init__(
         self,
@@ -236,6 +163,7 @@ class Connection(SendTimeoutProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._lingering.discard(self)
         self._stop_timer()
+        self._stop_watching()
         if self._half_closed is not None:
             self._half_closed.close()
         self._unset_keepalive_if_required()
@@ -244,6 +172,19 @@ class Connection(SendTimeoutProtocol):
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Called when much is buffered."""
+        super().pause_writing()
+        self._watch_progress()
+
+    def resume_writing(self) -> None:
+        """Called when little is buffered."""
+        super().resume_writing()
+        self._stop_watching()
+        # The application has finished, so nothing else would notice a client that does not read the rest.
+        if self.cycle is not None and self.cycle.response_complete and self.transport.get_write_buffer_size():
+            self._watch_progress()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether the connection stays open: for the answer to a complete request."""
@@ -289,6 +230,9 @@ class Connection(SendTimeoutProtocol):
 
     def on_message_begin(self) -> None:
         self._num_headers = 0
+        # An earlier answer is no longer watched: the next one adds to the buffer.
+        if not self.flow.write_paused:
+            self._stop_watching()
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -340,6 +284,9 @@ class Connection(SendTimeoutProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        # What is left of an answer that the application has finished.
+        if self.transport.get_write_buffer_size():
+            self._watch_progress()
         if self._is_over:
             # uvicorn takes it for a connection that waits for its next request.
             self._unset_keepalive_if_required()
@@ -366,6 +313,44 @@ class Connection(SendTimeoutProtocol):
         else:
             # Answered before its body was complete, and the rest does not come.
             self._close()
+
+    def _watch_progress(self) -> None:
+        self._stop_watching()
+        timeout_s = self._settings.send_timeout_s
+        if timeout_s:
+            self._progress_timer = self.loop.call_later(
+                timeout_s, self._check_progress, self._num_unread_bytes()
+            )
+
+    def _stop_watching(self) -> None:
+        if self._progress_timer is not None:
+            self._progress_timer.cancel()
+            self._progress_timer = None
+
+    def _num_unread_bytes(self) -> int:
+        """Return the bytes buffered here and in the kernel, which takes more once a third of its own are read."""
+        num_bytes = self.transport.get_write_buffer_size()
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None and sock.fileno() >= 0:
+            unsent = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+            num_bytes += int.from_bytes(unsent, sys.byteorder)
+        return num_bytes
+
+    def _check_progress(self, num_bytes_before: int) -> None:
+        """Abort the connection unless less is buffered than before; nothing has been added meanwhile."""
+        self._progress_timer = None
+        num_bytes = self.transport.get_write_buffer_size()
+        if num_bytes and self._num_unread_bytes() < num_bytes_before:
+            self._watch_progress()
+        elif num_bytes:
+            timeout_s = self._settings.send_timeout_s
+            logger.warning(
+                "a client has read nothing for %g s while %d bytes wait for it; cutting it off",
+                timeout_s,
+                num_bytes,
+            )
+            # close() would wait until the client has read the rest.
+            self.transport.abort()
 
     @property
     def _is_idle(self) -> bool:

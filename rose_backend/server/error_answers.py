@@ -134,15 +134,11 @@ def describe_validation_errors(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 def add_error_handlers(app: FastAPI) -> None:
     """Answer every error in OpenAI's format."""
-
-    async def handle(request: Request, error: Exception) -> Response:
-        return answer_error(request, error)
-
-    for kind in (*EXPECTED_ERRORS, Exception):
-        app.add_exception_handler(kind, handle)
+    for expected in (*EXPECTED_ERRORS, Exception):
+        app.add_exception_handler(expected, answer_error)
 
 
-def answer_error(request: Request, error: Exception) -> Response:
+async def answer_error(request: Request, error: Exception) -> Response:
     """Return the answer to a request that failed, and put the reason into its record."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_LEFT)

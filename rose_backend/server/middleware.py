@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rose_backend.errors import EngineDeadError, EngineStalledError, RequestError
+from rose_backend.errors import EngineDeadError, EngineStalledError
 from rose_backend.server.error_answers import (
     CLIENT_LEFT,
     EXPECTED_ERRORS,
@@ -34,7 +34,7 @@ from rose_backend.server.error_answers import (
     describe_unreadable_body,
     describe_validation_errors,
 )
-from rose_backend.server.protocol import Body, check_number_of_fields
+from rose_backend.server.protocol import Body, check_number_of_fields, refused
 from rose_backend.server.service import RequestRecord, Service
 from rose_backend.server.settings import MAX_BODY_FIELDS, MAX_BODY_LISTS, RETRY_AFTER_S, ServerSettings
 
@@ -205,7 +205,7 @@ class DirectRoutes:
         try:
             response = await answer(request, await self._read(model, receive))
         except Exception as error:
-            await answer_error(request, error)(scope, receive, send)
+            await (await answer_error(request, error))(scope, receive, send)
             if not isinstance(error, EXPECTED_ERRORS):
                 raise
             return
@@ -366,9 +366,7 @@ def check_body_parts(content: bytes, max_prompts: int, max_model_len: int) -> No
         ("values", parts.commas, max_values),
     ):
         if number > limit:
-            raise RequestError(
-                f"body: got {number} {what}, allowed are at most {limit} in one request", parameter="body"
-            )
+            raise refused("body", f"got {number} {what}, allowed are at most {limit} in one request")
 
 
 def count_body_parts(content: bytes) -> BodyParts:

@@ -106,6 +106,11 @@ def in_range(name: str) -> Any:
     return Field(None, gt=low, le=high) if above_low else Field(None, ge=low, le=high)
 
 
+def refused(field: str, reason: str) -> RequestError:
+    """Return the refusal of a field; ``reason`` is what was got and what is allowed."""
+    return RequestError(f"{field}: {reason}", parameter=field)
+
+
 class Body(BaseModel):
     """Base of all bodies: no type conversions, and unknown fields are kept for ``check_other_fields``."""
 
@@ -161,9 +166,8 @@ class GenerationRequest(Body):
         fields = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_NAMES}
         given = {name: value for name, value in fields.items() if value is not None}
         if self.stream_options is not None and not self.stream:
-            raise RequestError(
-                "stream_options: got options without stream, allowed with stream set to true only",
-                parameter="stream_options",
+            raise refused(
+                "stream_options", "got options without stream, allowed with stream set to true only"
             )
         return SamplingParams(**{**defaults, **given, **self._route_params()})
 
@@ -181,9 +185,8 @@ class CompletionRequest(GenerationRequest):
 
     def _route_params(self) -> dict[str, Any]:
         if self.echo and self.logprobs is not None:
-            raise RequestError(
-                "echo: got true together with logprobs, which is not supported; allowed is one of the two",
-                parameter="echo",
+            raise refused(
+                "echo", "got true together with logprobs, which is not supported; allowed is one of the two"
             )
         return {}
 
@@ -227,15 +230,15 @@ class ChatCompletionRequest(GenerationRequest):
     def _route_params(self) -> dict[str, Any]:
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
-            raise RequestError(
-                f"max_tokens: got {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}, allowed is "
+            raise refused(
+                "max_tokens",
+                f"got {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}, allowed is "
                 "one of the two",
-                parameter="max_tokens",
             )
         if self.top_logprobs and not self.logprobs:
-            raise RequestError(
-                f"top_logprobs: got {self.top_logprobs} without logprobs, allowed with logprobs set to true only",
-                parameter="top_logprobs",
+            raise refused(
+                "top_logprobs",
+                f"got {self.top_logprobs} without logprobs, allowed with logprobs set to true only",
             )
         return {
             "max_tokens": limits.pop() if limits else None,
@@ -265,10 +268,7 @@ def check_number_of_fields(model: type[Body], fields: Mapping[str, Any]) -> None
     """Raise RequestError if more than ``MAX_UNKNOWN_FIELDS`` are unknown, before each of them is looked at."""
     num_unknown = len(fields.keys() - _known_fields(model))
     if num_unknown > MAX_UNKNOWN_FIELDS:
-        raise RequestError(
-            f"body: got {num_unknown} unknown fields, allowed are at most {MAX_UNKNOWN_FIELDS}",
-            parameter="body",
-        )
+        raise refused("body", f"got {num_unknown} unknown fields, allowed are at most {MAX_UNKNOWN_FIELDS}")
 
 
 def check_other_fields(body: Body) -> None:
@@ -298,9 +298,7 @@ def _check_neutral(name: str, value: Any) -> None:
     if value in NOT_SUPPORTED[name]:
         return
     neutral = " or ".join("null" if item is None else repr(item) for item in NOT_SUPPORTED[name])
-    raise RequestError(
-        f"{name}: got {reprlib.repr(value)}, which is not supported; allowed is {neutral}", parameter=name
-    )
+    raise refused(name, f"got {reprlib.repr(value)}, which is not supported; allowed is {neutral}")
 
 
 # Answers, for /openapi.json only.

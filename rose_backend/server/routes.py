@@ -7,6 +7,7 @@ import json
 import reprlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -15,8 +16,7 @@ from starlette.responses import Response
 
 from rose_backend import __version__
 from rose_backend.engine.request import InputProcessor, ProcessedInput
-from rose_backend.engine.sampling_params import SamplingParams
-from rose_backend.errors import EngineStalledError, RequestError
+from rose_backend.errors import EngineStalledError
 from rose_backend.server.answers import AnswerOptions, ChatAnswer, CompletionAnswer
 from rose_backend.server.chat_template import plain_messages
 from rose_backend.server.error_answers import ENGINE_HAS_STOPPED, ApiError
@@ -37,6 +37,7 @@ from rose_backend.server.protocol import (
     TokenizeRequest,
     VersionAnswer,
     check_other_fields,
+    refused,
 )
 from rose_backend.server.service import Service
 
@@ -73,7 +74,12 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     processor = service.engine.input_processor
     prompts: list[str | list[int]] | None
     prompts = read_prompts(body.prompt, service.settings.max_prompts, processor.max_model_len)
-    inputs, length = await process_prompts(processor, prompts, params, namespace), length_of(prompts)
+    longest = max((len(each) for each in prompts if isinstance(each, str)), default=0)
+    check_text_length("prompt", longest, processor)
+    length = length_of(prompts)
+    inputs = await run_by_length(
+        length, partial(processor.process_all, prompts, [params] * len(prompts), namespace)
+    )
     # The request may wait for long, and a list of token ids takes ten times the memory of an array.
     body.prompt = prompts = None
     echo = None
@@ -256,10 +262,10 @@ def read_prompts(value: Any, max_prompts: int, max_model_len: int) -> list[str |
         if is_too_long or (kind in (int, str, list) and set(map(type, value)) == {kind}):
             prompts = [value] if kind is int else value
     if not prompts:
-        raise RequestError(
-            f"prompt: got {reprlib.repr(value)}, allowed are a string, a list of token ids, a list of strings and "
+        raise refused(
+            "prompt",
+            f"got {reprlib.repr(value)}, allowed are a string, a list of token ids, a list of strings and "
             "a list of lists of token ids",
-            parameter="prompt",
         )
     return prompts
 
@@ -267,34 +273,17 @@ def read_prompts(value: Any, max_prompts: int, max_model_len: int) -> list[str |
 def check_number(field: str, number: int, what: str, limit: int) -> None:
     """Raise RequestError if ``number`` of ``what`` is more than ``limit``."""
     if number > limit:
-        raise RequestError(f"{field}: got {number} {what}, allowed are at most {limit}", parameter=field)
-
-
-async def process_prompts(
-    processor: InputProcessor, prompts: list[str | list[int]], params: SamplingParams, namespace: bytes
-) -> list[ProcessedInput]:
-    """Tokenize and check the prompts of one request.
-
-    Raises:
-        RequestError: a text is longer than any text that fits the model's window, or see ``InputProcessor.process``.
-    """
-    check_text_length(
-        "prompt", max((len(each) for each in prompts if isinstance(each, str)), default=0), processor
-    )
-    return await run_by_length(
-        length_of(prompts),
-        lambda: processor.process_all(prompts, [params] * len(prompts), namespace),
-    )
+        raise refused(field, f"got {number} {what}, allowed are at most {limit}")
 
 
 def check_text_length(field: str, num_characters: int, processor: InputProcessor) -> None:
     """Raise RequestError if a text is longer than a window full of the longest token, before it is tokenized."""
     limit = max_text_length(processor)
     if num_characters > limit:
-        raise RequestError(
-            f"{field}: got {num_characters} characters, allowed are at most {limit} (a window of "
-            f"{processor.max_model_len} tokens, none longer than {processor.tokenizer.max_token_length} characters)",
-            parameter=field,
+        raise refused(
+            field,
+            f"got {num_characters} characters, allowed are at most {limit} (a window of {processor.max_model_len} "
+            f"tokens, none longer than {processor.tokenizer.max_token_length} characters)",
         )
 
 
@@ -320,11 +309,11 @@ def check_answer_tokens(inputs: list[ProcessedInput], echo: list[str] | None, se
     limits = (each.params.max_tokens or max_model_len - len(each.token_ids) for each in inputs)
     num_tokens = n * sum(limits) * (1 + num_logprobs) + n * sum(map(len, echo or ()))
     if num_tokens > limit:
-        raise RequestError(
-            f"max_tokens: got up to {num_tokens} tokens in {len(inputs) * n} completions, each counted once and once "
+        raise refused(
+            "max_tokens",
+            f"got up to {num_tokens} tokens in {len(inputs) * n} completions, each counted once and once "
             f"more for each of its {num_logprobs} log-probabilities, echoed characters included; allowed are at most "
             f"{limit} in one request (--max-answer-tokens)",
-            parameter="max_tokens",
         )
 
 
@@ -370,16 +359,14 @@ def read_token_ids(field: str, value: Any, max_number: int, vocab_size: int) -> 
         RequestError: it is no list of ids of the vocabulary, or too long.
     """
     if not isinstance(value, list):
-        raise RequestError(
-            f"{field}: got {reprlib.repr(value)}, allowed is a list of token ids", parameter=field
-        )
+        raise refused(field, f"got {reprlib.repr(value)}, allowed is a list of token ids")
     check_number(field, len(value), "token ids", max_number)
     if set(map(type, value)) <= {int} and min(value, default=0) >= 0 and max(value, default=0) < vocab_size:
         return value
     for index, token_id in enumerate(value):
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
-            raise RequestError(
-                f"{field}.{index}: got {reprlib.repr(token_id)}, allowed are integers from 0 to {vocab_size - 1}",
-                parameter=f"{field}.{index}",
+            raise refused(
+                f"{field}.{index}",
+                f"got {reprlib.repr(token_id)}, allowed are integers from 0 to {vocab_size - 1}",
             )
     return value

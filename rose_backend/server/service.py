@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -125,28 +124,23 @@ class ServerMetrics(Collector):
         if self._counters is None:
             return
         stats, load = self._counters
-        gauge, counter = partial(self._metric, GaugeMetricFamily), partial(self._metric, CounterMetricFamily)
-        yield gauge("num_requests_running", "Sequences that hold a row.", load.num_running)
-        yield gauge("num_requests_waiting", "Requests that wait for one.", load.num_waiting)
-        yield gauge("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", load.kv_cache_usage)
-        yield counter(
-            "prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_cache_queries
-        )
         hits = stats.prefix_cache_hits if self._exact_cached_tokens else stats.reported_prefix_cache_hits
-        yield counter("prefix_cache_hits", "Tokens found there.", hits)
-        yield counter("num_preemptions", "Running sequences that were preempted.", stats.preemptions)
-        yield counter("generation_tokens", "Tokens generated.", stats.generated_tokens)
-
-    def _metric(
-        self,
-        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-        name: str,
-        text: str,
-        value: float,
-    ) -> Metric:
-        family = kind(f"rose:{name}", text, labels=_LABELS)
-        family.add_metric([self._model_name], value)
-        return family
+        gauges = (
+            ("num_requests_running", "Sequences that hold a row.", load.num_running),
+            ("num_requests_waiting", "Requests that wait for one.", load.num_waiting),
+            ("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", load.kv_cache_usage),
+        )
+        counters = (
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_cache_queries),
+            ("prefix_cache_hits", "Tokens found there.", hits),
+            ("num_preemptions", "Running sequences that were preempted.", stats.preemptions),
+            ("generation_tokens", "Tokens generated.", stats.generated_tokens),
+        )
+        for family, numbers in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, text, value in numbers:
+                metric = family(f"rose:{name}", text, labels=_LABELS)
+                metric.add_metric([self._model_name], value)
+                yield metric
 
 
 def _token_count_buckets(max_model_len: int) -> tuple[float, ...]:

@@ -77,33 +77,29 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
             raise ConfigError(f"served_model_name: got {self.served_model_names!r}, allowed are names")
-        check_int("port", self.port, 0, 65_535)
-        check_int("max_connections", self.max_connections, 1, 1 << 20)
-        check_int("max_header_bytes", self.max_header_bytes, 1024, 1 << 24)
-        check_int("max_headers", self.max_headers, 16, 1 << 16)
-        for name in ("header_timeout_s", "body_timeout_s", "keep_alive_timeout_s"):
-            _check_seconds(name, getattr(self, name))
-        check_int("max_body_bytes", self.max_body_bytes, 1, 1 << 32)
-        check_int("max_prompts", self.max_prompts, 1, 1 << 20)
-        check_int("max_answer_tokens", self.max_answer_tokens, 1, 1 << 40)
+        for name, low, high in (
+            ("port", 0, 65_535),
+            ("max_connections", 1, 1 << 20),
+            ("max_header_bytes", 1024, 1 << 24),
+            ("max_headers", 16, 1 << 16),
+            ("max_body_bytes", 1, 1 << 32),
+            ("max_prompts", 1, 1 << 20),
+            ("max_answer_tokens", 1, 1 << 40),
+        ):
+            check_int(name, getattr(self, name), low, high)
         if not self.host:
             raise ConfigError("host: got an empty name, allowed is an address or a host name")
-        if not 0.0 <= self.drain_timeout_s < math.inf:
-            raise ConfigError(
-                f"drain_timeout_s: got {self.drain_timeout_s}, allowed is a number of seconds, 0 or more"
-            )
-        if not 0.0 <= self.send_timeout_s < math.inf:
-            raise ConfigError(
-                f"send_timeout_s: got {self.send_timeout_s}, allowed is a number of seconds, or 0 to wait for ever"
-            )
+        for name in ("header_timeout_s", "body_timeout_s", "keep_alive_timeout_s"):
+            # A day; timers of much longer ones overflow.
+            if not 0.0 < (seconds := getattr(self, name)) <= 86_400.0:
+                raise ConfigError(
+                    f"{name}: got {seconds}, allowed is a number of seconds above 0, at most 86400"
+                )
+        for name, what in (("drain_timeout_s", "0 or more"), ("send_timeout_s", "or 0 to wait for ever")):
+            if not 0.0 <= (seconds := getattr(self, name)) < math.inf:
+                raise ConfigError(f"{name}: got {seconds}, allowed is a number of seconds, {what}")
         # Other characters cannot be sent in a header as they are.
         if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
             raise ConfigError(
                 "api_key: got an empty key or one with spaces or characters outside ASCII, neither is allowed"
             )
-
-
-def _check_seconds(name: str, seconds: float) -> None:
-    # A day; timers of much longer ones overflow.
-    if not 0.0 < seconds <= 86_400.0:
-        raise ConfigError(f"{name}: got {seconds}, allowed is a number of seconds above 0, at most 86400")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,11 @@ LONG: dict[str, Any] = {
     "temperature": 0,
 }
 """Takes seconds; tests that start it also end it."""
+
+
+ABORTED = 'request_success_total{finished_reason="abort",model_name="tiny"}'
+LEFT = 'http_responses_total{route="/v1/completions",status="499"}'
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12}
 
 
 class LiveServer:
@@ -65,6 +72,11 @@ class LiveServer:
     def complete(self, **body: object) -> httpx.Response:
         """Post a completion request."""
         return self.http.post("/v1/completions", json=body)
+
+    def post(self, path: str, content: object) -> httpx.Response:
+        """Post bytes as they are, anything else as JSON, in which NaN and lone surrogates may be, too."""
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        return self.http.post(path, content=data, headers={"Content-Type": "application/json"})
 
     def text(self, **body: object) -> str:
         """Return the text of the only completion of a request that must succeed."""
@@ -153,6 +165,46 @@ def sent(server: LiveServer, content: bytes, *, length: int | None = None) -> It
         yield connection
 
 
+@contextmanager
+def long_stream(server: LiveServer, **fields: object) -> Iterator[Iterator[str]]:
+    """Start a streamed answer that takes seconds, wait for its first event, and hang up at the end."""
+    with server.http.stream("POST", "/v1/completions", json={**LONG, **fields, "stream": True}) as answer:
+        assert answer.status_code == 200
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        yield lines
+
+
+def stream(server: LiveServer, path: str = "/v1/completions", **body: object) -> list[dict[str, Any]]:
+    """Return the events of a streamed answer, which must end as OpenAI's do."""
+    with server.http.stream("POST", path, json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert "content-length" not in answer.headers
+        events = [line for line in answer.iter_lines() if line]
+    assert all(event.startswith("data: ") for event in events)
+    assert events.pop() == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; one that no parent has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def connect(server: LiveServer) -> socket.socket:
+    """Return a connection that nothing has been sent on."""
+    return socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Return all that comes until the server closes."""
+    return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
 def wait_until(condition: Callable[[], object]) -> None:
     """Return when ``condition`` is true."""
     deadline = time.monotonic() + HANG_S
@@ -177,3 +229,21 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     error: dict[str, Any] = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
+
+
+def in_event_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test that is a coroutine."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **fixtures: Any) -> None:
+        asyncio.run(test(*arguments, **fixtures))
+
+    return run
+
+
+def check_refused(answer: httpx.Response, param: str, message: str) -> None:
+    """Check that a request was refused with status 400, and that its error names a field and has a text."""
+    assert answer.status_code == 400 and answer.headers["content-type"] == "application/json", answer.text
+    error = error_of(answer)
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert message in error["message"] and len(error["message"]) < 1000

@@ -16,8 +16,15 @@ from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import ConfigError, ModelError, RequestError
 from rose_backend.server.chat_template import ChatTemplate, plain_messages
 from rose_backend.server.protocol import ChatMessage
-from tests.server.live_server import MODEL, LiveServer, error_of, running_server
-from tests.server.test_completions import GREEDY, stream
+from tests.server.live_server import (
+    GREEDY,
+    MODEL,
+    LiveServer,
+    check_refused,
+    error_of,
+    running_server,
+    stream,
+)
 
 MESSAGES: list[Any] = [
     {"role": "system", "content": "Be kind."},
@@ -27,8 +34,12 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "chat_template.jinj
 RENDERED = "system: Be kind.\nuser Ann: Tell me of the king.\nassistant:"
 
 
+def said(content: object, **fields: object) -> dict[str, Any]:
+    return {"role": "user", "content": content, **fields}
+
+
 def post(server: LiveServer, **body: object) -> Any:
-    return server.http.post("/v1/chat/completions", json=body)
+    return server.post("/v1/chat/completions", body)
 
 
 def test_the_template_makes_the_prompt(server: LiveServer, llm: LLM) -> None:
@@ -45,7 +56,7 @@ def test_the_example_serves_a_model_without_a_template(tiny_model_path: Path) ->
     template = ChatTemplate(str(EXAMPLE))
     template.use(Tokenizer(tiny_model_path))
     messages = plain_messages([ChatMessage(**each) for each in MESSAGES])
-    text = template.render(messages, add_generation_prompt=True, max_length=1000)
+    text = rendered(template, messages)
     assert text == "System: Be kind.\n\nUser: Tell me of the king.\n\nAssistant:"
 
 
@@ -130,74 +141,6 @@ def test_a_stream_adds_up_to_the_whole(server: LiveServer) -> None:
         assert tokens == [entry["token"] for entry in choice["logprobs"]["content"]]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({}, "messages", "messages: missing, but required"),
-        ({"messages": []}, "messages", "at least 1 item"),
-        ({"messages": [{"role": "user", "content": "a"}] * 1025}, "messages", "at most 1024 items"),
-        (
-            {"messages": [{"role": "user", "content": "a", "name": "x" * 257}]},
-            "messages.0.name",
-            "at most 256 characters",
-        ),
-        ({"messages": [{"role": "pirate", "content": "a"}]}, "messages.0.role", "got 'pirate'"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content", "missing, but required"),
-        (
-            {"messages": [{"role": "user", "content": 5}]},
-            "messages.0.content",
-            "valid string or a valid list",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages.0.content.0.type",
-            "got 'image_url', allowed is: 'text'",
-        ),
-        ({"messages": [{"role": "user", "content": "forbidden"}]}, "messages", "not this word"),
-        (
-            {"messages": [{"role": "user", "content": "divided"}]},
-            "messages",
-            "refuses them (ZeroDivisionError",
-        ),
-        ({"messages": [{"role": "user", "content": "endless"}]}, "messages", "refuses them (RecursionError"),
-        ({"messages": [{"role": "user", "content": "huge"}]}, "messages", "refuses them ("),
-        ({"messages": [{"role": "user", "content": "nothing"}]}, "messages", "refuses them (UndefinedError"),
-        ({"messages": [{"role": "user", "content": "a\ud800"}]}, "messages", "not valid Unicode text"),
-        (
-            {"messages": [{"role": "user", "content": "a", "name": "\udfff"}]},
-            "messages.0.name",
-            "allowed is: a valid string",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "a\ud800" * 999, "name": "refused"}]},
-            "messages",
-            "refuses them (TemplateError: a\ud800a",
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]},
-            "messages",
-            "messages.0.tool_calls: not supported",
-        ),
-        ({"messages": [{"role": "user", "content": "rose " * 50_000}]}, "messages", "got 250000 characters"),
-        ({"messages": [{"role": "user", "content": "rose " * 2_000}]}, "prompt", "allowed are at most 1023"),
-        ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "without logprobs"),
-        ({"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "one of the two"),
-        ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not supported"),
-        ({"messages": MESSAGES, "message": []}, "message", "did you mean 'messages'?"),
-    ],
-)
-def test_refusals(server: LiveServer, fields: dict[str, Any], param: str, message: str) -> None:
-    # Lone surrogates are characters of JSON, but not of UTF-8.
-    content = json.dumps(fields).encode()
-    answer = server.http.post(
-        "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
-    )
-    assert answer.status_code == 400
-    error = error_of(answer)
-    assert error["param"] == param and message in error["message"]
-    assert error["type"] == "invalid_request_error" and len(error["message"]) < 1000
-
-
 def test_a_template_with_a_mistake(tiny_model_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "chat.jinja"
     path.write_text("{% for message in messages %}\n{{ message.content }")
@@ -234,8 +177,12 @@ def test_a_template_that_fails_does_not_end_the_start(
     template.use(Tokenizer(tiny_model_path))
     template.check_available()
     with pytest.raises(RequestError, match=r"^messages: the model's chat template refuses them") as caught:
-        template.render([{"role": "user", "content": "a"}], add_generation_prompt=True, max_length=1000)
+        rendered(template, [{"role": "user", "content": "a"}])
     assert caught.value.parameter == "messages"
+
+
+def rendered(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
+    return template.render(messages, add_generation_prompt=True, max_length=1000)
 
 
 def model_with(path: Path, tiny_model_path: Path, **files: str) -> ChatTemplate:
@@ -252,15 +199,9 @@ def model_with(path: Path, tiny_model_path: Path, **files: str) -> ChatTemplate:
 def test_the_template_of_a_processor(tiny_model_path: Path, tmp_path: Path) -> None:
     file = json.dumps({"chat_template": "{{ messages[0].content }}!"})
     template = model_with(tmp_path, tiny_model_path, chat_template__json=file)
-    assert (
-        template.render([{"role": "user", "content": "a"}], add_generation_prompt=True, max_length=1000)
-        == "a!"
-    )
+    assert rendered(template, [{"role": "user", "content": "a"}]) == "a!"
     template = model_with(tmp_path, tiny_model_path, chat_template__jinja="{{ messages[0].content }}?")
-    assert (
-        template.render([{"role": "user", "content": "a"}], add_generation_prompt=True, max_length=1000)
-        == "a?"
-    )
+    assert rendered(template, [{"role": "user", "content": "a"}]) == "a?"
 
 
 @pytest.mark.parametrize("content", ['{"chat_template": 5}', "[]", "{"])
@@ -277,7 +218,7 @@ def test_named_templates(tiny_model_path: Path, tmp_path: Path, names: tuple[str
     )
     if "default" in names:
         template.check_available()
-        assert template.render([], add_generation_prompt=True, max_length=1000) == "default <|endoftext|>"
+        assert rendered(template, []) == "default <|endoftext|>"
     else:
         with pytest.raises(
             RequestError, match=r"several chat templates \(\['rag', 'tool_use'\]\), none of them named"
@@ -293,7 +234,7 @@ SYSTEM, DEVELOPER, USER = (
 
 
 @pytest.mark.parametrize(
-    ("messages", "rendered"),
+    ("messages", "expected"),
     [
         ([DEVELOPER, USER], "system:d user:u "),
         ([SYSTEM, USER, DEVELOPER, USER], "system:s\n\nd user:u user:u "),
@@ -303,21 +244,17 @@ SYSTEM, DEVELOPER, USER = (
     ],
 )
 def test_instructions_of_a_developer(
-    tiny_model_path: Path, tmp_path: Path, messages: list[dict[str, Any]], rendered: str
+    tiny_model_path: Path, tmp_path: Path, messages: list[dict[str, Any]], expected: str
 ) -> None:
     source = "{% for message in messages %}{{ message.role }}:{{ message.content }} {% endfor %}"
     template = model_with(tmp_path, tiny_model_path, chat_template__jinja=source)
-    assert template.render(messages, add_generation_prompt=True, max_length=1000) == rendered
-    assert template.render(messages, add_generation_prompt=True, max_length=1000) == _vllms(source, messages)
+    assert rendered(template, messages) == expected
+    assert rendered(template, messages) == _vllms(source, messages)
     # A template that knows the role gets it.
     knows = source + "{{ '' if messages[0].role == 'developer' }}"
     template = model_with(tmp_path, tiny_model_path, chat_template__jinja=knows)
     own = "".join(f"{message['role']}:{message['content']} " for message in messages)
-    assert (
-        template.render(messages, add_generation_prompt=True, max_length=1000)
-        == own
-        == _vllms(knows, messages)
-    )
+    assert rendered(template, messages) == own == _vllms(knows, messages)
 
 
 def _vllms(source: str, messages: list[Any]) -> str:
@@ -343,3 +280,47 @@ def test_a_model_without_template_is_named(tiny_model_path: Path) -> None:
         assert answer.status_code == 400
         assert "no chat template" in error_of(answer)["message"]
         assert "--chat-template" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({}, "messages", "messages: missing, but required"),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [said("a")] * 1025}, "messages", "at most 1024 items"),
+        ({"messages": [said("a", name="x" * 257)]}, "messages.0.name", "at most 256 characters"),
+        ({"messages": [{"role": "pirate", "content": "a"}]}, "messages.0.role", "got 'pirate'"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "missing, but required"),
+        ({"messages": [said(5)]}, "messages.0.content", "valid string or a valid list"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0.type",
+            "got 'image_url', allowed is: 'text'",
+        ),
+        ({"messages": [said("forbidden")]}, "messages", "not this word"),
+        ({"messages": [said("divided")]}, "messages", "refuses them (ZeroDivisionError"),
+        ({"messages": [said("endless")]}, "messages", "refuses them (RecursionError"),
+        ({"messages": [said("huge")]}, "messages", "refuses them ("),
+        ({"messages": [said("nothing")]}, "messages", "refuses them (UndefinedError"),
+        ({"messages": [said("a\ud800")]}, "messages", "not valid Unicode text"),
+        ({"messages": [said("a", name="\udfff")]}, "messages.0.name", "allowed is: a valid string"),
+        (
+            {"messages": [said("a\ud800" * 999, name="refused")]},
+            "messages",
+            "refuses them (TemplateError: a\ud800a",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]},
+            "messages",
+            "messages.0.tool_calls: not supported",
+        ),
+        ({"messages": [said("rose " * 50_000)]}, "messages", "got 250000 characters"),
+        ({"messages": [said("rose " * 2_000)]}, "prompt", "allowed are at most 1023"),
+        ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "without logprobs"),
+        ({"messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "one of the two"),
+        ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"messages": MESSAGES, "message": []}, "message", "did you mean 'messages'?"),
+    ],
+)
+def test_chats_that_are_refused(server: LiveServer, fields: dict[str, Any], param: str, message: str) -> None:
+    check_refused(server.post("/v1/chat/completions", fields), param, message)

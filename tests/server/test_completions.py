@@ -16,23 +16,15 @@ from rose_backend.engine.outputs import CompletionOutput, FinishReason, RequestO
 from rose_backend.server.answers import AnswerOptions, CompletionAnswer
 from rose_backend.server.generation import ClientWatch, EventStream, PromptOutput
 from rose_backend.server.service import RequestRecord
-from tests.server.live_server import MODEL, LiveServer
+from tests.server.live_server import (
+    GREEDY,
+    MODEL,
+    LiveServer,
+    stream,
+)
 
 PROMPT = "Once upon a time"
 IDS = [5, 6, 7]
-GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12}
-
-
-def stream(server: LiveServer, path: str = "/v1/completions", **body: object) -> list[dict[str, Any]]:
-    """Return the events of a streamed answer, which must end as OpenAI's do."""
-    with server.http.stream("POST", path, json={**body, "stream": True}) as answer:
-        assert answer.status_code == 200
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        assert "content-length" not in answer.headers
-        events = [line for line in answer.iter_lines() if line]
-    assert all(event.startswith("data: ") for event in events)
-    assert events.pop() == "data: [DONE]"
-    return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 @pytest.mark.parametrize(

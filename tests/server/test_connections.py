@@ -1,8 +1,10 @@
-"""Limits that hold before the API key is checked: bytes, headers, time, number of connections."""
+"""One connection: limits before the API key is checked, answers before a request is complete, clients that close their
+sending side, and clients that do not read."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import Callable, Iterator
@@ -16,9 +18,22 @@ from uvicorn.server import ServerState
 from rose_backend.errors import ConfigError
 from rose_backend.server import connection as connection_module
 from rose_backend.server import serve
-from rose_backend.server.connection import Connection, ConnectionConfig
+from rose_backend.server.connection import Connection, ConnectionConfig, _is_reset
+from rose_backend.server.serve import bind
 from rose_backend.server.settings import ServerSettings
-from tests.server.live_server import LiveServer, running_server, wait_until
+from tests.server import live_server
+from tests.server.live_server import (
+    ABORTED,
+    LEFT,
+    LONG,
+    LiveServer,
+    connect,
+    in_event_loop,
+    read_all,
+    read_metric,
+    running_server,
+    wait_until,
+)
 from tests.support.patience import HANG_S
 
 LIMITS = {"max_header_bytes": 2048, "max_headers": 16, "header_timeout_s": 600.0, "max_connections": 3}
@@ -42,16 +57,6 @@ def no_connection_stays(request: pytest.FixtureRequest) -> Iterator[None]:
     if "limited" in request.fixturenames:
         server: LiveServer = request.getfixturevalue("limited")
         wait_until(lambda: not server.server.server_state.connections)
-
-
-def connect(server: LiveServer) -> socket.socket:
-    """Return a connection that nothing has been sent on."""
-    return socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S)
-
-
-def read_all(connection: socket.socket) -> bytes:
-    """Return all that comes until the server closes."""
-    return b"".join(iter(lambda: connection.recv(4096), b""))
 
 
 def ask(server: LiveServer, content: bytes) -> tuple[int, dict[str, Any]]:
@@ -170,23 +175,19 @@ def test_number_of_connections(limited: LiveServer, monkeypatch: pytest.MonkeyPa
         each.close()
 
 
-@pytest.mark.parametrize("content", [b"", b"GET /health HTT", GET])
-def test_a_header_that_never_comes(tiny_model_path: Path, content: bytes) -> None:
-    with running_server(tiny_model_path, {"header_timeout_s": 0.1}) as server:
-        status, answer = ask(server, content)
-        assert status == 408
-        assert answer["error"]["message"] == "header: not complete after 0.1 seconds"
-        assert answer["error"]["code"] == "header_timeout"
-
-
-def test_an_idle_connection_ends(tiny_model_path: Path) -> None:
-    with (
-        running_server(tiny_model_path, {"keep_alive_timeout_s": 0.1}) as server,
-        connect(server) as connection,
-    ):
-        connection.sendall(GET + b"\r\n")
-        answer = read_all(connection)
-        assert answer.startswith(b"HTTP/1.1 200 ") and b"connection: close" not in answer.lower()
+def test_a_header_that_never_comes(tiny_model_path: Path) -> None:
+    settings = {"header_timeout_s": 0.1, "keep_alive_timeout_s": 0.1}
+    with running_server(tiny_model_path, settings) as server:
+        for content in (b"", b"GET /health HTT", GET):
+            status, answer = ask(server, content)
+            assert status == 408
+            assert answer["error"]["message"] == "header: not complete after 0.1 seconds"
+            assert answer["error"]["code"] == "header_timeout"
+        # An idle connection ends, too.
+        with connect(server) as connection:
+            connection.sendall(GET + b"\r\n")
+            answered = read_all(connection)
+            assert answered.startswith(b"HTTP/1.1 200 ") and b"connection: close" not in answered.lower()
 
 
 class Timers:
@@ -242,150 +243,135 @@ class Scene:
         self.may_answer.set()
         await asyncio.gather(*self.connection.tasks)
 
+    def unread(self, num_bytes: int) -> None:
+        """Let so many bytes wait for the client."""
+        self.transport.get_write_buffer_size.return_value = num_bytes
+
     def written(self) -> bytes:
         """Return all that was sent."""
         return b"".join(call.args[0] for call in self.transport.write.call_args_list)
 
 
-def test_times_of_one_connection() -> None:
-    async def play() -> None:
-        scene = Scene()
-        timers, connection = scene.timers, scene.connection
-        assert timers.delays() == [1.0], "from the connection to the end of the header"
-        for byte in GET:
-            connection.data_received(bytes([byte]))
-            assert timers.delays() == [1.0], "once, however slowly it comes"
-        connection.data_received(b"\r\n")
-        assert timers.delays() == [], "an answer may take its time"
-        await scene.answer()
-        assert timers.delays() == [3.0], "idle"
-        connection.data_received(b"\r\n")
-        connection.data_received(b"GET /")
-        assert timers.delays() == [1.0], "the next header"
-        timers.run_out()
-        assert b"HTTP/1.1 408 " in scene.written()
-        connection.connection_lost(None)
-        assert timers.delays() == []
-
-    asyncio.run(play())
+@in_event_loop
+async def test_times_of_one_connection() -> None:
+    scene = Scene()
+    timers, connection = scene.timers, scene.connection
+    assert timers.delays() == [1.0], "from the connection to the end of the header"
+    for byte in GET:
+        connection.data_received(bytes([byte]))
+        assert timers.delays() == [1.0], "once, however slowly it comes"
+    connection.data_received(b"\r\n")
+    assert timers.delays() == [], "an answer may take its time"
+    await scene.answer()
+    assert timers.delays() == [3.0], "idle"
+    connection.data_received(b"\r\n")
+    connection.data_received(b"GET /")
+    assert timers.delays() == [1.0], "the next header"
+    timers.run_out()
+    assert b"HTTP/1.1 408 " in scene.written()
+    connection.connection_lost(None)
+    assert timers.delays() == []
 
 
-def test_a_body_without_end_behind_its_answer() -> None:
-    async def play() -> None:
-        scene = Scene()
-        scene.connection.data_received(POST + b"Content-Length: 1000000\r\n\r\n{")
-        assert scene.timers.delays() == [2.0]
-        await scene.answer()
-        scene.connection.data_received(b"{" * 1000)
-        assert 2.0 in scene.timers.delays(), "not longer because more comes"
+@in_event_loop
+async def test_a_body_without_end_behind_its_answer() -> None:
+    scene = Scene()
+    scene.connection.data_received(POST + b"Content-Length: 1000000\r\n\r\n{")
+    assert scene.timers.delays() == [2.0]
+    await scene.answer()
+    scene.connection.data_received(b"{" * 1000)
+    assert 2.0 in scene.timers.delays(), "not longer because more comes"
+    scene.timers.run_out()
+    scene.transport.close.assert_called_once()
+    assert scene.written().count(b"HTTP/1.1") == 1
+
+
+@in_event_loop
+async def test_a_header_in_advance_waits_for_the_answer_before_it() -> None:
+    scene = Scene()
+    scene.connection.data_received(GET + b"\r\n")
+    scene.connection.data_received(b"GET /he")
+    for _ in range(2):
         scene.timers.run_out()
-        scene.transport.close.assert_called_once()
-        assert scene.written().count(b"HTTP/1.1") == 1
-
-    asyncio.run(play())
-
-
-def test_a_header_in_advance_waits_for_the_answer_before_it() -> None:
-    async def play() -> None:
-        scene = Scene()
-        scene.connection.data_received(GET + b"\r\n")
-        scene.connection.data_received(b"GET /he")
-        for _ in range(2):
-            scene.timers.run_out()
-            scene.transport.close.assert_not_called()
-        # What cannot be read ends both: an answer in the middle of another would be taken for a part of it.
-        scene.connection.data_received(b"\x00")
-        scene.transport.close.assert_called_once()
-        assert not scene.written()
-
-    asyncio.run(play())
+        scene.transport.close.assert_not_called()
+    # What cannot be read ends both: an answer in the middle of another would be taken for a part of it.
+    scene.connection.data_received(b"\x00")
+    scene.transport.close.assert_called_once()
+    assert not scene.written()
 
 
-def test_a_body_behind_its_answer_leaves_a_timer() -> None:
-    async def play() -> None:
-        scene = Scene()
-        scene.connection.data_received(POST + b"Content-Length: 2\r\n\r\n")
-        await scene.answer()
-        scene.connection.data_received(b"{}")
-        assert scene.timers.delays() == [3.0], "idle"
-        scene.timers.run_out()
-        scene.transport.close.assert_called_once()
-
-    asyncio.run(play())
+@in_event_loop
+async def test_a_body_behind_its_answer_leaves_a_timer() -> None:
+    scene = Scene()
+    scene.connection.data_received(POST + b"Content-Length: 2\r\n\r\n")
+    await scene.answer()
+    scene.connection.data_received(b"{}")
+    assert scene.timers.delays() == [3.0], "idle"
+    scene.timers.run_out()
+    scene.transport.close.assert_called_once()
 
 
 @pytest.mark.parametrize("max_lingering", [64, 0])
-def test_a_refused_client_that_reads_nothing_is_cut_off(
+@in_event_loop
+async def test_a_refused_client_that_reads_nothing_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, max_lingering: int
 ) -> None:
     monkeypatch.setattr(connection_module, "MAX_LINGERING", max_lingering)
-
-    async def play() -> None:
-        scene = Scene()
-        scene.connection.data_received(b"no HTTP\r\n\r\n")
-        assert b"HTTP/1.1 400 " in scene.written() and not scene.connection.connections
-        scene.transport.abort.assert_not_called()
-        scene.timers.run_out()
-        scene.transport.abort.assert_called_once()
-
-    asyncio.run(play())
+    scene = Scene()
+    scene.connection.data_received(b"no HTTP\r\n\r\n")
+    assert b"HTTP/1.1 400 " in scene.written() and not scene.connection.connections
+    scene.transport.abort.assert_not_called()
+    scene.timers.run_out()
+    scene.transport.abort.assert_called_once()
 
 
-def test_few_requests_wait_for_an_earlier_answer() -> None:
-    async def play() -> None:
-        scene = Scene()
-        num_allowed = 1 + connection_module.MAX_PIPELINED
-        scene.connection.data_received((GET + b"\r\n") * num_allowed)
+@in_event_loop
+async def test_few_requests_wait_for_an_earlier_answer() -> None:
+    scene = Scene()
+    num_allowed = 1 + connection_module.MAX_PIPELINED
+    scene.connection.data_received((GET + b"\r\n") * num_allowed)
+    scene.transport.close.assert_not_called()
+    scene.connection.data_received((GET + b"\r\n") * 1000)
+    assert len(scene.connection.pipeline) == connection_module.MAX_PIPELINED
+    scene.transport.close.assert_called_once()
+    scene.timers.run_out()
+    scene.transport.abort.assert_called_once()
+
+
+@in_event_loop
+async def test_a_request_in_advance_has_a_small_body() -> None:
+    scene = Scene()
+    scene.connection.data_received(GET + b"\r\n" + POST + b"Content-Length: 1000000\r\n\r\n")
+    for _ in range(4):
+        scene.connection.data_received(b"{" * (1 << 14))
+        assert not scene.connection.flow.read_paused
         scene.transport.close.assert_not_called()
-        scene.connection.data_received((GET + b"\r\n") * 1000)
-        assert len(scene.connection.pipeline) == connection_module.MAX_PIPELINED
-        scene.transport.close.assert_called_once()
-        scene.timers.run_out()
-        scene.transport.abort.assert_called_once()
-
-    asyncio.run(play())
+    scene.connection.data_received(b"{")
+    scene.transport.close.assert_called_once()
 
 
-def test_a_request_in_advance_has_a_small_body() -> None:
-    async def play() -> None:
-        scene = Scene()
-        scene.connection.data_received(GET + b"\r\n" + POST + b"Content-Length: 1000000\r\n\r\n")
-        for _ in range(4):
-            scene.connection.data_received(b"{" * (1 << 14))
-            assert not scene.connection.flow.read_paused
-            scene.transport.close.assert_not_called()
-        scene.connection.data_received(b"{")
-        scene.transport.close.assert_called_once()
-
-    asyncio.run(play())
-
-
-def test_the_request_that_is_being_answered_sees_the_disconnect() -> None:
-    async def play() -> None:
-        scene = Scene()
-        scene.connection.data_received((GET + b"\r\n") * 2)
-        first, second = scene.connection._running, scene.connection.cycle
-        assert first is not None and first is not second
-        assert not scene.connection.flow.read_paused, "a disconnect would not be seen"
-        scene.connection.connection_lost(None)
-        assert first.disconnected and await first.receive() == {"type": "http.disconnect"}
-        assert not scene.connection.pipeline
-        await scene.answer()
-        assert not scene.written()
-
-    asyncio.run(play())
+@in_event_loop
+async def test_the_request_that_is_being_answered_sees_the_disconnect() -> None:
+    scene = Scene()
+    scene.connection.data_received((GET + b"\r\n") * 2)
+    first, second = scene.connection._running, scene.connection.cycle
+    assert first is not None and first is not second
+    assert not scene.connection.flow.read_paused, "a disconnect would not be seen"
+    scene.connection.connection_lost(None)
+    assert first.disconnected and await first.receive() == {"type": "http.disconnect"}
+    assert not scene.connection.pipeline
+    await scene.answer()
+    assert not scene.written()
 
 
-def test_no_100_continue_is_sent_after_a_refusal() -> None:
-    async def play() -> None:
-        scene = Scene()
-        head = b"Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n"
-        scene.connection.data_received(POST + head + b"no number\r\n")
-        assert b"HTTP/1.1 400 " in scene.written()
-        assert await scene.connection.cycle.receive() == {"type": "http.disconnect"}
-        assert b"100 Continue" not in scene.written()
-
-    asyncio.run(play())
+@in_event_loop
+async def test_no_100_continue_is_sent_after_a_refusal() -> None:
+    scene = Scene()
+    head = b"Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n"
+    scene.connection.data_received(POST + head + b"no number\r\n")
+    assert b"HTTP/1.1 400 " in scene.written()
+    assert await scene.connection.cycle.receive() == {"type": "http.disconnect"}
+    assert b"100 Continue" not in scene.written()
 
 
 def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,3 +386,305 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigError, match=r"^max_connections: got 5000, allowed are at most \d+ where .* 4096 files"
     ):
         serve._allow_open_files(5000)
+
+
+LARGE = 4 << 20
+"""More than the sockets of both sides hold."""
+JSON = "Content-Type: application/json\r\n"
+KEY = "Authorization: Bearer key\r\n"
+
+
+@pytest.fixture(scope="module")
+def locked(tiny_model_path: Path) -> Iterator[LiveServer]:
+    """Return a server that asks for a key."""
+    with running_server(tiny_model_path, {"api_keys": ("key",), "max_body_bytes": 1000}) as server:
+        yield server
+
+
+def status_of(answer: bytes) -> int:
+    """Return the status of the last answer of a connection, and check that it is complete."""
+    final = answer[answer.rindex(b"HTTP/1.1 ") :]
+    head, _, body = final.partition(b"\r\n\r\n")
+    assert b"transfer-encoding: chunked" in head or f"content-length: {len(body)}".encode() in head
+    return int(final.split()[1])
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "is_chunked", "is_last"),
+    [
+        (KEY + JSON, 413, False, True),
+        (KEY + JSON, 413, True, False),
+        (KEY, 415, False, False),
+        (KEY, 415, True, True),
+        (KEY + JSON + "Content-Encoding: gzip\r\n", 415, True, False),
+        (JSON, 401, False, True),
+        (JSON, 401, True, False),
+        (KEY + JSON + "X-Request-Id: a b\r\n", 400, False, False),
+    ],
+)
+def test_a_client_that_sends_everything_first(
+    locked: LiveServer, headers: str, status: int, is_chunked: bool, is_last: bool
+) -> None:
+    body, length = b"x" * LARGE, f"Content-Length: {LARGE}\r\n"
+    if is_chunked:
+        body = b"%x\r\n" % LARGE + body + b"\r\n0\r\n\r\n"
+        length = "Transfer-Encoding: chunked\r\n"
+    headers += length + ("Connection: close\r\n" if is_last else "")
+    with connect(locked) as connection:
+        connection.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{headers}\r\n".encode())
+        for start in range(0, len(body), 1 << 16):
+            connection.sendall(body[start : start + (1 << 16)])
+        if is_last or status == 413:
+            assert status_of(read_all(connection)) == status
+        else:
+            # Its connection is good for another request.
+            connection.sendall(GET + b"Connection: close\r\n\r\n")
+            answers = read_all(connection)
+            assert answers.startswith(b"HTTP/1.1 %d " % status) and status_of(answers) == 200
+
+
+def test_a_refused_connection_drops_what_comes(locked: LiveServer) -> None:
+    with connect(locked) as connection:
+        connection.sendall(b"NONSENSE\r\n\r\n" + b"x" * LARGE)
+        assert status_of(read_all(connection)) == 400
+
+
+def refused_scene() -> Scene:
+    """Return a connection whose request was answered, with ``Connection: close``, before its body came."""
+    scene = Scene()
+    scene.connection.data_received(POST + b"Connection: close\r\nContent-Length: 1000000\r\n\r\n{")
+    return scene
+
+
+@in_event_loop
+async def test_dropping_ends_with_a_pause() -> None:
+    scene = refused_scene()
+    await scene.answer()
+    scene.transport.write_eof.assert_called_once()
+    assert not scene.connection.connections
+    for _ in range(3):
+        scene.connection.data_received(b"{" * 1000)
+        scene.timers.run_out()
+        scene.transport.abort.assert_not_called()
+    scene.timers.run_out()
+    scene.transport.abort.assert_called_once()
+    assert scene.written().count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize("limit", ["_MAX_LINGER_S", "_MAX_LINGER_BYTES"])
+@in_event_loop
+async def test_dropping_has_limits(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(connection_module, limit, -1)
+    scene = refused_scene()
+    await scene.answer()
+    scene.connection.data_received(b"{")
+    if limit == "_MAX_LINGER_S":
+        scene.transport.abort.assert_not_called()
+        scene.timers.run_out()
+    scene.transport.abort.assert_called_once()
+
+
+def half_closed(server: LiveServer, content: bytes) -> bytes:
+    """Return all that a client gets that sends ``content`` and closes its sending side."""
+    with connect(server) as connection:
+        connection.sendall(content)
+        connection.shutdown(socket.SHUT_WR)
+        return read_all(connection)
+
+
+def completion(version: str = "1.1", **fields: Any) -> bytes:
+    """Return a request for a completion."""
+    body = json.dumps({**LONG, "max_tokens": 50, **fields}).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\n{JSON}Content-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def test_a_half_closed_client_gets_its_answer(server: LiveServer) -> None:
+    for content in (GET + b"\r\n", GET.replace(b"1.1", b"1.0") + b"\r\n", completion()):
+        assert status_of(half_closed(server, content)) == 200
+    events = half_closed(server, completion(stream=True))
+    assert status_of(events) == 200 and b"data: [DONE]" in events
+    # All of several that were sent at once; the last one ends the connection.
+    assert half_closed(server, (GET + b"\r\n") * 3).count(b"HTTP/1.1 200 ") == 3
+    # What was not complete never will be.
+    for content in (b"", b"GET /hea", GET, completion()[:-1]):
+        assert half_closed(server, content) == b""
+
+
+def test_a_half_closed_client_waits_as_long_as_it_takes(tiny_model_path: Path) -> None:
+    with running_server(tiny_model_path, max_num_seqs=1, device="cpu") as server, connect(server) as first:
+        first.sendall(completion(max_tokens=1000, stream=True))
+        assert first.recv(1)
+        with connect(server) as second:
+            second.sendall(completion())
+            second.shutdown(socket.SHUT_WR)
+            # By then it was looked after, and found to be there.
+            assert second.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            first.close()
+            assert status_of(read_all(second)) == 200
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_client_that_left_is_told_from_a_half_closed_one(tiny_model_path: Path, version: str) -> None:
+    with running_server(tiny_model_path, max_num_seqs=1, device="cpu") as server, connect(server) as first:
+        first.sendall(completion(max_tokens=1000, stream=True))
+        assert first.recv(1)
+        with connect(server) as second:
+            second.sendall(completion(version))
+            wait_until(lambda: len(server.service.engine_request_ids) == 2)
+            if version == "1.0":
+                # It would not understand an interim answer, so it counts as gone.
+                second.shutdown(socket.SHUT_WR)
+                assert second.recv(1) == b""
+        wait_until(lambda: len(server.service.engine_request_ids) == 1)
+        first.close()
+        server.wait_until_idle()
+        left = 'http_responses_total{route="/v1/completions",status="499"}'
+        assert read_metric(server.http.get("/metrics").text, left) == 2
+
+
+def test_a_unix_socket_shows_who_has_left() -> None:
+    ours, its = socket.socketpair()
+    with ours:
+        with its:
+            assert not _is_reset(ours)
+            its.shutdown(socket.SHUT_WR)
+            assert not _is_reset(ours)
+        assert _is_reset(ours)
+
+
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the system keep little of what a client has not read."""
+
+    def bind_small(settings: ServerSettings) -> socket.socket:
+        listener = bind(settings)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return listener
+
+    monkeypatch.setattr(live_server, "bind", bind_small)
+
+
+def ask_for_much(server: LiveServer, **fields: Any) -> socket.socket:
+    """Send a request whose answer takes a quarter of a megabyte; the caller reads it."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(HANG_S)
+    client.connect(("127.0.0.1", server.port))
+    content = completion(max_tokens=400, **{"prompt": ["The king", "A queen"] * 2, **fields})
+    client.sendall(content.replace(b"Host: x\r\n", b"Host: x\r\nConnection: close\r\n"))
+    return client
+
+
+def connections_of(server: LiveServer) -> list[Connection]:
+    return [each for each in server.server.server_state.connections if isinstance(each, Connection)]
+
+
+def has_unread(server: LiveServer) -> bool:
+    return any(each.transport.get_write_buffer_size() > 1 << 15 for each in connections_of(server))
+
+
+def test_a_client_that_reads_nothing_is_cut_off(tiny_model_path: Path, small_buffers: None) -> None:
+    with running_server(tiny_model_path, {"send_timeout_s": 0.2}, device="cpu") as server:
+        with ask_for_much(server, stream=True):
+            wait_until(lambda: server.service.num_active_requests)
+            server.wait_until_idle()
+            text = server.http.get("/metrics").text
+            assert read_metric(text, LEFT) == 1
+            assert read_metric(text, ABORTED) > 0
+        # A whole answer: nothing runs any more, and yet the connection ends.
+        with ask_for_much(server, prompt="The king", logprobs=20):
+            wait_until(lambda: has_unread(server))
+            wait_until(lambda: not has_unread(server))
+        assert server.text(prompt="a", max_tokens=2, temperature=0)
+
+
+def test_a_client_may_take_its_time(tiny_model_path: Path, small_buffers: None) -> None:
+    with running_server(tiny_model_path, {"send_timeout_s": 3600.0}, device="cpu") as server:
+        with ask_for_much(server, stream=True) as client:
+            wait_until(lambda: any(each.flow.write_paused for each in connections_of(server)))
+            answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
+        assert b"data: [DONE]" in answer and answer.count(b'"finish_reason":"length"') == 4
+        server.wait_until_idle()
+        assert read_metric(server.http.get("/metrics").text, LEFT) == 0
+
+
+@contextlib.contextmanager
+def slow_reader(send_timeout_s: float = 5.0, **socket_info: Any) -> Iterator[Scene]:
+    """Return a connection on which much of an answer waits for the client."""
+    scene = Scene(send_timeout_s=send_timeout_s, keep_alive_timeout_s=4.0)
+    scene.transport.get_extra_info = socket_info.get
+    scene.connection.data_received(GET + b"\r\n")
+    assert not scene.timers.delays(), "nothing waits for a client that keeps up"
+    scene.unread(100_000)
+    scene.connection.pause_writing()
+    try:
+        yield scene
+    finally:
+        # Also of a test that fails: an application that is cancelled would wait for the client for ever.
+        scene.connection.connection_lost(ConnectionResetError())
+    assert not scene.timers.delays(), "an end leaves no timer"
+
+
+@in_event_loop
+async def test_only_a_client_that_reads_nothing_is_cut_off() -> None:
+    with slow_reader() as scene:
+        made, timers, abort = scene.connection, scene.timers, scene.transport.abort
+        for num_bytes in (99_999, 50_000, 20_000):
+            scene.unread(num_bytes)
+            timers.run_out()
+            assert timers.delays() == [5.0]
+            abort.assert_not_called()
+        scene.unread(16_000)
+        made.resume_writing()
+        assert not timers.delays()
+        scene.unread(30_000)
+        await scene.answer()
+        assert sorted(timers.delays()) == [4.0, 5.0], "the next request, and the rest of the answer"
+        made.data_received(GET + b"\r\n")
+        assert not timers.delays()
+        made.pause_writing()
+        made.on_message_begin()
+        assert timers.delays() == [5.0], "sending more is not reading"
+        timers.run_out()
+        abort.assert_called_once()
+        assert not timers.delays()
+
+
+@in_event_loop
+async def test_without_send_timeout_no_client_is_disconnected() -> None:
+    with slow_reader(0.0) as scene:
+        assert not scene.timers.delays()
+    with slow_reader() as scene:
+        assert scene.timers.delays() == [5.0]
+
+
+@in_event_loop
+async def test_reading_from_the_system_alone_is_reading() -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        left.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                left.send(bytes(1 << 12))
+        with slow_reader(socket=left) as scene:
+            for _ in range(3):
+                right.recv(1 << 16)
+                scene.timers.run_out()
+                assert scene.timers.delays() == [5.0]
+            scene.timers.run_out()
+            scene.transport.abort.assert_called_once()
+
+
+@in_event_loop
+async def test_the_end_of_a_whole_answer_is_looked_after() -> None:
+    with slow_reader() as scene:
+        for is_complete in (False, True):
+            scene.connection.cycle.response_complete = is_complete
+            scene.unread(100_000)
+            scene.connection.pause_writing()
+            scene.unread(10_000)
+            scene.connection.resume_writing()
+            assert scene.timers.delays() == [5.0] * is_complete
+        scene.timers.run_out()
+        scene.transport.abort.assert_called_once()

@@ -7,6 +7,7 @@ import gc
 import json
 import sys
 import threading
+import tracemalloc
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
@@ -14,8 +15,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.types import Message
 
+from rose_backend.engine.client import OutputStream
+from rose_backend.engine.request import ProcessedInput
 from rose_backend.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from rose_backend.engine.tokenizer import Tokenizer
 from rose_backend.errors import QueueFullError, RequestError
@@ -23,10 +28,22 @@ from rose_backend.server import answers, generation, middleware, routes
 from rose_backend.server.answers import Answer, AnswerOptions, ChatAnswer, CompletionAnswer
 from rose_backend.server.chat_template import ChatTemplate
 from rose_backend.server.generation import ClientWatch, EventStream, Generation, PromptOutput
-from rose_backend.server.middleware import _SHARES_THE_LOCK, parse_body
+from rose_backend.server.middleware import (
+    _SHARES_THE_LOCK,
+    MAX_PER_TURN,
+    BodyParts,
+    RequestThrottle,
+    as_utf8,
+    check_body_parts,
+    count_body_parts,
+    parse_body,
+)
 from rose_backend.server.protocol import ChatCompletionRequest, CompletionRequest
+from rose_backend.server.routes import read_prompts, read_token_ids
 from rose_backend.server.service import RequestRecord
-from tests.server.live_server import LiveServer, error_of, running_server
+from rose_backend.server.settings import MAX_BODY_FIELDS, MAX_BODY_LISTS
+from tests.server.live_server import LiveServer, check_refused, error_of, in_event_loop, running_server
+from tests.support.patience import HANG_S
 
 OPTIONS = AnswerOptions("id", 0, "m", n=2)
 NUM_POSITIONS = 1000
@@ -201,12 +218,9 @@ def make_generation(engine: object, num_prompts: int, submission: asyncio.Lock) 
 def test_few_prompts_start_in_one_turn() -> None:
     started: list[int] = [0]
 
-    class Engine:
-        async def generate_deltas(
-            self, processed: object, *, request_id: str
-        ) -> AsyncGenerator[RequestOutput, None]:
-            started[-1] += 1
-            yield RequestOutput(request_id, None, [1], [CompletionOutput(0, "", [5])], finished=True)
+    async def generate_deltas(_: object, *, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+        started[-1] += 1
+        yield RequestOutput(request_id, None, [1], [CompletionOutput(0, "", [5])], finished=True)
 
     async def count_turns() -> None:
         while True:
@@ -215,7 +229,7 @@ def test_few_prompts_start_in_one_turn() -> None:
 
     async def run() -> int:
         counting = asyncio.create_task(count_turns())
-        generation = make_generation(Engine(), 1024, asyncio.Lock())
+        generation = make_generation(SimpleNamespace(generate_deltas=generate_deltas), 1024, asyncio.Lock())
         number = len([each async for each in generation.outputs()])
         counting.cancel()
         return number
@@ -228,16 +242,13 @@ def test_requests_that_come_at_once_enter_the_queue_whole() -> None:
     """Twelve requests of 1,024 prompts were all refused by a queue of 10,000, though it has room for nine."""
     num_queued, all_came = 0, asyncio.Event()
 
-    class Engine:
-        async def generate_deltas(
-            self, processed: object, *, request_id: str
-        ) -> AsyncGenerator[RequestOutput, None]:
-            nonlocal num_queued
-            if num_queued == 1_000:
-                raise QueueFullError("the queue is full")
-            num_queued += 1
-            await all_came.wait()
-            yield RequestOutput(request_id, None, [1], [CompletionOutput(0, "", [5])], finished=True)
+    async def generate_deltas(_: object, *, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+        nonlocal num_queued
+        if num_queued == 1_000:
+            raise QueueFullError("the queue is full")
+        num_queued += 1
+        await all_came.wait()
+        yield RequestOutput(request_id, None, [1], [CompletionOutput(0, "", [5])], finished=True)
 
     async def answer(generation: Generation) -> int | QueueFullError:
         try:
@@ -247,7 +258,12 @@ def test_requests_that_come_at_once_enter_the_queue_whole() -> None:
 
     async def run() -> list[int | QueueFullError]:
         submission = asyncio.Lock()
-        answers = [asyncio.create_task(answer(make_generation(Engine(), 102, submission))) for _ in range(12)]
+        answers = [
+            asyncio.create_task(
+                answer(make_generation(SimpleNamespace(generate_deltas=generate_deltas), 102, submission))
+            )
+            for _ in range(12)
+        ]
         await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
         while sum(task.done() for task in answers) < 3:
             await asyncio.sleep(0)
@@ -438,12 +454,253 @@ def test_tokens_of_one_answer(tiny_model_path: Path) -> None:
             ({"prompt": [[5], [6] * 2], "max_tokens": 900}, "got up to 1800 tokens in 2 completions"),
             ({"prompt": ["aaaa" * 10, "b"], "max_tokens": 40, "echo": True}, "got up to 121 tokens in 2"),
         ]
+        limit = "allowed are at most 120 in one request (--max-answer-tokens)"
         for body, message in too_many:
             for stream in (False, True):
                 answer = server.complete(**body, stream=stream)
-                assert answer.status_code == 400, answer.text
-                error = error_of(answer)
-                assert error["param"] == "max_tokens" and message in error["message"]
-                assert error["message"].endswith(
-                    "allowed are at most 120 in one request (--max-answer-tokens)"
-                )
+                check_refused(answer, "max_tokens", message)
+                assert error_of(answer)["message"].endswith(limit)
+
+
+MAX_PROMPTS, MAX_MODEL_LEN = 1024, 1024
+
+
+def plain_count(value: Any) -> BodyParts:
+    """Count what ``json.dumps`` writes for a value, by looking at the value."""
+    if not isinstance(value, (list, dict)):
+        return BodyParts(0, 0, 0, words=int(value is None or isinstance(value, str)))
+    inner = [plain_count(each) for each in (value.values() if isinstance(value, dict) else value)]
+    num_colons = len(value) if isinstance(value, dict) else 0
+    return BodyParts(
+        sum(each.commas for each in inner) + max(len(value) - 1, 0),
+        sum(each.colons for each in inner) + num_colons,
+        sum(each.brackets for each in inner) + 1,
+        sum(each.words for each in inner) + num_colons,
+    )
+
+
+texts = st.text(alphabet='a"\\,:[{é\n', max_size=8)
+
+
+@given(
+    st.recursive(
+        texts | st.integers() | st.none(),
+        lambda children: st.lists(children, max_size=4) | st.dictionaries(texts, children, max_size=4),
+    ),
+    st.integers(1, 40),
+    st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-32-le"]),
+)
+def test_parts_are_counted_outside_of_strings(value: Any, chunk: int, encoding: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(middleware, "_CHUNK_BYTES", chunk)
+        content = as_utf8(json.dumps(value, ensure_ascii=False).encode(encoding))
+        assert count_body_parts(content) == plain_count(value)
+
+
+def test_the_largest_body_that_may_have_a_meaning_is_taken() -> None:
+    prompts = {"prompt": [[1] * MAX_MODEL_LEN] * MAX_PROMPTS, "stop": ["a"] * 16}
+    check_body_parts(json.dumps(prompts).encode(), MAX_PROMPTS, MAX_MODEL_LEN)
+    # Whatever is written in strings.
+    check_body_parts(json.dumps({"prompt": ',:[{"\\' * 1_000_000}).encode(), MAX_PROMPTS, MAX_MODEL_LEN)
+
+
+TOO_MANY = [
+    (b'{"prompt": [' + b"1," * 1_300_000 + b"1]}", "values"),
+    (b'{"prompt": "a", "stop": [' + b"[]," * 70_000 + b"[]]}", "lists and objects"),
+    (b'{"prompt": "a", "stop": [[' + b"1," * 1_300_000 + b"1]]}", "values"),
+    (b'{"prompt": [' + b'"",' * 150_000 + b'""]}', "strings, truth values and nulls"),
+    (b'{"prompt": "a", "stop": [' + b"null,true," * 75_000 + b"null]}", "strings, truth values and nulls"),
+    (b'{"prompt": "a", ' + b",".join(b'"q%07d": 1' % each for each in range(140_000)) + b"}", "fields"),
+]
+
+
+@pytest.mark.parametrize(
+    ("content", "what"), TOO_MANY, ids=["ids", "nested stop", "ids in stop", "texts", "nulls", "fields"]
+)
+def test_too_many_parts_are_refused_before_they_are_parsed(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, content: bytes, what: str
+) -> None:
+    def parse(*_: object, **__: object) -> None:
+        raise AssertionError("the body is parsed")
+
+    monkeypatch.setattr(middleware, "parse_body", parse)
+    for path in routes.DIRECT_ROUTES:
+        check_refused(server.post(path, content), "body", f"{what}, allowed are at most ")
+
+
+def test_limits_are_named() -> None:
+    max_lists = MAX_PROMPTS + MAX_BODY_LISTS
+    for content, limit in (
+        (b'"a":1,', MAX_BODY_FIELDS),
+        (b"[", max_lists),
+        (b"true ", 2 * MAX_BODY_FIELDS + max_lists),
+    ):
+        check_body_parts(content * limit, MAX_PROMPTS, MAX_MODEL_LEN)
+        with pytest.raises(
+            RequestError, match=f"^body: got {limit + 1} .* allowed are at most {limit} in one"
+        ):
+            check_body_parts(content * (limit + 1), MAX_PROMPTS, MAX_MODEL_LEN)
+
+
+def test_unknown_fields_are_counted_before_they_are_checked(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(*_: object, **__: object) -> None:
+        raise AssertionError("each of the fields is looked at")
+
+    monkeypatch.setattr("rose_backend.server.protocol.CompletionRequest.model_validate", check)
+    answer = server.complete(prompt="a", **{f"q{index}": 1 for index in range(1000)})
+    assert answer.status_code == 400
+    assert "got 1000 unknown fields, allowed are at most 16" in error_of(answer)["message"]
+
+
+class Untouchable(list[Any]):
+    """A list that gives its length and first element, and fails when it is iterated over."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("the elements are iterated over")
+
+
+def test_lengths_come_before_elements(server: LiveServer) -> None:
+    with pytest.raises(RequestError, match="prompt: got 5 prompts, allowed are at most 4"):
+        read_prompts(Untouchable(["a"] * 5), max_prompts=4, max_model_len=10)
+    with pytest.raises(RequestError, match="tokens: got 11 token ids, allowed are at most 10"):
+        read_token_ids("tokens", Untouchable([1] * 11), 10, 100)
+    (prompt,) = read_prompts(Untouchable([1] * 11), max_prompts=4, max_model_len=10)
+    assert isinstance(prompt, Untouchable)
+    # The engine's: of one prompt, and of one of several.
+    for prompts in ([1, "a"] * 600, [[1, "a"] * 600], [[1], [None] * 1024]):
+        answer = server.complete(prompt=prompts)
+        assert answer.status_code == 400 and "tokens, allowed are at most 1023" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
+def test_half_a_surrogate_hides_nothing(encoding: str) -> None:
+    # The second character has a byte of its own that looks like a quotation mark.
+    text = '["\ud800", "\u2200", ' + "[], " * 1000 + "1]"
+    content = text.encode(encoding, "surrogatepass")
+    assert len(json.loads(content)) == 1003
+    assert count_body_parts(as_utf8(content)) == BodyParts(commas=1002, colons=0, brackets=1001, words=2)
+
+
+NUM_REQUESTS = 5 * MAX_PER_TURN + 1
+
+
+def test_requests_pass_the_request_throttle(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_passed = 0
+    pass_through = RequestThrottle.pass_through
+
+    async def count(self: RequestThrottle) -> None:
+        nonlocal num_passed
+        num_passed += 1
+        await pass_through(self)
+
+    monkeypatch.setattr(RequestThrottle, "pass_through", count)
+    for stream in (False, True):
+        assert server.complete(prompt="a", max_tokens=2, stream=stream).status_code == 200
+    assert num_passed == 2
+
+
+@in_event_loop
+async def test_a_burst_is_spread_over_turns() -> None:
+    request_throttle = RequestThrottle()
+    passed: list[tuple[int, int]] = []
+    turn = 0
+
+    async def request(number: int) -> None:
+        await request_throttle.pass_through()
+        passed.append((turn, number))
+
+    # Twice: it becomes idle in between, and starts again.
+    for _ in range(2):
+        passed.clear()
+        tasks = [asyncio.create_task(request(number)) for number in range(NUM_REQUESTS)]
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            turn += 1
+        turns = [at for at, _ in passed]
+        assert [number for _, number in passed] == list(range(NUM_REQUESTS))
+        assert max(map(turns.count, turns)) <= MAX_PER_TURN
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not request_throttle._is_turning, "an idle server does nothing"
+
+
+@in_event_loop
+async def test_a_cancelled_request_does_not_hold_up_others() -> None:
+    request_throttle = RequestThrottle()
+    tasks = [asyncio.create_task(request_throttle.pass_through()) for _ in range(NUM_REQUESTS)]
+    await asyncio.sleep(0)
+    given_up = tasks[MAX_PER_TURN : 3 * MAX_PER_TURN]
+    for task in given_up:
+        task.cancel()
+    ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), HANG_S)
+    assert sum(isinstance(end, asyncio.CancelledError) for end in ends) == len(given_up)
+
+
+NUM_PROMPTS, NUM_TOKENS = 128, 400
+
+
+MAX_BYTES = 8 << 20
+
+
+PROMPT = [1, 2, 3]
+
+
+class EngineOfStreams:
+    """Streams of an engine in another process, each of which gets whatever is put into it."""
+
+    def __init__(self) -> None:
+        self.streams: list[OutputStream] = []
+        self.num_taken = 0
+
+    async def generate_deltas(
+        self, prompt: ProcessedInput, *, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        stream = OutputStream(request_id, asyncio.get_running_loop())
+        self.streams.append(stream)
+        is_over = False
+        while not is_over:
+            output = await stream.get()
+            self.num_taken += 1
+            is_over = output.finished
+            yield output
+
+
+def make_output(token: int) -> RequestOutput:
+    """Return what comes for a token; it shares nothing with other outputs, as if it had come from elsewhere."""
+    is_last = token == NUM_TOKENS - 1
+    piece = CompletionOutput(0, f" {token:03}", [1000 + token], finish_reason="length" if is_last else None)
+    return RequestOutput("r", None, PROMPT, [piece], is_last)
+
+
+@in_event_loop
+async def test_little_is_kept_for_a_client_that_does_not_read() -> None:
+    engine = EngineOfStreams()
+    outputs = make_generation(engine, NUM_PROMPTS, asyncio.Lock()).outputs()
+    first = asyncio.create_task(anext(outputs))
+    while len(engine.streams) < NUM_PROMPTS:
+        await asyncio.sleep(0)
+    tracemalloc.start()
+    try:
+        for token in range(NUM_TOKENS):
+            for stream in engine.streams:
+                stream.put(make_output(token))
+            for _ in range(3):
+                await asyncio.sleep(0)
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # One in the queue and one in front of it, each with all tokens that there were.
+    assert engine.num_taken <= 2 * NUM_PROMPTS + 1
+    assert num_bytes < MAX_BYTES
+    texts = [""] * NUM_PROMPTS
+    num_outputs, num_unfinished = 0, NUM_PROMPTS
+    while num_unfinished:
+        index, output = await first if not num_outputs else await anext(outputs)
+        num_outputs += 1
+        texts[index] += output.outputs[0].text
+        num_unfinished -= output.finished
+    assert num_outputs <= 4 * NUM_PROMPTS
+    assert set(texts) == {"".join(f" {token:03}" for token in range(NUM_TOKENS))}
+    await outputs.aclose()

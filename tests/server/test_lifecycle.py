@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
 
 from rose_backend.errors import ConfigError
 from rose_backend.server import serve
+from rose_backend.server.generation import ClientWatch
 from rose_backend.server.serve import bind
 from rose_backend.server.settings import ServerSettings
 from tests.server.live_server import (
+    ABORTED,
+    LEFT,
     LONG,
     MODEL,
     LiveServer,
     error_of,
+    in_event_loop,
+    long_stream,
     read_metric,
     running_server,
     sent,
     wait_until,
 )
 from tests.support.patience import HANG_S
-
-
-@contextmanager
-def long_stream(server: LiveServer, **fields: object) -> Iterator[Iterator[str]]:
-    """Start a streamed answer that takes seconds, wait for its first event, and hang up at the end."""
-    with server.http.stream("POST", "/v1/completions", json={**LONG, **fields, "stream": True}) as answer:
-        assert answer.status_code == 200
-        lines = answer.iter_lines()
-        assert next(lines).startswith("data: ")
-        yield lines
-
-
-ABORTED = 'request_success_total{finished_reason="abort",model_name="tiny"}'
-LEFT = 'http_responses_total{route="/v1/completions",status="499"}'
 
 
 @pytest.mark.parametrize(
@@ -87,8 +80,10 @@ def test_one_request_id_twice_at_once(server: LiveServer) -> None:
         del server.http.headers["X-Request-Id"]
 
 
-def test_a_full_queue_is_told_to_come_back(tiny_model_path: Path) -> None:
-    with running_server(tiny_model_path, max_num_seqs=1, max_queue_size=1) as server:
+@pytest.mark.parametrize("in_two", [False, True], ids=["one-process", "two-processes"])
+def test_a_full_queue_is_told_to_come_back(tiny_model_path: Path, in_two: bool) -> None:
+    settings = {"frontend_multiprocessing": in_two}
+    with running_server(tiny_model_path, settings, max_num_seqs=1, max_queue_size=1, device="cpu") as server:
         with long_stream(server), sent(server, json.dumps({**LONG, "prompt": "Waiting"}).encode()):
             wait_until(lambda: server.metric("num_requests_waiting") == 1)
             assert server.metric("num_requests_running") == 1
@@ -245,3 +240,96 @@ def test_settings_are_checked(fields: dict[str, Any], message: str) -> None:
         ServerSettings(**{"served_model_names": ("a",), **fields})
     assert message in str(caught.value)
     assert not any(key and key in str(caught.value) for key in fields.get("api_keys", ()))
+
+
+class Client:
+    """One that sends nothing more, and leaves when told."""
+
+    def __init__(self) -> None:
+        self._has_left = asyncio.Event()
+
+    async def receive(self) -> Message:
+        await self._has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def leave(self) -> None:
+        """Disconnect."""
+        self._has_left.set()
+        await asyncio.sleep(0.01)
+
+
+Scene = Callable[[Client, ClientWatch], Coroutine[Any, Any, None]]
+
+
+async def leaves_during_work(client: Client, watch: ClientWatch) -> None:
+    leaving = asyncio.create_task(client.leave())
+    with pytest.raises(ClientDisconnect):
+        async with watch:
+            await asyncio.sleep(60)
+    task = asyncio.current_task()
+    assert task is not None and not task.cancelling(), "nothing of it is left in the task"
+    await leaving
+
+
+async def leaves_between(client: Client, watch: ClientWatch) -> None:
+    async with watch:
+        await asyncio.sleep(0)
+    await client.leave()
+    with pytest.raises(ClientDisconnect):
+        async with watch:
+            raise AssertionError("the client has disconnected")
+
+
+async def leaves_after_the_end(client: Client, watch: ClientWatch) -> None:
+    async with watch:
+        await asyncio.sleep(0)
+    watch.close()
+    await client.leave()
+
+
+async def work_fails_as_it_is_given_up(client: Client, watch: ClientWatch) -> None:
+    leaving = asyncio.create_task(client.leave())
+    with pytest.raises(KeyError):
+        async with watch:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                raise KeyError
+    await leaving
+
+
+async def another_cancellation(client: Client, watch: ClientWatch) -> None:
+    async def work() -> None:
+        async with watch:
+            await asyncio.sleep(60)
+
+    for leaves_too in (False, True):
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        if leaves_too:
+            leaving = asyncio.create_task(client.leave())
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await leaving
+
+
+@pytest.mark.parametrize(
+    "scene",
+    [
+        leaves_during_work,
+        leaves_between,
+        leaves_after_the_end,
+        work_fails_as_it_is_given_up,
+        another_cancellation,
+    ],
+)
+@in_event_loop
+async def test_a_client_leaves(scene: Scene) -> None:
+    client = Client()
+    watch = ClientWatch(client.receive)
+    try:
+        await scene(client, watch)
+    finally:
+        watch.close()

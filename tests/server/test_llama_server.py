@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.server.live_server import MODEL, LiveServer, running_server
-from tests.server.test_completions import stream
+from tests.server.live_server import (
+    MODEL,
+    LiveServer,
+    running_server,
+    stream,
+)
 from tests.support.llama_checkpoints import WINDOW, change_json, write_checkpoint
 from tests.support.reference_generation import greedy_reference, tie_free_answer
 

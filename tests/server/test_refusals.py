@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 from collections.abc import Iterator
@@ -10,9 +11,13 @@ from typing import Any
 
 import openai
 import pytest
+from starlette.types import Message
 
-from tests.server.live_server import MODEL, LiveServer, error_of, running_server, sent
+from rose_backend.server import routes
+from rose_backend.server.serve import build_app
+from tests.server.live_server import MODEL, LiveServer, check_refused, error_of, running_server, sent
 
+NO_OBJECT = "allowed is: a valid dictionary or object to extract fields from"
 BODY = {"prompt": "The rose", "max_tokens": 2}
 
 
@@ -78,11 +83,6 @@ def keeps_serving(server: LiveServer) -> Iterator[None]:
         ({"stop_token_ids": [2560]}, "stop_token_ids", "stop_token_ids: got 2560"),
         ({"stream": 1}, "stream", "stream: got 1, allowed is: a valid boolean"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "without stream"),
-        (
-            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-            "stream_options.continuous_usage_stats",
-            "got True",
-        ),
         ({"echo": True, "logprobs": 1}, "echo", "together with logprobs"),
         ({"model": 5}, "model", "model: got 5"),
         ({"best_of": 2}, "best_of", "best_of: got 2, which is not supported; allowed is null or 1"),
@@ -106,16 +106,7 @@ def keeps_serving(server: LiveServer) -> Iterator[None]:
     ids=lambda value: ",".join(value)[:40] if isinstance(value, dict) else "",
 )
 def test_bad_fields(server: LiveServer, fields: dict[str, Any], param: str, message: str) -> None:
-    # json.dumps writes NaN and lone surrogates, httpx would refuse to.
-    content = json.dumps({**BODY, **fields}).encode()
-    answer = server.http.post(
-        "/v1/completions", content=content, headers={"Content-Type": "application/json"}
-    )
-    assert answer.status_code == 400, answer.text
-    error = error_of(answer)
-    assert (error["param"], error["type"]) == (param, "invalid_request_error")
-    assert message in error["message"]
-    assert len(error["message"]) < 600
+    check_refused(server.post("/v1/completions", {**BODY, **fields}), param, message)
 
 
 def test_one_bad_prompt_refuses_all(server: LiveServer) -> None:
@@ -142,28 +133,38 @@ def test_fields_that_ask_for_nothing(server: LiveServer, fields: dict[str, Any])
     ("content", "message"),
     [
         (b"", "body: missing, but required"),
-        (b"{", "body: not valid JSON"),
+        (b"null", "body: missing, but required"),
+        (b"[1]", f"body: got [1], {NO_OBJECT}"),
+        (b'"text"', f"body: got 'text', {NO_OBJECT}"),
+        (b'{"prompt": ', "body: not valid JSON (Expecting value)"),
+        (b'{"prompt": "a",}', "body: not valid JSON (Expecting property name enclosed in double quotes)"),
         (
             b'{"prompt": "\xff"}',
             "body: not valid UTF-8 at byte 12 (invalid start byte), allowed is JSON in UTF-8",
         ),
-        (b"\x1f\x8b\x08", "body: not valid UTF-8 at byte 1 (invalid start byte)"),
+        (b"\x1f\x8b\x08", "body: not valid UTF-8 at byte 1 (invalid start byte), allowed is JSON in UTF-8"),
         (b"\xff\xfe{", "body: not valid UTF-16-LE at byte 2 (truncated data), allowed is JSON in UTF-8"),
-        (b"[]", "body: got []"),
-        (b'"text"', "body: got 'text'"),
-        (b"[" * 100_000, "body: arrays or objects are nested too deeply"),
         (
-            b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}",
-            "body: got an integer of more digits than are allowed (4300)",
+            b"[" * 100_000,
+            "body: arrays or objects are nested too deeply, no field has more than a few levels",
+        ),
+        (b'{"n": ' + b"9" * 5000 + b"}", "body: got an integer of more digits than are allowed (4300)"),
+        (b"{}", "prompt: missing, but required"),
+        (b'{"prompt": "a", "n": "1", "n": 1.5}', "n: got 1.5, allowed is: a valid integer"),
+        (b'{"prompt": "a", "stop": [1, "b", ""]}', "stop.0: got 1, allowed is: a valid string"),
+        (b'{"prompt": "a", "stream_options": []}', f"stream_options: got [], {NO_OBJECT}"),
+        (
+            b'{"prompt": "a", "stream_options": {"continuous_usage_stats": true}}',
+            "stream_options.continuous_usage_stats: got True, allowed is: False",
         ),
     ],
 )
-def test_bodies_that_are_no_object(server: LiveServer, content: bytes, message: str) -> None:
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-        answer = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
-        assert answer.status_code == 400, answer.text
-        error = error_of(answer)
-        assert message in error["message"] and error["param"] == "body"
+def test_bodies_that_are_refused(server: LiveServer, content: bytes, message: str) -> None:
+    param = message.partition(":")[0]
+    for path in routes.DIRECT_ROUTES if param == "body" else ("/v1/completions",):
+        answer = server.post(path, content)
+        check_refused(answer, param, message)
+        assert error_of(answer)["message"] == message
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "GZIP", "br, identity", "zstd"])
@@ -272,14 +273,7 @@ def test_a_body_that_never_comes(tiny_model_path: Path) -> None:
 def test_api_keys(tiny_model_path: Path) -> None:
     with running_server(tiny_model_path, {"api_keys": ("first-key", "second-key")}) as locked:
         assert locked.openai.completions.create(model=MODEL, **BODY).choices  # type: ignore[call-overload]
-        for value in (
-            None,
-            "Bearer wrong",
-            "Basic first-key",
-            "first-key",
-            "Bearer first-ke",
-            "Bearer ü",
-        ):
+        for value in (None, "Bearer wrong", "Basic first-key", "first-key", "Bearer first-ke", "Bearer ü"):
             headers = {} if value is None else {"Authorization": value.encode("latin-1")}
             for path in ("/v1/completions", "/tokenize", "/nothing"):
                 answer = locked.http.post(path, json=BODY, headers=headers)
@@ -292,3 +286,35 @@ def test_api_keys(tiny_model_path: Path) -> None:
             assert locked.http.get(path, headers=key).status_code == 200
         # Probes and scrapers have no key.
         assert locked.http.get("/health").status_code == locked.http.get("/metrics").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_body_that_breaks_off_is_not_answered(server: LiveServer, path: str) -> None:
+    parts: list[Message] = [
+        {
+            "type": "http.request",
+            "body": b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}',
+            "more_body": True,
+        },
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return parts.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+    asyncio.run(build_app(server.service)(scope, receive, send))
+    assert sent[0]["status"] == 400
+    assert b"body: the connection was closed before it was complete" in sent[1]["body"]
+
+
+def test_other_methods_and_the_schema_are_fastapis(server: LiveServer) -> None:
+    for path in routes.DIRECT_ROUTES:
+        answer = server.http.get(path)
+        assert answer.status_code == 405 and answer.headers["allow"] == "POST"
+        assert "requestBody" in server.http.get("/openapi.json").json()["paths"][path]["post"]

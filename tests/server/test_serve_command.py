@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -22,7 +23,11 @@ from rose_backend.cli import main
 from rose_backend.errors import ConfigError
 from rose_backend.server.serve import _bound, bind
 from rose_backend.server.settings import ServerSettings
-from tests.server.live_server import LONG, wait_until
+from tests.server.live_server import (
+    LONG,
+    is_alive,
+    wait_until,
+)
 from tests.support.patience import HANG_S
 
 CHAT_MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-qwen3-chat"
@@ -50,14 +55,6 @@ def serving(log: Path, *argv: str, **environment: str) -> Iterator[subprocess.Po
     finally:
         process.kill()
         process.wait()
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs; one that no parent has waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_a_process_from_start_to_end(tiny_model_path: Path, tmp_path: Path) -> None:
@@ -204,40 +201,41 @@ def test_defaults(started: list[tuple[EngineConfig, ServerSettings]]) -> None:
 
 
 def test_every_option_reaches_its_place(started: list[tuple[EngineConfig, ServerSettings]]) -> None:
-    argv = (
-        "m --host ::1 --port 9 --uds u --served-model-name a b --api-key k1 --api-key k2 --chat-template t "
-        "--max-connections 10 --max-header-bytes 2000 --max-headers 20 --header-timeout-s 1.5 --body-timeout-s 2.5 "
-        "--keep-alive-timeout-s 3.5 --max-body-bytes 5 --max-prompts 6 --max-answer-tokens 7 "
-        "--drain-timeout-s 7.5 --send-timeout-s 8.5 --no-log-requests --no-frontend-multiprocessing "
-        "--share-prefix-cache --exact-cached-tokens --no-prefix-cache --no-token-granular-hits --seed 3"
-    )
-    assert run(*argv.split()) == 0
-    settings = ServerSettings(
-        host="::1",
-        port=9,
-        uds="u",
-        served_model_names=("a", "b"),
-        api_keys=("k1", "k2"),
-        chat_template="t",
-        max_connections=10,
-        max_header_bytes=2000,
-        max_headers=20,
-        header_timeout_s=1.5,
-        body_timeout_s=2.5,
-        keep_alive_timeout_s=3.5,
-        max_body_bytes=5,
-        max_prompts=6,
-        max_answer_tokens=7,
-        drain_timeout_s=7.5,
-        send_timeout_s=8.5,
-        share_prefix_cache=True,
-        exact_cached_tokens=True,
-        log_requests=False,
-        frontend_multiprocessing=False,
-    )
-    assert started == [
-        (EngineConfig(model="m", prefix_cache=False, token_granular_hits=False, seed=3), settings)
+    given: dict[str, Any] = {
+        "host": "::1",
+        "port": 9,
+        "uds": "u",
+        "chat_template": "t",
+        "max_connections": 10,
+    }
+    given |= {"max_header_bytes": 2000, "max_headers": 20, "header_timeout_s": 1.5, "body_timeout_s": 2.5}
+    given |= {"keep_alive_timeout_s": 3.5, "max_body_bytes": 5, "max_prompts": 6, "max_answer_tokens": 7}
+    given |= {"drain_timeout_s": 7.5, "send_timeout_s": 8.5}
+    argv = [
+        "m",
+        "--served-model-name",
+        "a",
+        "b",
+        "--api-key",
+        "k1",
+        "--api-key",
+        "k2",
+        "--no-log-requests",
+        "--no-frontend-multiprocessing",
+        "--share-prefix-cache",
+        "--exact-cached-tokens",
+        "--no-prefix-cache",
+        "--no-token-granular-hits",
+        "--seed",
+        "3",
     ]
+    argv += [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    given |= {"served_model_names": ("a", "b"), "api_keys": ("k1", "k2"), "log_requests": False}
+    given |= {"share_prefix_cache": True, "exact_cached_tokens": True, "frontend_multiprocessing": False}
+    assert {field.name for field in fields(ServerSettings)} == given.keys(), "every option"
+    assert run(*argv) == 0
+    config = EngineConfig(model="m", prefix_cache=False, token_granular_hits=False, seed=3)
+    assert started == [(config, ServerSettings(**given))]
 
 
 def test_an_option_goes_before_the_variable(

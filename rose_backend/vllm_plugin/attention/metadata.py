@@ -81,7 +81,7 @@ class RoseAttentionMetadata:
         """
         if not self.is_first_run:
             return (self.mean_prefill_len,)
-        from rose_backend.kernels.tuning.attention import TUNED_QUERY_LENS
+        from rose_backend.kernels.tuning.choices import TUNED_QUERY_LENS
 
         return (*TUNED_QUERY_LENS, self.mean_prefill_len)
 

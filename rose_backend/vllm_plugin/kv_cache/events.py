@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 from vllm.v1.request import Request
 
-from rose_backend.block_manager import BlockManager, observability
+from rose_backend.block_manager import BlockManager, prefix_cache
 from rose_backend.errors import IntegrityError
 
 _GROUP = 0
@@ -47,12 +47,12 @@ class KVEventLog:
             starts: tokens that each of them had computed before.
         """
         events = self._manager.take_events()
-        stores = any(isinstance(event, observability.BlockStored) for event in events)
+        stores = any(isinstance(event, prefix_cache.BlockStored) for event in events)
         owners = self._owners_of_new_blocks(rows, starts) if stores else {}
         for event in events:
-            if isinstance(event, observability.BlockStored):
+            if isinstance(event, prefix_cache.BlockStored):
                 self._add_stored(event, owners)
-            elif isinstance(event, observability.BlockRemoved):
+            elif isinstance(event, prefix_cache.BlockRemoved):
                 removed = [self._hash_of.pop(event.block_hash)]
                 self._pending.append(BlockRemoved(block_hashes=removed, medium=MEDIUM_GPU, group_idx=_GROUP))
             else:
@@ -82,7 +82,7 @@ class KVEventLog:
                 owners[int(table[row, column])] = request, column
         return owners
 
-    def _add_stored(self, event: observability.BlockStored, owners: dict[int, tuple[Request, int]]) -> None:
+    def _add_stored(self, event: prefix_cache.BlockStored, owners: dict[int, tuple[Request, int]]) -> None:
         if event.block_id not in owners:
             raise IntegrityError(f"KV events: block {event.block_id} was stored by no committed row")
         request, column = owners[event.block_id]
