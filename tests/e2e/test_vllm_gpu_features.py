@@ -57,10 +57,7 @@ def case(tiny_model_path: Path) -> tuple[Prompts, GreedyReference]:
 @RUNNERS
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 def test_ngram_speculation(
-    make_engine: MakeEngine,
-    case: tuple[Prompts, GreedyReference],
-    runner: str,
-    eager: bool,
+    make_engine: MakeEngine, case: tuple[Prompts, GreedyReference], runner: str, eager: bool
 ) -> None:
     options: dict[str, Any] = {"speculative_config": NGRAM, "enforce_eager": eager, **GPU_MEMORY}
     with make_engine(runner=runner, num_gpu_blocks_override=400, disable_log_stats=False, **options) as llm:
@@ -77,9 +74,7 @@ def test_ngram_speculation(
 
 @RUNNERS
 def test_blocks_that_were_offloaded_come_back(
-    make_engine: MakeEngine,
-    case: tuple[Prompts, GreedyReference],
-    runner: str,
+    make_engine: MakeEngine, case: tuple[Prompts, GreedyReference], runner: str
 ) -> None:
     options: dict[str, Any] = {"kv_offloading_size": 1.0, "max_num_batched_tokens": 500, **GPU_MEMORY}
     with make_engine(runner=runner, num_gpu_blocks_override=200, disable_log_stats=False, **options) as llm:
@@ -94,9 +89,7 @@ def test_blocks_that_were_offloaded_come_back(
 
 @RUNNERS
 def test_random_draws_with_speculation_follow_the_seed(
-    make_engine: MakeEngine,
-    case: tuple[Prompts, GreedyReference],
-    runner: str,
+    make_engine: MakeEngine, case: tuple[Prompts, GreedyReference], runner: str
 ) -> None:
     # On a CPU there is nothing to compare: vLLM 0.32 loses the temperature of drafted rows there, with any backend.
     prompts = tuple(prompt for prompt in case[0] if len(prompt) < 100)[:8]
@@ -199,9 +192,7 @@ def test_packed_layers_wake_up_where_their_graphs_expect_them(
 
 @RUNNERS
 def test_a_reset_while_steps_are_in_flight(
-    make_engine: MakeEngine,
-    case: tuple[Prompts, GreedyReference],
-    runner: str,
+    make_engine: MakeEngine, case: tuple[Prompts, GreedyReference], runner: str
 ) -> None:
     with make_engine(runner=runner, **GPU_MEMORY) as llm:
         assert scheduler_of(llm).scheduler_config.async_scheduling
@@ -350,10 +341,7 @@ def test_seeded_draws_do_not_depend_on_the_batch(make_engine: MakeEngine, tiny_m
 
 @RUNNERS
 def test_decode_steps_are_replayed(
-    make_engine: MakeEngine,
-    tiny_model_path: Path,
-    steps_in_python: list[RoseAttentionMetadata],
-    runner: str,
+    make_engine: MakeEngine, tiny_model_path: Path, steps_in_python: list[RoseAttentionMetadata], runner: str
 ) -> None:
     prompts, reference = tie_free_case(tiny_model_path, vocab_size=VOCAB_SIZE)
     # Requests end one after the other, so graphs run with every number of padding rows.

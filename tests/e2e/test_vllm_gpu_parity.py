@@ -187,11 +187,7 @@ def assert_same_but_for_ties(stock: Stock, completions: list[Any]) -> None:
 @RUNNERS
 @pytest.mark.parametrize("manner", MANNERS)
 def test_200_prompts(
-    make_engine: MakeEngine,
-    stock: Stock,
-    steps_in_python: list[Any],
-    runner: str,
-    manner: str,
+    make_engine: MakeEngine, stock: Stock, steps_in_python: list[Any], runner: str, manner: str
 ) -> None:
     num_groups = NUM_GROUPS.get(stock.model, 1)
     options = {**stock.options, **MANNERS[manner]}
@@ -335,10 +331,7 @@ def model_with_states(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "compiled"])
 @RUNNERS
 def test_shared_heads_say_what_stock_says(
-    make_engine: MakeEngine,
-    model_with_states: Path,
-    runner: str,
-    enforce_eager: bool,
+    make_engine: MakeEngine, model_with_states: Path, runner: str, enforce_eager: bool
 ) -> None:
     choose = random.Random(7)
     heads = [[choose.randrange(4, VOCAB_SIZE) for _ in range(length)] for length in HEADS]

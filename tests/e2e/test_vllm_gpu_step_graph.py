@@ -24,11 +24,7 @@ from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph import SteadySteps
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support import random_checkpoints
-from tests.support.random_checkpoints import (
-    write_random_gemma3,
-    write_random_gemma4,
-    write_random_gpt_oss,
-)
+from tests.support.random_checkpoints import write_random_gemma3, write_random_gemma4, write_random_gpt_oss
 from tests.support.reference_generation import parity_prompts
 from tests.support.vllm_engines import (
     ROSES_LAYERS,
@@ -460,8 +456,7 @@ def memory_while_decoding(llm: Any, num_steps: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("model", "num_steps"),
-    [("GPT-2", 100_000), ("Qwen3", 10_000), ("Llama", 10_000), ("gpt-oss", 10_000)],
+    ("model", "num_steps"), [("GPT-2", 100_000), ("Qwen3", 10_000), ("Llama", 10_000), ("gpt-oss", 10_000)]
 )
 def test_a_long_day(
     make_replaying: MakeReplaying, replay_when: ReplayWhen, model: str, num_steps: int
@@ -502,12 +497,7 @@ def test_new_weights_speak_in_replayed_steps(make_engine: MakeEngine, tmp_path: 
     old, new = write(tmp_path / "old"), write(tmp_path / "new", seed=1)
     prompts = parity_prompts(VOCAB_SIZE)[:16]
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    options: dict[str, Any] = {
-        "dtype": "float16",
-        "enforce_eager": False,
-        **graphs,
-        **GPU_MEMORY,
-    }
+    options: dict[str, Any] = {"dtype": "float16", "enforce_eager": False, **graphs, **GPU_MEMORY}
 
     def run(llm: Any) -> list[Any]:
         before = STEPS.rose
