@@ -170,15 +170,6 @@ def test_no_result_draws_over_the_pictures_of_another() -> None:
     assert len(set(drawn)) == len(drawn) > len(report.DRAWN_RESULTS)
 
 
-def test_pictures_and_pages_that_pages_name_are_there() -> None:
-    named = set()
-    for path in (report.ROOT / "docs" / "performance").glob("*.md"):
-        links = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text())
-        named |= {(path.parent / link).resolve() for link in links}
-    assert report.FIGURES / "block_manager_cost.svg" in named
-    assert [path for path in named if not path.is_file()] == []
-
-
 def test_a_missing_table_is_named(one_result: Path) -> None:
     one_result.write_text(json.dumps(block_manager_result(1)))
     (report.ROOT / "docs/performance/parts.md").write_text("no tables here")

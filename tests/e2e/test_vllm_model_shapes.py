@@ -21,7 +21,6 @@ from tests.support.random_checkpoints import (
     write_random_idefics3,
     write_random_llama,
     write_random_mistral,
-    write_random_qwen3,
 )
 from tests.support.tiny_checkpoint import write_tokenizer
 from tests.support.vllm_engines import generate, inputs_of, manager_of
@@ -58,18 +57,6 @@ def test_with_and_without_an_adapter(
             num_hits if num_hits >= MIN_TOKENS_WORTH_COPYING else 0 for num_hits in hits
         ]
         manager_of(llm).check_integrity()
-
-
-def test_qwen3(make_engine: MakeEngine, tmp_path: Path) -> None:
-    model = write_random_qwen3(tmp_path)
-    prompts = mixed_prompts(VOCAB_SIZE, max_len=200)[0][:24]
-    with make_engine(model=str(model), max_num_batched_tokens=300) as llm:
-        outputs = generate(llm, prompts, GREEDY)
-        judged = judge(model, prompts, [output.outputs[0].token_ids for output in outputs])
-        assert wrong_tokens(judged, ROUNDING) == []
-        manager = manager_of(llm)
-        manager.check_integrity()
-        assert manager.stats.partial_hits > 0, manager.stats
 
 
 def test_a_multimodal_model_without_its_other_inputs(make_engine: MakeEngine, tmp_path: Path) -> None:
