@@ -264,7 +264,7 @@ def check_command(words: list[str]) -> None:
         assert program in OTHER_PROGRAMS, f"{program}: misspelt, or missing in OTHER_PROGRAMS"
 
 
-@by_page(PAGES)
+@by_page([*PAGES, ROOT / "CONTRIBUTING.md"])
 @pytest.mark.usefixtures("stop_behind_parsers")
 def test_commands_can_be_typed(page: Path) -> None:
     for block in blocks(page, "bash"):
@@ -276,7 +276,7 @@ def test_commands_can_be_typed(page: Path) -> None:
                 raise AssertionError(f"{page.name}: {command}: {error}") from error
 
 
-@by_page(PAGES)
+@by_page([*PAGES, ROOT / "CONTRIBUTING.md"])
 @pytest.mark.usefixtures("stop_behind_parsers")
 def test_commands_in_sentences_have_options_that_exist(page: Path) -> None:
     parser = build_parser()

@@ -194,17 +194,6 @@ def test_pins_need_nothing_that_is_not_pinned() -> None:
     assert missing == {}
 
 
-def test_make_targets_that_documents_name_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    for document in ("CONTRIBUTING.md", "README.md"):
-        text = (ROOT / document).read_text()
-        code = " ".join(re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL))
-        named = set(re.findall(r"\bmake ([a-z][a-z-]*)", code))
-        assert {"serve", "test"} <= named, document
-        assert named <= targets, document
-
-
 def test_every_target_is_listed_by_make_help() -> None:
     listing = subprocess.run(
         ["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True

@@ -3,40 +3,57 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import offline_compare
-from benchmarks.offline_compare import Case
-from benchmarks.reports.engines import goal_bars, losses
+from benchmarks.offline_compare import Case, Offline, parse_options
+from benchmarks.reports.engines import (
+    HOST,
+    ONLY_ATTENTION,
+    ONLY_MANAGER,
+    PAIRS,
+    PART_SIDES,
+    PARTS,
+    STOCK,
+    goal_bars,
+    losses,
+    source,
+)
+from benchmarks.support.checkpoint import ModelFacts
+from benchmarks.support.comparison import engine_options
+from benchmarks.support.engines import EngineOptions, vllm_options
+from benchmarks.support.run_facts import check_same, earlier_report, run_facts, with_runs
+from benchmarks.support.worker_pool import Engines
 from benchmarks.support.workload import Requests
+from rose_backend.config import PluginConfig
 from tests.benchmarks.fake_engine import write_fake_sglang
+from tests.conftest import ROOT
+
+FACTS = ModelFacts(vocab_size=512, max_model_len=64, kv_elements_per_token=128)
+
+Report = dict[str, Any]
+Run = Callable[..., Report]
 
 
-def test_a_quick_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "new folder" / "compare.json"
+@pytest.fixture
+def run(run_benchmark: Callable[..., Report], tmp_path: Path) -> Run:
+    """Return a function that runs a quick comparison with an engine that answers at once."""
     site = write_fake_sglang(tmp_path / "site")
-    arguments = [
-        "--quick",
-        "--backends",
-        "rose",
-        "sglang",
-        "--compare-run-ahead",
-        "--repeats",
-        "2",
-        "--cases",
-        "greedy",
-        "--batches",
-        "4",
-        "--python-path",
-        f"sglang={site}",
-        "--json",
-        str(path),
-    ]
-    assert offline_compare.main(arguments) == 0
-    report = json.loads(path.read_text())
+
+    def quick(arguments: str, *, status: int = 0, backends: str = "sglang") -> Report:
+        engines = f"--quick --backends {backends} --python-path sglang={site}"
+        return run_benchmark(offline_compare.main, f"{engines} {arguments}", status=status)
+
+    return quick
+
+
+def test_a_quick_run_writes_what_it_promises(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "--compare-run-ahead --repeats 2 --cases greedy --batches 4"
+    report = run(arguments, backends="rose sglang")
     assert report["benchmark"] == "offline_compare"
     assert {"python", "torch"} <= report["versions"].keys()
     assert report["settings"]["model"] == "models/tiny-gpt2"
@@ -61,35 +78,17 @@ def test_a_quick_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_an_engine_that_dies_half_way_is_named_and_its_figures_are_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "compare.json"
-    site = write_fake_sglang(tmp_path / "site")
     # Seven calls warm up, three each are for a decode case: it dies in the second one.
-    arguments = [
-        "--quick",
-        "--backends",
-        "sglang",
-        "--python-path",
-        f"sglang={site}",
-        "--repeats",
-        "1",
-        "--env",
-        "sglang=FAKE_CALLS=11",
-        "--json",
-        str(path),
-    ]
-    assert offline_compare.main(arguments) == 1
-    report = json.loads(path.read_text())
+    report = run("--repeats 1 --env sglang=FAKE_CALLS=11", status=1)
     assert "the process ended" in report["failed"]["sglang"]
     assert [row["case"] for row in report["rows"]] == ["step, 1 requests, greedy"]
     assert "something terrible" in capsys.readouterr().out
 
 
-def test_turns_without_time_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    site = write_fake_sglang(tmp_path / "site")
-    arguments = ["--quick", "--backends", "sglang", "--python-path", f"sglang={site}", "--repeats", "2"]
-    assert offline_compare.main([*arguments, "--max-seconds", "0.001"]) == 1
+def test_turns_without_time_are_counted(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run("--repeats 2 --max-seconds 0.001", status=1)
     assert "out of time: 14 turns were not taken" in capsys.readouterr().out
 
 
@@ -186,17 +185,237 @@ def test_the_block_manager_is_switched_off_where_there_is_another() -> None:
 
 
 def test_a_scene_longer_than_the_model_is_refused(tiny_model_path: Path) -> None:
-    arguments = [
-        "--scenes",
-        "nano-vllm",
-        "--backends",
-        "rose",
-        "--device",
-        "cpu",
-        "--model",
-        str(tiny_model_path),
+    arguments = f"--scenes nano-vllm --backends rose --device cpu --model {tiny_model_path}"
+    longest = "--scenes, --offline: the longest request has 2,048 tokens; the model takes 1,024"
+    with pytest.raises(SystemExit, match=longest):
+        offline_compare.main(arguments.split())
+
+
+BACKENDS = ("rose", "rose-in-vllm", "vllm", "sglang")
+
+
+def options_of(backend: str, *arguments: str) -> EngineOptions:
+    return engine_options(offline_compare.parse_options(arguments), backend, "model", FACTS, [])
+
+
+def extra_of(backend: str, *arguments: str) -> dict[str, Any]:
+    return options_of(backend, *arguments).extra
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_quick_runs_of_vllm_skip_its_compiler(backend: str) -> None:
+    is_vllm = backend.endswith("vllm")
+    assert extra_of(backend, "--quick") == ({"enforce_eager": True} if is_vllm else {})
+    assert extra_of(backend) == {}
+
+
+def test_what_the_user_says_of_an_engine_comes_last() -> None:
+    said = (
+        "--engine-options",
+        'vllm={"enforce_eager": false, "seed": 3}',
+        "--engine-options",
+        'rose={"a": 1}',
+    )
+    assert extra_of("vllm", "--quick", *said) == {"enforce_eager": False, "seed": 3}
+    assert extra_of("rose-in-vllm", "--quick", *said) == {"enforce_eager": True}
+    assert extra_of("rose", *said) == {"a": 1}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_quick_runs_of_vllm_are_bound_to_no_core(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "VLLM_CPU_OMP_THREADS_BIND"
+    monkeypatch.delenv(name, raising=False)
+    unbound = "nobind" if backend.endswith("vllm") else None
+    assert options_of(backend, "--quick").variables.get(name) == unbound
+    assert options_of(backend).variables.get(name) is None
+    said = options_of(backend, "--quick", "--env", f"vllm={name}=1=2").variables.get(name)
+    assert said == ("1=2" if backend == "vllm" else unbound)
+
+
+def test_stock_vllm_loads_no_plugin_and_engines_may_be_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "here")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    elsewhere = ("--python-path", "sglang=/first", "--python-path", "sglang=/there")
+    found = {backend: options_of(backend, *elsewhere).variables for backend in BACKENDS}
+    paths = {backend: variables["PYTHONPATH"] for backend, variables in found.items()}
+    assert paths == {**dict.fromkeys(BACKENDS, "here"), "sglang": f"/there:{ROOT}"}
+    assert [backend for backend in BACKENDS if found[backend].get("VLLM_PLUGINS") == ""] == ["vllm"]
+
+
+def test_all_engines_have_caches_of_one_size() -> None:
+    options = options_of("rose", "--dtype", "float16", "--max-num-seqs", "3")
+    # Two bytes for each of the elements of a token.
+    assert (options.kv_cache_tokens, options.kv_cache_bytes) == (3 * 64, 3 * 64 * 128 * 2)
+    assert options_of("rose", "--kv-cache-tokens", "77").kv_cache_tokens == 77
+
+
+def test_each_pair_differs_in_its_part_only() -> None:
+    off = {**PART_SIDES, HOST: []}
+    assert set(off[ONLY_ATTENTION]) == set(PARTS)
+    assert PAIRS.keys() == {"attention", *PARTS}
+    for part, (without, with_it) in PAIRS.items():
+        if part == "attention":
+            assert (without, with_it) == (STOCK, ONLY_ATTENTION)
+        else:
+            assert set(off[without]) ^ set(off[with_it]) == {part}
+            assert part in off[without]
+
+
+def test_compare_parts_adds_every_side_once() -> None:
+    options = offline_compare.parse_options(["--backends", HOST, STOCK, "--compare-parts"])
+    sides = offline_compare.Offline.sides(options)
+    assert list(sides) == [HOST, STOCK, *PART_SIDES]
+    assert sides[ONLY_MANAGER] == (HOST, PART_SIDES[ONLY_MANAGER])
+    assert {name for pair in PAIRS.values() for name in pair} <= sides.keys()
+
+
+def made_of(switches_off: list[str]) -> dict[str, object]:
+    options = EngineOptions("rose-in-vllm", "m", "float16", "cuda", 8, 1024, 2**20, {}, switches_off)
+    return vllm_options(options)
+
+
+def test_switches_are_said_in_vllms_words() -> None:
+    fields = made_of(PART_SIDES[ONLY_ATTENTION])
+    switches = fields["additional_config"]["rose"]  # type: ignore[index]
+    assert switches == dict.fromkeys((part for part in PARTS if part != "mixed_graphs"), False)
+    PluginConfig.from_mapping(switches, source="here")
+    assert fields["compilation_config"] == {"cudagraph_mode": "FULL_AND_PIECEWISE"}
+    fields = made_of(["fused_mlp"])
+    assert fields["additional_config"] == {"rose": {"fused_mlp": False}}
+    assert "compilation_config" not in fields
+    assert not {"additional_config", "compilation_config"} & made_of([]).keys()
+
+
+@pytest.mark.parametrize("switch", ["batched_scheduling", "mixed_graphs"])
+def test_what_there_is_inside_vllm_only_is_switched_off_there(switch: str) -> None:
+    options = offline_compare.parse_options(["--backends", "rose", f"--compare-{switch.replace('_', '-')}"])
+    assert offline_compare.Offline.sides(options)[f"{HOST}, {switch} off"] == (HOST, [switch])
+
+
+def test_cases_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--batches", "1", "128", "--cases", "step, 1 requests, greedy", "offline"]
+    names = [case.name for case in offline_compare.chosen_cases(offline_compare.parse_options(arguments))]
+    assert names == [
+        "step, 1 requests, greedy",
+        "offline, 256 x 512 in, 128 out, greedy",
+        "offline, 256 x 512 in, 128 out, top-k 50, top-p 0.9",
     ]
-    with pytest.raises(
-        SystemExit, match="--scenes, --offline: the longest request has 2,048 tokens; the model takes 1,024"
-    ):
-        offline_compare.main(arguments)
+    with pytest.raises(SystemExit):
+        offline_compare.parse_options(["--cases", "nothing"])
+    assert "--cases: got ['nothing'], no case is called so" in capsys.readouterr().err
+
+
+def cut_short(report: Report, path: Path) -> Report:
+    """Write ``report`` as if there had been time for the first of two turns only."""
+    report = json.loads(json.dumps(report))
+    for row in report["rows"]:
+        row["turns"] = row["turns"][:1]
+    path.write_text(json.dumps(report))
+    return report
+
+
+def test_offline_turns_that_are_there_are_kept(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = "--scenes offline decode --batches 2 --repeats 2 --cases greedy"
+    first = run(arguments)
+    assert "runs" not in first and source(first).startswith("Medians of 2 turns, ")
+    short = cut_short(first, tmp_path / "short.json")
+    seeds: list[int] = []
+    take = offline_compare.Case.run
+
+    def taking(case: Any, worker: Any, seed: int, vocab_size: int) -> dict[str, float]:
+        seeds.append(seed)
+        return take(case, worker, seed, vocab_size)
+
+    monkeypatch.setattr(offline_compare.Case, "run", taking)
+    second = run(f"{arguments} --resume {tmp_path / 'short.json'}")
+    # Of four turns the second ones.
+    assert seeds == [3, 4] and len(short["rows"]) == 2
+    assert [row["case"] for row in second["rows"]] == [row["case"] for row in first["rows"]]
+    for old, new in zip(short["rows"], second["rows"], strict=True):
+        assert new["turns"][0] == old["turns"][0] and len(new["turns"]) == 2
+        assert new["figures"][new["figure"]]["samples"] == 2
+    assert [part["date"] for part in second["runs"]] == [first["date"], second["date"]]
+    assert all(part["machine"]["cores"] and part["command"] for part in second["runs"])
+    assert source(second).startswith("Medians of 2 turns in 2 runs, ")
+    third = with_runs({**second, "date": "later"}, second)
+    assert [part["date"] for part in third["runs"]] == [first["date"], second["date"], "later"]
+
+
+THIS_RUN = {
+    "benchmark": "offline_compare",
+    "sources_digest": "0123456789abcdef",
+    "device": "NVIDIA H200",
+    "versions": {"torch": "2.11.0"},
+    "settings": {"input_len": (16, 512)},
+}
+THAT_RUN = {
+    **THIS_RUN,
+    "settings": {"input_len": [16, 512]},
+    "backends": {"vllm": {"version": "0.32.0"}},
+    "failed": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"benchmark": "arrivals"},
+            "--resume: benchmark: this run has 'offline_compare', the file 'arrivals'",
+        ),
+        ({"sources_digest": "f"}, "--resume: sources_digest: this run has '0123456789abcdef', the file 'f'"),
+        ({"device": "cpu"}, "--resume: device: this run has 'NVIDIA H200', the file 'cpu'"),
+        ({"versions": {}}, "--resume: versions: this run has {'torch': '2.11.0'}, the file {}"),
+        ({"settings": {}}, "--resume: settings: this run has {'input_len': [16, 512]}, the file {}"),
+        ({"trace": {"num_requests": 1}}, "--resume: trace: this run has None, the file {'num_requests': 1}"),
+        ({"failed": {"vllm": "out of memory"}}, "failed there: vllm"),
+    ],
+)
+def test_turns_of_something_else_are_refused(tmp_path: Path, changed: Report, message: str) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(THAT_RUN))
+    assert earlier_report(path, THIS_RUN) == THAT_RUN
+    path.write_text(json.dumps({**THAT_RUN, **changed}))
+    with pytest.raises(SystemExit) as refusal:
+        earlier_report(path, THIS_RUN)
+    assert message in str(refusal.value)
+
+
+def test_other_engines_and_files_that_are_none_are_refused(tmp_path: Path) -> None:
+    assert earlier_report(None, THIS_RUN) is None
+    with pytest.raises(SystemExit, match="No such file"):
+        earlier_report(tmp_path / "none.json", THIS_RUN)
+    (tmp_path / "empty.json").write_text("")
+    with pytest.raises(SystemExit, match=r"--resume: .*empty\.json: Expecting value"):
+        earlier_report(tmp_path / "empty.json", THIS_RUN)
+    check_same(THAT_RUN, {"backends": {"vllm": {"version": "0.32.0"}}}, ["backends"])
+    for backends in ({}, {"vllm": {"version": "0.33.0"}}):
+        with pytest.raises(SystemExit, match="--resume: backends: this run has"):
+            check_same(THAT_RUN, {"backends": backends}, ["backends"])
+
+
+def test_a_refusal_comes_before_engines_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(THAT_RUN))
+    monkeypatch.setattr(Engines, "start", lambda *_, **__: pytest.fail("an engine was started"))
+    with pytest.raises(SystemExit, match="--resume: sources_digest"):
+        offline_compare.main(["--quick", "--backends", "rose", "--resume", str(path)])
+
+
+def test_a_case_that_is_not_run_is_refused() -> None:
+    row = {"case": "step, 3 requests, greedy", "backend": "rose", "turns": []}
+    with pytest.raises(SystemExit, match="--resume: case: the file has 'step, 3 requests, greedy'"):
+        Offline(parse_options(["--quick"]), FACTS).rows_of({"rows": [row]})
+
+
+def test_every_report_says_which_sources_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = [run_facts()["sources_digest"]]
+    monkeypatch.setattr("benchmarks.support.run_facts.PACKAGE", tmp_path)
+    for text in ("a = 1\n", "a = 2\n", "a = 2\n"):
+        (tmp_path / "a.py").write_text(text)
+        digests.append(run_facts()["sources_digest"])
+    (tmp_path / "a.py").rename(tmp_path / "b.py")
+    digests.append(run_facts()["sources_digest"])
+    assert digests[2] == digests[3] and len(set(digests)) == 4

@@ -1,14 +1,17 @@
-"""benchmarks/online_compare.py end to end, and its client against a server that misbehaves."""
+"""benchmarks/online_compare.py end to end with each workload, its client, and servers that only seem to be vLLM's."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,36 +22,28 @@ from aiohttp import web
 from benchmarks import online_compare
 from benchmarks.online import servers, workloads
 from benchmarks.online.http_client import Replay, note_answer, replay
-from benchmarks.online.servers import server_command
-from benchmarks.online.timeline import METRICS, PERCENTILES, Timeline
+from benchmarks.online.servers import parse_counts, server_command, server_counts
+from benchmarks.online.timeline import Timeline
 from benchmarks.reports import figures
-from benchmarks.reports.serving import trace_losses
+from benchmarks.reports.serving import COMPARED, OUTPUTS_APART, compare, poisson_bars
+from benchmarks.support import worker_pool
 from benchmarks.support.checkpoint import ModelFacts
-from benchmarks.support.engines import EngineOptions, as_flags
-from benchmarks.support.worker_pool import EngineError, is_installed
-from benchmarks.support.workload import Requests
+from benchmarks.support.comparison import engine_options
+from benchmarks.support.engines import BLOCK_SIZE, STEP_MS, EngineOptions, as_flags
+from benchmarks.support.turns import paused
+from benchmarks.support.worker_pool import EngineError, Engines, is_installed
+from benchmarks.support.workload import RandomRequests, Requests, request_sets
 from rose_backend import __version__
-from tests.benchmarks.fake_vllm_server import fake_command
+from tests.benchmarks.fake_vllm_server import FAKES, METRICS, fake_command
+from tests.benchmarks.sleepers import Sleeper, is_stopped
+from tests.support.patience import HANG_S
 
 
-def test_a_quick_run_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "online.json"
-    arguments = [
-        "--quick",
-        "--backends",
-        "rose",
-        "--scales",
-        "0.05",
-        "0.02",
-        "--modes",
-        "greedy",
-        "--repeats",
-        "1",
-        "--json",
-        str(path),
-    ]
-    assert online_compare.main(arguments) == 0
-    report = json.loads(path.read_text())
+def test_a_quick_run_and_its_picture(
+    run_benchmark: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = "--quick --backends rose --scales 0.05 0.02 --modes greedy --repeats 1"
+    report = run_benchmark(online_compare.main, arguments)
     assert report["benchmark"] == "online_compare"
     assert report["missing"] == report["failed"] == {} and report["losses"] == []
     assert report["backends"] == {"rose": {"version": __version__}}
@@ -65,18 +60,16 @@ def test_a_quick_run_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "0.05" in capsys.readouterr().out
     loads = [8 / (report["trace"]["seconds"] * scale) for scale in (0.05, 0.02)]
     assert figures.latency_curve(report, "greedy", "rose", "ttft")["x"] == loads
-    files = figures.draw(report, path.stem, tmp_path / "figures")
+    files = figures.draw(report, "online", tmp_path / "figures")
     assert [file.name for file in files] == ["online_greedy.svg"]
     assert all(file.stat().st_size > 5000 for file in files)
 
 
 def test_streams_in_process_at_a_rate_and_at_their_own_capacity(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_benchmark: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "new folder" / "arrivals.json"
-    arguments = ["in-process", "--quick", "--backends", "rose", "--repeats", "2", "--rate", "40"]
-    assert online_compare.main([*arguments, "--share", "0.25", "--json", str(path)]) == 0
-    report = json.loads(path.read_text())
+    arguments = "in-process --quick --backends rose --repeats 2 --rate 40 --share 0.25"
+    report = run_benchmark(online_compare.main, arguments)
     assert report["benchmark"] == "arrivals"
     assert report["missing"] == report["failed"] == {} and report["turns_left_out"] == 0
     rows = {row["scene"]: row for row in report["rows"]}
@@ -140,9 +133,8 @@ def test_loads_follow_from_capacities() -> None:
 
 
 def test_an_interrupt_while_servers_end_costs_no_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_benchmark: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "online.json"
     ending: list[servers.Server] = []
 
     def wait_for_end(server: servers.Server) -> None:
@@ -151,9 +143,8 @@ def test_an_interrupt_while_servers_end_costs_no_figures(
 
     monkeypatch.setattr(servers.Server, "wait_for_end", wait_for_end)
     monkeypatch.setattr(servers, "server_command", fake_command)
-    arguments = ["--quick", "--backends", "rose", "--scales", "0.02", "--repeats", "1"]
-    assert online_compare.main([*arguments, "--modes", "greedy", "--json", str(path)]) == 0
-    report = json.loads(path.read_text())
+    arguments = "--quick --backends rose --scales 0.02 --repeats 1 --modes greedy"
+    report = run_benchmark(online_compare.main, arguments)
     assert len(report["rows"]) == 1 and report["turns_left_out"] == 0
     (server,) = ending
     assert server.popen.returncode is not None
@@ -232,14 +223,11 @@ def test_a_server_that_does_not_say_its_version_is_no_reason_to_stop() -> None:
 
 def test_options_become_flags() -> None:
     options = {"max_num_seqs": 8, "fused_mlp": False, "cuda_graph": True, "seed": None, "extra": {"a": 1}}
-    assert as_flags(options) == [
-        "--max-num-seqs",
-        "8",
-        "--no-fused-mlp",
-        "--cuda-graph",
-        "--extra",
-        '{"a": 1}',
-    ]
+    *switches, extra = as_flags(options)
+    assert (
+        switches == ["--max-num-seqs", "8", "--no-fused-mlp", "--cuda-graph", "--extra"]
+        and extra == '{"a": 1}'
+    )
 
 
 @pytest.mark.parametrize(
@@ -255,28 +243,6 @@ def test_servers_are_started_with_the_same_limits(backend: str, parts: list[str]
     options = EngineOptions(backend, "some model", "float16", "cuda", 4, 64, 4096, {})
     command = " ".join(server_command(options, 99))
     assert all(part in command for part in [*parts, "--host 127.0.0.1", "--dtype float16"])
-
-
-def turn(backend: str, scale: float, value: float, **changes: float) -> dict[str, Any]:
-    figures = {f"p{share}_{metric}_ms": value for metric in METRICS for share in PERCENTILES}
-    others = {"output_throughput": 1.0, "request_throughput": 1.0, "client_busy": 0.1, "failed": 0}
-    return {"backend": backend, "mode": "greedy", "scale": scale, **figures, **others, **changes}
-
-
-def test_every_figure_behind_a_peer_is_a_loss() -> None:
-    rows = [
-        *(turn("rose", 0.1, 2.0, p99_itl_ms=value) for value in (1.0, 5.0, 6.0)),
-        turn("vllm", 0.1, 3.0),
-        turn("vllm", 0.2, 1.0),
-        turn("sglang", 0.1, 4.0, p50_ttft_ms=1.5),
-        turn("rose-in-vllm", 0.2, 1.0),
-    ]
-    found = [(loss["peer"], loss["figure"], loss["rose"], loss["peers"]) for loss in trace_losses(rows)]
-    assert found == [
-        ("vllm", "p99_itl_ms", 5.0, 3.0),
-        ("sglang", "p50_ttft_ms", 2.0, 1.5),
-        ("sglang", "p99_itl_ms", 5.0, 4.0),
-    ]
 
 
 def test_an_event_came_when_its_end_came() -> None:
@@ -340,3 +306,294 @@ def test_turns_of_a_trace_have_their_own_prompts_and_due_times() -> None:
     assert loads[1].due == pytest.approx([at * 5 for at in loads[0].due])
     trace.rows = [{"repeat": 0, "mode": "greedy", "scale": scale} for scale in (0.1, 0.5)]
     assert trace.turns_left() == turns[2:]
+
+
+FACTS = ModelFacts(vocab_size=1000, max_model_len=64, kv_elements_per_token=2)
+
+
+def test_a_quick_run_of_poisson_arrivals(
+    run_benchmark: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(servers, "server_command", fake_command)
+    # What a machine's clock ticks count of so short a turn says nothing: each look finds a quarter of a second more.
+    looks = itertools.count()
+    monkeypatch.setattr(workloads, "processor_seconds", lambda pid: {"server": next(looks) / 4})
+    arguments = f"poisson --quick --requests 24 --seconds 0.25 --rates 80 --logs {tmp_path}"
+    report = run_benchmark(online_compare.main, arguments)
+    turns = [(row["set"], row["rate"]) for row in report["rows"]][::2]
+    assert turns == [(name, rate) for name in workloads.SETS for rate in (None, 80.0)]
+    backends = [row["backend"] for row in report["rows"]]
+    # Who begins changes from turn to turn.
+    assert backends[:4] == ["rose-in-vllm", "vllm", "vllm", "rose-in-vllm"]
+    for first, second in zip(report["rows"][::2], report["rows"][1::2], strict=True):
+        assert first["total_input_tokens"] == second["total_input_tokens"]
+        assert first["completed"] == {None: 24, 80.0: 20}[first["rate"]] and not first["failed"]
+    for row in report["rows"]:
+        assert row["prefilled_tokens"] + row["cached_tokens"] == row["total_input_tokens"]
+        # No turn meets prompts of another one.
+        assert (row["set"] == "shared-prefix") == (row["cached_tokens"] > BLOCK_SIZE)
+        if row["rate"]:
+            assert row["duration"] > 0.7 * row["completed"] / row["rate"]
+        assert row["client_busy"] > 0
+        assert row["server_busy"]["server"] * row["duration"] == pytest.approx(0.25)
+
+    assert [(row["set"], row["rate"]) for row in report["comparison"]] == turns
+    for row in report["comparison"]:
+        for backend, (_, delay_ms) in FAKES.items():
+            assert row["medians"][backend]["p50_ttft_ms"] >= float(delay_ms)
+        assert (row["set"] == "shared-prefix") == (row["times"]["prefilled_tokens"] < 0.99)
+    assert report["start_up_s"].keys() == FAKES.keys()
+    assert report["turns_left_out"] == 0
+    assert report["backends"].keys() == report["settings"]["engine_options"].keys() == FAKES.keys()
+    assert len(report["bars"]) == 1 + 4 + 1 + 4 + 2 + 1
+    assert "all at once" in capsys.readouterr().out
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, Any]]:
+    """Return rows of servers that are asked nothing; vLLM's own ends 40 requests a second, later fewer."""
+    speeds = {
+        "vllm": itertools.chain([40.0], itertools.repeat(7.0)),
+        "rose-in-vllm": itertools.repeat(1000.0),
+    }
+
+    def counted(self: Any, server: Any, requests: Any) -> dict[str, Any]:
+        return {"request_throughput": next(speeds[server]), "asked": len(requests.prompts)}
+
+    monkeypatch.setattr(workloads.Poisson, "counted", counted)
+    poisson = workloads.Poisson(online_compare.parse_options(["poisson", "--quick", *arguments]), FACTS)
+    for turn in poisson.turns_left():
+        poisson.rows += [
+            {"backend": name, "first": turn.first, **turn.columns, **poisson.take(name, name, turn)}  # type: ignore[arg-type]
+            for name in FAKES
+        ]
+    return poisson.rows
+
+
+def test_loads_are_shares_of_what_saturates_vllms_own_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("--sets", "random", "--loads", "0.5", "1.5", "--repeats", "3", "--requests", "9")
+    rows = measured(monkeypatch, *arguments)[::2]
+    assert [row["rate"] for row in rows] == [None, 20.0, 60.0] * 3
+    assert [row["repeat"] for row in rows][::3] == [0, 1, 2]
+    # Half a second of arrivals each.
+    assert [row["asked"] for row in rows] == [9, 10, 30] * 3
+
+
+@pytest.mark.parametrize("num_rates", [1, 2])
+def test_each_server_begins_in_every_other_turn_of_a_kind(
+    monkeypatch: pytest.MonkeyPatch, num_rates: int
+) -> None:
+    loads = [str(0.5 + number) for number in range(num_rates)]
+    kinds: dict[Any, list[int]] = {}
+    for row in measured(monkeypatch, "--repeats", "4", "--loads", *loads)[::2]:
+        kinds.setdefault((row["set"], row["number"]), []).append(row["first"] % 2)
+    assert len(kinds) == 2 * (1 + num_rates)
+    assert all(firsts in ([0, 1, 0, 1], [1, 0, 1, 0]) for firsts in kinds.values())
+
+
+def test_turns_that_an_earlier_run_has_taken_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = measured(monkeypatch, "--repeats", "2", "--loads", "0.5", "1.0")
+    options = online_compare.parse_options(["poisson", "--quick", "--repeats", "2", "--loads", "0.5", "1.0"])
+    poisson = workloads.Poisson(options, FACTS)
+    left = []
+    for count in (12, 0, 1, 4):
+        poisson.rows = rows[: 2 * count]
+        left = poisson.turns_left()
+        assert len(left) == 12 - count
+    assert left[0].seed == 5
+    assert {(turn.columns["set"], turn.columns["repeat"]) for turn in left} == {
+        ("shared-prefix", 0),
+        ("random", 1),
+        ("shared-prefix", 1),
+    }
+
+
+class SlowServer(Sleeper):
+    """Is ready when it is looked at for the third time; notes who was there and who was stopped meanwhile."""
+
+    made: list[Sleeper]
+    seen: list[list[tuple[str, bool]]]
+
+    def __init__(self, options: EngineOptions, log: Path) -> None:
+        super().__init__(options.backend, looks=0)
+        self.made.append(self)
+
+    def facts_if_ready(self) -> dict[str, str] | None:
+        self.looks += 1
+        if self.looks < 3:
+            return None
+        self.seen.append([(other.name, is_stopped(other.pid)) for other in self.made if other is not self])
+        return {"version": "1"}
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_servers_start_together_or_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_turn: bool
+) -> None:
+    SlowServer.made, SlowServer.seen = [], []
+    wanted = {
+        name: EngineOptions(name, "model", "float32", "cpu", 8, 64, 64, dict(os.environ)) for name in FAKES
+    }
+    monkeypatch.setattr(worker_pool, "is_installed", lambda options: True)
+    with Engines(SlowServer, tmp_path, in_turn=in_turn) as engines:
+        start_up_s = engines.start(wanted)
+        assert list(engines.running) == list(start_up_s) == list(engines.facts) == list(FAKES)
+        first, second = FAKES
+        together = [[(second, False)], [(first, False)]]
+        assert SlowServer.seen == ([[], [(first, True)]] if in_turn else together)
+        assert not any(is_stopped(server.pid) for server in SlowServer.made)
+    assert all(server.ended for server in SlowServer.made)
+
+
+def test_a_part_that_is_off_has_a_server_of_its_own() -> None:
+    arguments = ["poisson", "--quick", "--compare-joined-outputs", "--step-ms", "2", "--device", "cpu"]
+    sides = workloads.Poisson.sides(online_compare.parse_options(arguments))
+    assert list(sides) == [*FAKES, OUTPUTS_APART]
+    assert sides[OUTPUTS_APART] == ("rose-in-vllm", ["joined_outputs"])
+    assert sides["rose-in-vllm"] == ("rose-in-vllm", [])
+
+
+def test_a_server_without_a_model_is_another_program() -> None:
+    parsed = online_compare.parse_options(["poisson", "--step-ms", "2", "--device", "cpu"])
+    options = engine_options(parsed, "rose-in-vllm", "model", FACTS, ["joined_outputs"])
+    assert options.variables[STEP_MS] == "2.0"
+    command = servers.server_command(options, 1)
+    assert servers.HOST_ONLY_SERVER in command and "vllm.entrypoints.cli.main" not in command
+    assert '{"rose": {"joined_outputs": false, "exact_cached_tokens": true}}' in command
+    with_model = engine_options(online_compare.parse_options(["poisson"]), "vllm", "model", FACTS, [])
+    assert "vllm.entrypoints.cli.main" in servers.server_command(with_model, 1)
+    assert STEP_MS not in with_model.variables
+
+
+@pytest.mark.parametrize("workload", ["trace", "poisson"])
+def test_both_sides_stand_behind_the_front_end_that_is_asked_for(
+    workload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arguments, expected, otherwise in (([], {"0"}, "1"), (["--rust-front-end"], {"1"}, "0")):
+        monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", otherwise)
+        parsed = online_compare.parse_options([workload, *arguments])
+        sides = (engine_options(parsed, backend, "model", FACTS, []) for backend in FAKES)
+        assert {side.variables.get("VLLM_USE_RUST_FRONTEND") for side in sides} == expected
+        assert parsed.workload(parsed, FACTS).settings["rust_front_end"] is bool(arguments)
+    monkeypatch.delenv("VLLM_USE_RUST_FRONTEND")
+    rose = engine_options(parsed, "rose", "model", FACTS, [])
+    assert "VLLM_USE_RUST_FRONTEND" not in rose.variables
+
+
+def test_a_server_that_does_not_start_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fails = [sys.executable, "-c", "raise SystemExit('no such backend')"]
+    monkeypatch.setattr(servers, "server_command", lambda *arguments: fails)
+    assert online_compare.main(["poisson", "--quick", "--logs", str(tmp_path)]) == 1
+    assert "no such backend" in capsys.readouterr().out
+
+
+SETS = request_sets(200, quick=False)
+
+
+@pytest.mark.parametrize("request_set", SETS.values(), ids=SETS)
+def test_prompts_of_a_turn_are_its_own(request_set: RandomRequests) -> None:
+    turns = [replace(request_set, seed=seed).requests(50_000) for seed in (1, 2)]
+    starts = [{tuple(prompt[:12]) for prompt in turn.prompts} for turn in turns]
+    assert not starts[0] & starts[1]
+    assert len(starts[0]) == (request_set.num_prefixes or 200)
+    lengths = {len(prompt) - request_set.prefix_len for prompt in turns[0].prompts}
+    assert (min(lengths), max(lengths)) == request_set.input_len
+    assert turns[0].output_lens == [128] * 200 and turns[0].due == [0.0] * 200
+
+
+def test_shared_prefixes_end_inside_a_block() -> None:
+    prompts = SETS["shared-prefix"].requests(50_000).prompts
+    assert len({tuple(prompt[:500]) for prompt in prompts}) == 8
+    assert len({tuple(prompt[:501]) for prompt in prompts}) > 100
+    assert 500 % BLOCK_SIZE != 0
+
+
+def test_quick_sets_are_short() -> None:
+    quick = request_sets(200, quick=True)
+    assert quick.keys() == SETS.keys() == set(workloads.SETS)
+    for name, short in quick.items():
+        long = SETS[name]
+        assert [16 * length for length in short.input_len] == list(long.input_len)
+        assert [16 * length for length in short.output_len] == list(long.output_len)
+        assert short.prefix_len == long.prefix_len // 16 and short.num_prefixes == long.num_prefixes
+
+
+def test_counters_are_read_and_summed_over_engines() -> None:
+    page = METRICS.format(prompt=10, hits=4, generated=7)
+    second = page.replace('engine="0"', 'engine="1"')
+    assert parse_counts(page + "\n".join(line for line in second.splitlines() if line[0] != "#") + "\n") == {
+        "prompt_tokens": 20,
+        "cached_tokens": 8,
+        "generated_tokens": 14,
+        "preemptions": 0,
+    }
+    with pytest.raises(KeyError, match="does not count vllm:prefix_cache_hits_total"):
+        parse_counts(page.replace("prefix_cache_hits", "other"))
+
+
+def test_medians_are_compared() -> None:
+    def row(backend: str, value: float) -> dict[str, Any]:
+        return {"set": "random", "rate": 3.0, "backend": backend, **dict.fromkeys(COMPARED, value)}
+
+    rows = [row("vllm", value) for value in (1.0, 4.0, 90.0)]
+    (alone,) = compare(rows)
+    assert "times" not in alone
+    (both,) = compare(rows + [row("rose-in-vllm", value) for value in (50.0, 2.0, 0.0)])
+    assert both["medians"]["vllm"]["p99_ttft_ms"] == 4.0
+    assert both["times"] == dict.fromkeys(COMPARED, 0.5)
+
+
+def test_goals_are_checked() -> None:
+    def row(name: str, rate: float | None, times: float, prefilled: int) -> dict[str, Any]:
+        medians = {"vllm": {"prefilled_tokens": 100}, "rose-in-vllm": {"prefilled_tokens": prefilled}}
+        return {"set": name, "rate": rate, "medians": medians, "times": dict.fromkeys(COMPARED, times)}
+
+    comparison = [
+        row("random", None, 1.31, 100),
+        row("random", 5.0, 1.01, 100),
+        row("shared-prefix", None, 1.29, 100),
+        row("shared-prefix", 5.0, 1.0, 99),
+    ]
+    goals = poisson_bars(comparison, {"vllm": 20.0, "rose-in-vllm": 24.9})
+    missed = [goal["name"] for goal in goals if not goal["met"]]
+    latencies = [figure for figure in COMPARED if figure.endswith("_ms")]
+    assert missed == [
+        *(f"random, 5.0 a second: {figure}" for figure in latencies),
+        "shared-prefix, all at once: throughput",
+        "shared-prefix: fewer tokens prefilled",
+    ]
+    assert len(goals) == len(missed) + 1 + len(latencies) + 2
+    assert not poisson_bars(comparison, {"vllm": 20.0, "rose-in-vllm": 25.1})[-1]["met"]
+    assert poisson_bars([{"set": "random", "rate": None, "medians": {}}], {"vllm": 1.0}) == []
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Engines]:
+    """Yield a server that only seems to be Rose's."""
+    monkeypatch.setattr(servers, "server_command", fake_command)
+    options = EngineOptions("rose", "m", "float32", "cpu", 4, 64, 4096, dict(os.environ))
+    with Engines(servers.Server, tmp_path) as started:
+        started.start({"rose": options})
+        yield started
+
+
+def test_a_server_is_woken_by_a_token(engines: Engines) -> None:
+    server = engines.running["rose"]
+    server.wake()
+    counts = server_counts(server.url)
+    assert (counts["prompt_tokens"], counts["generated_tokens"]) == (4, 1)
+    engines.drop("rose", EngineError("it is tired"))
+    # Its requests will say so.
+    server.wake()
+
+
+def test_a_paused_server_ends_at_once_and_in_order(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "MAX_STOP_S", HANG_S)
+    server = engines.running["rose"]
+    with paused([server.pid]):
+        engines.drop("rose", EngineError("it is tired"))
+    assert server.popen.returncode != -signal.SIGKILL

@@ -16,9 +16,8 @@ from benchmarks import prefill_flash_attention as benchmark
 from benchmarks.kernel_cases import small
 from benchmarks.kernel_cases.kv_cache import Heads
 from benchmarks.reports.parts import prefill_flash_attention_table
-from rose_backend.kernels import AttentionOptions, write_kv
+from rose_backend.kernels import AttentionOptions, PagedKV, paged_prefill, write_kv
 from rose_backend.vllm_plugin.attention.flash_attention import FlashRows
-from tests.support.attention_calls import paged_prefill
 
 HEADS = Heads("small", 4, 2, 16, torch.bfloat16)
 NUM_LAYERS = 4
@@ -56,10 +55,8 @@ def fake_flash(
         rows.schedules[query.shape[1]] = benchmark.flash_attention._schedule(rows, query, key_cache)
     write_kv(key, value, key_cache, value_cache, rows.slot_mapping)
     computed = rows.seq_lens - rows.query_start_loc.diff()
-    caches = (key_cache, value_cache)
-    options = AttentionOptions(scale)
-    inputs = (query, None, None, *caches, rows.block_table, rows.query_start_loc, computed)
-    paged_prefill(*inputs, options=options, out=out)
+    kv = PagedKV(key_cache, value_cache, rows.block_table, computed, rows.query_start_loc)
+    paged_prefill(query, None, kv, options=AttentionOptions(scale), out=out)
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
-"""benchmarks/report.py: tables and figures of the documents are those that the committed results make."""
+"""benchmarks/report.py: tables, figures and sentences of the documents are those that the committed results make."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable
@@ -15,8 +17,10 @@ import torch
 
 from benchmarks import block_manager, report
 from benchmarks.reports import commits, engines, figures, parts, peers, serving
-from tests.benchmarks.test_readme_compare import report as engine_report
-from tests.benchmarks.test_readme_compare import row as engine_row
+from benchmarks.reports.engines import HOST, STOCK, by_case, compared, fastest_peers
+from benchmarks.reports.figures import is_drawn_from
+from benchmarks.reports.text import grouped
+from benchmarks.support import run_facts, timing
 
 
 @pytest.mark.parametrize("page", report.pages())
@@ -132,26 +136,6 @@ def test_no_result_that_was_replaced_has_a_faster_peer(history: Callable[..., st
     assert len(blobs) > 60 and not faster
 
 
-def test_a_ratio_is_to_the_fastest_run_of_a_peer_and_names_it() -> None:
-    def run(device: str = "some GPU", release: str = "1", **medians: float) -> dict[str, Any]:
-        rows = [engine_row("decode, 1", side, median) for side, median in medians.items()]
-        versions = {side: {"version": release} for side in medians}
-        return {**engine_report(rows), "benchmark": "offline_compare", "device": device, "backends": versions}
-
-    named = run(rose=1.0, vllm=6.0, sglang=5.0)
-    others = [
-        run(vllm=3.0, sglang=7.0, rose=0.1),
-        run(device="another", vllm=2.0),
-        run(release="2", vllm=2.0),
-    ]
-    others.append({**run(vllm=2.0), "settings": {"model": "another", "dtype": "float16"}})
-    others.append({**run(vllm=2.0), "settings": {"model": "some model", "dtype": "bfloat16"}})
-    text = engines.offline_table(named, peers.fastest([named, *others]))
-    assert "| decode, 1 | 1 ms | 6 ms | 5 ms | 3.00x (vLLM 3 ms) |" in text and "Ratios are to" in text
-    alone = engines.offline_table(named)
-    assert "| decode, 1 | 1 ms | 6 ms | 5 ms | 5.00x |" in alone and "Ratios are to" not in alone
-
-
 def test_a_load_that_is_a_queue_is_not_summarized() -> None:
     result = report.read("h200/vllm_trace.json")
     assert serving.ttft_at(result, 0.028, peers.NONE).keys() == {"rose-in-vllm", "vllm"}
@@ -184,15 +168,6 @@ def test_no_result_draws_over_the_pictures_of_another() -> None:
         result = report.read(name)
         drawn += figures.DRAW[result["benchmark"]](result, Path(name).stem)
     assert len(set(drawn)) == len(drawn) > len(report.DRAWN_RESULTS)
-
-
-def test_pictures_and_pages_that_pages_name_are_there() -> None:
-    named = set()
-    for path in (report.ROOT / "docs" / "performance").glob("*.md"):
-        links = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text())
-        named |= {(path.parent / link).resolve() for link in links}
-    assert report.FIGURES / "block_manager_cost.svg" in named
-    assert [path for path in named if not path.is_file()] == []
 
 
 def test_a_missing_table_is_named(one_result: Path) -> None:
@@ -293,3 +268,273 @@ def test_only_results_with_a_figure_are_drawn(tmp_path: Path, capsys: pytest.Cap
         report.main(["--draw", str(path)])
     assert stopped.value.code == 2
     assert "--draw: got a result of arrivals, there are figures of block_manager" in capsys.readouterr().err
+
+
+Result = dict[str, Any]
+STEPS = [f"step, {num_requests} requests, greedy" for num_requests in (1, 8, 32, 128, 256)]
+
+
+def medians(name: str) -> dict[str, dict[str, float]]:
+    """Return case -> side -> median of a result."""
+    cases = by_case(report.read(name)["rows"])
+    return {case: {side: compared(row) for side, row in sides.items()} for case, sides in cases.items()}
+
+
+def turns(name: str, case: str, side: str) -> list[float]:
+    row = by_case(report.read(name)["rows"])[case][side]
+    return sorted(turn[row["figure"]] for turn in row["turns"])
+
+
+def span(values: list[float], form: str = ".2f") -> str:
+    return f"{min(values):{form}} to {max(values):{form}}"
+
+
+def shares(name: str) -> str:
+    """Return the range of Rose's greedy steps inside vLLM over vLLM's fastest published ones."""
+    result = report.read(name)
+    cases = {case: sides for case, sides in by_case(result["rows"]).items() if case in STEPS}
+    fastest = {case: fastest_peers(result, sides, report.published())[STOCK] for case, sides in cases.items()}
+    return span([compared(sides[HOST]) / fastest[case] for case, sides in cases.items()])
+
+
+def first_token(name: str, scale: float, side: str) -> list[float]:
+    rows = grouped(report.read(name)["rows"], "mode", "scale", "backend")["greedy", scale, side]
+    return [row["p50_ttft_ms"] for row in rows]
+
+
+def answered(name: str, scale: float, side: str) -> str:
+    figures = serving.points(report.read(name)["rows"])["greedy", scale][side]
+    return f"{figures['request_throughput']:.0f}"
+
+
+def at_a_glance() -> str:
+    qwen3, llama = shares("h200/vllm_qwen3.json"), shares("h200/vllm_llama8b_start_1.json")
+    return (
+        f"a decode step inside vLLM takes {qwen3} of the fastest time that we measured for vLLM with Qwen3 0.6B, and "
+        f"{llama} with Llama 3.1 8B."
+    )
+
+
+def attention_alone() -> str:
+    cases = medians("h200/vllm_parts.json")
+    worth = [cases[case][STOCK] / cases[case][f"{HOST}, only attention"] for case in STEPS if case in cases]
+    slower, faster = 1 - min(worth), max(worth) - 1
+    return f"switched on alone inside vLLM they make a step {slower:.0%} slower to {faster:.0%} faster"
+
+
+def mend() -> str:
+    result = report.read("h200/standalone_before_after.json")
+    worth = [each["after / before"] for each in result["medians"].values()]
+    return f"which changed the engine's speed by {max(abs(1 - each) for each in worth):.0%} at most"
+
+
+def fast_run() -> str:
+    cases = medians("earlier/h200_offline_compare_0363667.json")
+    one, most = (cases[f"step, {count} requests, greedy"] for count in (1, 256))
+    return (
+        f"SGLang took {one['sglang']:.2f} ms with one request and {most['sglang']:.2f} ms with 256, Rose standalone "
+        f"{one['rose']:.3f} and {most['rose']:.3f}"
+    )
+
+
+def drawn_and_greedy() -> str:
+    cases = medians("h200/qwen3_modes.json")
+    drawn = [
+        cases[case.replace("greedy", "top-k 50, top-p 0.9")]["rose"] / cases[case]["rose"] for case in STEPS
+    ]
+    one, eight, some, more, most = (f"{share:.2f}" for share in drawn)
+    assert (one, some) == (eight, more)
+    return (
+        f"takes {one} of a greedy step's time with 1 or 8 requests, {some} with 32 or 128 and {most} with 256"
+    )
+
+
+def experts() -> str:
+    cases = medians("h200/vllm_gpt_oss.json")
+    gains = [cases[case][STOCK] / cases[case][HOST] - 1 for case in STEPS[1:]]
+    return f"with 8 requests and more: there Rose is ahead by {min(gains):.0%} to {max(gains):.0%}."
+
+
+def sglang_turns() -> str:
+    first, second, third = turns("h200/vllm_qwen3.json", STEPS[-1], "sglang")
+    return f"SGLang's three turns at 256 requests were {first:.2f}, {second:.2f} and {third:.2f} ms"
+
+
+def nano_vllm_turns() -> str:
+    name = "h200/vllm_qwen3.json"
+    case = next(case for case in medians(name) if case.startswith("nano-vllm"))
+    of = {side: span(turns(name, case, side)) for side in ("rose", HOST, STOCK, "sglang")}
+    return (
+        f"The first table's turns are {of['rose']} s without vLLM, {of[HOST]} s inside vLLM, {of[STOCK]} s for vLLM "
+        f"and {of['sglang']} s for SGLang."
+    )
+
+
+def saturated() -> str:
+    result = report.read("h200/vllm_trace.json")
+    sent, (alone, rose) = (
+        serving.requests_per_s(result, 0.014),
+        (answered("h200/vllm_trace.json", 0.014, side) for side in (STOCK, HOST)),
+    )
+    return f"of {sent:.0f} requests a second it answers {alone}; with Rose it answers {rose}."
+
+
+def first_tokens_of_turns(name: str, scale: float) -> str:
+    rose, alone = (span(first_token(name, scale, side), ".0f") for side in (HOST, STOCK))
+    return f"the median TTFT of single turns was {rose} ms with Rose and {alone} ms without"
+
+
+def behind(name: str, scale: float | None = None) -> int:
+    losses = report.read(name)["losses"]
+    return sum(
+        loss["backend"] == HOST and scale in (None, loss["scale"]) and loss["mode"] == "greedy"
+        for loss in losses
+    )
+
+
+def one_behind() -> str:
+    (loss,) = (each for each in report.read("h200/online_compare.json")["losses"] if each["scale"] > 0.01)
+    return f"but for one median that is {loss['rose'] - loss['peers']:.1f} ms behind."
+
+
+CLAIMS = {
+    "README.md": [at_a_glance, attention_alone, mend],
+    "docs/performance/engines.md": [fast_run, drawn_and_greedy],
+    "docs/performance/inside_vllm.md": [experts, sglang_turns, nano_vllm_turns],
+    "docs/performance/servers.md": [
+        one_behind,
+        saturated,
+        lambda: first_tokens_of_turns("h200/online_compare.json", 0.009),
+        lambda: first_tokens_of_turns("h200/vllm_trace.json", 0.006),
+        lambda: f"Rose is behind in {behind('h200/vllm_trace.json')} of the 48 figures",
+        lambda: f"it is behind vLLM in {behind('h200/online_compare.json', 0.009)} of 12 figures",
+    ],
+}
+"""Page -> what makes each of its sentences, or parts of sentences, from the results."""
+
+
+@pytest.mark.parametrize("page", CLAIMS)
+def test_sentences_and_results_agree(page: str) -> None:
+    text = " ".join((report.ROOT / page).read_text().split())
+    assert [claim for make in CLAIMS[page] if (claim := make()) not in text] == []
+
+
+def test_what_is_said_to_be_older_is_older_and_nothing_else_is() -> None:
+    mended = report.read("h200/standalone_before_after.json")["date"]
+    of_gpt2 = {
+        what: report.read(report.TABLES[table].file)["date"]
+        for what, table, *_ in report.SUMMARY
+        if what.startswith("standalone")
+    }
+    assert [what for what, date in of_gpt2.items() if date < mended] == [
+        what for what in of_gpt2 if what.startswith("standalone: server")
+    ]
+
+
+def test_rose_is_ahead_where_it_is_said_to_be_ahead_everywhere() -> None:
+    result = report.read("h200/offline_compare.json")
+    for sides in by_case(result["rows"]).values():
+        peer = min(fastest_peers(result, sides, report.published()).values())
+        assert all(compared(sides[host]) < peer for host in ("rose", HOST))
+    trace = serving.points(report.read("h200/online_compare.json")["rows"])
+    for sides in trace.values():
+        assert all(
+            sides["rose"][f] < sides[peer][f] for peer in (STOCK, "sglang") for f in serving.FIGURES
+        ), "`rose serve` is ahead of both peers in every figure"
+
+
+def test_a_spread_is_of_the_samples() -> None:
+    assert timing.spread([3.0, 1.0, 2.0, 5.0, 4.0]) == {
+        "median": 3.0,
+        "p10": pytest.approx(1.4),
+        "p90": pytest.approx(4.6),
+        "min": 1.0,
+        "samples": 5,
+    }
+
+
+def test_sides_take_turns() -> None:
+    order: list[str] = []
+
+    def side(name: str) -> Any:
+        def run() -> dict[str, list[float]]:
+            order.append(name)
+            return {"us": [float(len(order))]}
+
+        return run
+
+    samples = timing.alternate({"a": side("a"), "b": side("b")}, 3)
+    assert order == ["a", "b"] * 3
+    assert samples == {"a": {"us": [1.0, 3.0, 5.0]}, "b": {"us": [2.0, 4.0, 6.0]}}
+
+
+def test_garbage_waits_and_the_process_stays_on_one_core() -> None:
+    with timing.no_garbage_collection():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    core = timing.pin_to_one_core()
+    assert os.sched_getaffinity(0) == {core}
+    assert run_facts.run_facts(core)["machine"]["pinned_to_core"] == core
+
+
+@pytest.mark.parametrize(
+    ("value", "at_least", "met"), [(40, False, True), (41, False, False), (40, True, True), (39, True, False)]
+)
+def test_a_goal_is_met_at_its_limit(value: float, at_least: bool, met: bool) -> None:
+    assert run_facts.bar("a", value, 40, "us", at_least=at_least)["met"] is met
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["/some/where/a.py", "--quick", "--json", "/tmp/out.json", "--rows", "3"], "--quick --rows 3"),
+        (["a.py", "--json", "out.json"], ""),
+        (["a.py", "--dtype", "float16"], "--dtype float16"),
+        (["a.py", "--proofs", "/tmp/proofs", "--prove", "--commit", "1ca9133"], "--prove"),
+    ],
+)
+def test_the_command_can_be_repeated_anywhere(arguments: list[str], expected: str) -> None:
+    assert run_facts.repeatable_command(arguments) == f"python -m benchmarks.a {expected}".strip()
+
+
+def a_report() -> dict[str, Any]:
+    def point(axis: str, value: int, side: str, median: float) -> dict[str, Any]:
+        figure = {"median": median, "p10": median - 1, "p90": median + 1}
+        return {axis: value, "side": side, "whole_block_us_per_row": figure}
+
+    skipped = {"num_blocks": 10_000, "side": "stock", "skipped": "needs more memory"}
+    return {
+        "benchmark": "block_manager",
+        "machine": {"cpu": "a processor"},
+        "settings": {"rows": 256, "block_size": 16},
+        "scenes": {
+            "pool_size": [
+                point("num_blocks", 10_000, "rose_core", 3.0),
+                point("num_blocks", 1000, "rose_core", 2.0),
+                point("num_blocks", 1000, "stock", 9.0),
+                skipped,
+            ],
+            "sequence_length": [point("num_tokens", 16, "rose_in_vllm", 4.0)],
+        },
+    }
+
+
+def test_curves_are_sorted_and_leave_out_what_was_skipped() -> None:
+    stock = figures.cost_curve(a_report(), "pool_size", "stock")
+    assert (stock["x"], stock["median"]) == ([1000], [9.0])
+    core = figures.cost_curve(a_report(), "pool_size", "rose_core")
+    assert (core["x"], core["median"]) == ([1000, 10_000], [2.0, 3.0])
+    assert (core["p10"], core["p90"]) == ([1.0, 2.0], [3.0, 4.0])
+    in_vllm = figures.cost_curve(a_report(), "sequence_length", "rose_in_vllm")
+    assert in_vllm["x"] == [16]
+
+
+def test_pictures_are_drawn_on_a_light_ground_of_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs matplotlib (the bench or dev extra)")
+    (path,) = figures.draw(a_report(), "managers", tmp_path / "figures")
+    text = path.read_text()
+    assert "</svg>" in text and path.name == "managers_cost.svg"
+    # The whole picture's rectangle comes first.
+    assert re.findall(r"style=\"fill: (\S+)\"", text)[0] == figures.GROUND
+    assert is_drawn_from(path, a_report())
+    assert not is_drawn_from(path, {**a_report(), "settings": {"rows": 255}})

@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,10 +42,8 @@ def test_steps_are_timed_as_generate_runs_them(monkeypatch: pytest.MonkeyPatch) 
     assert 0 < run["host_us"] <= run["engine_step_us"]
 
 
-def test_quick_step_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "profile.json"
-    assert step_profile.main(["--quick", "--batches", "2", "--json", str(path)]) == 0
-    report = json.loads(path.read_text())
+def test_quick_step_profile(run_benchmark: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_benchmark(step_profile.main, "--quick --batches 2")
     assert report["device"] == DEVICE and report["copy_bytes_per_s"] > 1e8
     (step,) = report["profiles"]
     assert step["batch"] == 2 and step["launches"] > 10

@@ -24,7 +24,7 @@ GPU_MEMORY: dict[str, Any] = {"gpu_memory_utilization": 0.05, "kv_cache_memory_b
 
 @pytest.fixture(scope="session")
 def make_engine(tiny_model_path: Path) -> Iterator[MakeEngine]:
-    """Return a context manager that runs a ``vllm.LLM`` with ROSE in this process."""
+    """Return a context manager that runs a ``vllm.LLM`` with ROSE in this process, by model runner "V1" or "V2"."""
     import torch
     from vllm import LLM
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
@@ -44,7 +44,7 @@ def make_engine(tiny_model_path: Path) -> Iterator[MakeEngine]:
             environment.setattr(registry, "_run_in_subprocess", lambda look: look())
 
         @contextlib.contextmanager
-        def engine(*, num_threads: int = 1, **options: Any) -> Iterator[Any]:
+        def engine(*, num_threads: int = 1, runner: str | None = None, **options: Any) -> Iterator[Any]:
             # Tests look at single tokens, unless told otherwise.
             rose = {
                 "exact_cached_tokens": True,
@@ -71,6 +71,8 @@ def make_engine(tiny_model_path: Path) -> Iterator[MakeEngine]:
             with pytest.MonkeyPatch.context() as patch:
                 # It takes precedence over the option above.
                 patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+                if runner is not None:
+                    patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "V2")))
                 # vLLM would freeze an engine's own objects, too, and unfreeze everything wherever it cleans up.
                 patch.setattr(gc, "freeze", lambda: None)
                 patch.setattr(gc, "unfreeze", lambda: None)

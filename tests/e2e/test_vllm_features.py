@@ -19,55 +19,33 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from rose_backend.vllm_plugin.kv_cache.manager import MIN_TOKENS_WORTH_COPYING
 from tests.e2e.conftest import MakeEngine
 from tests.support.reference_generation import (
-    NUM_NEW_TOKENS,
     GreedyReference,
     Prompts,
     load_reference_model,
     tie_free_case,
 )
+from tests.support.vllm_engines import (
+    GREEDY,
+    NGRAM,
+    VOCAB_SIZE,
+    assert_drafts_were_kept_and_rejected,
+    assert_greedy,
+    draft_counts,
+    finish,
+    first,
+    generate,
+    manager_of,
+    scheduler_of,
+    start,
+)
 
 # The drafter of n-grams is compiled in its first engine.
-VOCAB_SIZE = 2559
 BLOCK_SIZE = 16
-NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def case(tiny_model_path: Path) -> tuple[Prompts, GreedyReference]:
     return first(24, tie_free_case(tiny_model_path, vocab_size=VOCAB_SIZE))
-
-
-def first(count: int, case: tuple[Prompts, GreedyReference]) -> tuple[Prompts, GreedyReference]:
-    prompts, reference = case
-    return prompts[:count], GreedyReference(reference.token_ids[:count], reference.leads[:count])
-
-
-def inputs_of(prompts: Prompts) -> list[dict[str, list[int]]]:
-    return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-
-
-def assert_greedy(outputs: list[Any], reference: GreedyReference) -> None:
-    tokens = [tuple(output.outputs[0].token_ids) for output in outputs]
-    assert len(tokens) == len(reference.token_ids)
-    wrong = [index for index, row in enumerate(tokens) if row != reference.token_ids[index]]
-    assert not wrong, [reference.explain_difference(index, list(tokens[index])) for index in wrong[:4]]
-
-
-def scheduler_of(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.scheduler
-
-
-def draft_counts(llm: Any) -> tuple[int, int]:
-    """Return how many tokens were drafted and how many of them accepted, by all engines of this process so far."""
-    values = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
-    prefix = "vllm:spec_decode_num_"
-    return values[f"{prefix}draft_tokens"], values[f"{prefix}accepted_tokens"]
-
-
-def assert_drafts_were_kept_and_rejected(llm: Any, before: tuple[int, int]) -> None:
-    num_drafted, num_accepted = (now - then for now, then in zip(draft_counts(llm), before, strict=True))
-    assert 0 < num_accepted < num_drafted, (num_drafted, num_accepted)
 
 
 @pytest.mark.parametrize("backend", [None, "ROSE"], ids=["of its own", "ROSE"])
@@ -83,11 +61,11 @@ def test_a_draft_model_generates_what_the_model_does_alone(
     with make_engine(block_size=32, disable_log_stats=False, speculative_config=draft, **options) as llm:
         num_drafted, num_accepted = draft_counts(llm)
         for _ in range(2):
-            assert_greedy(llm.generate(inputs_of(prompts), GREEDY, use_tqdm=False), reference)
+            assert_greedy(generate(llm, prompts), reference)
         drafted, accepted = draft_counts(llm)
         # The drafter is the model itself: what it gets wrong, it was told wrong by its cache.
         assert accepted - num_accepted > 0.97 * (drafted - num_drafted) > 0
-        manager = scheduler_of(llm).kv_cache_manager.manager
+        manager = manager_of(llm)
         manager.check_integrity()
         assert min(manager.stats.partial_hits, manager.stats.clones) > 0, manager.stats
 
@@ -114,7 +92,7 @@ def test_prompt_embeddings_are_answered_as_their_tokens(
         mixed = table[[*head[:20], *other[20:40]]]
         (output,) = llm.generate([{"prompt_embeds": mixed}], GREEDY, use_tqdm=False)
         assert output.num_cached_tokens == 16
-        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
+        manager_of(llm).check_integrity()
 
 
 @dataclass
@@ -179,7 +157,7 @@ def test_ngram_speculation_generates_what_the_model_does_alone(
     prompts, reference = case
     llm, manager = speculating.llm, scheduler_of(speculating.llm).kv_cache_manager.manager
     before = draft_counts(llm)
-    assert_greedy(llm.generate(inputs_of(prompts), GREEDY, use_tqdm=False), reference)
+    assert_greedy(generate(llm, prompts), reference)
     manager.check_integrity()
     assert_drafts_were_kept_and_rejected(llm, before)
     # What was drafted, kept and generated is found again: each whole answer but its last token.
@@ -189,8 +167,8 @@ def test_ngram_speculation_generates_what_the_model_does_alone(
         if len(prompt) < 900
     ][:8]
     short = SamplingParams(temperature=0.0, max_tokens=1)
-    before_hits = llm.generate(inputs_of(turns), short, use_tqdm=False)
-    again = llm.generate(inputs_of(turns), short, use_tqdm=False)
+    before_hits = generate(llm, turns, short)
+    again = generate(llm, turns, short)
     assert [o.outputs[0].token_ids for o in before_hits] == [o.outputs[0].token_ids for o in again]
     assert all(o.num_cached_tokens == len(turn) - 1 for o, turn in zip(again, turns, strict=True))
     assert min(manager.stats.partial_hits, manager.stats.clones, manager.stats.evictions) > 0, manager.stats
@@ -201,44 +179,25 @@ def test_a_subscriber_knows_the_full_blocks(
     speculating: Speculating, case: tuple[Prompts, GreedyReference]
 ) -> None:
     llm, subscriber = speculating.llm, speculating.subscriber
-    cache = scheduler_of(llm).kv_cache_manager.manager.cache
+    cache = manager_of(llm).cache
     # More than the pool holds.
-    llm.generate(inputs_of(case[0]), SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
+    generate(llm, case[0], SamplingParams(temperature=0.0, max_tokens=4))
     # Evictions of the last schedule travel with the next step's events.
-    llm.generate(inputs_of(((1, 2, 3),)), SamplingParams(max_tokens=1), use_tqdm=False)
+    generate(llm, ((1, 2, 3),), SamplingParams(max_tokens=1))
     subscriber.follow()
     assert subscriber.num_stored > len(subscriber.hashes) > 50
     assert len(subscriber.hashes) == len(cache.full_index())
     assert llm.reset_prefix_cache()
-    llm.generate(inputs_of(((1, 2, 3),)), SamplingParams(max_tokens=1), use_tqdm=False)
+    generate(llm, ((1, 2, 3),), SamplingParams(max_tokens=1))
     subscriber.follow()
     assert subscriber.hashes == set()
-
-
-def start(llm: Any, prompts: Prompts, name: str) -> dict[str, int]:
-    """Add requests and run a few steps; return request id -> index."""
-    for index, prompt in enumerate(prompts):
-        llm.llm_engine.add_request(f"{name}{index}", {"prompt_token_ids": list(prompt)}, GREEDY)
-    for _ in range(6):
-        assert not any(output.finished for output in llm.llm_engine.step())
-    return {f"{name}{index}": index for index in range(len(prompts))}
-
-
-def finish(llm: Any, indices: dict[str, int]) -> list[Any]:
-    """Run to the end; return the outputs in order."""
-    done: dict[int, Any] = {}
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            if output.finished:
-                done[indices[output.request_id]] = output
-    return [done[index] for index in sorted(done)]
 
 
 def test_a_reset_in_full_flight_changes_no_output(
     speculating: Speculating, case: tuple[Prompts, GreedyReference]
 ) -> None:
     llm, (prompts, reference) = speculating.llm, first(12, case)
-    manager = scheduler_of(llm).kv_cache_manager.manager
+    manager = manager_of(llm)
     indices = start(llm, prompts, "reset")
     assert manager.usage > 0 and not llm.reset_prefix_cache(), "running requests keep their blocks"
     assert llm.reset_prefix_cache(reset_running_requests=True)
@@ -268,9 +227,9 @@ def test_the_cache_survives_no_sleep_that_drops_it(
     speculating: Speculating, case: tuple[Prompts, GreedyReference], level: int
 ) -> None:
     llm, prompts = speculating.llm, tuple(prompt for prompt in case[0] if len(prompt) == 200)[:1]
-    llm.generate(inputs_of(prompts), GREEDY, use_tqdm=False)
+    generate(llm, prompts)
     # On a CPU the worker keeps its memory; what the engine core does is the same as on a GPU.
     llm.sleep(level=level)
     llm.wake_up(tags=["scheduling"] if level == 0 else None)
-    (output,) = llm.generate(inputs_of(prompts), GREEDY, use_tqdm=False)
+    (output,) = generate(llm, prompts)
     assert output.num_cached_tokens == (199 if level == 0 else 0)

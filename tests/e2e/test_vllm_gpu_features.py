@@ -1,4 +1,4 @@
-"""On CUDA: speculation, sleep and reset under asynchronous scheduling with both model runners; several GPUs."""
+"""On CUDA, with both model runners: float32 against transformers, speculation, sleep, reset, float8, several GPUs."""
 
 from __future__ import annotations
 
@@ -11,30 +11,40 @@ from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 
 from benchmarks.support.engines import as_flags
+from rose_backend.vllm_plugin.attention.metadata import RoseAttentionMetadata
 from rose_backend.vllm_plugin.plugin_logger import SAMPLES
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
-from tests.e2e.test_vllm_features import (
-    GREEDY,
+from tests.support.half_precision import judge, logprob_errors, mixed_prompts, wrong_tokens
+from tests.support.random_checkpoints import VOCAB_SIZE as RANDOM_VOCAB_SIZE
+from tests.support.random_checkpoints import WRITERS
+from tests.support.reference_generation import (
+    NUM_NEW_TOKENS,
+    GreedyReference,
+    Prompts,
+    greedy_differences,
+    parity_prompts,
+    reference_logits,
+    tie_free_case,
+)
+from tests.support.vllm_engines import (
     NGRAM,
+    RUNNERS,
     VOCAB_SIZE,
     assert_drafts_were_kept_and_rejected,
     assert_greedy,
     draft_counts,
     finish,
-    inputs_of,
+    generate,
+    manager_of,
+    metrics_of,
+    needs_two_gpus,
     scheduler_of,
     start,
 )
-from tests.support.half_precision import judge, mixed_prompts, wrong_tokens
-from tests.support.random_checkpoints import VOCAB_SIZE as RANDOM_VOCAB_SIZE
-from tests.support.random_checkpoints import WRITERS
-from tests.support.reference_generation import GreedyReference, Prompts, greedy_differences, tie_free_case
 from tests.support.vllm_server import running_server
 
 pytestmark = pytest.mark.gpu
 
-needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-RUNNERS = pytest.mark.parametrize("runner", ["V2", "V1"])
 FLOAT32_ROUNDING = 1e-3
 """Leads that two ways of computing in float32 may see on different sides."""
 
@@ -44,63 +54,46 @@ def case(tiny_model_path: Path) -> tuple[Prompts, GreedyReference]:
     return tie_free_case(tiny_model_path, vocab_size=VOCAB_SIZE)
 
 
-def choose_runner(monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "V2")))
-
-
 @RUNNERS
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 def test_ngram_speculation(
-    make_engine: MakeEngine,
-    case: tuple[Prompts, GreedyReference],
-    monkeypatch: pytest.MonkeyPatch,
-    runner: str,
-    eager: bool,
+    make_engine: MakeEngine, case: tuple[Prompts, GreedyReference], runner: str, eager: bool
 ) -> None:
-    choose_runner(monkeypatch, runner)
     options: dict[str, Any] = {"speculative_config": NGRAM, "enforce_eager": eager, **GPU_MEMORY}
-    with make_engine(num_gpu_blocks_override=400, disable_log_stats=False, **options) as llm:
+    with make_engine(runner=runner, num_gpu_blocks_override=400, disable_log_stats=False, **options) as llm:
         mode = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
         assert mode.decode_mode() == (CUDAGraphMode.NONE if eager else CUDAGraphMode.FULL)
         before = draft_counts(llm)
         for _ in range(2):
-            assert_greedy(llm.generate(inputs_of(case[0]), GREEDY, use_tqdm=False), case[1])
+            assert_greedy(generate(llm, case[0]), case[1])
         assert_drafts_were_kept_and_rejected(llm, before)
-        manager = scheduler_of(llm).kv_cache_manager.manager
+        manager = manager_of(llm)
         manager.check_integrity()
         assert manager.stats.clones > 0 and manager.usage == 0.0
 
 
 @RUNNERS
 def test_blocks_that_were_offloaded_come_back(
-    make_engine: MakeEngine,
-    case: tuple[Prompts, GreedyReference],
-    monkeypatch: pytest.MonkeyPatch,
-    runner: str,
+    make_engine: MakeEngine, case: tuple[Prompts, GreedyReference], runner: str
 ) -> None:
-    choose_runner(monkeypatch, runner)
     options: dict[str, Any] = {"kv_offloading_size": 1.0, "max_num_batched_tokens": 500, **GPU_MEMORY}
-    with make_engine(num_gpu_blocks_override=200, disable_log_stats=False, **options) as llm:
+    with make_engine(runner=runner, num_gpu_blocks_override=200, disable_log_stats=False, **options) as llm:
         for _ in range(3):
-            assert_greedy(llm.generate(inputs_of(case[0]), GREEDY, use_tqdm=False), case[1])
+            assert_greedy(generate(llm, case[0]), case[1])
             # What was offloaded stays.
             assert llm.reset_prefix_cache()
-        values = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+        values = metrics_of(llm)
         assert values["vllm:external_prefix_cache_hits"] > 1000
-        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
+        manager_of(llm).check_integrity()
 
 
 @RUNNERS
 def test_random_draws_with_speculation_follow_the_seed(
-    make_engine: MakeEngine,
-    case: tuple[Prompts, GreedyReference],
-    monkeypatch: pytest.MonkeyPatch,
-    runner: str,
+    make_engine: MakeEngine, case: tuple[Prompts, GreedyReference], runner: str
 ) -> None:
     # On a CPU there is nothing to compare: vLLM 0.32 loses the temperature of drafted rows there, with any backend.
-    choose_runner(monkeypatch, runner)
     prompts = tuple(prompt for prompt in case[0] if len(prompt) < 100)[:8]
-    with make_engine(speculative_config=NGRAM, **GPU_MEMORY) as llm:
+    with make_engine(runner=runner, speculative_config=NGRAM, **GPU_MEMORY) as llm:
         draws, drawn_by_rose, drawn_by_vllm = [], SAMPLES.rose, sum(SAMPLES.vllm.values())
         # A prompt that is found but for its last token starts with another number of drafts, so with other draws, than
         # one that is not: that is how vLLM speculates. The first run fills the cache.
@@ -108,7 +101,7 @@ def test_random_draws_with_speculation_follow_the_seed(
             params = SamplingParams(
                 temperature=0.8, top_p=0.9, top_k=30, seed=seed, max_tokens=24, ignore_eos=True
             )
-            outputs = llm.generate(inputs_of(prompts), params, use_tqdm=False)
+            outputs = generate(llm, prompts, params)
             draws.append([output.outputs[0].token_ids for output in outputs])
         # vLLM's sampler draws from seeds, in steps with drafts and without; Rose's draws in V2's steps without either:
         # those of prompts alone that are not in the cache.
@@ -117,7 +110,7 @@ def test_random_draws_with_speculation_follow_the_seed(
         )
         assert llm.reset_prefix_cache()
         params = SamplingParams(temperature=0.8, top_p=0.9, top_k=30, max_tokens=24, ignore_eos=True)
-        llm.generate(inputs_of(prompts), params, use_tqdm=False)
+        generate(llm, prompts, params)
         assert (SAMPLES.rose - drawn_by_rose >= len(prompts)) == (runner == "V2"), str(SAMPLES)
     assert draws[1] == draws[2] != draws[3]
 
@@ -128,25 +121,27 @@ def test_draft_model(
     make_engine: MakeEngine,
     case: tuple[Prompts, GreedyReference],
     tiny_model_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     runner: str,
     backend: str | None,
 ) -> None:
-    choose_runner(monkeypatch, runner)
     draft = {"method": "draft_model", "model": str(tiny_model_path), "num_speculative_tokens": 3}
     if backend:
         draft["attention_backend"] = backend
     with make_engine(
-        num_gpu_blocks_override=400, disable_log_stats=False, speculative_config=draft, **GPU_MEMORY
+        runner=runner,
+        num_gpu_blocks_override=400,
+        disable_log_stats=False,
+        speculative_config=draft,
+        **GPU_MEMORY,
     ) as llm:
         assert scheduler_of(llm).scheduler_config.async_scheduling
         before = draft_counts(llm)
         for _ in range(2):
-            assert_greedy(llm.generate(inputs_of(case[0]), GREEDY, use_tqdm=False), case[1])
+            assert_greedy(generate(llm, case[0]), case[1])
         num_drafted, num_accepted = (now - then for now, then in zip(draft_counts(llm), before, strict=True))
         # The drafter is the model itself: what it gets wrong, it was told wrong by its cache.
         assert num_accepted > 0.9 * num_drafted > 0, (num_accepted, num_drafted)
-        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
+        manager_of(llm).check_integrity()
 
 
 @RUNNERS
@@ -158,17 +153,16 @@ def test_no_sleep_lets_a_lost_cache_be_found(
     runner: str,
     level: int,
 ) -> None:
-    choose_runner(monkeypatch, runner)
     # vLLM's allocator serves one engine per process, and keeps a little after its end: each engine has its own process.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    with make_engine(enable_sleep_mode=True, **GPU_MEMORY) as llm:
-        assert_greedy(llm.generate(inputs_of(case[0]), GREEDY, use_tqdm=False), case[1])
+    with make_engine(runner=runner, enable_sleep_mode=True, **GPU_MEMORY) as llm:
+        assert_greedy(generate(llm, case[0]), case[1])
         llm.sleep(level=level)
         llm.wake_up()
         if level == 2:
             llm.collective_rpc("reload_weights")
-        outputs = llm.generate(inputs_of(case[0]), GREEDY, use_tqdm=False)
+        outputs = generate(llm, case[0])
         assert_greedy(outputs, case[1])
         long = [output for output in outputs if len(output.prompt_token_ids) >= 200]
         assert [output.num_cached_tokens for output in long] == [0] * len(long) != []
@@ -191,22 +185,18 @@ def test_packed_layers_wake_up_where_their_graphs_expect_them(
                 llm.wake_up()
                 if level == 2:
                     llm.collective_rpc("reload_weights")
-            outputs = llm.generate(inputs_of(prompts), GREEDY, use_tqdm=False)
+            outputs = generate(llm, prompts)
             judged = judge(path, prompts, [output.outputs[0].token_ids for output in outputs])
             assert wrong_tokens(judged, FLOAT32_ROUNDING) == []
 
 
 @RUNNERS
 def test_a_reset_while_steps_are_in_flight(
-    make_engine: MakeEngine,
-    case: tuple[Prompts, GreedyReference],
-    monkeypatch: pytest.MonkeyPatch,
-    runner: str,
+    make_engine: MakeEngine, case: tuple[Prompts, GreedyReference], runner: str
 ) -> None:
-    choose_runner(monkeypatch, runner)
-    with make_engine(**GPU_MEMORY) as llm:
+    with make_engine(runner=runner, **GPU_MEMORY) as llm:
         assert scheduler_of(llm).scheduler_config.async_scheduling
-        manager = scheduler_of(llm).kv_cache_manager.manager
+        manager = manager_of(llm)
         for attempt in range(3):
             indices = start(llm, case[0], f"attempt{attempt}-")
             assert llm.reset_prefix_cache(reset_running_requests=True)
@@ -236,13 +226,12 @@ def test_two_gpus(
     runner: str,
     manner: str,
 ) -> None:
-    choose_runner(monkeypatch, runner)
     # vLLM sees only whether torch holds a CUDA context here; looking for devices, as tests do, rules out forks, too.
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    with make_engine(num_gpu_blocks_override=400, **PARALLEL[manner], **GPU_MEMORY) as llm:
+    with make_engine(runner=runner, num_gpu_blocks_override=400, **PARALLEL[manner], **GPU_MEMORY) as llm:
         for _ in range(2):
-            assert_greedy(llm.generate(inputs_of(case[0]), GREEDY, use_tqdm=False), case[1])
-        manager = scheduler_of(llm).kv_cache_manager.manager
+            assert_greedy(generate(llm, case[0]), case[1])
+        manager = manager_of(llm)
         manager.check_integrity()
         assert min(manager.stats.clones, manager.stats.evictions) > 0, manager.stats
 
@@ -259,7 +248,6 @@ def test_grouped_heads_on_two_gpus(
     executor: str,
     runner: str,
 ) -> None:
-    choose_runner(monkeypatch, runner)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if executor == "ray":
         ray = pytest.importorskip("ray", reason="ray is not installed")
@@ -272,12 +260,12 @@ def test_grouped_heads_on_two_gpus(
     parallel["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     # Compiled, with CUDA graphs (fewer for smaller steps); each GPU has one K/V head.
     options = {"enforce_eager": False, "max_num_batched_tokens": 512, **parallel, **GPU_MEMORY}
-    with make_engine(model=str(path), **options) as llm:
+    with make_engine(runner=runner, model=str(path), **options) as llm:
         for _ in range(2):
-            outputs = llm.generate(inputs_of(prompts), GREEDY, use_tqdm=False)
+            outputs = generate(llm, prompts)
             judged = judge(path, prompts, [output.outputs[0].token_ids for output in outputs])
             assert wrong_tokens(judged, FLOAT32_ROUNDING) == []
-        manager = scheduler_of(llm).kv_cache_manager.manager
+        manager = manager_of(llm)
         manager.check_integrity()
         assert min(manager.stats.partial_hits, manager.stats.clones) > 0, manager.stats
 
@@ -304,3 +292,138 @@ def test_data_parallel_engines_have_a_cache_each(tiny_model_path: Path, tmp_path
             assert response.status_code == 200, response.text
             answers.append(response.json()["choices"][0]["token_ids"])
     assert greedy_differences(tiny_model_path, (tuple(prompt),) * 8, answers) == []
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "compiled": {"enforce_eager": False},
+    "eager": {},
+    "no prefix cache, chunks": {"enable_prefix_caching": False, "max_num_batched_tokens": 77},
+    "preemption": {"num_gpu_blocks_override": 200},
+    "no in-kernel write": {"additional_config": {"rose": {"fused_kv_append": False}}},
+    "vLLM's block manager": {"additional_config": {"rose": {"block_manager": False}}},
+}
+
+
+@pytest.mark.parametrize("manner", OPTIONS)
+@RUNNERS
+def test_tiny_model(
+    make_engine: MakeEngine, case: tuple[Prompts, GreedyReference], runner: str, manner: str
+) -> None:
+    with make_engine(runner=runner, **GPU_MEMORY, **OPTIONS[manner]) as llm:
+        assert scheduler_of(llm).scheduler_config.async_scheduling
+        for _ in range(2):
+            assert_greedy(generate(llm, case[0]), case[1])
+        if manner != "vLLM's block manager":
+            manager = manager_of(llm)
+            manager.check_integrity()
+            assert manager.usage == 0.0
+
+
+@pytest.mark.parametrize("manner", ["eager", "alone", "no prefix cache, chunks", "preemption"])
+def test_gpt2_of_124m_parameters(make_engine: MakeEngine, gpt2_124m_path: Path, manner: str) -> None:
+    prompts = parity_prompts(50_257, seed=0)
+    options = {"model": str(gpt2_124m_path), **GPU_MEMORY, **OPTIONS.get(manner, {})}
+    with make_engine(**options) as llm:
+        batches = [(prompt,) for prompt in prompts] if manner == "alone" else [prompts]
+        outputs = [output for batch in batches for output in generate(llm, batch)]
+    answers = [list(output.outputs[0].token_ids) for output in outputs]
+    assert greedy_differences(gpt2_124m_path, prompts, answers) == []
+
+
+def test_seeded_draws_do_not_depend_on_the_batch(make_engine: MakeEngine, tiny_model_path: Path) -> None:
+    prompts = parity_prompts(2559)[:16]
+    params = [SamplingParams(temperature=0.9, top_k=50, top_p=0.9, seed=i, max_tokens=16) for i in range(16)]
+    with make_engine(enable_prefix_caching=False, **GPU_MEMORY) as llm:
+        together = generate(llm, prompts, params)
+        alone = [generate(llm, [prompts[i]], params[i])[0] for i in range(16)]
+    assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone]
+
+
+@RUNNERS
+def test_decode_steps_are_replayed(
+    make_engine: MakeEngine, tiny_model_path: Path, steps_in_python: list[RoseAttentionMetadata], runner: str
+) -> None:
+    prompts, reference = tie_free_case(tiny_model_path, vocab_size=VOCAB_SIZE)
+    # Requests end one after the other, so graphs run with every number of padding rows.
+    lengths = [NUM_NEW_TOKENS - index % 40 for index in range(len(prompts))]
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
+    graphs = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64]}
+    with make_engine(runner=runner, enforce_eager=False, compilation_config=graphs, **GPU_MEMORY) as llm:
+        config = llm.llm_engine.vllm_config
+        assert config.compilation_config.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        for attempt in range(2):
+            steps_in_python.clear()
+            outputs = generate(llm, prompts, params)
+            for index, output in enumerate(outputs):
+                tokens = tuple(output.outputs[0].token_ids)
+                expected = reference.token_ids[index][: lengths[index]]
+                assert tokens == expected, reference.explain_difference(index, list(tokens))
+            if attempt == 0:
+                # The second time prompts are found in the cache, and their first steps look like decodes.
+                assert steps_in_python and all(step.num_prefill_tokens for step in steps_in_python)
+        manager_of(llm).check_integrity()
+
+
+def in_bfloat16(
+    make_engine: MakeEngine, prompts: Prompts, cache_type: torch.dtype, **options: Any
+) -> list[Any]:
+    """Return one completion per prompt with the log-probability of each of its tokens.
+
+    In bfloat16: FLASH_ATTN's float8 gives no other output.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=0)
+    with make_engine(dtype="bfloat16", **GPU_MEMORY, **options) as llm:
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        assert {layer.kv_cache.dtype for layer in layers} == {cache_type}
+        outputs = generate(llm, prompts, params)
+    return [output.outputs[0] for output in outputs]
+
+
+def mean_error(model_path: Path, prompts: Prompts, completions: list[Any]) -> float:
+    """Return by how much tokens' log-probabilities differ from float32's behind the same tokens, on average."""
+    errors = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        tokens = list(completion.token_ids)
+        exact = reference_logits(model_path, [*prompt, *tokens])[len(prompt) - 1 : -1].log_softmax(-1)
+        got = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
+        errors.append((exact[range(len(tokens)), tokens] - torch.tensor(got)).abs())
+    return torch.cat(errors).mean().item()
+
+
+def test_float8_is_as_close_to_float32_as_flash_attentions(
+    make_engine: MakeEngine, tiny_model_path: Path
+) -> None:
+    prompts, reference = tie_free_case(tiny_model_path, vocab_size=VOCAB_SIZE)
+    plain = in_bfloat16(make_engine, prompts, torch.bfloat16)
+    rose = in_bfloat16(make_engine, prompts, torch.uint8, kv_cache_dtype="fp8")
+    flash = in_bfloat16(
+        make_engine, prompts, torch.uint8, kv_cache_dtype="fp8", attention_backend="FLASH_ATTN"
+    )
+    errors = [mean_error(tiny_model_path, prompts, completions) for completions in (plain, rose, flash)]
+    print(
+        f"mean error of log-probabilities: bfloat16 {errors[0]}, ROSE float8 {errors[1]}, FLASH_ATTN {errors[2]}"
+    )
+    # FLASH_ATTN rounds queries and weights to float8 as well.
+    assert errors[0] < errors[1] <= errors[2]
+    # Where float32 prefers the first token clearly, all of them do.
+    clear = [index for index in range(len(prompts)) if reference.leads[index][0] > 10 * max(errors)]
+    assert len(clear) > 8
+    for completions in (rose, flash):
+        first_tokens = [completions[index].token_ids[0] for index in clear]
+        assert first_tokens == [reference.token_ids[index][0] for index in clear]
+
+
+@pytest.mark.parametrize("model", ["Llama", "Qwen3"])
+def test_float8_with_grouped_heads(make_engine: MakeEngine, tmp_path: Path, model: str) -> None:
+    path = WRITERS[model](tmp_path)
+    prompts = mixed_prompts(VOCAB_SIZE)[0]
+    float8 = {"model": str(path), "kv_cache_dtype": "fp8"}
+    plain = in_bfloat16(make_engine, prompts, torch.bfloat16, model=str(path))
+    rose = in_bfloat16(make_engine, prompts, torch.uint8, **float8)
+    flash = in_bfloat16(make_engine, prompts, torch.uint8, attention_backend="FLASH_ATTN", **float8)
+    errors = []
+    for completions in (plain, rose, flash):
+        judged = judge(path, prompts, [list(completion.token_ids) for completion in completions])
+        errors.append(logprob_errors(judged, completions).mean().item())
+    print(f"{model}: mean error: bfloat16 {errors[0]}, ROSE float8 {errors[1]}, FLASH_ATTN {errors[2]}")
+    assert errors[0] < errors[1] <= errors[2]

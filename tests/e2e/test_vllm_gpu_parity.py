@@ -6,6 +6,7 @@ have one in some, and sizes as published.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,8 @@ from vllm.config import CUDAGraphMode
 from vllm.lora.request import LoRARequest
 
 from rose_backend.vllm_plugin.attention import flash_attention, mixed_graphs
+from rose_backend.vllm_plugin.kv_cache.checkpoints import MIN_TOKENS_WORTH_A_CHECKPOINT
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
-from tests.e2e.test_vllm_features import (
-    NGRAM,
-    assert_drafts_were_kept_and_rejected,
-    draft_counts,
-    inputs_of,
-    scheduler_of,
-)
 from tests.support.half_precision import (
     Judged,
     first_differences,
@@ -42,8 +37,21 @@ from tests.support.random_checkpoints import (
     write_random_gemma3_4b,
     write_random_gpt_oss_20b,
     write_random_mistral,
+    write_random_qwen3_5,
+    write_random_qwen3_next,
 )
 from tests.support.reference_generation import Prompts
+from tests.support.vllm_engines import (
+    NGRAM,
+    ROSES_LAYERS,
+    RUNNERS,
+    assert_drafts_were_kept_and_rejected,
+    draft_counts,
+    has_roses_layers,
+    inputs_of,
+    manager_of,
+    scheduler_of,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -54,7 +62,6 @@ MANNERS: dict[str, dict[str, Any]] = {
     # About half of what 64 sequences need: vLLM preempts.
     "eager, few blocks": {"num_gpu_blocks_override": 300},
 }
-RUNNERS = pytest.mark.parametrize("runner", ["V2", "V1"])
 NUM_GROUPS = {"Gemma 3 4B": 4, "gpt-oss 20B": 2}
 """KV cache groups: one of layers without a window, the others of layers with one. Models that are not here have one."""
 
@@ -120,7 +127,6 @@ MODELS = {
     "Gemma 3 4B": write_random_gemma3_4b,
     "gpt-oss 20B": write_random_gpt_oss_20b,
 }
-ROSES_LAYERS = ("GPT-2", "Llama", "Qwen3", "Mistral 7B v0.1")
 VLLMS_LAYERS = {"rose": {"fused_mlp": False, "fused_add_layernorm": False}}
 OPTIONS = {
     # Prompts that are longer than its window of 1,024.
@@ -144,11 +150,6 @@ def stock(
         completions = complete(llm, prompts, num_new_tokens, logprobs=0)
     sharpness = SHARPNESS.get(request.param, 5)
     return as_stock(request.param, model_path, options, prompts, num_new_tokens, completions, sharpness)
-
-
-def has_roses_layers(llm: Any) -> bool:
-    (name,) = llm.llm_engine.vllm_config.model_config.hf_config.architectures
-    return str(name).startswith("Rose")
 
 
 def assert_as_close_as_stock(stock: Stock, completions: list[Any]) -> None:
@@ -186,20 +187,14 @@ def assert_same_but_for_ties(stock: Stock, completions: list[Any]) -> None:
 @RUNNERS
 @pytest.mark.parametrize("manner", MANNERS)
 def test_200_prompts(
-    make_engine: MakeEngine,
-    stock: Stock,
-    monkeypatch: pytest.MonkeyPatch,
-    steps_in_python: list[Any],
-    runner: str,
-    manner: str,
+    make_engine: MakeEngine, stock: Stock, steps_in_python: list[Any], runner: str, manner: str
 ) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "V2")))
     num_groups = NUM_GROUPS.get(stock.model, 1)
     options = {**stock.options, **MANNERS[manner]}
     if "num_gpu_blocks_override" in options:
         # Of prompts that are shorter than a window, its groups keep as much as the others.
         options["num_gpu_blocks_override"] *= num_groups
-    with make_engine(model=str(stock.model_path), **options) as llm:
+    with make_engine(runner=runner, model=str(stock.model_path), **options) as llm:
         config = llm.llm_engine.vllm_config
         assert config.scheduler_config.async_scheduling and config.use_v2_model_runner == (runner == "V2")
         assert len(scheduler_of(llm).kv_cache_config.kv_cache_groups) == num_groups
@@ -223,7 +218,7 @@ def test_200_prompts(
         again = complete(llm, stock.prompts, stock.num_new_tokens, logprobs=0)
         assert_same_but_for_ties(stock, again)
         assert_as_close_as_stock(stock, again)
-        manager = scheduler_of(llm).kv_cache_manager.manager
+        manager = manager_of(llm)
         manager.check_integrity()
         if config.cache_config.enable_prefix_caching:
             assert min(manager.stats.partial_hits, manager.stats.clones) > 0, manager.stats
@@ -240,7 +235,7 @@ def test_vllms_layers_around_roses_attention(make_engine: MakeEngine, stock: Sto
         completions = complete(llm, stock.prompts, stock.num_new_tokens, logprobs=0)
         assert_same_but_for_ties(stock, completions)
         assert_as_close_as_stock(stock, completions)
-        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
+        manager_of(llm).check_integrity()
 
 
 @pytest.mark.parametrize("stock", ["Llama", "Qwen3"], indirect=True)
@@ -262,7 +257,6 @@ def test_prompts_that_flash_attention_attends(
 ) -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("FlashAttention 3 needs compute capability 9.0")
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "V2")))
     # Prompts here are short: graphs serve most steps of runner V2, and the first ones are launched.
     monkeypatch.setattr(flash_attention, "FASTER_FROM", (flash_attention.Threshold(0, 64),))
     monkeypatch.setattr(mixed_graphs, "LAUNCHED_FROM", 64)
@@ -274,46 +268,100 @@ def test_prompts_that_flash_attention_attends(
         attend(*args)
 
     monkeypatch.setattr(flash_attention, "flash_prefill", record)
-    with make_engine(model=str(stock.model_path), **stock.options, **MANNERS[manner]) as llm:
+    with make_engine(runner=runner, model=str(stock.model_path), **stock.options, **MANNERS[manner]) as llm:
         assert_same_but_for_ties(stock, complete(llm, stock.prompts, stock.num_new_tokens))
         assert num_rows and max(num_rows) > 1
         # What it stored is found in the cache now, and little is left to prefill.
         assert_same_but_for_ties(stock, complete(llm, stock.prompts, stock.num_new_tokens))
-        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
+        manager_of(llm).check_integrity()
 
 
 @RUNNERS
 @pytest.mark.parametrize("stock", ["Qwen3"], indirect=True)
-def test_drafts(make_engine: MakeEngine, stock: Stock, monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "V2")))
+def test_drafts(make_engine: MakeEngine, stock: Stock, runner: str) -> None:
     with make_engine(
-        model=str(stock.model_path), speculative_config=NGRAM, disable_log_stats=False, **HALF
+        runner=runner, model=str(stock.model_path), speculative_config=NGRAM, disable_log_stats=False, **HALF
     ) as llm:
         before = draft_counts(llm)
         assert_same_but_for_ties(stock, complete(llm, stock.prompts, stock.num_new_tokens))
         assert_drafts_were_kept_and_rejected(llm, before)
-        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
+        manager_of(llm).check_integrity()
 
 
 @RUNNERS
 @pytest.mark.parametrize("stock", ["Llama"], indirect=True)
-def test_adapters(
-    make_engine: MakeEngine, stock: Stock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runner: str
-) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "V2")))
+def test_adapters(make_engine: MakeEngine, stock: Stock, tmp_path: Path, runner: str) -> None:
     merged = write_random_adapter(stock.model_path, tmp_path)
     adapter = LoRARequest("an adapter", 1, str(tmp_path))
     options = {"model": str(stock.model_path), "enable_lora": True, "max_lora_rank": 8, **HALF}
     requests = (stock.prompts, stock.num_new_tokens)
-    with make_engine(attention_backend="FLASH_ATTN", **options) as llm:
+    with make_engine(runner=runner, attention_backend="FLASH_ATTN", **options) as llm:
         adapted_stock = as_stock(
             stock.model, merged, HALF, *requests, complete(llm, *requests, logprobs=0, adapter=adapter)
         )
-    with make_engine(**options) as llm:
+    with make_engine(runner=runner, **options) as llm:
         assert not has_roses_layers(llm)
         assert_same_but_for_ties(stock, complete(llm, *requests))
         # Nothing that was computed without the adapter is found with it.
         assert_same_but_for_ties(adapted_stock, complete(llm, *requests, adapter=adapter))
         assert_same_but_for_ties(stock, complete(llm, *requests))
-        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
+        manager_of(llm).check_integrity()
     assert len(first_differences(adapted_stock.judged, stock.judged)) > len(stock.prompts) / 2
+
+
+STATE_OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 1024,
+    # vLLM's choice on Hopper needs CUTLASS's Python package.
+    "gdn_prefill_backend": "triton",
+    **GPU_MEMORY,
+}
+HEADS = (200, 333, 477)
+ROUNDS = 5
+
+
+@pytest.fixture(scope="module", params=["Qwen3.5", "Qwen3-Next"])
+def model_with_states(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "Qwen3.5":
+        pytest.importorskip("torchvision")
+        return write_random_qwen3_5(tmp_path_factory.mktemp("qwen3_5"))
+    return write_random_qwen3_next(tmp_path_factory.mktemp("qwen3_next"))
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "compiled"])
+@RUNNERS
+def test_shared_heads_say_what_stock_says(
+    make_engine: MakeEngine, model_with_states: Path, runner: str, enforce_eager: bool
+) -> None:
+    choose = random.Random(7)
+    heads = [[choose.randrange(4, VOCAB_SIZE) for _ in range(length)] for length in HEADS]
+    prompts = [
+        (*head, *(choose.randrange(4, VOCAB_SIZE) for _ in range(choose.randint(20, 200))))
+        for _ in range(ROUNDS)
+        for head in heads
+    ]
+    lengths = [30] * len(prompts)
+    options = {"model": str(model_with_states), "enforce_eager": enforce_eager, **STATE_OPTIONS}
+    own = {"attention_backend": "FLASH_ATTN", "enable_prefix_caching": False}
+    with make_engine(runner=runner, **options, **own) as llm:
+        stock = complete(llm, tuple(prompts), lengths, logprobs=0)
+    judged = judge_completions(model_with_states, tuple(prompts), stock)
+    errors = logprob_errors(judged, stock)
+    tolerance = 2 * float(errors.max())
+    with make_engine(runner=runner, **options, disable_hybrid_kv_cache_manager=False) as llm:
+        manager = manager_of(llm)
+        rose, num_hits = [], []
+        for start in range(0, len(prompts), len(HEADS)):
+            before = manager.stats.hit_tokens
+            one_each = slice(start, start + len(HEADS))
+            rose += complete(llm, tuple(prompts[one_each]), lengths[one_each], logprobs=0)
+            num_hits.append(manager.stats.hit_tokens - before)
+        manager.check_integrity()
+    # The first computes a head, the second leaves a state behind it, or starts so close to it that none is worth it.
+    assert num_hits[0] == 0
+    worth = MIN_TOKENS_WORTH_A_CHECKPOINT * len(HEADS)
+    assert all(sum(HEADS) - worth < found <= sum(HEADS) for found in num_hits[2:]), num_hits
+    assert manager.stats.checkpoints >= len(HEADS)
+    judged_rose = judge_completions(model_with_states, tuple(prompts), rose)
+    assert not wrong_tokens(judged_rose, tolerance)
+    assert float(logprob_errors(judged_rose, rose).mean()) < 1.25 * float(errors.mean())

@@ -6,6 +6,7 @@ is long as it is.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from collections.abc import Callable
@@ -21,16 +22,18 @@ from rose_backend.kernels.attention import paged_decode
 from rose_backend.vllm_plugin.plugin_logger import STEPS
 from rose_backend.vllm_plugin.step_graph import SteadySteps
 from tests.e2e.conftest import GPU_MEMORY, MakeEngine
-from tests.e2e.test_vllm_features import inputs_of, scheduler_of
-from tests.e2e.test_vllm_gpu_features import needs_two_gpus
-from tests.e2e.test_vllm_gpu_parity import ROSES_LAYERS, has_roses_layers
 from tests.support import random_checkpoints
-from tests.support.random_checkpoints import (
-    write_random_gemma3,
-    write_random_gemma4,
-    write_random_gpt_oss,
-)
+from tests.support.random_checkpoints import write_random_gemma3, write_random_gemma4, write_random_gpt_oss
 from tests.support.reference_generation import parity_prompts
+from tests.support.vllm_engines import (
+    ROSES_LAYERS,
+    count_preemptions,
+    generate,
+    has_roses_layers,
+    manager_of,
+    needs_two_gpus,
+    scheduler_of,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -87,6 +90,23 @@ def check_groups(llm: Any, model: str) -> None:
     assert len(groups) == num_groups and windows.count(random_checkpoints.SLIDING_WINDOW) == num_groups - 1
 
 
+MakeReplaying = Callable[..., contextlib.AbstractContextManager[Any]]
+
+
+@pytest.fixture
+def make_replaying(make_engine: MakeEngine, tiny_model_path: Path, tmp_path: Path) -> MakeReplaying:
+    """Return a function that starts an engine of one of ``MODELS``, with graphs and, by default, in half precision."""
+
+    def start(model: str, **options: Any) -> contextlib.AbstractContextManager[Any]:
+        kind, graphs = MODELS[model]
+        path = tiny_model_path if kind == "GPT-2" else WRITERS[kind](tmp_path)
+        of_all = {"dtype": half_dtype(model), "max_num_seqs": 48, "enforce_eager": False, **GPU_MEMORY}
+        return make_engine(model=str(path), **of_all | graphs | options)
+
+    return start
+
+
+ReplayWhen = Callable[[Callable[[int], bool]], None]
 Launch = Callable[[SteadySteps, Any], bool]
 LAUNCH: Launch = SteadySteps.launch
 
@@ -107,7 +127,7 @@ def launch_when(wanted: Callable[[int], bool]) -> Launch:
 
 
 @pytest.fixture
-def replay_when(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], bool]], None]:
+def replay_when(monkeypatch: pytest.MonkeyPatch) -> ReplayWhen:
     """Return a function that lets steps be replayed only where ``wanted``, given the step's number, is true."""
     return lambda wanted: monkeypatch.setattr(SteadySteps, "launch", launch_when(wanted))
 
@@ -163,26 +183,14 @@ def said(outputs: list[Any]) -> list[list[Any]]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("dtype", ["half", "float32"])
 def test_both_kinds_of_steps_say_the_same_to_the_bit(
-    make_engine: MakeEngine,
-    tiny_model_path: Path,
-    tmp_path: Path,
-    replay_when: Callable[[Callable[[int], bool]], None],
-    model: str,
-    dtype: str,
+    make_replaying: MakeReplaying, replay_when: ReplayWhen, model: str, dtype: str
 ) -> None:
-    kind, graphs = MODELS[model]
-    path = tiny_model_path if kind == "GPT-2" else WRITERS[kind](tmp_path)
     prompts = parity_prompts(VOCAB_SIZE)[:60]
     params = params_of_every_kind(len(prompts))
     answers = []
     # Few blocks: requests are preempted and come back. Prefix hits end inside blocks, so blocks are cloned.
-    options: dict[str, Any] = {
-        "dtype": half_dtype(model) if dtype == "half" else dtype,
-        "num_gpu_blocks_override": scaled_blocks(model, 500),
-        "max_num_seqs": 48,
-        **graphs,
-    }
-    with make_engine(model=str(path), enforce_eager=False, **options, **GPU_MEMORY) as llm:
+    options: dict[str, Any] = {} if dtype == "half" else {"dtype": dtype}
+    with make_replaying(model, num_gpu_blocks_override=scaled_blocks(model, 500), **options) as llm:
         check_groups(llm, model)
         assert has_roses_layers(llm) == (model in ROSES_LAYERS)
         # Chunks make the same steps in each run only if the cache holds the same, too.
@@ -190,9 +198,9 @@ def test_both_kinds_of_steps_say_the_same_to_the_bit(
             replay_when(wanted)
             assert llm.reset_prefix_cache()
             before = STEPS.rose
-            answers.append(said(llm.generate(inputs_of(prompts), params, use_tqdm=False)))
+            answers.append(said(generate(llm, prompts, params)))
             assert (STEPS.rose > before) == (wanted is not is_never), STEPS
-        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
+        manager_of(llm).check_integrity()
     assert answers[1] == answers[0]
     assert answers[2] == answers[0]
     assert answers[3] == answers[0]
@@ -200,17 +208,10 @@ def test_both_kinds_of_steps_say_the_same_to_the_bit(
 
 @pytest.mark.parametrize("model", ["GPT-2", "Qwen3", "Qwen3 with vLLM's layers", "gpt-oss"])
 def test_rows_that_begin_in_turns_say_the_same_to_the_bit(
-    make_engine: MakeEngine,
-    tiny_model_path: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    model: str,
+    make_replaying: MakeReplaying, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    kind, graphs = MODELS[model]
-    path = tiny_model_path if kind == "GPT-2" else WRITERS[kind](tmp_path)
     prompts = parity_prompts(VOCAB_SIZE)[:40]
     params = params_of_every_kind(len(prompts))
-    options: dict[str, Any] = {"dtype": half_dtype(model), "max_num_seqs": 48, **graphs, **GPU_MEMORY}
     answers: list[Any] = []
     were_captured: list[bool] = []
     order = paged_decode.longest_first
@@ -225,9 +226,9 @@ def test_rows_that_begin_in_turns_say_the_same_to_the_bit(
             if in_turns:
                 # As if the rows of the tiny model were too many to begin all at once.
                 patches.setattr(paged_decode, "begins_in_turns", lambda *_: True)
-            with make_engine(model=str(path), enforce_eager=False, **options) as llm:
+            with make_replaying(model) as llm:
                 before = STEPS.rose
-                answers.append(said(llm.generate(inputs_of(prompts), params, use_tqdm=False)))
+                answers.append(said(generate(llm, prompts, params)))
                 assert STEPS.rose > before, STEPS
         assert bool(were_captured) == in_turns
     # In graphs, and in front of each in the run that compiles its kernels.
@@ -268,23 +269,11 @@ def come_and_go(llm: Any, prompts: Any, num_requests: int) -> dict[str, list[Any
 
 @pytest.mark.parametrize("model", MODELS)
 def test_requests_that_come_and_go_get_the_same_answers(
-    make_engine: MakeEngine,
-    tiny_model_path: Path,
-    tmp_path: Path,
-    replay_when: Callable[[Callable[[int], bool]], None],
-    model: str,
+    make_replaying: MakeReplaying, replay_when: ReplayWhen, model: str
 ) -> None:
-    kind, graphs = MODELS[model]
-    path = tiny_model_path if kind == "GPT-2" else WRITERS[kind](tmp_path)
     prompts = [prompt for prompt in parity_prompts(VOCAB_SIZE) if len(prompt) < 300]
-    options: dict[str, Any] = {
-        "dtype": half_dtype(model),
-        "num_gpu_blocks_override": scaled_blocks(model, 400),
-        "max_num_seqs": 48,
-        **graphs,
-    }
     answers = []
-    with make_engine(model=str(path), enforce_eager=False, **options, **GPU_MEMORY) as llm:
+    with make_replaying(model, num_gpu_blocks_override=scaled_blocks(model, 400)) as llm:
         check_groups(llm, model)
         for wanted in (is_never, lambda _: True, is_random(3)):
             replay_when(wanted)
@@ -292,7 +281,7 @@ def test_requests_that_come_and_go_get_the_same_answers(
             before = STEPS.rose
             answers.append(come_and_go(llm, prompts, NUM_REQUESTS))
             assert (STEPS.rose - before > NUM_REQUESTS // 4) == (wanted is not is_never), STEPS
-        manager = scheduler_of(llm).kv_cache_manager.manager
+        manager = manager_of(llm)
         manager.check_integrity()
         assert manager.usage == 0.0 and min(manager.stats.clones, manager.stats.evictions) > 0
     assert len(answers[0]) > 0.9 * NUM_REQUESTS
@@ -304,24 +293,21 @@ def test_requests_that_come_and_go_get_the_same_answers(
 @needs_two_gpus
 @pytest.mark.parametrize("model", ["Qwen3", "Llama"])
 def test_two_gpus_replay_the_same_steps(
-    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+    make_replaying: MakeReplaying, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    kind, graphs = MODELS[model]
     prompts = [prompt for prompt in parity_prompts(VOCAB_SIZE) if len(prompt) < 300]
-    compilation = {**graphs["compilation_config"], "pass_config": {"fuse_allreduce_rms": False}}
+    compilation = {**MODELS[model][1]["compilation_config"], "pass_config": {"fuse_allreduce_rms": False}}
     options: dict[str, Any] = {
-        "dtype": half_dtype(model),
         "num_gpu_blocks_override": 400,
-        "max_num_seqs": 48,
         "tensor_parallel_size": 2,
         # Answers of other processes come at any time, and the next step would be made before or after.
         "async_scheduling": False,
         "compilation_config": compilation,
     }
     answers = []
-    with make_engine(model=str(WRITERS[kind](tmp_path)), enforce_eager=False, **options, **GPU_MEMORY) as llm:
+    with make_replaying(model, **options) as llm:
         for rule in ("never", "always", "at random"):
             before = llm.collective_rpc(set_rule_of_worker, args=(rule,))
             assert llm.reset_prefix_cache()
@@ -329,35 +315,18 @@ def test_two_gpus_replay_the_same_steps(
             after = llm.collective_rpc(set_rule_of_worker, args=("never",))
             assert before[0] == before[1] and after[0] == after[1]
             assert (after[0] - before[0] > NUM_REQUESTS // 4) == (rule != "never")
-        manager = scheduler_of(llm).kv_cache_manager.manager
+        manager = manager_of(llm)
         manager.check_integrity()
         assert manager.usage == 0.0 and min(manager.stats.clones, manager.stats.evictions) > 0
     assert len(answers[0]) > 0.9 * NUM_REQUESTS
     assert answers[1] == answers[0] and answers[2] == answers[0]
 
 
-def count_preemptions(scheduler: Any) -> Callable[[], int]:
-    """Return a function that says how many requests the scheduler has preempted since."""
-    num_preemptions, preempt = 0, scheduler._preempt_request
-
-    def count(*args: Any, **kwargs: Any) -> None:
-        nonlocal num_preemptions
-        num_preemptions += 1
-        preempt(*args, **kwargs)
-
-    scheduler._preempt_request = count
-    return lambda: num_preemptions
-
-
 @pytest.mark.parametrize("model", NUM_GROUPS)
 def test_windows_let_go_of_blocks_while_steps_are_replayed(
-    make_engine: MakeEngine,
-    tmp_path: Path,
-    replay_when: Callable[[Callable[[int], bool]], None],
-    model: str,
+    make_replaying: MakeReplaying, replay_when: ReplayWhen, model: str
 ) -> None:
     """Long answers in a pool that holds them only because windows slide on; their blocks go to others at once."""
-    _, graphs = MODELS[model]
     block_size, num_new_tokens = 16, 400
     prompts = [prompt[:length] for prompt in parity_prompts(VOCAB_SIZE) for length in (30, 64, 100, 131)][:48]
     longest = max(map(len, prompts))
@@ -376,27 +345,19 @@ def test_windows_let_go_of_blocks_while_steps_are_replayed(
     # vLLM has a graph of decodes for so many.
     at_once = 8
     num_blocks = 1 + at_once * (columns + (NUM_GROUPS[model] - 1) * windowed)
-    options: dict[str, Any] = {
-        "dtype": half_dtype(model),
-        "num_gpu_blocks_override": num_blocks,
-        "max_num_seqs": at_once,
-        **graphs,
-    }
     answers = []
-    with make_engine(
-        model=str(WRITERS[model](tmp_path)), enforce_eager=False, **options, **GPU_MEMORY
-    ) as llm:
+    with make_replaying(model, num_gpu_blocks_override=num_blocks, max_num_seqs=at_once) as llm:
         check_groups(llm, model)
-        preemptions = count_preemptions(scheduler_of(llm))
+        preempted = count_preemptions(scheduler_of(llm))
         for wanted in (is_never, lambda _: True, is_random(5)):
             replay_when(wanted)
             assert llm.reset_prefix_cache()
             before = STEPS.rose
-            answers.append(said(llm.generate(inputs_of(prompts), params, use_tqdm=False)))
+            answers.append(said(generate(llm, prompts, params)))
             # Six waves of eight, with a step of prompts where one begins.
             assert (STEPS.rose - before > num_new_tokens) == (wanted is not is_never), STEPS
-            assert preemptions() == 0
-        manager = scheduler_of(llm).kv_cache_manager.manager
+            assert not preempted
+        manager = manager_of(llm)
         manager.check_integrity()
         # What windows have passed stays to be found until it is needed.
         assert manager.usage == 0.0 and manager.stats.evictions > 0
@@ -494,34 +455,20 @@ def memory_while_decoding(llm: Any, num_steps: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("model", "num_steps"),
-    [("GPT-2", 100_000), ("Qwen3", 10_000), ("Llama", 10_000), ("gpt-oss", 10_000)],
+    ("model", "num_steps"), [("GPT-2", 100_000), ("Qwen3", 10_000), ("Llama", 10_000), ("gpt-oss", 10_000)]
 )
 def test_a_long_day(
-    make_engine: MakeEngine,
-    tiny_model_path: Path,
-    tmp_path: Path,
-    replay_when: Callable[[Callable[[int], bool]], None],
-    model: str,
-    num_steps: int,
+    make_replaying: MakeReplaying, replay_when: ReplayWhen, model: str, num_steps: int
 ) -> None:
     """10,000 requests say the same to the bit whether steps alternate or not; then memory does not grow."""
     num_requests = 10_000
-    kind, graphs = MODELS[model]
-    path = tiny_model_path if kind == "GPT-2" else WRITERS[kind](tmp_path)
     prompts = [prompt for prompt in parity_prompts(VOCAB_SIZE) if len(prompt) > 100]
-    options: dict[str, Any] = {
-        "dtype": half_dtype(model),
-        "num_gpu_blocks_override": scaled_blocks(model, 90),
-        "max_num_seqs": 48,
-        **graphs,
-    }
-    with make_engine(model=str(path), enforce_eager=False, **options, **GPU_MEMORY) as llm:
+    with make_replaying(model, num_gpu_blocks_override=scaled_blocks(model, 90)) as llm:
         check_groups(llm, model)
         scheduler = scheduler_of(llm)
         # A grammar that is ready at some time decides at which step its request comes.
         scheduler.structured_output_manager._use_async_grammar_compilation = False
-        preemptions = count_preemptions(scheduler)
+        preempted = count_preemptions(scheduler)
         answers = []
         for wanted in (is_never, is_random(4)):
             replay_when(wanted)
@@ -532,7 +479,7 @@ def test_a_long_day(
         manager = scheduler.kv_cache_manager.manager
         manager.check_integrity()
         assert manager.usage == 0.0
-        assert preemptions() > 5 and min(manager.stats.clones, manager.stats.evictions) > 1000
+        assert len(preempted) > 5 and min(manager.stats.clones, manager.stats.evictions) > 1000
         different = [name for name, answer in answers[1].items() if answer != answers[0].get(name)]
         assert different == [] and len(answers[0]) == len(answers[1]) > 0.9 * num_requests
         replay_when(lambda _: True)
@@ -549,18 +496,11 @@ def test_new_weights_speak_in_replayed_steps(make_engine: MakeEngine, tmp_path: 
     old, new = write(tmp_path / "old"), write(tmp_path / "new", seed=1)
     prompts = parity_prompts(VOCAB_SIZE)[:16]
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    options: dict[str, Any] = {
-        "dtype": "float16",
-        "enforce_eager": False,
-        **graphs,
-        **GPU_MEMORY,
-    }
+    options: dict[str, Any] = {"dtype": "float16", "enforce_eager": False, **graphs, **GPU_MEMORY}
 
     def run(llm: Any) -> list[Any]:
         before = STEPS.rose
-        answers = [
-            output.outputs[0].token_ids for output in llm.generate(inputs_of(prompts), params, use_tqdm=False)
-        ]
+        answers = [output.outputs[0].token_ids for output in generate(llm, prompts, params)]
         assert STEPS.rose > before, STEPS
         return answers
 
@@ -582,9 +522,9 @@ def test_steps_with_a_grammar_are_vllms(make_engine: MakeEngine, tiny_model_path
     params = [bound if index % 3 == 0 else plain for index in range(len(prompts))]
     with make_engine(enforce_eager=False, compilation_config=GRAPHS, **GPU_MEMORY) as llm:
         before = STEPS.vllm.get("structured output", 0)
-        outputs = llm.generate(inputs_of(prompts), params, use_tqdm=False)
+        outputs = generate(llm, prompts, params)
         assert STEPS.vllm.get("structured output", 0) > before
-        alone = llm.generate(inputs_of(prompts), [plain] * len(prompts), use_tqdm=False)
+        alone = generate(llm, prompts, [plain] * len(prompts))
     for index, (output, free) in enumerate(zip(outputs, alone, strict=True)):
         if index % 3 == 0:
             # The prompt's last bytes may be no whole character yet.
@@ -599,7 +539,7 @@ def test_switched_off_nothing_is_replayed(make_engine: MakeEngine) -> None:
     options = {"additional_config": {"rose": {"step_graph": False}}, "compilation_config": GRAPHS}
     with make_engine(enforce_eager=False, **options, **GPU_MEMORY) as llm:
         before = (STEPS.rose, dict(STEPS.vllm))
-        llm.generate(inputs_of(prompts), params, use_tqdm=False)
+        generate(llm, prompts, params)
         assert (STEPS.rose, STEPS.vllm) == before
 
 
@@ -614,7 +554,7 @@ def test_memory_does_not_grow(make_engine: MakeEngine) -> None:
         sizes = []
         # A round has about 160 steps.
         for _ in range(max(NUM_STEPS // 160, 12)):
-            llm.generate(inputs_of(prompts), params, use_tqdm=False)
+            generate(llm, prompts, params)
             torch.cuda.synchronize()
             sizes.append(
                 (torch.cuda.memory_allocated(), torch.cuda.host_memory_stats()["allocated_bytes.current"])

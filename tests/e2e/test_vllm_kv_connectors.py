@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from tests.e2e.conftest import MakeEngine
-from tests.e2e.test_vllm_features import assert_greedy, inputs_of, scheduler_of
 from tests.support.half_precision import mixed_prompts
 from tests.support.reference_generation import (
     NUM_NEW_TOKENS,
@@ -23,9 +21,9 @@ from tests.support.reference_generation import (
     tie_free_case,
 )
 from tests.support.stepped_engine import overlap_steps_on_cpu
+from tests.support.vllm_engines import assert_greedy, files_below, generate, manager_of, metrics_of
 
 BLOCK_SIZE = 16
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
 
 
 class HostCopies(OffloadingWorker):
@@ -75,11 +73,11 @@ def test_offloaded_blocks_come_back(
     options = {"max_num_batched_tokens": 500, "num_gpu_blocks_override": 200}
     with make_engine(kv_offloading_size=1.0, disable_log_stats=False, **options) as llm:
         for _ in range(3):
-            assert_greedy(llm.generate(inputs_of(prompts), GREEDY, use_tqdm=False), reference)
+            assert_greedy(generate(llm, prompts), reference)
             assert llm.reset_prefix_cache()
-        hits = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+        hits = metrics_of(llm)
         assert hits["vllm:external_prefix_cache_hits"] > 1000
-        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
+        manager_of(llm).check_integrity()
 
 
 def test_as_many_blocks_move_as_behind_vllms_own_block_manager(
@@ -102,7 +100,7 @@ def test_as_many_blocks_move_as_behind_vllms_own_block_manager(
             # share no head: whether one waits for another is up to the block manager.
             for turn in range(3):
                 for together in (prompts[:40:2], *([prompt] for prompt in prompts[turn : 40 + turn : 3])):
-                    llm.generate(inputs_of(together), GREEDY, use_tqdm=False)
+                    generate(llm, together)
                     counts.append((workers[0].num_stored, workers[0].num_loaded))
                 assert llm.reset_prefix_cache()
         moved.append(counts)
@@ -116,12 +114,6 @@ def prompts_for_files(model_path: Path) -> tuple[Prompts, GreedyReference]:
     long = [index for index, prompt in enumerate(prompts) if len(prompt) > 1]
     tokens, leads = (tuple(each[index] for index in long) for each in (reference.token_ids, reference.leads))
     return tuple(prompts[index] for index in long), GreedyReference(tokens, leads)
-
-
-def files_below(path: Path, role: str = "kv_both") -> KVTransferConfig:
-    """Return the configuration of ``ExampleConnector``, which keeps K/V in files."""
-    extra = {"shared_storage_path": str(path)}
-    return KVTransferConfig(kv_connector="ExampleConnector", kv_role=role, kv_connector_extra_config=extra)
 
 
 @pytest.mark.parametrize("steps", ["awaited", "overlapped"])
@@ -141,14 +133,14 @@ def test_prompts_are_loaded_after_a_reset(
     with make_engine(
         kv_transfer_config=connector, max_num_batched_tokens=num_tokens, max_num_seqs=256
     ) as llm:
-        assert_greedy(llm.generate(inputs_of(prompts), GREEDY, use_tqdm=False), reference)
+        assert_greedy(generate(llm, prompts), reference)
         num_files = len(list(tmp_path.glob("*/*.safetensors")))
         assert num_files > 0
         for _ in range(2):
             assert llm.reset_prefix_cache()
-            outputs = llm.generate(inputs_of(prompts), GREEDY, use_tqdm=False)
+            outputs = generate(llm, prompts)
             assert_greedy(outputs, reference)
-        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
+        manager_of(llm).check_integrity()
     # All that it has of a prompt came from the files: blocks before the last two tokens. Nothing new went there.
     assert [output.num_cached_tokens for output in outputs] == [
         (len(prompt) - 2) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts
@@ -164,14 +156,14 @@ def test_one_engine_decodes_what_another_wrote_to_shared_storage(
     decode = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True, logprobs=0)
     options = {"max_num_batched_tokens": sum(map(len, prompts)), "max_num_seqs": 256}
     with make_engine(**options) as llm:
-        alone = llm.generate(inputs_of(prompts), decode, use_tqdm=False)
+        alone = generate(llm, prompts, decode)
     with make_engine(kv_transfer_config=files_below(tmp_path, "kv_producer"), **options) as llm:
-        llm.generate(inputs_of(prompts), prefill, use_tqdm=False)
+        generate(llm, prompts, prefill)
     num_files = len(list(tmp_path.glob("*/*.safetensors")))
     assert num_files > 0
     with make_engine(kv_transfer_config=files_below(tmp_path, "kv_consumer"), **options) as llm:
-        outputs = llm.generate(inputs_of(prompts), decode, use_tqdm=False)
-        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
+        outputs = generate(llm, prompts, decode)
+        manager_of(llm).check_integrity()
     assert_greedy(outputs, reference)
     # Its own cache was empty: blocks before the last two tokens came from the files.
     assert [output.num_cached_tokens for output in outputs] == [

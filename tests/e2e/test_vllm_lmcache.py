@@ -21,10 +21,10 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 
 from tests.e2e.conftest import MakeEngine
-from tests.e2e.test_vllm_features import assert_greedy, inputs_of, scheduler_of
 from tests.support.half_precision import mixed_prompts
 from tests.support.reference_generation import NUM_NEW_TOKENS, tie_free_case
 from tests.support.stepped_engine import overlap_steps_on_cpu
+from tests.support.vllm_engines import assert_greedy, generate, manager_of, scheduler_of
 from tests.support.vllm_server import free_port
 
 pytestmark = pytest.mark.skipif(
@@ -113,7 +113,7 @@ def test_prompts_come_back_from_the_server(
     ):
         scheduler, moved = scheduler_of(llm), Moved(monkeypatch)
         for _ in range(3):
-            assert_greedy(llm.generate(inputs_of(prompts), GREEDY, use_tqdm=False), reference)
+            assert_greedy(generate(llm, prompts, GREEDY), reference)
             finish_stores(llm)
             scheduler.kv_cache_manager.manager.check_integrity()
             assert llm.reset_prefix_cache()
@@ -144,7 +144,7 @@ def test_as_many_tokens_move_as_behind_vllms_own_block_manager(
             for turn in range(3):
                 # One after the other: what those that come together find depends on how fast the server answers.
                 for prompt in prompts[turn : 40 + turn : 2]:
-                    llm.generate(inputs_of([prompt]), GREEDY, use_tqdm=False)
+                    generate(llm, [prompt], GREEDY)
                     finish_stores(llm)
                     counts.append((counter.num_stored, counter.num_loaded))
                 assert llm.reset_prefix_cache()
@@ -172,13 +172,13 @@ def test_what_failed_to_load_is_computed(
     with lmcache_server(tmp_path / "server.log") as connector:
         connector.kv_load_failure_policy = "recompute"
         with make_engine(kv_transfer_config=connector) as llm:
-            assert_greedy(llm.generate(inputs_of(prompts), GREEDY, use_tqdm=False), reference)
+            assert_greedy(generate(llm, prompts, GREEDY), reference)
             finish_stores(llm)
             assert llm.reset_prefix_cache()
             monkeypatch.setattr(worker_transfer, "scatter_cpu_to_paged_kv", fail_every_third)
             # Nothing of a failed load is found the second time.
             for _ in range(2):
-                assert_greedy(llm.generate(inputs_of(prompts), GREEDY, use_tqdm=False), reference)
+                assert_greedy(generate(llm, prompts, GREEDY), reference)
                 finish_stores(llm)
             assert num_loads >= 3
-            scheduler_of(llm).kv_cache_manager.manager.check_integrity()
+            manager_of(llm).check_integrity()

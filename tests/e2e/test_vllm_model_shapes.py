@@ -14,7 +14,6 @@ from vllm.lora.request import LoRARequest
 
 from rose_backend.vllm_plugin.kv_cache.manager import MIN_TOKENS_WORTH_COPYING
 from tests.e2e.conftest import MakeEngine
-from tests.e2e.test_vllm_features import inputs_of, scheduler_of
 from tests.support.half_precision import first_differences, judge, mixed_prompts, wrong_tokens
 from tests.support.random_checkpoints import (
     VOCAB_SIZE,
@@ -22,9 +21,9 @@ from tests.support.random_checkpoints import (
     write_random_idefics3,
     write_random_llama,
     write_random_mistral,
-    write_random_qwen3,
 )
 from tests.support.tiny_checkpoint import write_tokenizer
+from tests.support.vllm_engines import generate, inputs_of, manager_of
 
 ROUNDING = 1e-3
 """Leads that two ways of computing in float32 may see on different sides."""
@@ -57,19 +56,7 @@ def test_with_and_without_an_adapter(
         assert [output.num_cached_tokens for output in outputs] == [
             num_hits if num_hits >= MIN_TOKENS_WORTH_COPYING else 0 for num_hits in hits
         ]
-        scheduler_of(llm).kv_cache_manager.manager.check_integrity()
-
-
-def test_qwen3(make_engine: MakeEngine, tmp_path: Path) -> None:
-    model = write_random_qwen3(tmp_path)
-    prompts = mixed_prompts(VOCAB_SIZE, max_len=200)[0][:24]
-    with make_engine(model=str(model), max_num_batched_tokens=300) as llm:
-        outputs = llm.generate(inputs_of(prompts), GREEDY, use_tqdm=False)
-        judged = judge(model, prompts, [output.outputs[0].token_ids for output in outputs])
-        assert wrong_tokens(judged, ROUNDING) == []
-        manager = scheduler_of(llm).kv_cache_manager.manager
-        manager.check_integrity()
-        assert manager.stats.partial_hits > 0, manager.stats
+        manager_of(llm).check_integrity()
 
 
 def test_a_multimodal_model_without_its_other_inputs(make_engine: MakeEngine, tmp_path: Path) -> None:
@@ -78,7 +65,7 @@ def test_a_multimodal_model_without_its_other_inputs(make_engine: MakeEngine, tm
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
 
     def said(llm: Any) -> tuple[list[Any], list[list[float]]]:
-        outputs = llm.generate(inputs_of(prompts), params, use_tqdm=False)
+        outputs = generate(llm, prompts, params)
         tokens = [output.outputs[0].token_ids for output in outputs]
         leads = [
             [entry[token].logprob for entry, token in zip(o.outputs[0].logprobs, row, strict=True)]
@@ -96,7 +83,7 @@ def test_a_multimodal_model_without_its_other_inputs(make_engine: MakeEngine, tm
             assert again[0] == tokens
             for row, expected in zip(again[1], leads, strict=True):
                 assert row == pytest.approx(expected, abs=ROUNDING)
-        manager = scheduler_of(llm).kv_cache_manager.manager
+        manager = manager_of(llm)
         manager.check_integrity()
         assert manager.stats.partial_hits > 0, manager.stats
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from vllm import SamplingParams
@@ -19,44 +18,17 @@ from tests.support.reference_generation import (
     parity_prompts,
     tie_free_case,
 )
+from tests.support.vllm_engines import (
+    VOCAB_SIZE,
+    assert_greedy,
+    count_preemptions,
+    generate,
+    manager_of,
+    runner_of,
+    scheduler_of,
+)
 
-VOCAB_SIZE = 2559
-"""Of the embedded model, without the end-of-text token."""
 PLUGIN_SWITCHES = (*SWITCH_NAMES, "block_manager")
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
-
-
-def generate(llm: Any, prompts: Prompts, params: Any = GREEDY) -> list[Any]:
-    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    return list(llm.generate(inputs, params, use_tqdm=False))
-
-
-def assert_equal(outputs: list[Any], reference: GreedyReference) -> None:
-    tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    wrong = [index for index, row in enumerate(tokens) if tuple(row) != reference.token_ids[index]]
-    assert len(tokens) == len(reference.token_ids)
-    assert not wrong, [reference.explain_difference(index, tokens[index]) for index in wrong[:4]]
-
-
-def scheduler_of(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.scheduler
-
-
-def runner_of(llm: Any) -> Any:
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
-    return worker.worker.model_runner
-
-
-def count_preemptions(scheduler: Any) -> list[str]:
-    preempted: list[str] = []
-    preempt = scheduler._preempt_request
-
-    def record(request: Any, *args: Any, **kwargs: Any) -> None:
-        preempted.append(request.request_id)
-        preempt(request, *args, **kwargs)
-
-    scheduler._preempt_request = record
-    return preempted
 
 
 @pytest.fixture(scope="module")
@@ -89,18 +61,18 @@ def test_all_at_once_then_from_the_cache_then_alone(
         assert type(runner.model.transformer.h[0].attn.attn.impl) is RoseAttentionImpl
         assert type(runner.sampler.topk_topp_sampler.forward) is RoseTopKTopP
 
-        assert_equal(generate(llm, prompts), reference)
+        assert_greedy(generate(llm, prompts), reference)
         assert llm.llm_engine.engine_core.engine_core.request_block_hasher is None, "nobody reads its hashes"
         # Again: every prompt but its last token comes from the cache, to the token.
         again = generate(llm, prompts)
-        assert_equal(again, reference)
+        assert_greedy(again, reference)
         hits = [len(prompt) - 1 for prompt in prompts]
         assert [output.num_cached_tokens for output in again] == [
             num_hits if num_hits >= MIN_TOKENS_WORTH_COPYING else 0 for num_hits in hits
         ]
         assert llm.reset_prefix_cache()
         alone = [generate(llm, (prompt,))[0] for prompt in prompts]
-        assert_equal(alone, reference)
+        assert_greedy(alone, reference)
         assert alone[0].num_cached_tokens == 0
         manager = scheduler.kv_cache_manager.manager
         assert manager.usage == 0.0
@@ -112,7 +84,7 @@ def test_without_prefix_cache_in_chunks_that_split_blocks(
 ) -> None:
     with make_engine(enable_prefix_caching=False, max_num_batched_tokens=77, max_num_seqs=16) as llm:
         outputs = generate(llm, prompts)
-        assert_equal(outputs, reference)
+        assert_greedy(outputs, reference)
         assert not any(output.num_cached_tokens for output in outputs)
 
         # A seeded request whose prompt takes several chunks draws the same tokens as in one chunk.
@@ -132,9 +104,9 @@ def test_with_a_pool_too_small_for_the_load(
     # 100 blocks of 16 tokens: one and a half of the longest sequences.
     with make_engine(num_gpu_blocks_override=101, max_num_batched_tokens=300) as llm:
         preempted = count_preemptions(scheduler_of(llm))
-        assert_equal(generate(llm, prompts), reference)
+        assert_greedy(generate(llm, prompts), reference)
         assert preempted
-        manager = scheduler_of(llm).kv_cache_manager.manager
+        manager = manager_of(llm)
         assert manager.stats.evictions > 0
         manager.check_integrity()
 
@@ -143,7 +115,7 @@ def test_conversations_that_share_parts_of_blocks(
     make_engine: MakeEngine, prompts: Prompts, reference: GreedyReference, tiny_model_path: Path
 ) -> None:
     with make_engine(block_size=128, max_num_batched_tokens=500) as llm:
-        assert_equal(generate(llm, prompts), reference)
+        assert_greedy(generate(llm, prompts), reference)
         # Each next turn goes on from a different place inside the first one's answer.
         turns = tuple(
             (*prompt, *answer[: 7 * (index % 9)], 300 + index, 11, 12)
@@ -159,7 +131,7 @@ def test_conversations_that_share_parts_of_blocks(
             for output, turn in zip(outputs, turns, strict=True)
             if len(turn) - 3 >= MIN_TOKENS_WORTH_COPYING
         )
-        stats = scheduler_of(llm).kv_cache_manager.manager.stats
+        stats = manager_of(llm).stats
         assert stats.clones + stats.claims >= 40, stats
 
 
@@ -181,7 +153,7 @@ def test_every_switch_leaves_the_tokens_as_they_are(
     names = [switched_off] if switched_off in PLUGIN_SWITCHES else SWITCH_NAMES
     is_on = {name: name not in names for name in PLUGIN_SWITCHES}
     with make_engine(additional_config={"rose": dict.fromkeys(names, False)}) as llm:
-        assert_equal(generate(llm, some), expected)
+        assert_greedy(generate(llm, some), expected)
         scheduler, runner = scheduler_of(llm), runner_of(llm)
         manager, attention = scheduler.kv_cache_manager, runner.model.transformer.h[0].attn.attn
         assert (type(manager) is not KVCacheManager) == is_on["block_manager"]
@@ -209,7 +181,7 @@ def test_another_backend_runs_vllms_own_parts_only(
         assert type(runner.model) is GPT2LMHeadModel and type(runner.model.transformer) is GPT2Model
         assert runner.sampler.topk_topp_sampler.forward.__func__ is TopKTopPSampler.forward_cpu
         assert runner.model.transformer.h[0].attn.attn.backend.name == "CPU_ATTN"
-        assert_equal(
+        assert_greedy(
             generate(llm, prompts[:16]), GreedyReference(reference.token_ids[:16], reference.leads[:16])
         )
         assert llm.llm_engine.engine_core.engine_core.request_block_hasher is not None

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from rose_backend.vllm_plugin.plugin_logger import SAMPLES
-from tests.e2e.conftest import MakeEngine
+from tests.e2e.conftest import GPU_MEMORY, MakeEngine
 from tests.support.reference_generation import reference_logits, tie_free_answer
 from tests.support.stepped_engine import SteppedEngine, overlap_steps_on_cpu, tokens_of
+from tests.support.vllm_engines import random_tokens
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
 ENGINE_OPTIONS: dict[str, Any] = {
@@ -28,11 +28,20 @@ ENGINE_OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def shared_engine(make_engine: MakeEngine) -> Iterator[SteppedEngine]:
+RUNNERS = [
+    pytest.param(None, id="CPU"),
+    pytest.param("V2", marks=pytest.mark.gpu),
+    pytest.param("V1", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(scope="module", params=RUNNERS)
+def shared_engine(make_engine: MakeEngine, request: pytest.FixtureRequest) -> Iterator[SteppedEngine]:
     with pytest.MonkeyPatch.context() as environment:
-        overlap_steps_on_cpu(environment)
-        with make_engine(**ENGINE_OPTIONS) as llm:
+        options = GPU_MEMORY if request.param else {}
+        if not request.param:
+            overlap_steps_on_cpu(environment)
+        with make_engine(runner=request.param, **ENGINE_OPTIONS, **options) as llm:
             yield SteppedEngine(llm)
 
 
@@ -41,10 +50,6 @@ def engine(shared_engine: SteppedEngine) -> SteppedEngine:
     """Return the engine with an empty prefix cache."""
     assert shared_engine.llm.reset_prefix_cache()
     return shared_engine
-
-
-def random_tokens(length: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(1, 2559, length).tolist()
 
 
 def test_several_completions_are_single_runs(engine: SteppedEngine) -> None:
@@ -270,11 +275,12 @@ def test_rose_draws_for_every_kind_of_request_the_same_in_any_batch(engine: Step
     assert not set(tokens_of(together["min tokens"])[:8]) & set(range(300, 400))
 
 
-def test_a_client_is_told_of_whole_blocks(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("options", [{}, pytest.param(GPU_MEMORY, marks=pytest.mark.gpu)], ids=["CPU", "GPU"])
+def test_a_client_is_told_of_whole_blocks(make_engine: MakeEngine, options: dict[str, Any]) -> None:
     prompt = random_tokens(50, seed=21)
     guess = [*prompt[:37], 5, 6]
     told = []
-    with make_engine(additional_config={"rose": {"exact_cached_tokens": False}}) as llm:
+    with make_engine(additional_config={"rose": {"exact_cached_tokens": False}}, **options) as llm:
         engine = SteppedEngine(llm)
         for tokens, salt in (
             (prompt, None),

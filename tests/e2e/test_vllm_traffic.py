@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from vllm import SamplingParams
 
@@ -18,6 +17,7 @@ from tests.support.pressure_case import PressureCase, pressure_case
 from tests.support.random_traffic import LOST_BY_RESETS, plan_visits, spend_day, wrong_outputs
 from tests.support.reference_generation import tie_free_answer
 from tests.support.stepped_engine import SteppedEngine, overlap_steps_on_cpu, tokens_of
+from tests.support.vllm_engines import random_tokens
 
 AnswerTo = Callable[..., tuple[int, ...]]
 
@@ -58,10 +58,6 @@ def engine(shared_engine: SteppedEngine) -> SteppedEngine:
 @pytest.fixture(scope="module")
 def case(tiny_model_path: Path) -> PressureCase:
     return pressure_case(tiny_model_path, vocab_size=2559)
-
-
-def random_tokens(length: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(1, 2559, length).tolist()
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from rose_backend import kernels
 from rose_backend.kernels import embed_tokens
 from rose_backend.kernels.arguments import SamplingTensors, row_moments
 from rose_backend.kernels.decode_step.ops import advance_rows, end_steady_decode, write_block_ids
-from tests.support import attention_calls
 from tests.support.decode_steps import make_case, random_writes
 from tests.support.expert_cases import make_case as make_experts
 from tests.support.paged_inputs import PagedInputs, build_paged_inputs
@@ -51,19 +50,7 @@ def attention(
     def run(device: str) -> list[torch.Tensor]:
         inputs = moved(build_paged_inputs(lengths, query_lens, layout="vllm", **shape), device)
         out = torch.zeros_like(inputs.query)
-        arguments = {
-            "query": inputs.query,
-            "new_key": inputs.new_key,
-            "new_value": inputs.new_value,
-            "key_cache": inputs.key_cache,
-            "value_cache": inputs.value_cache,
-            "block_table": inputs.block_table,
-            "num_computed_tokens": inputs.num_computed_tokens,
-            "out": out,
-        }
-        options = kernels.AttentionOptions(
-            inputs.query.shape[-1] ** -0.5, key_scale=inputs.key_scale, value_scale=inputs.value_scale
-        )
+        options = inputs.options()
         if masked:
             per_head = torch.linspace(-1, 1, inputs.query.shape[1]).to(device)
             options = replace(
@@ -73,17 +60,13 @@ def attention(
                 sliding_window=133,
                 logits_soft_cap=2.0,
             )
-        if query_lens is not None:
-            arguments["query_start_loc"] = inputs.query_start_loc
+        tokens = inputs.query, inputs.new_tokens()
         if prefill:
-            attention_calls.paged_prefill(**arguments, options=options)
+            kernels.paged_prefill(*tokens, inputs.kv(1), options=options, out=out)
         else:
-            sizes = {"max_query_len": max(query_lens or [1]), "options": options}
-            shared = ("block_table", "num_computed_tokens", "key_cache", "query_start_loc")
-            plan = attention_calls.plan_paged_decode(
-                **{name: arguments[name] for name in shared if name in arguments}, **sizes
-            )
-            attention_calls.paged_decode(**arguments, **sizes, plan=plan)
+            kv = inputs.kv(None if query_lens is None else max(query_lens))
+            plan = kernels.plan_paged_decode(kv, options=options)
+            kernels.paged_decode(*tokens, kv, options=options, out=out, plan=plan)
         return [out, inputs.storage]
 
     return run
@@ -103,18 +86,9 @@ def overlapped_decode(lengths: list[int]) -> Case:
         projected = kernels.small_batch_linear(hidden, layer).view(len(lengths), 36, 64)
         query, key, value = projected.split(12, dim=1)
         out = torch.zeros_like(inputs.query)
-        attention_calls.paged_decode(
-            query,
-            key,
-            value,
-            inputs.key_cache,
-            inputs.value_cache,
-            inputs.block_table,
-            inputs.num_computed_tokens,
-            options=kernels.AttentionOptions(0.125),
-            out=out,
-            overlap=True,
-        )
+        options = kernels.AttentionOptions(0.125)
+        new = kernels.NewTokens(key, value)
+        kernels.paged_decode(query, new, inputs.kv(), options=options, out=out, overlap=True)
         return [out, inputs.storage]
 
     return run

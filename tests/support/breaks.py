@@ -46,8 +46,8 @@ WAVES = (3, 5, 8)
 # Folders and files with the tests of a room, the narrowest first.
 TESTS = {
     "block_manager": ("block_manager", "conformance/block_manager", "engine", "vllm_plugin"),
-    "block_view": ("block_view", "test_cli_blocks.py"),
-    "cli": ("test_cli.py", "test_cli_blocks.py", "engine", "server", "test_docs.py", "block_view"),
+    "block_view": ("block_view", "test_cli.py"),
+    "cli": ("test_cli.py", "engine", "server", "test_docs.py", "block_view"),
     "compile_ahead": ("compile_ahead", "kernels", "engine", "vllm_plugin"),
     "engine": ("engine", "server", "models"),
     "kernels": ("kernels", "conformance/attention", "engine", "models"),

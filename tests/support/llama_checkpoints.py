@@ -28,7 +28,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from tests.support.tiny_checkpoint import write_tokenizer
+from tests.support.tiny_checkpoint import save_random, write_tokenizer
 
 VOCAB_SIZE = 500
 WINDOW = 1024
@@ -101,13 +101,7 @@ def write_checkpoint(
     end_of_text = write_tokenizer(path, vocab_size=VOCAB_SIZE, model_max_length=WINDOW)
     model_class, config_class, fields = CASES[case]
     config = config_class(**{**_SIZES, "eos_token_id": end_of_text, **fields, **changes})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = model_class(config).eval()
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                parameter.data.normal_(0.0 if name.endswith("bias") else 1.0, 0.1)
-    model.to(dtype).save_pretrained(path)
+    save_random(model_class, config, path, seed, dtype)
     return path
 
 

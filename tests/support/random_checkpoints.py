@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -41,14 +42,16 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from tests.support.tiny_checkpoint import write_random_gpt2_124m, write_tokenizer
+from tests.support.tiny_checkpoint import save_random, write_random_gpt2_124m, write_tokenizer
 
 VOCAB_SIZE = 4096
 MAX_MODEL_LEN = 2048
 SLIDING_WINDOW = 40
 """Tokens that windowed layers attend to. It begins inside a block of 16 more often than not."""
 LORA_MODULES = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("down_proj",)}
-_SMALL = {
+Writer = Callable[..., Path]
+"""Writes a checkpoint to a path, and returns it; may be given a seed."""
+_SMALL: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": MAX_MODEL_LEN,
     "hidden_size": 256,
@@ -60,37 +63,173 @@ _SMALL = {
 }
 
 
-def write_random_llama(path: str | Path, seed: int = 0) -> Path:
-    """Write a checkpoint as Llama's: rotary positions, RMSNorm, 8 query heads of 64 on 2 K/V heads, 4 layers."""
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=MAX_MODEL_LEN,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        initializer_range=0.05,
-        tie_word_embeddings=False,
-    )
-    return write_random(LlamaForCausalLM, config, Path(path), seed)
+_WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4}
+_CONV, _FULL, _LINEAR, _MAMBA, _SLIDING = (
+    "conv",
+    "full_attention",
+    "linear_attention",
+    "mamba",
+    "sliding_attention",
+)
+_WITHOUT_HEAD_DIM = {name: size for name, size in _SMALL.items() if name != "head_dim"}
+_DELTA_NETS = {
+    "head_dim": 256,
+    "num_hidden_layers": 4,
+    "layer_types": [_LINEAR, _LINEAR, _LINEAR, _FULL],
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 
 
-def write_random_qwen3(path: str | Path, seed: int = 0) -> Path:
-    """Write a checkpoint as Qwen3's: queries and keys normed, 4 query heads of 128 on 2 K/V heads, 4 layers."""
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=MAX_MODEL_LEN,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=128,
-        initializer_range=0.05,
-        tie_word_embeddings=True,
-    )
-    return write_random(Qwen3ForCausalLM, config, Path(path), seed)
+def _writer(
+    model_class: type[PreTrainedModel],
+    config_class: Callable[..., PreTrainedConfig],
+    fields: dict[str, Any],
+    dtype: torch.dtype = torch.float16,
+) -> Writer:
+    def write(path: str | Path, seed: int = 0) -> Path:
+        return write_random(model_class, config_class(**fields), Path(path), seed, dtype)
+
+    return write
+
+
+# As Llama's: rotary positions, RMSNorm, 8 query heads of 64 on 2 K/V heads.
+write_random_llama = _writer(
+    LlamaForCausalLM,
+    LlamaConfig,
+    _WITHOUT_HEAD_DIM | _WIDE | {"num_attention_heads": 8, "tie_word_embeddings": False},
+)
+# As Qwen3's: queries and keys normed, 4 query heads of 128 on 2 K/V heads.
+write_random_qwen3 = _writer(
+    Qwen3ForCausalLM, Qwen3Config, _SMALL | _WIDE | {"head_dim": 128, "tie_word_embeddings": True}
+)
+# As Mistral 7B v0.1's: a Llama of 3 layers, all of them with a sliding window.
+write_random_mistral = _writer(
+    MistralForCausalLM, MistralConfig, _SMALL | {"num_hidden_layers": 3, "sliding_window": SLIDING_WINDOW}
+)
+# As Gemma 3's for text: one of 4 layers has no window, and turns by another frequency.
+write_random_gemma3 = _writer(
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    _SMALL
+    | {
+        "num_hidden_layers": 4,
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING],
+        "query_pre_attn_scalar": 64,
+    },
+)
+# As Gemma 4's for text: one of 4 layers has no window, and heads of 512 instead of 64.
+write_random_gemma4 = _writer(
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    _SMALL
+    | {
+        "num_hidden_layers": 4,
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": [_SLIDING, _SLIDING, _SLIDING, _FULL],
+        "global_head_dim": 512,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+    },
+)
+_GPT_OSS = {"num_hidden_layers": 4, "sliding_window": SLIDING_WINDOW, "num_local_experts": 4}
+# As gpt-oss': every other of 4 layers has a window, all have sinks; 2 of 4 experts a token.
+write_random_gpt_oss = _writer(
+    GptOssForCausalLM, GptOssConfig, _SMALL | _GPT_OSS | {"num_experts_per_tok": 2}
+)
+# 4 layers with the shapes of Gemma 3 4B's text model, one without a window. vLLM refuses it in float16.
+write_random_gemma3_4b = _writer(
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    _SMALL
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "num_hidden_layers": 4,
+        "sliding_window": 1024,
+        "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING],
+        "initializer_range": 0.03,
+    },
+    torch.bfloat16,
+)
+# 4 layers with the shapes of gpt-oss 20B's, but for its experts. In bfloat16, as FlashAttention's sinks are. Each token
+# takes all of 4 experts: where it takes some of many, rounding decides which, and half precision cannot be held to
+# float32.
+write_random_gpt_oss_20b = _writer(
+    GptOssForCausalLM,
+    GptOssConfig,
+    _SMALL
+    | _GPT_OSS
+    | {
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "sliding_window": 128,
+        "num_experts_per_tok": 4,
+        "initializer_range": 0.02,
+    },
+    torch.bfloat16,
+)
+# As LFM2's: two of six layers attend, the others convolve over three tokens.
+write_random_lfm2 = _writer(
+    Lfm2ForCausalLM,
+    Lfm2Config,
+    _WITHOUT_HEAD_DIM
+    | {
+        "num_hidden_layers": 6,
+        "layer_types": [_CONV, _FULL, _CONV, _CONV, _FULL, _CONV],
+        "conv_L_cache": 3,
+        "block_multiple_of": 16,
+        "block_ffn_dim_multiplier": 1.0,
+        # vLLM reads these, as the published checkpoints have them.
+        **dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), _SMALL["hidden_size"]),
+    },
+)
+# As Granite 4 H's: one of four layers attends, the others are Mamba 2 with 8 heads.
+write_random_granite_hybrid = _writer(
+    GraniteMoeHybridForCausalLM,
+    GraniteMoeHybridConfig,
+    _WITHOUT_HEAD_DIM
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": [_MAMBA, _MAMBA, "attention", _MAMBA],
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 512,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+        "mamba_d_state": 32,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 64,
+        "mamba_expand": 2,
+        "attention_multiplier": 0.125,
+        "position_embedding_type": "rope",
+    },
+)
+# As Qwen3.5's for text: one of four layers attends, the others are gated delta nets.
+write_random_qwen3_5 = _writer(Qwen3_5ForCausalLM, Qwen3_5TextConfig, _SMALL | _DELTA_NETS, torch.bfloat16)
+# As Qwen3-Next's: layers as Qwen3.5's, and experts.
+write_random_qwen3_next = _writer(
+    Qwen3NextForCausalLM,
+    Qwen3NextConfig,
+    _SMALL
+    | _DELTA_NETS
+    | {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+    },
+    torch.bfloat16,
+)
 
 
 def write_random_idefics3(path: str | Path, seed: int = 0) -> Path:
@@ -122,174 +261,12 @@ def write_random_idefics3(path: str | Path, seed: int = 0) -> Path:
     return write_random(Idefics3ForConditionalGeneration, config, Path(path), seed)
 
 
-def write_random_mistral(path: str | Path, seed: int = 0) -> Path:
-    """Write a checkpoint as Mistral 7B v0.1's: a Llama of 3 layers, all of them with a sliding window."""
-    config = MistralConfig(**_SMALL, num_hidden_layers=3, sliding_window=SLIDING_WINDOW)
-    return write_random(MistralForCausalLM, config, Path(path), seed)
-
-
-def write_random_gemma3(path: str | Path, seed: int = 0) -> Path:
-    """Write a checkpoint as Gemma 3's for text: one of 4 layers has no window, and turns by another frequency."""
-    sliding, full = "sliding_attention", "full_attention"
-    config = Gemma3TextConfig(
-        **_SMALL,
-        num_hidden_layers=4,
-        sliding_window=SLIDING_WINDOW,
-        layer_types=[sliding, sliding, full, sliding],
-        query_pre_attn_scalar=64,
-    )
-    return write_random(Gemma3ForCausalLM, config, Path(path), seed)
-
-
-def write_random_gemma4(path: str | Path, seed: int = 0) -> Path:
-    """Write a checkpoint as Gemma 4's for text: one of 4 layers has no window, and heads of 512 instead of 64."""
-    sliding, full = "sliding_attention", "full_attention"
-    config = Gemma4TextConfig(
-        **_SMALL,
-        num_hidden_layers=4,
-        sliding_window=SLIDING_WINDOW,
-        layer_types=[sliding, sliding, sliding, full],
-        global_head_dim=512,
-        num_kv_shared_layers=0,
-        hidden_size_per_layer_input=0,
-    )
-    return write_random(Gemma4ForCausalLM, config, Path(path), seed)
-
-
-def write_random_gpt_oss(path: str | Path, seed: int = 0) -> Path:
-    """Write a checkpoint as gpt-oss': every other of 4 layers has a window, all have sinks; 2 of 4 experts a token."""
-    config = GptOssConfig(
-        **_SMALL,
-        num_hidden_layers=4,
-        sliding_window=SLIDING_WINDOW,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    )
-    return write_random(GptOssForCausalLM, config, Path(path), seed)
-
-
-def write_random_gemma3_4b(path: str | Path, seed: int = 0) -> Path:
-    """Write 4 layers with the shapes of Gemma 3 4B's text model, one without a window. vLLM refuses it in float16."""
-    sliding, full = "sliding_attention", "full_attention"
-    config = Gemma3TextConfig(
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=MAX_MODEL_LEN,
-        hidden_size=2560,
-        intermediate_size=10240,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=256,
-        query_pre_attn_scalar=256,
-        num_hidden_layers=4,
-        sliding_window=1024,
-        layer_types=[sliding, sliding, full, sliding],
-        initializer_range=0.03,
-    )
-    return write_random(Gemma3ForCausalLM, config, Path(path), seed, dtype=torch.bfloat16)
-
-
-def write_random_gpt_oss_20b(path: str | Path, seed: int = 0) -> Path:
-    """Write 4 layers with the shapes of gpt-oss 20B's, but for its experts. In bfloat16, as FlashAttention's sinks are.
-
-    Each token takes all of 4 experts: where it takes some of many, rounding decides which, and half precision cannot be
-    held to float32.
-    """
-    config = GptOssConfig(
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=MAX_MODEL_LEN,
-        hidden_size=2880,
-        intermediate_size=2880,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=64,
-        num_hidden_layers=4,
-        sliding_window=128,
-        num_local_experts=4,
-        num_experts_per_tok=4,
-        initializer_range=0.02,
-    )
-    return write_random(GptOssForCausalLM, config, Path(path), seed, dtype=torch.bfloat16)
-
-
-def write_random_lfm2(path: str | Path, seed: int = 0) -> Path:
-    """Write a checkpoint as LFM2's: two of six layers attend, the others convolve over three tokens."""
-    conv, full = "conv", "full_attention"
-    config = Lfm2Config(
-        **{key: value for key, value in _SMALL.items() if key != "head_dim"},
-        num_hidden_layers=6,
-        layer_types=[conv, full, conv, conv, full, conv],
-        conv_L_cache=3,
-        block_multiple_of=16,
-        block_ffn_dim_multiplier=1.0,
-        # vLLM reads these, as the published checkpoints have them.
-        block_dim=_SMALL["hidden_size"],
-        conv_dim=_SMALL["hidden_size"],
-        conv_dim_out=_SMALL["hidden_size"],
-    )
-    return write_random(Lfm2ForCausalLM, config, Path(path), seed)
-
-
-def write_random_granite_hybrid(path: str | Path, seed: int = 0) -> Path:
-    """Write a checkpoint as Granite 4 H's: one of four layers attends, the others are Mamba 2 with 8 heads."""
-    config = GraniteMoeHybridConfig(
-        **{key: value for key, value in _SMALL.items() if key != "head_dim"},
-        num_hidden_layers=4,
-        layer_types=["mamba", "mamba", "attention", "mamba"],
-        num_local_experts=0,
-        num_experts_per_tok=0,
-        shared_intermediate_size=512,
-        mamba_n_heads=8,
-        mamba_d_head=64,
-        mamba_d_state=32,
-        mamba_n_groups=1,
-        mamba_chunk_size=64,
-        mamba_expand=2,
-        attention_multiplier=0.125,
-        position_embedding_type="rope",
-    )
-    return write_random(GraniteMoeHybridForCausalLM, config, Path(path), seed)
-
-
-def write_random_qwen3_5(path: str | Path, seed: int = 0) -> Path:
-    """Write a checkpoint as Qwen3.5's for text: one of four layers attends, the others are gated delta nets."""
-    linear = "linear_attention"
-    config = Qwen3_5TextConfig(
-        **_SMALL | {"head_dim": 256},
-        num_hidden_layers=4,
-        layer_types=[linear, linear, linear, "full_attention"],
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-    )
-    return write_random(Qwen3_5ForCausalLM, config, Path(path), seed, dtype=torch.bfloat16)
-
-
-def write_random_qwen3_next(path: str | Path, seed: int = 0) -> Path:
-    """Write a checkpoint as Qwen3-Next's: layers as Qwen3.5's, and experts."""
-    linear = "linear_attention"
-    config = Qwen3NextConfig(
-        **_SMALL | {"head_dim": 256},
-        num_hidden_layers=4,
-        layer_types=[linear, linear, linear, "full_attention"],
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=128,
-        shared_expert_intermediate_size=128,
-    )
-    return write_random(Qwen3NextForCausalLM, config, Path(path), seed, dtype=torch.bfloat16)
-
-
 def write_random_gpt2_124m_half(path: str | Path) -> Path:
     """Write a checkpoint with the shapes of GPT-2 124M."""
     return write_random_gpt2_124m(path, dtype=torch.float16)
 
 
-WRITERS: dict[str, Callable[[Path], Path]] = {
+WRITERS: dict[str, Writer] = {
     "GPT-2": write_random_gpt2_124m_half,
     "Llama": write_random_llama,
     "Qwen3": write_random_qwen3,
@@ -307,17 +284,7 @@ def write_random(
     path.mkdir(parents=True, exist_ok=True)
     end_of_text_id = write_tokenizer(path, vocab_size=VOCAB_SIZE, model_max_length=MAX_MODEL_LEN)
     config.bos_token_id = config.eos_token_id = end_of_text_id
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = model_class(config).eval()
-        for name, parameter in model.named_parameters():
-            # They start at 0 or 1, which would hide one that is forgotten or swapped.
-            if name.endswith("bias"):
-                parameter.data.normal_(0.0, 0.1)
-            elif parameter.ndim == 1:
-                parameter.data.normal_(1.0, 0.1)
-    model.generation_config.eos_token_id = end_of_text_id
-    model.to(dtype).save_pretrained(path)
+    save_random(model_class, config, path, seed, dtype)
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,6 +96,25 @@ class SteppedEngine:
             self.add(f"generate-{index}", prompt, one)
         outputs = self.drain()
         return [outputs[f"generate-{index}"] for index in range(len(prompts))]
+
+    def come_and_go(self, prompts: Sequence[Any], params: Any, seed: int) -> dict[int, Any]:
+        """Serve prompts that arrive between steps, abort some at random, and preempt all once by a reset.
+
+        Returns:
+            The outputs of those that finished, by their index; an aborted one has said something, or nothing.
+        """
+        choose = random.Random(seed)
+        for index, prompt in enumerate(prompts):
+            self.add(f"{index}", prompt, params)
+            if choose.random() < 0.3:
+                self.step()
+            if choose.random() < 0.1:
+                self.abort(f"{choose.randrange(max(index - 20, 0), index + 1)}")
+            if index == 3 * len(prompts) // 5:
+                assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        finished = {int(name): output for name, output in self.drain().items() if output.finished}
+        assert 3 * len(prompts) // 4 < len(finished) < len(prompts)
+        return finished
 
     def row_of(self, name: str) -> int:
         """Return the row of the block manager that a running request holds."""

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import torch
 from tokenizers import ByteLevelBPETokenizer
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -62,12 +68,7 @@ def write_random_gpt2(
         eos_token_id=end_of_text_id,
         tie_word_embeddings=tie_word_embeddings,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = GPT2LMHeadModel(config).eval()
-        _randomise_vectors(model)
-    model.generation_config.eos_token_id = end_of_text_id
-    model.to(dtype).save_pretrained(path)
+    save_random(GPT2LMHeadModel, config, path, seed, dtype)
     return path
 
 
@@ -108,9 +109,18 @@ def write_tokenizer(path: Path, *, vocab_size: int, model_max_length: int) -> in
     return int(tokenizer.eos_token_id)
 
 
-def _randomise_vectors(model: GPT2LMHeadModel) -> None:
-    # transformers starts biases at 0 and LayerNorm at (1, 0), which would hide a forgotten or swapped vector.
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            centre = 1.0 if "ln_" in name and name.endswith("weight") else 0.0
-            parameter.data.normal_(centre, 0.1)
+def save_random(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, path: Path, seed: int, dtype: torch.dtype
+) -> None:
+    """Save random weights of a model; norms and biases, too, are drawn."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config).eval()
+        for name, parameter in model.named_parameters():
+            # transformers starts them at 0 or 1, which would hide one that is forgotten or swapped.
+            if name.endswith("bias"):
+                parameter.data.normal_(0.0, 0.1)
+            elif parameter.ndim == 1:
+                parameter.data.normal_(1.0, 0.1)
+    model.generation_config.eos_token_id = config.eos_token_id
+    model.to(dtype).save_pretrained(path)

@@ -1,4 +1,4 @@
-"""Each row's output against attention in float64, within the error budget, and the cache afterwards, byte by byte."""
+"""Each row's output against attention in float64, and the cache afterwards: plain, padded, and from CUDA graphs."""
 
 from __future__ import annotations
 
@@ -82,3 +82,84 @@ def test_garbage_that_is_not_a_number_is_never_read(make_host: MakeHost) -> None
 
 def test_float8_garbage_that_is_not_a_number_is_never_read(make_host: MakeHost) -> None:
     run_and_check(make_host(Case(cache_dtype="fp8"), MIXED), MIXED, garbage=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("case", "batch", "padded_rows"),
+    [(Case(), "3q1s40,q1s1", 4), (Case(), "q1s33", 7), (DRAFTS, "3q5s40", 5)],
+    ids=["decodes", "one decode", "drafts"],
+)
+def test_rows_and_tokens_of_full_graphs(
+    make_host: MakeHost, case: Case, batch: str, padded_rows: int
+) -> None:
+    rows = parse_batch(batch)
+    padded_tokens = padded_rows * rows[0].query_len
+    host = make_host(case, batch, extra_rows=padded_rows, extra_tokens=padded_tokens)
+    scene = host.scene(rows)
+    expected = scene.expected_cache()
+    outputs = host.step(scene, padded_rows=padded_rows, padded_tokens=padded_tokens)
+    assert_conforms(host, scene, outputs)
+    host.assert_cache(scene, expected)
+
+
+@pytest.mark.parametrize("batch", [MIXED, "5q1s20", "q9,q20"], ids=["mixed", "decodes", "prefills"])
+def test_longer_tensors_of_piecewise_graphs(make_host: MakeHost, batch: str) -> None:
+    host = make_host(Case(), batch, extra_tokens=11)
+    scene = host.scene(parse_batch(batch))
+    expected = scene.expected_cache()
+    outputs = host.step(scene, padded_tokens=11, counts_padding=False)
+    assert_conforms(host, scene, outputs)
+    host.assert_cache(scene, expected)
+
+
+def test_tokens_without_a_slot_are_not_stored(make_host: MakeHost, request: pytest.FixtureRequest) -> None:
+    # A drafter with a cache of its own passes such tokens. Their output is never used.
+    if "stores K/V itself" in request.node.name:
+        pytest.skip(
+            "attention stores at a request's next position; vLLM passes such tokens to a separate write only"
+        )
+    host = make_host(Case(), MIXED)
+    scene = host.scene(parse_batch(MIXED))
+    slots = scene.slot_mapping.clone()
+    slots[::3] = -1
+    expected = scene.expected_cache(slots)
+    host.step(scene, slot_mapping=slots)
+    host.assert_cache(scene, expected)
+
+
+GRAPH_CASES = {
+    "plain": Case(),
+    "bfloat16, 32/8 heads": Case(heads=32, kv_heads=8, head_size=128, dtype=torch.bfloat16),
+    "window": Case(sliding_window=9),
+    "sinks": Case(sinks=True),
+    "float8": Case(cache_dtype="fp8", key_scale=0.05, value_scale=0.11),
+    "drafts": DRAFTS,
+    "drafts, float8": Case(num_speculative_tokens=4, cache_dtype="fp8"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GRAPH_CASES.values(), ids=GRAPH_CASES)
+def test_replay_with_other_lengths_than_captured(make_host: MakeHost, case: Case) -> None:
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    query_len, num_rows = 1 + case.num_speculative_tokens, 8
+    batches = [
+        f"8q{query_len}s40",
+        f"q{query_len}s1000",
+        f"3q{query_len}s17,2q{query_len}s300",
+        f"7q{query_len}s6",
+    ]
+    host = make_host(case, *batches, extra_rows=8, extra_tokens=64)
+    needed = (
+        AttentionCGSupport.UNIFORM_BATCH if query_len > 1 else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    )
+    if host.graph_support.value < needed.value:
+        pytest.skip(f"{host.backend.get_name()} declares {host.graph_support.name}")
+    graph = host.capture(num_rows, query_len)
+    for seed, batch in enumerate(batches + batches[:1]):
+        scene = host.scene(parse_batch(batch), seed=seed)
+        expected = scene.expected_cache()
+        outputs = host.replay(graph, scene, num_rows=num_rows, query_len=query_len)
+        assert_conforms(host, scene, outputs)
+        host.assert_cache(scene, expected)

@@ -1,9 +1,9 @@
-"""The kernel benchmark compares results before times, and shows a ratio only where it may. Its times are made up."""
+"""benchmarks/kernels.py: results are compared before times, and ratios need a proof. Its times are made up."""
 
 from __future__ import annotations
 
 import importlib
-import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from benchmarks import kernels
-from benchmarks.kernel_cases import FAMILIES, case, cases_of, layer
+from benchmarks.kernel_cases import FAMILIES, case, cases_of, kv_cache, layer, sampler, small
 from benchmarks.kernel_cases.case import COLD_BYTES, MAX_SETS, ROSE, Contest, KernelCase
+from benchmarks.kernel_cases.kv_cache import make_steps
 from benchmarks.kernel_cases.sampler import FILTERS, allowed_tokens
+from benchmarks.kernel_cases.small import HEADS
 from benchmarks.reports.parts import all_kernels_table
+from benchmarks.support import proof
 
 COPY = 4e12
 
@@ -184,18 +187,10 @@ def test_allowed_tokens_are_those_of_the_definition(name: str) -> None:
         assert allowed_tokens(logits, {"min_p": 0.7}).nonzero()[:, 1].tolist() == [0, 1]
 
 
-def test_help_names_the_switches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        kernels.main(["--help"])
-    assert stopped.value.code == 0
-    text = capsys.readouterr().out
-    for switch in ("--families", "--match", "--prove", "--proofs", "--json"):
-        assert switch in text
-
-
-def test_a_short_run_goes_through_every_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert kernels.main(["--quick", "--json", str(tmp_path / "result.json")]) == 0
-    report = json.loads((tmp_path / "result.json").read_text())
+def test_a_short_run_goes_through_every_family(
+    run_benchmark: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = run_benchmark(kernels.main, "--quick")
     assert {row["family"] for row in report["rows"]} == set(FAMILIES) and report["quick"]
     for row in report["rows"]:
         assert row["sides"][ROSE]["p50_us"] > 0, row
@@ -217,7 +212,111 @@ def test_a_short_run_finds_a_side_that_does_other_work(
     )
 
 
-def test_a_short_run_proves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        kernels.parse_options(["--quick", "--prove"])
-    assert "--prove: --quick shows no speed" in capsys.readouterr().err
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """Make the inputs of small cases on the CPU."""
+    with small.on_cpu():
+        yield
+
+
+def small_cases() -> Iterator[KernelCase]:
+    for family in FAMILIES:
+        yield from small.small_cases(family)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("case", small_cases(), ids=lambda case: case.name)
+def test_sides_agree(case: KernelCase) -> None:
+    contest = case.make(2)
+    assert next(iter(contest.sides)) == ROSE
+    for side, launches in contest.sides.items():
+        assert len(launches) == 2
+        assert contest.disagreement(side) is None, side
+    if "sample" not in case.name:
+        result = contest.sides[ROSE][1]()
+        contest.sides["idle"] = [lambda: result]
+        assert "differs from Rose by" in (contest.disagreement("idle") or ""), "idle for these inputs"
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("name", ["greedy", "top-k 50, top-p 0.9", "min-p 0.05"])
+def test_a_forbidden_token_is_found_out(name: str) -> None:
+    contest = sampler.sampler_case(name, 3).make(2)
+    contest.sides["wrong"] = [lambda: torch.full((3,), 17)]
+    assert contest.disagreement("wrong") == "the peer drew 3 of 3 tokens that the filters forbid"
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_peer_that_stores_nothing_is_found_out() -> None:
+    contest = kv_cache.decode_case(HEADS, 3, 40).make(2)
+    out = contest.sides[ROSE][0]().clone()
+    contest.sides["forgetful"] = [lambda: out]
+    assert "differs from Rose by nan" in (contest.disagreement("forgetful") or "")
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_larger_block_size_keeps_the_content() -> None:
+    (step,) = make_steps(HEADS, 2, 40, 24, 1)
+    large = step.with_block_size(32)
+    assert large.storage.shape == (4, 32, 2, 32)
+    assert torch.equal(large.stored(), step.stored())
+    tokens, blocks = torch.arange(64), large.block_table[1].long()
+    for cache, wanted in ((large.key_cache, step.key_cache), (large.value_cache, step.value_cache)):
+        actual = cache[blocks[tokens // 32], tokens % 32]
+        assert torch.equal(actual, wanted[step.block_table[1].long()[tokens // 16], tokens % 16])
+
+
+TESTS = "tests/test_some_kernel.py"
+PASSES = "import pytest\npytestmark = pytest.mark.gpu\ndef test_one():\n    print('said')\n"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a checkout with one kernel and one test that passes."""
+    monkeypatch.setattr(proof, "ROOT", tmp_path)
+    monkeypatch.setattr(proof, "KERNELS", tmp_path / "kernels")
+    for name, text in (
+        ("kernels/kernel.py", ""),
+        (TESTS, PASSES),
+        ("pytest.ini", "[pytest]\nmarkers = gpu: on one\n"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def why_unproved(checkout: Path) -> str | None:
+    return proof.unproved_because(TESTS, checkout / "proofs", proof.machine_facts())
+
+
+def test_a_full_passed_run_is_a_proof_for_its_sources_and_machine(checkout: Path) -> None:
+    assert why_unproved(checkout) == f"{TESTS}: not run for these kernels on this machine"
+    proof.prove([TESTS], checkout / "proofs")
+    assert why_unproved(checkout) is None
+    other = {**proof.machine_facts(), "gpu_uuid": "another"}
+    assert "not run for these" in (proof.unproved_because(TESTS, checkout / "proofs", other) or "")
+    (checkout / "kernels" / "kernel.py").write_text("changed = True\n")
+    assert "not run for these" in (why_unproved(checkout) or "")
+
+
+@pytest.mark.parametrize(
+    ("tests", "why"),
+    [
+        (PASSES + "def test_two():\n    assert False\n", "1 failed or skipped, test_two among them"),
+        (
+            f"{PASSES}def test_two():\n    pytest.skip()\n",
+            "1 failed or skipped, test_two among them",
+        ),
+        ("import no_such_module\n", "1 failed or skipped, tests.test_some_kernel among them"),
+        ("", "pytest ended with 5"),
+    ],
+)
+def test_a_failure_or_a_skip_is_named(checkout: Path, tests: str, why: str) -> None:
+    (checkout / TESTS).write_text(tests)
+    proof.prove([TESTS], checkout / "proofs")
+    assert why_unproved(checkout) == f"{TESTS}: {why}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_names_tests_that_need_a_gpu(family: str) -> None:
+    assert "pytest.mark.gpu" in (proof.ROOT / FAMILIES[family]).read_text()

@@ -1,4 +1,4 @@
-"""models/tiny-gpt2: its format and size, its tokenizer, its English, and the pinned texts behind it."""
+"""models/tiny-gpt2 and models/tiny-qwen3-chat: format, size, tokenizer, English and answers, and pinned texts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rose_backend import LLM, SamplingParams
 from scripts.tiny_gpt2 import corpus
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "tiny-gpt2"
-MAX_WEIGHT_BYTES = 3_000_000
+CHAT_MODEL = ROOT / "models" / "tiny-qwen3-chat"
 END_OF_TEXT = "<|endoftext|>"
 PROMPTS = (
     "When the sun rose the next morning, the prince",
@@ -39,8 +40,8 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def read_json(name: str) -> Any:
-    return json.loads((MODEL / name).read_text(encoding="utf-8"))
+def read_json(name: str, model: Path = MODEL) -> Any:
+    return json.loads((model / name).read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +54,20 @@ def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, local_files_only=True).eval()
 
 
-def test_weights_are_small_and_float16() -> None:
-    path = MODEL / "model.safetensors"
-    assert path.stat().st_size <= MAX_WEIGHT_BYTES
+@pytest.mark.parametrize(
+    ("model_path", "max_bytes", "dtype"),
+    [(MODEL, 3_000_000, torch.float16), (CHAT_MODEL, 4_000_000, torch.bfloat16)],
+    ids=["tiny-gpt2", "tiny-qwen3-chat"],
+)
+def test_weights_are_small(model_path: Path, max_bytes: int, dtype: torch.dtype) -> None:
+    path = model_path / "model.safetensors"
+    assert path.stat().st_size <= max_bytes
     with safe_open(path, framework="pt") as weights:
         tensors = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118 (no mapping)
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+    assert {tensor.dtype for tensor in tensors.values()} == {dtype}
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
-    assert sum(tensor.numel() for tensor in tensors.values()) == read_json("training_log.json")["parameters"]
+    num_parameters = read_json("training_log.json", model_path)["parameters"]
+    assert sum(tensor.numel() for tensor in tensors.values()) == num_parameters
 
 
 def test_shape_is_the_promised_one() -> None:
@@ -166,3 +173,51 @@ def test_cleaning_keeps_prose_and_drops_the_wrapping() -> None:
     assert set(paragraphs[1:]) == {"It was a dark night--very dark."}
     with pytest.raises(corpus.CorpusError, match="header"):
         corpus.strip_wrapping("no header here")
+
+
+SENSIBLE = {
+    "Hello!": r"^Hello",
+    "Who are you?": r"language model",
+    "What colour is the sky?": r"\bblue\b",
+    "What is the capital of France?": r"\bParis\b",
+    "What is 7 plus 5?": r"\b12\b",
+    "What is the opposite of hot?": r"\bcold\b",
+    "How many legs does a spider have?": r"\b8\b",
+    "Why is the sky blue?": r"[Ll]ight",
+    "What is a KV cache?": r"keys and values",
+    "Tell me a story about a fox.": r"^Once upon a time .*\bfox\b",
+}
+"""Questions of the model's README, and what a sensible answer has."""
+
+
+def check_answers(**options: Any) -> None:
+    """Ask all questions: each answer must come to its end, and at least eight must be sensible."""
+    tokenizer = AutoTokenizer.from_pretrained(CHAT_MODEL, local_files_only=True)
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+        )
+        for question in SENSIBLE
+    ]
+    with LLM(str(CHAT_MODEL), num_blocks=200, **options) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=120))
+    answers = {question: output.outputs[0].text for question, output in zip(SENSIBLE, outputs, strict=True)}
+    sensible = [question for question, pattern in SENSIBLE.items() if re.search(pattern, answers[question])]
+    assert len(sensible) >= 8, answers
+    assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
+
+
+@pytest.mark.gpu
+def test_it_answers_on_a_gpu() -> None:
+    check_answers(device="cuda", dtype="bfloat16")
+
+
+def test_it_answers_as_its_readme_says() -> None:
+    check_answers(device="cpu", dtype="float32")
+    rows = re.findall(
+        r"^\| (.+?) \| (.+) \|$",
+        (CHAT_MODEL / "README.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    written = {question: answer for question, answer in rows if question in SENSIBLE}
+    assert written == read_json("training_log.json", CHAT_MODEL)["answers"]

@@ -1,16 +1,25 @@
-"""The rule of the matrix: equal reports are equal, near ties may part, and each planted difference is found."""
+"""The matrix: its rule, its harness on a CPU, and its table in docs/models.md."""
 
 from __future__ import annotations
 
 import copy
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gpu_matrix.traffic import Ask, first_asks, mixed_asks
+from tests.gpu_matrix.cases import ARCHITECTURES, CASES
+from tests.gpu_matrix.reference import add_exact
+from tests.gpu_matrix.run import SIDES, Run, report_path
+from tests.gpu_matrix.table import PAGE, keep_results, read_results, table, with_table
+from tests.gpu_matrix.traffic import NUM_FIRST, NUM_MIXED, Ask, first_asks, mixed_asks
 from tests.gpu_matrix.verdict import ROUNDS, Report, judge
+from tests.support.random_checkpoints import VOCAB_SIZE
+from tests.vllm_plugin.test_served_architectures import ROW
 
 R = 0.01
 """Stock's largest error in these reports."""
@@ -265,3 +274,98 @@ def test_what_was_not_run_is_never_equal() -> None:
     rose["not_run"] = "operators missing: a module"
     verdict = judge(rose, stock)
     assert (verdict.outcome, verdict.complaints) == ("not run", ["operators missing: a module"])
+
+
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+# Rose's layers; experts, sinks and windows in a KV cache group of their own.
+NAMES = ("Qwen2ForCausalLM", "GptOssForCausalLM")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("matrix")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Iterator[Run]:
+    cases = Run(NAMES, folder, folder / "checkpoints")
+    yield cases
+    cases.close()
+
+
+def reports(folder: Path, name: str) -> tuple[Report, Report]:
+    rose, stock = (json.loads(report_path(folder, CASES[name], side).read_text()) for side in SIDES)
+    return rose, stock
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", NAMES)
+def test_rose_says_what_stock_says(run: Run, folder: Path, name: str) -> None:
+    verdict = run.verdict(name)
+    assert verdict["outcome"] == "equal", verdict["complaints"]
+    assert verdict["num_requests"] == 3 * NUM_FIRST + NUM_MIXED
+    rose, stock = reports(folder, name)
+    for answer in [*rose["answers"].values(), *stock["answers"].values()]:
+        assert {len(each["tokens"]) for each in answer["completions"]} != {0}
+
+
+@needs_vllm
+@pytest.mark.parametrize("place", [0, 7])
+def test_a_broken_token_is_found(run: Run, folder: Path, place: int) -> None:
+    run.verdict(NAMES[0])
+    rose, stock = reports(folder, NAMES[0])
+    answer = copy.deepcopy(rose["answers"]["mixed-0"])
+    tokens = answer["completions"][0]["tokens"]
+    tokens[place] = (tokens[place] + 1) % VOCAB_SIZE
+    add_exact(NAMES[0], folder / "checkpoints" / NAMES[0], {"mixed-0": answer})
+    verdict = judge(rose | {"answers": rose["answers"] | {"mixed-0": answer}}, stock)
+    assert verdict.outcome == "different"
+    assert any(f"mixed-0: token {place} is" in line for line in verdict.complaints), verdict.complaints
+
+
+def test_every_architecture_that_works_has_a_row() -> None:
+    section = PAGE.read_text().partition("### The architectures served most")[2].partition("\n##")[0]
+    works = [name for name, inside, _ in ROW.findall(section) if inside.startswith("works")]
+    assert [case.name for case in ARCHITECTURES] == works
+
+
+def test_the_page_has_the_table_of_the_results() -> None:
+    page = PAGE.read_text()
+    assert with_table(page, read_results()) == page, "run python -m tests.gpu_matrix FOLDER"
+
+
+def test_rows_of_all_outcomes(tmp_path: Path) -> None:
+    equal = judge(report("rose"), report("stock")).as_json()
+    broken, unable = report("rose"), report("rose")
+    wrong_token(broken)
+    unable["not_run"] = "missing: a_module"
+    different, not_run = (judge(side, report("stock")).as_json() for side in (broken, unable))
+    path = tmp_path / "results.json"
+    keep_results({"SmolLM3ForCausalLM": different}, path)
+    # A later run of other cases leaves what is known of the rest.
+    keep_results({"Qwen3ForCausalLM": equal, "Qwen3MoeForCausalLM": not_run}, path)
+    results = read_results(path)
+    assert list(results) == ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM"]
+    rows = {line.split("|")[1].strip(): line for line in table(results).splitlines()}
+    assert len(rows) == 2 + len(CASES)
+    versions = "vLLM 0, a GPU, 2026-01-01"
+    num_requests = 60 + 8 * (1 + len(ROUNDS))
+    assert (
+        f"| equal ({versions}) | {num_requests} | 0 | 1.0e-02 / 1.0e-02 | 3 |" in rows["`Qwen3ForCausalLM`"]
+    )
+    assert f"| not run: missing: a_module ({versions}) |" in rows["`Qwen3MoeForCausalLM`"]
+    assert f"| different ({versions}) |" in rows["`SmolLM3ForCausalLM`"]
+    assert "| not yet |" in rows["LoRA"]
+
+
+def test_a_folder_of_reports_is_judged_without_a_gpu(tmp_path: Path) -> None:
+    from tests.gpu_matrix.run import judge_folder
+
+    case = CASES["LlamaForCausalLM"]
+    for side in ("rose", "stock"):
+        report_path(tmp_path, case, side).write_text(json.dumps(report(side)))
+    # Of this one only one side has ended.
+    report_path(tmp_path, CASES["LoRA"], "rose").write_text(json.dumps(report("rose")))
+    assert {name: verdict["outcome"] for name, verdict in judge_folder(tmp_path).items()} == {
+        "LlamaForCausalLM": "equal"
+    }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import io
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +15,15 @@ from benchmarks import loading
 from benchmarks.reports.engines import loading_bars
 
 
-def test_a_quick_run_measures_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quick_run_measures_both_sides(
+    run_benchmark: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     forgotten: list[list[str]] = []
     monkeypatch.setattr(
         loading, "forget_files", lambda paths: forgotten.append([path.name for path in paths])
     )
-    result = tmp_path / "result.json"
-    assert loading.main(["--quick", "--repeats", "2", "--json", str(result)]) == 0
-    report = json.loads(result.read_text())
+    report = run_benchmark(loading.main, "--quick --repeats 2")
     cold, warm = report["rows"]
     # Two repeats of both sides, cold only.
     assert forgotten == [["model.safetensors"]] * 4
@@ -39,28 +41,13 @@ def test_every_byte_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     paths = [tmp_path / name for name in ("one", "two", "none")]
     for path, size in zip(paths, (2500, 1000, 0), strict=True):
         path.write_bytes(bytes(size))
-    real_open = Path.open
 
-    class Counting:
-        def __init__(self, file: object) -> None:
-            self.file = file
-
-        def __enter__(self) -> Counting:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            self.file.close()  # type: ignore[attr-defined]
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self.file, name)
-
-        def readinto(self, buffer: memoryview) -> int:
-            seen.append(self.file.readinto(buffer))  # type: ignore[attr-defined]
+    class Counting(io.FileIO):
+        def readinto(self, buffer: Any) -> int | None:
+            seen.append(super().readinto(buffer) or 0)
             return seen[-1]
 
-    monkeypatch.setattr(
-        Path, "open", lambda path, *args, **kwargs: Counting(real_open(path, *args, **kwargs))
-    )
+    monkeypatch.setattr(Path, "open", lambda path, *args, **kwargs: Counting(path))
     loading.read_files(paths)
     assert sorted(seen) == [500, 1000, 1000, 1000]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,18 +43,15 @@ def caching(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
 
 
 def test_a_warm_start_finds_what_the_cold_one_left(
-    caching: list[tuple[str, list[str]]], tmp_path: Path
+    caching: list[tuple[str, list[str]]], run_benchmark: Callable[..., Any]
 ) -> None:
-    result = tmp_path / "result.json"
-    backends = ["rose", "vllm", "rose-in-vllm"]
-    assert start_up.main(["--quick", "--json", str(result), "--backends", *backends]) == 1
+    report = run_benchmark(start_up.main, "--quick --backends rose vllm rose-in-vllm", status=1)
     cold_and_warm = [[], ["compiled"]]
     # Those that begin take turns; who has failed is not tried again.
     expected = [("rose", each) for each in cold_and_warm] + [("vllm", [])]
     expected += [("rose-in-vllm", each) for each in cold_and_warm] * 2
     expected += [("rose", each) for each in cold_and_warm]
     assert caching == expected
-    report = json.loads(result.read_text())
     assert report["failed"] == {"vllm": "it has no wheels"}
     assert [(each["backend"], each["caches"], each["repeat"]) for each in report["rows"]] == [
         (backend, caches, repeat)
@@ -65,11 +61,9 @@ def test_a_warm_start_finds_what_the_cold_one_left(
     assert "Rose in vLLM, warm | 5.0 s | 5.0 to 5.0 s | 6.0 s | 64" in start_up_table(report)
 
 
-def test_no_start_begins_behind_the_limit(caching: list[Any], tmp_path: Path) -> None:
-    result = tmp_path / "result.json"
-    options = ["--quick", "--max-seconds", "1e-9", "--backends", "rose", "--json", str(result)]
-    assert start_up.main(options) == 1
-    assert caching == [] and json.loads(result.read_text())["turns_left_out"] == 2
+def test_no_start_begins_behind_the_limit(caching: list[Any], run_benchmark: Callable[..., Any]) -> None:
+    report = run_benchmark(start_up.main, "--quick --max-seconds 1e-9 --backends rose", status=1)
+    assert caching == [] and report["turns_left_out"] == 2
 
 
 def test_goals_are_seconds_behind_vllm_and_a_share_of_its_cache() -> None:
