@@ -18,10 +18,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from rose_backend.vllm_plugin.options import batches_decode_steps
 from rose_backend.vllm_plugin.scheduler.decode_batch import FastOutputs
+from tests.support.vllm_plugin.fake_worker import STATE, VOCAB_SIZE
+from tests.support.vllm_plugin.lockstep import Pair, batching
+from tests.support.vllm_plugin.simulation import ITEM_PLACES, items_of, make_request, make_simulation
 from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.fake_worker import STATE, VOCAB_SIZE
-from tests.vllm_plugin.lockstep import Pair, batching
-from tests.vllm_plugin.simulation import ITEM_PLACES, items_of, make_request, make_simulation
 
 init_none_hash(sha256)
 HASHER = get_request_block_hasher(16, sha256)

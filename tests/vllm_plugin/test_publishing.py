@@ -15,10 +15,10 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from rose_backend.vllm_plugin.kv_cache.manager import RoseKVCacheManager
-from tests.vllm_plugin import simulation as simulated
+from tests.support.vllm_plugin import simulation as simulated
+from tests.support.vllm_plugin.fake_worker import FakeWorker, expected_output
+from tests.support.vllm_plugin.simulation import Simulation, make_simulation
 from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.fake_worker import FakeWorker, expected_output
-from tests.vllm_plugin.simulation import Simulation, make_simulation
 from tests.vllm_plugin.test_kv_cache_manager import BLOCK_SIZE, admit, make_manager, make_request
 
 

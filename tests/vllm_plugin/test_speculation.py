@@ -9,8 +9,13 @@ import pytest
 from vllm.config import VllmConfig
 
 from rose_backend.vllm_plugin.options import appends_in_attention, rose_options
+from tests.support.vllm_plugin.simulation import (
+    MAX_MODEL_LEN,
+    make_request,
+    make_simulation,
+    run_random_traffic,
+)
 from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.simulation import MAX_MODEL_LEN, make_request, make_simulation, run_random_traffic
 
 NUM_DRAFTS = 4
 NGRAM = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_max": 3}

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from vllm.v1.outputs import KVConnectorOutput
 
-from tests.vllm_plugin.fake_connector import WRONG
-from tests.vllm_plugin.fake_worker import FakeWorker
+from tests.support.vllm_plugin.fake_connector import WRONG
+from tests.support.vllm_plugin.fake_worker import FakeWorker
 
 
 class Sender:

@@ -27,8 +27,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from rose_backend.vllm_plugin.kv_cache.spec import as_rose_spec
 from rose_backend.vllm_plugin.scheduler.scheduler import RoseAsyncScheduler, RoseScheduler
+from tests.support.vllm_plugin.fake_worker import (
+    STATE,
+    VOCAB_SIZE,
+    FakeWorker,
+    expected_output,
+    with_contents,
+)
 from tests.vllm_plugin.conftest import MakeConfig
-from tests.vllm_plugin.fake_worker import STATE, VOCAB_SIZE, FakeWorker, expected_output, with_contents
 
 MAX_MODEL_LEN = 160
 ITEM_PLACES = ((10, 23), (40, 9), (49, 16))
